@@ -40,6 +40,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tests/names.py
 
 # A minute: dist/graphrun-*.whl, with dry runs of the graphs, so that the first plan of one takes two seconds.
 wheel: $(STAMP)

@@ -1,4 +1,5 @@
-"""What pyproject.toml cannot say: the folder graphs/ is installed as the package ``graphrun.graphs``."""
+"""What pyproject.toml cannot say: the folder graphs/ is installed as the package
+``graphrun.graphs``."""
 
 from setuptools import find_packages, setup
 

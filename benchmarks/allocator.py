@@ -17,7 +17,7 @@ import graphrun
 from graphrun.model.choices import apply_choices
 from graphrun.profile.dry_run import probe
 from graphrun.profile.hardware import hardware
-from graphrun.profile.problems import Limits, problem_of
+from graphrun.profile.problems import ProblemLimits, problem_of
 from graphrun.report.plan_files import read, save
 from graphrun.report.summary import summarize
 from graphrun.solve.pages import smallest_budget, solved
@@ -41,7 +41,9 @@ def plan(folder: Path, name: str) -> None:
         return
     graph = graphrun.load(ROOT / "graphs" / f"{name}.yaml")
     inputs = graph.for_planning({})
-    problem = problem_of(graph, probe(graph, inputs), hardware("rtx4090"), Limits(24 << 30, 64 << 30), inputs)
+    problem = problem_of(
+        graph, probe(graph, inputs), hardware("rtx4090"), ProblemLimits(24 << 30, 64 << 30), inputs
+    )
     for budget, file in files.items():
         if file.is_file():
             continue
@@ -60,22 +62,29 @@ def judge(file: Path) -> dict[str, int]:
     from recorded_replay import replay_events
 
     graphrun.raise_limits(text_bytes=1 << 26)  # plans of videos
-    problem, actions, saved = read(file)
-    chosen = apply_choices(problem, actions)
-    peak, limit = max(pages.reserved_bytes(chosen, actions)), pages.limit_bytes(chosen, actions)
+    problem, actions, entries = read(file)
+    choice = apply_choices(problem, actions)
+    peak, limit = max(pages.reserved_bytes(choice, actions)), pages.limit_bytes(choice, actions)
     blocks = LinkedBlocks(expandable=True, card_bytes=problem.hardware.capacity_bytes)
-    events, differ = replay_events(chosen, actions), 0
+    events, differ = replay_events(choice, actions), 0
     for event in events:
         getattr(blocks, event.action)(*event.arguments)
         differ += blocks.used_bytes != event.reserved_bytes
-    sizes = {"planned": saved["peak_bytes"], "replayed": peak, "limit": limit, "budget": problem.effective_bytes}
+    sizes = {
+        "planned": entries["peak_bytes"],
+        "replayed": peak,
+        "limit": limit,
+        "budget": problem.effective_bytes,
+    }
     return sizes | {"events": len(events), "differ": differ}
 
 
 def main(command: str, folder: Path, names: list[str]) -> None:
     folder.mkdir(exist_ok=True)
     if command == "plan":
-        graphs = sorted(file.stem for file in (ROOT / "graphs").glob("*.yaml") if "-tiny" not in file.stem)
+        graphs = sorted(
+            file.stem for file in (ROOT / "graphs").glob("*.yaml") if "-tiny" not in file.stem
+        )
         for name in names or [name for name in graphs if name not in LEFT_OUT]:
             plan(folder, name)
         return
@@ -86,7 +95,11 @@ def main(command: str, folder: Path, names: list[str]) -> None:
             rows[file.stem] = judge(file)
             rows_file.write_text(json.dumps(rows))
     for name, row in rows.items():
-        print(f"{name:24}", *(f"{key} {row[key] / 2**20:.1f}" for key in ("planned", "replayed", "budget")), "MiB")
+        print(
+            f"{name:24}",
+            *(f"{key} {row[key] / 2**20:.1f}" for key in ("planned", "replayed", "budget")),
+            "MiB",
+        )
     print(f"{len(rows)} plans, {sum(row['events'] for row in rows.values())} events")
     for text, larger, smaller in SUMS:
         print(f"{text}: {sum(row[larger] > row.get(smaller, 0) for row in rows.values())}")

@@ -1,13 +1,16 @@
-"""What the first call of an attached pipeline takes, and the second with another text, beside the plain pipeline's call.
+"""What the first call of an attached pipeline takes, and the second with another text, beside the
+plain pipeline's call.
 
-.venv/bin/python benchmarks/attach_calls.py [--out FILE] [NAME ...]     writes benchmarks/results/attach_calls.json
+.venv/bin/python benchmarks/attach_calls.py [--out FILE] [NAME ...]     writes
+benchmarks/results/attach_calls.json
 
-Tiny pipelines of tests/attach/tiny_pipelines.yaml (of ten families, or those named) on the simulated accelerator, within 95 % of
-their weights' bytes: processor seconds on one thread, the least of three rounds in which both take turns, so that other work on the
-machine counts little.
+Tiny pipelines of tests/attach/tiny_pipelines.yaml (of ten families, or those named) on the
+simulated accelerator, within 95 % of their weights' bytes: processor seconds on one thread, the
+least of three rounds in which both take turns, so that other work on the machine counts little.
 
-first    of the first call, less that of a plain call: dry run, problem, plan
-second   of the second call, with another text where the pipeline takes one, over that of a plain call on the same accelerator
+first    of the first call, less that of a plain call: dry run, problem, plan second   of the second
+call, with another text where the pipeline takes one, over that of a plain call on the same
+accelerator
 """
 
 from __future__ import annotations
@@ -27,7 +30,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / part) for part in ("attach", "sweep"))]
-os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.update(
+    TRANSFORMERS_VERBOSITY="error",
+    DIFFUSERS_VERBOSITY="error",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+)
 
 import torch  # noqa: E402
 from test_attach_pipelines import SHARE, weight_bytes  # noqa: E402
@@ -52,8 +60,8 @@ def measure(name: str) -> dict[str, float]:
     """One pipeline."""
     case = cases()[name]
     plain, pipe = case.build(), case.build()
-    other = {"prompt": "a harbour in the fog"} if "prompt" in case.arguments() else {}
-    another = replace(case, arguments=lambda: {**case.arguments(), **other})
+    prompt_input = {"prompt": "a harbour in the fog"} if "prompt" in case.arguments() else {}
+    resized_case = replace(case, arguments=lambda: {**case.arguments(), **prompt_input})
 
     def put(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(sim.device)
@@ -63,17 +71,23 @@ def measure(name: str) -> dict[str, float]:
     with machine:
         plain.to(sim.device)
         case.call(plain, put)
-    plains, firsts, others = list[float](), list[float](), list[float]()
+    plains, firsts, seconds_resized = list[float](), list[float](), list[float]()
     for _ in range(ROUNDS):
-        with graphrun.attach(pipe, vram=int(SHARE * weight_bytes(pipe)), device=SimulatedDevice(sim.Machine())):
+        with graphrun.attach(
+            pipe, vram=int(SHARE * weight_bytes(pipe)), device=SimulatedDevice(sim.Machine())
+        ):
             firsts.append(seconds(lambda: case.call(pipe)))
             with machine:
                 plains.append(seconds(lambda: case.call(plain, put)))
-            others.append(seconds(lambda: another.call(pipe)))
+            seconds_resized.append(seconds(lambda: resized_case.call(pipe)))
             with machine:
                 plains.append(seconds(lambda: case.call(plain, put)))
-    each = min(plains)
-    return {"plain": each, "first": min(firsts) - each, "second": min(others) / each}
+    plain_seconds = min(plains)
+    return {
+        "plain": plain_seconds,
+        "first": min(firsts) - plain_seconds,
+        "second": min(seconds_resized) / plain_seconds,
+    }
 
 
 def main() -> None:
@@ -81,25 +95,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/attach_calls.json")
     parser.add_argument("names", nargs="*")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     rows: dict[str, dict[str, float]] = {}
-    for name in given.names or TABLE:
+    for name in options.names or TABLE:
         try:
             rows[name] = {key: round(value, 3) for key, value in measure(name).items()}
-            print(f"{name:45} {rows[name]['first']:7.2f} s more   {rows[name]['second']:5.2f} x", flush=True)
+            print(
+                f"{name:45} {rows[name]['first']:7.2f} s more   {rows[name]['second']:5.2f} x",
+                flush=True,
+            )
         except Exception as error:  # noqa: BLE001  (a pipeline that does not run so is left out, and said)
             print(f"{name:45} left out: {type(error).__name__}: {str(error)[:80]}", flush=True)
-    found = {
-        key: {"median": statistics.median(of), "most": max(of)}
+    ratios = {
+        key: {"median": statistics.median(values), "most": max(values)}
         for key in ("first", "second")
-        if (of := [row[key] for row in rows.values()])
+        if (values := [row[key] for row in rows.values()])
     }
-    for key, of in found.items():
-        print(f"{key}: median {of['median']:.2f}, most {of['most']:.2f} of {len(rows)}")
-    result = {"date": datetime.date.today().isoformat(), "torch": torch.__version__, **found, "pipelines": rows}
-    given.out.write_text(json.dumps(result, indent=1) + "\n")
+    for key, values in ratios.items():
+        print(f"{key}: median {values['median']:.2f}, most {values['most']:.2f} of {len(rows)}")
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        **ratios,
+        "pipelines": rows,
+    }
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """What PyTorch's caching allocator did in one run, beside graphrun's model of it.
 
-The card's record (`torch.cuda.memory._record_memory_history`) names every allocation, release, and page that was mapped or
-unmapped. The allocations and releases are replayed through `graphrun.model.allocator.Caching`; what it reserves is compared, event
-by event, with the pages that were mapped.
+The card's record (`torch.cuda.memory._record_memory_history`) names every allocation, release, and
+page that was mapped or unmapped. The allocations and releases are replayed through
+`graphrun.model.allocator.Caching`; what it reserves is compared, event by event, with the pages
+that were mapped.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ RECORDED = {
     "segment_free": "unmap",
     "segment_unmap": "unmap",
 }
-"""Actions of the record that change what is allocated or reserved; others only announce or report."""
+"""Actions of the record that change what is allocated or reserved; others only announce or
+report."""
 
 
 @dataclass
@@ -54,36 +56,40 @@ class Events:
 @contextmanager
 def recorded(device: Any) -> Iterator[Events]:
     """What happens on ``device`` (graphrun's) in the context."""
-    found = Events()
+    events = Events()
     if device.torch_device.type == "sim":
-        device.machine.listener = found
+        device.machine.listener = events
         try:
-            yield found
+            yield events
         finally:
             device.machine.listener = None
         return
     torch.cuda.empty_cache()
-    found.reserved_before = torch.cuda.memory_reserved()
-    torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=4_000_000)
+    events.reserved_before = torch.cuda.memory_reserved()
+    torch.cuda.memory._record_memory_history(
+        "all", context=None, stacks="python", max_entries=4_000_000
+    )
     try:
-        yield found
+        yield events
     finally:
         trace = torch.cuda.memory._snapshot()["device_traces"][device.torch_device.index or 0]
         torch.cuda.memory._record_memory_history(enabled=None)
-        found.events += [(RECORDED[e["action"]], e["addr"], e["size"]) for e in trace if e["action"] in RECORDED]
+        events.events += [
+            (RECORDED[e["action"]], e["addr"], e["size"]) for e in trace if e["action"] in RECORDED
+        ]
 
 
-def compared(found: Events) -> dict[str, Any]:
-    """Reserved bytes by the card and by the model: both peaks, and where they differ most. Without pages (on the simulated
-    accelerator) only the model's figures."""
+def compared(events: Events) -> dict[str, Any]:
+    """Reserved bytes by the card and by the model: both peaks, and where they differ most. Without
+    pages (on the simulated accelerator) only the model's figures."""
     model = Caching()
-    mapped = allocated = 0
+    mapped_bytes = allocated = 0
     sizes: dict[int, int] = {}
-    pages = any(kind == "map" for kind, _, _ in found.events)
+    pages = any(kind == "map" for kind, _, _ in events.events)
     peaks = {"reserved": 0, "model": 0, "allocated": 0}
     most_over = most_under = 0
     trimming = False
-    for kind, key, nbytes in found.events:
+    for kind, key, nbytes in events.events:
         if kind == "alloc":
             model.allocate(key, nbytes)
             sizes[key] = nbytes
@@ -92,22 +98,25 @@ def compared(found: Events) -> dict[str, Any]:
             model.release(key)
             allocated -= sizes.pop(key)
         elif kind == "map":
-            mapped += nbytes
+            mapped_bytes += nbytes
         elif kind == "unmap":
-            mapped -= nbytes
+            mapped_bytes -= nbytes
             if not trimming:
                 model.trim()
         trimming = kind == "unmap"
         peaks = {
-            "reserved": max(peaks["reserved"], mapped),
+            "reserved": max(peaks["reserved"], mapped_bytes),
             "model": max(peaks["model"], model.used_bytes),
             "allocated": max(peaks["allocated"], allocated),
         }
         if pages and kind == "alloc":  # pages of an allocation are mapped before it is recorded
-            most_over, most_under = max(most_over, model.used_bytes - mapped), max(most_under, mapped - model.used_bytes)
+            most_over, most_under = (
+                max(most_over, model.used_bytes - mapped_bytes),
+                max(most_under, mapped_bytes - model.used_bytes),
+            )
     return {
-        "events": len(found.events),
-        "reserved_before_bytes": found.reserved_before,
+        "events": len(events.events),
+        "reserved_before_bytes": events.reserved_before,
         "peak_reserved_bytes": peaks["reserved"] if pages else None,
         "model_peak_reserved_bytes": peaks["model"],
         "peak_allocated_bytes": peaks["allocated"],
@@ -116,19 +125,19 @@ def compared(found: Events) -> dict[str, Any]:
     }
 
 
-def growth(found: Events, points: int = 200) -> list[Sequence[int]]:
+def growth(events: Events, points: int = 200) -> list[Sequence[int]]:
     """(event, reserved, allocated) at about ``points`` moments, for a plot."""
-    mapped = allocated = 0
+    mapped_bytes = allocated = 0
     sizes: dict[int, int] = {}
-    every, series = max(1, len(found.events) // points), list[Sequence[int]]()
-    for number, (kind, key, nbytes) in enumerate(found.events):
+    interval, series = max(1, len(events.events) // points), list[Sequence[int]]()
+    for number, (kind, key, nbytes) in enumerate(events.events):
         if kind == "alloc":
             sizes[key] = nbytes
             allocated += nbytes
         elif kind == "free":
             allocated -= sizes.pop(key, 0)
         else:
-            mapped += nbytes if kind == "map" else -nbytes
-        if number % every == 0:
-            series.append((number, mapped, allocated))
+            mapped_bytes += nbytes if kind == "map" else -nbytes
+        if number % interval == 0:
+            series.append((number, mapped_bytes, allocated))
     return series

@@ -1,9 +1,12 @@
-"""Wheels for a bare machine with a card: Python 3.12 on Linux x86-64, torch and its CUDA libraries already there.
+"""Wheels for a bare machine with a card: Python 3.12 on Linux x86-64, torch and its CUDA libraries
+already there.
 
-python benchmarks/card_pack.py FOLDER      downloads them, of the versions in constraints.txt; fails above 40 MB
+python benchmarks/card_pack.py FOLDER      downloads them, of the versions in constraints.txt; fails
+above 40 MB
 
-bitsandbytes brings a library for every version of CUDA; only that for CUDA 13.0 is kept. Dry runs are not packed: a stored dry run
-is valid only for the exact versions and files of the libraries that made it, and making one takes seconds.
+bitsandbytes brings a library for every version of CUDA; only that for CUDA 13.0 is kept. Dry runs
+are not packed: a stored dry run is valid only for the exact versions and files of the libraries
+that made it, and making one takes seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-NEEDED = (  # torch, accelerate, networkx, numpy, psutil, PyYAML, typer, pytest and what they need are on such a machine
+# torch, accelerate, networkx, numpy, psutil, PyYAML, typer, pytest and what they need are on such a
+# machine
+NEEDED = (
     "transformers",
     "diffusers",
     "importlib-metadata",
@@ -35,14 +40,18 @@ GLIBC = (39, 35, 34, 31, 28, 27, 24, 17)
 
 def pinned() -> list[str]:
     """The requirements, of the versions in constraints.txt where it has them."""
-    versions = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    versions = dict(
+        re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    )
     versions = {name.replace("_", "-").lower(): version for name, version in versions.items()}
     return [f"{name}=={versions[name]}" if name in versions else name for name in NEEDED] + [*PEERS]
 
 
 def download(folder: Path) -> None:
     """Fetches the wheels into ``folder``."""
-    platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in GLIBC] + ["--platform=manylinux2014_x86_64"]
+    platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in GLIBC] + [
+        "--platform=manylinux2014_x86_64"
+    ]
     command = [
         sys.executable,
         "-m",
@@ -54,18 +63,27 @@ def download(folder: Path) -> None:
         "--dest",
         str(folder),
     ]
-    command += ["--only-binary=:all:", "--python-version=3.12", "--implementation=cp", *platforms, *pinned()]
+    command += [
+        "--only-binary=:all:",
+        "--python-version=3.12",
+        "--implementation=cp",
+        *platforms,
+        *pinned(),
+    ]
     subprocess.run(command, check=True)
 
 
 def strip(wheel: Path) -> None:
     """Rewrites a wheel of bitsandbytes with one of its libraries."""
-    kept = wheel.with_suffix(".kept")
-    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(kept, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as small:
+    small_wheel = wheel.with_suffix(".kept")
+    with (
+        zipfile.ZipFile(wheel) as whole,
+        zipfile.ZipFile(small_wheel, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as small,
+    ):
         for item in whole.infolist():
             if not item.filename.endswith(".so") or item.filename.endswith(KEPT_LIBRARY):
                 small.writestr(item, whole.read(item))
-    kept.replace(wheel)
+    small_wheel.replace(wheel)
 
 
 def main() -> None:

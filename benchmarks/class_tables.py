@@ -1,8 +1,10 @@
-"""The tables of pipeline classes in docs/pipelines.md: imported, attached, and features switched while attached.
+"""The tables of pipeline classes in docs/pipelines.md: imported, attached, and features switched
+while attached.
 
-make pipelines                                   ten minutes on one core; writes the rows of docs/pipelines.md
-python benchmarks/class_tables.py features       one table: imports, attached or features
-python benchmarks/class_tables.py attached ZImagePipeline    rows of the table of attached classes
+make pipelines                                   ten minutes on one core; writes the rows of
+docs/pipelines.md python benchmarks/class_tables.py features       one table: imports, attached or
+features python benchmarks/class_tables.py attached ZImagePipeline    rows of the table of attached
+classes
 
 Each row is what was seen, by the functions that `make sweep` compares the document with.
 """
@@ -16,8 +18,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / part) for part in ("attach", "importing", "sweep"))]
+os.environ.update(
+    TRANSFORMERS_VERBOSITY="error",
+    DIFFUSERS_VERBOSITY="error",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+)
+sys.path[:0] = [
+    str(ROOT),
+    *(str(ROOT / "tests" / part) for part in ("attach", "importing", "sweep")),
+]
 
 import class_rows  # noqa: E402
 import test_import_table  # noqa: E402
@@ -50,12 +60,15 @@ def printed(row: str) -> str:
 
 
 def attached_rows(names: list[str]) -> None:
-    """Writes the rows of the classes ``names`` in the table of attached ones, and leaves the others."""
+    """Writes the rows of the classes ``names`` in the table of attached ones, and leaves the
+    others."""
     if unknown := set(names) - class_rows.CASES.keys():
         sys.exit(f"there is no class {min(unknown)} in tests/attach/tiny_pipelines.yaml")
     head = class_rows.HEADS["attached"]
-    made = {name: printed(class_rows.attached_row(name)) for name in names}
-    class_rows.write(head, [row for _, row in sorted({**class_rows.documented(head), **made}.items())])
+    rows = {name: printed(class_rows.attached_row(name)) for name in names}
+    class_rows.write(
+        head, [row for _, row in sorted({**class_rows.documented(head), **rows}.items())]
+    )
 
 
 def main() -> None:

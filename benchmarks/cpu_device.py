@@ -1,7 +1,8 @@
-"""The CPU as a device of the executor: resident weights are in ordinary memory, and both streams run on the host.
+"""The CPU as a device of the executor: resident weights are in ordinary memory, and both streams
+run on the host.
 
-For measuring what following a plan costs where the plain pipeline runs on the very same hardware. Counts the bytes of weights and
-rings, and not those of activations.
+For measuring what following a plan costs where the plain pipeline runs on the very same hardware.
+Counts the bytes of weights and ring buffers, and not those of activations.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class CpuDevice(Device):
 
     @property
     def allocated_bytes(self) -> int:
-        """Of live weights and rings."""
+        """Of live weights and ring buffers."""
         return self.arenas.nbytes("device")
 
     def allocate(self, nbytes: int) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""How long planning FLUX.1-dev takes and where the time goes; what is traced; small runs planned beside measured.
+"""How long planning FLUX.1-dev takes and where the time goes; what is traced; small runs planned
+beside measured.
 
 .venv/bin/python benchmarks/end_to_end.py      writes benchmarks/results/end_to_end.json
 """
@@ -41,7 +42,12 @@ def inside() -> dict[str, Any]:
     import torch
     import transformers
 
-    for name in ("AutoencoderKL", "FluxPipeline", "FluxTransformer2DModel", "FlowMatchEulerDiscreteScheduler"):
+    for name in (
+        "AutoencoderKL",
+        "FluxPipeline",
+        "FluxTransformer2DModel",
+        "FlowMatchEulerDiscreteScheduler",
+    ):
         getattr(diffusers, name)
     for name in ("CLIPTextModel", "T5EncoderModel", "PreTrainedTokenizerFast"):
         getattr(transformers, name)
@@ -51,26 +57,27 @@ def inside() -> dict[str, Any]:
     from graphrun.profile.dry_run import probe
 
     graph = graphrun.load(ROOT / "graphs/flux-dev.yaml")
-    probed = probe(graph, graph.for_planning({}))
+    recording = probe(graph, graph.for_planning({}))
     dry_run = time.perf_counter()
     problem = graphrun.estimate(graph, vram="8G", ram="64G", hardware="rtx4090")
     estimated = time.perf_counter()
     solution = graphrun.plan(problem)
-    solved = time.perf_counter()
+    solve_end = time.perf_counter()
     from graphrun.report.screen import plan_screen
 
     plan_screen(solution)
-    shown = time.perf_counter()
-    calls = {call.component: call for _, call in probed.recording.entries()}
+    screen_end = time.perf_counter()
+    calls = {call.component: call for _, call in recording.recording.entries()}
     return {
         "threads": torch.get_num_threads(),
         "import_seconds": round(imported - start, 2),
         "load_and_dry_run_seconds": round(dry_run - imported, 2),
         "estimate_seconds (a second dry run and the numbers)": round(estimated - dry_run, 2),
-        "solve_seconds": round(solved - estimated, 2),
-        "screen_seconds": round(shown - solved, 2),
+        "solve_seconds": round(solve_end - estimated, 2),
+        "screen_seconds": round(screen_end - solve_end, 2),
         "traced_mib (inputs included, scratch apart)": {
-            name: round((call.peak_bytes + call.input_bytes) / 2**20, 1) for name, call in calls.items()
+            name: round((call.peak_bytes + call.input_bytes) / 2**20, 1)
+            for name, call in calls.items()
         },
         "predicted_seconds": solution.objective_seconds,
         "proven_optimal": solution.proven_optimal,
@@ -82,26 +89,32 @@ def small_runs() -> dict[str, Any]:
     import graphrun
     from graphrun.verify.simulate import simulate
 
-    found = {}
+    results = {}
     for name, vram in (("flux-tiny", "6M"), ("sdxl-tiny", "13M")):
         graph = graphrun.load(ROOT / f"graphs/{name}.yaml")
         solution = graphrun.plan(graphrun.estimate(graph, vram=vram, hardware="sim"))
-        planned, trace = simulate(solution.problem, solution.plan), graphrun.run(solution, graph)
-        found[f"{name} within {vram}"] = {
-            "peak_bytes": {"planned": planned.peak_bytes, "measured": trace.peak_bytes},
-            "moved_bytes": {"planned": planned.moved_bytes, "measured": trace.moved_bytes},
-            "virtual_seconds": {"planned": round(planned.seconds, 6), "measured": round(trace.seconds, 6)},
+        simulation, trace = simulate(solution.problem, solution.plan), graphrun.run(solution, graph)
+        results[f"{name} within {vram}"] = {
+            "peak_bytes": {"planned": simulation.peak_bytes, "measured": trace.peak_bytes},
+            "moved_bytes": {"planned": simulation.moved_bytes, "measured": trace.moved_bytes},
+            "virtual_seconds": {
+                "planned": round(simulation.seconds, 6),
+                "measured": round(trace.seconds, 6),
+            },
             "left_bytes": trace.left_bytes,
         }
-    return found
+    return results
 
 
 def main() -> None:
     """Measure, write, and say where."""
     result = {
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "versions": {name: version(name) for name in ("torch", "diffusers", "transformers", "highspy")},
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python "
+        f"{platform.python_version()}",
+        "versions": {
+            name: version(name) for name in ("torch", "diffusers", "transformers", "highspy")
+        },
         "command_seconds (graphrun plan flux-dev --vram 8G, imports included)": command_seconds(),
         "inside": inside(),
         "small_runs": small_runs(),

@@ -1,15 +1,22 @@
-"""What following a plan costs when nothing has to move, and how well copies hide behind compute when blocks stream.
+"""What following a plan costs when nothing has to move, and how well copies hide behind compute
+when blocks stream.
 
-.venv/bin/python benchmarks/executor.py [--overlap] [GRAPH ...]      a few minutes a graph; writes benchmarks/results/executor.json
-                                                                     --overlap: only these figures are made anew
+.venv/bin/python benchmarks/executor.py [--overlap] [GRAPH ...]      a few minutes a graph; writes
+benchmarks/results/executor.json
+                                                                     --overlap: only these figures
+                                                                     are made again
 
-resident   CPU seconds of a run that finds everything resident over those of diffusers' own pipeline, called as its users call it,
-           on the same CPU: FLUX with a transformer of 218 M parameters. The two take turns in pairs; the median of the pairs'
-           ratios, and between which numbers it lies (bootstrap, 95 %)
+resident   CPU seconds of a run that finds everything resident over those of diffusers' own
+pipeline, called as its users call it,
+           on the same CPU: FLUX with a transformer of 218 M parameters. The two take turns in
+           pairs; the median of the pairs' ratios, and between which numbers it lies (bootstrap, 95
+           %)
 overhead   the same on sim, over the same stages without graphrun: also what simulating costs more
-overlap    seconds, on the simulated accelerator's clock, of the slot that streams most, over the bound
-           1.03 x max(compute, transfer) + one block. With the least budget of all, where the ring has room for one layer alone, so
-           that copies and compute take turns; and by block with room for one more, where they need not
+overlap    seconds, on the simulated accelerator's clock, of the slot that streams most, over the
+bound
+           1.03 x max(compute, transfer) + one block. With the least budget of all, where the ring
+           buffer has room for one layer alone, so that copies and compute take turns; and by block
+           with room for one more, where they need not
 """
 
 from __future__ import annotations
@@ -31,7 +38,12 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
-os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.update(
+    TRANSFORMERS_VERBOSITY="error",
+    DIFFUSERS_VERBOSITY="error",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+)
 
 import torch  # noqa: E402
 from cpu_device import CpuDevice  # noqa: E402
@@ -39,7 +51,14 @@ from gpu_lab import placed  # noqa: E402
 
 PAIRS, PAIRS_RESIDENT = 5, 24
 STEPS = 8
-RATES = (2e8, 5e8, 1e9, 2e9, 5e9)  # bytes per second into the device: from bound by copies to bound by compute
+# bytes per second into the device: from bound by copies to bound by compute
+RATES = (
+    2e8,
+    5e8,
+    1e9,
+    2e9,
+    5e9,
+)
 SLACK = 1.03
 AMPLE = 1 << 40
 LARGER = {
@@ -64,20 +83,29 @@ class Prepared:
         if larger:
             transformer = self.graph.components["transformer"]
             transformer = replace(transformer, config={**transformer.config, **larger})
-            self.graph = replace(self.graph, components={**self.graph.components, "transformer": transformer})
+            self.graph = replace(
+                self.graph, components={**self.graph.components, "transformer": transformer}
+            )
         self.inputs = self.graph.resolve({"steps": STEPS, **inputs})
-        self.probed = probe(self.graph, self.inputs)
-        self.modules = {n: build(component, self.graph) for n, component in self.graph.components.items()}
+        self.recording = probe(self.graph, self.inputs)
+        self.modules = {
+            n: build(component, self.graph) for n, component in self.graph.components.items()
+        }
         self.parts = {n: build_part(part, self.graph) for n, part in self.graph.parts.items()}
-        self.meta_modules = {n: meta_module(component, self.graph.trust) for n, component in self.graph.components.items()}
+        self.meta_modules = {
+            n: meta_module(component, self.graph.trust)
+            for n, component in self.graph.components.items()
+        }
 
     def problem(self, budget_bytes: int, rate: float = 1e9) -> Any:
         """The problem on the simulated accelerator with ``rate`` bytes per second into it."""
         from graphrun.profile.hardware import simulated
-        from graphrun.profile.problems import Limits, problem_of
+        from graphrun.profile.problems import ProblemLimits, problem_of
 
         hardware = replace(simulated(), h2d_bytes_per_second=rate, d2h_bytes_per_second=rate)
-        return problem_of(self.graph, self.probed, hardware, Limits(budget_bytes, AMPLE), self.inputs)
+        return problem_of(
+            self.graph, self.recording, hardware, ProblemLimits(budget_bytes, AMPLE), self.inputs
+        )
 
     def stages(self, place: torch.device) -> None:
         """The graph's stages, without graphrun's executor."""
@@ -90,35 +118,48 @@ def resident_plan(problem: Any) -> Any:
     """Every component is loaded before its phase and stays to the end; nothing streams."""
     from graphrun.model.plan import parse
 
-    lines, loaded = [f"plan {problem.digest}"], []
+    lines, components = [f"plan {problem.digest}"], []
     for phase in problem.phases:
         lines.append(f"slot {phase.name} load")
-        new = [use.component for use in phase.uses if use.component not in loaded]
+        new = [use.component for use in phase.uses if use.component not in components]
         lines += [f"  load {name} all from pinned" for name in new]
-        loaded += new
+        components += new
         lines += [f"slot {phase.name} first", "  run"]
-        lines += [f"slot {phase.name} steady x{phase.steady_calls}", "  run"] if phase.steady_calls else []
-    return parse("\n".join([*lines, "slot end", *(f"  evict {name} all" for name in loaded)]))
+        lines += (
+            [f"slot {phase.name} steady x{phase.steady_calls}", "  run"]
+            if phase.steady_calls
+            else []
+        )
+    return parse("\n".join([*lines, "slot end", *(f"  evict {name} all" for name in components)]))
 
 
-def paired(plain: Callable[[], object], ours: Callable[[], object], pairs: int = PAIRS) -> dict[str, Any]:
-    """Ratios of CPU seconds (other programs may share the cores), ours over plain, alternating which comes first."""
+def paired(
+    plain: Callable[[], object], graphrun_call: Callable[[], object], pairs: int = PAIRS
+) -> dict[str, Any]:
+    """Ratios of CPU seconds (other programs may share the cores), ours over plain, alternating
+    which comes first."""
     seconds: list[tuple[float, float]] = []
     for number in range(pairs + 1):
-        took = {}
-        for which, run in (("plain", plain), ("ours", ours)) if number % 2 else (("ours", ours), ("plain", plain)):
+        cpu_seconds = {}
+        for kind, run in (
+            (("plain", plain), ("ours", graphrun_call))
+            if number % 2
+            else (("ours", graphrun_call), ("plain", plain))
+        ):
             gc.collect()
             start = time.process_time()
             run()
-            took[which] = time.process_time() - start
-        seconds.append((took["plain"], took["ours"]))
-    ratios = sorted(ours / plain for plain, ours in seconds[1:])  # the first pair warms up
+            cpu_seconds[kind] = time.process_time() - start
+        seconds.append((cpu_seconds["plain"], cpu_seconds["ours"]))
+    ratios = sorted(
+        graphrun_seconds / plain for plain, graphrun_seconds in seconds[1:]
+    )  # the first pair warms up
     return {
         "median_ratio": round(statistics.median(ratios), 4),
         "median_lies_between": interval(ratios),
         "quartiles": [round(q, 4) for q in statistics.quantiles(ratios, n=4)],
         "plain_seconds": round(statistics.median(plain for plain, _ in seconds[1:]), 4),
-        "load": [round(each, 1) for each in os.getloadavg()],
+        "load": [round(load, 1) for load in os.getloadavg()],
         "pairs": pairs,
     }
 
@@ -136,7 +177,9 @@ def session_plan(problem: Any) -> Any:
 
     lines = str(resident_plan(problem)).splitlines()
     first = [line for line in lines if not line.startswith("  evict")]
-    return parse("\n".join([*first, "again", *(line for line in first[1:] if not line.startswith("  load"))]))
+    return parse(
+        "\n".join([*first, "again", *(line for line in first[1:] if not line.startswith("  load"))])
+    )
 
 
 def resident() -> dict[str, Any]:
@@ -144,7 +187,7 @@ def resident() -> dict[str, Any]:
     import numpy as np
 
     from graphrun.modules.build import resolve_class
-    from graphrun.runtime.executor import Session, stages_for
+    from graphrun.runtime.executor import PlanSession, stages_for
     from graphrun.runtime.host import Host
     from graphrun.verify.solution import solution_of
 
@@ -153,24 +196,34 @@ def resident() -> dict[str, Any]:
     plan, graph, inputs = session_plan(problem), prepared.graph, prepared.inputs
     host = Host.of_graph(graph, problem, device, prepared.modules)
     kind = resolve_class(graph.pipeline, graph.trust)
-    pipeline = kind(**prepared.modules, **prepared.parts, image_encoder=None, feature_extractor=None)
+    pipeline = kind(
+        **prepared.modules, **prepared.parts, image_encoder=None, feature_extractor=None
+    )
     pipeline.set_progress_bar_config(disable=True)
-    call = {name: inputs[name] for name in ("prompt", "height", "width", "guidance_scale", "max_sequence_length")}
+    call = {
+        name: inputs[name]
+        for name in ("prompt", "height", "width", "guidance_scale", "max_sequence_length")
+    }
 
     def plain() -> Any:
         generator = torch.Generator("cpu").manual_seed(inputs["seed"])
         return pipeline(**call, num_inference_steps=inputs["steps"], generator=generator).images[0]
 
-    with Session(solution_of(problem, plan), host, device) as session:
+    with PlanSession(solution_of(problem, plan), host, device) as session:
 
         def ours() -> Any:
             return session.run(stages_for(plan, graph, inputs, device, host)).outputs["image"]
 
         if not np.array_equal(np.asarray(plain()), np.asarray(ours())):
             raise AssertionError("the pictures differ")
-        found = paired(plain, ours, PAIRS_RESIDENT)
+        ratios = paired(plain, ours, PAIRS_RESIDENT)
     parameters = sum(p.numel() for p in prepared.modules["transformer"].parameters())
-    return {"transformer_parameters": parameters, "steps": inputs["steps"], **found, "within": found["median_ratio"] <= 1.01}
+    return {
+        "transformer_parameters": parameters,
+        "steps": inputs["steps"],
+        **ratios,
+        "within": ratios["median_ratio"] <= 1.01,
+    }
 
 
 def overhead(name: str) -> dict[str, Any]:
@@ -197,7 +250,8 @@ def overhead(name: str) -> dict[str, Any]:
 
 
 def overlap(name: str) -> list[dict[str, Any]]:
-    """The slot that streams the largest component, at several rates, with the least budget and with room for another block."""
+    """The slot that streams the largest component, at several rates, with the least budget and with
+    room for another block."""
     import graphrun
     from graphrun.runtime.devices.simulated import SimulatedDevice
     from graphrun.runtime.host import Host
@@ -206,19 +260,30 @@ def overlap(name: str) -> list[dict[str, Any]]:
     from graphrun.solve.infeasible import smallest_budget
     from graphrun.verify.simulate import simulate
 
-    prepared, found = Prepared(name), []
+    prepared, rows = Prepared(name), []
     for rate, room in ((rate, room) for room in ("least", "another block") for rate in RATES):
         problem = prepared.problem(AMPLE, rate)
         if room == "least":
             problem = replace(problem, budget_bytes=smallest_budget(problem))
         else:
-            problem = replace(problem, components=tuple(replace(component, layers=None) for component in problem.components))
-            streamed = ((k, b) for c in problem.components for k, b in zip(c.groups, c.variants[0].block_bytes, strict=True))
+            problem = replace(
+                problem,
+                components=tuple(
+                    replace(component, layers=None) for component in problem.components
+                ),
+            )
+            streamed = (
+                (k, b)
+                for c in problem.components
+                for k, b in zip(c.groups, c.variants[0].block_bytes, strict=True)
+            )
             another_bytes = max(nbytes for k, nbytes in streamed if k.streamable)
             problem = replace(problem, budget_bytes=smallest_budget(problem) + another_bytes)
         solution = graphrun.plan(problem)
         problem = solution.problem
-        device = SimulatedDevice(Machine(h2d_bytes_per_second=rate, d2h_bytes_per_second=rate, flops_per_second=1e11))
+        device = SimulatedDevice(
+            Machine(h2d_bytes_per_second=rate, d2h_bytes_per_second=rate, flops_per_second=1e11)
+        )
         host = Host.of_graph(prepared.graph, problem, device, prepared.modules)
         trace = execute(solution, prepared.graph, prepared.inputs, device, host=host)
         reports = simulate(problem, solution.plan).slots
@@ -238,11 +303,15 @@ def overlap(name: str) -> list[dict[str, Any]]:
             if k.streamable
         )
         bound = SLACK * max(report.compute_seconds, transfer) + block
-        found.append(
+        rows.append(
             {
                 "bytes_per_second": rate,
                 "room": room,
-                "by": "layer" if any(problem.component(use.component).granularity == "layers" for use in phase.uses) else "block",
+                "by": "layer"
+                if any(
+                    problem.component(use.component).granularity == "layers" for use in phase.uses
+                )
+                else "block",
                 "slot": f"{slot.phase} {slot.part}",
                 "seconds": seconds,
                 "planned_seconds": report.seconds,
@@ -255,21 +324,29 @@ def overlap(name: str) -> list[dict[str, Any]]:
                 "within_by_class": seconds <= SLACK * max(groups, transfer) + block,
             }
         )
-    return found
+    return rows
 
 
 def by_class(problem: Any, slot: Any, rate: float) -> float:
-    """The longer of compute and transfer of each class of the streamed component in ``slot``, added up."""
+    """The longer of compute and transfer of each class of the streamed component in ``slot``, added
+    up."""
     from graphrun.model.plan import Stream
 
     (stream,) = (action for action in slot.actions if isinstance(action, Stream))
-    component, kept = problem.component(stream.component), {name: len(blocks) for name, blocks in stream.keep or ()}
+    component, resident_counts = (
+        problem.component(stream.component),
+        {name: len(blocks) for name, blocks in stream.keep or ()},
+    )
     phase = next(phase for phase in problem.phases if phase.name == slot.phase)
     use, total = next(use for use in phase.uses if use.component == stream.component), 0.0
     calls, sizes = use.group_calls_in(slot.part), component.variants[0].block_bytes
-    for k, of in enumerate(component.groups):
-        copied = (len(of.blocks) - kept.get(of.name, 0)) * sizes[k] * use.passes_of(k) if of.streamable else 0
-        total += calls[k] * max(len(of.blocks) * use.seconds[k], copied / rate)
+    for k, group in enumerate(component.groups):
+        copy_bytes = (
+            (len(group.blocks) - resident_counts.get(group.name, 0)) * sizes[k] * use.passes_of(k)
+            if group.streamable
+            else 0
+        )
+        total += calls[k] * max(len(group.blocks) * use.seconds[k], copy_bytes / rate)
     return total
 
 
@@ -278,7 +355,8 @@ def main() -> None:
     torch.set_num_threads(1)
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread, Python {platform.python_version()}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread, Python "
+        f"{platform.python_version()}",
         "versions": {name: version(name) for name in ("torch", "diffusers", "transformers")},
         "steps": STEPS,
     }

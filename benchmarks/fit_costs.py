@@ -1,10 +1,12 @@
 """Fits the constants of the cost model on the published seconds in data/published.csv.
 
-    .venv/bin/python benchmarks/fit_costs.py               prints the constants, to be written where they are defined
-    .venv/bin/python benchmarks/published.py --left-out    fits without each source in turn, and records what that predicts for it
+    .venv/bin/python benchmarks/fit_costs.py               prints the constants, to be written where
+    they are defined .venv/bin/python benchmarks/published.py --left-out    fits without each source
+    in turn, and records what that predicts for it
 
-Minimizes the squared logarithms of estimated over published seconds, and of each constant over what is `EXPECTED` of it, each in
-units of its uncertainty; far rows count less (soft L1). Rows of other programs' own code count less than diffusers'.
+Minimizes the squared logarithms of estimated over published seconds, and of each constant over what
+is `EXPECTED` of it, each in units of its uncertainty; far rows count less (soft L1). Rows of other
+programs' own code count less than diffusers'.
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ import graphrun
 from graphrun.files import Store
 from graphrun.modules.build import meta_modules
 from graphrun.profile import costs, hardware, modes
-from graphrun.profile.asked import in_precision, options_by_stage, pictures_input
+from graphrun.profile.asked import options_by_stage, pictures_input, with_precisions
 from graphrun.profile.problems import phase_spans
 from graphrun.profile.recording import Call
 from graphrun.store import dry_run
 
-# Constant -> (what is expected of it, the uncertainty of its logarithm). Shares of data sheets: matrix products reach 80 to 90 % on
-# A100 and H100 at their best sizes; FlashAttention 2 370 TFLOP/s on an H100 with 128 features per head (arXiv:2407.08608).
+# Constant -> (what is expected of it, the uncertainty of its logarithm). Shares of data sheets:
+# matrix products reach 80 to 90 % on A100 and H100 at their best sizes; FlashAttention 2 370
+# TFLOP/s on an H100 with 128 features per head (arXiv:2407.08608).
 EXPECTED: Mapping[str, tuple[float, float]] = {
     "ampere.matmul": (0.85, 0.15),
     "ampere.attention": (0.75, 0.15),
@@ -61,55 +64,79 @@ class Row:
 
     def __init__(self, row: dict[str, Any], store: Store) -> None:
         words = shlex.split(row["arguments"])
-        given: dict[str, list[str]] = {}
+        options: dict[str, list[str]] = {}
         for name, value in zip(words[1::2], words[2::2], strict=True):
-            given.setdefault(name.removeprefix("--"), []).append(value)
-        graph, formats = in_precision(graphrun.load(ROOT / words[0]), given.get("precision", ()))
-        inputs: dict[str, Any] = dict(text.split("=", 1) for text in given.get("set", ()))
-        if "batch" in given:
-            inputs[pictures_input(graph)] = given["batch"][0]
-        self.row, self.graph, self.card = row, graph, given["hardware"][0]
-        self.run = dry_run(graph, graph.for_planning(inputs), store, options_by_stage(graph, given.get("option", ())))
-        kept, cpu, pinned = given.get("keep", ()), given.get("cpu", ()), given.get("pinned") != ["0"]
-        self.mode = modes.mode(given.get("mode", ["resident"])[0], graph, formats, kept, cpu, pinned=pinned)
-        with meta_modules(graph) as found:
-            self.weights = {name: modes.weight_bytes(graph, name, module, formats) for name, module in found.items()}
+            options.setdefault(name.removeprefix("--"), []).append(value)
+        graph, formats = with_precisions(
+            graphrun.load(ROOT / words[0]), options.get("precision", ())
+        )
+        inputs: dict[str, Any] = dict(text.split("=", 1) for text in options.get("set", ()))
+        if "batch" in options:
+            inputs[pictures_input(graph)] = options["batch"][0]
+        self.row, self.graph, self.card = row, graph, options["hardware"][0]
+        self.run = dry_run(
+            graph,
+            graph.for_planning(inputs),
+            store,
+            options_by_stage(graph, options.get("option", ())),
+        )
+        resident_names, cpu, pinned = (
+            options.get("keep", ()),
+            options.get("cpu", ()),
+            options.get("pinned") != ["0"],
+        )
+        self.mode = modes.parse_mode(
+            options.get("mode", ["resident"])[0], graph, formats, resident_names, cpu, pinned=pinned
+        )
+        with meta_modules(graph) as modules:
+            self.weights = {
+                name: modes.weight_bytes(graph, name, module, formats)
+                for name, module in modules.items()
+            }
         self.error = FOREIGN_ERROR if row["source"].startswith(FOREIGN) else ROW_ERROR
 
     def seconds(self) -> float:
         """Seconds of the row with the constants as they are now."""
         card = hardware._card(self.card, hardware.SHEETS[self.card])
-        of, run = self.row["of"], self.run
-        if ":" in of:  # a phase: the calls of that component in it
-            number = int(of.partition("/")[2].partition(":")[0])
+        target, run = self.row["of"], self.run
+        if ":" in target:  # a phase: the calls of that component in it
+            number = int(target.partition("/")[2].partition(":")[0])
             entries = run.recording.entries()
             begin, end = phase_spans(entries)[number]
             return sum(sum(fast_work(call, card)) for _, call in entries[begin:end])
-        found = modes.estimated(self.graph, run, card, self.mode, self.weights).seconds
-        return found[of] if of else sum(found.values())
+        seconds = modes.estimate_mode(self.graph, run, card, self.mode, self.weights).seconds
+        return seconds[target] if target else sum(seconds.values())
 
 
-_counted: dict[int, tuple[Call, Counter[int], Counter[tuple[int, str]]]] = {}
+_COUNTS: dict[int, tuple[Call, Counter[int], Counter[tuple[int, str]]]] = {}
 
 
 def _counts(call: Call) -> tuple[Call, Counter[int], Counter[tuple[int, str]]]:
-    if id(call) not in _counted:
+    if id(call) not in _COUNTS:
         kernels = Counter(number for _, numbers in call.work for number in numbers)
         layers = Counter(
-            (number, path) for path, numbers in call.work for number in numbers if call.kernels[number].kind == "matmul"
+            (number, path)
+            for path, numbers in call.work
+            for number in numbers
+            if call.kernels[number].kind == "matmul"
         )
-        _counted[id(call)] = call, kernels, layers
-    return _counted[id(call)]
+        _COUNTS[id(call)] = call, kernels, layers
+    return _COUNTS[id(call)]
 
 
 def fast_work(call: Call, card: Any) -> list[float]:
     """The sum of `costs.work_seconds`, from counts of kernels."""
     _, kernels, _ = _counts(call)
-    total = sum(count * costs.kernel_seconds(call.kernels[number], card) for number, count in kernels.items())
+    total = sum(
+        count * costs.kernel_seconds(call.kernels[number], card)
+        for number, count in kernels.items()
+    )
     return [max(total, card.launch_seconds * sum(kernels.values()))]
 
 
-def fast_extra(call: Call, shapes: Mapping[str, tuple[int, int]], precision: str, card: Any) -> dict[str, float]:
+def fast_extra(
+    call: Call, shapes: Mapping[str, tuple[int, int]], precision: str, card: Any
+) -> dict[str, float]:
     """The sum of `costs.extra_seconds`, from counts of products."""
     if precision in ("bfloat16", "float16", "float32"):
         return {}
@@ -117,7 +144,10 @@ def fast_extra(call: Call, shapes: Mapping[str, tuple[int, int]], precision: str
     for (number, path), count in _counts(call)[2].items():
         if (shape := shapes.get(f"{path}.weight")) is not None:
             by_shape[number, shape] += count
-    products = ((costs.quantized_seconds(call.kernels[n], shape, precision, card), c) for (n, shape), c in by_shape.items())
+    products = (
+        (costs.quantized_seconds(call.kernels[n], shape, precision, card), c)
+        for (n, shape), c in by_shape.items()
+    )
     return {"": sum(count * seconds for seconds, count in products)}
 
 
@@ -125,12 +155,14 @@ def put(values: Mapping[str, float]) -> None:
     """Sets the constants in the modules that define them."""
     shares: dict[str, dict[str, float]] = {}
     for name, value in values.items():
-        owner, _, what = name.partition(".")
+        owner, _, constant = name.partition(".")
         if owner in MODULES:
-            setattr(MODULES[owner], what, value)
+            setattr(MODULES[owner], constant, value)
         else:
-            shares.setdefault(owner, {})[what] = value
-    hardware.SHARES = {name: hardware.Shares(**of) for name, of in shares.items()}
+            shares.setdefault(owner, {})[constant] = value
+    hardware.SHARES = {
+        name: hardware.Shares(**owner_shares) for name, owner_shares in shares.items()
+    }
 
 
 def fitted(rows: Sequence[Row], rounds: int = 6) -> dict[str, float]:
@@ -145,18 +177,26 @@ def fitted(rows: Sequence[Row], rounds: int = 6) -> dict[str, float]:
 
     x = centre.copy()
     for _ in range(rounds):
-        now = errors(x)
-        slopes = np.stack([(errors(x + 1e-3 * step) - now) / 1e-3 for step in np.eye(len(x))], axis=1)
-        weight = (1 + now**2) ** -0.25  # square root of soft L1's weight
+        residuals = errors(x)
+        slopes = np.stack(
+            [(errors(x + 1e-3 * step) - residuals) / 1e-3 for step in np.eye(len(x))], axis=1
+        )
+        weight = (1 + residuals**2) ** -0.25  # square root of soft L1's weight
         matrix = np.vstack([weight[:, None] * slopes, np.diag(1 / widths)])
-        x = x - np.linalg.lstsq(matrix, np.concatenate([weight * now, (x - centre) / widths]), rcond=None)[0]
+        x = (
+            x
+            - np.linalg.lstsq(
+                matrix, np.concatenate([weight * residuals, (x - centre) / widths]), rcond=None
+            )[0]
+        )
     values = dict(zip(names, map(float, np.exp(x)), strict=True))
     put(values)
     return values
 
 
 def prepared(rows: Sequence[dict[str, Any]]) -> list[Row]:
-    """The rows that have seconds, with fast sums in place of those that go through a call kernel by kernel."""
+    """The rows that have seconds, with fast sums in place of those that go through a call kernel by
+    kernel."""
     modes.work_seconds, modes.extra_seconds = fast_work, fast_extra  # type: ignore[assignment]
     from graphrun.cli.common import cache_folder
 
@@ -165,15 +205,21 @@ def prepared(rows: Sequence[dict[str, Any]]) -> list[Row]:
 
 
 def left_out(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Errors of each source's rows with constants fitted on all other sources, in the order of ``rows``."""
+    """Errors of each source's rows with constants fitted on all other sources, in the order of
+    ``rows``."""
     ready, results = prepared(rows), dict[int, dict[str, Any]]()
     for source in dict.fromkeys(row["source"] for row in rows):
-        own = [row for row in ready if row.row["source"] == source]
-        if own:
+        source_rows = [row for row in ready if row.row["source"] == source]
+        if source_rows:
             fitted([row for row in ready if row.row["source"] != source])
-        for row in own:
-            result = compared({**row.row, "load_gib": None, "peak_gib": None}, {"seconds": row.seconds()})
-            results[id(row)] = {**{name: row.row[name] for name in ("source", "facts", "arguments", "of")}, **result}
+        for row in source_rows:
+            result = compared(
+                {**row.row, "load_gib": None, "peak_gib": None}, {"seconds": row.seconds()}
+            )
+            results[id(row)] = {
+                **{name: row.row[name] for name in ("source", "facts", "arguments", "of")},
+                **result,
+            }
         print(f"left out: {source}", flush=True)
     return {"constants": len(EXPECTED), "left_out": [results[id(row)] for row in ready]}
 

@@ -1,4 +1,5 @@
-"""The planner's plans beside the fixed modes that other programs run a pipeline in, written out as plans for the same problem."""
+"""The planner's plans beside the fixed modes that other programs run a pipeline in, written out as
+plans for the same problem."""
 
 from __future__ import annotations
 
@@ -19,20 +20,26 @@ from graphrun.verify.solution import checked_solution  # noqa: E402
 
 
 def compared(problem: Problem, plan: Plan, seconds: float) -> dict[str, Any]:
-    """Per mode, with the variants, options and order of ``plan``, which takes ``seconds``: its seconds over the plan's, its bytes;
-    None: it does not fit, in pages where these count. The modes stream whole blocks, even where the plan splits a component into
-    layers."""
-    found = dict[str, Any]()
+    """Per mode, with the variants, options and order of ``plan``, which takes ``seconds``: its
+    seconds over the plan's, its bytes; None: it does not fit, in pages where these count. The modes
+    stream whole blocks, even where the plan splits a component into layers."""
+    times = dict[str, Any]()
     for mode in BASELINES:
-        every = (checked_solution(problem, other, 0.0, 0.0) for other in _plans(problem, plan, mode))
-        fitting = [other.simulation for other in every if other is not None and not other.short_of_pages()]
-        best = min(fitting, key=lambda each: each.total_seconds, default=None)
-        found[mode] = best and {
+        solutions = (
+            checked_solution(problem, other, 0.0, 0.0) for other in _plans(problem, plan, mode)
+        )
+        simulations = [
+            other.simulation
+            for other in solutions
+            if other is not None and not other.short_of_pages()
+        ]
+        best = min(simulations, key=lambda simulation: simulation.total_seconds, default=None)
+        times[mode] = best and {
             "seconds": round(best.total_seconds, 4),
             "times_ours": round(best.total_seconds / seconds, 5) if seconds else 1.0,
             "moved_gib": round(best.total_moved_bytes / 2**30, 3),
         }
-    return found
+    return times
 
 
 def _plans(problem: Problem, plan: Plan, mode: Baseline) -> Iterator[Plan]:
@@ -40,8 +47,8 @@ def _plans(problem: Problem, plan: Plan, mode: Baseline) -> Iterator[Plan]:
     names = dict(plan.variants)
     variants = []
     for component in problem.components:
-        every = [variant.name for variant in component.variants]
-        variants.append((every.index(names.get(component.name, every[0])),))
+        variant_names = [variant.name for variant in component.variants]
+        variants.append((variant_names.index(names.get(component.name, variant_names[0])),))
     program = program_of(reordered, variants)
     for choice in fitting(program, mode):
         yield plan_of(program, choice, problem, plan.options, plan.order)

@@ -1,12 +1,15 @@
-"""Everything that only a card can show, in one command: bytes, rates, and whole graphs planned beside measured.
+"""Everything that only a card can show, in one command: bytes, rates, and whole graphs planned
+beside measured.
 
-python benchmarks/gpu.py                      about eight minutes; writes benchmarks/results/gpu-<card>.json
-python benchmarks/gpu.py --sections tiny      some of: machine tiny sdxl flux
-python benchmarks/gpu.py --rehearse           the same code on the simulated accelerator, with the graphs in small
+python benchmarks/gpu.py                      about eight minutes; writes
+benchmarks/results/gpu-<card>.json python benchmarks/gpu.py --sections tiny      some of: machine
+tiny sdxl flux python benchmarks/gpu.py --rehearse           the same code on the simulated
+accelerator, with the graphs tiny
 
-FLUX.1-dev and SDXL run at full size with random weights, under several budgets, so no checkpoint is needed. Each section is a
-process of its own (a CUDA error spoils a process) that writes what it has after every part. Without a CUDA device: says so, exit 0.
-Exit 1: a part failed, or a promise was broken; the results say which.
+FLUX.1-dev and SDXL run at full size with random weights, under several budgets, so no checkpoint is
+needed. Each section is a process of its own (a CUDA error spoils a process) that writes what it has
+after every part. Without a CUDA device: says so, exit 0. Exit 1: a part failed, or a promise was
+broken; the results say which.
 """
 
 from __future__ import annotations
@@ -26,7 +29,12 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
-os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.update(
+    TRANSFORMERS_VERBOSITY="error",
+    DIFFUSERS_VERBOSITY="error",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+)
 
 SECTIONS = ("machine", "tiny", "sdxl", "flux")
 BUDGETS = {"sdxl": "smallest,4G,6G,12G,24G", "flux": "smallest,8G,12G,24G,48G"}
@@ -40,47 +48,80 @@ PROMISES = (
     "plain pipeline has the same picture",
     "next run has the same bits",
 )
-"""Entries of the results that have to be true. What planned figures say of measured ones is for reading."""
+"""Entries of the results that have to be true. What planned figures say of measured ones is for
+reading."""
 
 
 def options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", default=",".join(SECTIONS), help="comma-separated: " + " ".join(SECTIONS))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sections", default=",".join(SECTIONS), help="comma-separated: " + " ".join(SECTIONS)
+    )
     parser.add_argument("--steps", type=int, default=8, help="denoising steps at full size")
-    parser.add_argument("--runs", type=int, default=2, help="runs per budget; the first may load kernels")
+    parser.add_argument(
+        "--runs", type=int, default=2, help="runs per budget; the first may load kernels"
+    )
     parser.add_argument("--flux-budgets", default=BUDGETS["flux"])
     parser.add_argument("--sdxl-budgets", default=BUDGETS["sdxl"])
-    parser.add_argument("--limit", type=float, default=540, help="seconds for everything; a section is ended when they are over")
-    parser.add_argument("--out", type=Path, help="the results; default benchmarks/results/gpu-<card>.json")
-    parser.add_argument("--rehearse", action="store_true", help="on the simulated accelerator, with graphs in small")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=540,
+        help="seconds for everything; a section is ended when they are over",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="the results; default benchmarks/results/gpu-<card>.json"
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="on the simulated accelerator, with graphs tiny"
+    )
     parser.add_argument("--section", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if unknown := set(asked.sections.split(",")) - set(SECTIONS):
-        parser.error(f"--sections: there is no {', '.join(sorted(unknown))}; take some of {' '.join(SECTIONS)}")
-    return asked
+    arguments = parser.parse_args()
+    if unknown := set(arguments.sections.split(",")) - set(SECTIONS):
+        parser.error(
+            f"--sections: there is no {', '.join(sorted(unknown))}; take some of "
+            f"{' '.join(SECTIONS)}"
+        )
+    return arguments
 
 
-def section(asked: argparse.Namespace) -> None:
+def section(arguments: argparse.Namespace) -> None:
     """One section, in this process; its results go to ``--out``."""
     from gpu_lab import Lab, Log
 
-    log, lab = Log(asked.out), Lab(asked.rehearse)
-    if asked.section == "machine":
+    log, lab = Log(arguments.out), Lab(arguments.rehearse)
+    if arguments.section == "machine":
         from gpu_machine import machine
 
         return machine(log)
     import gpu_graphs
 
-    if asked.section == "tiny":
+    if arguments.section == "tiny":
         for name in ("flux-tiny", "sdxl-tiny"):
-            gpu_graphs.graph(log, lab, name, ["smallest", "16M" if asked.rehearse else "1G"], 3, 2, full_size=False)
+            gpu_graphs.graph(
+                log,
+                lab,
+                name,
+                ["smallest", "16M" if arguments.rehearse else "1G"],
+                3,
+                2,
+                full_size=False,
+            )
         return None
-    name, budgets = ("flux", asked.flux_budgets) if asked.section == "flux" else ("sdxl", asked.sdxl_budgets)
-    wanted = "smallest,16M" if asked.rehearse else budgets
-    graph = f"{name}-tiny" if asked.rehearse else {"flux": "flux-dev"}.get(name, name)
-    steps = 3 if asked.rehearse else asked.steps
-    gpu_graphs.graph(log, lab, graph, wanted.split(","), steps, asked.runs, full_size=True)
+    name, budgets = (
+        ("flux", arguments.flux_budgets)
+        if arguments.section == "flux"
+        else ("sdxl", arguments.sdxl_budgets)
+    )
+    section_budgets = "smallest,16M" if arguments.rehearse else budgets
+    graph = f"{name}-tiny" if arguments.rehearse else {"flux": "flux-dev"}.get(name, name)
+    steps = 3 if arguments.rehearse else arguments.steps
+    gpu_graphs.graph(
+        log, lab, graph, section_budgets.split(","), steps, arguments.runs, full_size=True
+    )
     return None
 
 
@@ -88,90 +129,124 @@ def about(rehearse: bool) -> dict[str, Any]:
     """Date, machine, versions."""
     import torch
 
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(sys.argv),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python "
+        f"{platform.python_version()}",
         "versions": {},
         "cuda": torch.version.cuda,
         "card": "simulated",
     }
     for name in ("torch", "diffusers", "transformers", "accelerate", "bitsandbytes", "highspy"):
         try:
-            found["versions"][name] = version(name)
+            facts["versions"][name] = version(name)
         except PackageNotFoundError:
-            found["versions"][name] = None
+            facts["versions"][name] = None
     if not rehearse:
         properties = torch.cuda.get_device_properties(0)
-        found["card"] = properties.name
-        found["card_bytes"] = properties.total_memory
-        found["capability"] = f"{properties.major}.{properties.minor}"
+        facts["card"] = properties.name
+        facts["card_bytes"] = properties.total_memory
+        facts["capability"] = f"{properties.major}.{properties.minor}"
         command = [
             "nvidia-smi",
             "--query-gpu=driver_version,pcie.link.gen.current,pcie.link.width.current",
             "--format=csv,noheader",
         ]
         try:
-            found["driver and link"] = subprocess.run(
+            facts["driver and link"] = subprocess.run(
                 command, capture_output=True, text=True, timeout=20, check=True
             ).stdout.strip()
         except (OSError, subprocess.SubprocessError) as error:
-            found["driver and link"] = repr(error)
-    return found
+            facts["driver and link"] = repr(error)
+    return facts
 
 
 def broken(value: Any, path: str = "") -> list[str]:
     """Where the results hold a failure or a promise that was not kept."""
     if not isinstance(value, dict):
-        return [p for i, item in enumerate(value) for p in broken(item, f"{path}[{i}]")] if isinstance(value, list) else []
-    found = [f"{path}: {key}" for key in PROMISES if value.get(key) is False]
+        return (
+            [p for i, item in enumerate(value) for p in broken(item, f"{path}[{i}]")]
+            if isinstance(value, list)
+            else []
+        )
+    faults = [f"{path}: {key}" for key in PROMISES if value.get(key) is False]
     if "failed" in value:
-        found.append(f"{path}: {value['failed'][:200]}")
-    same = value.get("same_bits_as_resident", {})
-    found += [f"{path}: {stage} differs from resident" for stage, equal in same.items() if not equal]
-    return found + [p for key, item in value.items() for p in broken(item, f"{path}/{key}")]
+        faults.append(f"{path}: {value['failed'][:200]}")
+    equal_stages = value.get("same_bits_as_resident", {})
+    faults += [
+        f"{path}: {stage} differs from resident"
+        for stage, equal in equal_stages.items()
+        if not equal
+    ]
+    return faults + [p for key, item in value.items() for p in broken(item, f"{path}/{key}")]
 
 
-def run_section(name: str, asked: argparse.Namespace, seconds: float) -> dict[str, Any]:
+def run_section(name: str, arguments: argparse.Namespace, seconds: float) -> dict[str, Any]:
     """Section ``name`` in a process of its own: its results, as far as it came."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "section.json"
-        command = [sys.executable, __file__, "--section", name, "--out", str(path), "--steps", str(asked.steps)]
-        command += ["--runs", str(asked.runs), "--flux-budgets", asked.flux_budgets, "--sdxl-budgets", asked.sdxl_budgets]
+        command = [
+            sys.executable,
+            __file__,
+            "--section",
+            name,
+            "--out",
+            str(path),
+            "--steps",
+            str(arguments.steps),
+        ]
+        command += [
+            "--runs",
+            str(arguments.runs),
+            "--flux-budgets",
+            arguments.flux_budgets,
+            "--sdxl-budgets",
+            arguments.sdxl_budgets,
+        ]
         start = time.perf_counter()
         ended: dict[str, Any] = {}
         try:
-            code = subprocess.run([*command, *(["--rehearse"] if asked.rehearse else [])], timeout=seconds, check=False).returncode
+            code = subprocess.run(
+                [*command, *(["--rehearse"] if arguments.rehearse else [])],
+                timeout=seconds,
+                check=False,
+            ).returncode
             if code:
                 ended["failed"] = f"the process ended with {code}"
         except subprocess.TimeoutExpired:
             ended["failed"] = f"ended after {seconds:.0f} s"
-        found = json.loads(path.read_text()) if path.exists() else {}
-    return {**ended, **found, "section_seconds": round(time.perf_counter() - start, 2)}
+        results = json.loads(path.read_text()) if path.exists() else {}
+    return {**ended, **results, "section_seconds": round(time.perf_counter() - start, 2)}
 
 
 def main() -> None:
     """Runs what was asked for, and says where the results are."""
-    asked = options()
-    if asked.section:
-        return section(asked)
+    arguments = options()
+    if arguments.section:
+        return section(arguments)
     import torch
 
-    if not asked.rehearse and not torch.cuda.is_available():
+    if not arguments.rehearse and not torch.cuda.is_available():
         return print(
-            "there is no CUDA device here: nothing to measure (--rehearse runs the same code on the simulated accelerator)"
+            "there is no CUDA device here: nothing to measure (--rehearse runs the same "
+            "code on the simulated accelerator)"
         )
     start = time.perf_counter()
-    results: dict[str, Any] = {"about": about(asked.rehearse)}
+    results: dict[str, Any] = {"about": about(arguments.rehearse)}
     card = "".join(c if c.isalnum() else "-" for c in results["about"]["card"].lower())
-    path = asked.out or HERE / "results" / f"gpu-{card}.json"
+    path = arguments.out or HERE / "results" / f"gpu-{card}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    for name in asked.sections.split(","):
-        left = asked.limit - (time.perf_counter() - start)
-        print(f"{name} ({left:.0f} s left)", flush=True)
-        if asked.rehearse and name == "machine":
+    for name in arguments.sections.split(","):
+        seconds_left = arguments.limit - (time.perf_counter() - start)
+        print(f"{name} ({seconds_left:.0f} s left)", flush=True)
+        if arguments.rehearse and name == "machine":
             continue
-        results[name] = run_section(name, asked, left) if left > 20 else {"failed": "no time was left"}
+        results[name] = (
+            run_section(name, arguments, seconds_left)
+            if seconds_left > 20
+            else {"failed": "no time was left"}
+        )
         results["broken"] = broken(results)
         path.write_text(json.dumps(results, indent=1) + "\n")
     print(f"wrote {path} after {time.perf_counter() - start:.0f} s")

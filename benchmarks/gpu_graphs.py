@@ -1,4 +1,5 @@
-"""Graphs on the card: planned beside measured, the same bits streamed and resident, caps, an injected shortage of memory."""
+"""Graphs on the card: planned beside measured, the same bits streamed and resident, caps, an
+injected shortage of memory."""
 
 from __future__ import annotations
 
@@ -37,9 +38,11 @@ class Bench:
         """The problem within ``budget``."""
         import graphrun
 
-        return graphrun.estimate(self.graph, vram=budget, hardware=self.lab.hardware, inputs=self.inputs)
+        return graphrun.estimate(
+            self.graph, vram=budget, hardware=self.lab.hardware, inputs=self.inputs
+        )
 
-    def build(self, out: dict[str, Any]) -> None:
+    def build(self, record: dict[str, Any]) -> None:
         """Weights into host arenas, and the device."""
         from graphrun.modules.build import build
         from graphrun.runtime.host import Host
@@ -48,30 +51,38 @@ class Bench:
         problem = self.problem(AMPLE["sim" if self.lab.rehearse else "cuda"])
         estimated = time.perf_counter()
         make = woven if self.full_size else build
-        modules = {name: make(component, self.graph) for name, component in self.graph.components.items()}
-        made = time.perf_counter()
+        modules = {
+            name: make(component, self.graph) for name, component in self.graph.components.items()
+        }
+        build_end = time.perf_counter()
         self.device = self.lab.open(problem)
         self.host = Host.of_graph(self.graph, problem, self.device, modules)
-        out["estimate_seconds"] = round(estimated - start, 3)
-        out["weights_seconds"] = round(made - estimated, 3)
-        out["arenas_and_pinning_seconds"] = round(time.perf_counter() - made, 3)
-        out["weight_bytes"] = {c.name: c.weight_bytes() for c in problem.components}
-        out["hardware"] = asdict(problem.hardware)
-        out["baseline"] = self.lab.books(self.device)
+        record["estimate_seconds"] = round(estimated - start, 3)
+        record["weights_seconds"] = round(build_end - estimated, 3)
+        record["arenas_and_pinning_seconds"] = round(time.perf_counter() - build_end, 3)
+        record["weight_bytes"] = {c.name: c.weight_bytes() for c in problem.components}
+        record["hardware"] = asdict(problem.hardware)
+        record["baseline"] = self.lab.books(self.device)
         self.ample = problem
 
-    def stages(self, modules: Mapping[str, Any], place: torch.device, found: dict[str, Any]) -> dict[str, Any]:
-        """The graph's stages on ``modules``; the fingerprint of every value goes to ``found``."""
+    def stages(
+        self, modules: Mapping[str, Any], place: torch.device, fingerprints: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The graph's stages on ``modules``; the fingerprint of every value goes to
+        ``fingerprints``."""
         from graphrun.ops import Stages
 
-        def note(stage: str, made: Mapping[str, Any]) -> None:
-            found[stage] = fingerprint(made)
+        def note(stage: str, outputs: Mapping[str, Any]) -> None:
+            fingerprints[stage] = fingerprint(outputs)
 
         host = self.host
-        return Stages(self.graph, modules, place, self.values, host.parts, host.meta_modules, after_stage=note).run()
+        return Stages(
+            self.graph, modules, place, self.values, host.parts, host.meta_modules, after_stage=note
+        ).run()
 
-    def measure_resident(self, out: dict[str, Any]) -> None:
-        """Everything on the device: the bits to compare with, and bytes and seconds of calls beside the estimator's."""
+    def measure_resident(self, record: dict[str, Any]) -> None:
+        """Everything on the device: the bits to compare with, and bytes and seconds of calls beside
+        the estimator's."""
         from graphrun.modules.interceptor import CallInterceptor
         from graphrun.ops.pipeline import assemble
 
@@ -81,14 +92,18 @@ class Bench:
             if sum(call["component"] == component for call in calls) >= 3:
                 return proceed(*args, **kwargs)
             self.lab.settle(device)
-            before, start = self.lab.books(device), device.mark("compute")
+            start_books, start = self.lab.books(device), device.mark("compute")
             result = proceed(*args, **kwargs)
             end = device.mark("compute")
             device.barrier()
-            after = self.lab.books(device)
-            grown = {key: after[key] - before.get(key.replace("peak_", ""), 0) for key in after if key.startswith("peak_")}
+            end_books = self.lab.books(device)
+            growth = {
+                key: end_books[key] - start_books.get(key.replace("peak_", ""), 0)
+                for key in end_books
+                if key.startswith("peak_")
+            }
             seconds = device.seconds_at(end) - device.seconds_at(start)
-            calls.append({"component": component, "entry": entry, "seconds": seconds, **grown})
+            calls.append({"component": component, "entry": entry, "seconds": seconds, **growth})
             return result
 
         with device.session(1 << 60), placed(self.host.modules, place), torch.no_grad():
@@ -96,95 +111,127 @@ class Bench:
                 _warm(place)
             with CallInterceptor(self.host.modules, place, around):
                 self.stages(self.host.modules, place, self.resident)
-            out["values"] = self.resident
+            record["values"] = self.resident
             start = time.perf_counter()
-            again: dict[str, Any] = {}
-            self.stages(self.host.modules, place, again)
+            second_run: dict[str, Any] = {}
+            self.stages(self.host.modules, place, second_run)
             device.barrier()
-            out["seconds"] = round(time.perf_counter() - start, 4)
-            out["second resident run has the same bits"] = again == self.resident
-            with CallInterceptor(self.host.modules, place, lambda c, e, proceed, a, k: proceed(*a, **k)):
+            record["seconds"] = round(time.perf_counter() - start, 4)
+            record["second resident run has the same bits"] = second_run == self.resident
+            with CallInterceptor(
+                self.host.modules, place, lambda c, e, proceed, a, k: proceed(*a, **k)
+            ):
                 pipeline = assemble(self.graph, self.host.modules, self.host.parts, place)
                 start = time.perf_counter()
                 image = pipeline(
                     prompt=PROMPT,
                     num_inference_steps=self.values["steps"],
                     generator=torch.Generator("cpu").manual_seed(self.values["seed"]),
-                    **{k: v for k, v in self.values.items() if k not in ("prompt", "steps", "seed")},
+                    **{
+                        k: v for k, v in self.values.items() if k not in ("prompt", "steps", "seed")
+                    },
                 ).images[0]
                 device.barrier()
-                out["plain pipeline, seconds"] = round(time.perf_counter() - start, 4)
-            out["plain pipeline has the same picture"] = fingerprint(image) == self.resident[self.graph.stages[-1].name]["image"]
+                record["plain pipeline, seconds"] = round(time.perf_counter() - start, 4)
+            record["plain pipeline has the same picture"] = (
+                fingerprint(image) == self.resident[self.graph.stages[-1].name]["image"]
+            )
         self.lab.settle(device)
-        out["baseline_after"] = self.lab.books(device)
+        record["baseline_after"] = self.lab.books(device)
         for call in calls:
             self.call_seconds.setdefault(call["component"], []).append(call["seconds"])
-        out["calls"] = calls
-        out["estimated"] = self._estimated()
+        record["calls"] = calls
+        record["estimated"] = self._estimated()
 
     def _estimated(self) -> Any:
         """What the estimator says of the same calls, with everything else of a phase."""
         phases = []
         for phase in self.ample.phases:
             uses = [
-                {"component": u.component, "calls": u.calls, "seconds_per_call": _call_seconds(self.ample, u)} for u in phase.uses
+                {
+                    "component": u.component,
+                    "calls": u.calls,
+                    "seconds_per_call": _call_seconds(self.ample, u),
+                }
+                for u in phase.uses
             ]
-            phases.append({"phase": phase.name, "first_bytes": phase.first_bytes, "steady_bytes": phase.steady_bytes, "uses": uses})
+            phases.append(
+                {
+                    "phase": phase.name,
+                    "first_bytes": phase.first_bytes,
+                    "steady_bytes": phase.steady_bytes,
+                    "uses": uses,
+                }
+            )
         try:
             from graphrun.profile.dry_run import probe
 
-            kinds = {id(call): call for _, call in probe(self.graph, self.values).recording.entries()}.values()
+            kinds = {
+                id(call): call for _, call in probe(self.graph, self.values).recording.entries()
+            }.values()
             traced = [
-                {"component": c.component, "entry": c.entry, "traced_bytes": c.peak_bytes, "input_bytes": c.input_bytes}
+                {
+                    "component": c.component,
+                    "entry": c.entry,
+                    "traced_bytes": c.peak_bytes,
+                    "input_bytes": c.input_bytes,
+                }
                 for c in kinds
             ]
         except Exception as error:  # noqa: BLE001
             traced = [{"failed": repr(error)}]
         return {"phases": phases, "calls": traced}
 
-    def measure_budget(self, budget: str | int, out: dict[str, Any], runs: int) -> None:
+    def measure_budget(self, budget: str | int, record: dict[str, Any], runs: int) -> None:
         """Plans for ``budget``, runs by it, and compares slot by slot."""
         import graphrun
 
         problem = self.problem(budget)
         start = time.perf_counter()
         solution = graphrun.plan(problem)
-        out["solve_seconds"] = round(time.perf_counter() - start, 3)
+        record["solve_seconds"] = round(time.perf_counter() - start, 3)
         problem = solution.problem
-        planned = solution.simulation
-        out["planned"] = {
-            "seconds": planned.seconds,
-            "compute_seconds": planned.compute_seconds,
-            "peak_bytes": planned.peak_bytes,
-            "moved_bytes": planned.moved_bytes,
+        simulation = solution.simulation
+        record["planned"] = {
+            "seconds": simulation.seconds,
+            "compute_seconds": simulation.compute_seconds,
+            "peak_bytes": simulation.peak_bytes,
+            "moved_bytes": simulation.moved_bytes,
         }
-        out["budget_bytes"], out["effective_bytes"] = problem.budget_bytes, problem.effective_bytes
-        out["plan"] = str(solution.plan).splitlines()
-        out["runs"] = []
+        record["budget_bytes"], record["effective_bytes"] = (
+            problem.budget_bytes,
+            problem.effective_bytes,
+        )
+        record["plan"] = str(solution.plan).splitlines()
+        record["runs"] = []
         for _ in range(runs):
-            trace, found, seconds = self.follow(solution)
-            out["runs"].append(self._compared(problem, planned, trace, found, seconds))
+            trace, fingerprints, seconds = self.follow(solution)
+            record["runs"].append(self._compared(problem, simulation, trace, fingerprints, seconds))
 
     def follow(self, solution: Any, progress: Any = None) -> tuple[Any, dict[str, Any], float]:
         """A run by ``solution``: trace, fingerprints, wall seconds."""
         from graphrun.runtime.executor import follow
 
-        found: dict[str, Any] = {}
+        fingerprints: dict[str, Any] = {}
         self.lab.slots.clear()
         start = time.perf_counter()
-        work = lambda: self.stages(self.host.modules, self.device.torch_device, found)  # noqa: E731
+        work = lambda: self.stages(self.host.modules, self.device.torch_device, fingerprints)  # noqa: E731
         trace = follow(solution, self.host, self.device, work, progress)
-        return trace, found, time.perf_counter() - start
+        return trace, fingerprints, time.perf_counter() - start
 
-    def _compared(self, problem: Any, planned: Any, trace: Any, found: Any, seconds: float) -> dict[str, Any]:
+    def _compared(
+        self, problem: Any, simulation: Any, trace: Any, fingerprints: Any, seconds: float
+    ) -> dict[str, Any]:
         books = self.lab.slots[-len(trace.slots) :]
         slots = []
-        for index, (p, m, b) in enumerate(zip(planned.slots, trace.slots, books, strict=True)):
+        for index, (p, m, b) in enumerate(zip(simulation.slots, trace.slots, books, strict=True)):
             events = [e for e in trace.events if e.slot == index]
             copies = [e for e in events if e.kind in ("load", "stream")]
-            took = m.end_seconds - m.start_seconds
+            measured_seconds = m.end_seconds - m.start_seconds
             resident = sum(
-                min(self.call_seconds[e.component]) for e in events if e.kind == "run" and e.component in self.call_seconds
+                min(self.call_seconds[e.component])
+                for e in events
+                if e.kind == "run" and e.component in self.call_seconds
             )
             slots.append(
                 {
@@ -196,79 +243,99 @@ class Bench:
                     "peak_bytes": m.peak_bytes,
                     "moved_bytes": m.moved_bytes,
                     "calls": m.calls,
-                    "seconds": took,
-                    "run_seconds": sum(e.end_seconds - e.start_seconds for e in events if e.kind == "run"),
+                    "seconds": measured_seconds,
+                    "run_seconds": sum(
+                        e.end_seconds - e.start_seconds for e in events if e.kind == "run"
+                    ),
                     "resident_call_seconds": resident,
                     "copy_busy_seconds": sum(e.end_seconds - e.start_seconds for e in copies),
                     "copied_bytes": sum(e.nbytes for e in copies),
-                    "stall_seconds": took - resident,
+                    "stall_seconds": measured_seconds - resident,
                     "books": b,
-                    "activation_allocated_bytes": b["peak_allocated_bytes"] - p.resident_bytes - p.ring_bytes - p.values_bytes,
+                    "activation_allocated_bytes": b["peak_allocated_bytes"]
+                    - p.resident_bytes
+                    - p.ring_buffer_bytes
+                    - p.values_bytes,
                 }
             )
         return {
             "wall_seconds": round(seconds, 4),
             "seconds": trace.seconds,
-            "seconds_over_planned": trace.seconds / planned.seconds if planned.seconds else None,
+            "seconds_over_planned": trace.seconds / simulation.seconds
+            if simulation.seconds
+            else None,
             "peak_bytes": trace.peak_bytes,
-            "peak_over_planned": trace.peak_bytes / planned.peak_bytes if planned.peak_bytes else None,
+            "peak_over_planned": trace.peak_bytes / simulation.peak_bytes
+            if simulation.peak_bytes
+            else None,
             "moved_bytes": trace.moved_bytes,
             "left_bytes": trace.left_bytes,
             "cap_kept": trace.peak_bytes <= problem.effective_bytes,
-            "no_slot_over_its_plan": all(m.peak_bytes <= p.peak_bytes for p, m in zip(planned.slots, trace.slots, strict=True)),
+            "no_slot_over_its_plan": all(
+                m.peak_bytes <= p.peak_bytes
+                for p, m in zip(simulation.slots, trace.slots, strict=True)
+            ),
             "used_bytes_at_most": max((b.get("used_bytes", 0) for b in books), default=0),
-            "used_within_budget": max((b.get("used_bytes", 0) for b in books), default=0) <= problem.budget_bytes,
-            "same_bits_as_resident": {stage: found[stage] == self.resident.get(stage) for stage in found},
+            "used_within_budget": max((b.get("used_bytes", 0) for b in books), default=0)
+            <= problem.budget_bytes,
+            "same_bits_as_resident": {
+                stage: fingerprints[stage] == self.resident.get(stage) for stage in fingerprints
+            },
             "baseline_restored": self.device.allocated_bytes == trace.baseline_bytes,
             "slots": slots,
         }
 
-    def measure_shortage(self, budget: str | int, out: dict[str, Any], at: list[int] | None = None) -> None:
-        """The device's memory is taken away as a slot opens: a typed error, an empty device, and a next run that works."""
+    def measure_shortage(
+        self, budget: str | int, record: dict[str, Any], targets: list[int] | None = None
+    ) -> None:
+        """The device's memory is taken away as a slot opens: a typed error, an empty device, and a
+        next run that works."""
         import graphrun
         from graphrun.errors import OutOfMemory
 
         solution = graphrun.plan(self.problem(budget))
         baseline = self.device.allocated_bytes
-        for target in range(len(solution.plan.slots)) if at is None else at:
+        for target in range(len(solution.plan.slots)) if targets is None else targets:
 
             def progress(slot: int, call: int, calls: int, target: int = target) -> None:
                 if slot == target and call == 0:
                     self.lab.lower_cap(self.device)
 
-            told: dict[str, Any] = {}
+            entry: dict[str, Any] = {}
             try:
                 self.follow(solution, progress)
-                told["ended"] = "no allocation was refused"
+                entry["ended"] = "no allocation was refused"
             except OutOfMemory as error:
-                told["ended"] = "OutOfMemory"
-                told["text"] = str(error)[:300]
+                entry["ended"] = "OutOfMemory"
+                entry["text"] = str(error)[:300]
             self.lab.lift_cap(self.device)
-            told["device_empty"] = self.device.allocated_bytes == baseline
-            out[f"slot {target}"] = told
-        _, found, _ = self.follow(solution)
-        out["next run has the same bits"] = found == self.resident
+            entry["device_empty"] = self.device.allocated_bytes == baseline
+            record[f"slot {target}"] = entry
+        _, fingerprints, _ = self.follow(solution)
+        record["next run has the same bits"] = fingerprints == self.resident
 
-    def measure_cap(self, out: dict[str, Any]) -> None:
+    def measure_cap(self, record: dict[str, Any]) -> None:
         """A session of 64 MiB refuses 1 GiB; the next one gives it."""
         with self.device.session(64 << 20):
             try:
                 self.device.allocate(1 << 30)
-                out["refused"] = False
+                record["refused"] = False
             except torch.OutOfMemoryError as error:
-                out["refused"] = True
-                out["told"] = str(self.device.explain(error))[:300]
+                record["refused"] = True
+                record["told"] = str(self.device.explain(error))[:300]
         with self.device.session(2 << 30):
-            out["given afterwards"] = self.device.allocate(1 << 30).numel() == 1 << 30
+            record["given afterwards"] = self.device.allocate(1 << 30).numel() == 1 << 30
 
-    def against_cpu(self, out: dict[str, Any]) -> None:
-        """The same values on the CPU, which differ by rounding alone. For graphs in small."""
-        device, kept = self.device, {}
+    def against_cpu(self, record: dict[str, Any]) -> None:
+        """The same values on the CPU, which differ by rounding alone. For graphs tiny."""
+        device, values_by_device = self.device, {}
         for name, place in (("cpu", torch.device("cpu")), ("device", device.torch_device)):
             values: dict[str, torch.Tensor] = {}
 
-            def note(stage: str, made: Mapping[str, Any], values: dict[str, torch.Tensor] = values) -> None:
-                for key, value in made.items():
+            def note(
+                stage: str, outputs: Mapping[str, Any], values: dict[str, torch.Tensor] = values
+            ) -> None:
+                for key, value in outputs.items():
                     if isinstance(value, torch.Tensor):
                         values[f"{stage}.{key}"] = value.detach().to("cpu").float()
 
@@ -276,45 +343,63 @@ class Bench:
 
             host = self.host
             with device.session(1 << 60), torch.no_grad():
-                inside = contextlib.nullcontext() if name == "cpu" else placed(self.host.modules, place)
-                with inside:
-                    Stages(self.graph, host.modules, place, self.values, host.parts, host.meta_modules, after_stage=note).run()
-            kept[name] = values
-        for key, value in kept["cpu"].items():
-            difference = (value - kept["device"][key]).abs().max().item()
-            out[key] = {"largest_difference": difference, "largest_value": value.abs().max().item()}
-            out[key]["close"] = bool(difference <= 0.05 * value.abs().max().item())
+                context = (
+                    contextlib.nullcontext() if name == "cpu" else placed(self.host.modules, place)
+                )
+                with context:
+                    Stages(
+                        self.graph,
+                        host.modules,
+                        place,
+                        self.values,
+                        host.parts,
+                        host.meta_modules,
+                        after_stage=note,
+                    ).run()
+            values_by_device[name] = values
+        for key, value in values_by_device["cpu"].items():
+            difference = (value - values_by_device["device"][key]).abs().max().item()
+            record[key] = {
+                "largest_difference": difference,
+                "largest_value": value.abs().max().item(),
+            }
+            record[key]["close"] = bool(difference <= 0.05 * value.abs().max().item())
 
 
-def graph(log: Log, lab: Lab, name: str, budgets: list[str], steps: int, runs: int, *, full_size: bool) -> None:
-    """Every measurement of graph ``name``. ``budgets``: sizes; ``smallest`` is the least that can be planned."""
+def graph(
+    log: Log, lab: Lab, name: str, budgets: list[str], steps: int, runs: int, *, full_size: bool
+) -> None:
+    """Every measurement of graph ``name``. ``budgets``: sizes; ``smallest`` is the least that can
+    be planned."""
     from graphrun.solve.infeasible import smallest_budget
 
     bench = Bench(name, lab, steps, full_size=full_size)
-    with log.part(f"{name} build") as out:
-        bench.build(out)
+    with log.part(f"{name} build") as record:
+        bench.build(record)
     if bench.host is None:
         return
-    with log.part(f"{name} resident") as out:
-        bench.measure_resident(out)
-    least: int | str = budgets[0]
-    with log.part(f"{name} smallest budget") as out:
-        least = out["bytes"] = int(smallest_budget(bench.ample))
+    with log.part(f"{name} resident") as record:
+        bench.measure_resident(record)
+    minimum: int | str = budgets[0]
+    with log.part(f"{name} smallest budget") as record:
+        minimum = record["bytes"] = int(smallest_budget(bench.ample))
     for budget in budgets:
-        with log.part(f"{name} within {budget}") as out:
-            bench.measure_budget(least if budget == "smallest" else budget, out, runs)
-    with log.part(f"{name} cap") as out:
-        bench.measure_cap(out)
-    with log.part(f"{name} shortage") as out:
-        bench.measure_shortage(least, out, [1] if full_size else None)
+        with log.part(f"{name} within {budget}") as record:
+            bench.measure_budget(minimum if budget == "smallest" else budget, record, runs)
+    with log.part(f"{name} cap") as record:
+        bench.measure_cap(record)
+    with log.part(f"{name} shortage") as record:
+        bench.measure_shortage(minimum, record, [1] if full_size else None)
     if not full_size:
-        with log.part(f"{name} against the CPU") as out:
-            bench.against_cpu(out)
+        with log.part(f"{name} against the CPU") as record:
+            bench.against_cpu(record)
 
 
 def _call_seconds(problem: Any, use: Any) -> float:
     groups = problem.component(use.component).groups
-    return sum(s * len(k.blocks) * n for s, k, n in zip(use.seconds, groups, use.group_calls, strict=True)) / max(1, use.calls)
+    return sum(
+        s * len(k.blocks) * n for s, k, n in zip(use.seconds, groups, use.group_calls, strict=True)
+    ) / max(1, use.calls)
 
 
 def _warm(place: torch.device) -> None:

@@ -1,4 +1,5 @@
-"""What the GPU benchmark measures with: results that survive failures, the device's books, and weights made at memory's speed."""
+"""What the GPU benchmark measures with: results that survive failures, the device's books, and
+weights made at memory's speed."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ TILE = 2**22
 
 
 class Log:
-    """Results by section and part, written after every part. A part that fails leaves its failure's text and stops nothing."""
+    """Results by section and part, written after every part. A part that fails leaves its failure's
+    text and stops nothing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -29,17 +31,17 @@ class Log:
     @contextmanager
     def part(self, name: str) -> Iterator[dict[str, Any]]:
         """The dictionary of part ``name``, to be filled."""
-        found: dict[str, Any] = self.results.setdefault(name, {})
+        record: dict[str, Any] = self.results.setdefault(name, {})
         start = time.perf_counter()
         try:
-            yield found
+            yield record
         except Exception as error:  # noqa: BLE001 - one failure must not lose the rest
-            found["failed"] = f"{type(error).__name__}: {error}"[:2000]
-            found["failed_at"] = traceback.format_exc().strip().splitlines()[-8:]
-            print(f"  {name} FAILED: {found['failed'][:300]}", flush=True)
-        found["took_seconds"] = round(time.perf_counter() - start, 3)
+            record["failed"] = f"{type(error).__name__}: {error}"[:2000]
+            record["failed_at"] = traceback.format_exc().strip().splitlines()[-8:]
+            print(f"  {name} FAILED: {record['failed'][:300]}", flush=True)
+        record["took_seconds"] = round(time.perf_counter() - start, 3)
         self.save()
-        print(f"  {name}: {found['took_seconds']} s", flush=True)
+        print(f"  {name}: {record['took_seconds']} s", flush=True)
 
     def save(self) -> None:
         """Writes what there is."""
@@ -47,7 +49,8 @@ class Log:
 
 
 class Lab:
-    """The device under test: CUDA, or the simulated accelerator in a rehearsal. ``made`` are the executor's devices for it."""
+    """The device under test: CUDA, or the simulated accelerator in a rehearsal. ``made`` are the
+    executor's devices for it."""
 
     def __init__(self, rehearse: bool) -> None:
         self.rehearse = rehearse
@@ -59,7 +62,8 @@ class Lab:
         return "sim" if self.rehearse else None
 
     def open(self, problem: Any) -> Any:
-        """The executor's device for ``problem``, whose books at the end of each slot go to ``slots``."""
+        """The executor's device for ``problem``, whose books at the end of each slot go to
+        ``slots``."""
         from graphrun.runtime.devices.open import open_device
 
         device = open_device(problem)
@@ -76,9 +80,13 @@ class Lab:
         return device
 
     def books(self, device: Any) -> dict[str, int]:
-        """Bytes now, and the highest allocated since the peak was reset; ``used`` is what nvidia-smi shows for the whole card."""
+        """Bytes now, and the highest allocated since the peak was reset; ``used`` is what
+        nvidia-smi shows for the whole card."""
         if self.rehearse:
-            return {"allocated_bytes": device.allocated_bytes, "peak_allocated_bytes": device.machine.peak_bytes}
+            return {
+                "allocated_bytes": device.allocated_bytes,
+                "peak_allocated_bytes": device.machine.peak_bytes,
+            }
         free_bytes, total_bytes = torch.cuda.mem_get_info()
         return {
             "allocated_bytes": torch.cuda.memory_allocated(),
@@ -118,46 +126,65 @@ def woven(component: Component, graph: Graph) -> nn.Module:
 
 
 def weave(module: nn.Module, seed: str) -> None:
-    """Random weights of any size in no time and no memory: every matrix is a set of windows into one random tile (row i starts
-    i steps into it), scaled as `graphrun.modules.sources` does. Rows differ, and a copy of it is a plain tensor of
-    the real size. For benchmarks; where each weight should be drawn for itself, use `graphrun.modules.build.build`.
+    """Random weights of any size in no time and no memory: every matrix is a set of windows into
+    one random tile (row i starts i steps into it), scaled as `graphrun.modules.sources` does. Rows
+    differ, and a copy of it is a plain tensor of the real size. For benchmarks; where each weight
+    should be drawn for itself, use `graphrun.modules.build.build`.
     """
-    from graphrun.modules.sources import scale
+    from graphrun.modules.sources import standard_deviation
 
-    tile = torch.randn(TILE, generator=torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7])))
-    made: dict[int, nn.Parameter] = {}
+    tile = torch.randn(
+        TILE,
+        generator=torch.Generator().manual_seed(
+            int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7])
+        ),
+    )
+    parameters: dict[int, nn.Parameter] = {}
     number = 0
     for child in module.modules():
         for key, parameter in child._parameters.items():
             if parameter is None:
                 continue
-            if id(parameter) not in made:
+            if id(parameter) not in parameters:
                 number += 1
-                values = _phase_memories(child, key, parameter, tile, number * 7919, scale)
-                made[id(parameter)] = nn.Parameter(values, requires_grad=False)
-            child._parameters[key] = made[id(parameter)]
+                values = _phase_memories(
+                    child, key, parameter, tile, number * 7919, standard_deviation
+                )
+                parameters[id(parameter)] = nn.Parameter(values, requires_grad=False)
+            child._parameters[key] = parameters[id(parameter)]
 
 
 def _phase_memories(
-    owner: nn.Module, key: str, like: torch.Tensor, tile: torch.Tensor, start: int, scale: Callable[..., float]
+    owner: nn.Module,
+    key: str,
+    template: torch.Tensor,
+    tile: torch.Tensor,
+    start: int,
+    scale: Callable[..., float],
 ) -> Any:
-    if like.dim() <= 1:
+    if template.dim() <= 1:
         if "Norm" in type(owner).__name__:
-            return torch.full(like.shape, 0.0 if key == "bias" else 1.0, dtype=like.dtype)
-        return (tile[: like.numel()] * scale(owner, key, like)).to(like.dtype).reshape(like.shape).clone()
-    rows, columns = like.shape[0], like.numel() // like.shape[0]
+            return torch.full(template.shape, 0.0 if key == "bias" else 1.0, dtype=template.dtype)
+        return (
+            (tile[: template.numel()] * scale(owner, key, template))
+            .to(template.dtype)
+            .reshape(template.shape)
+            .clone()
+        )
+    rows, columns = template.shape[0], template.numel() // template.shape[0]
     step = max(1, min(17, (TILE // 2 - columns) // rows))
     need = (rows - 1) * step + columns
     start %= TILE - need
-    used = (tile[start : start + need] * scale(owner, key, like)).to(like.dtype)
-    inner = torch.empty(like.shape[1:], device="meta").stride()
-    return used.as_strided(like.shape, (step, *inner))
+    values = (tile[start : start + need] * scale(owner, key, template)).to(template.dtype)
+    inner = torch.empty(template.shape[1:], device="meta").stride()
+    return values.as_strided(template.shape, (step, *inner))
 
 
 @contextmanager
 def placed(modules: Mapping[str, nn.Module], place: torch.device) -> Iterator[None]:
-    """Every parameter and buffer of ``modules`` is on ``place``, a copy of its own, until the context ends."""
-    before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    """Every parameter and buffer of ``modules`` is on ``place``, a copy of its own, until the
+    context ends."""
+    originals: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     copies: dict[int, torch.Tensor] = {}
     try:
         for module in modules.values():
@@ -167,19 +194,26 @@ def placed(modules: Mapping[str, nn.Module], place: torch.device) -> Iterator[No
                         if tensor is None or tensor.is_meta:
                             continue
                         if id(tensor) not in copies:
-                            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=place).copy_(tensor.detach())
-                            kept = nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
-                            copies[id(tensor)] = kept
-                        before.append((entries, key, tensor))
+                            copy = torch.empty(
+                                tensor.shape, dtype=tensor.dtype, device=place
+                            ).copy_(tensor.detach())
+                            new_tensor = (
+                                nn.Parameter(copy, requires_grad=False)
+                                if isinstance(tensor, nn.Parameter)
+                                else copy
+                            )
+                            copies[id(tensor)] = new_tensor
+                        originals.append((entries, key, tensor))
                         entries[key] = copies[id(tensor)]
         yield
     finally:
-        for entries, key, tensor in before:
+        for entries, key, tensor in originals:
             entries[key] = tensor
 
 
 def fingerprint(value: Any) -> Any:
-    """What tells two results apart: a digest of every tensor's or picture's bytes, with figures that show that it is no noise."""
+    """What tells two results apart: a digest of every tensor's or picture's bytes, with figures
+    that show that it is no noise."""
     import numpy as np
 
     if isinstance(value, Mapping):
@@ -191,10 +225,19 @@ def fingerprint(value: Any) -> Any:
         numbers = host.float()
         raw = host.view(-1).view(torch.uint8).numpy().tobytes()
         std = float(numbers.std()) if numbers.numel() > 1 else 0.0
-        return {"sha256": _digest(raw), "std": std, "finite": bool(numbers.isfinite().all()), "shape": list(host.shape)}
+        return {
+            "sha256": _digest(raw),
+            "std": std,
+            "finite": bool(numbers.isfinite().all()),
+            "shape": list(host.shape),
+        }
     if hasattr(value, "size") and hasattr(value, "mode"):
         array = np.asarray(value)
-        return {"sha256": _digest(array.tobytes()), "std": float(array.std()), "shape": list(array.shape)}
+        return {
+            "sha256": _digest(array.tobytes()),
+            "std": float(array.std()),
+            "shape": list(array.shape),
+        }
     return repr(value)
 
 

@@ -1,4 +1,5 @@
-"""The card itself, each figure in a part of its own: context and workspace bytes, copies, products, attention, convolution."""
+"""The card itself, each figure in a part of its own: context and workspace bytes, copies, products,
+attention, convolution."""
 
 from __future__ import annotations
 
@@ -18,65 +19,79 @@ REPEATS = 5
 
 
 def machine(log: Log) -> None:
-    """Runs every measurement. The first part makes the context, so this belongs into a process of its own."""
-    with log.part("context") as out:
-        _context(out)
-    for name, measure in (("copies", _copies), ("pageable copies", _pageable), ("both ways", _both_ways)):
-        with log.part(name) as out:
-            measure(out)
-    with log.part("products") as out:
-        _products(out)
-    with log.part("attention") as out:
-        _attention(out)
-    with log.part("convolution") as out:
-        _convolution(out)
-    with log.part("small kernels and marks") as out:
-        _overheads(out)
+    """Runs every measurement. The first part makes the context, so this belongs into a process of
+    its own."""
+    with log.part("context") as record:
+        _context(record)
+    for name, measure in (
+        ("copies", _copies),
+        ("pageable copies", _pageable),
+        ("both ways", _both_ways),
+    ):
+        with log.part(name) as record:
+            measure(record)
+    with log.part("products") as record:
+        _products(record)
+    with log.part("attention") as record:
+        _attention(record)
+    with log.part("convolution") as record:
+        _convolution(record)
+    with log.part("small kernels and marks") as record:
+        _overheads(record)
 
 
 def smi_used_bytes() -> int | None:
     """What nvidia-smi says is used on the first card; None where it says nothing."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
     try:
-        text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
+        text = subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=20
+        ).stdout
         return int(text.split()[0]) * MIB
     except (OSError, ValueError, IndexError, subprocess.SubprocessError):
         return None
 
 
 def _beside() -> int:
-    """Bytes used on the card that the allocator does not know of: contexts, libraries, other programs."""
+    """Bytes used on the card that the allocator does not know of: contexts, libraries, other
+    programs."""
     torch.cuda.synchronize()
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     return int(total_bytes - free_bytes - torch.cuda.memory_reserved())
 
 
-def _context(out: dict[str, Any]) -> None:
-    out["smi_used_before_bytes"] = smi_used_bytes()
+def _context(record: dict[str, Any]) -> None:
+    record["smi_used_before_bytes"] = smi_used_bytes()
     torch.cuda.init()
-    out["after init, beside the allocator"] = _beside()
+    record["after init, beside the allocator"] = _beside()
     x = torch.ones(1024, 1024, device="cuda")
     (x + 1).sum().item()
-    out["after elementwise kernels"] = _beside()
+    record["after elementwise kernels"] = _beside()
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        before = torch.cuda.memory_allocated()
+        start_bytes = torch.cuda.memory_allocated()
         a = torch.ones(4096, 4096, device="cuda", dtype=dtype)
-        held = torch.cuda.memory_allocated() - before
+        held_bytes = torch.cuda.memory_allocated() - start_bytes
         b = a @ a
         torch.cuda.synchronize()
-        grown = torch.cuda.memory_allocated() - before - held - b.numel() * b.element_size()
-        out[f"workspace after the first {dtype} product (allocated)"] = grown
+        growth_bytes = (
+            torch.cuda.memory_allocated() - start_bytes - held_bytes - b.numel() * b.element_size()
+        )
+        record[f"workspace after the first {dtype} product (allocated)"] = growth_bytes
         del a, b
-        out[f"beside the allocator after it, {dtype}"] = _beside()
+        record[f"beside the allocator after it, {dtype}"] = _beside()
     y = torch.ones(1, 64, 128, 128, device="cuda", dtype=torch.bfloat16)
-    torch.nn.functional.conv2d(y, torch.ones(64, 64, 3, 3, device="cuda", dtype=torch.bfloat16), padding=1)
-    out["after a convolution"] = _beside()
+    torch.nn.functional.conv2d(
+        y, torch.ones(64, 64, 3, 3, device="cuda", dtype=torch.bfloat16), padding=1
+    )
+    record["after a convolution"] = _beside()
     q = torch.ones(1, 8, 512, 64, device="cuda", dtype=torch.bfloat16)
     torch.nn.functional.scaled_dot_product_attention(q, q, q)
-    out["after attention"] = _beside()
-    out["smi_used_bytes"] = smi_used_bytes()
-    out["allocator_reserved_bytes"] = torch.cuda.memory_reserved()
-    out["default_workspace_settings"] = "CUBLAS_WORKSPACE_CONFIG unset: 8 MiB + 128 KiB, 32 MiB from compute capability 9.0"
+    record["after attention"] = _beside()
+    record["smi_used_bytes"] = smi_used_bytes()
+    record["allocator_reserved_bytes"] = torch.cuda.memory_reserved()
+    record["default_workspace_settings"] = (
+        "CUBLAS_WORKSPACE_CONFIG unset: 8 MiB + 128 KiB, 32 MiB from compute capability 9.0"
+    )
 
 
 def _rate(copy: Callable[[], object], nbytes: int) -> float:
@@ -97,66 +112,68 @@ def _device() -> Any:
     return CudaDevice()
 
 
-def _copies(out: dict[str, Any]) -> None:
+def _copies(record: dict[str, Any]) -> None:
     device = _device()
     start = time.perf_counter()
     arena = device.arena(4096 * MIB)
     arena.fill_(1)
     filled = time.perf_counter()
     device.pin(arena)
-    out["seconds to fill 4 GiB of new memory"] = round(filled - start, 3)
-    out["seconds to register 4 GiB"] = round(time.perf_counter() - filled, 3)
+    record["seconds to fill 4 GiB of new memory"] = round(filled - start, 3)
+    record["seconds to register 4 GiB"] = round(time.perf_counter() - filled, 3)
     for nbytes in BLOCK_BYTES:
         target = device.allocate(nbytes)
-        out[f"registered arena to device, {nbytes // MIB} MiB, GB/s"] = _rate(
+        record[f"registered arena to device, {nbytes // MIB} MiB, GB/s"] = _rate(
             lambda t=target, n=nbytes: device.copy(t, arena[:n]), nbytes
         )
-        out[f"device to registered arena, {nbytes // MIB} MiB, GB/s"] = _rate(
+        record[f"device to registered arena, {nbytes // MIB} MiB, GB/s"] = _rate(
             lambda t=target, n=nbytes: arena[:n].copy_(t, non_blocking=True), nbytes
         )
         start = time.perf_counter()
         device.copy(target, arena[:nbytes])
-        out[f"host seconds to queue {nbytes // MIB} MiB"] = round(time.perf_counter() - start, 6)
+        record[f"host seconds to queue {nbytes // MIB} MiB"] = round(time.perf_counter() - start, 6)
         torch.cuda.synchronize()
-    own = torch.empty(BLOCK_BYTES[1], dtype=torch.uint8, pin_memory=True)
+    pinned_tensor = torch.empty(BLOCK_BYTES[1], dtype=torch.uint8, pin_memory=True)
     target = device.allocate(BLOCK_BYTES[1])
-    out["torch's pinned memory to device, 340 MiB, GB/s"] = _rate(lambda: target.copy_(own, non_blocking=True), BLOCK_BYTES[1])
+    record["torch's pinned memory to device, 340 MiB, GB/s"] = _rate(
+        lambda: target.copy_(pinned_tensor, non_blocking=True), BLOCK_BYTES[1]
+    )
 
 
-def _pageable(out: dict[str, Any]) -> None:
+def _pageable(record: dict[str, Any]) -> None:
     for nbytes in BLOCK_BYTES:
         source = torch.ones(nbytes, dtype=torch.uint8)
         target = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-        out[f"pageable to device, {nbytes // MIB} MiB, GB/s"] = _rate(
+        record[f"pageable to device, {nbytes // MIB} MiB, GB/s"] = _rate(
             lambda t=target, s=source: t.copy_(s, non_blocking=True), nbytes
         )
 
 
-def _both_ways(out: dict[str, Any]) -> None:
+def _both_ways(record: dict[str, Any]) -> None:
     device, nbytes, rounds = _device(), BLOCK_BYTES[2], 8
-    into, back = device.arena(nbytes), device.arena(nbytes)
-    for arena in (into, back):
+    upload_arena, download_arena = device.arena(nbytes), device.arena(nbytes)
+    for arena in (upload_arena, download_arena):
         arena.fill_(1)
         device.pin(arena)
-    here, there = device.allocate(nbytes), device.allocate(nbytes)
-    up, down = torch.cuda.Stream(), torch.cuda.Stream()
+    target, source = device.allocate(nbytes), device.allocate(nbytes)
+    upload_stream, download_stream = torch.cuda.Stream(), torch.cuda.Stream()
 
-    def copy(both: bool) -> float:
+    def copy(is_duplex: bool) -> float:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         torch.cuda.synchronize()
-        with torch.cuda.stream(down):
-            for _ in range(3 * rounds if both else 0):
-                back.copy_(there, non_blocking=True)
-        with torch.cuda.stream(up):
+        with torch.cuda.stream(download_stream):
+            for _ in range(3 * rounds if is_duplex else 0):
+                download_arena.copy_(source, non_blocking=True)
+        with torch.cuda.stream(upload_stream):
             events[0].record()
             for _ in range(rounds):
-                here.copy_(into, non_blocking=True)
+                target.copy_(upload_arena, non_blocking=True)
             events[1].record()
         torch.cuda.synchronize()
         return round(rounds * nbytes / (events[0].elapsed_time(events[1]) / 1e3) / 1e9, 2)
 
-    out["to device alone, GB/s"] = copy(False)
-    out["to device beside copies out, GB/s"] = copy(True)
+    record["to device alone, GB/s"] = copy(False)
+    record["to device beside copies out, GB/s"] = copy(True)
     a = torch.ones(8192, 8192, device="cuda", dtype=torch.bfloat16)
     stop = threading.Event()
 
@@ -170,13 +187,17 @@ def _both_ways(out: dict[str, Any]) -> None:
     worker.start()
     try:
         time.sleep(0.2)
-        out["to device beside products, GB/s"] = _stream_rate(up, here, into, nbytes, rounds)
+        record["to device beside products, GB/s"] = _stream_rate(
+            upload_stream, target, upload_arena, nbytes, rounds
+        )
     finally:
         stop.set()
         worker.join()
 
 
-def _stream_rate(stream: Any, target: torch.Tensor, source: torch.Tensor, nbytes: int, rounds: int) -> float:
+def _stream_rate(
+    stream: Any, target: torch.Tensor, source: torch.Tensor, nbytes: int, rounds: int
+) -> float:
     with torch.cuda.stream(stream):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -200,7 +221,7 @@ def _teraflops(run: Callable[[], object], flops: float, repeats: int = 20) -> fl
     return round(repeats * flops / (start.elapsed_time(end) / 1e3) / 1e12, 1)
 
 
-def _products(out: dict[str, Any]) -> None:
+def _products(record: dict[str, Any]) -> None:
     shapes = {
         "8192 cubed": (8192, 8192, 8192),
         "FLUX 4608x3072 by 3072x12288": (4608, 3072, 12288),
@@ -210,27 +231,32 @@ def _products(out: dict[str, Any]) -> None:
         for name, (m, k, n) in shapes.items():
             a = torch.randn(m, k, device="cuda").to(dtype)
             b = torch.randn(k, n, device="cuda").to(dtype)
-            out[f"{dtype} {name}, TFLOP/s"] = _teraflops(
+            record[f"{dtype} {name}, TFLOP/s"] = _teraflops(
                 lambda a=a, b=b: a @ b, 2.0 * m * k * n, 5 if dtype == torch.float32 else 20
             )
 
 
-def _attention(out: dict[str, Any]) -> None:
-    for name, (heads, tokens, width) in {"FLUX 24x4608x128": (24, 4608, 128), "SDXL 20x4096x64": (20, 4096, 64)}.items():
+def _attention(record: dict[str, Any]) -> None:
+    for name, (heads, tokens, width) in {
+        "FLUX 24x4608x128": (24, 4608, 128),
+        "SDXL 20x4096x64": (20, 4096, 64),
+    }.items():
         q = torch.randn(1, heads, tokens, width, device="cuda", dtype=torch.bfloat16)
         run = torch.nn.functional.scaled_dot_product_attention
-        out[f"{name}, TFLOP/s"] = _teraflops(lambda q=q, run=run: run(q, q, q), 4.0 * heads * tokens * tokens * width)
+        record[f"{name}, TFLOP/s"] = _teraflops(
+            lambda q=q, run=run: run(q, q, q), 4.0 * heads * tokens * tokens * width
+        )
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        start_bytes = torch.cuda.memory_allocated()
         result = run(q, q, q)
         torch.cuda.synchronize()
-        out[f"{name}, allocated beyond its output, bytes"] = (
-            torch.cuda.max_memory_allocated() - before - result.numel() * result.element_size()
+        record[f"{name}, allocated beyond its output, bytes"] = (
+            torch.cuda.max_memory_allocated() - start_bytes - result.numel() * result.element_size()
         )
 
 
-def _convolution(out: dict[str, Any]) -> None:
+def _convolution(record: dict[str, Any]) -> None:
     cases = {
         "VAE 512x256x256 bf16": (512, 256, torch.bfloat16),
         "VAE 128x1024x1024 bf16": (128, 1024, torch.bfloat16),
@@ -240,23 +266,30 @@ def _convolution(out: dict[str, Any]) -> None:
         x = torch.randn(1, channels, side, side, device="cuda").to(dtype)
         w = torch.randn(channels, channels, 3, 3, device="cuda").to(dtype)
         run = torch.nn.functional.conv2d
-        out[f"{name}, TFLOP/s"] = _teraflops(lambda x=x, w=w, run=run: run(x, w, padding=1), 2.0 * channels**2 * 9 * side**2, 5)
+        record[f"{name}, TFLOP/s"] = _teraflops(
+            lambda x=x, w=w, run=run: run(x, w, padding=1), 2.0 * channels**2 * 9 * side**2, 5
+        )
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        start_bytes = torch.cuda.memory_allocated()
         result = run(x, w, padding=1)
         torch.cuda.synchronize()
         sizes = [t.numel() * t.element_size() for t in (x, result, w)]
-        out[f"{name}, scratch bytes"] = torch.cuda.max_memory_allocated() - before - sizes[1]
-        out[f"{name}, scratch by the rule in + out + weight"] = sum(sizes)
+        record[f"{name}, scratch bytes"] = (
+            torch.cuda.max_memory_allocated() - start_bytes - sizes[1]
+        )
+        record[f"{name}, scratch by the rule in + out + weight"] = sum(sizes)
 
 
-def _overheads(out: dict[str, Any]) -> None:
+def _overheads(record: dict[str, Any]) -> None:
     device, x = _device(), torch.ones(16, device="cuda")
-    for name, run in {"a small kernel": lambda: x.add_(1), "a mark": lambda: device.mark("compute")}.items():
+    for name, run in {
+        "a small kernel": lambda: x.add_(1),
+        "a mark": lambda: device.mark("compute"),
+    }.items():
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(2000):
             run()
-        out[f"host seconds of {name}"] = (time.perf_counter() - start) / 2000
+        record[f"host seconds of {name}"] = (time.perf_counter() - start) / 2000
         torch.cuda.synchronize()

@@ -1,9 +1,11 @@
-"""docs/graphs.md: every reference graph's components in GiB, and the predicted time and peak at four budgets on an RTX 4090;
-graphs/figures.json: of these, what `graphrun list` shows.
+"""docs/graphs.md: every reference graph's components in GiB, and the predicted time and peak at
+four budgets on an RTX 4090; graphs/figures.json: of these, what `graphrun list` shows.
 
-    python benchmarks/graph_table.py [NAME ...]      all graphs, or those named; the others keep their lines
+    python benchmarks/graph_table.py [NAME ...]      all graphs, or those named; the others keep
+    their lines
 
-Needs no weights and no GPU. Pyramid-Flow's code is no package: its rows are made where its folder is on PYTHONPATH.
+Needs no weights and no GPU. Pyramid-Flow's code is no package: its rows are made where its folder
+is on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs" / "graphs.md"
 FIGURES = ROOT / "graphs" / "figures.json"
-CODE = {"pyramid-flow": ("pyramid_dit", "video_vae", "diffusion_schedulers")}  # packages that have to be on Python's path
+# packages that have to be on Python's path
+CODE = {"pyramid-flow": ("pyramid_dit", "video_vae", "diffusion_schedulers")}
 HARDWARE = "rtx4090"
 BUDGETS = ("8G", "12G", "16G", "24G")
 RAM = "64G"
@@ -67,22 +70,31 @@ NAMES = (
 
 HEAD = f"""# Reference graphs
 
-Each of these files in `graphs/` plans with no weights and no GPU: sizes come from configs, activations from a dry run of the
-pipeline's own code. Times are of one cold run, weights read from disk, predicted for an RTX 4090 with {RAM[:-1]} GiB of RAM at
+Each of these files in `graphs/` plans with no weights and no GPU: sizes come from configs, \
+activations from a dry run of the
+pipeline's own code. Times are of one cold run, weights read from disk, predicted for an RTX 4090 \
+with {RAM[:-1]} GiB of RAM at
 each graph's default inputs; peaks in GiB are what `nvidia-smi` would show. Made by `make tables`.
 
-Pyramid-Flow (miniFLUX, 768p) plans where its own code is on PYTHONPATH and trusted; without it the message says where to get it
+Pyramid-Flow (miniFLUX, 768p) plans where its own code is on PYTHONPATH and trusted; without it \
+the message says where to get it
 ([its results](howto/own-code.md#a-program-of-any-class)).
 
-Kandinsky 5 and HunyuanVideo 1.5 decode in tiles (`--set tiling=false` for none). sd21-upscaled decodes 2048 pixels at once;
+Kandinsky 5 and HunyuanVideo 1.5 decode in tiles (`--set tiling=false` for none). sd21-upscaled \
+decodes 2048 pixels at once;
 with `--allow tiling` 8 GiB are enough (39 s). Not here: Qwen-Image-Edit, whose processor needs
-torchvision; Kolors, whose tokenizer needs sentencepiece and its vocabulary; Cosmos 2.5, which needs a checker whose configuration
+torchvision; Kolors, whose tokenizer needs sentencepiece and its vocabulary; Cosmos 2.5, which \
+needs a checker whose configuration
 diffusers does not have; ACE-Step 1.5, whose code counts values that a dry run does not have.
 
-`graphrun graph graphs/flux-dev.yaml --as svg -o flux-dev.svg` draws a graph: stages, the components they use, and the values
-between them, with the bytes that `graphrun estimate` shows; `--as mermaid` and `--as dot` write it as text. An edge that a
-longer path implies is left out, and its value names the other readers. In Python, `graphrun.load(file).to_networkx()` returns a
-`networkx.DiGraph`, with nodes such as `stage:encode`, `value:encode.embeds`, `component:vae`, `input:prompt` and
+`graphrun graph graphs/flux-dev.yaml --as svg -o flux-dev.svg` draws a graph: stages, the \
+components they use, and the values
+between them, with the bytes that `graphrun estimate` shows; `--as mermaid` and `--as dot` write \
+it as text. An edge that a
+longer path implies is left out, and its value names the other readers. In Python, \
+`graphrun.load(file).to_networkx()` returns a
+`networkx.DiGraph`, with nodes such as `stage:encode`, `value:encode.embeds`, `component:vae`, \
+`input:prompt` and
 `output:image`.
 
 ## Components
@@ -106,29 +118,42 @@ def component_line(name: str) -> str:
     from graphrun.modules.build import meta_module
 
     graph = graphrun.load(ROOT / "graphs" / f"{name}.yaml", trust=CODE.get(name, ()))
-    sizes = {key: nbytes(meta_module(component, graph.trust)) for key, component in graph.components.items()}
+    sizes = {
+        key: nbytes(meta_module(component, graph.trust))
+        for key, component in graph.components.items()
+    }
     ordered = sorted(sizes.items(), key=lambda item: -item[1])
     return f"| {name} | {', '.join(f'{key} {size / 2**30:.2f}' for key, size in ordered)} |"
 
 
 def figures(name: str, plan_row: str) -> dict[str, Any]:
-    """The parameters of a graph, and by its row of the second table the smallest of `BUDGETS` that is enough with `RAM`, and the
-    seconds."""
+    """The parameters of a graph, and by its row of the second table the smallest of `BUDGETS` that
+    is enough with `RAM`, and the seconds."""
     import graphrun
     from graphrun.modules.build import meta_module
 
     graph = graphrun.load(ROOT / "graphs" / f"{name}.yaml", trust=CODE.get(name, ()))
     modules = [meta_module(component, graph.trust) for component in graph.components.values()]
-    found: dict[str, Any] = {"parameters": sum(p.numel() for module in modules for p in module.parameters())}
+    row: dict[str, Any] = {
+        "parameters": sum(p.numel() for module in modules for p in module.parameters())
+    }
     for budget, cell in zip(BUDGETS, plan_row.split("|")[2:], strict=False):
-        if took := re.match(r" ([\d.]+) s,", cell):
-            return {**found, "card_gib": int(budget[:-1]), "ram_gib": int(RAM[:-1]), "seconds": float(took[1])}
-    return found
+        if match := re.match(r" ([\d.]+) s,", cell):
+            return {
+                **row,
+                "card_gib": int(budget[:-1]),
+                "ram_gib": int(RAM[:-1]),
+                "seconds": float(match[1]),
+            }
+    return row
 
 
 def nbytes(module: Any) -> int:
     """Bytes of the distinct tensors of ``module``."""
-    return sum(t.numel() * t.element_size() for t in {id(t): t for t in (*module.parameters(), *module.buffers())}.values())
+    return sum(
+        t.numel() * t.element_size()
+        for t in {id(t): t for t in (*module.parameters(), *module.buffers())}.values()
+    )
 
 
 def plan_line(name: str) -> str:
@@ -136,42 +161,47 @@ def plan_line(name: str) -> str:
     import graphrun
     from graphrun.profile.dry_run import probe
     from graphrun.profile.hardware import hardware
-    from graphrun.profile.problems import Limits, problem_of
+    from graphrun.profile.problems import ProblemLimits, problem_of
     from graphrun.solve.infeasible import Infeasible, smallest_budget
     from graphrun.units import parse_size
 
     graph = graphrun.load(ROOT / "graphs" / f"{name}.yaml", trust=CODE.get(name, ()))
     inputs = graph.for_planning({})
-    probed = probe(graph, inputs)
+    recording = probe(graph, inputs)
     cells = []
     for budget in BUDGETS:
         ram = parse_size(RAM, name="ram")
-        limits = Limits(parse_size(budget, name="vram"), ram)
-        problem = problem_of(graph, probed, hardware(HARDWARE), limits, inputs)
+        limits = ProblemLimits(parse_size(budget, name="vram"), ram)
+        problem = problem_of(graph, recording, hardware(HARDWARE), limits, inputs)
         try:
             solution = graphrun.plan(problem)
         except Infeasible:
             cells.append(f"- ({smallest_budget(problem) / 2**30:.1f})")
             continue
-        found = solution.simulation
-        peak_bytes = found.peak_bytes + problem.budget_bytes - problem.effective_bytes
-        cells.append(f"{found.seconds:.1f} s, {peak_bytes / 2**30:.1f}")
+        simulation = solution.simulation
+        peak_bytes = simulation.peak_bytes + problem.budget_bytes - problem.effective_bytes
+        cells.append(f"{simulation.seconds:.1f} s, {peak_bytes / 2**30:.1f}")
     return f"| {name} | {' | '.join(cells)} |"
 
 
 def lines_of(text: str) -> dict[str, list[str]]:
     """The rows of both tables by graph, as they stand in the document."""
-    found: dict[str, list[str]] = {}
+    rows_by_name: dict[str, list[str]] = {}
     for line in text.splitlines():
         if match := re.match(r"\| ([a-z0-9-]+) \|", line):
-            found.setdefault(match[1], []).append(line)
-    return {name: rows for name, rows in found.items() if name in NAMES and len(rows) == 2}
+            rows_by_name.setdefault(match[1], []).append(line)
+    return {name: rows for name, rows in rows_by_name.items() if name in NAMES and len(rows) == 2}
 
 
 def document(rows: dict[str, list[str]]) -> str:
     """The whole document from its rows."""
     names = [name for name in NAMES if name in rows]
-    header = " | ".join(f"{budget[:-1]} GiB" for budget in BUDGETS) + " |\n|---" + "|---" * len(BUDGETS) + "|\n"
+    header = (
+        " | ".join(f"{budget[:-1]} GiB" for budget in BUDGETS)
+        + " |\n|---"
+        + "|---" * len(BUDGETS)
+        + "|\n"
+    )
     first, second = ("".join(f"{rows[name][table]}\n" for name in names) for table in (0, 1))
     return HEAD + first + MIDDLE + header + second
 
@@ -179,13 +209,22 @@ def document(rows: dict[str, list[str]]) -> str:
 def main(names: list[str]) -> None:
     """Rewrites the rows of ``names``, of all graphs where none is named."""
     rows = lines_of(TABLE.read_text()) if TABLE.is_file() else {}
-    absent = [name for name, packages in CODE.items() if any(find_spec(package) is None for package in packages)]
+    absent = [
+        name
+        for name, packages in CODE.items()
+        if any(find_spec(package) is None for package in packages)
+    ]
     for name in names or [name for name in NAMES if name not in absent]:
         rows[name] = [component_line(name), plan_line(name)]
         print(*rows[name], sep="\n", flush=True)
         TABLE.write_text(document(rows))
-        known = json.loads(FIGURES.read_text()) if FIGURES.is_file() else {}
-        FIGURES.write_text(json.dumps(known | {name: figures(name, rows[name][1])}, indent=1, sort_keys=True) + "\n")
+        figures_by_name = json.loads(FIGURES.read_text()) if FIGURES.is_file() else {}
+        FIGURES.write_text(
+            json.dumps(
+                figures_by_name | {name: figures(name, rows[name][1])}, indent=1, sort_keys=True
+            )
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
 """Every pipeline class that diffusers' own tests build, imported and run at its least budget.
 
-python benchmarks/imports.py --tests FOLDER [CLASS ...]       an hour on one core; writes benchmarks/results/imports.json
+python benchmarks/imports.py --tests FOLDER [CLASS ...]       an hour on one core; writes
+benchmarks/results/imports.json
 
-FOLDER: the folder `tests` of a checkout of diffusers (none of it is here). It needs requests_mock and parameterized. Each class is
-built by its test's `get_dummy_components` and called with its `get_dummy_inputs`. Tokenizers, processors and models that the tests
-take from the hub are byte tokenizers and random models of the installed transformers.
+FOLDER: the folder `tests` of a checkout of diffusers (none of it is here). It needs requests_mock
+and parameterized. Each class is built by its test's `get_dummy_components` and called with its
+`get_dummy_inputs`. Tokenizers, processors and models that the tests take from the hub are byte
+tokenizers and random models of the installed transformers.
 
-A row of the results: `imported` (its stages), `least_bytes`, and `equal`: whether the graph, run at that budget on the simulated
-accelerator, made what the pipeline itself makes, bit for bit; else `failed`, or `not_built`, where the class's own call fails here.
-`without`: arguments that the graph does not take. With CLASS the rows of these classes are written anew.
+A row of the results: `imported` (its stages), `least_bytes`, and `equal`: whether the graph, run at
+that budget on the simulated accelerator, made what the pipeline itself makes, bit for bit; else
+`failed`, or `not_built`, where the class's own call fails here. `without`: arguments that the graph
+does not take. With CLASS the rows of these classes are written again.
 """
 
 from __future__ import annotations
@@ -34,12 +37,21 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / part) for part in ("attach", "importing", "sweep"))]
+os.environ.update(
+    TRANSFORMERS_VERBOSITY="error",
+    DIFFUSERS_VERBOSITY="error",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+)
+sys.path[:0] = [
+    str(ROOT),
+    *(str(ROOT / "tests" / part) for part in ("attach", "importing", "sweep")),
+]
 
 import torch  # noqa: E402
 
-DECLARED = torch.library.Library("torchvision", "DEF")  # operators that a torchvision made for CUDA wants where there is none
+# operators that a torchvision made for CUDA wants where there is none
+DECLARED = torch.library.Library("torchvision", "DEF")
 for operator in () if torch.cuda.is_available() else ("nms", "qnms"):
     DECLARED.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
@@ -63,20 +75,48 @@ GIVEN: dict[str, dict[str, Any]] = {
     "AuraFlowPipeline": {"height": 32, "width": 32},
     "BriaFiboEditPipeline": {"prompt": '{"edit_instruction": "make it night"}'},
 }
-NOT_PASSED = ("generator", "output_type", "return_dict", "callback_on_step_end", "callback", "callback_steps")
+NOT_PASSED = (
+    "generator",
+    "output_type",
+    "return_dict",
+    "callback_on_step_end",
+    "callback",
+    "callback_steps",
+)
 
 # -- what stands in for the hub
 
 # Words with numbers of their own in a vocabulary, by a part of the repository's name.
-VISION = {"<|vision_start|>": 151652, "<|vision_end|>": 151653, "<|image_pad|>": 151655, "<|video_pad|>": 151656}
+VISION = {
+    "<|vision_start|>": 151652,
+    "<|vision_end|>": 151653,
+    "<|image_pad|>": 151655,
+    "<|video_pad|>": 151656,
+}
 WORDS = {"qwen": VISION, "mistral3": {"[IMG]": 1000, "[IMG_BREAK]": 1001, "[IMG_END]": 1002}}
 TALK = (
-    "{% for message in messages %}{{ message['role'] }} {% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for item in message['content'] %}{% if item['type'] == 'text' %}{{ item['text'] }}"
-    "{% elif item['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %} {% endfor %}"
+    "{% for message in messages %}{{ message['role'] }} {% if message['content'] is string "
+    "%}{{ message['content'] }}"
+    "{% else %}{% for item in message['content'] %}{% if item['type'] == 'text' %}{{ "
+    "item['text'] }}"
+    "{% elif item['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% endif "
+    "%}{% endfor %}{% endif %} {% endfor %}"
 )
-TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 37}
-T5 = {"vocab_size": 1103, "d_model": 32, "d_kv": 8, "d_ff": 37, "num_layers": 5, "num_heads": 4, "decoder_start_token_id": 0}
+TINY = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 37,
+}
+T5 = {
+    "vocab_size": 1103,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 37,
+    "num_layers": 5,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
 
 
 def configs() -> dict[str, Callable[[], Any]]:
@@ -89,7 +129,13 @@ def configs() -> dict[str, Callable[[], Any]]:
         "image_size": 30,
         "patch_size": 2,
     }
-    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 37}
+    small = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 37,
+    }
     mrope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
     eyes = {"depth": 2, "num_heads": 4}
     return {
@@ -98,7 +144,11 @@ def configs() -> dict[str, Callable[[], Any]]:
         "Bert": lambda: t.BertConfig(vocab_size=1124, **TINY),
         "Siglip": lambda: t.SiglipVisionConfig(**vision),
         "Llama": lambda: t.LlamaConfig(
-            vocab_size=32000, bos_token_id=257, eos_token_id=258, pad_token_id=0, **(TINY | {"hidden_size": 16})
+            vocab_size=32000,
+            bos_token_id=257,
+            eos_token_id=258,
+            pad_token_id=0,
+            **(TINY | {"hidden_size": 16}),
         ),
         "Qwen2VL": lambda: t.Qwen2VLConfig(
             text_config=small | {"vocab_size": 151936, "rope_parameters": mrope},
@@ -107,7 +157,12 @@ def configs() -> dict[str, Callable[[], Any]]:
         "Qwen3VL": lambda: t.Qwen3VLConfig(
             text_config=small | {"head_dim": 8, "vocab_size": 151936, "rope_parameters": mrope},
             vision_config=eyes
-            | {"hidden_size": 32, "intermediate_size": 37, "out_hidden_size": 16, "deepstack_visual_indexes": [0]},
+            | {
+                "hidden_size": 32,
+                "intermediate_size": 37,
+                "out_hidden_size": 16,
+                "deepstack_visual_indexes": [0],
+            },
         ),
         "gemma3": lambda: t.Gemma3Config(
             text_config={
@@ -130,39 +185,73 @@ def config_of(name: str) -> Any:
 def tokenizer(name: str, **settings: Any) -> Any:
     """A byte tokenizer in place of the one in the repository ``name``."""
     words = json.loads(stand_in_words())
-    more = next((words for part, words in WORDS.items() if part in name.lower()), {})
-    words["model"]["vocab"] |= more
-    made = Tokenizer.from_str(json.dumps(words))
+    extra_words = next((words for part, words in WORDS.items() if part in name.lower()), {})
+    words["model"]["vocab"] |= extra_words
+    tokenizer_object = Tokenizer.from_str(json.dumps(words))
     if "dummy-gemma" in name:  # for models that know eight words
-        made = Tokenizer(WordLevel({"<pad>": 0, "</s>": 1, "<s>": 2, "<unk>": 3}, unk_token="<unk>"))
-        made.pre_tokenizer = Whitespace()
-    made.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in more])
-    usual = {"model_max_length": 77 if "clip" in name else 512, "pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-    asked = {key: settings[key] for key in ("model_max_length", "padding_side") if key in settings}
+        tokenizer_object = Tokenizer(
+            WordLevel({"<pad>": 0, "</s>": 1, "<s>": 2, "<unk>": 3}, unk_token="<unk>")
+        )
+        tokenizer_object.pre_tokenizer = Whitespace()
+    tokenizer_object.add_special_tokens(
+        [AddedToken(word, special=True, normalized=False) for word in extra_words]
+    )
+    usual = {
+        "model_max_length": 77 if "clip" in name else 512,
+        "pad_token": "<pad>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
+    tokenizer_settings = {
+        key: settings[key] for key in ("model_max_length", "padding_side") if key in settings
+    }
     marks = {"unk_token": "<unk>" if "dummy-gemma" in name else "<pad>", "chat_template": TALK}
-    return t.PreTrainedTokenizerFast(tokenizer_object=made, **(usual | marks | asked))
+    return t.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer_object, **(usual | marks | tokenizer_settings)
+    )
 
 
 def processor(kind: Any, name: str) -> Any:
-    """A processor of class ``kind``, or of the model's in the repository ``name``, with a byte tokenizer."""
+    """A processor of class ``kind``, or of the model's in the repository ``name``, with a byte
+    tokenizer."""
     if "mistral3" in name:
-        return t.PixtralProcessor(t.PixtralImageProcessor(), tokenizer(name), chat_template=TALK.replace("<|image_pad|>", "[IMG]"))
+        return t.PixtralProcessor(
+            t.PixtralImageProcessor(),
+            tokenizer(name),
+            chat_template=TALK.replace("<|image_pad|>", "[IMG]"),
+        )
     if kind is t.GlmImageProcessor:
         return kind(t.GlmImageImageProcessor(), tokenizer(name), chat_template=TALK)
     if kind is t.Qwen3VLProcessor:
-        return kind(t.Qwen2VLImageProcessor(patch_size=16), tokenizer(name), t.Qwen3VLVideoProcessor(), chat_template=TALK)
+        return kind(
+            t.Qwen2VLImageProcessor(patch_size=16),
+            tokenizer(name),
+            t.Qwen3VLVideoProcessor(),
+            chat_template=TALK,
+        )
     kind = t.Qwen2VLProcessor if kind is t.AutoProcessor else kind
-    return kind(t.Qwen2VLImageProcessor(), tokenizer(name), t.Qwen2VLVideoProcessor(), chat_template=TALK)
+    return kind(
+        t.Qwen2VLImageProcessor(), tokenizer(name), t.Qwen2VLVideoProcessor(), chat_template=TALK
+    )
 
 
 def instead_of_the_hub() -> None:
-    """Makes `from_pretrained` of transformers build what stands in, for whatever is no folder here."""
+    """Makes `from_pretrained` of transformers build what stands in, for whatever is no folder
+    here."""
 
     def patched(owner: Any, make: Callable[..., Any]) -> None:
-        usual = next(vars(each)["from_pretrained"] for each in owner.__mro__ if "from_pretrained" in vars(each)).__func__
+        usual = next(
+            vars(parent)["from_pretrained"]
+            for parent in owner.__mro__
+            if "from_pretrained" in vars(parent)
+        ).__func__
 
-        def from_pretrained(kind: Any, name: Any, *more: Any, **settings: Any) -> Any:
-            return usual(kind, name, *more, **settings) if Path(name).is_dir() else make(kind, str(name), **settings)
+        def from_pretrained(kind: Any, name: Any, *arguments: Any, **settings: Any) -> Any:
+            return (
+                usual(kind, name, *arguments, **settings)
+                if Path(name).is_dir()
+                else make(kind, str(name), **settings)
+            )
 
         owner.from_pretrained = classmethod(from_pretrained)
 
@@ -173,8 +262,13 @@ def instead_of_the_hub() -> None:
     patched(t.ProcessorMixin, lambda kind, name, **settings: processor(kind, name))
     patched(t.AutoProcessor, lambda kind, name, **settings: processor(kind, name))
     patched(t.ClapFeatureExtractor, lambda kind, name, **settings: kind())
-    patched(t.DPTImageProcessor, lambda kind, name, **settings: kind(size={"height": 32, "width": 32}))
-    patched(t.SiglipImageProcessor, lambda kind, name, **settings: kind(size={"height": 30, "width": 30}))
+    patched(
+        t.DPTImageProcessor, lambda kind, name, **settings: kind(size={"height": 32, "width": 32})
+    )
+    patched(
+        t.SiglipImageProcessor,
+        lambda kind, name, **settings: kind(size={"height": 30, "width": 30}),
+    )
 
 
 # -- what diffusers' tests build
@@ -184,30 +278,47 @@ def tested(folder: Path) -> dict[str, tuple[Any, Any]]:
     """Each pipeline class and the test that builds it, by its name."""
     sys.path[:0] = [str(folder.parent)]
     package = importlib.import_module(f"{folder.name}.pipelines")
-    found: dict[str, tuple[Any, Any]] = {}
+    pipelines: dict[str, tuple[Any, Any]] = {}
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if not module.name.rpartition(".")[2].startswith("test_"):
             continue
         try:
             tests = vars(importlib.import_module(module.name))
-        except (ImportError, AttributeError):  # of a class that this version of diffusers does not have
+        except (
+            ImportError,
+            AttributeError,
+        ):  # of a class that this version of diffusers does not have
             continue
-        for test in (each for each in tests.values() if inspect.isclass(each) and each.__module__ == module.name):
+        for test in (
+            test_class
+            for test_class in tests.values()
+            if inspect.isclass(test_class) and test_class.__module__ == module.name
+        ):
             kind = getattr(test, "pipeline_class", None)
             if inspect.isclass(kind) and all(
-                callable(getattr(test, name, None)) for name in ("get_dummy_components", "get_dummy_inputs")
+                callable(getattr(test, name, None))
+                for name in ("get_dummy_components", "get_dummy_inputs")
             ):
                 needs = inspect.signature(test.get_dummy_components).parameters.values()
-                if [each for each in needs if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD][1:] == []:
-                    kind = next(each for each in kind.__mro__ if each.__module__.startswith("diffusers."))
-                    found.setdefault(kind.__name__, (kind, test))
-    return found
+                if [
+                    parameter
+                    for parameter in needs
+                    if parameter.default is parameter.empty
+                    and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+                ][1:] == []:
+                    kind = next(
+                        parent
+                        for parent in kind.__mro__
+                        if parent.__module__.startswith("diffusers.")
+                    )
+                    pipelines.setdefault(kind.__name__, (kind, test))
+    return pipelines
 
 
 @dataclass(frozen=True)
 class Built(Saved):
-    """A case of diffusers' tests. ``left_out``: arguments that are objects of diffusers' own, which no file holds, and media that
-    the graph does not take, since the call runs without."""
+    """A case of diffusers' tests. ``left_out``: arguments that are objects of diffusers' own, which
+    no file holds, and media that the graph does not take, since the call runs without."""
 
     left_out: frozenset[str] = frozenset()
     pictured = False  # `row` says so, by the graph's outputs
@@ -215,13 +326,22 @@ class Built(Saved):
     def less(self, names: Iterable[str]) -> Built:
         """Without the arguments ``names``."""
         left_out = self.left_out.union(names)
-        return replace(self, left_out=left_out, arguments={k: v for k, v in self.arguments.items() if k not in left_out})
+        return replace(
+            self,
+            left_out=left_out,
+            arguments={k: v for k, v in self.arguments.items() if k not in left_out},
+        )
 
     @property
     def sets(self) -> dict[str, Any]:
-        """As of a case of this repository's; a text too, where no planning text has the form of it."""
+        """As of a case of this repository's; a text too, where no planning text has the form of
+        it."""
         texts = {key: value for key, value in GIVEN.get(self.name, {}).items() if key == "prompt"}
-        return super().sets | texts | {key: value for key, value in self.arguments.items() if isinstance(value, dict)}
+        return (
+            super().sets
+            | texts
+            | {key: value for key, value in self.arguments.items() if isinstance(value, dict)}
+        )
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -230,23 +350,40 @@ class Built(Saved):
 
 def built(name: str, kind: Any, test: Any, folder: Path) -> Built:
     """The pipeline of ``test``, saved in ``folder``, and the arguments of its call."""
-    made = test.__new__(test)
+    case = test.__new__(test)
     torch.manual_seed(0)
-    parts = made.get_dummy_components()
-    for part in (part for part in parts.values() if isinstance(part, DiffusersModel) and not hasattr(part, "_internal_dict")):
+    parts = case.get_dummy_components()
+    for part in (
+        part
+        for part in parts.values()
+        if isinstance(part, DiffusersModel) and not hasattr(part, "_internal_dict")
+    ):
         part.register_to_config()  # the tests' own safety checker
     pipe = frozen(kind(**parts))
     pipe.set_progress_bar_config(disable=True)
-    device = {"device": "cpu"} if "device" in inspect.signature(made.get_dummy_inputs).parameters else {}
-    asked = made.get_dummy_inputs(**device) | GIVEN.get(name, {})
-    arguments = {key: listed(value) for key, value in asked.items() if key not in NOT_PASSED and value is not None}
+    device = (
+        {"device": "cpu"} if "device" in inspect.signature(case.get_dummy_inputs).parameters else {}
+    )
+    inputs = case.get_dummy_inputs(**device) | GIVEN.get(name, {})
+    arguments = {
+        key: listed(value)
+        for key, value in inputs.items()
+        if key not in NOT_PASSED and value is not None
+    }
     pipe.save_pretrained(folder / name)
-    return Built(name, folder / name, pipe, arguments).less(key for key, value in arguments.items() if strange(value))
+    return Built(name, folder / name, pipe, arguments).less(
+        key for key, value in arguments.items() if strange(value)
+    )
 
 
 def imported(source: Built, folder: Path) -> tuple[Graph, Any]:
-    """The graph of the saved pipeline. With a component of the tests' own, it is that of the live pipeline, and its modules."""
-    if all(type(part).__module__.startswith(("diffusers", "transformers")) for part in source.pipe.components.values() if part):
+    """The graph of the saved pipeline. With a component of the tests' own, it is that of the live
+    pipeline, and its modules."""
+    if all(
+        type(part).__module__.startswith(("diffusers", "transformers"))
+        for part in source.pipe.components.values()
+        if part
+    ):
         return source.imported().write(folder / "graph.yaml"), None
     live = graphrun.from_pipeline(source.pipe)
     return live.to_yaml(folder / "graph.yaml", inputs=source.sets), live.graph_modules
@@ -260,41 +397,49 @@ def strange(value: Any) -> bool:
     """Whether ``value`` is neither plain data nor a picture or an array."""
     if isinstance(value, (list, dict)):
         return any(strange(item) for item in (value.values() if isinstance(value, dict) else value))
-    return not (isinstance(value, (bool, int, float, str)) or hasattr(value, "shape") or hasattr(value, "tobytes"))
+    return not (
+        isinstance(value, (bool, int, float, str))
+        or hasattr(value, "shape")
+        or hasattr(value, "tobytes")
+    )
 
 
 def row(name: str, kind: Any, test: Any) -> dict[str, Any]:
     """What is seen of the class ``name``."""
-    found: dict[str, Any] = {"class": name}
+    result: dict[str, Any] = {"class": name}
     with tempfile.TemporaryDirectory() as folder:
         try:
             source = built(name, kind, test, Path(folder))
             source.expected()
         except Exception as error:  # noqa: BLE001 - of any code
             shown()
-            return found | {"not_built": line(error)}
+            return result | {"not_built": line(error)}
         try:
             graph, modules = imported(source, Path(folder))
-            found["imported"] = f"{len(graph.stages)} stage{'s' * (len(graph.stages) > 1)}"
+            result["imported"] = f"{len(graph.stages)} stage{'s' * (len(graph.stages) > 1)}"
             source = source.less({key for key in source.inputs if key not in graph.inputs})
-            found |= {"without": sorted(source.left_out)} if source.left_out else {}
+            result |= {"without": sorted(source.left_out)} if source.left_out else {}
             solution = planned(graph, source.inputs, least=True)
-            found["least_bytes"] = solution.problem.budget_bytes
+            result["least_bytes"] = solution.problem.budget_bytes
             torch.manual_seed(1)
             trace = run(graph, solution, source.inputs, modules)
-            output_type = {"output_type": "pil"} if {"image", "video"} & trace.outputs.keys() else {}
-            made = next(iter(trace.outputs.values()))
-            found["equal"] = equal(made, source.expected(**output_type))
-            if not found["equal"]:
+            output_type = (
+                {"output_type": "pil"} if {"image", "video"} & trace.outputs.keys() else {}
+            )
+            output = next(iter(trace.outputs.values()))
+            result["equal"] = equal(output, source.expected(**output_type))
+            if not result["equal"]:
                 with Machine():
                     source.pipe.to("sim")
-                    found["equal"] = (
-                        "to itself on the simulated accelerator" if equal(made, source.expected(**output_type)) else False
+                    result["equal"] = (
+                        "to itself on the simulated accelerator"
+                        if equal(output, source.expected(**output_type))
+                        else False
                     )
         except Exception as error:  # noqa: BLE001 - of any code
             shown()
-            found["failed"] = line(error)
-    return found
+            result["failed"] = line(error)
+    return result
 
 
 def shown() -> None:
@@ -331,27 +476,44 @@ def rows(folder: Path, names: list[str]) -> Iterator[dict[str, Any]]:
     for name, (kind, test) in tested(folder).items():
         if not names or name in names:
             start = time.perf_counter()
-            found = bounded(name, kind, test)
-            print(f"{time.perf_counter() - start:5.1f} s  {' '.join(map(str, found.values()))}", flush=True)
-            yield found
+            result = bounded(name, kind, test)
+            print(
+                f"{time.perf_counter() - start:5.1f} s  {' '.join(map(str, result.values()))}",
+                flush=True,
+            )
+            yield result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tests", type=Path, required=True)
     parser.add_argument("classes", nargs="*")
-    given = parser.parse_args()
-    known = json.loads(RESULTS.read_text())["rows"] if given.classes and RESULTS.exists() else []
-    about: dict[str, Any] = {"date": datetime.date.today().isoformat(), "python": platform.python_version()}
-    about |= {name: version(name) for name in ("diffusers", "transformers", "torch")}
-    made = {each["class"]: each for each in known}
-    for each in rows(given.tests.resolve(), given.classes):
-        made[each["class"]] = each
-        ran = sum(bool(each.get("equal")) for each in made.values())
-        can = sum("not_built" not in each for each in made.values())
-        about |= {"built": can, "equal": ran, "rows": sorted(made.values(), key=lambda each: each["class"])}
-        RESULTS.write_text(json.dumps(about, indent=1) + "\n")
-    print(f"{ran} of {can} imported, run at their least budget and equal; {len(made) - can} could not be built")
+    options = parser.parse_args()
+    old_rows = (
+        json.loads(RESULTS.read_text())["rows"] if options.classes and RESULTS.exists() else []
+    )
+    report: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+    }
+    report |= {name: version(name) for name in ("diffusers", "transformers", "torch")}
+    rows_by_class = {old_row["class"]: old_row for old_row in old_rows}
+    for result in rows(options.tests.resolve(), options.classes):
+        rows_by_class[result["class"]] = result
+        run_count = sum(bool(item.get("equal")) for item in rows_by_class.values())
+        built_count = sum("not_built" not in item for item in rows_by_class.values())
+        report |= {
+            "built": built_count,
+            "equal": run_count,
+            "rows": sorted(rows_by_class.values(), key=lambda item: item["class"]),
+        }
+        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    print(
+        f"{run_count} of {built_count} imported, run at their least budget and equal; "
+        f"{len(rows_by_class) - built_count} could not be built"
+    )
 
 
 if __name__ == "__main__":

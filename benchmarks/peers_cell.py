@@ -1,9 +1,11 @@
-"""One cell of the side-by-side runs: one tool, one model, one cap, in a process of its own. Returns plain data.
+"""One cell of the side-by-side runs: one tool, one model, one cap, in a process of its own. Returns
+plain data.
 
-    weights in host memory -> tool put on the pipeline -> run 1 -> run 2       the device's books before, between and after
+    weights in host memory -> tool put on the pipeline -> run 1 -> run 2       the device's books
+    before, between and after
 
-Every tool gets the same weights (random, from the graph's seeds), inputs, seed and precision. What a tool does when it is put on a
-pipeline (moving everything to the device, say) belongs to run 1.
+Every tool gets the same weights (random, from the graph's seeds), inputs, seed and precision. What
+a tool does when it is put on a pipeline (moving everything to the device, say) belongs to run 1.
 """
 
 from __future__ import annotations
@@ -36,11 +38,18 @@ GRAPHS = {
     "wan": ("wan-tiny", "wan-14b"),
     "wan22": ("wan22-t2v-tiny", "wan22-t2v"),
 }
-"""Model -> its graph in small, for sim, and at full size, for CUDA."""
+"""Model -> its graph tiny, for sim, and at full size, for CUDA."""
 
-PAGES = {"flux": 3.27e-4, "sdxl": 3.53e-3, "cogview4": 3.64e-4, "hidream": 8.31e-5, "wan": 2.78e-4, "wan22": 3.12e-4}
-"""Model -> weights of its small graph over those of the full one (of the components that both have, by `graphrun estimate`): the
-size of sim's pages over that of a card's."""
+PAGES = {
+    "flux": 3.27e-4,
+    "sdxl": 3.53e-3,
+    "cogview4": 3.64e-4,
+    "hidream": 8.31e-5,
+    "wan": 2.78e-4,
+    "wan22": 3.12e-4,
+}
+"""Model -> weights of its small graph over those of the full one (of the components that both have,
+by `graphrun estimate`): the size of sim's pages over that of a card's."""
 
 NAMES = {"steps": "num_inference_steps", "frames": "num_frames"}
 SEED = 3
@@ -64,8 +73,14 @@ class Subject:
 
         self.model, graph = model, graphrun.load(graph_file(model, device))
         self.graph = _unrounded(graph.without_sources() if graph.source is not None else graph)
-        self.given = {key: value for key, value in {"seed": SEED, "steps": steps}.items() if key in graph.inputs}
-        self.inputs = self.graph.resolve(self.given | {k: "a lighthouse" for k, i in graph.inputs.items() if i.required})
+        self.settings = {
+            key: value
+            for key, value in {"seed": SEED, "steps": steps}.items()
+            if key in graph.inputs
+        }
+        self.inputs = self.graph.resolve(
+            self.settings | {k: "a lighthouse" for k, i in graph.inputs.items() if i.required}
+        )
         self.full_size = device != "sim"
 
     @functools.cached_property
@@ -78,7 +93,9 @@ class Subject:
             from gpu_lab import woven
 
             make = woven
-        return {name: make(component, self.graph) for name, component in self.graph.components.items()}
+        return {
+            name: make(component, self.graph) for name, component in self.graph.components.items()
+        }
 
     def stored(self, cache: Path) -> Path:
         """The folder with every component as a checkpoint has it; written once."""
@@ -89,14 +106,19 @@ class Subject:
         return folder
 
     def read(self, folder: Path) -> None:
-        """From now on the weights are those in ``folder``, read as the libraries read them, and the graph's source is there."""
+        """From now on the weights are those in ``folder``, read as the libraries read them, and the
+        graph's source is there."""
         from dataclasses import replace
 
         names = {"diffusers": "torch_dtype", "transformers": "dtype"}
         for name, module in self.modules.items():
             dtype = {names[type(module).__module__.split(".")[0]]: next(module.parameters()).dtype}
-            self.modules[name] = type(module).from_pretrained(folder / name, **dtype).eval().requires_grad_(False)
-        parts = {name: replace(c, source=str(folder / name)) for name, c in self.graph.components.items()}
+            self.modules[name] = (
+                type(module).from_pretrained(folder / name, **dtype).eval().requires_grad_(False)
+            )
+        parts = {
+            name: replace(c, source=str(folder / name)) for name, c in self.graph.components.items()
+        }
         self.graph = replace(self.graph, components=parts)
 
     @functools.cached_property
@@ -109,11 +131,17 @@ class Subject:
         from graphrun.modules.build import build_part, resolve_class
 
         kind = resolve_class(self.graph.pipeline, self.graph.trust)
-        known = inspect.signature(kind.__init__).parameters
-        absent = {name: None for name, p in known.items() if name != "self" and p.default is inspect.Parameter.empty}
+        parameters = inspect.signature(kind.__init__).parameters
+        absent = {
+            name: None
+            for name, p in parameters.items()
+            if name != "self" and p.default is inspect.Parameter.empty
+        }
         parts = {name: build_part(part, self.graph) for name, part in self.graph.parts.items()}
-        things = {**absent, **self.graph.pipeline_config, **self.modules, **parts}
-        pipeline = kind(**{name: thing for name, thing in things.items() if name in known})
+        parts_by_name = {**absent, **self.graph.pipeline_config, **self.modules, **parts}
+        pipeline = kind(
+            **{name: thing for name, thing in parts_by_name.items() if name in parameters}
+        )
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
@@ -123,24 +151,43 @@ class Subject:
 
         if self.encodes_only:
             return self.encode(pipeline)
-        accepted = inspect.signature(resolve_class(self.graph.pipeline, self.graph.trust).__call__).parameters
-        arguments = {NAMES.get(key, key): value for key, value in self.inputs.items() if value is not None}
-        arguments = {key: value for key, value in arguments.items() if key in accepted}
+        parameters = inspect.signature(
+            resolve_class(self.graph.pipeline, self.graph.trust).__call__
+        ).parameters
+        arguments = {
+            NAMES.get(key, key): value for key, value in self.inputs.items() if value is not None
+        }
+        arguments = {key: value for key, value in arguments.items() if key in parameters}
         generator = torch.Generator("cpu").manual_seed(self.inputs["seed"])
         return pipeline(generator=generator, output_type="np", return_dict=False, **arguments)[0]
 
     def encode(self, pipeline: Any) -> Any:
         """What its ``encode_prompt`` makes, guided where it can be."""
-        accepted = inspect.signature(pipeline.encode_prompt).parameters
-        arguments = {"do_classifier_free_guidance": True, **self.inputs, "prompt_2": None, "device": None}
-        return [t for t in pipeline.encode_prompt(**{k: v for k, v in arguments.items() if k in accepted}) if t is not None]
+        parameters = inspect.signature(pipeline.encode_prompt).parameters
+        arguments = {
+            "do_classifier_free_guidance": True,
+            **self.inputs,
+            "prompt_2": None,
+            "device": None,
+        }
+        return [
+            t
+            for t in pipeline.encode_prompt(
+                **{k: v for k, v in arguments.items() if k in parameters}
+            )
+            if t is not None
+        ]
 
 
 def _unrounded(graph: Any) -> Any:
-    """``graph`` whose pictures come as floating point numbers, so that equal means equal to the last bit."""
+    """``graph`` whose pictures come as floating point numbers, so that equal means equal to the
+    last bit."""
     from dataclasses import replace
 
-    stages = [replace(s, arguments={**s.arguments, "output_type": "np"}) if s.op == "decode" else s for s in graph.stages]
+    stages = [
+        replace(s, arguments={**s.arguments, "output_type": "np"}) if s.op == "decode" else s
+        for s in graph.stages
+    ]
     return replace(graph, stages=tuple(stages))
 
 
@@ -156,31 +203,49 @@ def fingerprint(value: Any) -> list[str]:
         value = list(value.values())
     if isinstance(value, (list, tuple)):
         return [digest for item in value for digest in fingerprint(item)]
-    array = value.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy() if isinstance(value, torch.Tensor) else value
+    array = (
+        value.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
+        if isinstance(value, torch.Tensor)
+        else value
+    )
     return [hashlib.sha256(array.tobytes()).hexdigest()[:16]]
 
 
 def host_bytes(modules: Mapping[str, Any]) -> dict[str, int]:
-    """Bytes of tensors in host memory now, ``modules``' own among them, and of those what is pinned.
+    """Bytes of tensors in host memory now, ``modules``' own among them, and of those what is
+    pinned.
 
     What stands for a simulated device's memory is not counted.
     """
-    made = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
-    owned = [tensor for module in modules.values() for group in (module.parameters(), module.buffers()) for tensor in group]
-    found: dict[int, tuple[int, bool]] = {}
-    for tensor in (*made, *owned):
+    tensors = [
+        item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter)
+    ]
+    owned = [
+        tensor
+        for module in modules.values()
+        for group in (module.parameters(), module.buffers())
+        for tensor in group
+    ]
+    storages: dict[int, tuple[int, bool]] = {}
+    for tensor in (*tensors, *owned):
         if tensor.device.type == "cpu":
             storage: Any = tensor.untyped_storage()
             if getattr(storage, "graphrun_allocation", None) is None:
-                found[storage.data_ptr()] = (storage.nbytes(), getattr(storage, "graphrun_page_locked", False))
-    return {"held": sum(n for n, _ in found.values()), "pinned": sum(n for n, pinned in found.values() if pinned)}
+                storages[storage.data_ptr()] = (
+                    storage.nbytes(),
+                    getattr(storage, "graphrun_page_locked", False),
+                )
+    return {
+        "held": sum(n for n, _ in storages.values()),
+        "pinned": sum(n for n, pinned in storages.values() if pinned),
+    }
 
 
 class Books:
-    """Notes what a tool's runs take of ``on``; entries of ``runs`` are complete runs."""
+    """Notes what a tool's runs take of ``instrument``; entries of ``runs`` are complete runs."""
 
-    def __init__(self, on: Instrument) -> None:
-        self.on = on
+    def __init__(self, instrument: Instrument) -> None:
+        self.instrument = instrument
         self.modules: Mapping[str, Any] = {}
         self.runs: list[dict[str, Any]] = []
         self.host: dict[str, int] = {}
@@ -190,30 +255,47 @@ class Books:
     def run(self) -> Iterator[None]:
         """One run: seconds, peak, bytes moved and left."""
         gc.collect()
-        self.on.reset_peak()
-        moved, start, before = self.on.moved(), self.on.seconds(), self.on.allocated_bytes()
+        self.instrument.reset_peak()
+        moved_bytes, start, start_bytes = (
+            self.instrument.moved(),
+            self.instrument.seconds(),
+            self.instrument.allocated_bytes(),
+        )
         yield
-        seconds = self.on.seconds() - start
-        peak, reserved = self.on.peak_bytes(), self.on.reserved_peak_bytes()
+        seconds = self.instrument.seconds() - start
+        peak, reserved_bytes = self.instrument.peak_bytes(), self.instrument.reserved_peak_bytes()
         gc.collect()
-        entry: dict[str, Any] = {"seconds": seconds, "peak_bytes": peak, "before_bytes": before}
-        entry["left_bytes"] = self.on.allocated_bytes()
-        entry |= {f"{way}_bytes": n - moved[way] for way, n in self.on.moved().items()}
-        if reserved is not None:
-            entry["reserved_peak_bytes"] = reserved
+        entry: dict[str, Any] = {
+            "seconds": seconds,
+            "peak_bytes": peak,
+            "before_bytes": start_bytes,
+        }
+        entry["left_bytes"] = self.instrument.allocated_bytes()
+        entry |= {
+            f"{way}_bytes": n - moved_bytes[way] for way, n in self.instrument.moved().items()
+        }
+        if reserved_bytes is not None:
+            entry["reserved_peak_bytes"] = reserved_bytes
         self.runs.append(entry)
-        held = host_bytes(self.modules)
-        self.host = {key: max(n, self.host.get(key, 0)) for key, n in held.items()}
+        held_bytes = host_bytes(self.modules)
+        self.host = {key: max(n, self.host.get(key, 0)) for key, n in held_bytes.items()}
 
 
-def _peer(books: Books, of: Subject, asked: Mapping[str, Any], encode: bool) -> dict[str, Any]:
+def _peer(
+    books: Books, model_subject: Subject, request: Mapping[str, Any], encode: bool
+) -> dict[str, Any]:
     """A tool on diffusers' pipeline."""
-    tool = TOOLS[asked["tool"]]
+    tool = TOOLS[request["tool"]]
     versions = tool.versions()
-    pipeline = of.pipeline()
-    cell = Cell(books.on.device, asked["cap_bytes"], asked["ram_bytes"], asked["activation_bytes"])
-    call = of.encode if encode else of.call
-    with books.on.open(), torch.no_grad():
+    pipeline = model_subject.pipeline()
+    cell = Cell(
+        books.instrument.device,
+        request["cap_bytes"],
+        request["ram_bytes"],
+        request["activation_bytes"],
+    )
+    call = model_subject.encode if encode else model_subject.call
+    with books.instrument.open(), torch.no_grad():
         for number in range(2):
             with books.run():
                 if not number:
@@ -222,101 +304,130 @@ def _peer(books: Books, of: Subject, asked: Mapping[str, Any], encode: bool) -> 
     return {"versions": versions}
 
 
-def _graphrun(books: Books, of: Subject, asked: Mapping[str, Any], encode: bool) -> dict[str, Any]:
-    """The same graph, planned for the cap and the RAM, and run twice. The executor opens the device.
+def _graphrun(
+    books: Books, model_subject: Subject, request: Mapping[str, Any], encode: bool
+) -> dict[str, Any]:
+    """The same graph, planned for the cap and the RAM, and run twice. The executor opens the
+    device.
 
-    Weights are in host memory, as the peers' are, but where RAM is tight: there graphrun reads their files as its plan says.
+    Weights are in host memory, as the peers' are, but where RAM is tight: there graphrun reads
+    their files as its plan says.
     """
     import graphrun
     from graphrun.model.choices import apply_choices
-    from graphrun.runtime.executor import Session, stages_for
+    from graphrun.runtime.executor import PlanSession, stages_for
     from graphrun.runtime.host import Host
     from graphrun.verify.solution import solution_of
 
-    graph = of.graph.until("encode") if encode and not of.encodes_only else of.graph
-    problem = _problem(of, graph, asked, books.on.name)
+    graph = (
+        model_subject.graph.until("encode")
+        if encode and not model_subject.encodes_only
+        else model_subject.graph
+    )
+    problem = _problem(model_subject, graph, request, books.instrument.name)
     solution = graphrun.plan(problem)
     problem = solution.problem
-    plan, planned = solution.plan, solution.simulation
-    given = of.modules if asked["folder"] is None else {}
-    books.modules, device = given, books.on.executor()
-    host = Host.of_graph(graph, apply_choices(problem, plan), device, {c.name: given[c.name] for c in problem.components if given})
-    inputs = graph.resolve({key: value for key, value in of.inputs.items() if key in graph.inputs})
+    plan, simulation = solution.plan, solution.simulation
+    modules = model_subject.modules if request["folder"] is None else {}
+    books.modules, device = modules, books.instrument.executor()
+    host = Host.of_graph(
+        graph,
+        apply_choices(problem, plan),
+        device,
+        {c.name: modules[c.name] for c in problem.components if modules},
+    )
+    inputs = graph.resolve(
+        {key: value for key, value in model_subject.inputs.items() if key in graph.inputs}
+    )
 
-    def once(session: Session) -> None:
-        books.outputs.append(fingerprint(session.run(stages_for(plan, graph, inputs, device, host)).outputs))
+    def once(session: PlanSession) -> None:
+        books.outputs.append(
+            fingerprint(session.run(stages_for(plan, graph, inputs, device, host)).outputs)
+        )
 
-    if asked["tool"] == SESSION:
-        with Session(solution_of(problem, plan), host, device) as session:
+    if request["tool"] == SESSION:
+        with PlanSession(solution_of(problem, plan), host, device) as session:
             for _ in range(2):
                 with books.run():
                     once(session)
     else:
         for _ in range(2):
-            with books.run(), Session(solution_of(problem, plan), host, device) as session:
+            with books.run(), PlanSession(solution_of(problem, plan), host, device) as session:
                 once(session)
     books.host["pinned"] = device.arenas.nbytes("pinned")
     return {
-        "planned": {"seconds": planned.seconds, "peak_bytes": planned.peak_bytes, "moved_bytes": planned.moved_bytes},
+        "planned": {
+            "seconds": simulation.seconds,
+            "peak_bytes": simulation.peak_bytes,
+            "moved_bytes": simulation.moved_bytes,
+        },
         "proven_optimal": solution.proven_optimal,
         "bound_seconds": solution.bound_seconds,
         "versions": {"graphrun": graphrun.__version__},
     }
 
 
-def _problem(of: Subject, graph: Any, asked: Mapping[str, Any], device: str) -> Any:
+def _problem(model_subject: Subject, graph: Any, request: Mapping[str, Any], device: str) -> Any:
     """What graphrun plans: the cap is of tensors, and on a card a budget holds the context too."""
     import graphrun
 
-    cap = asked["cap_bytes"]
-    outside = 0 if device == "sim" else _context_bytes()
+    cap = request["cap_bytes"]
+    overhead_bytes = 0 if device == "sim" else _context_bytes()
     ample = 1 << 40 if device == "sim" else "90%"
     return graphrun.estimate(
         graph,
-        vram=ample if cap is None else cap + outside,
-        ram=asked["ram_bytes"] or 1 << 40,
-        runs=2 if asked["tool"] == SESSION else 1,
-        hardware=hardware_for(asked["model"], device),
-        inputs={key: value for key, value in of.given.items() if key in graph.inputs},
-        cache=Path(asked["cache"], "stored" if asked["folder"] else "") if asked.get("cache") else None,
+        vram=ample if cap is None else cap + overhead_bytes,
+        ram=request["ram_bytes"] or 1 << 40,
+        runs=2 if request["tool"] == SESSION else 1,
+        hardware=hardware_for(request["model"], device),
+        inputs={key: value for key, value in model_subject.settings.items() if key in graph.inputs},
+        cache=Path(request["cache"], "stored" if request["folder"] else "")
+        if request.get("cache")
+        else None,
     )
 
 
 def _context_bytes() -> int:
-    from graphrun.profile.hardware import found
+    from graphrun.profile.hardware import detect_card
 
-    of = found()
-    return 0 if of is None else of.context_bytes
+    card = detect_card()
+    return 0 if card is None else card.context_bytes
 
 
-def cell(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What came of the cell ``asked``: model, tool, kind ("run", "encode"), device, steps, cap_bytes, ram_bytes, activation_bytes,
-    folder (of weights, where they are to be read from files).
+def cell(request: Mapping[str, Any]) -> dict[str, Any]:
+    """What came of the cell ``request``: model, tool, kind ("run", "encode"), device, steps,
+    cap_bytes, ram_bytes, activation_bytes, folder (of weights, where they are to be read from
+    files).
 
-    ``status``: finished, oom, refused (before anything was loaded), unavailable, failed. ``runs`` has one entry per complete run.
+    ``status``: finished, oom, refused (before anything was loaded), unavailable, failed. ``runs``
+    has one entry per complete run.
     """
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    on = instrument(asked["device"], asked["cap_bytes"], hardware_for(asked["model"], asked["device"]))
-    books, told = Books(on), io.StringIO()
-    found: dict[str, Any] = {"status": "finished", "message": ""}
-    work: Callable[..., dict[str, Any]] = _graphrun if asked["tool"] in OWN else _peer
+    device_instrument = instrument(
+        request["device"], request["cap_bytes"], hardware_for(request["model"], request["device"])
+    )
+    books, output = Books(device_instrument), io.StringIO()
+    result: dict[str, Any] = {"status": "finished", "message": ""}
+    work: Callable[..., dict[str, Any]] = _graphrun if request["tool"] in OWN else _peer
     try:
-        with redirect_stdout(told), redirect_stderr(told):
-            of = subject(asked["model"], asked["device"], asked["steps"])
-            if asked["folder"] is not None:
-                of.read(Path(asked["folder"]))
-            books.modules = of.modules
-            found |= work(books, of, asked, asked["kind"] == "encode")
+        with redirect_stdout(output), redirect_stderr(output):
+            model_subject = subject(request["model"], request["device"], request["steps"])
+            if request["folder"] is not None:
+                model_subject.read(Path(request["folder"]))
+            books.modules = model_subject.modules
+            result |= work(books, model_subject, request, request["kind"] == "encode")
     except Exception as error:  # noqa: BLE001 - what a tool raises is a result
-        found["status"], found["message"] = _status(error), _first_lines(error)
-        if found["status"] == "failed":
-            found["failed_at"] = traceback.format_exc().strip().splitlines()[-6:]
-    found |= {"runs": books.runs, "outputs": books.outputs, "host": books.host}
-    if asked["device"] != "sim":
-        found["host"]["resident_set_peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return found
+        result["status"], result["message"] = _status(error), _first_lines(error)
+        if result["status"] == "failed":
+            result["failed_at"] = traceback.format_exc().strip().splitlines()[-6:]
+    result |= {"runs": books.runs, "outputs": books.outputs, "host": books.host}
+    if request["device"] != "sim":
+        result["host"]["resident_set_peak"] = (
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        )
+    return result
 
 
 def _status(error: Exception) -> str:
@@ -327,7 +438,9 @@ def _status(error: Exception) -> str:
         return "oom"
     if isinstance(error, Unavailable):
         return "unavailable"
-    if isinstance(error, Infeasible) or (isinstance(error, GraphrunError) and "not supported by this version" in str(error)):
+    if isinstance(error, Infeasible) or (
+        isinstance(error, GraphrunError) and "not supported by this version" in str(error)
+    ):
         return "refused"
     return "failed"
 
@@ -336,8 +449,8 @@ def _first_lines(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".strip()[:400]
 
 
-def process(asked: Mapping[str, Any], sender: Any) -> None:
+def process(request: Mapping[str, Any], sender: Any) -> None:
     """`cell` in a process of its own; the result goes through ``sender``."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    sender.send(cell(asked))
+    sender.send(cell(request))
     sender.close()

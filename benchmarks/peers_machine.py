@@ -1,8 +1,11 @@
-"""The instrument of the side-by-side runs: one device with a cap, its books, its clock. The same for graphrun and for its peers.
+"""The instrument of the side-by-side runs: one device with a cap, its books, its clock. The same
+for graphrun and for its peers.
 
-    sim    graphrun's simulated accelerator: every storage counted, an allocation past the cap refused, copies and FLOPs charged to
+    sim    graphrun's simulated accelerator: every storage counted, an allocation past the cap
+    refused, copies and FLOPs charged to
            a virtual clock with a compute and a copy timeline
-    cuda   the caching allocator under a cap of its own, PyTorch's statistics, wall seconds of a device that was waited for
+    cuda   the caching allocator under a cap of its own, PyTorch's statistics, wall seconds of a
+    device that was waited for
 
 It knows neither tools nor models. What each cannot show is in benchmarks/README.md.
 """
@@ -46,19 +49,21 @@ class Instrument(Protocol):
         """The peak starts again from what is allocated now."""
 
     def moved(self) -> dict[str, int]:
-        """Bytes copied ``in`` and ``out``, and ``read`` from disk, so far, as far as they can be counted."""
+        """Bytes copied ``in`` and ``out``, and ``read`` from disk, so far, as far as they can be
+        counted."""
 
 
 class Sim:
-    """The simulated accelerator ``named`` (``sim``, ``sim:pages=FACTOR``) with ``cap_bytes``, and the rates of its plans."""
+    """The simulated accelerator ``hardware_name`` (``sim``, ``sim:pages=FACTOR``) with
+    ``cap_bytes``, and the rates of its plans."""
 
     name = "sim"
 
-    def __init__(self, cap_bytes: int | None, named: str = "sim") -> None:
+    def __init__(self, cap_bytes: int | None, hardware_name: str = "sim") -> None:
         from graphrun.profile.hardware import hardware
         from graphrun.runtime.devices.open import open_hardware
 
-        device: Any = open_hardware(hardware(named))
+        device: Any = open_hardware(hardware(hardware_name))
         self.machine = device.machine
         self.machine.capacity_bytes = cap_bytes
         self.device = torch.device("sim:0")
@@ -67,16 +72,17 @@ class Sim:
     @contextmanager
     def open(self) -> Iterator[None]:
         """The machine is active; modules can be moved to it by what moves them to a card."""
-        before = torch.__future__.get_swap_module_params_on_conversion()
+        previous = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
             with self.machine, data_moves(), pinning(self.machine), reading_files():
                 yield
         finally:
-            torch.__future__.set_swap_module_params_on_conversion(before)
+            torch.__future__.set_swap_module_params_on_conversion(previous)
 
     def executor(self) -> Any:
-        """The machine behind the executor's protocol. The executor starts the peak anew for each slot: the highest is kept here."""
+        """The machine behind the executor's protocol. The executor starts the peak again for each
+        slot: the highest is kept here."""
         from graphrun.runtime.devices.simulated import SimulatedDevice
 
         noting = self
@@ -111,12 +117,18 @@ class Sim:
         self.machine.reset_peak()
 
     def moved(self) -> dict[str, int]:
-        """Every copy between host and device, whoever made it, and what graphrun read from disk: others' reads go unseen."""
-        return {"in": self.machine.bytes_in, "out": self.machine.bytes_out, "read": self.machine.bytes_read}
+        """Every copy between host and device, whoever made it, and what graphrun read from disk:
+        others' reads go unseen."""
+        return {
+            "in": self.machine.bytes_in,
+            "out": self.machine.bytes_out,
+            "read": self.machine.bytes_read,
+        }
 
 
 class Cuda:
-    """The first CUDA device, whose caching allocator may hold ``cap_bytes`` at most (None: all there is)."""
+    """The first CUDA device, whose caching allocator may hold ``cap_bytes`` at most (None: all
+    there is)."""
 
     name = "cuda"
 
@@ -129,25 +141,28 @@ class Cuda:
     def open(self) -> Iterator[None]:
         """The allocator is capped; leaving lifts the cap."""
         total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(1.0 if self._cap_bytes is None else min(1.0, self._cap_bytes / total), 0)
+        torch.cuda.set_per_process_memory_fraction(
+            1.0 if self._cap_bytes is None else min(1.0, self._cap_bytes / total), 0
+        )
         try:
             yield
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, 0)
 
     def executor(self) -> Any:
-        """The device behind the executor's protocol. The executor starts the peak anew for each slot: the highest is kept here."""
-        from graphrun.profile.hardware import found
+        """The device behind the executor's protocol. The executor starts the peak again for each
+        slot: the highest is kept here."""
+        from graphrun.profile.hardware import detect_card
         from graphrun.runtime.devices.cuda import CudaDevice
 
-        noting, of = self, found()
+        noting, card = self, detect_card()
 
         class Noted(CudaDevice):
             def reset_peak(self) -> None:
                 noting._highest = noting._peaks()
                 super().reset_peak()
 
-        return Noted(workspace_bytes=0 if of is None else of.workspace_bytes)
+        return Noted(workspace_bytes=0 if card is None else card.workspace_bytes)
 
     def seconds(self) -> float:
         """Wall seconds, once the device has done what was issued."""
@@ -167,8 +182,10 @@ class Cuda:
         return self._peaks()[1]
 
     def _peaks(self) -> tuple[int, int]:
-        allocated, reserved = self._highest
-        return max(allocated, torch.cuda.max_memory_allocated(0)), max(reserved, torch.cuda.max_memory_reserved(0))
+        allocated, reserved_bytes = self._highest
+        return max(allocated, torch.cuda.max_memory_allocated(0)), max(
+            reserved_bytes, torch.cuda.max_memory_reserved(0)
+        )
 
     def reset_peak(self) -> None:
         """Starts again, with nothing cached."""
@@ -184,24 +201,26 @@ class Cuda:
 
 @contextmanager
 def data_moves() -> Iterator[None]:
-    """``parameter.data = tensor_on_sim`` works, as it does between CPU and CUDA, which diffusers' group offloading does.
+    """``parameter.data = tensor_on_sim`` works, as it does between CPU and CUDA, which diffusers'
+    group offloading does.
 
-    PyTorch refuses it where one side is a tensor subclass, as sim's are. Here the two tensors are swapped instead, as PyTorch
-    itself does for subclasses in ``Module.to``: the same objects, the same bytes, no copy beside the one that made ``other``.
+    PyTorch refuses it where one side is a tensor subclass, as sim's are. Here the two tensors are
+    swapped instead, as PyTorch itself does for subclasses in ``Module.to``: the same objects, the
+    same bytes, no copy but the one that made ``value``.
     """
     from graphrun.sim.tensor import SimTensor
 
     plain: Any = torch._C.TensorBase.data
-    own: Any = SimTensor.__dict__["data"]
+    data_property: Any = SimTensor.__dict__["data"]
 
     def read(tensor: torch.Tensor) -> Any:
-        return own.__get__(tensor) if type(tensor) is SimTensor else plain.__get__(tensor)
+        return data_property.__get__(tensor) if type(tensor) is SimTensor else plain.__get__(tensor)
 
-    def write(tensor: torch.Tensor, other: torch.Tensor) -> None:
-        if (type(tensor) is SimTensor) == (type(other) is SimTensor):
-            (own if type(tensor) is SimTensor else plain).__set__(tensor, other)
+    def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if (type(tensor) is SimTensor) == (type(value) is SimTensor):
+            (data_property if type(tensor) is SimTensor else plain).__set__(tensor, value)
             return
-        twin = other.detach()
+        twin = value.detach()
         if isinstance(tensor, torch.nn.Parameter):
             twin = torch.nn.Parameter(twin, requires_grad=tensor.requires_grad)
         torch.utils.swap_tensors(tensor, twin)  # type: ignore[no-untyped-call]
@@ -212,13 +231,13 @@ def data_moves() -> Iterator[None]:
         yield
     finally:
         del torch.Tensor.data
-        SimTensor.data = own  # type: ignore[method-assign]
+        SimTensor.data = data_property  # type: ignore[method-assign]
 
 
 @contextmanager
 def pinning(machine: Any) -> Iterator[None]:
-    """``tensor.pin_memory()`` is a copy in host memory that ``machine`` takes as page-locked: without a card PyTorch has nothing to
-    pin with."""
+    """``tensor.pin_memory()`` is a copy in host memory that ``machine`` takes as page-locked:
+    without a card PyTorch has nothing to pin with."""
     from graphrun.sim.tensor import page_locked
 
     pin, pinned = torch.Tensor.pin_memory, torch.Tensor.is_pinned
@@ -230,7 +249,10 @@ def pinning(machine: Any) -> Iterator[None]:
         machine.page_lock(copy, in_background=False)
         return copy
 
-    torch.Tensor.pin_memory, torch.Tensor.is_pinned = pin_memory, lambda tensor, device=None: page_locked(tensor)  # type: ignore[method-assign, assignment]
+    torch.Tensor.pin_memory, torch.Tensor.is_pinned = (
+        pin_memory,
+        lambda tensor, device=None: page_locked(tensor),
+    )  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -239,16 +261,19 @@ def pinning(machine: Any) -> Iterator[None]:
 
 @contextmanager
 def reading_files() -> Iterator[None]:
-    """``safetensors.torch.load_file(path, device="sim")`` reads to the host and copies: safetensors has its own list of devices."""
+    """``safetensors.torch.load_file(path, device="sim")`` reads to the host and copies: safetensors
+    has its own list of devices."""
     import safetensors.torch
 
     files: Any = safetensors.torch
     plain = files.load_file
 
-    def load_file(path: Any, device: Any = "cpu", **more: Any) -> dict[str, torch.Tensor]:
+    def load_file(path: Any, device: Any = "cpu", **options: Any) -> dict[str, torch.Tensor]:
         if torch.device(device).type != "sim":
-            return dict(plain(path, device=device, **more))
-        return {name: tensor.to(device) for name, tensor in plain(path, device="cpu", **more).items()}
+            return dict(plain(path, device=device, **options))
+        return {
+            name: tensor.to(device) for name, tensor in plain(path, device="cpu", **options).items()
+        }
 
     files.load_file = load_file
     try:

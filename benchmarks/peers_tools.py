@@ -1,7 +1,9 @@
-"""What people use today to run a pipeline on a card too small for it, each put on a pipeline the way its users do.
+"""What people use today to run a pipeline on a card too small for it, each put on a pipeline the
+way its users do.
 
-A tool gets a pipeline whose weights are in host memory, a device, and what is known of the cell. Where a tool has a figure to tune,
-it gets one from the reference run (how much activations take), which its users would have to find by trial. No tool may quantize.
+A tool gets a pipeline whose weights are in host memory, a device, and what is known of the cell.
+Where a tool has a figure to tune, it gets one from the reference run (how much activations take),
+which its users would have to find by trial. No tool may quantize.
 
 It measures nothing, and knows neither graphs nor graphrun.
 """
@@ -28,7 +30,8 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What a tool may know: the device, its cap, the RAM allowed, and from the reference run what activations take."""
+    """What a tool may know: the device, its cap, the RAM allowed, and from the reference run what
+    activations take."""
 
     device: torch.device
     cap_bytes: int | None
@@ -45,8 +48,8 @@ class Cell:
 class Tool:
     """``put`` prepares a pipeline. ``packages``: whose versions count.
 
-    ``adapts``: devices on which it behaves differently under another cap. ``for_ram``: it is there for the sake of RAM, and is run
-    where RAM is tight.
+    ``adapts``: devices on which it behaves differently under another cap. ``for_ram``: it is there
+    for the sake of RAM, and is run where RAM is tight.
     """
 
     name: str
@@ -59,8 +62,10 @@ class Tool:
         """Of its packages; raises Unavailable where one is not installed."""
         try:
             return {name: version(name) for name in self.packages}
-        except PackageNotFoundError as missing:
-            raise Unavailable(f"{missing.name} is not installed here: pip install {missing.name}") from None
+        except PackageNotFoundError as error:
+            raise Unavailable(
+                f"{error.name} is not installed here: pip install {error.name}"
+            ) from None
 
 
 def modules_of(pipeline: Any) -> dict[str, nn.Module]:
@@ -70,7 +75,14 @@ def modules_of(pipeline: Any) -> dict[str, nn.Module]:
 
 def denoiser_of(pipeline: Any) -> tuple[str, nn.Module] | None:
     """Its transformer or UNet."""
-    return next(((name, module) for name, module in modules_of(pipeline).items() if name in ("transformer", "unet")), None)
+    return next(
+        (
+            (name, module)
+            for name, module in modules_of(pipeline).items()
+            if name in ("transformer", "unet")
+        ),
+        None,
+    )
 
 
 def _resident(pipeline: Any, cell: Cell) -> None:
@@ -85,19 +97,30 @@ def _sequential_offload(pipeline: Any, cell: Cell) -> None:
     pipeline.enable_sequential_cpu_offload(device=cell.device)
 
 
-def _group_offload(level: str, *, stream: bool = False, disk: bool = False) -> Callable[[Any, Cell], None]:
+def _group_offload(
+    level: str, *, stream: bool = False, disk: bool = False
+) -> Callable[[Any, Cell], None]:
     def put(pipeline: Any, cell: Cell) -> None:
         folder = Path(tempfile.mkdtemp(prefix="peers-groups-")) if disk else None
-        for name, module in modules_of(pipeline).items():  # one call each, so that no two components share a folder's file names
+        for name, module in modules_of(
+            pipeline
+        ).items():  # one call each, so that no two components share a folder's file names
             from diffusers.hooks import apply_group_offloading
 
-            more: dict[str, Any] = {"offload_to_disk_path": str(folder / name)} if folder else {}
-            options = {"onload_device": cell.device, "offload_type": level, "use_stream": stream, **more}
+            disk_options: dict[str, Any] = (
+                {"offload_to_disk_path": str(folder / name)} if folder else {}
+            )
+            options = {
+                "onload_device": cell.device,
+                "offload_type": level,
+                "use_stream": stream,
+                **disk_options,
+            }
             if level == "block_level":
                 options["num_blocks_per_group"] = 1
-            own: Any = module
+            child: Any = module
             if hasattr(module, "enable_group_offload"):
-                own.enable_group_offload(**options)
+                child.enable_group_offload(**options)
             else:
                 apply_group_offloading(module, **options)
 
@@ -110,57 +133,80 @@ def _auto_offload(pipeline: Any, cell: Cell) -> None:
     manager = ComponentsManager()
     for name, module in modules_of(pipeline).items():
         manager.add(name, module)
-    margin: Any = cell.activation_bytes if cell.device.type == "sim" else f"{cell.activation_bytes / 1e9:.3f}GB"
+    margin: Any = (
+        cell.activation_bytes
+        if cell.device.type == "sim"
+        else f"{cell.activation_bytes / 1e9:.3f}GB"
+    )
     manager.enable_auto_cpu_offload(cell.device, memory_reserve_margin=margin)
     pipeline.peers_manager = manager
 
 
 def _dispatch(*, disk: bool = False) -> Callable[[Any, Cell], None]:
-    """One map per component, each allowed what those before have left of the cap without activations."""
+    """One map per component, each allowed what those before have left of the cap without
+    activations."""
 
     def put(pipeline: Any, cell: Cell) -> None:
         from accelerate import cpu_offload, dispatch_model, infer_auto_device_map
 
-        left, host = cell.cap - cell.activation_bytes, UNLIMITED if cell.ram_bytes is None or not disk else cell.ram_bytes
+        device_bytes, host = (
+            cell.cap - cell.activation_bytes,
+            UNLIMITED if cell.ram_bytes is None or not disk else cell.ram_bytes,
+        )
         folder = tempfile.mkdtemp(prefix="peers-dispatch-") if disk else None
         for name, module in modules_of(pipeline).items():
             whole = list(getattr(module, "_no_split_modules", None) or [])
-            memory: dict[Any, int] = {0: max(0, left), "cpu": max(0, host)}
+            memory: dict[Any, int] = {0: max(0, device_bytes), "cpu": max(0, host)}
             places = infer_auto_device_map(module, max_memory=memory, no_split_module_classes=whole)
             sizes = {path: _bytes_under(module, path) for path in places}
-            left -= sum(sizes[path] for path, place in places.items() if place == 0)
+            device_bytes -= sum(sizes[path] for path, place in places.items() if place == 0)
             host -= sum(sizes[path] for path, place in places.items() if place == "cpu")
-            own = f"{folder}/{name}" if folder else None
-            if set(places.values()) == {"cpu"}:  # a map of {"": "cpu"} fails in dispatch_model; this is the same
+            offload_folder = f"{folder}/{name}" if folder else None
+            if set(places.values()) == {
+                "cpu"
+            }:  # a map of {"": "cpu"} fails in dispatch_model; this is the same
                 cpu_offload(module, cell.device, offload_buffers=True)
             else:
-                keys = getattr(module, "_skip_keys", None)  # without them a video VAE's cache is copied, and its output wrong
-                dispatch_model(module, places, main_device=cell.device, offload_dir=own, skip_keys=keys, force_hooks=True)
+                # without them a video VAE's cache is copied, and its output wrong
+                keys = getattr(module, "_skip_keys", None)
+                dispatch_model(
+                    module,
+                    places,
+                    main_device=cell.device,
+                    offload_dir=offload_folder,
+                    skip_keys=keys,
+                    force_hooks=True,
+                )
 
     return put
 
 
 def _bytes_under(module: nn.Module, path: str) -> int:
     part: Any = functools.reduce(getattr, (key for key in path.split(".") if key), module)
-    tensors: list[torch.Tensor] = [part] if isinstance(part, torch.Tensor) else [*part.parameters(), *part.buffers()]
+    tensors: list[torch.Tensor] = (
+        [part] if isinstance(part, torch.Tensor) else [*part.parameters(), *part.buffers()]
+    )
     return sum(t.nbytes for t in {id(t): t for t in tensors}.values())
 
 
 def _managed(strategy: str) -> Callable[[Any, Cell], None]:
-    """diffusers-mm. ``block_pin`` is told how many blocks fit, since what it assumes for activations is for large cards."""
+    """diffusers-mm. ``block_pin`` is told how many blocks fit, since what it assumes for
+    activations is for large cards."""
 
     def put(pipeline: Any, cell: Cell) -> None:
         from diffusers_mm import ModelManager, managed
 
         manager = ModelManager(strategy=strategy)
-        if strategy == "block_pin" and (found := denoiser_of(pipeline)) is not None:
+        if strategy == "block_pin" and (denoiser := denoiser_of(pipeline)) is not None:
             from diffusers_mm.block_pin import find_largest_block_list, per_block_size_bytes
 
-            blocks = find_largest_block_list(found[1])
+            blocks = find_largest_block_list(denoiser[1])
             if blocks is not None:
-                each = per_block_size_bytes(blocks[1])
-                room = cell.cap - cell.activation_bytes - 2 * each
-                manager.set_block_pin_count(found[0], max(0, min(len(blocks[1]), room // each)))
+                block_bytes = per_block_size_bytes(blocks[1])
+                room = cell.cap - cell.activation_bytes - 2 * block_bytes
+                manager.set_block_pin_count(
+                    denoiser[0], max(0, min(len(blocks[1]), room // block_bytes))
+                )
         managed(pipeline, mm=manager, device=cell.device)
 
     return put
@@ -172,7 +218,12 @@ def _mmgp(pipeline: Any, cell: Cell) -> None:
     from mmgp import offload
 
     budget = max(0, cell.cap - cell.activation_bytes) // 2**20
-    offload.profile(pipeline, offload.profile_type.HighRAM_LowVRAM, quantizeTransformer=False, budgets=int(budget))
+    offload.profile(
+        pipeline,
+        offload.profile_type.HighRAM_LowVRAM,
+        quantizeTransformer=False,
+        budgets=int(budget),
+    )
 
 
 DIFFUSERS, ACCELERATE = ("diffusers", "accelerate"), ("accelerate",)
@@ -185,8 +236,16 @@ TOOLS: Mapping[str, Tool] = {
         Tool("diffusers sequential offload", DIFFUSERS, _sequential_offload),
         Tool("diffusers group offload, block", DIFFUSERS, _group_offload("block_level")),
         Tool("diffusers group offload, leaf", DIFFUSERS, _group_offload("leaf_level")),
-        Tool("diffusers group offload, block, stream", DIFFUSERS, _group_offload("block_level", stream=True)),
-        Tool("diffusers group offload, leaf, stream", DIFFUSERS, _group_offload("leaf_level", stream=True)),
+        Tool(
+            "diffusers group offload, block, stream",
+            DIFFUSERS,
+            _group_offload("block_level", stream=True),
+        ),
+        Tool(
+            "diffusers group offload, leaf, stream",
+            DIFFUSERS,
+            _group_offload("leaf_level", stream=True),
+        ),
         Tool(
             "diffusers group offload, leaf, stream, disk",
             DIFFUSERS,
@@ -197,11 +256,14 @@ TOOLS: Mapping[str, Tool] = {
         Tool("accelerate dispatch", ACCELERATE, _dispatch(), BOTH),
         Tool("accelerate dispatch, disk", ACCELERATE, _dispatch(disk=True), BOTH, for_ram=True),
         Tool("diffusers-mm auto", ("diffusers-mm", "diffusers"), _managed("auto"), ("cuda",)),
-        Tool("diffusers-mm model_offload", ("diffusers-mm", "diffusers"), _managed("model_offload")),
+        Tool(
+            "diffusers-mm model_offload", ("diffusers-mm", "diffusers"), _managed("model_offload")
+        ),
         Tool("diffusers-mm block_pin", ("diffusers-mm", "diffusers"), _managed("block_pin"), BOTH),
         Tool("mmgp", ("mmgp",), _mmgp, BOTH),
     )
 }
 GRAPHRUN, SESSION = "graphrun", "graphrun, session of 2"
 OWN = (GRAPHRUN, SESSION)
-"""graphrun's two regimes: every run begins and ends with nothing on the device, or the second finds what the first left there."""
+"""graphrun's two regimes: every run begins and ends with nothing on the device, or the second finds
+what the first left there."""

@@ -1,11 +1,14 @@
-"""What precision, tiling, splitting and fewer steps do to pictures of the small FLUX in graphs/shapes.
+"""What precision, tiling, splitting and fewer steps do to pictures of the small FLUX in
+graphs/shapes.
 
-    python benchmarks/precision.py                 measures, writes results/precision.json and the table of docs/precision.md
-    python benchmarks/precision.py --count 5       the first 5 prompts of each kind, printed and not saved
+    python benchmarks/precision.py                 measures, writes results/precision.json and the
+    table of docs/precision.md python benchmarks/precision.py --count 5       the first 5 prompts of
+    each kind, printed and not saved
 
-The held-out prompts of training/ (200 with one object, 200 with two), each with its seed; pictures are judged by the detector and
-compared with those in bfloat16 at 10 steps. Quantized are the transformer's linear layers, as graphrun quantizes them; the text
-encoders and the VAE stay in bfloat16.
+The held-out prompts of training/ (200 with one object, 200 with two), each with its seed; pictures
+are judged by the detector and compared with those in bfloat16 at 10 steps. Quantized are the
+transformer's linear layers, as graphrun quantizes them; the text encoders and the VAE stay in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -33,65 +36,92 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "training"))
 RESULTS, DOCS = ROOT / "benchmarks" / "results" / "precision.json", ROOT / "docs" / "precision.md"
 STEPS = 10
-TILE = 32  # pixels: the small VAE's own tile is the whole picture, as is that of FLUX's at 1024 pixels
+# pixels: the small VAE's own tile is the whole picture, as is that of FLUX's at 1024 pixels
+TILE = 32
 LINE = "| {} | {} | {} | {} | {} |"
 
 
 def in_precision(precision: str) -> Any:
     """The transformer with weights in ``precision``, on the CPU."""
     graph = graphrun.load("shapes")
-    if (
-        precision == "nf4"
-    ):  # as a GPU dequantizes it; bitsandbytes' CPU kernel is wrong for rows of 32 elements, which one layer has
+    if precision == "nf4":
+        # as a GPU dequantizes it; bitsandbytes' CPU kernel is wrong for rows of 32 elements, which
+        # one layer has
         module = in_precision("bfloat16")
         for layer in quantizable_layers(module, torch.bfloat16).values():
             fields = quantized(layer.weight, "nf4")
-            codes = torch.stack([fields["data"].flatten() >> 4, fields["data"].flatten() & 15], 1).flatten().long()
+            codes = (
+                torch.stack([fields["data"].flatten() >> 4, fields["data"].flatten() & 15], 1)
+                .flatten()
+                .long()
+            )
             values = fields["code"][codes].view(-1, 64) * fields["absmax"][:, None]
-            layer.weight = nn.Parameter(values.view(layer.weight.shape).bfloat16(), requires_grad=False)
+            layer.weight = nn.Parameter(
+                values.view(layer.weight.shape).bfloat16(), requires_grad=False
+            )
         return module
     module, writer = draft(graph.component("transformer"), graph, precision)
     for layout in lay_out(module, ()).values():
         buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
         writer.write(layout, buffer)
         for entry in layout.entries:
-            value = buffer[entry.offset : entry.offset + entry.nbytes].view(entry.tensor.dtype).view(entry.tensor.shape)
+            value = (
+                buffer[entry.offset : entry.offset + entry.nbytes]
+                .view(entry.tensor.dtype)
+                .view(entry.tensor.shape)
+            )
             if isinstance(entry.tensor, nn.Parameter):
                 attributes, value = vars(entry.tensor), nn.Parameter(value, requires_grad=False)
                 vars(value).update(attributes)
             for location in entry.locations:
-                location.put(value)
+                location.assign(value)
     return module
 
 
 def variants(pipe: Any) -> dict[str, Callable[[list[Any]], list[np.ndarray]]]:
-    """What makes the pictures of scenes with their seeds, by name; the first is what the others are compared with."""
+    """What makes the pictures of scenes with their seeds, by name; the first is what the others are
+    compared with."""
     from evaluate import pictures
 
     def quantized_pictures(precision: str) -> Callable[[list[Any]], list[np.ndarray]]:
-        other = copy.copy(pipe)
-        other.register_modules(transformer=in_precision(precision))
-        return lambda rows: pictures(other, rows, STEPS)
+        pipe_copy = copy.copy(pipe)
+        pipe_copy.register_modules(transformer=in_precision(precision))
+        return lambda rows: pictures(pipe_copy, rows, STEPS)
 
     def tiled(rows: list[Any]) -> list[np.ndarray]:
-        before = {name: value for name, value in vars(pipe.vae).items() if name.startswith(("use_", "tile_"))}
+        methods = {
+            name: value
+            for name, value in vars(pipe.vae).items()
+            if name.startswith(("use_", "tile_"))
+        }
         pipe.vae.enable_tiling()
-        pipe.vae.tile_sample_min_size, pipe.vae.tile_latent_min_size = TILE, TILE // pipe.vae_scale_factor
-        made = pictures(pipe, rows, STEPS)
-        vars(pipe.vae).update(before)
-        return made
+        pipe.vae.tile_sample_min_size, pipe.vae.tile_latent_min_size = (
+            TILE,
+            TILE // pipe.vae_scale_factor,
+        )
+        images = pictures(pipe, rows, STEPS)
+        vars(pipe.vae).update(methods)
+        return images
 
     return {
         "bf16": lambda rows: pictures(pipe, rows, STEPS),
         **{name: quantized_pictures(name) for name in ("fp8", "int8", "nf4")},
         f"tiling ({TILE} pixels)": tiled,
-        "split (one prompt a call)": lambda rows: [made for row in rows for made in pictures(pipe, [row], STEPS)],
-        **{f"{steps} step{'s' * (steps > 1)}": lambda rows, steps=steps: pictures(pipe, rows, steps) for steps in (8, 6, 4, 2, 1)},
+        "split (one prompt a call)": lambda rows: [
+            image for row in rows for image in pictures(pipe, [row], STEPS)
+        ],
+        **{
+            f"{steps} step{'s' * (steps > 1)}": lambda rows, steps=steps: pictures(
+                pipe, rows, steps
+            )
+            for steps in (8, 6, 4, 2, 1)
+        },
     }
 
 
 def measured(count: int | None) -> list[dict[str, Any]]:
-    """A row for each variant: the shares of right pictures, and PSNR to the first in dB, of all pictures and of the worst.
+    """A row for each variant: the shares of right pictures, and PSNR to the first in dB, of all
+    pictures and of the worst.
 
     PSNR is 10 log10(255^2 / MSE) over 8-bit values, None for equal pictures.
     """
@@ -100,16 +130,28 @@ def measured(count: int | None) -> list[dict[str, Any]]:
     from scenes import held_out
 
     parts = {name: rows[:count] for name, rows in held_out().items() if name in ("one", "two")}
-    rows, found, first = [row for part in parts.values() for row in part], list[dict[str, Any]](), np.empty(0)
+    rows, results, first = (
+        [row for part in parts.values() for row in part],
+        list[dict[str, Any]](),
+        np.empty(0),
+    )
     for name, make in variants(load(ROOT / "graphs" / "shapes")).items():
-        made = np.stack(make(rows)).astype(float)
-        first = first if found else made
-        right = [judge(scene, picture.astype(np.uint8))["all"] for (scene, _), picture in zip(rows, made, strict=True)]
-        errors, split = ((made - first) ** 2).mean((1, 2, 3)), len(parts["one"])
-        shares = {"one": sum(right[:split]) / split, "two": sum(right[split:]) / (len(right) - split)}
-        found.append({"name": name, **shares, "psnr": psnr(errors.mean()), "worst_psnr": psnr(errors.max())})
-        print(json.dumps(found[-1]), flush=True)
-    return found
+        images = np.stack(make(rows)).astype(float)
+        first = first if results else images
+        right = [
+            judge(scene, picture.astype(np.uint8))["all"]
+            for (scene, _), picture in zip(rows, images, strict=True)
+        ]
+        errors, split = ((images - first) ** 2).mean((1, 2, 3)), len(parts["one"])
+        shares = {
+            "one": sum(right[:split]) / split,
+            "two": sum(right[split:]) / (len(right) - split),
+        }
+        results.append(
+            {"name": name, **shares, "psnr": psnr(errors.mean()), "worst_psnr": psnr(errors.max())}
+        )
+        print(json.dumps(results[-1]), flush=True)
+    return results
 
 
 def psnr(error: float) -> float | None:
@@ -119,17 +161,35 @@ def psnr(error: float) -> float | None:
 
 def table(results: dict[str, Any]) -> str:
     """The lines of docs/precision.md that ``results`` are shown in."""
-    lines = [LINE.format("", "one object", "two objects", "PSNR", "of the worst picture"), "|---|---|---|---|---|"]
+    lines = [
+        LINE.format("", "one object", "two objects", "PSNR", "of the worst picture"),
+        "|---|---|---|---|---|",
+    ]
     for row in results["rows"]:
-        decibels = ["equal" if row[key] is None else f"{row[key]} dB" for key in ("psnr", "worst_psnr")]
-        lines.append(LINE.format(row["name"], *(f"{100 * row[key]:.1f} %" for key in ("one", "two")), *decibels))
+        decibels = [
+            "equal" if row[key] is None else f"{row[key]} dB" for key in ("psnr", "worst_psnr")
+        ]
+        lines.append(
+            LINE.format(
+                row["name"], *(f"{100 * row[key]:.1f} %" for key in ("one", "two")), *decibels
+            )
+        )
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
-    return "\n".join([*lines, "", f"Made by `python benchmarks/precision.py` on {results['date']} with {versions}, on a CPU."])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Made by `python benchmarks/precision.py` on {results['date']} with "
+            f"{versions}, on a CPU.",
+        ]
+    )
 
 
 def main() -> None:
     """Measures, and saves what was measured."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int)
     options = parser.parse_args()
     rows = measured(options.count)
@@ -138,8 +198,16 @@ def main() -> None:
     import bitsandbytes
     import diffusers
 
-    versions = {of.__name__: of.__version__ for of in (torch, diffusers, bitsandbytes)}
-    results = {"date": date.today().isoformat(), "versions": versions, "prompts": [200, 200], "steps": STEPS, "rows": rows}
+    versions = {
+        library.__name__: library.__version__ for library in (torch, diffusers, bitsandbytes)
+    }
+    results = {
+        "date": date.today().isoformat(),
+        "versions": versions,
+        "prompts": [200, 200],
+        "steps": STEPS,
+        "rows": rows,
+    }
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     text = DOCS.read_text(encoding="utf-8")
     begin, end = text.index("|  | one object"), text.index(", on a CPU.") + len(", on a CPU.")

@@ -1,15 +1,20 @@
-"""Bytes and seconds that others published beside those of ``graphrun estimate``: every row of data/published.csv.
+"""Bytes and seconds that others published beside those of ``graphrun estimate``: every row of
+data/published.csv.
 
-    .venv/bin/python benchmarks/published.py             runs every row's command; writes benchmarks/results/published.json
-    .venv/bin/python benchmarks/published.py cogvideox   runs the rows with this word in their arguments, keeps the others
-    .venv/bin/python benchmarks/published.py --left-out  also each row with constants fitted without its source (fit_costs.py),
+    .venv/bin/python benchmarks/published.py             runs every row's command; writes
+    benchmarks/results/published.json .venv/bin/python benchmarks/published.py cogvideox   runs the
+    rows with this word in their arguments, keeps the others .venv/bin/python
+    benchmarks/published.py --left-out  also each row with constants fitted without its source
+    (fit_costs.py),
                                                          which takes a quarter of an hour
 
-The constants of the cost model are fitted on the seconds of these rows: errors "as fitted" describe the fit, errors "left out"
-what a card and a model that nobody fitted may expect. Without --left-out the recorded ones are kept where the rows are the same.
+The constants of the cost model are fitted on the seconds of these rows: errors "as fitted" describe
+the fit, errors "left out" what a card and a model that nobody fitted may expect. Without --left-out
+the recorded ones are kept where the rows are the same.
 
-A row's command is ``graphrun estimate`` with its ``arguments`` and ``--json``. ``of``: the whole call, a stage, or a phase. Bytes
-are those that PyTorch's allocator counts: ``load_gib`` the weights, ``peak_gib`` the peak (of a stage or a phase: without weights).
+A row's command is ``graphrun estimate`` with its ``arguments`` and ``--json``. ``of``: the whole
+call, a stage, or a phase. Bytes are those that PyTorch's allocator counts: ``load_gib`` the
+weights, ``peak_gib`` the peak (of a stage or a phase: without weights).
 """
 
 from __future__ import annotations
@@ -37,40 +42,56 @@ def published() -> Iterator[dict[str, Any]]:
     """The rows of data/published.csv, with numbers as floats or None."""
     with (ROOT / "benchmarks/data/published.csv").open() as file:
         for row in csv.DictReader(file):
-            numbers = {name: float(row[name]) if row[name] else None for name in ("seconds", "load_gib", "peak_gib")}
+            numbers = {
+                name: float(row[name]) if row[name] else None
+                for name in ("seconds", "load_gib", "peak_gib")
+            }
             yield {**row, **numbers}
 
 
 def estimate(arguments: str) -> dict[str, Any]:
     """What ``graphrun estimate ARGUMENTS --json`` prints, run in this process."""
-    done = CliRunner().invoke(app, ["estimate", *arguments.split(), "--json"], catch_exceptions=False)
-    if done.exit_code:
-        raise SystemExit(f"{arguments}: {done.output}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    result = CliRunner().invoke(
+        app, ["estimate", *arguments.split(), "--json"], catch_exceptions=False
+    )
+    if result.exit_code:
+        raise SystemExit(f"{arguments}: {result.output}")
+    estimate_json: dict[str, Any] = json.loads(result.stdout)
+    return estimate_json
 
 
-def predicted(row: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, float]:
-    """``seconds``, ``load_gib`` and ``peak_gib`` of ``row`` in the estimate ``found``."""
-    mode, of = found["mode"], row["of"]
-    phases = [phase for phase in found["phases"] if of in (phase["stage"], phase["phase"])]
-    peak = max(phase["allocated_bytes"] for phase in phases) if of else mode["allocated_bytes"]
+def predicted(row: Mapping[str, Any], estimate_json: Mapping[str, Any]) -> dict[str, float]:
+    """``seconds``, ``load_gib`` and ``peak_gib`` of ``row`` in the estimate ``estimate_json``."""
+    mode, phase_name = estimate_json["mode"], row["of"]
+    phases = [
+        phase for phase in estimate_json["phases"] if phase_name in (phase["stage"], phase["phase"])
+    ]
+    peak = (
+        max(phase["allocated_bytes"] for phase in phases) if phase_name else mode["allocated_bytes"]
+    )
     by_name = mode["stages"] | {phase["phase"]: phase["seconds"] for phase in phases}
-    seconds = by_name[of] if of else mode["seconds"]
+    seconds = by_name[phase_name] if phase_name else mode["seconds"]
     names = {phase["phase"].partition(":")[2] for phase in phases}
-    weights = {each["name"]: each["weights"][each["dtype"]]["bytes"] for each in found["components"]}
-    load = sum(weights[name] for name in names) if of else mode["weights_bytes"]
+    weights = {
+        component["name"]: component["weights"][component["dtype"]]["bytes"]
+        for component in estimate_json["components"]
+    }
+    load = sum(weights[name] for name in names) if phase_name else mode["weights_bytes"]
     return {"seconds": seconds, "load_gib": load / GIB, "peak_gib": peak / GIB}
 
 
-def compared(row: Mapping[str, Any], ours: Mapping[str, float]) -> dict[str, Any]:
+def compared(row: Mapping[str, Any], estimates: Mapping[str, float]) -> dict[str, Any]:
     """Published figures beside ours, with errors in percent."""
-    found: dict[str, Any] = {}
+    comparison: dict[str, Any] = {}
     for name in ("seconds", "load_gib", "peak_gib"):
-        if (theirs := row[name]) is not None:
-            error = round(100 * (ours[name] / theirs - 1), 1)
-            found[name] = {"published": theirs, "estimated": round(ours[name], 4), "error_percent": error}
-    return found
+        if (published_value := row[name]) is not None:
+            error = round(100 * (estimates[name] / published_value - 1), 1)
+            comparison[name] = {
+                "published": published_value,
+                "estimated": round(estimates[name], 4),
+                "error_percent": error,
+            }
+    return comparison
 
 
 def key(row: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -88,11 +109,19 @@ def summary_of(rows: list[dict[str, Any]], left_out: list[dict[str, Any]]) -> di
     shares = {"seconds": (15, 25, 30), "load_gib": (1, 15), "peak_gib": (2, 3, 15)}
     counts = {}
     for kind in ("required", "all"):
-        fitted, others = ([row for row in group if kind == "all" or row["facts"] != "more"] for group in (rows, left_out))
-        counts |= {f"{name} within {share} %, {kind}": within(fitted, name, share) for name in shares for share in shares[name]}
-        if others:
+        fitted, unfitted = (
+            [row for row in group if kind == "all" or row["facts"] != "more"]
+            for group in (rows, left_out)
+        )
+        counts |= {
+            f"{name} within {share} %, {kind}": within(fitted, name, share)
+            for name in shares
+            for share in shares[name]
+        }
+        if unfitted:
             counts |= {
-                f"seconds within {share} %, {kind}, left out": within(others, "seconds", share) for share in shares["seconds"]
+                f"seconds within {share} %, {kind}, left out": within(unfitted, "seconds", share)
+                for share in shares["seconds"]
             }
     return counts
 
@@ -106,32 +135,55 @@ def within(rows: list[dict[str, Any]], name: str, percent: float) -> str:
 def main() -> None:
     """Runs the rows, prints and writes them."""
     os.chdir(ROOT)
-    path, words = ROOT / "benchmarks/results/published.json", [word for word in sys.argv[1:] if word != "--left-out"]
-    before: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    kept = {key(row): row for row in before.get("rows", ())} if words else {}
+    path, words = (
+        ROOT / "benchmarks/results/published.json",
+        [word for word in sys.argv[1:] if word != "--left-out"],
+    )
+    earlier_results: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    earlier_rows = {key(row): row for row in earlier_results.get("rows", ())} if words else {}
     estimates: dict[str, dict[str, Any]] = {}
     rows = []
     for row in published():
         arguments = row["arguments"]
-        if (known := kept.get(key(row))) and not any(word in arguments for word in words):
-            rows.append(known)
+        if (earlier_row := earlier_rows.get(key(row))) and not any(
+            word in arguments for word in words
+        ):
+            rows.append(earlier_row)
             continue
         if arguments not in estimates:
             estimates[arguments] = estimate(arguments)
         result = compared(row, predicted(row, estimates[arguments]))
-        rows.append({**{name: row[name] for name in ("source", "facts", "arguments", "of", "note")}, **result})
-        shown = [f"{name} {of['published']:g} {of['estimated']:g} {of['error_percent']:+.1f}%" for name, of in result.items()]
-        print(row["source"][:32].ljust(32), arguments, row["of"], "  ", *shown, flush=True)
-    left = {name: before.get(name) for name in ("constants", "left_out")}
+        rows.append(
+            {
+                **{name: row[name] for name in ("source", "facts", "arguments", "of", "note")},
+                **result,
+            }
+        )
+        texts = [
+            f"{name} {figure['published']:g} {figure['estimated']:g} "
+            f"{figure['error_percent']:+.1f}%"
+            for name, figure in result.items()
+        ]
+        print(row["source"][:32].ljust(32), arguments, row["of"], "  ", *texts, flush=True)
+    recorded = {name: earlier_results.get(name) for name in ("constants", "left_out")}
     if "--left-out" in sys.argv:
         from fit_costs import left_out
 
-        left = left_out(list(published()))
-    elif [timed(row) for row in left["left_out"] or ()] != [timed(row) for row in rows if "seconds" in row]:
-        left = {}
-        print("the recorded left-out figures are of other rows and are dropped: run with --left-out")
-    summary = summary_of(rows, left.get("left_out") or [])
-    result = {"date": datetime.date.today().isoformat(), "summary": summary, "rows": rows, **left}
+        recorded = left_out(list(published()))
+    elif [timed(row) for row in recorded["left_out"] or ()] != [
+        timed(row) for row in rows if "seconds" in row
+    ]:
+        recorded = {}
+        print(
+            "the recorded left-out figures are of other rows and are dropped: run with --left-out"
+        )
+    summary = summary_of(rows, recorded.get("left_out") or [])
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "summary": summary,
+        "rows": rows,
+        **recorded,
+    }
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(*(f"{name}: {value}" for name, value in summary.items()), sep="\n")
     print(f"wrote {path}")

@@ -1,10 +1,12 @@
 """Pyramid-Flow's own code (none of it is here), attached with tiny random weights.
 
-python benchmarks/pyramid_flow.py --code FOLDER       some minutes; writes benchmarks/results/pyramid_flow.json
+python benchmarks/pyramid_flow.py --code FOLDER       some minutes; writes
+benchmarks/results/pyramid_flow.json
 
-FOLDER: a checkout of https://github.com/jy0205/Pyramid-Flow. It needs einops, timm, torchvision, tensorboardX and ipython.
-Every call under half of the weights' bytes is compared, bit for bit, with the same call of a model that is entirely on the
-simulated accelerator. Plans at true size: `benchmarks/graph_table.py pyramid-flow`, with FOLDER on PYTHONPATH.
+FOLDER: a checkout of https://github.com/jy0205/Pyramid-Flow. It needs einops, timm, torchvision,
+tensorboardX and ipython. Every call under half of the weights' bytes is compared, bit for bit, with
+the same call of a model that is entirely on the simulated accelerator. Plans at true size:
+`benchmarks/graph_table.py pyramid-flow`, with FOLDER on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -26,7 +28,12 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.update(
+    TRANSFORMERS_VERBOSITY="error",
+    DIFFUSERS_VERBOSITY="error",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+)
 sys.path[:0] = [str(HERE.parent)]
 
 import numpy as np  # noqa: E402
@@ -41,23 +48,37 @@ from graphrun.sim import Machine  # noqa: E402
 
 RESULTS = HERE / "results" / "pyramid_flow.json"
 SHARE = 0.5  # of the bytes of the weights: the budget of the attached calls
-# 1/3, which its constructor has by default, makes a singular covariance, which newer versions of torch refuse.
+# 1/3, which its constructor has by default, makes a singular covariance, which newer versions of
+# torch refuse.
 GAMMA = 0.3333
 
 
 def write_tiny(folder: Path) -> None:
-    """Random weights in the layout of the checkpoint. Those of its own classes begin with zeros, so all are drawn anew."""
+    """Random weights in the layout of the checkpoint. Those of its own classes begin with zeros, so
+    all are drawn again."""
     from pyramid_dit.flux_modules import PyramidFluxTransformer
     from video_vae.modeling_causal_vae import CausalVideoVAE
 
     torch.manual_seed(0)
-    widths = dict.fromkeys(("encoder_block_out_channels", "decoder_block_out_channels"), (8, 8, 16, 16))
+    widths = dict.fromkeys(
+        ("encoder_block_out_channels", "decoder_block_out_channels"), (8, 8, 16, 16)
+    )
     layers = dict.fromkeys(("encoder_layers_per_block", "decoder_layers_per_block"), (1, 1, 1, 1))
     groups = dict.fromkeys(("encoder_norm_num_groups", "decoder_norm_num_groups"), 4)
-    sizes = {"num_layers": 3, "num_single_layers": 6, "num_attention_heads": 4, "attention_head_dim": 64, "in_channels": 16}
+    sizes = {
+        "num_layers": 3,
+        "num_single_layers": 6,
+        "num_attention_heads": 4,
+        "attention_head_dim": 64,
+        "in_channels": 16,
+    }
     modules = {
-        "diffusion_transformer_768p": PyramidFluxTransformer(joint_attention_dim=32, pooled_projection_dim=32, **sizes),
-        "causal_video_vae": CausalVideoVAE(encoder_out_channels=4, decoder_in_channels=4, **widths, **layers, **groups),
+        "diffusion_transformer_768p": PyramidFluxTransformer(
+            joint_attention_dim=32, pooled_projection_dim=32, **sizes
+        ),
+        "causal_video_vae": CausalVideoVAE(
+            encoder_out_channels=4, decoder_in_channels=4, **widths, **layers, **groups
+        ),
         "text_encoder": t.CLIPTextModel(
             t.CLIPTextConfig(
                 vocab_size=200,
@@ -70,19 +91,35 @@ def write_tiny(folder: Path) -> None:
                 eos_token_id=1,
             )
         ),
-        "text_encoder_2": t.T5EncoderModel(t.T5Config(vocab_size=200, d_model=32, d_kv=16, d_ff=64, num_layers=3, num_heads=2)),
+        "text_encoder_2": t.T5EncoderModel(
+            t.T5Config(vocab_size=200, d_model=32, d_kv=16, d_ff=64, num_layers=3, num_heads=2)
+        ),
     }
     for name, module in modules.items():
         for key, parameter in module.named_parameters():
-            torch.nn.init.normal_(parameter, float(parameter.dim() == 1 and key.endswith("weight")), 0.05)
+            torch.nn.init.normal_(
+                parameter, float(parameter.dim() == 1 and key.endswith("weight")), 0.05
+            )
         module.save_pretrained(folder / name)
     letters = [chr(number) for number in range(33, 127)]
-    words = ["<|startoftext|>", "<|endoftext|>", *(letter + end for end in ("", "</w>") for letter in letters)]
-    t.CLIPTokenizer(vocab={word: n for n, word in enumerate(words)}, merges=[], model_max_length=77).save_pretrained(
-        folder / "tokenizer"
+    words = [
+        "<|startoftext|>",
+        "<|endoftext|>",
+        *(letter + end for end in ("", "</w>") for letter in letters),
+    ]
+    t.CLIPTokenizer(
+        vocab={word: n for n, word in enumerate(words)}, merges=[], model_max_length=77
+    ).save_pretrained(folder / "tokenizer")
+    pieces = [
+        ("<pad>", 0.0),
+        ("</s>", 0.0),
+        ("<unk>", -9.0),
+        ("\u2581", -2.0),
+        *((letter, -3.0) for letter in letters),
+    ]
+    t.T5TokenizerFast(vocab=pieces, extra_ids=0, model_max_length=512).save_pretrained(
+        folder / "tokenizer_2"
     )
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -9.0), ("\u2581", -2.0), *((letter, -3.0) for letter in letters)]
-    t.T5TokenizerFast(vocab=pieces, extra_ids=0, model_max_length=512).save_pretrained(folder / "tokenizer_2")
 
 
 def made(folder: Path) -> Any:
@@ -90,25 +127,39 @@ def made(folder: Path) -> Any:
     from pyramid_dit import PyramidDiTForVideoGeneration
 
     kinds = {"model_name": "pyramid_flux", "model_variant": "diffusion_transformer_768p"}
-    return PyramidDiTForVideoGeneration(str(folder), model_dtype="fp32", scheduler_gamma=GAMMA, **kinds)
+    return PyramidDiTForVideoGeneration(
+        str(folder), model_dtype="fp32", scheduler_gamma=GAMMA, **kinds
+    )
 
 
-def generate(model: Any, text: str = "a lighthouse at dusk", **more: Any) -> Any:
-    """Its frames as bytes ``[frames, height, width, 3]``. Its noise comes from the generator and from torch's own, both seeded."""
+def generate(model: Any, text: str = "a lighthouse at dusk", **options: Any) -> Any:
+    """Its frames as bytes ``[frames, height, width, 3]``. Its noise comes from the generator and
+    from torch's own, both seeded."""
     torch.manual_seed(1)
     steps = {"num_inference_steps": [2, 2, 2], "video_num_inference_steps": [1, 1, 1]}
-    arguments = {"height": 64, "width": 64, "temp": 3, **steps, **more}
-    return np.stack([np.asarray(i) for i in model.generate(prompt=text, generator=torch.Generator().manual_seed(0), **arguments)])
+    arguments = {"height": 64, "width": 64, "temp": 3, **steps, **options}
+    return np.stack(
+        [
+            np.asarray(i)
+            for i in model.generate(
+                prompt=text, generator=torch.Generator().manual_seed(0), **arguments
+            )
+        ]
+    )
 
 
 def animate(model: Any) -> Any:
     """The frames that it makes of a picture."""
     torch.manual_seed(1)
     picture = Image.fromarray(np.arange(64 * 64 * 3, dtype=np.uint8).reshape(64, 64, 3))
-    made = model.generate_i2v(
-        "a lighthouse", input_image=picture, temp=2, num_inference_steps=[1, 1, 1], generator=torch.Generator().manual_seed(0)
+    frames = model.generate_i2v(
+        "a lighthouse",
+        input_image=picture,
+        temp=2,
+        num_inference_steps=[1, 1, 1],
+        generator=torch.Generator().manual_seed(0),
     )
-    return np.stack([np.asarray(frame) for frame in made])
+    return np.stack([np.asarray(frame) for frame in frames])
 
 
 def tiled(model: Any) -> Any:
@@ -141,23 +192,27 @@ def tiny(folder: Path) -> dict[str, Any]:
     """Each of `CALLS` under half of the weights' bytes, and what is said to each of `REFUSED`."""
     with quiet():
         write_tiny(folder)
-        attached = made(folder)
-    parts = {name: getattr(attached, name) for name in ("text_encoder", "dit", "vae")}
-    weights = sum(tensor.nbytes for part in parts.values() for tensor in (*part.parameters(), *part.buffers()))
-    device, rows, said = SimulatedDevice(Machine()), {}, {}
+        model = made(folder)
+    parts = {name: getattr(model, name) for name in ("text_encoder", "dit", "vae")}
+    weights = sum(
+        tensor.nbytes for part in parts.values() for tensor in (*part.parameters(), *part.buffers())
+    )
+    device, rows, messages = SimulatedDevice(Machine()), {}, {}
     entries = ["generate", "generate_i2v"]
-    with graphrun.attach(attached, components=parts, entries=entries, vram=int(SHARE * weights), device=device) as attachment:
+    with graphrun.attach(
+        model, components=parts, entries=entries, vram=int(SHARE * weights), device=device
+    ) as attachment:
         for name, call in CALLS.items():
             with quiet():
-                around = autocast if name == "generate, autocast" else nullcontext
-                want = on_device(folder, call, around)
-                with around():
-                    got = call(attached)
+                context = autocast if name == "generate, autocast" else nullcontext
+                expected = on_device(folder, call, context)
+                with context():
+                    output = call(model)
             assert attachment.trace is not None
             assert attachment.solution is not None
             rows[name] = {
-                "equal": bool(np.array_equal(got, want)),
-                "frames": len(got),
+                "equal": bool(np.array_equal(output, expected)),
+                "frames": len(output),
                 "peak_mib": round(attachment.trace.peak_bytes / 2**20, 2),
                 "entries_planned_in_the_call": list(attachment.replans),
                 "plan": attachment.solution.problem.digest,
@@ -166,20 +221,20 @@ def tiny(folder: Path) -> dict[str, Any]:
         for name, call in REFUSED.items():
             try:
                 with quiet():
-                    call(attached)
-                said[name] = "not refused"
+                    call(model)
+                messages[name] = "not refused"
             except GraphrunError as error:
-                said[name] = str(error)
+                messages[name] = str(error)
     with quiet():
-        after = bool(np.array_equal(generate(attached), generate(made(folder))))
-    left = device.allocated_bytes
+        is_restored = bool(np.array_equal(generate(model), generate(made(folder))))
+    leftover_bytes = device.allocated_bytes
     return {
         "weights_mib": round(weights / 2**20, 2),
         "budget_mib": round(SHARE * weights / 2**20, 2),
         "calls": rows,
-        "refused": said,
-        "equal_after_detach": after,
-        "left_bytes": left,
+        "refused": messages,
+        "equal_after_detach": is_restored,
+        "left_bytes": leftover_bytes,
     }
 
 
@@ -188,10 +243,12 @@ def autocast() -> AbstractContextManager[Any]:
     return torch.autocast("sim", torch.bfloat16)
 
 
-def on_device(folder: Path, call: Callable[[Any], Any], around: Callable[[], AbstractContextManager[Any]]) -> Any:
+def on_device(
+    folder: Path, call: Callable[[Any], Any], context: Callable[[], AbstractContextManager[Any]]
+) -> Any:
     """What ``call`` makes of a model that is entirely on the simulated accelerator."""
     model = made(folder)
-    with SimulatedDevice(Machine()).machine, around():
+    with SimulatedDevice(Machine()).machine, context():
         for part in (model.text_encoder, model.dit, model.vae):
             part.to("sim")
         return call(model)
@@ -200,14 +257,14 @@ def on_device(folder: Path, call: Callable[[Any], Any], around: Callable[[], Abs
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without what its code prints, but for errors."""
-    kept = io.StringIO()
-    with contextlib.redirect_stdout(kept), contextlib.redirect_stderr(kept):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         yield
 
 
 def import_from(code: Path) -> list[Any]:
-    """Puts ``code`` on Python's path. A torchvision made for CUDA wants two operators that a torch without CUDA does not have: they
-    are declared for as long as what this returns is held."""
+    """Puts ``code`` on Python's path. A torchvision made for CUDA wants two operators that a torch
+    without CUDA does not have: they are declared for as long as what this returns is held."""
     sys.path[:0] = [str(code)]
     libraries = [] if torch.cuda.is_available() else [torch.library.Library("torchvision", "DEF")]
     for library in libraries:
@@ -217,23 +274,34 @@ def import_from(code: Path) -> list[Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--code", type=Path, required=True, metavar="FOLDER")
-    asked = parser.parse_args()
-    if not (asked.code / "pyramid_dit").is_dir():
-        parser.error(f"{asked.code} is no checkout of https://github.com/jy0205/Pyramid-Flow")
-    declared = import_from(asked.code.resolve())
+    options = parser.parse_args()
+    if not (options.code / "pyramid_dit").is_dir():
+        parser.error(f"{options.code} is no checkout of https://github.com/jy0205/Pyramid-Flow")
+    importer = import_from(options.code.resolve())
     torch.set_num_threads(1)
-    commit = subprocess.run(["git", "-C", asked.code, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    commit = subprocess.run(
+        ["git", "-C", options.code, "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     results: dict[str, Any] = {
         "date": str(datetime.date.today()),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread, Python {platform.python_version()}",
-        "versions": {name: version(name) for name in ("torch", "diffusers", "transformers", "einops", "timm", "torchvision")},
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread, Python "
+        f"{platform.python_version()}",
+        "versions": {
+            name: version(name)
+            for name in ("torch", "diffusers", "transformers", "einops", "timm", "torchvision")
+        },
         "code": f"github.com/jy0205/Pyramid-Flow at {commit.stdout.strip()}",
     }
     with tempfile.TemporaryDirectory() as folder:
         results["tiny"] = tiny(Path(folder))
-    del declared
+    del importer
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -1,11 +1,13 @@
 """What plans lose where the times that they were made with are wrong, by graphrun's own simulator.
 
-    .venv/bin/python benchmarks/regret.py [GRAPH ...] [--draws N] [--minutes N]     writes benchmarks/results/regret.json
+    .venv/bin/python benchmarks/regret.py [GRAPH ...] [--draws N] [--minutes N]     writes
+    benchmarks/results/regret.json
 
-Each reference graph x VRAM, on an RTX 4090 with 32 GiB of RAM, planned with its times, and again in each of the draws, in which
-every class of kernel and of copy, the launches and the disk are 30 % too slow or 30 % too fast, at random. Each plan is then
-simulated with the right times: what it takes above the best of them is its regret. Graphs of earlier runs are kept; ``--minutes``:
-begins no further graph after so many.
+Each reference graph x VRAM, on an RTX 4090 with 32 GiB of RAM, planned with its times, and again in
+each of the draws, in which every class of kernel and of copy, the launches and the disk are 30 %
+too slow or 30 % too fast, at random. Each plan is then simulated with the right times: what it
+takes above the best of them is its regret. Graphs of earlier runs are kept; ``--minutes``: begins
+no further graph after so many.
 """
 
 from __future__ import annotations
@@ -27,13 +29,18 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent)]
-os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.update(
+    TRANSFORMERS_VERBOSITY="error",
+    DIFFUSERS_VERBOSITY="error",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+)
 
 import graphrun  # noqa: E402
 from graphrun.model.problem import Hardware, Problem  # noqa: E402
 from graphrun.model.solution import Solution  # noqa: E402
 from graphrun.profile.hardware import hardware  # noqa: E402
-from graphrun.profile.problems import Limits, problem_of  # noqa: E402
+from graphrun.profile.problems import ProblemLimits, problem_of  # noqa: E402
 from graphrun.solve.pages import carried_over, solved  # noqa: E402
 from graphrun.store import dry_run  # noqa: E402
 
@@ -41,10 +48,18 @@ GRAPHS = HERE.parent / "graphs"
 RESULTS = HERE / "results" / "regret.json"
 CARD, VRAM, RAM, GIB = "rtx4090", (8, 12, 16, 24), 32, 2**30
 SEED, WRONG = 29, 0.3
-LEFT_OUT = ("shapes", "pyramid-flow")  # 2 M parameters fit anywhere; classes of a package that is not installed
-# Class -> fields of `Hardware` and of its `KernelRates`: rates, but for the seconds named at the end.
+# 2 M parameters fit anywhere; classes of a package that is not installed
+LEFT_OUT = (
+    "shapes",
+    "pyramid-flow",
+)
+# Class -> fields of `Hardware` and of its `KernelRates`: rates, but for the seconds named at the
+# end.
 CLASSES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "matrix products": (("flops_per_second",), ("fp32_flops_per_second", "fp8_flops_per_second", "int8_flops_per_second")),
+    "matrix products": (
+        ("flops_per_second",),
+        ("fp32_flops_per_second", "fp8_flops_per_second", "int8_flops_per_second"),
+    ),
     "attention": ((), ("attention_flops_per_second", "exponentials_per_second")),
     "convolutions": ((), ("convolution_flops_per_second", "fp32_convolution_flops_per_second")),
     "elementwise": (("memory_bytes_per_second",), ()),
@@ -63,7 +78,9 @@ def wrong(card: Hardware, errors: Mapping[str, float]) -> Hardware:
     whole, kernels = {}, {}
     for name, (fields, of_kernels) in CLASSES.items():
         for field in fields:
-            whole[field] = getattr(card, field) * (errors[name] if field in SECONDS else 1 / errors[name])
+            whole[field] = getattr(card, field) * (
+                errors[name] if field in SECONDS else 1 / errors[name]
+            )
         for field in of_kernels:
             kernels[field] = getattr(card.kernels, field) / errors[name]
     return replace(card, **whole, kernels=replace(card.kernels, **kernels))
@@ -80,47 +97,73 @@ def problems(name: str, cards: list[Hardware]) -> list[Problem]:
     graph = graphrun.load(GRAPHS / f"{name}.yaml")
     inputs = graph.for_planning({})
     run = dry_run(graph, inputs, None)
-    return [problem_of(graph, run, card, Limits(VRAM[0] * GIB, RAM * GIB), inputs) for card in cards]
+    return [
+        problem_of(graph, run, card, ProblemLimits(VRAM[0] * GIB, RAM * GIB), inputs)
+        for card in cards
+    ]
 
 
 def seconds_with(right: Problem, plan: Solution | None) -> float | None:
     """Seconds of ``plan``, made with other times, with those of ``right``."""
-    found = carried_over(right, plan, 0.0) if plan is not None else None
-    return found.simulation.total_seconds if found is not None else None
+    solution = carried_over(right, plan, 0.0) if plan is not None else None
+    return solution.simulation.total_seconds if solution is not None else None
 
 
 def graph_rows(name: str, errors: list[dict[str, float]]) -> Iterator[dict[str, Any]]:
     """A row per budget."""
     card = hardware(CARD)
-    every = problems(name, [card, *(wrong(card, each) for each in errors)])
+    card_problems = problems(name, [card, *(wrong(card, error) for error in errors)])
     for gib in VRAM:
-        right, *others = (replace(problem, budget_bytes=gib * GIB) for problem in every)
+        right, *wrong_problems = (
+            replace(problem, budget_bytes=gib * GIB) for problem in card_problems
+        )
         row: dict[str, Any] = {"vram_gib": gib}
-        if (own := solved(right)) is not None:
-            taken = [seconds_with(right, solved(other)) for other in others]
-            best = min(own.simulation.total_seconds, *(seconds for seconds in taken if seconds is not None))
-            lost = [None if seconds is None else round(100 * (seconds / best - 1), 3) for seconds in taken]
-            row |= {"best_seconds": round(best, 4), "own_lost_percent": round(100 * (own.simulation.total_seconds / best - 1), 3)}
-            row |= {"lost_percent": lost}
+        if (right_solution := solved(right)) is not None:
+            plan_seconds = [
+                seconds_with(right, solved(wrong_problem)) for wrong_problem in wrong_problems
+            ]
+            best = min(
+                right_solution.simulation.total_seconds,
+                *(seconds for seconds in plan_seconds if seconds is not None),
+            )
+            losses = [
+                None if seconds is None else round(100 * (seconds / best - 1), 3)
+                for seconds in plan_seconds
+            ]
+            row |= {
+                "best_seconds": round(best, 4),
+                "own_lost_percent": round(
+                    100 * (right_solution.simulation.total_seconds / best - 1), 3
+                ),
+            }
+            row |= {"lost_percent": losses}
         yield row
 
 
 def summary(graphs: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Of all plans that were made with wrong times: how many, and what they lose."""
-    lost = [of for rows in graphs.values() for row in rows for of in row.get("lost_percent", ())]
-    known = sorted(of for of in lost if of is not None)
-    above = [
-        f"{name} in {row['vram_gib']} GiB: {max(found)} %"
+    losses = [
+        loss for rows in graphs.values() for row in rows for loss in row.get("lost_percent", ())
+    ]
+    allowed_losses = sorted(loss for loss in losses if loss is not None)
+    large_losses = [
+        f"{name} in {row['vram_gib']} GiB: {max(row_losses)} %"
         for name, rows in graphs.items()
         for row in rows
-        if (found := [of for of in row.get("lost_percent", ()) if of is not None and of > 3])
+        if (
+            row_losses := [
+                loss for loss in row.get("lost_percent", ()) if loss is not None and loss > 3
+            ]
+        )
     ]
     return {
-        "plans": len(lost),
-        "not_allowed_with_right_times": len(lost) - len(known),
-        "median_lost_percent": round(statistics.median(known), 3) if known else None,
-        "most_lost_percent": max(known, default=None),
-        "over_3_percent": above,
+        "plans": len(losses),
+        "not_allowed_with_right_times": len(losses) - len(allowed_losses),
+        "median_lost_percent": round(statistics.median(allowed_losses), 3)
+        if allowed_losses
+        else None,
+        "most_lost_percent": max(allowed_losses, default=None),
+        "over_3_percent": large_losses,
     }
 
 
@@ -130,29 +173,44 @@ def main() -> None:
     parser.add_argument("graphs", nargs="*")
     parser.add_argument("--draws", type=int, default=4)
     parser.add_argument("--minutes", type=float, default=60.0)
-    asked = parser.parse_args()
-    every = sorted(path.stem for path in GRAPHS.glob("*.yaml") if "-tiny" not in path.stem and path.stem not in LEFT_OUT)
-    errors, until = draws(asked.draws), time.monotonic() + 60 * asked.minutes
-    before: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    graphs: dict[str, Any] = before.get("graphs", {}) if before.get("errors") == errors else {}
-    for name in asked.graphs or [name for name in every if name not in graphs]:
-        if time.monotonic() > until:
+    options = parser.parse_args()
+    graph_names = sorted(
+        path.stem
+        for path in GRAPHS.glob("*.yaml")
+        if "-tiny" not in path.stem and path.stem not in LEFT_OUT
+    )
+    errors, deadline = draws(options.draws), time.monotonic() + 60 * options.minutes
+    earlier_results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    graphs: dict[str, Any] = (
+        earlier_results.get("graphs", {}) if earlier_results.get("errors") == errors else {}
+    )
+    for name in options.graphs or [name for name in graph_names if name not in graphs]:
+        if time.monotonic() > deadline:
             break
         graphs[name] = list(graph_rows(name, errors))
         result = {
             "date": datetime.date.today().isoformat(),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-            "versions": {of: version(of) for of in ("torch", "diffusers", "highspy", "numpy")},
-            "command": f"python benchmarks/regret.py --draws {asked.draws}",
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python "
+            f"{platform.python_version()}",
+            "versions": {
+                library: version(library) for library in ("torch", "diffusers", "highspy", "numpy")
+            },
+            "command": f"python benchmarks/regret.py --draws {options.draws}",
             "hardware": CARD,
             "ram_gib": RAM,
             "summary": summary(graphs),
             "errors": errors,
-            "left_out": [of for of in every if of not in graphs],
+            "left_out": [
+                missing_name for missing_name in graph_names if missing_name not in graphs
+            ],
             "graphs": dict(sorted(graphs.items())),
         }
         RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-        print(name, *(f"{row['vram_gib']} GiB {row.get('lost_percent')}" for row in graphs[name]), flush=True)
+        print(
+            name,
+            *(f"{row['vram_gib']} GiB {row.get('lost_percent')}" for row in graphs[name]),
+            flush=True,
+        )
     print(json.dumps(summary(graphs), indent=1))
 
 

@@ -1,4 +1,5 @@
-"""Repeated work on the simulated accelerator, in virtual time: many prompts, sessions, kills and resumes, a shared cache.
+"""Repeated work on the simulated accelerator, in virtual time: many prompts, sessions, kills and
+resumes, a shared cache.
 
 .venv/bin/python benchmarks/repeated.py [--quick]      writes benchmarks/results/repeated.json
 """
@@ -25,9 +26,14 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 FORK = multiprocessing.get_context("fork")
 SMALL = {"height": 32, "width": 32, "steps": 4, "max_sequence_length": 16}
-# flux-tiny's transformer does not fit whole, its encoders do: FLUX.1-dev within 12 GiB, in small.
+# flux-tiny's transformer does not fit whole, its encoders do: FLUX.1-dev within 12 GiB, tiny.
 BUDGET = {"vram": "6M", "ram": "8G", "hardware": "sim"}
-os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.update(
+    TRANSFORMERS_VERBOSITY="error",
+    DIFFUSERS_VERBOSITY="error",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+)
 
 
 def graph() -> Any:
@@ -43,20 +49,22 @@ def prompts(count: int) -> list[dict[str, Any]]:
 
 
 def many(count: int) -> dict[str, Any]:
-    """Prompts by the chosen schedule, as separate cold runs, and under diffusers' model offload: bytes and seconds."""
+    """Prompts by the chosen schedule, as separate cold runs, and under diffusers' model offload:
+    bytes and seconds."""
     import graphrun
     from graphrun.verify.simulate import simulate
 
-    of = graph()
-    batch = graphrun.run_many(of, prompts(count), common=SMALL, **BUDGET)
+    pipeline_graph = graph()
+    batch = graphrun.run_many(pipeline_graph, prompts(count), common=SMALL, **BUDGET)
     schedule = batch.schedules[0]
-    solution = graphrun.plan(graphrun.estimate(of, inputs=SMALL, **BUDGET))
+    solution = graphrun.plan(graphrun.estimate(pipeline_graph, inputs=SMALL, **BUDGET))
     cold = simulate(solution.problem, solution.plan)
-    measured = [graphrun.run(solution, of, request) for request in prompts(2)]
-    same = all(
-        trace.outputs["image"].tobytes() == batch.outputs[number + 1]["image"].tobytes() for number, trace in enumerate(measured)
+    traces = [graphrun.run(solution, pipeline_graph, request) for request in prompts(2)]
+    is_equal = all(
+        trace.outputs["image"].tobytes() == batch.outputs[number + 1]["image"].tobytes()
+        for number, trace in enumerate(traces)
     )
-    offload = offloaded(of, min(count, 4))
+    offload = offloaded(pipeline_graph, min(count, 4))
     return {
         "prompts": count,
         "chosen": schedule.name,
@@ -68,7 +76,7 @@ def many(count: int) -> dict[str, Any]:
         "request by request, cold": {
             "predicted_seconds": count * cold.seconds,
             "predicted_bytes": count * cold.moved_bytes,
-            "measured_seconds_each": [trace.seconds for trace in measured],
+            "measured_seconds_each": [trace.seconds for trace in traces],
         },
         "diffusers' model offload": {
             "measured_prompts": offload["prompts"],
@@ -77,12 +85,13 @@ def many(count: int) -> dict[str, Any]:
             "peak_bytes": offload["peak_bytes"],
             "budget_bytes": solution.problem.budget_bytes,
         },
-        "pictures equal those of single runs": same,
+        "pictures equal those of single runs": is_equal,
     }
 
 
-def offloaded(of: Any, count: int) -> dict[str, Any]:
-    """Seconds and bytes of a prompt under ``enable_model_cpu_offload`` on the same machine without a limit, after a first one."""
+def offloaded(pipeline_graph: Any, count: int) -> dict[str, Any]:
+    """Seconds and bytes of a prompt under ``enable_model_cpu_offload`` on the same machine without
+    a limit, after a first one."""
     import torch
 
     from graphrun import sim
@@ -91,8 +100,11 @@ def offloaded(of: Any, count: int) -> dict[str, Any]:
 
     from diffusers import FluxPipeline  # isort: skip
 
-    parts = {name: build(component, of) for name, component in of.components.items()}
-    parts |= {name: build_part(part, of) for name, part in of.parts.items()}
+    parts = {
+        name: build(component, pipeline_graph)
+        for name, component in pipeline_graph.components.items()
+    }
+    parts |= {name: build_part(part, pipeline_graph) for name, part in pipeline_graph.parts.items()}
     pipeline = FluxPipeline(**parts)
     pipeline.set_progress_bar_config(disable=True)
     rates = devices.hardware("sim")
@@ -131,56 +143,78 @@ def offloaded(of: Any, count: int) -> dict[str, Any]:
 
 
 def full_size(count: int) -> dict[str, Any]:
-    """FLUX.1-dev within 12 GiB, planned and simulated: the same comparison at full size, without weights."""
+    """FLUX.1-dev within 12 GiB, planned and simulated: the same comparison at full size, without
+    weights."""
     import graphrun
     from graphrun.batch.schedule import schedules
     from graphrun.verify.simulate import simulate
 
-    of = graphrun.load(ROOT / "graphs/flux-dev.yaml")
-    problem = graphrun.estimate(of, vram="12G", ram="64G", hardware="rtx4090")
+    pipeline_graph = graphrun.load(ROOT / "graphs/flux-dev.yaml")
+    problem = graphrun.estimate(pipeline_graph, vram="12G", ram="64G", hardware="rtx4090")
     solution = graphrun.plan(problem)
     cold = simulate(solution.problem, solution.plan)
-    found = schedules(of, problem, {stage.name: count for stage in of.stages}, count, graphrun.plan)
+    schedule_list = schedules(
+        pipeline_graph,
+        problem,
+        {stage.name: count for stage in pipeline_graph.stages},
+        count,
+        graphrun.plan,
+    )
     return {
         "prompts": count,
-        "request by request, cold": {"predicted_seconds": count * cold.seconds, "predicted_bytes": count * cold.moved_bytes},
-        "schedules": {
-            schedule.name: {"predicted_seconds": schedule.seconds, "predicted_bytes": schedule.moved_bytes} for schedule in found
+        "request by request, cold": {
+            "predicted_seconds": count * cold.seconds,
+            "predicted_bytes": count * cold.moved_bytes,
         },
-        "chosen": found[0].name,
+        "schedules": {
+            schedule.name: {
+                "predicted_seconds": schedule.seconds,
+                "predicted_bytes": schedule.moved_bytes,
+            }
+            for schedule in schedule_list
+        },
+        "chosen": schedule_list[0].name,
     }
 
 
 def session(runs: int) -> dict[str, Any]:
-    """Runs 2 to ``runs`` of a session: whether actions and virtual seconds are those of run 2, and what closing leaves."""
+    """Runs 2 to ``runs`` of a session: whether actions and virtual seconds are those of run 2, and
+    what closing leaves."""
     import graphrun
 
-    with graphrun.Session(graph(), inputs=SMALL, runs=runs, **BUDGET) as held:
-        traces = held.map(prompts(runs))
-        left = held.close()
-    events = [[(e.kind, e.component, e.slot, e.detail, e.nbytes) for e in trace.events] for trace in traces]
+    with graphrun.Session(graph(), inputs=SMALL, runs=runs, **BUDGET) as session_object:
+        traces = session_object.map(prompts(runs))
+        tiers = session_object.close()
+    events = [
+        [(e.kind, e.component, e.slot, e.detail, e.nbytes) for e in trace.events]
+        for trace in traces
+    ]
     seconds = [trace.seconds for trace in traces]
     return {
         "runs": runs,
         "first_seconds": seconds[0],
         "further_seconds": [min(seconds[1:]), max(seconds[1:])],
-        "same_actions": all(each == events[1] for each in events[1:]),
+        "same_actions": all(actions == events[1] for actions in events[1:]),
         "drift": (max(seconds[1:]) - min(seconds[1:])) / min(seconds[1:]),
         "same_peaks": len({trace.peak_bytes for trace in traces[1:]}) == 1,
-        "left_bytes_after_close": {tier.name: tier.left_bytes for tier in left},
+        "left_bytes_after_close": {tier.name: tier.left_bytes for tier in tiers},
     }
 
 
 def repeated_prompts(times: int) -> dict[str, Any]:
-    """Three prompts, each with several seeds: how often encoders were loaded, in a batch and with outputs kept from it."""
+    """Three prompts, each with several seeds: how often encoders were loaded, in a batch and with
+    outputs kept from it."""
     import graphrun
 
     requests = [{"prompt": f"prompt {number % 3}", "seed": number} for number in range(3 * times)]
     with tempfile.TemporaryDirectory() as cache:
         first = graphrun.run_many(graph(), requests, common=SMALL, cache=Path(cache), **BUDGET)
         second = graphrun.run_many(graph(), requests, common=SMALL, cache=Path(cache), **BUDGET)
-    with tempfile.TemporaryDirectory() as cache, graphrun.Session(graph(), inputs=SMALL, cache=Path(cache), **BUDGET) as held:
-        traces = held.map(requests)
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        graphrun.Session(graph(), inputs=SMALL, cache=Path(cache), **BUDGET) as session_object,
+    ):
+        traces = session_object.map(requests)
     return {
         "requests": len(requests),
         "runs of a session that loaded encoders": sum(bool(encoders_in(trace)) for trace in traces),
@@ -204,16 +238,20 @@ def encoder_bytes(batch: Any) -> int:
 
 def encoders_in(trace: Any) -> int:
     """The same of one run."""
-    return sum(e.nbytes for e in trace.events if e.kind in ("load", "stream") and "text_encoder" in e.component)
+    return sum(
+        e.nbytes
+        for e in trace.events
+        if e.kind in ("load", "stream") and "text_encoder" in e.component
+    )
 
 
 def kills(count: int, seeds: tuple[int, ...]) -> dict[str, Any]:
-    """A batch killed ``count`` times for each of ``seeds`` at random moments, each time gone on with; then what is there beside an
-    unbroken one: every file in the folder, hidden ones too."""
+    """A batch killed ``count`` times for each of ``seeds`` at random moments, each time gone on
+    with; then what is there beside an unbroken one: every file in the folder, hidden ones too."""
     import graphrun
     from graphrun.report.outputs import save_outputs
 
-    of, requests = graph(), 8
+    pipeline_graph, requests = graph(), 8
     root = Path(tempfile.mkdtemp(prefix="graphrun-kills-"))
 
     def batch(name: str, requests: int) -> Any:
@@ -224,7 +262,7 @@ def kills(count: int, seeds: tuple[int, ...]) -> dict[str, Any]:
             return save_outputs(outputs, folder / f"{request.number:04d}.png")
 
         return graphrun.run_many(
-            of,
+            pipeline_graph,
             prompts(requests),
             common=SMALL,
             cache=root / "cache",
@@ -234,17 +272,17 @@ def kills(count: int, seeds: tuple[int, ...]) -> dict[str, Any]:
             **BUDGET,
         )
 
-    def killed_until_done(moments: random.Random, seconds: float, left: int) -> int:
-        """Kills of one batch, ``left`` at most."""
+    def killed_until_done(moments: random.Random, seconds: float, limit: int) -> int:
+        """Kills of one batch, ``limit`` at most."""
         for name in ("broken", "broken.state"):
             shutil.rmtree(root / name, ignore_errors=True)
-        for killed in range(left + 1):
+        for number in range(limit + 1):
             child = FORK.Process(target=lambda: batch("broken", requests))
             child.start()
-            child.join(moments.uniform(0.02, 0.4) * seconds if killed < left else None)
+            child.join(moments.uniform(0.02, 0.4) * seconds if number < limit else None)
             if child.exitcode is not None:
                 assert child.exitcode == 0, "the batch failed"
-                return killed
+                return number
             child.kill()
             child.join()
         raise AssertionError("the last one has no deadline")
@@ -254,20 +292,31 @@ def kills(count: int, seeds: tuple[int, ...]) -> dict[str, Any]:
         start = time.monotonic()
         batch("whole", requests)
         seconds = time.monotonic() - start
-        expected, found = digests(root / "whole"), []
+        expected, seed_results = digests(root / "whole"), []
         for seed in seeds:
-            moments, killed, rounds, wrong = random.Random(seed), 0, 0, list[str]()
-            while killed < count and not wrong:  # as many batches as it takes
-                killed, rounds = killed + killed_until_done(moments, seconds, count - killed), rounds + 1
-                made = digests(root / "broken")
-                wrong = sorted(name for name in made.keys() | expected.keys() if made.get(name) != expected.get(name))
-            found.append({"seed": seed, "kills": killed, "batches": rounds, "unequal": wrong})
+            moments, kill_count, rounds, wrong = random.Random(seed), 0, 0, list[str]()
+            while kill_count < count and not wrong:  # as many batches as it takes
+                kill_count, rounds = (
+                    kill_count + killed_until_done(moments, seconds, count - kill_count),
+                    rounds + 1,
+                )
+                results = digests(root / "broken")
+                wrong = sorted(
+                    name
+                    for name in results.keys() | expected.keys()
+                    if results.get(name) != expected.get(name)
+                )
+            seed_results.append(
+                {"seed": seed, "kills": kill_count, "batches": rounds, "unequal": wrong}
+            )
         return {
-            "kills": sum(each["kills"] for each in found),
-            "batches": sum(each["batches"] for each in found),
+            "kills": sum(result["kills"] for result in seed_results),
+            "batches": sum(result["batches"] for result in seed_results),
             "requests": requests,
-            "every request done once, equal to the uninterrupted run": not any(each["unequal"] for each in found),
-            "seeds": found,
+            "every request done once, equal to the uninterrupted run": not any(
+                result["unequal"] for result in seed_results
+            ),
+            "seeds": seed_results,
         }
     finally:
         shutil.rmtree(root)
@@ -275,11 +324,15 @@ def kills(count: int, seeds: tuple[int, ...]) -> dict[str, Any]:
 
 def digests(folder: Path) -> dict[str, str]:
     """Each picture's name and content."""
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+    }
 
 
 def two_on_one_cache(seconds: float, seed: int) -> dict[str, Any]:
-    """Two processes that write, read and evict in one cache, and what they saw: torn values, errors, lost entries."""
+    """Two processes that write, read and evict in one cache, and what they saw: torn values,
+    errors, lost entries."""
     import torch
 
     from graphrun.batch.cache.index import Index
@@ -308,8 +361,10 @@ def two_on_one_cache(seconds: float, seed: int) -> dict[str, Any]:
                 counts["torn"] += 1
         (root / f"{name}.json").write_text(json.dumps(counts))
 
-    def same(one: Any, other: Any) -> bool:
-        return one["number"] == other["number"] and torch.equal(one["tensor"], other["tensor"])
+    def same(left_value: Any, right_value: Any) -> bool:
+        return left_value["number"] == right_value["number"] and torch.equal(
+            left_value["tensor"], right_value["tensor"]
+        )
 
     try:
         children = [FORK.Process(target=work, args=(name,)) for name in range(2)]
@@ -318,7 +373,11 @@ def two_on_one_cache(seconds: float, seed: int) -> dict[str, Any]:
         for child in children:
             child.join()
         codes = [child.exitcode for child in children]
-        counts = [json.loads((root / f"{name}.json").read_text()) for name in range(2)] if not any(codes) else []
+        counts = (
+            [json.loads((root / f"{name}.json").read_text()) for name in range(2)]
+            if not any(codes)
+            else []
+        )
         index = Index(root / "cache")
         damaged = index.verify()
         entries = index.entries()
@@ -328,7 +387,7 @@ def two_on_one_cache(seconds: float, seed: int) -> dict[str, Any]:
             "counts": counts,
             "entries": len(entries),
             "damaged": len(damaged),
-            "lost": sum(each["puts"] for each in counts) - len(Index(root / "roomy").entries()),
+            "lost": sum(count["puts"] for count in counts) - len(Index(root / "roomy").entries()),
         }
     finally:
         shutil.rmtree(root)
@@ -337,8 +396,16 @@ def two_on_one_cache(seconds: float, seed: int) -> dict[str, Any]:
 def main() -> None:
     """Measure, write, and say where."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer prompts, runs, kills and seconds; nothing is written")
-    parser.add_argument("--only", action="append", help="this part alone (the beginning of its name); the others' results stay")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="fewer prompts, runs, kills and seconds; nothing is written",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        help="this part alone (the beginning of its name); the others' results stay",
+    )
     options = parser.parse_args()
     quick, path = options.quick, ROOT / "benchmarks/results/repeated.json"
     import torch
@@ -354,8 +421,11 @@ def main() -> None:
     }
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "versions": {name: version(name) for name in ("torch", "diffusers", "transformers", "highspy")},
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python "
+        f"{platform.python_version()}",
+        "versions": {
+            name: version(name) for name in ("torch", "diffusers", "transformers", "highspy")
+        },
     }
     if options.only and path.exists():
         result = {**json.loads(path.read_text()), **result}

@@ -1,8 +1,10 @@
-"""The VAEs of InvokeAI's benchmark report, measured as its scripts do: what one encode or decode takes beside weights.
+"""The VAEs of InvokeAI's benchmark report, measured as its scripts do: what one encode or decode
+takes beside weights.
 
-Source: benchmark_flux_vae.py and benchmark_sd_vae.py in vae_benchmarks/ of invoke-ai/InvokeAI, and the report that they wrote (RTX
-4090). For each size there are two rounds first, then the cache is emptied; allocated is the peak minus what was allocated before,
-reserved the most reserved minus what was reserved before. Weights, the input and the result of a round before stay on the card.
+Source: benchmark_flux_vae.py and benchmark_sd_vae.py in vae_benchmarks/ of invoke-ai/InvokeAI, and
+the report that they wrote (RTX 4090). For each size there are two rounds first, then the cache is
+emptied; allocated is the peak minus what was allocated before, reserved the most reserved minus
+what was reserved before. Weights, the input and the result of a round before stay on the card.
 """
 
 from __future__ import annotations
@@ -20,23 +22,23 @@ import graphrun
 from graphrun.model.allocator import Allocator, Counting, Native
 from graphrun.modules.build import meta_module
 from graphrun.profile.recorder import FusedAttention, Recorder
-from graphrun.profile.recording import Event
+from graphrun.profile.recording import MemoryEvent
 
 ROOT = Path(__file__).parent.parent
 
 
-def trace(module: nn.Module, call: Callable[..., Any], *inputs: torch.Tensor) -> list[Event]:
+def trace(module: nn.Module, call: Callable[..., Any], *inputs: torch.Tensor) -> list[MemoryEvent]:
     """Every allocation of one call, released at the end."""
     recorder = Recorder(module, ())
     recorder.ignore(inputs)
     with torch.no_grad(), FusedAttention(recorder), recorder:
-        out = call(*inputs)
-    del out
+        result = call(*inputs)
+    del result
     recorder.close()
     return recorder.record.events
 
 
-def replay(events: Sequence[Event], allocator: Allocator) -> int:
+def replay(events: Sequence[MemoryEvent], allocator: Allocator) -> int:
     """The most that ``allocator`` used while ``events`` happened, all of it released again."""
     peak = allocator.used_bytes
     for event in events:
@@ -51,9 +53,11 @@ def replay(events: Sequence[Event], allocator: Allocator) -> int:
 
 
 class FluxAE(nn.Module):
-    """The FLUX autoencoder as its own repository walks through it, over the layers of diffusers' (which are the same).
+    """The FLUX autoencoder as its own repository walks through it, over the layers of diffusers'
+    (which are the same).
 
-    One variable runs through the decoder, so that no caller holds an earlier tensor; the encoder keeps every block's result.
+    One variable runs through the decoder, so that no caller holds an earlier tensor; the encoder
+    keeps every block's result.
     """
 
     def __init__(self, vae: Any) -> None:
@@ -63,14 +67,14 @@ class FluxAE(nn.Module):
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """Pictures ``[b 3 h w]`` to a sample of latents ``[b c h/8 w/8]``."""
         encoder = self.vae.encoder
-        kept = [encoder.conv_in(x)]
+        skips = [encoder.conv_in(x)]
         for block in encoder.down_blocks:
             for resnet in block.resnets:
-                h = self.resnet(resnet, kept[-1])
-                kept.append(h)
+                h = self.resnet(resnet, skips[-1])
+                skips.append(h)
             if block.downsamplers:
-                kept.append(self.downsample(block.downsamplers[0], kept[-1]))
-        h = kept[-1]
+                skips.append(self.downsample(block.downsamplers[0], skips[-1]))
+        h = skips[-1]
         h = self.resnet(encoder.mid_block.resnets[0], h)
         h = encoder.mid_block.attentions[0](h)
         h = self.resnet(encoder.mid_block.resnets[1], h)
@@ -128,11 +132,14 @@ def vae(name: str, dtype: str) -> Any:
 
 
 @cache
-def events_of(model: str, mode: str, pixels: int, dtype: str, tile: int = 0) -> list[Event]:
-    """What one encode or decode of a square picture allocates. SD 1.5's VAE has SDXL's configuration."""
+def events_of(model: str, mode: str, pixels: int, dtype: str, tile: int = 0) -> list[MemoryEvent]:
+    """What one encode or decode of a square picture allocates. SD 1.5's VAE has SDXL's
+    configuration."""
     flux = model.startswith("FLUX")
     module = vae("flux-dev" if flux else "sdxl", dtype)
-    channels, side = (3, pixels) if mode == "encode" else (module.config["latent_channels"], pixels // 8)
+    channels, side = (
+        (3, pixels) if mode == "encode" else (module.config["latent_channels"], pixels // 8)
+    )
     x = torch.empty(1, channels, side, side, dtype=getattr(torch, dtype), device="meta")
     if flux:
         walked = FluxAE(module)
@@ -141,8 +148,22 @@ def events_of(model: str, mode: str, pixels: int, dtype: str, tile: int = 0) -> 
     if tile:
         module.tile_sample_min_size, module.tile_latent_min_size = tile, tile // 8
     if mode == "encode":
-        return trace(module, lambda x: (d := module.encode(x).latent_dist, module.config["scaling_factor"] * d.sample()), x)
-    return trace(module, lambda z: (z := z / module.config["scaling_factor"], module.decode(z, return_dict=False)[0]), x)
+        return trace(
+            module,
+            lambda x: (
+                d := module.encode(x).latent_dist,
+                module.config["scaling_factor"] * d.sample(),
+            ),
+            x,
+        )
+    return trace(
+        module,
+        lambda z: (
+            z := z / module.config["scaling_factor"],
+            module.decode(z, return_dict=False)[0],
+        ),
+        x,
+    )
 
 
 def vae_bytes(model: str, mode: str, pixels: int, dtype: str, tile: int = 0) -> int:
@@ -151,13 +172,20 @@ def vae_bytes(model: str, mode: str, pixels: int, dtype: str, tile: int = 0) -> 
 
 
 def reserved_bytes(model: str, mode: str, pixels: int, dtype: str) -> int:
-    """What native segments reserve more than before, where weights, the input and an earlier result already lie."""
-    module, size = vae("flux-dev" if model.startswith("FLUX") else "sdxl", dtype), getattr(torch, dtype).itemsize
+    """What native segments reserve more than before, where weights, the input and an earlier result
+    already lie."""
+    module, size = (
+        vae("flux-dev" if model.startswith("FLUX") else "sdxl", dtype),
+        getattr(torch, dtype).itemsize,
+    )
     allocator = Native()
     for number, tensor in enumerate(module.parameters()):
         allocator.allocate(-2 - number, tensor.numel() * tensor.element_size())
-    picture, latents = 3 * pixels**2 * size, module.config["latent_channels"] * (pixels // 8) ** 2 * size
+    picture, latents = (
+        3 * pixels**2 * size,
+        module.config["latent_channels"] * (pixels // 8) ** 2 * size,
+    )
     for key, nbytes in zip((10**9, 10**9 + 1), (picture, latents), strict=True):
         allocator.allocate(key, nbytes)
-    before = allocator.used_bytes
-    return replay(events_of(model, mode, pixels, dtype), allocator) - before
+    start_bytes = allocator.used_bytes
+    return replay(events_of(model, mode, pixels, dtype), allocator) - start_bytes

@@ -1,8 +1,10 @@
-"""Replays what the diffusers team published of video pipelines at 512 x 768, 121 frames, quantized transformers included.
+"""Replays what the diffusers team published of video pipelines at 512 x 768, 121 frames, quantized
+transformers included.
 
-Weights are those that classes and configurations give; each component's call is traced by itself. Nothing is fitted here but one
-share: old versions of bitsandbytes kept, after an int8 layer's first call, the columns of its weight that met outliers of its input
-(`state.subB`, 16 bit); which those are depends on data. Their share is taken from one row (`OUTLIERS_FITTED`); the others judge it.
+Weights are those that classes and configurations give; each component's call is traced by itself.
+Nothing is fitted here but one share: old versions of bitsandbytes kept, after an int8 layer's first
+call, the columns of its weight that met outliers of its input (`state.subB`, 16 bit); which those
+are depends on data. Their share is taken from one row (`OUTLIERS_FITTED`); the others judge it.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from vae_report import replay
 from graphrun.graph.graph import Component
 from graphrun.model.allocator import ROUND_BYTES, Counting
 from graphrun.modules.build import meta_module
-from graphrun.profile.precision import requantized
+from graphrun.profile.precision import with_quantization_scratch
 from graphrun.profile.quantized import quantized_shapes, weights_by_precision
 from graphrun.profile.recorder import FusedAttention, Recorder
-from graphrun.profile.recording import Call, Event
+from graphrun.profile.recording import Call, MemoryEvent
 from graphrun.sim import register
 from graphrun.units import GIB, KIB, MIB, round_up
 
@@ -44,10 +46,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "vocab_size": 128320,
         },
     ),
-    "clip": ("transformers.CLIPTextModel", {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}),
+    "clip": (
+        "transformers.CLIPTextModel",
+        {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12},
+    ),
     "t5": (
         "transformers.T5EncoderModel",
-        {"d_ff": 10240, "d_kv": 64, "d_model": 4096, "feed_forward_proj": "gated-gelu", "num_heads": 64, "num_layers": 24},
+        {
+            "d_ff": 10240,
+            "d_kv": 64,
+            "d_model": 4096,
+            "feed_forward_proj": "gated-gelu",
+            "num_heads": 64,
+            "num_layers": 24,
+        },
     ),
     "hunyuan": ("diffusers.HunyuanVideoTransformer3DModel", {}),
     "hunyuan vae": ("diffusers.AutoencoderKLHunyuanVideo", {}),
@@ -72,7 +84,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 def module(name: str) -> Any:
     """A component on meta, in bf16."""
     path, config = CONFIGS[name]
-    return meta_module(Component(name, path, None, dict(config), True, "bfloat16", ("bfloat16",)), ("diffusers", "transformers"))
+    return meta_module(
+        Component(name, path, None, dict(config), True, "bfloat16", ("bfloat16",)),
+        ("diffusers", "transformers"),
+    )
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -82,16 +97,19 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 @cache
 def call_of(name: str, tiled: bool = False) -> Call:
-    """One call of a component as its pipeline makes it for 512 x 768 and 121 frames, with 128 tokens of text."""
-    of, inputs = module(name), _inputs(name)
+    """One call of a component as its pipeline makes it for 512 x 768 and 121 frames, with 128
+    tokens of text."""
+    component, inputs = module(name), _inputs(name)
     if name == "hunyuan vae":
-        (of.enable_tiling if tiled else of.disable_tiling)()
-    entry = of.decode if name.endswith("vae") else of
-    recorder = Recorder(of, ())
-    recorder.ignore(tensor for tensor in (*inputs[0], *inputs[1].values()) if isinstance(tensor, torch.Tensor))
+        (component.enable_tiling if tiled else component.disable_tiling)()
+    entry = component.decode if name.endswith("vae") else component
+    recorder = Recorder(component, ())
+    recorder.ignore(
+        tensor for tensor in (*inputs[0], *inputs[1].values()) if isinstance(tensor, torch.Tensor)
+    )
     with torch.no_grad(), FusedAttention(recorder), recorder:
-        out = entry(*inputs[0], **inputs[1])
-    del out
+        result = entry(*inputs[0], **inputs[1])
+    del result
     recorder.close()
     return recorder.record
 
@@ -99,22 +117,38 @@ def call_of(name: str, tiled: bool = False) -> Call:
 def _inputs(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     text = {"encoder_hidden_states": empty(1, 128, 4096), "timestep": empty(1)}
     mask = {"encoder_attention_mask": empty(1, 128)}
-    two = {"encoder_hidden_states": empty(2, 128, 4096), "timestep": empty(2)}  # with and without the prompt
-    found: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
-        "llama": ((), {"input_ids": empty(1, 128 + 95, dtype=torch.long), "output_hidden_states": True}),
-        "hunyuan": ((empty(1, 16, 31, 64, 96),), {**text, **mask, "pooled_projections": empty(1, 768), "guidance": empty(1)}),
+    # with and without the prompt
+    text_inputs = {
+        "encoder_hidden_states": empty(2, 128, 4096),
+        "timestep": empty(2),
+    }
+    inputs_by_name: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+        "llama": (
+            (),
+            {"input_ids": empty(1, 128 + 95, dtype=torch.long), "output_hidden_states": True},
+        ),
+        "hunyuan": (
+            (empty(1, 16, 31, 64, 96),),
+            {**text, **mask, "pooled_projections": empty(1, 768), "guidance": empty(1)},
+        ),
         "hunyuan vae": ((empty(1, 16, 31, 64, 96),), {"return_dict": False}),
         "ltx": (
             (empty(2, 6144, 128),),
-            {**two, "encoder_attention_mask": empty(2, 128), "num_frames": 16, "height": 16, "width": 24},
+            {
+                **text_inputs,
+                "encoder_attention_mask": empty(2, 128),
+                "num_frames": 16,
+                "height": 16,
+                "width": 24,
+            },
         ),
         "ltx vae": ((empty(1, 128, 16, 16, 24),), {"return_dict": False}),
         "cogvideox vae": ((empty(1, 16, 31, 64, 96),), {"return_dict": False}),
     }
-    return found[name]
+    return inputs_by_name[name]
 
 
-def peak(events: Sequence[Event]) -> int:
+def peak(events: Sequence[MemoryEvent]) -> int:
     """The most that a call takes beside weights and inputs."""
     return replay(events, Counting())
 
@@ -122,26 +156,36 @@ def peak(events: Sequence[Event]) -> int:
 def activation(name: str, precision: str = "bfloat16", tiled: bool = False) -> int:
     """The most that a call of a component takes with its weights in ``precision``."""
     call = call_of(name, tiled)
-    return peak(requantized(call, quantized_shapes(module(name), "bfloat16"), precision).events)
+    return peak(
+        with_quantization_scratch(
+            call, quantized_shapes(module(name), "bfloat16"), precision
+        ).events
+    )
 
 
 @cache
 def weights(name: str) -> dict[str, int]:
     """Bytes by precision, as allocations take them."""
-    return weights_by_precision(module(name), "bfloat16", allocated=True) | {"fp8": layerwise_bytes(name)}
+    return weights_by_precision(module(name), "bfloat16", allocated=True) | {
+        "fp8": layerwise_bytes(name)
+    }
 
 
 def layerwise_bytes(name: str) -> int:
-    """Bytes with diffusers' own layer-wise casting, as in the published fp8 rows: it leaves modulation and norms in 16 bits."""
+    """Bytes with diffusers' own layer-wise casting, as in the published fp8 rows: it leaves
+    modulation and norms in 16 bits."""
     cast = copy.deepcopy(module(name))
     if hasattr(cast, "enable_layerwise_casting"):
-        cast.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+        cast.enable_layerwise_casting(
+            storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16
+        )
     tensors = {id(tensor): tensor for tensor in (*cast.parameters(), *cast.buffers())}.values()
     return sum(round_up(tensor.numel() * tensor.element_size(), ROUND_BYTES) for tensor in tensors)
 
 
 def outliers_bytes(share: float) -> int:
-    """What an int8 transformer of HunyuanVideo grows by in its first call with old versions of bitsandbytes."""
+    """What an int8 transformer of HunyuanVideo grows by in its first call with old versions of
+    bitsandbytes."""
     shapes = quantized_shapes(module("hunyuan"), "bfloat16")
     return int(2 * share * sum(outputs * inputs for outputs, inputs in shapes.values()))
 
@@ -151,16 +195,22 @@ def hunyuan_bytes(row: dict[str, str], share: float) -> int:
     precision, tiled = row["precision"], row["tiling"] == "yes"
     encoders = weights("llama")["bfloat16"] + weights("clip")["bfloat16"]
     transformer, vae = weights("hunyuan")[precision], weights("hunyuan vae")["bfloat16"]
-    grown = outliers_bytes(share) if precision == "int8" else 0
+    outlier_bytes = outliers_bytes(share) if precision == "int8" else 0
     encode, denoise = activation("llama"), activation("hunyuan", precision)
     decode = activation("hunyuan vae", tiled=tiled)
     if row["offload"] == "none":
-        return encoders + transformer + vae + max(encode, grown + max(denoise, decode)) + WORKSPACE_BYTES
+        return (
+            encoders
+            + transformer
+            + vae
+            + max(encode, outlier_bytes + max(denoise, decode))
+            + WORKSPACE_BYTES
+        )
     pinned = transformer if precision == "int8" else 0
     phases = (
         pinned + weights("llama")["bfloat16"] + encode,
-        transformer + grown + denoise,
-        pinned + grown + vae + decode,
+        transformer + outlier_bytes + denoise,
+        pinned + outlier_bytes + vae + decode,
     )
     return max(phases) + WORKSPACE_BYTES
 
@@ -179,11 +229,17 @@ def rows() -> Iterator[dict[str, Any]]:
     with (ROOT / "benchmarks/data/video_peaks.csv").open() as file:
         published = list(csv.DictReader(file))
     fitted = next(
-        row for row in published if tuple(row[name] for name in ("pipeline", "precision", "offload", "tiling")) == OUTLIERS_FITTED
+        row
+        for row in published
+        if tuple(row[name] for name in ("pipeline", "precision", "offload", "tiling"))
+        == OUTLIERS_FITTED
     )
     share = (float(fitted["peak_gib"]) * GIB - bytes_of(fitted, 0.0)) / outliers_bytes(1.0)
     for row in published:
-        result: dict[str, Any] = {name: row[name] for name in ("pipeline", "precision", "offload", "tiling", "gpu", "source")}
+        result: dict[str, Any] = {
+            name: row[name]
+            for name in ("pipeline", "precision", "offload", "tiling", "gpu", "source")
+        }
         plain, peak_gib = bytes_of(row, 0.0) / GIB, float(row["peak_gib"])
         result["peak_gib"] = {
             "published": peak_gib,
@@ -191,16 +247,16 @@ def rows() -> Iterator[dict[str, Any]]:
             "error_percent": round(100 * (plain / peak_gib - 1), 2),
         }
         if row["precision"] == "int8":
-            grown = bytes_of(row, share) / GIB
+            predicted_gib = bytes_of(row, share) / GIB
             result["with_outliers"] = {
                 "share_percent": round(100 * share, 2),
                 "fitted": row is fitted,
-                "predicted": round(grown, 3),
-                "error_percent": round(100 * (grown / peak_gib - 1), 2),
+                "predicted": round(predicted_gib, 3),
+                "error_percent": round(100 * (predicted_gib / peak_gib - 1), 2),
             }
         yield result
 
 
 if __name__ == "__main__":
-    for found in rows():
-        print(*found.values(), flush=True)
+    for row in rows():
+        print(*row.values(), flush=True)

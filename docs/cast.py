@@ -1,7 +1,9 @@
-"""Records `graphrun plan` and `graphrun run` on a terminal, and writes docs/cast.svg, which README shows: ``make cast``.
+"""Records `graphrun plan` and `graphrun run` on a terminal, and writes docs/cast.svg, which README
+shows: ``make cast``.
 
-The commands run on a pseudo-terminal of 80 columns with an empty cache. What they write is replayed into rows of cells; each
-distinct state is a frame. Frames lie below each other, and a CSS animation moves them past the window. Waiting is shortened.
+The commands run on a pseudo-terminal of 80 columns with an empty cache. What they write is replayed
+into rows of cells; each distinct state is a frame. Frames lie below each other, and a CSS animation
+moves them past the window. Waiting is shortened.
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ COMMANDS = (
     "graphrun plan flux-dev --vram 8G --ram 64G --hardware rtx4090",
     "graphrun run flux-tiny --device sim --vram 6M --set steps=12 --overwrite",
 )
-SAMPLE_SECONDS, FRAME_SECONDS, READ_SECONDS = 0.4, 0.12, 6.0  # between recorded frames; shown for; a finished screen shown for
+# between recorded frames; shown for; a finished screen shown for
+SAMPLE_SECONDS, FRAME_SECONDS, READ_SECONDS = (
+    0.4,
+    0.12,
+    6.0,
+)
 X, Y, PAD = 8.4, 18, 14  # pixels of a cell, and around the screen
 COLOURS = {"31": "#ff7b72", "32": "#7ee787", "33": "#e3b341", "34": "#79c0ff", "36": "#76e3ea"}
 COLOURS |= {"38;5;197": "#f778ba", "38;5;237": "#30363d", "38;5;70": "#7ee787"}
@@ -36,7 +43,8 @@ Line = tuple[Cell, ...]
 
 
 class Screen:
-    """Rows of cells: what is written to a terminal, as far as graphrun and rich use it (SGR, cursor up, erase line)."""
+    """Rows of cells: what is written to a terminal, as far as graphrun and rich use it (SGR, cursor
+    up, erase line)."""
 
     def __init__(self) -> None:
         self.rows: list[list[Cell]] = [[]]
@@ -117,33 +125,60 @@ def drawn(line: Line) -> str:
     spans, column = [], 0
     for style, cells in groupby(line, key=lambda cell: cell[1]):
         text, codes = "".join(character for character, _ in cells), style.split()
-        color = next((COLOURS[code] for joined in codes for code in (joined, *joined.split(";")) if code in COLOURS), "")
+        color = next(
+            (
+                COLOURS[code]
+                for code_group in codes
+                for code in (code_group, *code_group.split(";"))
+                if code in COLOURS
+            ),
+            "",
+        )
         look = f' fill="{color}"' if color else ""
         look += ' font-weight="bold"' * any(code.split(";")[0] == "1" for code in codes)
         look += ' opacity=".6"' * any(code.split(";")[0] == "2" for code in codes)
         if text.strip():
-            spans.append(f'<tspan x="{column * X:.1f}" textLength="{len(text) * X:.1f}"{look}>{escape(text)}</tspan>')
+            spans.append(
+                f'<tspan x="{column * X:.1f}" '
+                f'textLength="{len(text) * X:.1f}"{look}>{escape(text)}</tspan>'
+            )
         column += len(text)
     return "".join(spans)
 
 
 def svg(states: list[tuple[tuple[Line, ...], float]]) -> str:
-    """The animation: each distinct line once, frames below each other, and the window before which they pass."""
+    """The animation: each distinct line once, frames below each other, and the window before which
+    they pass."""
     width, height = round(COLUMNS * X + 2 * PAD), ROWS * Y + 2 * PAD
-    lines = {line: number for number, line in enumerate(dict.fromkeys(line for shown, _ in states for line in shown))}
-    total, now, steps, film = sum(seconds for _, seconds in states), 0.0, [], []
-    for number, (shown, seconds) in enumerate(states):
-        steps.append(f"{100 * now / total:.3f}% {{ transform: translateY({-number * height}px) }}")
-        uses = "".join(f'<use href="#l{lines[line]}" y="{n * Y}"/>' for n, line in enumerate(shown) if line)
+    lines = {
+        line: number
+        for number, line in enumerate(
+            dict.fromkeys(line for screen_lines, _ in states for line in screen_lines)
+        )
+    }
+    total, clock_seconds, steps, film = sum(seconds for _, seconds in states), 0.0, [], []
+    for number, (screen_lines, seconds) in enumerate(states):
+        steps.append(
+            f"{100 * clock_seconds / total:.3f}% {{ transform: translateY({-number * height}px) }}"
+        )
+        uses = "".join(
+            f'<use href="#l{lines[line]}" y="{n * Y}"/>'
+            for n, line in enumerate(screen_lines)
+            if line
+        )
         film.append(f'<g transform="translate({PAD} {number * height + PAD + Y - 5})">{uses}</g>')
-        now += seconds
-    texts = "\n".join(f'<text id="l{number}">{drawn(line)}</text>' for line, number in lines.items() if line)
+        clock_seconds += seconds
+    texts = "\n".join(
+        f'<text id="l{number}">{drawn(line)}</text>' for line, number in lines.items() if line
+    )
     style = f"""
-text {{ font: 14px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #e6edf3; white-space: pre }}
+text {{ font: 14px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #e6edf3; \
+white-space: pre }}
 .film {{ animation: film {total:.1f}s step-end infinite }}
 @keyframes film {{ {" ".join(steps)} }}
 """
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" \
+width="{width}" role="img">
 <style>{style}</style>
 <defs>{texts}</defs>
 <rect width="{width}" height="{height}" rx="8" fill="#0d1117"/>
@@ -160,9 +195,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache:
         os.environ |= {"XDG_CACHE_HOME": cache, "TERM": "xterm-256color"}
         states: list[tuple[tuple[Line, ...], float]] = []
-        for shown, seconds in frames():
-            if not states or states[-1][0] != shown or seconds == READ_SECONDS:
-                states.append((shown, seconds))
+        for screen_lines, seconds in frames():
+            if not states or states[-1][0] != screen_lines or seconds == READ_SECONDS:
+                states.append((screen_lines, seconds))
     Path("docs/cast.svg").write_text(svg(states))
     print(f"wrote docs/cast.svg: {len(states)} frames")
 

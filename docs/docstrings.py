@@ -1,4 +1,5 @@
-"""What mkdocstrings does to a docstring: its aligned blocks of arguments, ``name``  text, become Markdown lists."""
+"""What mkdocstrings does to a docstring: its aligned blocks of arguments, ``name``  text, become
+Markdown lists."""
 
 from __future__ import annotations
 
@@ -10,17 +11,18 @@ ARGUMENT = re.compile(r"^(``[^ ]+``(?:, ``[^ ]+``)*) {2,}(\S.*)$")
 
 
 def listed(text: str) -> str:
-    """``text`` with each aligned line as an item of a list, and the indented lines below it as part of the item."""
+    """``text`` with each aligned line as an item of a list, and the indented lines below it as part
+    of the item."""
     lines: list[str] = []
-    inside = False
+    is_in_list = False
     for line in text.splitlines():
         if match := ARGUMENT.match(line):
-            lines += ([] if inside else [""]) + [f"- {match[1]}: {match[2]}"]
-            inside = True
-        elif inside and line.startswith("  "):
+            lines += ([] if is_in_list else [""]) + [f"- {match[1]}: {match[2]}"]
+            is_in_list = True
+        elif is_in_list and line.startswith("  "):
             lines.append(f"  {line.strip()}")
         else:
-            inside = inside and not line.strip()
+            is_in_list = is_in_list and not line.strip()
             lines.append(line)
     return "\n".join(lines)
 

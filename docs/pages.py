@@ -1,8 +1,10 @@
-"""Writes the pages and drawings of docs/ that come from the code: ``make docs``. tests/docs/test_pages.py compares them.
+"""Writes the pages and drawings of docs/ that come from the code: ``make docs``.
+tests/docs/test_pages.py compares them.
 
-graph-file.md and graphs/graphrun.schema.json from the schema of graph files, plan-text.md from the parser of plans, cli.md from the
-commands, errors.md from the classes of errors; img/architecture.svg from the imports and the layers in pyproject.toml,
-img/planning.svg from `STEPS` here, img/timeline.svg from a plan of FLUX.1-dev.
+graph-file.md and graphs/graphrun.schema.json from the schema of graph files, plan-text.md from the
+parser of plans, cli.md from the commands, errors.md from the classes of errors;
+img/architecture.svg from the imports and the layers in pyproject.toml, img/planning.svg from
+`STEPS` here, img/timeline.svg from a plan of FLUX.1-dev.
 """
 
 from __future__ import annotations
@@ -40,7 +42,12 @@ from graphrun.solve.solve import solve
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 MADE = "<!-- Written by docs/pages.py: `make docs`. Change the code, not this file. -->\n\n"
-EXIT_CODES = {0: "done", 1: "over a limit of `--fail-over` or `--fail-peak`", 2: "bad input", 3: "no plan fits the budgets"}
+EXIT_CODES = {
+    0: "done",
+    1: "over a limit of `--fail-over` or `--fail-peak`",
+    2: "bad input",
+    3: "no plan fits the budgets",
+}
 EXIT_CODES |= {4: "the run broke its plan", 130: "interrupted"}
 FONT = 'font-family="system-ui, sans-serif"'
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")
@@ -49,7 +56,18 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")
 def table(head: str, rows: Iterator[tuple[str, ...]]) -> str:
     """A Markdown table; ``head``: its columns, joined by |."""
     lines = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)]) + "\n"
+    return (
+        "\n".join(
+            [
+                *lines,
+                *(
+                    f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+                    for row in rows
+                ),
+            ]
+        )
+        + "\n"
+    )
 
 
 def markdown(text: str) -> str:
@@ -63,24 +81,34 @@ def markdown(text: str) -> str:
 def type_of(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
     """The type of a key in words."""
     if "$ref" in schema:
-        return f"a [{title(schema['$ref'].rpartition('/')[2])}](#{title(schema['$ref'].rpartition('/')[2]).replace(' ', '-')})"
+        return (
+            f"a [{title(schema['$ref'].rpartition('/')[2])}](#"
+            f"{title(schema['$ref'].rpartition('/')[2]).replace(' ', '-')})"
+        )
     if "enum" in schema or "const" in schema:
         return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     if "anyOf" in schema:
-        kinds = dict.fromkeys(type_of(each, defs) for each in schema["anyOf"] if each.get("type") != "null")
+        kinds = dict.fromkeys(
+            type_of(option, defs) for option in schema["anyOf"] if option.get("type") != "null"
+        )
         plain = [kind for kind in ("text", "bool", "int", "number") if kind in kinds]
-        return " or ".join((["value"] if len(plain) == 4 else plain) + [kind for kind in kinds if kind not in plain])
+        return " or ".join(
+            (["value"] if len(plain) == 4 else plain)
+            + [kind for kind in kinds if kind not in plain]
+        )
     match schema.get("type"):
         case "array":
             return f"list of {type_of(schema['items'], defs)}"
         case "object":
-            of = next(iter(schema.get("patternProperties", {}).values()), None)
-            return f"names, each with {type_of(of, defs)}" if of else "mapping"
+            pattern = next(iter(schema.get("patternProperties", {}).values()), None)
+            return f"names, each with {type_of(pattern, defs)}" if pattern else "mapping"
         case None:
             return "anything"
         case kind:
-            least = f" > {schema['exclusiveMinimum']}" if "exclusiveMinimum" in schema else ""
-            return {"string": "text", "integer": "int", "number": "number", "boolean": "bool"}[kind] + least
+            minimum = f" > {schema['exclusiveMinimum']}" if "exclusiveMinimum" in schema else ""
+            return {"string": "text", "integer": "int", "number": "number", "boolean": "bool"}[
+                kind
+            ] + minimum
 
 
 def title(name: str) -> str:
@@ -92,8 +120,14 @@ def keys(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> Iterator[tuple[s
     required = schema.get("required", ())
     for key, value in schema["properties"].items():
         default = value.get("default")
-        what = "required" if key in required else "" if default in (None, [], {}) else f"`{json.dumps(default)}`"
-        yield f"`{key}`", type_of(value, defs), what, value["description"]
+        default_text = (
+            "required"
+            if key in required
+            else ""
+            if default in (None, [], {})
+            else f"`{json.dumps(default)}`"
+        )
+        yield f"`{key}`", type_of(value, defs), default_text, value["description"]
 
 
 def graph_file() -> str:
@@ -101,65 +135,95 @@ def graph_file() -> str:
     defs = whole["$defs"]
     text = f"""# Graph file
 
-{MADE}A graph is a YAML file: what a run may be given (`inputs`), modules with weights (`components`), what has none (`parts`), and
-the `stages` whose references make the DAG. `graphrun schema` prints this page as a JSON Schema; an editor with a YAML language
-server completes and checks by it, as the first line of each file of graphrun's own says. Unknown keys are refused with their line.
+{MADE}A graph is a YAML file: what a run may be given (`inputs`), modules with weights \
+(`components`), what has none (`parts`), and
+the `stages` whose references make the DAG. `graphrun schema` prints this page as a JSON Schema; \
+an editor with a YAML language
+server completes and checks by it, as the first line of each file of graphrun's own says. Unknown \
+keys are refused with their line.
 [Write a graph](howto/write-a-graph.md) goes through one.
 
 ## graph
 
 {table("key | type | default | meaning", keys(whole, defs))}
 """
-    order = ("InputSpec", "ComponentSpec", "PartSpec", "PipelineSpec", "StageSpec", "DirectivesSpec", "LoraSpec", "IpAdapterSpec")
+    order = (
+        "InputSpec",
+        "ComponentSpec",
+        "PartSpec",
+        "PipelineSpec",
+        "StageSpec",
+        "DirectivesSpec",
+        "LoraSpec",
+        "IpAdapterSpec",
+    )
     assert set(order) == set(defs)
     for name in order:
-        of = defs[name]
-        text += f"## {title(name)}\n\n{markdown(of['description'])}\n\n{table('key | type | default | meaning', keys(of, defs))}\n"
+        definition = defs[name]
+        text += (
+            f"## {title(name)}\n\n{markdown(definition['description'])}"
+            f"\n\n{table('key | type | default | meaning', keys(definition, defs))}\n"
+        )
     return (
         text
         + f"""## ops
 
-Arguments with their kinds; those in bold are required. `call` and `block` take and return more: what the pipeline's class does.
-`depth` needs a component `depth_estimator` and a part `depth_processor` ([an example](howto/adapters.md#controlnet)).
+Arguments with their kinds; those in bold are required. `call` and `block` take and return more: \
+what the pipeline's class does.
+`depth` needs a component `depth_estimator` and a part `depth_processor` ([an \
+example](howto/adapters.md#controlnet)).
 
 {table("op | arguments | outputs | options", ops())}
-An option is an alternative way to run a stage. `slicing` changes no output; the others need `--allow`.
+An option is an alternative way to run a stage. `slicing` changes no output; the others need \
+`--allow`.
 """
     )
 
 
 def ops() -> Iterator[tuple[str, ...]]:
-    for name, of in OPERATIONS.items():
-        arguments = [f"**{key}** {kind}" for key, kind in of.required.items()] + [
-            f"{key} {kind}" for key, kind in of.optional.items()
+    for name, operation in OPERATIONS.items():
+        arguments = [f"**{key}** {kind}" for key, kind in operation.required.items()] + [
+            f"{key} {kind}" for key, kind in operation.optional.items()
         ]
-        yield f"`{name}`", ", ".join(arguments), ", ".join(of.outputs), ", ".join(of.options) or "-"
+        yield (
+            f"`{name}`",
+            ", ".join(arguments),
+            ", ".join(operation.outputs),
+            ", ".join(operation.options) or "-",
+        )
 
 
 # -- plans
 
 
 def plan_text() -> str:
-    actions = ((f"`{form}`", markdown(kind.__doc__ or "")) for kind, _, form in plan.ACTION_LINES.values())
+    actions = (
+        (f"`{form}`", markdown(kind.__doc__ or "")) for kind, _, form in plan.ACTION_LINES.values()
+    )
     choices = {
         "finds": "On the device when the first slot begins.",
         "leaves": "On the device when a run of a session ends.",
-        "variant": "The precision, backing store and computing device of a component that has several.",
-        "split": "Blocks in a row of a component that compute on a further device; they are the groups `NAME@1` then.",
+        "variant": "The precision, backing store and computing device of a component that has "
+        "several.",
+        "split": "Blocks in a row of a component that compute on a further device; they are the "
+        "groups `NAME@1` then.",
         "option": "The option that a stage is run with.",
         "order": "The order of the stages, where it is not the graph's.",
     }
+    rows = ((f"`{plan.CHOICE_LINES[name][1]}`", meaning) for name, meaning in choices.items())
     return f"""# Plan text
 
-{MADE}A plan is a text: a JSON plan file has it, line by line, under `actions`. It says what is done and when, and no peak and no
-time: `graphrun check plan.json` computes these, and refuses a text that breaks a rule. [Read a plan](tutorial/read-a-plan.md)
+{MADE}A plan is a text: a JSON plan file has it, line by line, under `actions`. It says what is \
+done and when, and no peak and no
+time: `graphrun check plan.json` computes these, and refuses a text that breaks a rule. [Read a \
+plan](tutorial/read-a-plan.md)
 explains one.
 
 ```text
 plan 5f0c1de2a9b34c77                          the digest of the problem that it is for
 variant transformer nf4 pinned device
 slot denoise/0:transformer steady x27          27 calls, all but the first
-  stream transformer keep transformer_blocks[0,8,16] ring 680 MiB
+  stream transformer keep transformer_blocks[0,8,16] ring buffer 680 MiB
   load vae all from pinned
   run
 slot end
@@ -176,12 +240,13 @@ BLOCKS   = "all" | "none" | GROUP "[" INDICES "]" {{ GROUP "[" INDICES "]" }}
 INDICES  = N | N "-" N, joined by ","
 ```
 
-One line each; `#` starts a comment; blank lines and indentation do not count. `again` comes before the slots of every run of a
+One line each; `#` starts a comment; blank lines and indentation do not count. `again` comes \
+before the slots of every run of a
 session after the first. A slot ends with a barrier: what comes after it waits for its copies.
 
 ## Choices
 
-{table("line | meaning", ((f"`{plan.CHOICE_LINES[name][1]}`", meaning) for name, meaning in choices.items()))}
+{table("line | meaning", rows)}
 ## Actions
 
 {table("line | meaning", actions)}"""
@@ -194,13 +259,18 @@ def commands() -> str:
     whole = typer.main.get_command(cli.app)
     text = f"""# Commands
 
-{MADE}{markdown(whole.help or "")} [Errors and exit codes](errors.md). A GRAPH is a YAML file, the name of one of graphrun's own
+{MADE}{markdown(whole.help or "")} [Errors and exit codes](errors.md). A GRAPH is a YAML file, the \
+name of one of graphrun's own
 graphs, or a plan saved with `-o`.
 
 {table("option before the command | meaning", options(whole))}
 """
     for path, command in listed(whole, ()):
-        arguments = " ".join(argument(each) for each in command.params if each.param_type_name == "argument")
+        arguments = " ".join(
+            argument(parameter)
+            for parameter in command.params
+            if parameter.param_type_name == "argument"
+        )
         usage = f"graphrun {' '.join(path)} [OPTIONS] {arguments}".rstrip()
         text += f"## graphrun {' '.join(path)}\n\n`{usage}`\n\n"
         text += f"{markdown(command.help or '')}\n\n"
@@ -217,39 +287,56 @@ def listed(group: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
             yield (*path, name), command
 
 
-def argument(of: Any) -> str:
-    name = (of.metavar or of.name).upper()
-    return name if of.required else f"[{name}]"
+def argument(parameter: Any) -> str:
+    name = (parameter.metavar or parameter.name).upper()
+    return name if parameter.required else f"[{name}]"
 
 
 def options(command: Any) -> Iterator[tuple[str, str]]:
-    for each in command.params:
-        if each.param_type_name == "option" and not each.hidden:
-            names = ", ".join(f"`{name}`" for name in [*each.opts, *each.secondary_opts])
-            default = each.default if isinstance(each.default, (str, int, float)) and not isinstance(each.default, bool) else None
-            yield names, f"{each.help or ''}{f' Default: `{default}`.' if default not in (None, '') else ''}"
+    for parameter in command.params:
+        if parameter.param_type_name == "option" and not parameter.hidden:
+            names = ", ".join(f"`{name}`" for name in [*parameter.opts, *parameter.secondary_opts])
+            default = (
+                parameter.default
+                if isinstance(parameter.default, (str, int, float))
+                and not isinstance(parameter.default, bool)
+                else None
+            )
+            yield (
+                names,
+                f"{parameter.help or ''}"
+                f"{f' Default: `{default}`.' if default not in (None, '') else ''}",
+            )
 
 
 # -- errors
 
 
 def errors_page() -> str:
-    own = [each for _, each in inspect.getmembers(errors, inspect.isclass) if issubclass(each, errors.GraphrunError)]
-    every = [*own, Infeasible, ProbeError, RaceError, Unplaceable]
+    public_errors = [
+        error_class
+        for _, error_class in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(error_class, errors.GraphrunError)
+    ]
+    error_classes = [*public_errors, Infeasible, ProbeError, RaceError, Unplaceable]
     rows = (
         (
-            f"`{each.__name__}`",
-            f"`{each.__mro__[1].__name__}`",
-            str(each.exit_code),
-            markdown((each.__doc__ or "").partition("\n\n")[0]),
+            f"`{error_class.__name__}`",
+            f"`{error_class.__mro__[1].__name__}`",
+            str(error_class.exit_code),
+            markdown((error_class.__doc__ or "").partition("\n\n")[0]),
         )
-        for each in sorted(every, key=lambda each: (len(each.__mro__), each.__name__))
+        for error_class in sorted(
+            error_classes, key=lambda error_class: (len(error_class.__mro__), error_class.__name__)
+        )
     )
-    assert {each.exit_code for each in own} | {Infeasible.exit_code} <= set(EXIT_CODES)
+    assert {error.exit_code for error in public_errors} | {Infeasible.exit_code} <= set(EXIT_CODES)
     return f"""# Errors and exit codes
 
-{MADE}An error that graphrun raises on purpose is a `graphrun.GraphrunError`. Its message says what is wrong, where (`file:line`),
-and what to do, with the flag to type. Import the classes from `graphrun`. The command line prints the message without a
+{MADE}An error that graphrun raises on purpose is a `graphrun.GraphrunError`. Its message says \
+what is wrong, where (`file:line`),
+and what to do, with the flag to type. Import the classes from `graphrun`. The command line prints \
+the message without a
 traceback; a traceback is a bug.
 
 {table("exit code | meaning", ((str(code), meaning) for code, meaning in EXIT_CODES.items()))}
@@ -263,67 +350,141 @@ With `--json`, a budget that nothing fits is also printed as data ([keys](json.m
 
 def boxes(rows: list[list[str]], width: int, gap: int) -> dict[str, tuple[float, float, float]]:
     """Centre x, top y and width of a box for each name, row by row."""
-    found = {}
+    places = {}
     for number, row in enumerate(rows):
-        own = [max(90.0, 9.0 * len(name) + 24) for name in row]
-        left = (width - sum(own) - 24 * (len(row) - 1)) / 2 - (120 if len(row) == 1 and number % 2 else 0)  # beside a passing arrow
-        for name, wide in zip(row, own, strict=True):
-            found[name] = (left + wide / 2, 16.0 + number * gap, wide)
-            left += wide + 24
-    return found
+        widths = [max(90.0, 9.0 * len(name) + 24) for name in row]
+        # beside a passing arrow
+        x = (width - sum(widths) - 24 * (len(row) - 1)) / 2 - (
+            120 if len(row) == 1 and number % 2 else 0
+        )
+        for name, box_width in zip(row, widths, strict=True):
+            places[name] = (x + box_width / 2, 16.0 + number * gap, box_width)
+            x += box_width + 24
+    return places
 
 
 def drawn(
-    places: Mapping[str, tuple[float, float, float]], edges: list[tuple[str, str]], width: int, height: int, label: str
+    places: Mapping[str, tuple[float, float, float]],
+    edges: list[tuple[str, str]],
+    width: int,
+    height: int,
+    label: str,
 ) -> str:
     """Boxes, and an arrow down from the first to the second of each edge."""
     head = element("path", d="M0 0L8 4L0 8Z", fill="#789")
-    parts = [element("defs", element("marker", head, id="head", orient="auto", markerWidth=8, markerHeight=8, refX=7, refY=4))]
+    parts = [
+        element(
+            "defs",
+            element(
+                "marker",
+                head,
+                id="head",
+                orient="auto",
+                markerWidth=8,
+                markerHeight=8,
+                refX=7,
+                refY=4,
+            ),
+        )
+    ]
     for upper, lower in edges:
-        (x, top, _), (to, bottom, _) = places[upper], places[lower]
+        (x, top, _), (end_x, bottom, _) = places[upper], places[lower]
         start, end = top + 30, bottom - 2
         bend = (start + end) / 2
-        curve = f"M{x:.0f} {start:.0f}C{x:.0f} {bend:.0f} {to:.0f} {bend:.0f} {to:.0f} {end:.0f}"
-        parts.append(element("path", d=curve, fill="none", stroke="#789", stroke_width=1.2, marker_end="url(#head)"))
-    for name, (x, top, wide) in places.items():
-        parts.append(element("rect", x=x - wide / 2, y=top, width=wide, height=30.0, rx=6, fill="#eef3f8", stroke="#345"))
-        parts.append(element("text", escape(name), x=x, y=top + 20, text_anchor="middle", fill="#123", font_size=14))
+        curve = (
+            f"M{x:.0f} {start:.0f}C{x:.0f} {bend:.0f} {end_x:.0f} {bend:.0f} {end_x:.0f} {end:.0f}"
+        )
+        parts.append(
+            element(
+                "path",
+                d=curve,
+                fill="none",
+                stroke="#789",
+                stroke_width=1.2,
+                marker_end="url(#head)",
+            )
+        )
+    for name, (x, top, box_width) in places.items():
+        parts.append(
+            element(
+                "rect",
+                x=x - box_width / 2,
+                y=top,
+                width=box_width,
+                height=30.0,
+                rx=6,
+                fill="#eef3f8",
+                stroke="#345",
+            )
+        )
+        parts.append(
+            element(
+                "text",
+                escape(name),
+                x=x,
+                y=top + 20,
+                text_anchor="middle",
+                fill="#123",
+                font_size=14,
+            )
+        )
     whole = element("rect", x=0, y=0, width=width, height=height, fill="#fff")
     return picture(
-        [whole, *parts], f"0 0 {width} {height}", width=width, role="img", aria_label=label, font_family="system-ui, sans-serif"
+        [whole, *parts],
+        f"0 0 {width} {height}",
+        width=width,
+        role="img",
+        aria_label=label,
+        font_family="system-ui, sans-serif",
     )
 
 
 def layers() -> list[list[str]]:
     """The layers of pyproject.toml, the highest first."""
-    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    (rows,) = (contract["layers"] for contract in found if contract["type"] == "layers")
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
+    (rows,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
     return [[name.strip().removeprefix("graphrun.") for name in row.split("|")] for row in rows]
 
 
 def imports() -> networkx.DiGraph:
-    """The packages and modules of graphrun, with an edge for each that another imports, also inside functions."""
+    """The packages and modules of graphrun, with an edge for each that another imports, also inside
+    functions."""
     graph = grimp.build_graph("graphrun", exclude_type_checking_imports=False, cache_dir=None)
     names = sorted(graph.find_children("graphrun"))
     for name in names:
         graph.squash_module(name)
-    found = networkx.DiGraph()
+    module_graph = networkx.DiGraph()
     for name in names:
-        for other in sorted(graph.find_modules_directly_imported_by(name) & set(names) - {name}):
-            found.add_edge(name.removeprefix("graphrun."), other.removeprefix("graphrun."))
-    return found
+        for imported_name in sorted(
+            graph.find_modules_directly_imported_by(name) & set(names) - {name}
+        ):
+            module_graph.add_edge(
+                name.removeprefix("graphrun."), imported_name.removeprefix("graphrun.")
+            )
+    return module_graph
 
 
 def architecture() -> str:
-    rows, between = layers(), imports()
-    known = {name for row in rows for name in row}
-    edges = networkx.transitive_reduction(between.subgraph(known)).edges
+    rows, import_graph = layers(), imports()
+    names = {name for row in rows for name in row}
+    edges = networkx.transitive_reduction(import_graph.subgraph(names)).edges
     gap = 74
-    return drawn(boxes(rows, 760, gap), sorted(edges), 760, 30 + gap * len(rows), "Packages of graphrun, and which imports which")
+    return drawn(
+        boxes(rows, 760, gap),
+        sorted(edges),
+        760,
+        30 + gap * len(rows),
+        "Packages of graphrun, and which imports which",
+    )
 
 
 STEPS = {
-    ("graph file, or a live pipeline", "dry run"): "the pipeline's own code on a device without memory",
+    (
+        "graph file, or a live pipeline",
+        "dry run",
+    ): "the pipeline's own code on a device without memory",
     ("dry run", "problem"): "bytes and seconds of every block, value and call",
     ("problem", "solver"): "an integer program for the budgets",
     ("solver", "plan"): "what is on the device in every slot",
@@ -338,39 +499,59 @@ def planning() -> str:
     height = 40 + 72 * len(names)
     places = {name: (150.0, 16.0 + 72 * number, 240.0) for number, name in enumerate(names)}
     text = [
-        element("text", escape(said), x=166, y=places[upper][1] + 54, fill="#456", font_size=13)
-        for (upper, _), said in STEPS.items()
+        element("text", escape(caption), x=166, y=places[upper][1] + 54, fill="#456", font_size=13)
+        for (upper, _), caption in STEPS.items()
     ]
     whole = drawn(places, list(STEPS), 560, height, "From a graph to a run")
     return whole.replace("</svg>", "\n".join([*text, "</svg>"]))
 
 
 def timeline() -> str:
-    """Copies, compute and memory of FLUX.1-dev within 8 GiB on an RTX 4090, with all weights in page-locked RAM."""
-    problem = problem_from(json.loads((ROOT / "tests" / "solve" / "problems" / "flux-dev.json").read_text()))
+    """Copies, compute and memory of FLUX.1-dev within 8 GiB on an RTX 4090, with all weights in
+    page-locked RAM."""
+    problem = problem_from(
+        json.loads((ROOT / "tests" / "solve" / "problems" / "flux-dev.json").read_text())
+    )
     solution = solve(replace(problem, budget_bytes=8 * 2**30))
     simulation, applied = solution.simulation, solution.chosen
     colours = {component.name: number for number, component in enumerate(applied.components)}
     parts = {
-        f"{report.phase} {report.part}".strip(): (report.compute_seconds, of)
-        for report, of in zip(simulation.slots, parts_of(solution), strict=True)
+        f"{report.phase} {report.part}".strip(): (report.compute_seconds, slot_parts)
+        for report, slot_parts in zip(simulation.slots, parts_of(solution), strict=True)
     }
     whole = timeline_svg(
-        simulation.events, planned_slots(simulation.slots), parts, applied.effective_bytes, colours, "FLUX.1-dev, 8 GiB"
+        simulation.events,
+        planned_slots(simulation.slots),
+        parts,
+        applied.effective_bytes,
+        colours,
+        "FLUX.1-dev, 8 GiB",
     )
-    style = "text{font:13px system-ui,sans-serif;fill:#222} .tick{fill:#666} .lane{fill:#f3f3f3} .waits{fill:url(#waits)} "
-    style += ".hatching{stroke:#999;fill:none} .activation{fill:#9db4cc} .values,.other{fill:#666} .ring{opacity:.5} "
+    style = (
+        "text{font:13px system-ui,sans-serif;fill:#222} .tick{fill:#666} .lane{fill:#f3f3f3} "
+        ".waits{fill:url(#waits)} "
+    )
+    style += (
+        ".hatching{stroke:#999;fill:none} .activation{fill:#9db4cc} .values,.other{fill:#666} "
+        ".ring_buffer{opacity:.5} "
+    )
     style += ".stream{opacity:.65} "
     style += ".budget{stroke:#c0392b;stroke-width:1.5;stroke-dasharray:6 4;fill:none} "
     style += " ".join(f".c{number}{{fill:{colour}}}" for number, colour in enumerate(COLOURS))
     for number, name in enumerate(colours):
         whole = whole.replace(
-            "</svg>", element("rect", x=90 + 170 * number, y=-16, width=10, height=10, class_=f"c{number}") + "</svg>"
+            "</svg>",
+            element("rect", x=90 + 170 * number, y=-16, width=10, height=10, class_=f"c{number}")
+            + "</svg>",
         )
-        whole = whole.replace("</svg>", element("text", name, x=106 + 170 * number, y=-6) + "</svg>")
+        whole = whole.replace(
+            "</svg>", element("text", name, x=106 + 170 * number, y=-6) + "</svg>"
+        )
     box = re.search(r'viewBox="0 0 (\d+) (\d+)"', whole)
     assert box
-    whole = whole.replace(box[0], f'xmlns="http://www.w3.org/2000/svg" viewBox="0 -26 {box[1]} {int(box[2]) + 30}"', 1)
+    whole = whole.replace(
+        box[0], f'xmlns="http://www.w3.org/2000/svg" viewBox="0 -26 {box[1]} {int(box[2]) + 30}"', 1
+    )
     return whole.replace(">", f"><style>{style}</style>", 1) + "\n"
 
 
@@ -381,7 +562,11 @@ PAGES = {
     "cli.md": commands,
     "errors.md": errors_page,
 }
-DRAWINGS = {"img/architecture.svg": architecture, "img/planning.svg": planning, "img/timeline.svg": timeline}
+DRAWINGS = {
+    "img/architecture.svg": architecture,
+    "img/planning.svg": planning,
+    "img/timeline.svg": timeline,
+}
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""A list of requests in one batch, then a session that takes them one by one. Weights that the plan keeps stay loaded.
+"""A list of requests in one batch, then a session that takes them one by one. Weights that the plan
+keeps stay loaded.
 
 python examples/many_prompts.py
 """

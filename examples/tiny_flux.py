@@ -1,4 +1,5 @@
-"""A FLUX pipeline in small with random weights: what `from_pretrained` returns, without a download. Its pictures are noise."""
+"""A FLUX pipeline tiny with random weights: what `from_pretrained` returns, without a download.
+Its pictures are noise."""
 
 from __future__ import annotations
 
@@ -6,8 +7,19 @@ import json
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+)
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
+)
 
 from graphrun.graph.shipped import graphs_folder
 
@@ -21,7 +33,11 @@ def tokenizer(length: int) -> PreTrainedTokenizerFast:
     """A token for each byte."""
     file = str(graphs_folder() / "tokenizers" / "bytes.json")
     return PreTrainedTokenizerFast(
-        tokenizer_file=file, model_max_length=length, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+        tokenizer_file=file,
+        model_max_length=length,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
     )
 
 

@@ -1,4 +1,6 @@
-"""graphrun plans the placement of every component of a diffusion pipeline within a VRAM and a RAM budget, and executes that plan.
+"""Plan and run diffusion pipelines within memory budgets.
+
+graphrun plans what is on the GPU at every moment, and executes exactly that plan.
 
     graph    = graphrun.load("flux-dev")
     problem  = graphrun.estimate(graph, vram="8G", ram="64G", hardware="rtx4090")
@@ -13,7 +15,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from graphrun.api import Budget, attach, estimate, from_pipeline, load, plan, precomputed, run, survey
+from graphrun.api import (
+    Budget,
+    attach,
+    estimate,
+    from_pipeline,
+    load,
+    plan,
+    precomputed,
+    run,
+    survey,
+)
 from graphrun.errors import (
     BrokenPlan,
     DeviceLost,
@@ -86,7 +98,8 @@ __all__ = [
     "survey",
 ]
 
-# Imported on first use: these modules import torch, a solver, or more than `graphrun` needs to start.
+# Imported on first use: these modules import torch, a solver, or more than `graphrun` needs to
+# start.
 _LAZY = {
     "Attachment": "graphrun.diffusers_.attach",
     "Batch": "graphrun.batch.queue",
@@ -113,5 +126,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List what can be imported, before it was used too."""
+    """List what can be imported, including what is not yet imported."""
     return sorted({*globals(), *__all__})

@@ -1,4 +1,7 @@
-"""Errors that graphrun raises on purpose. A message says what is wrong, where, and what to do; each class has an exit code."""
+"""Errors that graphrun raises on purpose.
+
+A message says what is wrong, where, and what to do; each class has an exit code.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ class GraphrunError(Exception):
 
 
 class InputError(GraphrunError):
-    """Invalid input: a file, a size, a value, an option. ``where`` is ``file:line``, or empty."""
+    """Invalid input: a file, size, value or option. ``location`` is ``file:line``, or empty."""
 
-    def __init__(self, message: str, where: str = "") -> None:
-        super().__init__(f"{where}: {message}" if where else message)
-        self.where = where
+    def __init__(self, message: str, location: str = "") -> None:
+        super().__init__(f"{location}: {message}" if location else message)
+        self.location = location
 
 
 class GraphError(InputError):
@@ -25,15 +28,16 @@ class GraphError(InputError):
 
 
 class StageError(GraphError):
-    """The pipeline's own code failed in a stage: an input that it does not take, parts that do not fit each other."""
+    """The pipeline's own code failed in a stage: an unsupported input, or parts that do not fit
+    together."""
 
 
 class PlanError(InputError):
-    """A plan is refused before the run starts: its text is malformed, a digest differs, or it violates a rule."""
+    """A plan is refused before the run: malformed text, another digest, or a broken rule."""
 
 
 class BrokenPlan(GraphrunError):
-    """A run deviated from its plan: memory cap exceeded, component called out of order, bytes not released."""
+    """A run deviated from its plan: memory cap exceeded, call out of order, bytes not released."""
 
     exit_code = 4
 
@@ -41,12 +45,13 @@ class BrokenPlan(GraphrunError):
 class OutOfMemory(BrokenPlan):
     """The device refused an allocation although the plan respects the budget.
 
-    ``phase`` and ``part`` name the slot in which it happened ("": outside of any slot). ``planned_bytes`` and ``peak_bytes`` are
-    the planned and the measured peak of that slot, ``available_bytes`` what this process could allocate in total at that moment.
-    ``helper``: number of the helper that refused it; 0: the device itself.
+    ``phase`` and ``part`` name the slot in which it happened ("": outside of any slot).
+    ``planned_bytes`` and ``peak_bytes`` are the planned and the measured peak of that slot,
+    ``available_bytes`` is what this process could allocate in total at that moment. ``secondary``:
+    number of the secondary device that refused it; 0: the device itself.
     """
 
-    helper = 0
+    secondary = 0
     phase = part = ""
     planned_bytes = 0
     peak_bytes = 0
@@ -59,13 +64,13 @@ class TransferFailed(BrokenPlan):
 
 
 class DeviceLost(BrokenPlan):
-    """The process of a cluster's device ended again and again under a run."""
+    """The process of a cluster's device ended again and again during a run."""
 
 
 class PlanningInterrupted(KeyboardInterrupt):
-    """Planning was interrupted by Ctrl-C. ``best()`` returns the best `Solution` so far, with its bound; None where there is none.
+    """Planning was interrupted by Ctrl-C. ``best()`` returns the best `Solution` so far, or None.
 
-    ``infeasible``: no plan fits, and what would help was searched.
+    The solution has its bound. ``infeasible``: no plan fits, and suggestions were being searched.
     """
 
     def __init__(self, best: Callable[[], Any], *, infeasible: bool = False) -> None:
@@ -75,6 +80,6 @@ class PlanningInterrupted(KeyboardInterrupt):
 
 
 class Interrupted(GraphrunError):
-    """A run was interrupted. The message says what is kept, and how to go on."""
+    """A run was interrupted. The message says what is kept, and how to continue."""
 
     exit_code = 130  # as shells report SIGINT

@@ -1,4 +1,7 @@
-"""The command that installs optional dependencies of graphrun (``serve``, ``cluster``, ``gguf``) from where graphrun came from."""
+"""The command that installs optional dependencies (``serve``, ``cluster``, ``gguf``) of graphrun.
+
+It depends on where graphrun was installed from.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ _PACKAGE = Path(__file__).parent
 
 
 def install_command(extra: str) -> str:
-    """The command to type for the optional dependencies ``extra``: ``pip install 'graphrun[serve]'``.
+    """Return the command for the optional dependencies ``extra``.
 
-    In a checkout it is ``pip install -e '.[serve]'``, elsewhere with the checkout's or the wheel's path in place of the dot.
+    It is ``pip install 'graphrun[serve]'``; in a checkout ``pip install -e '.[serve]'``, elsewhere
+    with the checkout's or the wheel's path in place of the dot.
     """
     checkout = _PACKAGE.parent
     if (checkout / "pyproject.toml").is_file():
@@ -30,8 +34,12 @@ def _quoted(source: Path, extra: str) -> str:
 
 
 def _installed_from() -> Path | None:
-    """The folder or wheel that pip installed graphrun from; None where it no longer exists, or it was a package index."""
-    with suppress(PackageNotFoundError, ValueError, AttributeError, OSError):  # PEP 610: absent, or not as it should be
+    """Return the folder or wheel that pip installed graphrun from.
+
+    None if it no longer exists, or was a package index.
+    """
+    # direct_url.json (PEP 610) may be absent or malformed
+    with suppress(PackageNotFoundError, ValueError, AttributeError, OSError):
         read_record = distribution("graphrun").read_text
         url = json.loads(read_record("direct_url.json") or "{}").get("url", "")
         path = Path(url2pathname(urlsplit(url).path))

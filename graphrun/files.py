@@ -1,11 +1,14 @@
 """Atomic file writes, and a size-limited store of JSON entries that several processes may share.
 
-Files: a file exists completely under its name or not at all, whichever process is killed when.
+Files: a file exists completely under its name or not at all, whenever a process is killed.
 
-    lock .a.png.new-x7k2p9qd.lock, write .a.png.new-x7k2p9qd -> rename to a.png    a process that is killed in between leaves both;
-    the next write of a.png removes every .a.png.new-* whose lock no process has
+    lock .a.png.new-x7k2p9qd.lock, write .a.png.new-x7k2p9qd -> rename to a.png
 
-Entries: a damaged entry counts as absent. Entries may vanish or be written by several processes at once.
+A process that is killed in between leaves both files; the next write of a.png removes every
+.a.png.new-* whose lock no process has.
+
+Entries: a damaged entry counts as absent. Entries may vanish, and several processes may write them
+at once.
 
     <folder>/<kind>-<key>.json       first line: SHA-256 of the second; second line: the data
 """
@@ -30,9 +33,10 @@ from graphrun.units import MIB
 
 
 def write_whole(path: Path, write: Callable[[Path], Any], *, lasting: bool = False) -> None:
-    """Calls ``write(temporary)``, then renames the temporary file to ``path``. Removes temporary files of killed processes first.
+    """Call ``write(temporary)``, then rename the temporary file to ``path``.
 
-    ``lasting``: `os.fsync` before renaming. Raises OSError.
+    Temporary files of killed processes are removed first. ``lasting``: `os.fsync` before renaming.
+    Raises OSError.
     """
     sweep(path)
     with _locked_temporary(path) as temporary:
@@ -44,7 +48,7 @@ def write_whole(path: Path, write: Callable[[Path], Any], *, lasting: bool = Fal
 
 
 def python_digest(*places: Path) -> str:
-    """SHA-256 over names and contents of the Python files at and below ``places``."""
+    """Return the SHA-256 over names and contents of the Python files at and below ``places``."""
     total = hashlib.sha256()
     for place in places:
         for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
@@ -53,23 +57,34 @@ def python_digest(*places: Path) -> str:
 
 
 def package_digest(package: str) -> str:
-    """`python_digest` of the code of ``package``, without importing it; "" where it is not found."""
+    """Return the `python_digest` of ``package`` without importing it; "" if it is not found."""
     try:
         spec = find_spec(package)
-    except ValueError:  # it runs without a file of its own, such as __main__
+    except ValueError:  # a module that runs without a file, such as __main__
         return ""
-    return python_digest(*map(Path, spec.submodule_search_locations or filter(None, [spec.origin]))) if spec is not None else ""
+    return (
+        python_digest(*map(Path, spec.submodule_search_locations or filter(None, [spec.origin])))
+        if spec is not None
+        else ""
+    )
 
 
 def sweep(path: Path) -> None:
-    """Removes temporary files of ``path`` left by killed processes. Those of running processes are locked and stay."""
+    """Remove temporary files of ``path`` left by killed processes.
+
+    Temporary files of running processes are locked, and stay.
+    """
     _remove_unlocked(path.parent, f"{glob.escape(_prefix(path))}*")
 
 
 def _remove_unlocked(folder: Path, pattern: str) -> None:
-    for leftover in {path.with_name(path.name.removesuffix(_LOCK)) for path in folder.glob(pattern)}:
+    for leftover in {
+        path.with_name(path.name.removesuffix(_LOCK)) for path in folder.glob(pattern)
+    }:
         with contextlib.suppress(OSError):
-            if (lock := take_lock(locked_by := leftover.with_name(f"{leftover.name}{_LOCK}"))) is not None:
+            if (
+                lock := take_lock(locked_by := leftover.with_name(f"{leftover.name}{_LOCK}"))
+            ) is not None:
                 leftover.unlink(missing_ok=True)
                 lock.release()
                 locked_by.unlink(missing_ok=True)
@@ -77,9 +92,9 @@ def _remove_unlocked(folder: Path, pattern: str) -> None:
 
 @contextlib.contextmanager
 def _locked_temporary(path: Path) -> Iterator[Path]:
-    """The path of a new temporary file for ``path``, which is locked, and deleted in the end."""
+    """Provide the path of a new locked temporary file for ``path``, which is deleted at the end."""
     lock = None
-    while lock is None:  # until no other process's `sweep` takes the new lock first
+    while lock is None:  # another process's `sweep` may take the new lock first
         temporary = path.with_name(f"{_prefix(path)}{secrets.token_hex(4)}")
         locked_by = temporary.with_name(f"{temporary.name}{_LOCK}")
         try:
@@ -106,20 +121,25 @@ LIMIT_BYTES = 128 * MIB
 
 
 def digest_of(content: Any) -> str:
-    """First 32 hexadecimal digits of SHA-256 over the canonical JSON form of ``content``."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:32]
+    """Return the first 32 hexadecimal digits of SHA-256 over ``content`` as canonical JSON."""
+    return hashlib.sha256(
+        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()[:32]
 
 
 class Store:
-    """JSON entries by kind and key in ``folder``, which is created with the first entry. Above ``limit_bytes`` in all, the least
-    recently used entries are removed. If the folder cannot be written to, nothing is stored, without an error."""
+    """JSON entries by kind and key in ``folder``, which is created with the first entry.
+
+    If all entries together exceed ``limit_bytes``, the least recently used entries are removed. If
+    the folder cannot be written to, nothing is stored, without an error.
+    """
 
     def __init__(self, folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
         self.folder = folder
         self.limit_bytes = limit_bytes
 
     def get(self, kind: str, key: str) -> Any | None:
-        """The entry; None where it is absent, damaged or unreadable."""
+        """Return the entry; None if it is absent, damaged or unreadable."""
         path = self._path(kind, key)
         try:
             check, _, text = read_bytes(path).partition(b"\n")
@@ -133,7 +153,7 @@ class Store:
         return data
 
     def put(self, kind: str, key: str, data: Any) -> None:
-        """Stores ``data``, which must be JSON-ready, and replaces an existing entry."""
+        """Store ``data``, which must be JSON-ready, and replace an existing entry."""
         text = json.dumps(data, separators=(",", ":")).encode()
         content = hashlib.sha256(text).hexdigest().encode() + b"\n" + text
         with contextlib.suppress(OSError):
@@ -142,13 +162,13 @@ class Store:
             self._prune()
 
     def entries(self) -> list[Path]:
-        """Paths of all entries, the least recently used first."""
-        found = []
+        """Return the paths of all entries, the least recently used first."""
+        paths_by_time = []
         with contextlib.suppress(OSError):
             for path in self.folder.glob("*.json"):
                 with contextlib.suppress(OSError):
-                    found.append((path.stat().st_mtime_ns, path))
-        return [path for _, path in sorted(found)]
+                    paths_by_time.append((path.stat().st_mtime_ns, path))
+        return [path for _, path in sorted(paths_by_time)]
 
     def _path(self, kind: str, key: str) -> Path:
         return self.folder / f"{kind}-{key}.json"
@@ -160,7 +180,7 @@ class Store:
             with contextlib.suppress(OSError):
                 sizes.append((path, path.stat().st_size))
         excess = sum(size for _, size in sizes) - self.limit_bytes
-        for path, size in sizes[:-1]:  # the newest is the one just written
+        for path, size in sizes[:-1]:  # the newest entry was just written
             if excess <= 0:
                 break
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""How much of a file or a request is accepted. Files cannot raise a limit; whoever runs graphrun can.
+"""Limits of files and requests. Files cannot raise a limit; whoever runs graphrun can.
 
 graphrun --limit steps=20000 run GRAPH ...            graphrun.raise_limits(steps=20000)
 """
@@ -12,37 +12,52 @@ from graphrun.errors import InputError
 
 @dataclass(slots=True)
 class Limits:
-    """Each limit, and why it is what it is. Units are in the names; what has no unit is counted."""
+    """The limits, each with its reason. A name without a unit is a count."""
 
-    text_bytes: int = 2**24  # of a JSON file: plans take 0.1 MB, traces a few; parsed JSON takes up to 25 times its text
-    yaml_bytes: int = 2**20  # of a graph or a cluster file: the largest reference graph has 4 KB; PyYAML takes a second per MiB
+    # of a JSON file: plans take 0.1 to 10 MB, traces a few; parsed JSON takes up to 25 times that
+    text_bytes: int = 2**24
+    # of a graph or a cluster file: the largest reference graph has 4 KB; PyYAML takes 1 s per MiB
+    yaml_bytes: int = 2**20
     prompts_bytes: int = 2**26  # of a file of requests: 100,000 long prompts
     requests: int = 100_000  # of one batch: a month at 25 s each
-    nesting: int = 100  # of JSON and YAML: the deepest configurations of transformers have 6; Python's own limit is 1000 frames
-    digits: int = 20  # of an integer: those of 2**64. Python refuses to read or print more than 4300
-    nodes: int = 20_000  # of a graph file, with its aliases expanded: the largest reference graph has 400
-    problems: int = 100  # of a graph file that are reported at once
+    # of JSON and YAML: the deepest configurations of transformers have 6; Python's own limit is
+    # 1000 frames
+    nesting: int = 100
+    # of an integer: as many as 2**64 has. Python refuses to read or print more than 4300
+    digits: int = 20
+    # of a graph file, with its aliases expanded: the largest reference graph has 400
+    nodes: int = 20_000
+    problems: int = 100  # of a graph file, reported together
     entries: int = 2_000  # of a short list in a plan file: components, groups, phases, values, ...
     placements: int = 1_000_000  # of a plan file: slots times blocks; reference graphs have 80,000
-    block_calls: int = 2_000_000  # of a plan file: blocks that a run computes; they have 100,000
-    replay_steps: int = 2_000_000  # to count a plan's pages: allocations; they take 130,000
+    # of a plan file: blocks that a run computes; reference graphs have 100,000
+    block_calls: int = 2_000_000
+    # allocations replayed to count a plan's pages; reference graphs take 130,000
+    replay_steps: int = 2_000_000
     devices: int = 200  # of a cluster, and its hosts: each pair of hosts is considered
-    stages: int = 16  # of a graph: reference graphs have 3 to 6; orders of stages are searched, and their number is exponential
+    # of a graph: reference graphs have 3 to 6; orders of stages are searched, and their number
+    # grows exponentially
+    stages: int = 16
     calls: int = 100_000  # of components in a dry run: Pyramid-Flow and Wan make 10,000
     steps: int = 1_000  # of a denoising loop: diffusers' schedulers have 1,000 training timesteps
-    timesteps: int = 2**20  # an integer in a scheduler's configuration: diffusers allocates that many numbers; 1,000 is usual
-    pixels: int = 2**25  # of an image, made or read: 8K UHD has 33.2 million
-    film_pixels: int = 2**28  # of all frames of a video together: 257 frames of 1216 x 704, 0.8 GB in RAM
-    samples: int = 2**26  # of audio, all channels together: 12 minutes of stereo at 44.1 kHz; numbers of a tensor input
+    # an integer in a scheduler's configuration: diffusers allocates that many numbers; usually
+    # 1,000
+    timesteps: int = 2**20
+    pixels: int = 2**25  # of an image, generated or read: 8K UHD has 33.2 million
+    # of all frames of a video together: 257 frames of 1216 x 704, 0.8 GB in RAM
+    film_pixels: int = 2**28
+    # of audio, all channels together: 12 minutes of stereo at 44.1 kHz; numbers of a tensor input
+    samples: int = 2**26
     characters: int = 2**20  # of a text input: more than any text encoder reads
-    modules: int = 20_000  # of one component, layers within layers: HunyuanVideo's transformer has 2,000
+    # of one component, layers within layers: HunyuanVideo's transformer has 2,000
+    modules: int = 20_000
 
 
 LIMITS = Limits()
 
 
 def raise_limits(**values: int) -> None:
-    """Sets limits of this process by name. Raises InputError for an unknown name."""
+    """Set limits of this process by name. Raises InputError for an unknown name."""
     names = [field.name for field in fields(Limits)]
     for name, value in values.items():
         if name not in names:
@@ -52,8 +67,16 @@ def raise_limits(**values: int) -> None:
         setattr(LIMITS, name, value)
 
 
-def require(name: str, found: int, what: str, where: str = "", kind: type[InputError] = InputError) -> None:
-    """Raises ``kind`` where ``found`` exceeds the limit ``name``. ``what`` has the number, as in ``it has 4,000 stages``."""
-    if found > (most := getattr(LIMITS, name)):
-        advice = f"if this is meant: graphrun --limit {name}={found} ..., in Python graphrun.raise_limits({name}={found})"
-        raise kind(f"{what}, and at most {most:,} are accepted; {advice}", where)
+def require(
+    name: str, value: int, statement: str, location: str = "", kind: type[InputError] = InputError
+) -> None:
+    """Raise ``kind`` if ``value`` exceeds the limit ``name``.
+
+    ``statement`` has the number, as in ``it has 4,000 stages``.
+    """
+    if value > (maximum := getattr(LIMITS, name)):
+        suggestion = (
+            f"if this is meant: graphrun --limit {name}={value} ..., in Python "
+            f"graphrun.raise_limits({name}={value})"
+        )
+        raise kind(f"{statement}, and at most {maximum:,} are accepted; {suggestion}", location)

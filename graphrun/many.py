@@ -1,4 +1,4 @@
-"""Runs of a graph for a list of inputs, on one device or on those of a cluster."""
+"""Run a graph for a list of inputs, on one device or on the devices of a cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,15 @@ if TYPE_CHECKING:
     from graphrun.runtime.devices.device import Device
 
 
-OF_CLUSTER = ("vram", "ram", "pinned", "disk", "hardware", "runs")  # what a cluster takes the place of
+# options that a cluster file replaces
+CLUSTER_OPTIONS = (
+    "vram",
+    "ram",
+    "pinned",
+    "disk",
+    "hardware",
+    "runs",
+)
 
 
 def run_many(
@@ -44,18 +52,23 @@ def run_many(
     objective: Literal["throughput", "latency"] = "throughput",
     **budgets: Any,
 ) -> Batch:
-    """Runs ``graph`` for each of ``inputs``, mappings of inputs or prompts, or for one alone. ``common``: inputs that all share.
+    """Run ``graph`` for each of ``inputs``: mappings of inputs or prompts, or a single one.
 
-    Runs request by request or stage by stage, whichever is predicted fastest, in groups that fit RAM and disk. Weights stay loaded
-    from run to run where the plan says so, and equal stages run once. The items of a list (``for_each``) are run as requests are,
-    and what is made of them is a list. ``budgets``: arguments of `estimate`. ``resume``: a folder for the state of the batch; a
-    call with the same folder resumes after the last finished request, item, stage or denoising step, and ends with the same bits.
-    ``sink`` is called with the outputs of each finished request and returns the files it wrote; without
-    it the outputs are in the result. A request whose run fails is in the result's ``errors``; ``strict`` raises its error instead.
-    Other arguments are as for `run`. Warns (RuntimeWarning) if a run takes more than planned.
+    ``common``: inputs that all runs share. Requests run one by one or stage by stage, whichever is
+    predicted to be faster, in groups that fit RAM and disk. Weights stay loaded from run to run if
+    the plan says so, and equal stages run once. The items of a list (``for_each``) run like
+    requests, and their results are a list. ``budgets``: arguments of `estimate`.
 
-    ``cluster``: a cluster file, whose devices run the stages within the budgets that it has, placed as by `graphrun plan --cluster`
-    for ``objective``. A request then resumes after its last finished stage. Raises InputError where Ray is missing.
+    ``resume``: a folder for the state of the batch; a call with the same folder resumes after the
+    last finished request, item, stage or denoising step, and ends with the same bits. ``sink`` is
+    called with the outputs of each finished request and returns the files it wrote; without it the
+    outputs are in the result. A request whose run fails is in the result's ``errors``; ``strict``
+    raises its error instead. Other arguments are as for `run`. Warns (RuntimeWarning) if a run
+    takes more than planned.
+
+    ``cluster``: a cluster file, whose devices run the stages within the budgets in the file, placed
+    as by `graphrun plan --cluster` for ``objective``. A request then resumes after its last
+    finished stage. Raises InputError if Ray is not installed.
     """
     from graphrun.batch import queue
     from graphrun.batch.cache.reuse import Reuse, reuse_for
@@ -63,36 +76,50 @@ def run_many(
     from graphrun.batch.journal import Journal
     from graphrun.batch.requests import refuse_broken, requests_from, resolved
     from graphrun.batch.watch import Watcher as NoWatcher
-    from graphrun.profile.hardware_profiles import chosen
+    from graphrun.profile.hardware_profiles import resolve_hardware
     from graphrun.profile.host_ram import ram_budget
     from graphrun.profile.several import per_device
 
-    until = budgets.pop("until", None)
-    graph = graph.until(until)
+    last_stage = budgets.pop("until", None)
+    graph = graph.until(last_stage)
     graph = graph.without_sources() if random_weights else graph
     requests = resolved(requests_from(inputs), graph, common or {})
     if strict:
         refuse_broken(requests)
     allow = graph.allowed(budgets.get("allow", ()))
     with contextlib.ExitStack() as stack:
-        elsewhere = None
+        cluster_runner = None
         if cluster is not None:
-            from graphrun.cluster.actors import OnCluster
+            from graphrun.cluster.actors import ClusterRunner
             from graphrun.cluster.machines import Cluster, read_cluster
 
-            own = {"modules": modules, "device": device} | {name: budgets.pop(name, None) for name in OF_CLUSTER}
-            if given := [name for name, value in own.items() if value is not None]:
-                raise InputError(f"{', '.join(given)}: leave out with a cluster, which has the budgets and the devices")
+            replaced_arguments = {"modules": modules, "device": device} | {
+                name: budgets.pop(name, None) for name in CLUSTER_OPTIONS
+            }
+            if extra_names := [
+                name for name, value in replaced_arguments.items() if value is not None
+            ]:
+                raise InputError(
+                    f"{', '.join(extra_names)}: leave out with a cluster, which has the budgets "
+                    "and the devices"
+                )
             if objective not in ("throughput", "latency"):
-                raise InputError(f"objective {objective!r} is not known; it is throughput or latency")
-            devices = cluster if isinstance(cluster, Cluster) else read_cluster(Path(cluster), cache)
+                raise InputError(
+                    f"objective {objective!r} is not known; it is throughput or latency"
+                )
+            devices = (
+                cluster if isinstance(cluster, Cluster) else read_cluster(Path(cluster), cache)
+            )
             cards = list[Any]()
-            elsewhere = stack.enter_context(OnCluster(devices, objective, cache, budgets))
+            cluster_runner = stack.enter_context(ClusterRunner(devices, objective, cache, budgets))
             device_name = devices.label
         else:
-            cards = [chosen(of.hardware, cache) for of in per_device(budgets.get("vram"), budgets.pop("hardware", None))]
+            cards = [
+                resolve_hardware(options.hardware, cache)
+                for options in per_device(budgets.get("vram"), budgets.pop("hardware", None))
+            ]
             device_name = cards[0].label
-            # "auto" is resolved once: what is left changes during the batch
+            # "auto" is resolved once, because the free memory changes during the batch
             budgets["ram"] = ram_budget(budgets.get("ram", "auto"), (modules or {}).values())
 
         def estimated(values: Mapping[str, Any]) -> Problem:
@@ -117,7 +144,7 @@ def run_many(
             sink=sink,
             watcher=watcher or NoWatcher(),
             strict=strict,
-            elsewhere=elsewhere,
+            dispatch=cluster_runner,
         )
         batch = queue.run_requests(graph, requests, context)
     batch = batch if items is None else items.finish(batch)

@@ -1,4 +1,4 @@
-"""Lines that libraries log when graphrun imports them, and that tell a user of graphrun nothing."""
+"""Log lines of libraries that graphrun imports and that mean nothing to its users."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 DROPPED = {
-    # diffusers imports bitsandbytes. That looks for an optional package, whose product of 4-bit weights is faster on a CPU.
+    # diffusers imports bitsandbytes, which looks for an optional package that multiplies 4-bit
+    # weights faster on a CPU.
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community",
-    # diffusers imports image processors by the names of those that need torchvision. Without it they are the former ones.
+    # diffusers imports image processors by the names of classes that need torchvision. Without
+    # torchvision these names stand for the older classes.
     "transformers.utils.import_utils": "requires torchvision (not installed); falling back to",
 }
 """Logger -> a part of the line."""
 
 
 class _Without(logging.Filter):
-    """Drops lines with ``part``."""
+    """Drops lines that contain ``part``."""
 
     def __init__(self, part: str) -> None:
         super().__init__()
@@ -28,13 +30,15 @@ class _Without(logging.Filter):
 
 @contextmanager
 def without_notices() -> Iterator[None]:
-    """A context in which the lines of `DROPPED` are dropped: imports by graphrun, and processes of its own. The
-    loggers are as before at its end."""
+    """Drop the lines of `DROPPED` in this context, where graphrun imports libraries.
+
+    The loggers are as before at its end.
+    """
     filters = {name: _Without(part) for name, part in DROPPED.items()}
-    for name, dropped in filters.items():
-        logging.getLogger(name).addFilter(dropped)
+    for name, line_filter in filters.items():
+        logging.getLogger(name).addFilter(line_filter)
     try:
         yield
     finally:
-        for name, dropped in filters.items():
-            logging.getLogger(name).removeFilter(dropped)
+        for name, line_filter in filters.items():
+            logging.getLogger(name).removeFilter(line_filter)

@@ -1,7 +1,9 @@
-"""Reads files that may be malformed or hostile: regular files of bounded size, JSON of bounded nesting and digits.
+"""Read files that may be malformed or hostile.
 
-Everything that graphrun parses itself is read here; what a library parses (pictures, safetensors) is opened here first, so that a
-named pipe or a device is refused and never waited for. Errors are of the class ``kind`` and name the file.
+Only regular files of limited size, and JSON of limited nesting and digits, are read. Everything
+that graphrun parses itself is read here. What a library parses (pictures, safetensors) is opened
+here first, so that a named pipe or a device is refused and never waited for. Errors are of the
+class ``kind`` and name the file.
 """
 
 from __future__ import annotations
@@ -19,36 +21,47 @@ from typing import Any, NoReturn
 from graphrun.errors import InputError
 from graphrun.limits import LIMITS, require
 
-Kind = type[InputError]
+ErrorClass = type[InputError]
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-# Controls and marks that move the cursor, change colours or reorder text: C0 and C1 without tab and line feed, and Unicode's
-# bidirectional formatting characters (UAX 9, table 4) and line separators.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# Characters that move the cursor, change colours or reorder text: C0 and C1 controls without tab
+# and line feed, and Unicode's bidirectional formatting characters (UAX 9, table 4) and line
+# separators.
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 # Opening a named pipe would wait for its writer; Windows has neither flag.
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 
-def opened(path: Path, kind: Kind = InputError) -> io.BufferedReader:
-    """The regular file ``path``, open for reading in binary."""
+def open_regular(path: Path, kind: ErrorClass = InputError) -> io.BufferedReader:
+    """Return the regular file ``path``, open for reading in binary."""
     try:
         handle = os.open(path, os.O_RDONLY | _NO_WAIT)
         mode = os.fstat(handle).st_mode
         if not stat.S_ISREG(mode):
             os.close(handle)
-            raise kind(f"cannot be read: {'Is a directory' if stat.S_ISDIR(mode) else 'it is not a regular file'}", str(path))
+            raise kind(
+                "cannot be read: "
+                f"{'Is a directory' if stat.S_ISDIR(mode) else 'it is not a regular file'}",
+                str(path),
+            )
         return os.fdopen(handle, "rb")
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
         absent = isinstance(error, FileNotFoundError)
-        reason = "no such file" if absent else f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        reason = (
+            "no such file"
+            if absent
+            else f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        )
         raise kind(reason, str(path)) from None
 
 
-def read_bytes(path: Path, kind: Kind = InputError, limit: str = "text_bytes") -> bytes:
-    """The content of ``path``, as long as the limit ``limit`` allows."""
-    with opened(path, kind) as file:
+def read_bytes(path: Path, kind: ErrorClass = InputError, limit: str = "text_bytes") -> bytes:
+    """Return the content of ``path``, up to the limit called ``limit``."""
+    with open_regular(path, kind) as file:
         try:
             data = file.read(getattr(LIMITS, limit) + 1)
             size = max(len(data), os.fstat(file.fileno()).st_size)
@@ -58,16 +71,16 @@ def read_bytes(path: Path, kind: Kind = InputError, limit: str = "text_bytes") -
     return data
 
 
-def read_text(path: Path, kind: Kind = InputError, limit: str = "text_bytes") -> str:
-    """The UTF-8 text in ``path``, as long as the limit ``limit`` allows."""
+def read_text(path: Path, kind: ErrorClass = InputError, limit: str = "text_bytes") -> str:
+    """Return the UTF-8 text in ``path``, up to the limit called ``limit``."""
     try:
         return read_bytes(path, kind, limit).decode("utf-8")
     except UnicodeDecodeError as error:
         raise kind(f"not a text file: byte {error.start} is not UTF-8", str(path)) from None
 
 
-def read_json(path: Path, kind: Kind = InputError, *, infinite: bool = False) -> Any:
-    """The JSON value in ``path``; see `parse_json`."""
+def read_json(path: Path, kind: ErrorClass = InputError, *, infinite: bool = False) -> Any:
+    """Return the JSON value in ``path``; see `parse_json`."""
     text = read_text(path, kind)
     try:
         return parse_json(text, infinite=infinite)
@@ -78,9 +91,17 @@ def read_json(path: Path, kind: Kind = InputError, *, infinite: bool = False) ->
 
 
 def parse_json(text: str | bytes, *, infinite: bool = False) -> Any:
-    """The JSON value in ``text``. Raises ValueError where it is none, nests too deeply, or has a number or text that is of no use:
-    too many digits, not finite, half of a surrogate pair. ``infinite``: infinities are read, which diffusers writes."""
-    constant = (lambda name: float(name) if name != "NaN" else _refuse_constant(name)) if infinite else _refuse_constant
+    """Return the JSON value in ``text``.
+
+    Raises ValueError if it is not JSON, nests too deeply, or has an unusable number or text: too
+    many digits, not finite, half of a surrogate pair. ``infinite``: infinities are read, which
+    diffusers writes.
+    """
+    constant = (
+        (lambda name: float(name) if name != "NaN" else _refuse_constant(name))
+        if infinite
+        else _refuse_constant
+    )
     try:
         data = json.loads(text, parse_int=_integer, parse_constant=constant)
     except RecursionError:
@@ -90,18 +111,18 @@ def parse_json(text: str | bytes, *, infinite: bool = False) -> Any:
         depth += 1
         if depth > LIMITS.nesting:
             raise ValueError(f"nested more than {LIMITS.nesting} deep")
-        below: list[Any] = []
+        next_level: list[Any] = []
         for item in level:
             if isinstance(item, str):
                 refuse_surrogates(item)
             elif isinstance(item, dict):
-                below += item
-                below += item.values()
+                next_level += item
+                next_level += item.values()
             elif isinstance(item, list):
-                below += item
+                next_level += item
             elif isinstance(item, float) and item - item != 0 and not infinite:
                 raise ValueError("a number is too large")
-        level = below
+        level = next_level
     return data
 
 
@@ -121,7 +142,7 @@ class LibraryPanic(RuntimeError):
 
 @contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Raise LibraryPanic in place of pyo3's exception, which is no Exception, as KeyboardInterrupt is none."""
+    """Raise LibraryPanic in place of pyo3's exception, which is not a subclass of Exception."""
     try:
         yield
     except BaseException as error:
@@ -132,31 +153,49 @@ def panics_as_errors() -> Iterator[None]:
 
 
 def refuse_surrogates(text: str) -> None:
-    """Raises ValueError where ``text`` has half of a surrogate pair: an escape in a file, or a byte of a command line."""
-    if not text.isascii() and (found := _SURROGATE.search(text)):
-        raise ValueError(f"character {found.start() + 1} is half of a surrogate pair or not UTF-8: {found[0]!r}")
+    """Raise ValueError if ``text`` has half of a surrogate pair.
+
+    It may come from an escape in a file, or from a byte of a command line.
+    """
+    if not text.isascii() and (match := _SURROGATE.search(text)):
+        raise ValueError(
+            f"character {match.start() + 1} is half of a surrogate pair or not UTF-8: {match[0]!r}"
+        )
 
 
-def inside(folder: Path, name: Any, what: str, where: str = "", kind: Kind = InputError) -> Path:
-    """``folder``/``name`` for a ``name`` that a file gave. Raises ``kind`` where that is not a path below ``folder``."""
+def path_inside(
+    folder: Path, name: Any, problem: str, location: str = "", kind: ErrorClass = InputError
+) -> Path:
+    """Return ``folder``/``name`` for a ``name`` from a file.
+
+    Raises ``kind`` if it is not a path below ``folder``.
+    """
     parts = name.split("/") if isinstance(name, str) else [""]
     if "\0" in str(name) or any(part in ("", ".", "..") or len(part) > 255 for part in parts):
-        raise kind(f"{what} {str(name)[:100]!r}, which is no name of a file below {folder}", where)
+        raise kind(
+            f"{problem} {str(name)[:100]!r}, which is no name of a file below {folder}", location
+        )
     return folder.joinpath(*parts)
 
 
-def shortened(text: str, most: int = 1_000) -> str:
-    """``text``, of which at most ``most`` characters are left, from its beginning and its end."""
-    if len(text) <= most:
+def shortened(text: str, max_characters: int = 1_000) -> str:
+    """Return at most ``max_characters`` of ``text``, from its beginning and its end."""
+    if len(text) <= max_characters:
         return text
-    return f"{text[: most - most // 4]} ... {text[len(text) - most // 4 :]}"
+    return (
+        f"{text[: max_characters - max_characters // 4]} ... "
+        f"{text[len(text) - max_characters // 4 :]}"
+    )
 
 
 def quoted(text: str) -> str:
-    """``text`` in quotes, for an error: at most about a hundred characters of it."""
+    """Return ``text`` in quotes for an error, shortened to about a hundred characters."""
     return repr(shortened(text, 100))
 
 
 def printable(text: str) -> str:
-    """``text`` with characters that a terminal acts on, or that reorder text, as escapes: ``\\x1b``, ``\\u202e``."""
-    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    """Return ``text`` with characters escaped that a terminal acts on, or that reorder text.
+
+    Escapes are like ``\\x1b`` and ``\\u202e``.
+    """
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

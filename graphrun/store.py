@@ -1,13 +1,18 @@
-"""Caching of dry runs, problems and plans on disk: what each entry's key depends on, and when an entry is ignored.
+"""Cache dry runs, problems and plans on disk: keys of entries, and when an entry is ignored.
 
-    dry run    graph, inputs, versions of the libraries, graphrun's own source        any hardware, any budget
-    problem    dry run + hardware + budgets                                           read without importing torch
-    call       state of an attached pipeline, signature of the call, versions         its dry run
-    plan       the problem's digest + graphrun's own source                           read without importing highspy
-    measured   device, versions, component, shapes (`graphrun.profile.feedback`)      applied to a problem when it is read
+    entry      key                                                    use
+    dry run    graph, inputs, versions of the libraries, graphrun's   any hardware, any budget
+               own source
+    problem    dry run + hardware + budgets                           read without importing torch
+    call       state of an attached pipeline, signature of the        its dry run
+               call, versions
+    plan       the problem's digest + graphrun's own source           read without importing highspy
+    measured   device, versions, component, shapes                    applied to a problem when it
+               (`graphrun.profile.feedback`)                          is read
 
-Without a folder everything works the same and nothing is stored. Torch is imported only to make a dry run. Those of graphrun's own
-graphs at their defaults are in the wheel (`ship`), and hold where the libraries have the versions that they were made with.
+Without a folder everything works the same and nothing is stored. Torch is imported only to make a
+dry run. The wheel contains dry runs of graphrun's own graphs at their defaults (`ship`). They are
+valid if the libraries have the versions that they were made with.
 """
 
 from __future__ import annotations
@@ -31,13 +36,19 @@ from graphrun.errors import GraphError, PlanError
 from graphrun.files import Store, digest_of, package_digest, python_digest
 from graphrun.graph.graph import Graph, Reference
 from graphrun.graph.loading import load
-from graphrun.graph.media import told
+from graphrun.graph.media import size_text
 from graphrun.model.plan import parse
 from graphrun.model.problem import Hardware, Problem
 from graphrun.model.solution import Solution
-from graphrun.modules.source_files import commits_of, config_file, file_stamps, local_folder, local_place
-from graphrun.profile.feedback import informed, keep_shapes
-from graphrun.profile.problems import Limits, option_phases_of, problem_of
+from graphrun.modules.source_files import (
+    commits_of,
+    config_file,
+    file_stamps,
+    local_folder,
+    local_place,
+)
+from graphrun.profile.feedback import store_measurement_keys, with_measurements
+from graphrun.profile.problems import ProblemLimits, option_phases_of, problem_of
 from graphrun.profile.recording import DryRun
 from graphrun.reading import read_text
 from graphrun.solve.granularity import split_into_layers
@@ -47,63 +58,103 @@ from graphrun.verify.solution import checked_solution
 if TYPE_CHECKING:
     from graphrun.solve.frontier import Frontier
 
-# Dry runs that come with graphrun, as entries; in a checkout there are none, or those of the last wheel that was built.
+# Entries of dry runs that come with graphrun. A checkout has none, or those of its last wheel.
 SHIPPED = Path(__file__).parent / "dry_runs"
 
-# Packages whose code a dry run of a diffusers pipeline executes, or whose presence changes it.
+# Packages whose code a dry run of a diffusers pipeline executes, or whose presence changes the
+# code.
 LIBRARIES = ("torch", "diffusers", "transformers", "tokenizers", "accelerate", "bitsandbytes")
 
-# Exceptions raised when an entry is damaged or was written by something else.
+# Exceptions raised if an entry is damaged or was not written by graphrun.
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, PlanError)
 
 
 _Entry = TypeVar("_Entry")
 
 
-def problem_for(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits: Limits, store: Store | None) -> Problem:
-    """The problem of running ``graph`` with resolved ``inputs``: read from ``store``, else made and stored.
+def problem_for(
+    graph: Graph,
+    inputs: Mapping[str, Any],
+    hardware: Hardware,
+    limits: ProblemLimits,
+    store: Store | None,
+) -> Problem:
+    """Return the problem of running ``graph`` with resolved ``inputs``.
 
-    Measurements of earlier runs in ``store`` replace traced numbers.
+    It is read from ``store``, else made and stored. Measurements of earlier runs in ``store``
+    replace traced numbers.
     """
     traced = trace_key(graph, inputs) if store is not None else None
     key = ""
     if traced is not None:
-        sources = [sorted(c.name for c in graph.components.values() if c.source is not None), commits_of(graph.components.values())]
-        settings = {name: told(value) for name, value in inputs.items() if not isinstance(value, str)}
-        key = digest_of([traced, graph.name, settings, asdict(hardware), asdict(limits), asdict(graph.directives), sources])
+        sources = [
+            sorted(c.name for c in graph.components.values() if c.source is not None),
+            commits_of(graph.components.values()),
+        ]
+        settings = {
+            name: size_text(value) for name, value in inputs.items() if not isinstance(value, str)
+        }
+        key = digest_of(
+            [
+                traced,
+                graph.name,
+                settings,
+                asdict(hardware),
+                asdict(limits),
+                asdict(graph.directives),
+                sources,
+            ]
+        )
     problem = _stored(store, "problem", key, TypeAdapter(Problem).validate_python)
     if problem is None:
-        chosen = option_phases_of(graph, limits.allow)
-        with_options = [(stage, name, _dry_run(graph, inputs, store, traced, {stage: name})) for stage, name in chosen]
-        probed = _dry_run(graph, inputs, store, traced)
-        problem = problem_of(graph, probed, hardware, limits, inputs, with_options)
+        option_phases = option_phases_of(graph, limits.allow)
+        with_options = [
+            (stage, name, _dry_run(graph, inputs, store, traced, {stage: name}))
+            for stage, name in option_phases
+        ]
+        run = _dry_run(graph, inputs, store, traced)
+        problem = problem_of(graph, run, hardware, limits, inputs, with_options)
         if store is not None:
             if key:
                 store.put("problem", key, problem.to_json())
-            keep_shapes(graph, probed, problem, store)
-    return informed(problem, store)
+            store_measurement_keys(graph, run, problem, store)
+    return with_measurements(problem, store)
 
 
-def dry_run(graph: Graph, inputs: Mapping[str, Any], store: Store | None, options: Mapping[str, str] | None = None) -> DryRun:
-    """The dry run of ``graph`` with resolved ``inputs`` and the stage ``options`` (stage -> name): read from ``store``, else made,
-    which takes seconds, and stored."""
-    return _dry_run(graph, inputs, store, trace_key(graph, inputs) if store is not None else None, options)
+def dry_run(
+    graph: Graph,
+    inputs: Mapping[str, Any],
+    store: Store | None,
+    options: Mapping[str, str] | None = None,
+) -> DryRun:
+    """Return the dry run of ``graph`` with resolved ``inputs`` and the stage ``options``.
+
+    ``options``: stage -> name. The dry run is read from ``store``, else made, which takes seconds,
+    and stored.
+    """
+    return _dry_run(
+        graph, inputs, store, trace_key(graph, inputs) if store is not None else None, options
+    )
 
 
 def _dry_run(
-    graph: Graph, inputs: Mapping[str, Any], store: Store | None, traced: str | None, options: Mapping[str, str] | None = None
+    graph: Graph,
+    inputs: Mapping[str, Any],
+    store: Store | None,
+    traced: str | None,
+    options: Mapping[str, str] | None = None,
 ) -> DryRun:
-    """As `dry_run`, with the `trace_key` ``traced`` and the stage ``options`` (stage -> name)."""
+    """Return the `dry_run` whose `trace_key` without options is ``traced``."""
     key = _with_options(traced, options)
-    if (found := _stored(store, "trace", key, DryRun.from_json)) is not None:
-        return found
-    own = _with_options(shipped_key(graph, inputs), options) if SHIPPED.is_dir() else ""
-    if (found := _stored(Store(SHIPPED), "trace", own, DryRun.from_json)) is not None:
-        return found
-    probed = _probe(graph, inputs, options)
+    if (entry := _stored(store, "trace", key, DryRun.from_json)) is not None:
+        return entry
+    ship_key = _with_options(shipped_key(graph, inputs), options) if SHIPPED.is_dir() else ""
+    if (entry := _stored(Store(SHIPPED), "trace", ship_key, DryRun.from_json)) is not None:
+        return entry
+    run = _probe(graph, inputs, options)
     if store is not None and key:
-        store.put("trace", key, probed.to_json())
-    return probed
+        store.put("trace", key, run.to_json())
+    return run
 
 
 def _with_options(traced: str | None, options: Mapping[str, str] | None) -> str:
@@ -111,9 +162,10 @@ def _with_options(traced: str | None, options: Mapping[str, str] | None) -> str:
 
 
 def ship(names: Iterable[str], folder: Path = SHIPPED) -> None:
-    """Makes dry runs of graphrun's own graphs called ``names``, at their defaults, for a wheel. Replaces what is in ``folder``.
+    """Make dry runs of graphrun's own graphs called ``names``, at their defaults, for a wheel.
 
-    Graphs that name classes of other packages are left out: only a caller may trust these.
+    Replaces the content of ``folder``. Graphs that name classes of other packages are left out:
+    only a caller may trust these.
     """
     shutil.rmtree(folder, ignore_errors=True)
     store = Store(folder, limit_bytes=sys.maxsize)
@@ -124,39 +176,56 @@ def ship(names: Iterable[str], folder: Path = SHIPPED) -> None:
             continue
         inputs = graph.for_planning({})
         for options in ({}, *({stage: option} for stage, option in option_phases_of(graph, ()))):
-            store.put("trace", _with_options(shipped_key(graph, inputs), options), _probe(graph, inputs, options).to_json())
+            store.put(
+                "trace",
+                _with_options(shipped_key(graph, inputs), options),
+                _probe(graph, inputs, options).to_json(),
+            )
 
 
-def _stored(store: Store | None, kind: str, key: str, read: Callable[[Any], _Entry]) -> _Entry | None:
-    """The entry of ``store`` as ``read`` makes it; None without a key, and where there is no entry or it is damaged."""
-    found = store.get(kind, key) if store is not None and key else None
+def _stored(
+    store: Store | None, kind: str, key: str, decode: Callable[[Any], _Entry]
+) -> _Entry | None:
+    """Return the entry of ``store``, decoded by ``decode``.
+
+    None without a key, and if the entry is missing or damaged.
+    """
+    entry = store.get(kind, key) if store is not None and key else None
     try:
-        return read(found) if found is not None else None
+        return decode(entry) if entry is not None else None
     except UNREADABLE:
         return None
 
 
-def solution_for(problem: Problem, store: Store | None, solved: Callable[[float], None] | None = None) -> Solution:
-    """The best plan for ``problem``: read from ``store`` and checked, else solved and stored. Raises Infeasible.
+def solution_for(
+    problem: Problem, store: Store | None, on_solved: Callable[[float], None] | None = None
+) -> Solution:
+    """Return the best plan for ``problem``, from ``store`` or solved.
 
-    ``solved`` is called with the seconds that solving took, and not at all for a stored plan.
+    A stored plan is checked; a solved plan is stored. ``on_solved`` is called with the seconds that
+    solving took, and not for a stored plan. Raises Infeasible.
     """
-    if (stored := _stored_plan(problem, store)) is not None:
-        return stored
+    if (cached_plan := _stored_plan(problem, store)) is not None:
+        return cached_plan
     from graphrun.solve.solve import solve  # imports highspy
 
     start = time.perf_counter()
     solution = solve(problem)
-    if solved is not None:
-        solved(time.perf_counter() - start)
+    if on_solved is not None:
+        on_solved(time.perf_counter() - start)
     keep_plan(problem, solution, store)
     return solution
 
 
-def fitting_for(problem: Problem, store: Store | None, step: Callable[[str], None] | None = None) -> Solution | None:
-    """As `solution_for`, but None where nothing fits. ``step``: called with the budget as text before a solve."""
-    if (stored := _stored_plan(problem, store)) is not None:
-        return stored
+def fitting_for(
+    problem: Problem, store: Store | None, step: Callable[[str], None] | None = None
+) -> Solution | None:
+    """Return what `solution_for` returns, or None if nothing fits.
+
+    ``step`` is called with the budget as text before a solve.
+    """
+    if (cached_plan := _stored_plan(problem, store)) is not None:
+        return cached_plan
     from graphrun.solve.pages import solved
 
     if step is not None:
@@ -166,18 +235,29 @@ def fitting_for(problem: Problem, store: Store | None, step: Callable[[str], Non
     return solution
 
 
-def advice_for(problem: Problem, solution: Solution, options: Callable[[], Iterable[Any]], store: Store | None) -> tuple[Any, ...]:
-    """`graphrun.solve.advice` for ``solution``, the plan of ``problem``: read from ``store``, else solved for and stored.
-    ``options``: repairs that take dry runs."""
-    from graphrun.solve.advice import advice, worthwhile  # imports highspy
-    from graphrun.solve.repairs import Repair
+def suggestions_for(
+    problem: Problem, solution: Solution, options: Callable[[], Iterable[Any]], store: Store | None
+) -> tuple[Any, ...]:
+    """Return `graphrun.solve.speedups` for ``solution``, the plan of ``problem``.
 
-    found = _stored(store, "advice", _plan_key(problem), TypeAdapter(list[Repair]).validate_python)
-    if found is None:
-        found = list(advice(problem, options()))
+    They are read from ``store``, else solved for and stored. ``options``: suggestions that take dry
+    runs.
+    """
+    from graphrun.solve.speedups import speedups, worthwhile  # imports highspy
+    from graphrun.solve.suggestions import Suggestion
+
+    speedup_list = _stored(
+        store, "suggestions", _plan_key(problem), TypeAdapter(list[Suggestion]).validate_python
+    )
+    if speedup_list is None:
+        speedup_list = list(speedups(problem, options()))
         if store is not None:
-            store.put("advice", _plan_key(problem), [asdict(repair) for repair in found])
-    return worthwhile(found, solution)
+            store.put(
+                "suggestions",
+                _plan_key(problem),
+                [asdict(suggestion) for suggestion in speedup_list],
+            )
+    return worthwhile(speedup_list, solution)
 
 
 def frontier_for(
@@ -187,38 +267,56 @@ def frontier_for(
     device: int = 0,
     step: Callable[[str], None] | None = None,
 ) -> Frontier:
-    """`graphrun.solve.frontier.frontier`, with plans read from ``store`` and kept there: that of a smaller budget too, where it is
-    the faster one. ``step``: as for `fitting_for`."""
+    """Return `graphrun.solve.frontier.frontier`, with plans read from ``store`` and kept there.
+
+    If the plan of a smaller budget is the faster one, it is kept for the larger budget too.
+    ``step``: as for `fitting_for`.
+    """
     from graphrun.solve.frontier import at_budget, frontier  # imports highspy
 
-    points = frontier(problem, budgets, lambda of: fitting_for(of, store, step), device)
+    points = frontier(problem, budgets, lambda variant: fitting_for(variant, store, step), device)
     for point in points:
         if point.solution is not None:
             keep_plan(at_budget(problem, point.budget_bytes, device), point.solution, store)
     return points
 
 
-def curve_for(problem: Problem, solution: Solution, store: Store | None, step: Callable[[str], None]) -> Frontier:
-    """`graphrun.solve.frontier.curve` through ``solution``, the plan of ``problem``, with other plans read from ``store`` and kept
-    there. ``solution`` is not kept: it may be from a file, which can claim any proof. ``step``: as for `fitting_for`."""
+def curve_for(
+    problem: Problem, solution: Solution, store: Store | None, step: Callable[[str], None]
+) -> Frontier:
+    """Return `graphrun.solve.frontier.curve` through ``solution``, the plan of ``problem``.
+
+    Other plans are read from ``store`` and kept there. ``solution`` is not kept: it may be from a
+    file, which can claim any proof. ``step``: as for `fitting_for`.
+    """
     from graphrun.solve.frontier import curve  # imports highspy
 
-    return curve(problem, solution, lambda changed: fitting_for(changed, store, step))
+    return curve(problem, solution, lambda variant: fitting_for(variant, store, step))
 
 
 def _stored_plan(problem: Problem, store: Store | None) -> Solution | None:
-    def read(found: Any) -> Solution | None:
-        return checked_solution(split_into_layers(problem, found["layers"]), parse(found["plan"]), *found["proof"])
+    def read(entry: Any) -> Solution | None:
+        return checked_solution(
+            split_into_layers(problem, entry["layers"]), parse(entry["plan"]), *entry["proof"]
+        )
 
     return _stored(store, "plan", _plan_key(problem), read) if store is not None else None
 
 
 def keep_plan(problem: Problem, solution: Solution, store: Store | None) -> None:
-    """Stores ``solution`` as the best plan for ``problem``, whose components are as they were before any was split."""
+    """Store ``solution`` as the best plan for ``problem``, with components before any split."""
     if store is not None:
         proof = [getattr(solution, field.name) for field in fields(Solution)[3:]]
-        layers = [component.name for component in solution.problem.components if component.granularity == "layers"]
-        store.put("plan", _plan_key(problem), {"plan": str(solution.plan), "layers": layers, "proof": proof})
+        layers = [
+            component.name
+            for component in solution.problem.components
+            if component.granularity == "layers"
+        ]
+        store.put(
+            "plan",
+            _plan_key(problem),
+            {"plan": str(solution.plan), "layers": layers, "proof": proof},
+        )
 
 
 class CallStore:
@@ -228,16 +326,23 @@ class CallStore:
         self._store = store
 
     def solve(self, problem: Problem) -> Solution:
-        """As `solution_for`."""
+        """Return the plan as `solution_for` does."""
         return solution_for(problem, self._store)
 
     def find(self, packages: Iterable[str], content: Any) -> Any:
-        """What `keep` stored for equal ``content``; None where nothing was, or by other code."""
+        """Return what `keep` stored for equal ``content``, or None.
+
+        Entries of other code do not count.
+        """
         return _stored(self._store, "call", self._key(packages, content), lambda data: data)
 
     def keep(self, packages: Iterable[str], content: Any, data: Any) -> None:
-        """Stores ``data`` for a call that ``content`` describes, of a pipeline whose classes are from ``packages``. Not where one
-        of these is not among the libraries, whose versions are in the key."""
+        """Store ``data`` for a call that ``content`` describes, of a pipeline with classes of
+        ``packages``.
+
+        Nothing is stored if a package is not one of the libraries, because the key has only their
+        versions.
+        """
         if key := self._key(packages, content):
             self._store.put("call", key, data)
 
@@ -253,10 +358,11 @@ def _plan_key(problem: Problem) -> str:
 
 
 def trace_key(graph: Graph, inputs: Mapping[str, Any]) -> str | None:
-    """Key of everything that a dry run depends on; None where the code of a trusted package is not found.
+    """Return the key of everything that a dry run depends on.
 
-    It does not depend on hardware, on a seed, or on the text of a prompt, because pipelines pad it; no prompt and an empty prompt
-    do differ. Local weight files count by name, size and modification time.
+    None if the code of a trusted package is not found. The key does not depend on hardware, on a
+    seed, or on the text of a prompt, because pipelines pad it; no prompt and an empty prompt do
+    differ. Local weight files count by name, size and modification time.
     """
     trusted = {name: package_digest(name) for name in graph.trust}
     if not all(trusted.values()):
@@ -266,41 +372,78 @@ def trace_key(graph: Graph, inputs: Mapping[str, Any]) -> str | None:
 
 
 def shipped_key(graph: Graph, inputs: Mapping[str, Any]) -> str | None:
-    """`trace_key` for a dry run made on another machine: of a library its release counts, and not when it was installed or for
-    which device it was built (``2.13.0`` of ``2.13.0+cpu``)."""
+    """Return the `trace_key` for a dry run made on another machine.
+
+    Libraries count by their release only, not by when they were installed or for which device they
+    were built (``2.13.0`` of ``2.13.0+cpu``).
+    """
     versions = {name: _installed_version(name) for name in LIBRARIES}
-    return _key(graph, inputs, {name: found and found[0].partition("+")[0] for name, found in versions.items()})
+    return _key(
+        graph,
+        inputs,
+        {name: release and release[0].partition("+")[0] for name, release in versions.items()},
+    )
 
 
 def _key(graph: Graph, inputs: Mapping[str, Any], versions: Any) -> str | None:
     if (sources := _sources(graph)) is None:
         return None
-    return digest_of([graph.digest, list(graph.trust), _settings(graph, inputs), [versions, own_source()], sources])
+    return digest_of(
+        [
+            graph.digest,
+            list(graph.trust),
+            _settings(graph, inputs),
+            [versions, own_source()],
+            sources,
+        ]
+    )
 
 
 def _sources(graph: Graph) -> list[Any] | None:
-    """State of the local sources of a graph: contents of configurations, and sizes and modification times of weights. None where a
-    configuration that it needs is not on this machine."""
-    found: list[Any] = []
+    """Return the state of a graph's local sources.
+
+    It has contents of configurations, and sizes and modification times of weights. None if a
+    required configuration is not on this machine.
+    """
+    states: list[Any] = []
     for c in graph.components.values():
-        paths = [path for source in (c.source, c.gguf) if source and (path := local_place(source)) is not None]
+        paths = [
+            path
+            for source in (c.source, c.gguf)
+            if source and (path := local_place(source)) is not None
+        ]
         config = None if c.has_config else config_file(c.source)
         if not c.has_config and config is None:
             return None
         text = read_text(config) if config is not None else ""
-        found.append([c.name, text, c.variant, *(file_stamps(path, c.where, c.variant) for path in paths)])
+        states.append(
+            [
+                c.name,
+                text,
+                c.variant,
+                *(file_stamps(path, c.file_line, c.variant) for path in paths),
+            ]
+        )
     for p in graph.parts.values():
         if not (p.has_config or p.file):
             folder = local_folder(p.source)
             if folder is None:
                 return None
             files = sorted(path for path in folder.iterdir() if path.is_file())
-            found.append([p.name, [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]])
-    return found
+            states.append(
+                [
+                    p.name,
+                    [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files],
+                ]
+            )
+    return states
 
 
 def _settings(graph: Graph, inputs: Mapping[str, Any]) -> dict[str, str]:
-    """The inputs that stages use, as text; of a prompt, only whether there is one. Seeds are left out."""
+    """Return the inputs that stages use, as text; for a prompt, only whether there is one.
+
+    Seeds are left out.
+    """
     uses = [
         (name, value.name)
         for stage in graph.stages
@@ -308,51 +451,69 @@ def _settings(graph: Graph, inputs: Mapping[str, Any]) -> dict[str, str]:
         for value in (argument if isinstance(argument, list) else [argument])
         if isinstance(value, Reference) and value.kind == "input"
     ]
-    plain = {wanted for name, wanted in uses if "prompt" not in name and name != "seed"}
-    found = {name: told(inputs[name]) for name in sorted(plain)}
-    texts = sorted({wanted for name, wanted in uses if "prompt" in name} - plain)
-    return found | {name: "text" if inputs[name] and isinstance(inputs[name], str) else told(inputs[name]) for name in texts}
+    plain = {input_name for name, input_name in uses if "prompt" not in name and name != "seed"}
+    settings = {name: size_text(inputs[name]) for name in sorted(plain)}
+    texts = sorted({input_name for name, input_name in uses if "prompt" in name} - plain)
+    return settings | {
+        name: "text" if inputs[name] and isinstance(inputs[name], str) else size_text(inputs[name])
+        for name in texts
+    }
 
 
 def _installed_version(package: str) -> tuple[str, int] | None:
-    """Version of a package and modification time of its first file, so that a reinstalled package counts as changed. None:
-    unknown."""
+    """Return the version of a package and the modification time of its first file; None if unknown.
+
+    With the time, a reinstalled package counts as changed.
+    """
     try:
         number, spec = version(package), find_spec(package)
-        return number, Path(spec.origin).stat().st_mtime_ns if spec is not None and spec.origin else 0
+        return number, Path(
+            spec.origin
+        ).stat().st_mtime_ns if spec is not None and spec.origin else 0
     except (PackageNotFoundError, OSError, ValueError):
         return None
 
 
 @functools.cache
 def own_source() -> str:
-    """Digest of every Python file of graphrun at the first call. Any change of the source invalidates all entries."""
+    """Return the digest of every Python file of graphrun at the first call.
+
+    Any change of the source invalidates all entries.
+    """
     return python_digest(Path(__file__).parent)[:32]
 
 
 def _probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None) -> DryRun:
     with _garbage_collection_paused() as imported:
-        from graphrun.modules.classes import pipeline_class, require_code, resolve_class, resolve_function
+        from graphrun.modules.classes import (
+            pipeline_class,
+            require_code,
+            resolve_class,
+            resolve_function,
+        )
         from graphrun.profile.dry_run import probe
 
         require_code(graph)
         for component in graph.components.values():
-            resolve_class(component.class_path, graph.trust, component.where, "component")
+            resolve_class(component.class_path, graph.trust, component.file_line, "component")
         for part in graph.parts.values():
-            resolve_class(part.class_path, graph.trust, part.where, "part")
+            resolve_class(part.class_path, graph.trust, part.file_line, "part")
         for pipeline in map(graph.pipeline_called, ("", *graph.pipelines)):
             pipeline_class(pipeline, graph.trust)
         for stage in graph.stages:
-            if stage.operation.own:
-                resolve_function(stage.op, graph.trust, stage.where)
+            if stage.operation.is_function:
+                resolve_function(stage.op, graph.trust, stage.file_line)
         imported()
         return probe(graph, inputs, options)
 
 
 @contextmanager
 def _garbage_collection_paused() -> Iterator[Callable[[], None]]:
-    """Pauses garbage collection during imports. They create a million permanent objects, and scanning these repeatedly takes a
-    quarter of the import time. The yielded function ends the pause and freezes the objects until the context ends (`gc.freeze`).
+    """Pause garbage collection during imports.
+
+    Imports create a million permanent objects, and scanning these repeatedly takes a quarter of the
+    import time. The yielded function ends the pause and freezes the objects until the context ends
+    (`gc.freeze`).
     """
     enabled, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()

@@ -1,4 +1,7 @@
-"""Trace of a run: measurements per slot and per event, in bytes and in seconds of the device's clock (virtual on ``sim``)."""
+"""Trace of a run: measurements per slot and per event.
+
+Bytes, and seconds of the device's clock (virtual on ``sim``).
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,18 @@ class Event:
     """One event of a run, with its start and end in seconds from the start of the run.
 
     ``kind`` is one of
-        ``load``     copy of one block to the device, where it stays
-        ``stream``   copy of one block into the staging ring
-        ``block``    compute of one streamed block, without the time it waited for its copy
-        ``run``      one call into a component
-        ``read``     one block read from disk into its backing store; ``nbytes`` are those read from files
-        ``fetch``    one block read from disk for its own copy to the device; ``nbytes`` as for ``read``
-        ``drop``     a backing store released
-        ``evict``    the device copy of one block released
-        ``spill``    a value copied to the host; ``restore``: copied back
-        ``size``     measured device bytes of a quantized component after its first call
+
+        load       copy of one block to the device, where it stays
+        stream     copy of one block into the staging ring buffer
+        block      compute of one streamed block, without waiting for its copy
+        run        one call into a component
+        read       one block read from disk into its backing store; nbytes: bytes read from files
+        fetch      one block read from disk for its own copy to the device; nbytes as for read
+        drop       a backing store released
+        evict      the device copy of one block released
+        spill      a value copied to the host
+        restore    a spilled value copied back
+        size       measured device bytes of a quantized component after its first call
     """
 
     kind: str
@@ -40,11 +45,12 @@ class Event:
 class SlotTrace:
     """Measurements of one slot of the plan.
 
-    ``peak_bytes``: peak on the device. ``moved_bytes``: weights copied to the device. ``host_bytes``: peak of backing stores and
-    spilled values in RAM; ``locked_bytes``: peak of page-locked memory among it. ``calls``: the most calls into one component.
-    ``helper_peaks``: peak on each helper, whose loads count in ``moved_bytes`` too.
-    ``planned_peaks``: planned peak on the device and on each helper, by the plan that opened the slot,
-    plus the bytes on that device that are not the plan's.
+    ``peak_bytes``: peak on the device. ``moved_bytes``: weights copied to the device, and to
+    secondary devices. ``host_bytes``: peak of backing stores and spilled values in RAM;
+    ``locked_bytes``: peak of the page-locked part. ``calls``: the maximum number of calls into one
+    component. ``secondary_peaks``: peak on each secondary device. ``planned_peaks``: planned peak
+    on the device and on each secondary device, by the plan that opened the slot, plus the bytes on
+    that device that do not belong to the plan.
     """
 
     phase: str
@@ -56,7 +62,7 @@ class SlotTrace:
     end_seconds: float
     host_bytes: int = 0
     locked_bytes: int = 0
-    helper_peaks: tuple[int, ...] = ()
+    secondary_peaks: tuple[int, ...] = ()
     planned_peaks: tuple[int, ...] = ()
 
     @property
@@ -67,7 +73,10 @@ class SlotTrace:
 
 @dataclass(frozen=True, slots=True)
 class Overrun:
-    """A ``slot`` whose measured peak exceeds the planned one. ``device``: 0, or a helper's number."""
+    """A slot whose measured peak exceeds the planned one.
+
+    ``device``: 0, or a secondary device's number.
+    """
 
     slot: str
     device: int
@@ -75,36 +84,45 @@ class Overrun:
     peak_bytes: int
 
     def __str__(self) -> str:
-        measured, planned = show_size(self.peak_bytes), show_size(self.planned_bytes)
-        if measured == planned:
-            measured, planned = f"{self.peak_bytes:,} B", f"{self.planned_bytes:,} B"
-        where = f" on device{self.device}" if self.device else ""
-        return f"{measured} instead of {planned} in {self.slot}{where}"
+        peak_text, plan_text = show_size(self.peak_bytes), show_size(self.planned_bytes)
+        if peak_text == plan_text:
+            peak_text, plan_text = f"{self.peak_bytes:,} B", f"{self.planned_bytes:,} B"
+        suffix = f" on device{self.device}" if self.device else ""
+        return f"{peak_text} instead of {plan_text} in {self.slot}{suffix}"
 
 
 def verdict(overruns: Sequence[Overrun], replans: int = 0) -> str:
-    """Whether a run matched its plan; if not, the planned and the measured bytes of the largest overrun.
+    """Return whether a run matched its plan, as text.
 
-    ``replans``: how often the remaining stages were planned again.
+    If not, the text has planned and measured bytes of the largest overrun. ``replans``: how often
+    the remaining stages were planned again.
     """
-    again = f"planned again {'once' if replans == 1 else f'{replans} times'}; " if replans else ""
+    prefix = f"planned again {'once' if replans == 1 else f'{replans} times'}; " if replans else ""
     if not overruns:
-        return f"{again}the run matched the plan"
+        return f"{prefix}the run matched the plan"
     largest = max(overruns, key=lambda overrun: overrun.peak_bytes - overrun.planned_bytes)
-    more = f", and in {len(overruns) - 1} more" if len(overruns) > 1 else ""
-    return f"{again}the run took more than planned: {largest}{more}"
+    suffix = f", and in {len(overruns) - 1} more" if len(overruns) > 1 else ""
+    return f"{prefix}the run took more than planned: {largest}{suffix}"
 
 
 def warn_of(overruns: Sequence[Overrun], stacklevel: int = 1) -> None:
-    """Issue a RuntimeWarning if there are ``overruns``. ``stacklevel``: 1 names the caller's line."""
+    """Issue a RuntimeWarning if there are ``overruns``.
+
+    ``stacklevel``: 1 names the caller's line.
+    """
     if overruns:
-        remedy = "plan again from a new estimate, or leave more room with reserve="
-        warnings.warn(f"{verdict(overruns)}; {remedy}", RuntimeWarning, stacklevel=stacklevel + 1)
+        suggestion = "plan again from a new estimate, or leave more room with reserve="
+        warnings.warn(
+            f"{verdict(overruns)}; {suggestion}", RuntimeWarning, stacklevel=stacklevel + 1
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Bytes of a memory tier before and after a run: ``device``, ``arenas`` (host memory for weights), ``pinned`` (part of it)."""
+    """Bytes of a memory tier before and after a run.
+
+    Tiers are ``device``, ``arenas`` (host memory for weights) and ``pinned`` (part of it).
+    """
 
     name: str
     before_bytes: int
@@ -118,8 +136,10 @@ class Tier:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Trace:
-    """One run. ``outputs`` are the graph's outputs; ``left_bytes`` is what stayed on the device beyond the
-    ``baseline_bytes`` before the run."""
+    """One run. ``outputs`` are the graph's outputs.
+
+    ``left_bytes``: bytes still on the device beyond the ``baseline_bytes`` before the run.
+    """
 
     plan_digest: str
     device: str
@@ -129,24 +149,41 @@ class Trace:
     left_bytes: int
     outputs: dict[str, Any] = field(default_factory=dict, compare=False)
     tiers: tuple[Tier, ...] = ()
-    notes: tuple[str, ...] = ()  # one line for each time that the remaining stages were planned again
-    sources: tuple[dict[str, Any], ...] = ()  # where weights were read from: component, source, commit, files
+    # one line for each time that the remaining stages were planned again
+    notes: tuple[str, ...] = ()
+    # where weights were read from: component, source, commit, files
+    sources: tuple[dict[str, Any], ...] = ()
 
     def __repr__(self) -> str:
-        moved, peak = show_size(self.moved_bytes), show_size(self.peak_bytes)
-        return f"<Trace on {self.device}: {show_seconds(self.seconds)}, peak {peak}, moved {moved}, {len(self.slots)} slots>"
+        traffic, peak = show_size(self.moved_bytes), show_size(self.peak_bytes)
+        return (
+            f"<Trace on {self.device}: {show_seconds(self.seconds)}, peak {peak}, moved "
+            f"{traffic}, {len(self.slots)} slots>"
+        )
 
     def _repr_html_(self) -> str:
         rows = [
-            (of.name, show_size(of.peak_bytes), show_size(of.moved_bytes), show_seconds(of.end_seconds - of.start_seconds))
-            for of in self.slots
+            (
+                slot.name,
+                show_size(slot.peak_bytes),
+                show_size(slot.moved_bytes),
+                show_seconds(slot.end_seconds - slot.start_seconds),
+            )
+            for slot in self.slots
         ]
         return html_table(repr(self), [("slot", "peak", "moved", "took"), *rows])
 
-    def beside(self, planned: Sequence[Any]) -> list[tuple[Any, SlotTrace]]:
-        """Pairs of planned and measured slots with equal phase and part; planned slots that did not run are left out."""
-        measured = {(slot.phase, slot.part): slot for slot in self.slots}
-        return [(slot, measured[slot.phase, slot.part]) for slot in planned if (slot.phase, slot.part) in measured]
+    def pairs_with(self, plan_slots: Sequence[Any]) -> list[tuple[Any, SlotTrace]]:
+        """Return pairs of planned and measured slots with equal phase and part.
+
+        Planned slots that did not run are left out.
+        """
+        slot_traces = {(slot.phase, slot.part): slot for slot in self.slots}
+        return [
+            (slot, slot_traces[slot.phase, slot.part])
+            for slot in plan_slots
+            if (slot.phase, slot.part) in slot_traces
+        ]
 
     @property
     def peak_bytes(self) -> int:
@@ -157,10 +194,12 @@ class Trace:
     def overruns(self) -> tuple[Overrun, ...]:
         """The slots that took more than planned."""
         return tuple(
-            Overrun(slot.name, device, planned, peak)
+            Overrun(slot.name, device, plan_peak, peak)
             for slot in self.slots
-            for device, (planned, peak) in enumerate(zip(slot.planned_peaks, (slot.peak_bytes, *slot.helper_peaks), strict=False))
-            if peak > planned
+            for device, (plan_peak, peak) in enumerate(
+                zip(slot.planned_peaks, (slot.peak_bytes, *slot.secondary_peaks), strict=False)
+            )
+            if peak > plan_peak
         )
 
     @property
@@ -180,7 +219,8 @@ class Trace:
 
     @property
     def disk_bytes_read(self) -> int:
-        """Bytes of weights read from files, in the precision of the files (before quantizing or casting)."""
+        """Bytes of weights read from files, in the precision of the files (before quantizing or
+        casting)."""
         return sum(event.nbytes for event in self.events if event.kind in ("read", "fetch"))
 
     @property
@@ -189,7 +229,7 @@ class Trace:
         return self.slots[-1].end_seconds - self.slots[0].start_seconds if self.slots else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dictionary, without the outputs."""
+        """Return a JSON-ready dictionary, without the outputs."""
         return {
             "plan_digest": self.plan_digest,
             "device": self.device,
@@ -198,14 +238,20 @@ class Trace:
             "notes": list(self.notes),
             "sources": list(self.sources),
             "tiers": [{**asdict(tier), "left_bytes": tier.left_bytes} for tier in self.tiers],
-            "slots": [{key: of for key, of in asdict(slot).items() if of != ()} for slot in self.slots],
+            "slots": [
+                {key: value for key, value in asdict(slot).items() if value != ()}
+                for slot in self.slots
+            ],
             "events": [asdict(event) for event in self.events],
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A run on a ``device`` of a cluster, in seconds of the clock that all its devices share, from the start of the batch."""
+    """A run on a ``device`` of a cluster.
+
+    Seconds are of the clock that all its devices share, from the start of the batch.
+    """
 
     device: str
     request: int
@@ -215,5 +261,8 @@ class Lane:
     trace: Trace | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dictionary. Times in ``trace`` are from the start of this run."""
-        return {**{each.name: getattr(self, each.name) for each in fields(self)}, "trace": self.trace and self.trace.to_json()}
+        """Return a JSON-ready dictionary. Times in ``trace`` are from the start of this run."""
+        return {
+            **{lane_field.name: getattr(self, lane_field.name) for lane_field in fields(self)},
+            "trace": self.trace and self.trace.to_json(),
+        }

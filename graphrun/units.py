@@ -1,7 +1,7 @@
-"""Parses and formats sizes and times.
+"""Parse and format sizes and times.
 
-Bytes are `int`, seconds are `float`. Sizes in text are binary: ``8G``, ``8 GB`` and ``8GiB`` all mean 8 x 2**30 bytes, because
-GPUs are sold and reported that way (an "8 GB" card has 8 x 2**30 bytes).
+Bytes are `int`, seconds are `float`. Sizes in text are binary: ``8G``, ``8 GB`` and ``8GiB`` all
+mean 8 x 2**30 bytes, because GPUs are sold and reported that way.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 _NUMBER = re.compile(r"\s*[0-9]+(?:\.[0-9]+)?\s*")
 _SIZE = re.compile(r"\s*(-?[0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?b?)\s*", re.IGNORECASE)
-_MOST = 2.0**62  # bytes; solvers compute with 64 bits
+_MAX_BYTES = 2.0**62  # bytes; solvers compute with 64 bits
 _SCALE = {"": 1, "k": KIB, "m": MIB, "g": GIB, "t": 2**40}
 
 
-def parse_size(text: str | float, *, whole_bytes: int | None = None, name: str = "size", least: int = 1) -> int:
-    """Number of bytes in ``text``: ``"8G"``, ``"7.5 GiB"``, ``"900M"``, ``"1048576"``, 8e9, or ``"50%"`` of ``whole_bytes``.
+def parse_size(
+    text: str | float, *, whole_bytes: int | None = None, name: str = "size", minimum: int = 1
+) -> int:
+    """Return the bytes in ``text``: ``"8G"``, ``"7.5 GiB"``, ``"900M"``, ``"1048576"`` or 8e9.
 
-    ``name`` is what error messages call the value. Raises InputError when the text is not a size, is less than ``least``, is a
-    percentage while ``whole_bytes`` is None, or a number below 1024 without a unit, which was meant to have one.
+    ``"50%"`` is a share of ``whole_bytes``. ``name``: what error messages call the value. Raises
+    InputError if the text is not a size, is less than ``minimum``, is a percentage while
+    ``whole_bytes`` is None, or is a number below 1024 without a unit, which was meant to have one.
     """
     if _NUMBER.fullmatch(str(text)) and 0 < float(text) < KIB:
         raise InputError(f"{name}: {text!r} has no unit: did you mean {float(text):g}G?")
@@ -34,42 +37,54 @@ def parse_size(text: str | float, *, whole_bytes: int | None = None, name: str =
     elif percent := re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", str(text)):
         if whole_bytes is None:
             raise InputError(
-                f"{name}: {text!r} is a percentage of a device's memory, but no device is known here; give bytes, such as 8G"
+                f"{name}: {text!r} is a percentage of a device's memory, but no device is known "
+                "here; give bytes, such as 8G"
             )
-        nbytes = int(min(whole_bytes * float(percent[1]) / 100, _MOST))
+        nbytes = int(min(whole_bytes * float(percent[1]) / 100, _MAX_BYTES))
     elif match := _SIZE.fullmatch(str(text)):
-        nbytes = int(min(float(match[1]) * _SCALE[match[2].lower()], _MOST))
+        nbytes = int(min(float(match[1]) * _SCALE[match[2].lower()], _MAX_BYTES))
     else:
-        raise InputError(f"{name}: {text!r} is not a size; write it as 8G, 7.5GiB, 900M or a number of bytes")
-    if nbytes < least:
-        raise InputError(f"{name}: {text!r} is not a {'positive ' if least else ''}size")
+        raise InputError(
+            f"{name}: {text!r} is not a size; write it as 8G, 7.5GiB, 900M or a number of bytes"
+        )
+    if nbytes < minimum:
+        raise InputError(f"{name}: {text!r} is not a {'positive ' if minimum else ''}size")
     return nbytes
 
 
 def parse_seconds(text: str, *, name: str = "time") -> float:
-    """Seconds in ``text``: ``"60s"``, ``"1.5 min"``, ``"2h"``, ``"500ms"`` or ``"60"``. Raises InputError that names ``name``."""
+    """Return the seconds in ``text``: ``"60s"``, ``"1.5 min"``, ``"2h"``, ``"500ms"`` or ``"60"``.
+
+    Raises InputError that names ``name``.
+    """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m|min|h|)\s*", text)
     if match is None:
         raise InputError(f"{name}: {text!r} is not a time; write it as 60s, 2min or 500ms")
     return float(match[1]) * {"ms": 1e-3, "s": 1, "": 1, "m": 60, "min": 60, "h": 3600}[match[2]]
 
 
-def typed_size(nbytes: int, *, down: bool = False) -> str:
-    """``nbytes`` as one types it, rounded up (or ``down``) to two decimals: ``3.4G``, ``2.51M``, ``12B``."""
+def typed_size(nbytes: int, *, round_down: bool = False) -> str:
+    """Return ``nbytes`` as one types it, rounded up to two decimals: ``3.4G``, ``2.51M``, ``12B``.
+
+    ``round_down``: rounded down instead.
+    """
     for unit, scale in (("G", GIB), ("M", MIB), ("K", KIB)):
         if nbytes >= scale:
-            hundredths = nbytes * 100 // scale if down else -(-nbytes * 100 // scale)
+            hundredths = nbytes * 100 // scale if round_down else -(-nbytes * 100 // scale)
             return f"{hundredths / 100:.2f}".rstrip("0").rstrip(".") + unit
     return f"{nbytes}B"
 
 
 def gib(nbytes: float) -> str:
-    """``nbytes`` in GiB with two decimals and no unit, as in the columns of the plan screen."""
+    """Return ``nbytes`` in GiB with two decimals and no unit, for columns of the plan screen."""
     return f"{nbytes / GIB:.2f}"
 
 
 def show_size(nbytes: float) -> str:
-    """``nbytes`` with the largest unit (GiB, MiB, KiB, B) in which the value is at least 1."""
+    """Return ``nbytes`` with the largest unit in which the value is at least 1.
+
+    Units are GiB, MiB, KiB and B.
+    """
     for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(nbytes) >= scale:
             return f"{nbytes / scale:.2f} {unit}"
@@ -77,14 +92,14 @@ def show_size(nbytes: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """``seconds`` with a readable unit: ``24.1 s``, ``350 ms``, ``12 us``."""
-    if seconds >= 0.9995 or seconds == 0:  # what is less is shown with at most three digits
+    """Return ``seconds`` with a readable unit: ``24.1 s``, ``350 ms``, ``12 us``."""
+    if seconds >= 0.9995 or seconds == 0:  # smaller values get at most three digits
         return f"{seconds:.1f} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 else f"{seconds * 1e6:.3g} us"
 
 
 def roughly(seconds: float) -> str:
-    """``seconds`` for a sentence: ``40 ms``, ``3.4 s``, ``46 s``, ``8 min 46 s``, ``2 h 5 min``."""
+    """Return ``seconds`` for a sentence: ``40 ms``, ``3.4 s``, ``8 min 46 s``, ``2 h 5 min``."""
     whole = round(seconds)
     if whole >= 3600:
         return f"{whole // 3600} h {whole % 3600 // 60} min"
@@ -92,22 +107,41 @@ def roughly(seconds: float) -> str:
         return f"{whole // 60} min {whole % 60} s"
     if seconds >= 9.95:
         return f"{whole} s"
-    return f"{seconds:.1f} s" if seconds >= 0.995 else f"{1e3 * seconds:.0f} ms" if seconds >= 1e-3 else "under 1 ms"
+    return (
+        f"{seconds:.1f} s"
+        if seconds >= 0.995
+        else f"{1e3 * seconds:.0f} ms"
+        if seconds >= 1e-3
+        else "under 1 ms"
+    )
 
 
-def show_range(seconds: float, within: Sequence[float]) -> str:
-    """``seconds``, and the range ``within`` which they probably are: ``24.1 s (19.3 s to 30.1 s)``."""
-    low, high = within
-    return show_seconds(seconds) if low == high else f"{show_seconds(seconds)} ({show_seconds(low)} to {show_seconds(high)})"
+def show_range(seconds: float, bounds: Sequence[float]) -> str:
+    """Return ``seconds`` with its probable range: ``24.1 s (19.3 s to 30.1 s)``.
+
+    ``bounds``: the ends of the range.
+    """
+    low, high = bounds
+    return (
+        show_seconds(seconds)
+        if low == high
+        else f"{show_seconds(seconds)} ({show_seconds(low)} to {show_seconds(high)})"
+    )
 
 
 def round_up(nbytes: int, step: int) -> int:
-    """The smallest multiple of ``step`` that is at least ``nbytes``."""
+    """Return the smallest multiple of ``step`` that is at least ``nbytes``."""
     return -(-nbytes // step) * step
 
 
 def html_table(title: str, rows: Iterable[Iterable[str]]) -> str:
-    """``rows`` as an HTML table for notebooks, the first of them as its head, under the line ``title``."""
-    head, *others = ([html.escape(cell) for cell in row] for row in rows)
-    lines = [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in others]
-    return f"<p>{html.escape(title)}</p><table><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>{''.join(lines)}</table>"
+    """Return ``rows`` as an HTML table for notebooks, under the line ``title``.
+
+    The first row is its head.
+    """
+    head, *body = ([html.escape(cell) for cell in row] for row in rows)
+    lines = [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in body]
+    return (
+        f"<p>{html.escape(title)}</p><table>"
+        f"<tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>{''.join(lines)}</table>"
+    )

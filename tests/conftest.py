@@ -20,60 +20,76 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of torch, which is imported later
 
 GRAPHS = Path(__file__).parent.parent / "graphs"
 
-sys.path[:0] = [str(Path(__file__).parent / name) for name in ("sweep", "docs", "runtime", "standins")]  # modules that tests share
+# modules that tests share
+sys.path[:0] = [
+    str(Path(__file__).parent / name) for name in ("sweep", "docs", "runtime", "standins")
+]
 pytest_plugins = ["campaign"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="Write golden files anew instead of comparing with them.")
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="Write golden files again instead of comparing with them.",
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
 def libraries_are_not_collected() -> None:
-    """Exempts the million objects of imported libraries from garbage collection, which each failed run triggers."""
+    """Exempts the million objects of imported libraries from garbage collection, which each failed
+    run triggers."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def garbage_is_seldom_collected() -> Iterator[None]:
-    """Collects garbage at a fiftieth of the usual rate. Each dry run asks whether objects are frozen, and to count those of all
-    libraries takes a tenth of a second: here some always are."""
-    before, counted = gc.get_threshold(), gc.get_freeze_count
+    """Collects garbage at a fiftieth of the usual rate. Each dry run asks whether objects are
+    frozen, and to count those of all libraries takes a tenth of a second: here some always are."""
+    thresholds, freeze_count = gc.get_threshold(), gc.get_freeze_count
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "get_freeze_count", wraps(counted)(lambda: 1))
-        gc.set_threshold(50 * before[0], *before[1:])
+        patch.setattr(gc, "get_freeze_count", wraps(freeze_count)(lambda: 1))
+        gc.set_threshold(50 * thresholds[0], *thresholds[1:])
         yield
-    gc.set_threshold(*before)
+    gc.set_threshold(*thresholds)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_home() -> Iterator[Path]:
     """Commands use a cache folder of this test session, not the user's."""
-    before = os.environ.get("XDG_CACHE_HOME")
+    cache_home = os.environ.get("XDG_CACHE_HOME")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
         yield Path(folder)
-    if before is None:
+    if cache_home is None:
         del os.environ["XDG_CACHE_HOME"]
     else:
-        os.environ["XDG_CACHE_HOME"] = before
+        os.environ["XDG_CACHE_HOME"] = cache_home
 
 
 @pytest.fixture(scope="session", autouse=True)
 def free_ram() -> Iterator[None]:
-    """The machine always has 16 GiB left: where a test gives no RAM budget, its plans do not depend on what else runs."""
+    """The machine always has 16 GiB left: where a test gives no RAM budget, its plans do not depend
+    on what else runs."""
     from graphrun.profile import host_ram
 
-    measured = host_ram.available_bytes
+    available_bytes = host_ram.available_bytes
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_ram, "available_bytes", lambda at=host_ram.MEMINFO: 2**34 if at == host_ram.MEMINFO else measured(at))
+        patch.setattr(
+            host_ram,
+            "available_bytes",
+            lambda path=host_ram.MEMINFO: (
+                2**34 if path == host_ram.MEMINFO else available_bytes(path)
+            ),
+        )
         yield
 
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder shared by all workers of a test session, for files that several processes may write at once."""
+    """A folder shared by all workers of a test session, for files that several processes may write
+    at once."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
@@ -99,10 +115,10 @@ def dry_run(name: str) -> tuple[Any, Any, dict[str, Any]]:
 def problem_for(name: str, vram: int, ram: int = 64 * 2**30, hardware: str = "sim") -> Any:
     """The problem of a reference graph within two budgets."""
     from graphrun.profile import hardware as devices
-    from graphrun.profile.problems import Limits, problem_of
+    from graphrun.profile.problems import ProblemLimits, problem_of
 
-    graph, probed, inputs = dry_run(name)
-    return problem_of(graph, probed, devices.hardware(hardware), Limits(vram, ram), inputs)
+    graph, run, inputs = dry_run(name)
+    return problem_of(graph, run, devices.hardware(hardware), ProblemLimits(vram, ram), inputs)
 
 
 @pytest.fixture(scope="session")
@@ -127,21 +143,23 @@ def graphrun(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(terminal, "SOON_SECONDS", 3600.0)  # stderr is that of a quick machine
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")  # else a plan sets it for the tests after this one, too
+    # else a plan sets it for the tests after this one, too
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
 
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", ["graphrun", *arguments])
-        with pytest.raises(SystemExit) as done:
+        with pytest.raises(SystemExit) as exit_info:
             cli.main()
-        out = capsys.readouterr()
-        return int(done.value.code or 0), out.out, out.err
+        captured = capsys.readouterr()
+        return int(exit_info.value.code or 0), captured.out, captured.err
 
     return run
 
 
 @pytest.fixture
-def edited(tmp_path: Path) -> Callable[..., Any]:
-    """The graph of a file of ``graphs/``, by name, loaded from a copy in which texts are replaced once each: (old, new)."""
+def edit_graph(tmp_path: Path) -> Callable[..., Any]:
+    """The graph of a file of ``graphs/``, by name, loaded from a copy in which texts are replaced
+    once each: (old, new)."""
 
     from graphrun.graph.loading import load
 

@@ -14,11 +14,15 @@ import pytest
 from PIL import Image
 
 from graphrun.batch.cache.index import DATABASE
-from graphrun.cli.running import Stop, stopping
+from graphrun.cli.running import Stop, stop_on_interrupt
 
 Cli = Callable[..., tuple[int, str, str]]
 TINY = str(Path(__file__).parent.parent / "graphs/flux-tiny.yaml")
-SMALL = [part for text in ("height=32", "width=32", "steps=1", "max_sequence_length=16") for part in ("--set", text)]
+SMALL = [
+    part
+    for text in ("height=32", "width=32", "steps=1", "max_sequence_length=16")
+    for part in ("--set", text)
+]
 RUN = ("run", TINY, "--device", "sim", "--vram", "6M", *SMALL)
 
 
@@ -33,12 +37,16 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache" / "graphrun" / "outputs"
 
 
-def test_a_prompt_seen_before_is_not_encoded_and_the_plan_says_so(graphrun: Cli, own_cache: Path) -> None:
+def test_a_prompt_seen_before_is_not_encoded_and_the_plan_says_so(
+    graphrun: Cli, own_cache: Path
+) -> None:
     assert graphrun(*RUN, "--prompt", "x", "--output", "first.png")[0] == 0
-    code, out, _ = graphrun(*RUN, "--prompt", "x", "--output", "second.png", "--plan", "plan.json", "--set", "seed=0")
+    code, output, _ = graphrun(
+        *RUN, "--prompt", "x", "--output", "second.png", "--plan", "plan.json", "--set", "seed=0"
+    )
     assert code == 0
-    assert "precomputed encode: outputs of earlier runs, neither planned nor loaded" in out
-    assert "text_encoder" not in out
+    assert "precomputed encode: outputs of earlier runs, neither planned nor loaded" in output
+    assert "text_encoder" not in output
     assert pixels("first.png") == pixels("second.png")
     assert json.loads(Path("plan.json").read_text())["precomputed"] == ["encode"]
     assert graphrun("run", "plan.json", "--set", "prompt=x", "--output", "third.png")[0] == 0
@@ -46,8 +54,8 @@ def test_a_prompt_seen_before_is_not_encoded_and_the_plan_says_so(graphrun: Cli,
     code, _, err = graphrun("run", "plan.json", "--set", "prompt=y")
     assert (code, "the plan needs precomputed values: pass encode.embeds" in err) == (2, True)
 
-    code, out, _ = graphrun("cache", "ls", "--json")
-    entries = json.loads(out)["entries"]
+    code, output, _ = graphrun("cache", "ls", "--json")
+    entries = json.loads(output)["entries"]
     assert [(entry["stage"], entry["graph"]) for entry in entries] == [("encode", "flux-tiny")]
     assert "prompt='x'" in entries[0]["about"]
     with sqlite3.connect(own_cache / DATABASE) as rows:
@@ -59,33 +67,49 @@ def test_a_prompt_seen_before_is_not_encoded_and_the_plan_says_so(graphrun: Cli,
     assert graphrun("cache", "rm", "--all")[1] == "removed 0 entries\n"
 
 
-def test_a_list_runs_except_for_its_broken_lines_and_resumes(graphrun: Cli, own_cache: Path) -> None:
+def test_a_list_runs_except_for_its_broken_lines_and_resumes(
+    graphrun: Cli, own_cache: Path
+) -> None:
     Path("p.jsonl").write_text('{"prompt": "a"}\n{"prompt":\n"b"\n')
     code, _, err = graphrun(*RUN, "--inputs", "p.jsonl", "--strict")
-    assert (code, "p.jsonl:2: is not JSON" in err, Path("out/flux-tiny-0001.png").exists()) == (2, True, False)
-    code, out, err = graphrun(*RUN, "--inputs", "p.jsonl", "--resume")
+    assert (code, "p.jsonl:2: is not JSON" in err, Path("out/flux-tiny-0001.png").exists()) == (
+        2,
+        True,
+        False,
+    )
+    code, output, err = graphrun(*RUN, "--inputs", "p.jsonl", "--resume")
     assert code == 2
     assert "p.jsonl:2: is not JSON" in err
-    assert "2 of 3 requests run, 1 left out" in out
-    assert sorted(path.name for path in Path("out").glob("*.png")) == ["flux-tiny-0001.png", "flux-tiny-0003.png"]
-    code, out, _ = graphrun(*RUN, "--inputs", "p.jsonl", "--resume", "--json")
-    assert json.loads(out)["done_before"] == [1, 3]
+    assert "2 of 3 requests run, 1 left out" in output
+    assert sorted(path.name for path in Path("out").glob("*.png")) == [
+        "flux-tiny-0001.png",
+        "flux-tiny-0003.png",
+    ]
+    code, output, _ = graphrun(*RUN, "--inputs", "p.jsonl", "--resume", "--json")
+    assert json.loads(output)["done_before"] == [1, 3]
     code, _, err = graphrun(*RUN, "--inputs", "p.jsonl", "--resume", "--set", "seed=4")
     assert code == 2
     assert "inputs of request 1: was" in err
 
 
-def test_the_files_of_a_list_go_to_a_folder_and_no_two_have_one_name(graphrun: Cli, own_cache: Path) -> None:
+def test_the_files_of_a_list_go_to_a_folder_and_no_two_have_one_name(
+    graphrun: Cli, own_cache: Path
+) -> None:
     Path("p.jsonl").write_text('{"prompt": "a", "seed": 4}\n{"prompt": "a", "seed": 5}\n')
     code, _, err = graphrun(*RUN, "--inputs", "p.jsonl", "-o", "pictures/{prompt}.png")
-    assert (code, "pictures/a.png: lines 1 and 2 have this file: add {line:04d} to -o" in err) == (2, True)
+    assert (code, "pictures/a.png: lines 1 and 2 have this file: add {line:04d} to -o" in err) == (
+        2,
+        True,
+    )
     assert graphrun(*RUN, "--inputs", "p.jsonl", "-o", "pictures")[0] == 0
     assert sorted(path.name for path in Path("pictures").iterdir()) == ["0001.png", "0002.png"]
     code, _, err = graphrun(*RUN, "--inputs", "p.jsonl", "-o", "pictures/{line:04d}.png")
     assert (code, "pictures/0001.png already exists; add --overwrite" in err) == (2, True)
 
 
-def test_files_with_the_default_name_are_numbered_and_a_resumed_run_keeps_its_own(graphrun: Cli, own_cache: Path) -> None:
+def test_files_with_the_default_name_are_numbered_and_a_resumed_run_keeps_its_own(
+    graphrun: Cli, own_cache: Path
+) -> None:
     def pictures() -> list[str]:
         return sorted(path.name for path in Path("out").glob("*.png"))
 
@@ -93,24 +117,37 @@ def test_files_with_the_default_name_are_numbered_and_a_resumed_run_keeps_its_ow
     assert "wrote out/flux-tiny-2.png" in graphrun(*RUN)[1]
     assert graphrun(*RUN, "--overwrite")[0] == 0
     assert pictures() == ["flux-tiny-2.png", "flux-tiny.png"]
-    assert graphrun(*RUN, "-o", "out/flux-tiny.png")[2] == "graphrun: out/flux-tiny.png already exists; add --overwrite\n"
+    assert (
+        graphrun(*RUN, "-o", "out/flux-tiny.png")[2]
+        == "graphrun: out/flux-tiny.png already exists; add --overwrite\n"
+    )
     for _ in range(2):  # the second finds the state of the first
         assert graphrun(*RUN, "--resume")[0] == 0
         assert pictures() == ["flux-tiny-2.png", "flux-tiny-3.png", "flux-tiny.png"]
     Path("p.jsonl").write_text('{"seed": 4}\n{"seed": 5}\n')
-    code, out, _ = graphrun(*RUN, "--inputs", "p.jsonl")
-    assert (code, "wrote out/flux-tiny-4-0001.png to out/flux-tiny-4-0002.png" in out) == (0, True)
+    code, output, _ = graphrun(*RUN, "--inputs", "p.jsonl")
+    assert (code, "wrote out/flux-tiny-4-0001.png to out/flux-tiny-4-0002.png" in output) == (
+        0,
+        True,
+    )
     assert len(pictures()) == 5
 
 
-def test_a_seed_is_an_option_for_one_run_and_for_the_lines_of_a_list(graphrun: Cli, own_cache: Path) -> None:
+def test_a_seed_is_an_option_for_one_run_and_for_the_lines_of_a_list(
+    graphrun: Cli, own_cache: Path
+) -> None:
     assert graphrun(*RUN, "--set", "seed=7", "-o", "set.png")[0] == 0
     assert graphrun(*RUN, "--seed", "7", "-o", "seed.png")[0] == 0
     assert graphrun(*RUN, "--seed", "8", "-o", "other.png")[0] == 0
     assert pixels("set.png") == pixels("seed.png") != pixels("other.png")
-    Path("p.jsonl").write_text('{"prompt": "a lighthouse at dusk"}\n{"prompt": "a lighthouse at dusk", "seed": 8}\n')
+    Path("p.jsonl").write_text(
+        '{"prompt": "a lighthouse at dusk"}\n{"prompt": "a lighthouse at dusk", "seed": 8}\n'
+    )
     assert graphrun(*RUN, "--seed", "7", "--inputs", "p.jsonl", "-o", "list")[0] == 0
-    assert (pixels("list/0001.png"), pixels("list/0002.png")) == (pixels("seed.png"), pixels("other.png"))
+    assert (pixels("list/0001.png"), pixels("list/0002.png")) == (
+        pixels("seed.png"),
+        pixels("other.png"),
+    )
     code, _, err = graphrun(*RUN, "--seed", "7", "--set", "seed=8")
     assert (code, "--seed 7 and --set seed=8: leave one of them out" in err) == (2, True)
     code, _, err = graphrun("run", "hidream-encode-tiny", *RUN[2:6], "--seed", "7")
@@ -118,7 +155,7 @@ def test_a_seed_is_an_option_for_one_run_and_for_the_lines_of_a_list(graphrun: C
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--inputs", "none.jsonl"), "none.jsonl: no such file"),
         (("--reuse", "some"), "it is encoded, all or none"),
@@ -126,13 +163,17 @@ def test_a_seed_is_an_option_for_one_run_and_for_the_lines_of_a_list(graphrun: C
         (("--resume", "--output", f"{TINY}/x.png"), "cannot be written"),
     ],
 )
-def test_bad_input_is_said_before_anything_runs(graphrun: Cli, options: tuple[str, ...], said: str) -> None:
+def test_bad_input_is_said_before_anything_runs(
+    graphrun: Cli, options: tuple[str, ...], message: str
+) -> None:
     code, _, err = graphrun(*RUN, *options)
     assert code == 2
-    assert said in err
+    assert message in err
 
 
-def test_a_cache_that_cannot_be_written_is_reported_and_fails_nothing(graphrun: Cli, own_cache: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_reported_and_fails_nothing(
+    graphrun: Cli, own_cache: Path
+) -> None:
     own_cache.parent.parent.mkdir()
     own_cache.parent.touch()
     code, _, err = graphrun(*RUN, "--prompt", "x")
@@ -153,41 +194,55 @@ finally:
 def test_a_list_without_a_sound_line_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "\\ud800"}\n{"prompt": "a cat", "steps": 0}\n')
     command = [sys.executable, "-c", BROKEN, *RUN, "--inputs", str(tmp_path / "p.jsonl")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
-    assert "p.jsonl:1: is not JSON: character 1 is half of a surrogate pair" in done.stderr
-    assert "p.jsonl:2: input 'steps': 0 is less than the minimum, 1" in done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (process.returncode, process.stdout) == (2, "False\n"), process.stderr
+    assert "p.jsonl:1: is not JSON: character 1 is half of a surrogate pair" in process.stderr
+    assert "p.jsonl:2: input 'steps': 0 is less than the minimum, 1" in process.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["p.jsonl"]
 
 
 def test_the_first_interrupt_waits_for_the_next_call_the_second_does_not() -> None:
-    said: list[str] = []
-    before = signal.getsignal(signal.SIGINT)  # ignored, where a shell put the tests in the background
-    with stopping(said.append) as stop:
-        progress = stop.watched(None)
+    messages: list[str] = []
+    # ignored, where a shell put the tests in the background
+    handler = signal.getsignal(signal.SIGINT)
+    with stop_on_interrupt(messages.append) as stop:
+        progress = stop.watch(None)
         progress(0, 1, 4)
         signal.raise_signal(signal.SIGINT)
-        assert "interrupt again to stop now" in said[0]
+        assert "interrupt again to stop now" in messages[0]
         with pytest.raises(KeyboardInterrupt):
             progress(0, 2, 4)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
-        ((), "interrupted at loading: nothing is written; an encoded prompt is kept; add --resume to a run"),
+        (
+            (),
+            "interrupted at loading: nothing is written; an encoded prompt is kept; add --resume "
+            "to a run",
+        ),
         (("--no-cache",), "interrupted at loading: nothing is written; add --resume"),
-        (("--resume",), "interrupted: 0 of 1 requests are done, the state is in out/.flux-tiny.resume; the same command goes on"),
-        (("--inputs", "p.jsonl"), "interrupted: 0 of 2 requests are done, their files stay; --resume saves the state of a list"),
+        (
+            ("--resume",),
+            "interrupted: 0 of 1 requests are done, the state is in out/.flux-tiny.resume; the "
+            "same command goes on",
+        ),
+        (
+            ("--inputs", "p.jsonl"),
+            "interrupted: 0 of 2 requests are done, their files stay; --resume saves the state of "
+            "a list",
+        ),
     ],
 )
 def test_an_interrupted_run_says_what_is_kept_and_how_to_go_on(
-    graphrun: Cli, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], said: str
+    graphrun: Cli, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], message: str
 ) -> None:
     Path("p.jsonl").write_text('"a"\n"b"\n')
-    monkeypatch.setattr(Stop, "__init__", lambda stop: setattr(stop, "requested", True))  # Ctrl-C before the first call
+    # Ctrl-C before the first call
+    monkeypatch.setattr(Stop, "__init__", lambda stop: setattr(stop, "requested", True))
     code, _, err = graphrun(*RUN, *options)
-    assert (code, said in err, "Traceback" in err) == (130, True, False), err
+    assert (code, message in err, "Traceback" in err) == (130, True, False), err

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
-from graphrun.cli.options import retyped
+from graphrun.cli.options import merge_options
 from graphrun.model.problem import Problem
 from graphrun.solve import alternatives, pages, solve
 from graphrun.units import GIB, MIB
@@ -34,28 +34,34 @@ def next_command(screen: str) -> list[str]:
 
 def test_a_frontier_has_a_row_per_budget_json_and_a_picture(graphrun: Cli, tmp_path: Path) -> None:
     options = ("frontier", TINY, "--device", "sim", "--set", "steps=1", "--vram", "2M:6M")
-    code, out, _ = graphrun(*options, "--plot", "o/curve.svg")
+    code, output, _ = graphrun(*options, "--plot", "o/curve.svg")
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines() if line[:1] == " " and line.split()[0][0].isdigit()] == [
+    assert [
+        line.split()[0]
+        for line in output.splitlines()
+        if line[:1] == " " and line.split()[0][0].isdigit()
+    ] == [
         "2.00",
         "3.00",
         "4.00",
         "6.00",
     ]
-    assert out.startswith("fastest: ")
-    assert "\nsmallest budget that works: --vram " in out
-    assert max(map(len, out.splitlines())) <= 80
+    assert output.startswith("fastest: ")
+    assert "\nsmallest budget that works: --vram " in output
+    assert max(map(len, output.splitlines())) <= 80
     picture = ElementTree.parse(tmp_path / "o/curve.svg").getroot()
     assert len(picture.findall("{*}circle")) == 3, "one for each budget that something fits"
-    code, out, _ = graphrun(*options, "--json", "--no-cache")
-    data = json.loads(out)
+    code, output, _ = graphrun(*options, "--json", "--no-cache")
+    data = json.loads(output)
     assert [point["feasible"] for point in data["points"]] == [False, True, True, True]
     assert f"({data['points'][0]['smallest_budget_bytes']} bytes)" in graphrun(*options)[1]
-    code, out, _ = graphrun("plan", TINY, "--device", "sim", "--set", "steps=1", "--vram", "6M", "--json", "--no-cache")
-    alone = json.loads(out)
+    code, output, _ = graphrun(
+        "plan", TINY, "--device", "sim", "--set", "steps=1", "--vram", "6M", "--json", "--no-cache"
+    )
+    single = json.loads(output)
     last = data["points"][-1]
-    assert last["bound_seconds"] == pytest.approx(alone["bound_seconds"])
-    assert last["predicted_seconds"] <= alone["predicted_seconds"]
+    assert last["bound_seconds"] == pytest.approx(single["bound_seconds"])
+    assert last["predicted_seconds"] <= single["predicted_seconds"]
     seconds = [point["predicted_seconds"] for point in data["points"][1:]]
     assert seconds == sorted(seconds, reverse=True), "a plan for less is one for more"
 
@@ -63,8 +69,12 @@ def test_a_frontier_has_a_row_per_budget_json_and_a_picture(graphrun: Cli, tmp_p
 def test_a_frontier_is_drawn_as_png_too(graphrun: Cli) -> None:
     options = ("frontier", TINY, "--device", "sim", "--set", "steps=1", "--vram", "3M")
     assert graphrun(*options, "--plot", "curve.png")[0] == 0
-    drawn = Image.open("curve.png")
-    assert (drawn.format, drawn.size, len(drawn.getcolors(1 << 20) or ()) > 3) == ("PNG", (1440, 840), True)
+    image = Image.open("curve.png")
+    assert (image.format, image.size, len(image.getcolors(1 << 20) or ()) > 3) == (
+        "PNG",
+        (1440, 840),
+        True,
+    )
     code, _, err = graphrun(*options, "--plot", "curve.pdf")
     assert (code, "--plot curve.pdf: ends in .svg or .png" in err) == (2, True)
 
@@ -75,49 +85,65 @@ def test_an_infeasible_budget_says_what_to_type(graphrun: Cli) -> None:
     lines = err[err.index("fits: no.") :].splitlines()
     assert code == 3
     assert graphrun(*next_command(err))[0] == 0
-    for line in lines[next(n for n, line in enumerate(lines) if line.startswith("what helps")) + 1 :]:
+    for line in lines[
+        next(n for n, line in enumerate(lines) if line.startswith("what helps")) + 1 :
+    ]:
         assert line.startswith(" --"), "options to type"
 
 
 def test_options_are_replaced_or_added() -> None:
     words = ["plan", "g", "--vram=2G", "--set", "height=9", "--set", "a=b c", "--allow", "nf4"]
-    assert retyped(words, ["--vram", "3.4G"]) == "plan g --set height=9 --set 'a=b c' --allow nf4 --vram 3.4G"
-    assert retyped(words, ["--set", "height=8"]) == "plan g --vram=2G --set 'a=b c' --allow nf4 --set height=8"
-    assert retyped(words, ["--allow", "tiling"]).endswith("--allow nf4 --allow tiling")
+    assert (
+        merge_options(words, ["--vram", "3.4G"])
+        == "plan g --set height=9 --set 'a=b c' --allow nf4 --vram 3.4G"
+    )
+    assert (
+        merge_options(words, ["--set", "height=8"])
+        == "plan g --vram=2G --set 'a=b c' --allow nf4 --set height=8"
+    )
+    assert merge_options(words, ["--allow", "tiling"]).endswith("--allow nf4 --allow tiling")
 
 
 def test_a_sweep_finds_the_largest_value_that_fits_and_the_next_one_does_not(graphrun: Cli) -> None:
     options = ("--device", "sim", "--set", "steps=1", "--vram", "4M")
-    code, out, _ = graphrun("frontier", TINY, *options, "--sweep", "height=128:320:64")
+    code, output, _ = graphrun("frontier", TINY, *options, "--sweep", "height=128:320:64")
     assert code == 0
-    assert "within 4.00 MiB: height up to 192, predicted" in out
+    assert "within 4.00 MiB: height up to 192, predicted" in output
     assert graphrun("plan", TINY, *options, "--set", "height=192")[0] == 0
     assert graphrun("plan", TINY, *options, "--set", "height=256")[0] == 3
-    data = json.loads(graphrun("frontier", TINY, *options, "--sweep", "height=192:256:64", "--json")[1])
+    data = json.loads(
+        graphrun("frontier", TINY, *options, "--sweep", "height=192:256:64", "--json")[1]
+    )
     assert data["largest"] == [{"budget_bytes": 4 * MIB, "height": "192"}]
 
 
 def test_a_frontier_on_which_nothing_fits_says_what_would(graphrun: Cli) -> None:
-    code, out, _ = graphrun("frontier", TINY, "--device", "sim", "--set", "steps=1", "--vram", "1M:2M")
+    code, output, _ = graphrun(
+        "frontier", TINY, "--device", "sim", "--set", "steps=1", "--vram", "1M:2M"
+    )
     assert code == 3
-    assert "smallest budget that works: --vram" in out
+    assert "smallest budget that works: --vram" in output
 
 
 def test_the_budget_of_one_of_two_devices_is_varied(graphrun: Cli) -> None:
     options = ("--device", "sim:0,sim:1", "--set", "steps=1", "--json", "--vram")
-    code, out, _ = graphrun("frontier", TINY, *options, "3M,1M:4M:1M")
-    data = json.loads(out)
+    code, output, _ = graphrun("frontier", TINY, *options, "3M,1M:4M:1M")
+    data = json.loads(output)
     assert (code, data["device"]) == (0, 1)
     seconds = [point["predicted_seconds"] for point in data["points"]]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] < seconds[0]
     assert all(point["peak_bytes"] <= point["budget_bytes"] for point in data["points"])
-    least, most = (json.loads(graphrun("plan", TINY, *options, f"3M,{last}M")[1]) for last in (1, 4))
-    assert [least["predicted_seconds"], most["predicted_seconds"]] == pytest.approx([seconds[0], seconds[-1]])
-    code, out, _ = graphrun("frontier", TINY, *options[:-2], "--vram", "2M:3M:1M,1M")
-    assert "budgets: device0 sim is varied, device1 sim 1.00 MiB" in out
-    assert "next: graphrun plan" in out
-    assert " --vram 3M,1M " in out
+    lower, upper = (
+        json.loads(graphrun("plan", TINY, *options, f"3M,{last}M")[1]) for last in (1, 4)
+    )
+    assert [lower["predicted_seconds"], upper["predicted_seconds"]] == pytest.approx(
+        [seconds[0], seconds[-1]]
+    )
+    code, output, _ = graphrun("frontier", TINY, *options[:-2], "--vram", "2M:3M:1M,1M")
+    assert "budgets: device0 sim is varied, device1 sim 1.00 MiB" in output
+    assert "next: graphrun plan" in output
+    assert " --vram 3M,1M " in output
 
 
 def test_of_two_devices_what_helps_names_both_budgets(graphrun: Cli) -> None:
@@ -137,20 +163,28 @@ def test_of_two_devices_what_helps_names_both_budgets(graphrun: Cli) -> None:
         (("--vram", "4M", "--sweep", "height=128:256:8"), "is not a multiple of 16"),
     ],
 )
-def test_a_bad_range_is_refused_before_any_dry_run(graphrun: Cli, arguments: tuple[str, ...], words: str) -> None:
-    code, out, err = graphrun("frontier", TINY, "--device", "sim", *arguments)
-    assert (code, out) == (2, "")
+def test_a_bad_range_is_refused_before_any_dry_run(
+    graphrun: Cli, arguments: tuple[str, ...], words: str
+) -> None:
+    code, output, err = graphrun("frontier", TINY, "--device", "sim", *arguments)
+    assert (code, output) == (2, "")
     assert words in err
     assert "Traceback" not in err
 
 
 def test_explain_says_what_other_placements_of_a_component_would_cost(graphrun: Cli) -> None:
     graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "--set", "steps=1", "-o", "plan.json")
-    code, out, _ = graphrun("explain", "plan.json", "transformer")
+    code, output, _ = graphrun("explain", "plan.json", "transformer")
     assert code == 0
-    assert "all blocks streamed, none kept" in out
+    assert "all blocks streamed, none kept" in output
     data = json.loads(graphrun("explain", "plan.json", "transformer", "--json")[1])
-    assert [row["placement"] for row in data["alternatives"]] == ["planned", "whole", "exclude", "drop", "keep"]
+    assert [row["placement"] for row in data["alternatives"]] == [
+        "planned",
+        "whole",
+        "exclude",
+        "drop",
+        "keep",
+    ]
     code, _, err = graphrun("explain", "plan.json", "transfromer")
     assert code == 2
     assert "no component 'transfromer'" in err
@@ -160,51 +194,85 @@ def test_explain_says_what_other_placements_of_a_component_would_cost(graphrun: 
 def solves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Problem]:
     """The problems that are solved, in order, with an empty cache at first."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    found, solved = list[Problem](), pages.solved
+    problems, original = list[Problem](), pages.solved
 
     def counted(problem: Problem) -> Any:
-        found.append(problem)
-        return solved(problem)
+        problems.append(problem)
+        return original(problem)
 
     for module in (pages, solve, alternatives):
         monkeypatch.setattr(module, "solved", counted)
-    return found
+    return problems
 
 
 @pytest.mark.long
-def test_a_report_solves_no_budget_beyond_the_card_and_no_plan_twice(graphrun: Cli, solves: list[Problem]) -> None:
+def test_a_report_solves_no_budget_beyond_the_card_and_no_plan_twice(
+    graphrun: Cli, solves: list[Problem]
+) -> None:
     """A plan for 24 GiB on a card with 8: no part of the curve is beyond these."""
-    graphrun("plan", TINY, "--hardware", "rtx4060", "--vram", "24G", "--set", "steps=1", "-o", "plan.json")
+    graphrun(
+        "plan",
+        TINY,
+        "--hardware",
+        "rtx4060",
+        "--vram",
+        "24G",
+        "--set",
+        "steps=1",
+        "-o",
+        "plan.json",
+    )
     assert [problem.budget_bytes for problem in solves] == [24 * GIB]
     assert graphrun("report", "plan.json")[0] == 0
-    others = [problem.budget_bytes for problem in solves[1:]]
-    assert 0 < len(others) == len(set(others)) <= 9
-    assert max(others) < 8 * GIB, "of 8 GiB the plan is known"
+    budgets = [problem.budget_bytes for problem in solves[1:]]
+    assert 0 < len(budgets) == len(set(budgets)) <= 9
+    assert max(budgets) < 8 * GIB, "of 8 GiB the plan is known"
     page = Path("report.html").read_text()
     ticks = re.findall(r">([0-9.]+) GiB</text>", page[page.index("Time against budget") :])
     assert ticks
     assert max(map(float, ticks)) <= 8
     graphrun("report", "plan.json", "-o", "again.html")
-    assert len(solves) == 1 + len(others), "all are in the cache"
+    assert len(solves) == 1 + len(budgets), "all are in the cache"
 
 
 def test_a_frontier_ends_at_the_card(graphrun: Cli, solves: list[Problem]) -> None:
-    options = ("frontier", TINY, "--hardware", "rtx4060", "--set", "steps=1", "--vram", "4G:48G", "--json")
-    code, out, err = graphrun(*options)
+    options = (
+        "frontier",
+        TINY,
+        "--hardware",
+        "rtx4060",
+        "--set",
+        "steps=1",
+        "--vram",
+        "4G:48G",
+        "--json",
+    )
+    code, output, err = graphrun(*options)
     assert (code, err) == (0, "the rtx4060 has 8.00 GiB: larger budgets are left out\n")
-    asked = [problem.budget_bytes // GIB for problem in solves]
-    assert asked == [point["budget_bytes"] // GIB for point in json.loads(out)["points"]] == [4, 6, 8]
+    budgets = [problem.budget_bytes // GIB for problem in solves]
+    assert (
+        budgets
+        == [point["budget_bytes"] // GIB for point in json.loads(output)["points"]]
+        == [4, 6, 8]
+    )
 
 
 @pytest.mark.long
-def test_explain_solves_each_row_once_and_what_fits_only_the_first_time(graphrun: Cli, solves: list[Problem]) -> None:
+def test_explain_solves_each_row_once_and_what_fits_only_the_first_time(
+    graphrun: Cli, solves: list[Problem]
+) -> None:
     graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "--set", "steps=1", "-o", "plan.json")
     assert len(solves) == 1
-    rows = json.loads(graphrun("explain", "plan.json", "transformer", "--json")[1])["alternatives"][1:]
-    tried = [row for row in rows if "refusal" not in row]
-    assert len(solves) == 1 + len(tried)
-    assert json.loads(graphrun("explain", "plan.json", "transformer", "--json")[1])["alternatives"][1:] == rows
-    assert len(solves) == 1 + len(tried) + sum(not row["feasible"] for row in tried)
+    rows = json.loads(graphrun("explain", "plan.json", "transformer", "--json")[1])["alternatives"][
+        1:
+    ]
+    solved_rows = [row for row in rows if "refusal" not in row]
+    assert len(solves) == 1 + len(solved_rows)
+    assert (
+        json.loads(graphrun("explain", "plan.json", "transformer", "--json")[1])["alternatives"][1:]
+        == rows
+    )
+    assert len(solves) == 1 + len(solved_rows) + sum(not row["feasible"] for row in solved_rows)
 
 
 DEMANDS = ("--keep", "text_encoder", "--exclude", "transformer", "--reserve", "1M")
@@ -212,20 +280,26 @@ DEMANDS = ("--keep", "text_encoder", "--exclude", "transformer", "--reserve", "1
 
 def test_directives_are_shown_saved_and_followed_by_a_run(graphrun: Cli, tmp_path: Path) -> None:
     options = ("--device", "sim", "--vram", "7M", "--set", "steps=1")
-    code, out, _ = graphrun("plan", TINY, *options, *DEMANDS, "-o", "plan.json", "-v")
+    code, output, _ = graphrun("plan", TINY, *options, *DEMANDS, "-o", "plan.json", "-v")
     assert code == 0
-    assert "directives keep text_encoder, exclude transformer" in out
-    assert "budget 7.00 MiB = 1.00 MiB reserve + 6.00 MiB" in out
-    assert "why transformer is streamed: the directive exclude demands it" in out
+    assert "directives keep text_encoder, exclude transformer" in output
+    assert "budget 7.00 MiB = 1.00 MiB reserve + 6.00 MiB" in output
+    assert "why transformer is streamed: the directive exclude demands it" in output
     data = json.loads((tmp_path / "plan.json").read_text())
     assert data["directives"] == ["keep text_encoder", "exclude transformer"]
     assert (data["reserve_bytes"], data["overhead_bytes"]) == (MIB, MIB)
-    code, out, _ = graphrun("run", "plan.json", "--output", "a.png", "--trace", "trace.json", "--json")
-    measured = json.loads(out)["measured"]
-    assert (code, measured["kept_plan"], measured["left_bytes"]) == (0, True, 0)
-    assert measured["peak_bytes"] <= 6 * MIB
+    code, output, _ = graphrun(
+        "run", "plan.json", "--output", "a.png", "--trace", "trace.json", "--json"
+    )
+    measurements = json.loads(output)["measured"]
+    assert (code, measurements["kept_plan"], measurements["left_bytes"]) == (0, True, 0)
+    assert measurements["peak_bytes"] <= 6 * MIB
     trace = json.loads((tmp_path / "trace.json").read_text())
-    evicted = [event["slot"] for event in trace["events"] if event["kind"] == "evict" and event["component"] == "text_encoder"]
+    evicted = [
+        event["slot"]
+        for event in trace["events"]
+        if event["kind"] == "evict" and event["component"] == "text_encoder"
+    ]
     assert set(evicted) == {len(trace["slots"]) - 1}, "kept to the end"
     assert graphrun("run", TINY, *options, "--output", "b.png")[0] == 0
     assert Image.open(tmp_path / "a.png").tobytes() == Image.open(tmp_path / "b.png").tobytes()
@@ -237,29 +311,48 @@ def test_a_plan_file_has_its_own_directives_and_unknown_ones_are_refused(graphru
     assert (code, "is a plan" in err) == (2, True)
     code, _, err = graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "--keep", "vea")
     assert (code, "did you mean 'vae'" in err) == (2, True)
-    code, _, err = graphrun("plan", TINY, "--device", "sim", "--vram", "3M", "--set", "steps=1", "--keep", "vae", "--reserve", "1M")
-    assert (code, "\ndirectives keep vae, reserve 1.00 MiB\n" in err, "\n --reserve " in err) == (3, True, True)
-    code, _, err = graphrun("frontier", TINY, "--device", "sim", "--vram", "6M", "--reserve", "lots")
+    code, _, err = graphrun(
+        "plan",
+        TINY,
+        "--device",
+        "sim",
+        "--vram",
+        "3M",
+        "--set",
+        "steps=1",
+        "--keep",
+        "vae",
+        "--reserve",
+        "1M",
+    )
+    assert (code, "\ndirectives keep vae, reserve 1.00 MiB\n" in err, "\n --reserve " in err) == (
+        3,
+        True,
+        True,
+    )
+    code, _, err = graphrun(
+        "frontier", TINY, "--device", "sim", "--vram", "6M", "--reserve", "lots"
+    )
     assert (code, "reserve: 'lots' is not a size" in err) == (2, True)
 
 
 def test_until_a_stage_saves_its_tensors(graphrun: Cli, tmp_path: Path) -> None:
     options = ("--device", "sim", "--vram", "6M", "--until", "encode")
-    code, out, _ = graphrun("plan", TINY, *options, "-o", "plan.json")
+    code, output, _ = graphrun("plan", TINY, *options, "-o", "plan.json")
     assert code == 0
-    assert out.startswith("fits: yes. 1 ms a run on sim (declared), 0.4 of 6 MiB; ")
-    assert "\nplan flux-tiny until encode  max_sequence_length=64\n" in out
-    assert "transformer" not in out
+    assert output.startswith("fits: yes. 1 ms a run on sim (simulated), 0.4 of 6 MiB; ")
+    assert "\nplan flux-tiny until encode  max_sequence_length=64\n" in output
+    assert "transformer" not in output
     assert json.loads((tmp_path / "plan.json").read_text())["until"] == "encode"
-    code, out, _ = graphrun("run", "plan.json", "--set", "prompt=a boat", "--output", "a.png")
+    code, output, _ = graphrun("run", "plan.json", "--set", "prompt=a boat", "--output", "a.png")
     assert code == 0
-    assert "\nwrote a.safetensors\n" in out
-    assert "left on the device: 0 B" in out
+    assert "\nwrote a.safetensors\n" in output
+    assert "left on the device: 0 B" in output
     from safetensors.torch import load_file
 
-    saved = load_file(tmp_path / "a.safetensors")
-    assert set(saved) == {"embeds.prompt_embeds", "embeds.pooled_prompt_embeds"}
-    assert all(tensor.isfinite().all() for tensor in saved.values())
+    tensors = load_file(tmp_path / "a.safetensors")
+    assert set(tensors) == {"embeds.prompt_embeds", "embeds.pooled_prompt_embeds"}
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
     code, _, err = graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "--until", "encod")
     assert (code, "did you mean 'encode'" in err) == (2, True)
     assert graphrun("explain", "plan.json", "text_encoder_2")[0] == 0
@@ -267,14 +360,18 @@ def test_until_a_stage_saves_its_tensors(graphrun: Cli, tmp_path: Path) -> None:
 
 def test_a_plan_begins_with_its_verdict_and_the_command_that_runs_it(graphrun: Cli) -> None:
     options = ("--device", "sim", "--vram", "6M", "--set", "steps=1")
-    code, out, _ = graphrun("plan", TINY, *options)
-    first = out.splitlines()[0]
+    code, output, _ = graphrun("plan", TINY, *options)
+    verdict = " ".join(output.partition("\nnext")[0].split())
     assert code == 0
-    assert re.fullmatch(r"fits: yes\. \d+ ms a picture on sim \(declared\), \d\.\d of 6 MiB; \d ms wait for copies", first)
-    assert next_command(out)[:2] == ["run", TINY]
-    assert graphrun(*next_command(out), "-o", "a.png")[0] == 0
-    _, out, _ = graphrun("plan", TINY, *options, "-o", "plan.json")
-    assert out.splitlines()[1] == "next: graphrun run plan.json"
+    assert re.fullmatch(
+        r"fits: yes\. \d+ ms a picture on sim \(simulated\), \d\.\d of 6 MiB; \d ms wait for "
+        r"copies",
+        verdict,
+    )
+    assert next_command(output)[:2] == ["run", TINY]
+    assert graphrun(*next_command(output), "-o", "a.png")[0] == 0
+    _, output, _ = graphrun("plan", TINY, *options, "-o", "plan.json")
+    assert "next: graphrun run plan.json" in output.splitlines()[1:3]
 
 
 def test_without_a_budget_a_plan_is_for_the_card_here_or_says_which_one_it_assumes(
@@ -282,27 +379,36 @@ def test_without_a_budget_a_plan_is_for_the_card_here_or_says_which_one_it_assum
 ) -> None:
     from graphrun.profile import hardware
 
-    code, out, err = graphrun("plan", TINY)
-    assert (code, "\nnext, on that card: graphrun run " in out) == (0, True)
+    code, output, err = graphrun("plan", TINY)
+    assert (code, "\nnext, on that card: graphrun run " in output) == (0, True)
     assert "no CUDA device here: this is for an rtx4090" in err
     assert "--vram auto: 24.00 GiB, what the rtx4090 has\n" in err
-    monkeypatch.setattr(hardware, "found", lambda: hardware.priors()["rtx4090"])
+    monkeypatch.setattr(hardware, "detect_card", lambda: hardware.data_sheet_estimates()["rtx4090"])
     monkeypatch.setattr(hardware, "free_bytes", lambda: 7 * 2**30)
     has = "what the rtx4090 has free (7.00 GiB) less a twentieth for other programs"
     for auto in ((), ("--vram", "auto")):
-        code, out, err = graphrun("plan", TINY, *auto)
-        assert (code, " of 6.6 GiB" in out, f"--vram auto: 6.65 GiB, {has}\n" in err) == (0, True, True)
-        assert "\nnext: graphrun run " in out
+        code, output, err = graphrun("plan", TINY, *auto)
+        assert (code, " of 6.6 GiB" in output, f"--vram auto: 6.65 GiB, {has}\n" in err) == (
+            0,
+            True,
+            True,
+        )
+        assert "\nnext: graphrun run " in output
 
 
-def test_a_budget_above_what_the_card_has_free_less_its_margin_is_warned_of(graphrun: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_above_what_the_card_has_free_less_its_margin_is_warned_of(
+    graphrun: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from graphrun.profile import hardware
 
-    monkeypatch.setattr(hardware, "found", lambda: hardware.priors()["rtx4090"])
+    monkeypatch.setattr(hardware, "detect_card", lambda: hardware.data_sheet_estimates()["rtx4090"])
     monkeypatch.setattr(hardware, "free_bytes", lambda: 7 * 2**30)
     for vram, warned in (("6.7G", True), ("50%", True), ("6.6G", False)):
         code, _, err = graphrun("plan", TINY, "--vram", vram)
-        assert (code, f"--vram {vram} is more than 6.65 GiB, what the rtx4090 has free" in err) == (0, warned)
+        assert (code, f"--vram {vram} is more than 6.65 GiB, what the rtx4090 has free" in err) == (
+            0,
+            warned,
+        )
     err = graphrun("plan", TINY, "--vram", "24G", "--hardware", "rtx3090")[2]
     assert "is more than" not in err, "that is not the card here"
     err = graphrun("plan", TINY, "--vram", "auto", "--device", "sim")[2]
@@ -325,33 +431,42 @@ def test_a_budget_above_what_the_card_has_free_less_its_margin_is_warned_of(grap
 def test_a_budget_of_nearly_all_of_a_consumer_card_says_what_a_desktop_leaves(
     graphrun: Cli, hardware: str, vram: str, free: str
 ) -> None:
-    code, out, _ = graphrun("plan", TINY, "--hardware", hardware, "--vram", vram, "--ram", "8G")
-    said = [line for line in out.splitlines() if "a desktop leaves" in line]
+    code, output, _ = graphrun("plan", TINY, "--hardware", hardware, "--vram", vram, "--ram", "8G")
+    lines = [line for line in output.splitlines() if "a desktop leaves" in line]
     expected = f"a desktop leaves {free} GiB free; beyond it Windows spills into slow RAM"
-    assert (code, said) == (0, [expected] if free else [])
-    assert max(map(len, said), default=0) <= 80
+    assert (code, lines) == (0, [expected] if free else [])
+    assert max(map(len, lines), default=0) <= 80
 
 
-def test_a_measured_card_is_not_guessed_at(graphrun: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_measured_card_is_not_guessed_at(
+    graphrun: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from dataclasses import replace
 
     from graphrun.profile import hardware
 
-    card = hardware.priors()["rtx4060"]
-    assert hardware.free_beside_a_desktop(card, card.capacity_bytes) is not None
-    assert hardware.free_beside_a_desktop(replace(card, basis="measured"), card.capacity_bytes) is None
-    monkeypatch.setattr(hardware, "found", lambda: replace(card, name="geforcertx4060"))
+    card = hardware.data_sheet_estimates()["rtx4060"]
+    assert hardware.free_range_with_desktop(card, card.capacity_bytes) is not None
+    assert (
+        hardware.free_range_with_desktop(replace(card, basis="measured"), card.capacity_bytes)
+        is None
+    )
+    monkeypatch.setattr(hardware, "detect_card", lambda: replace(card, name="geforcertx4060"))
     monkeypatch.setattr(hardware, "free_bytes", lambda: 7 * 2**30)
-    for windows, said in ((True, "there Windows spills into RAM and becomes slow"), (False, "there what is left is planned again")):
+    for windows, message in (
+        (True, "there Windows spills into RAM and becomes slow"),
+        (False, "there what is left is planned again"),
+    ):
         monkeypatch.setattr("graphrun.cli.common.spills_vram", lambda windows=windows: windows)
-        code, out, err = graphrun("plan", TINY, "--vram", "8G")
-        assert (code, "a desktop leaves" in out, said in err) == (0, False, True)
+        code, output, err = graphrun("plan", TINY, "--vram", "8G")
+        assert (code, "a desktop leaves" in output, message in err) == (0, False, True)
 
 
 LOST = """
 import signal, sys, time
 from graphrun.cli import common, main
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
+# a shell makes its background jobs ignore SIGINT
+signal.signal(signal.SIGINT, signal.default_int_handler)
 class Held:
     def __del__(self):
         raise KeyboardInterrupt
@@ -366,5 +481,11 @@ main.main()
 
 
 def test_an_interrupt_inside_a_finalizer_is_not_lost() -> None:
-    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=50, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "graphrun: interrupted\n")
+    process = subprocess.run(
+        [sys.executable, "-c", LOST], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (process.returncode, process.stdout, process.stderr) == (
+        130,
+        "",
+        "graphrun: interrupted\n",
+    )

@@ -16,7 +16,9 @@ from graphrun.extras import install_command
 ROOT = Path(__file__).parent.parent
 
 
-def test_a_checkout_is_named_by_a_dot_or_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkout_is_named_by_a_dot_or_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     assert install_command("serve") == "pip install -e '.[serve]'"
     monkeypatch.chdir(tmp_path)
@@ -27,7 +29,10 @@ def test_a_checkout_is_named_by_a_dot_or_its_path(tmp_path: Path, monkeypatch: p
     ("url", "command"),
     [
         ("file://{folder}", "pip install '{folder}[serve]'"),
-        ("file://{folder}/graphrun-0.1.0-py3-none-any.whl", "pip install '{folder}/graphrun-0.1.0-py3-none-any.whl[serve]'"),
+        (
+            "file://{folder}/graphrun-0.1.0-py3-none-any.whl",
+            "pip install '{folder}/graphrun-0.1.0-py3-none-any.whl[serve]'",
+        ),
         ("file://{folder}/gone", "pip install 'graphrun[serve]'"),
         ("https://example.org/graphrun.whl", "pip install 'graphrun[serve]'"),
         (None, "pip install 'graphrun[serve]'"),
@@ -51,5 +56,7 @@ def test_an_installed_package_is_named_by_what_it_was_installed_from(
 
 def test_every_message_takes_the_command_from_there() -> None:
     spelled = re.compile(r"pip install.*graphrun|graphrun\[")
-    texts: dict[str, Any] = {path.name: path.read_text() for path in (ROOT / "graphrun").rglob("*.py")}
+    texts: dict[str, Any] = {
+        path.name: path.read_text() for path in (ROOT / "graphrun").rglob("*.py")
+    }
     assert [name for name, text in texts.items() if spelled.search(text)] == ["extras.py"]

@@ -1,4 +1,5 @@
-"""A file is complete or absent; the next write deletes what a killed process left, but not what a running one writes."""
+"""A file is complete or absent; the next write deletes what a killed process left, but not what a
+running one writes."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_killed_between_writing_and_renaming_leaves_a_file_that_the_next_write_sweeps(tmp_path: Path) -> None:
+def test_killed_between_writing_and_renaming_leaves_a_file_that_the_next_write_sweeps(
+    tmp_path: Path,
+) -> None:
     target = tmp_path / "0003.png"
 
     def killed(temporary: Path) -> None:
@@ -47,15 +50,15 @@ def test_killed_between_writing_and_renaming_leaves_a_file_that_the_next_write_s
 
 def test_what_a_living_process_writes_is_not_swept(tmp_path: Path) -> None:
     target = tmp_path / "a.png"
-    begun, go_on = os.pipe(), os.pipe()
+    start_pipe, go_on = os.pipe(), os.pipe()
 
     def slow(temporary: Path) -> None:
         temporary.write_bytes(b"the other's")
-        os.write(begun[1], b".")
+        os.write(start_pipe[1], b".")
         os.read(go_on[0], 1)
 
     child = apart(lambda: write_whole(target, slow))
-    os.read(begun[0], 1)
+    os.read(start_pipe[0], 1)
     sweep(target)
     write_whole(target, lambda temporary: temporary.write_bytes(b"ours"))
     assert len(names(tmp_path)) == 3, "its file and its lock are still there"

@@ -1,4 +1,5 @@
-"""docs/graphs.md has every reference graph, with the sizes, times and peaks that graphrun computes for it."""
+"""docs/graphs.md has every reference graph, with the sizes, times and peaks that graphrun computes
+for it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ ROOT = Path(__file__).parent.parent
 ROWS = (ROOT / "docs" / "graphs.md").read_text().splitlines()
 LEFT_OUT = ("shapes", "pyramid-flow")  # trained here; code that is no package
 GRAPHS = sorted(
-    path.stem for path in (ROOT / "graphs").glob("*.yaml") if not path.stem.endswith("-tiny") and path.stem not in LEFT_OUT
+    path.stem
+    for path in (ROOT / "graphs").glob("*.yaml")
+    if not path.stem.endswith("-tiny") and path.stem not in LEFT_OUT
 )
 SAMPLE = ("cogview4", "sd3")
 
@@ -33,7 +36,9 @@ def test_the_documented_sizes_are_those_of_the_components(table: Any, name: str)
 @pytest.mark.parametrize("name", sampled(GRAPHS, ("sd3",), "graphs"))
 def test_the_listed_figures_are_those_of_the_tables(table: Any, name: str) -> None:
     row = next(row for row in reversed(ROWS) if row.startswith(f"| {name} |"))
-    assert json.loads((ROOT / "graphs" / "figures.json").read_text())[name] == table.figures(name, row)
+    assert json.loads((ROOT / "graphs" / "figures.json").read_text())[name] == table.figures(
+        name, row
+    )
 
 
 @pytest.mark.sweep("graphs", of_all=18)

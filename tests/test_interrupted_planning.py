@@ -1,4 +1,5 @@
-"""Ctrl-C during planning: the best plan so far and how far it may be from optimal, or a sentence that there is none."""
+"""Ctrl-C during planning: the best plan so far and how far it may be from optimal, or a sentence
+that there is none."""
 
 from __future__ import annotations
 
@@ -13,8 +14,10 @@ import pytest
 # Sends this process a SIGINT at the call number NUMBER of WHERE.
 SCRIPT = """
 import importlib, os, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
-module, name, number = sys.argv[1].rpartition(".")[0], sys.argv[1].rpartition(".")[2], int(sys.argv[2])
+# a shell makes its background jobs ignore SIGINT
+signal.signal(signal.SIGINT, signal.default_int_handler)
+module, _, name = sys.argv[1].rpartition(".")
+number = int(sys.argv[2])
 holder, calls = importlib.import_module(module), []
 plain = getattr(holder, name)
 def called(*arguments, **options):
@@ -28,51 +31,84 @@ from graphrun.cli import main
 main.main()
 """
 FLUX = ("flux-tiny", "--device", "sim", "--vram", "6M", "--ram", "8G", "--no-cache")
-SECOND_CANDIDATE = ("graphrun.solve.fastest.check", 1)  # the first candidate is known when it is checked
+# the first candidate is known when it is checked
+SECOND_CANDIDATE = (
+    "graphrun.solve.fastest.check",
+    1,
+)
 
 
-def interrupted(where: tuple[str, int], *command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    arguments = [sys.executable, "-c", SCRIPT, where[0], str(where[1]), *command]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=folder)
-    assert "Traceback" not in done.stderr
-    assert done.returncode == 130, done.stderr
-    return done
+def interrupted(
+    breakpoint_line: tuple[str, int], *command: str, folder: Path
+) -> subprocess.CompletedProcess[str]:
+    arguments = [
+        sys.executable,
+        "-c",
+        SCRIPT,
+        breakpoint_line[0],
+        str(breakpoint_line[1]),
+        *command,
+    ]
+    process = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=folder)
+    assert "Traceback" not in process.stderr
+    assert process.returncode == 130, process.stderr
+    return process
 
 
 @pytest.mark.long
 def test_the_best_plan_so_far_is_shown_with_its_bound_and_saved(tmp_path: Path) -> None:
-    done = interrupted(SECOND_CANDIDATE, "plan", *FLUX, "-o", "plan.json", folder=tmp_path)
-    assert done.stdout.startswith("fits: yes. ")
-    said = r"graphrun: interrupted while planning flux-tiny: this is the best plan so far, (within [\d.]+ % of optimal)"
-    bound = re.search(rf"{said}; it is saved in plan.json\n$", done.stderr)
-    assert bound is not None, done.stderr
-    assert bound[1] in " ".join(done.stdout.split())
-    check = subprocess.run([sys.executable, "-m", "graphrun", "check", "plan.json"], capture_output=True, text=True, cwd=tmp_path)
+    process = interrupted(SECOND_CANDIDATE, "plan", *FLUX, "-o", "plan.json", folder=tmp_path)
+    assert process.stdout.startswith("fits: yes. ")
+    message = (
+        r"graphrun: interrupted while planning flux-tiny: this is the best plan so far, (within "
+        r"[\d.]+ % of optimal)"
+    )
+    bound = re.search(rf"{message}; it is saved in plan.json\n$", process.stderr)
+    assert bound is not None, process.stderr
+    assert bound[1] in " ".join(process.stdout.split())
+    check = subprocess.run(
+        [sys.executable, "-m", "graphrun", "check", "plan.json"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     assert check.stdout.startswith("ok: ")
 
 
 @pytest.mark.long
 def test_json_says_that_planning_was_interrupted(tmp_path: Path) -> None:
-    data = json.loads(interrupted(SECOND_CANDIDATE, "plan", *FLUX, "--json", folder=tmp_path).stdout)
+    data = json.loads(
+        interrupted(SECOND_CANDIDATE, "plan", *FLUX, "--json", folder=tmp_path).stdout
+    )
     assert data["interrupted"]
     assert 0 < data["bound_seconds"] <= data["predicted_seconds"]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("where", "command", "said"),
+    ("breakpoint_line", "command", "message"),
     [
-        (("graphrun.solve.solve.solved", 1), ("plan", *FLUX), "interrupted while planning flux-tiny: there is no plan yet"),
-        (("graphrun.api.estimate", 1), ("plan", *FLUX), "interrupted (dry run of flux-tiny): there is no result yet"),
+        (
+            ("graphrun.solve.solve.solved", 1),
+            ("plan", *FLUX),
+            "interrupted while planning flux-tiny: there is no plan yet",
+        ),
+        (
+            ("graphrun.api.estimate", 1),
+            ("plan", *FLUX),
+            "interrupted (dry run of flux-tiny): there is no result yet",
+        ),
         (
             ("graphrun.solve.solve.refusal", 1),
             ("plan", *FLUX, "--vram", "1M"),
-            "interrupted while planning flux-tiny: no plan fits the budgets, and what would help was being searched",
+            "interrupted while planning flux-tiny: no plan fits the budgets, and what would help "
+            "was being searched",
         ),
         (
             SECOND_CANDIDATE,
             ("run", *FLUX),
-            r"interrupted while planning flux-tiny: the best plan so far takes \d+ ms, within [\d.]+ % of optimal; nothing was run",
+            r"interrupted while planning flux-tiny: the best plan so far takes \d+ ms, within "
+            r"[\d.]+ % of optimal; nothing was run",
         ),
         (
             ("graphrun.solve.pages.solved", 2),
@@ -82,9 +118,13 @@ def test_json_says_that_planning_was_interrupted(tmp_path: Path) -> None:
     ],
     ids=["no candidate", "dry run", "nothing fits", "run", "frontier"],
 )
-def test_a_sentence_says_what_was_interrupted(where: tuple[str, int], command: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    done = interrupted(where, *command, folder=tmp_path)
-    assert done.stdout == ""
-    last = done.stderr.splitlines()[-1]
-    assert last == f"graphrun: {said}" or re.fullmatch(f"graphrun: {said}", last), done.stderr
+def test_a_sentence_says_what_was_interrupted(
+    breakpoint_line: tuple[str, int], command: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    process = interrupted(breakpoint_line, *command, folder=tmp_path)
+    assert process.stdout == ""
+    last = process.stderr.splitlines()[-1]
+    assert last == f"graphrun: {message}" or re.fullmatch(f"graphrun: {message}", last), (
+        process.stderr
+    )
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -1,4 +1,5 @@
-"""What one command, session or batch does once: parse the graph, build its meta modules, simulate and check each plan.
+"""What one command, session or batch does once: parse the graph, build its meta modules, simulate
+and check each plan.
 
 Calls are counted by the profiler of the standard library, in all threads; nothing is replaced.
 """
@@ -29,7 +30,17 @@ from graphrun.verify.solution import broken_rules, checked_solution
 TINY = str(Path(__file__).parent.parent / "graphs" / "flux-tiny.yaml")
 BUDGETS = ("--device", "sim", "--vram", "64M", "--ram", "8G", "--set", "steps=2")
 COMPONENTS = 4
-COUNTED = (read_document, trace_key, meta_module, plan_of, simulate, check, apply_choices, broken_rules, checked_solution)
+COUNTED = (
+    read_document,
+    trace_key,
+    meta_module,
+    plan_of,
+    simulate,
+    check,
+    apply_choices,
+    broken_rules,
+    checked_solution,
+)
 Cli = Callable[..., tuple[int, str, str]]
 
 
@@ -38,7 +49,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.profiles: list[cProfile.Profile] = []
-        self.found: Counter[Any] = Counter()
+        self.counts: Counter[Any] = Counter()
 
     def begin(self, *_: Any) -> None:
         """Profiles the current thread."""
@@ -49,34 +60,41 @@ class Calls:
     def end(self) -> None:
         """Stops profiling this thread, and adds up the calls of all.
 
-        A profile of another thread that is not disabled would stop the active one when it is collected as garbage.
+        A profile of another thread that is not disabled would stop the active one when it is
+        collected as garbage.
         """
         for profile in self.profiles:
             profile.disable()
         codes = {inspect.unwrap(function).__code__: function.__name__ for function in COUNTED}
         for entry in (entry for profile in self.profiles for entry in profile.getstats()):
             if entry.code in codes:
-                self.found[codes[entry.code]] += entry.callcount
-            for called in entry.calls or ():
-                if called.code in codes and not isinstance(entry.code, str):
-                    self.found[entry.code.co_name, codes[called.code]] += called.callcount
+                self.counts[codes[entry.code]] += entry.callcount
+            for callee in entry.calls or ():
+                if callee.code in codes and not isinstance(entry.code, str):
+                    self.counts[entry.code.co_name, codes[callee.code]] += callee.callcount
 
     def by_caller(self, name: str) -> dict[str, int]:
         """Calls of the function ``name`` by the function that calls it."""
-        return {key[0]: number for key, number in self.found.items() if isinstance(key, tuple) and key[1] == name}
+        return {
+            key[0]: number
+            for key, number in self.counts.items()
+            if isinstance(key, tuple) and key[1] == name
+        }
 
     def of_a_cold_start(self) -> tuple[int, ...]:
-        """(parsed graphs, dry runs, meta modules, checks before a run). Asserts that only the solver simulates, each of its
-        candidates once, and that only it checks plans otherwise, those that it keeps."""
+        """(parsed graphs, dry runs, meta modules, checks before a run). Asserts that only the
+        solver simulates, each of its candidates once, and that only it checks plans otherwise,
+        those that it keeps."""
         simulations, checks = self.by_caller("simulate"), self.by_caller("check")
-        made, checked = self.by_caller("plan_of"), self.by_caller("checked_solution")
-        assert simulations.pop("candidate_of") == made.pop("candidate_of") > 0
-        assert made.pop("faster_baselines", 0) == checked.get("faster_baselines", 0)
-        assert made == {}
-        kept = checked.get("_repeated_run", 0) + checked.get("faster_baselines", 0)  # the former makes its plan of another one
-        assert simulations.pop("solution_of", 0) <= kept
-        assert checks.pop("checked_solution", 0) == kept
-        assert 0 < checks.pop("_refined") <= self.found["plan_of"]
+        plans, checked = self.by_caller("plan_of"), self.by_caller("checked_solution")
+        assert simulations.pop("candidate_of") == plans.pop("candidate_of") > 0
+        assert plans.pop("faster_baselines", 0) == checked.get("faster_baselines", 0)
+        assert plans == {}
+        # the former makes its plan of another one
+        kept_plans = checked.get("_repeated_run", 0) + checked.get("faster_baselines", 0)
+        assert simulations.pop("solution_of", 0) <= kept_plans
+        assert checks.pop("checked_solution", 0) == kept_plans
+        assert 0 < checks.pop("_refined") <= self.counts["plan_of"]
         before_runs = self.by_caller("broken_rules").get("refuse_broken", 0)
         assert checks.pop("broken_rules", 0) == before_runs
         assert (simulations, checks) == ({}, {})
@@ -84,9 +102,15 @@ class Calls:
 
     def of_a_stored_plan(self) -> tuple[int, ...]:
         """(parsed graphs, dry runs or keys of them, meta modules, simulations, checks)."""
-        found = self.found
-        assert found["apply_choices"] == found["simulate"] + found["check"]
-        return found["read_document"], found["trace_key"], found["meta_module"], found["simulate"], found["check"]
+        counts = self.counts
+        assert counts["apply_choices"] == counts["simulate"] + counts["check"]
+        return (
+            counts["read_document"],
+            counts["trace_key"],
+            counts["meta_module"],
+            counts["simulate"],
+            counts["check"],
+        )
 
 
 @contextmanager
@@ -111,9 +135,11 @@ def cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_cold_run(graphrun: Cli) -> None:
     files = ("--output", "x.png", "--plan", "p.json", "--trace", "t.json")
     with counted() as calls:
-        assert graphrun("run", TINY, "--device", "sim", "--vram", "6M", "--ram", "8G", *files)[0] == 0
+        assert (
+            graphrun("run", TINY, "--device", "sim", "--vram", "6M", "--ram", "8G", *files)[0] == 0
+        )
     assert calls.of_a_cold_start() == (1, 1, COMPONENTS, 1)
-    assert calls.found["plan_of"] > 1
+    assert calls.counts["plan_of"] > 1
 
 
 @pytest.mark.usefixtures("cold")
@@ -125,12 +151,12 @@ def test_a_plan_that_is_made_then_found_then_read(graphrun: Cli) -> None:
         "checked": ("check", "p.json"),
         "run": ("run", "p.json", "-o", "x.png"),
     }
-    found = {}
+    counts = {}
     for name, command in commands.items():
-        with counted() as found[name]:
+        with counted() as counts[name]:
             assert graphrun(*command)[0] == 0
-    assert found.pop("made").of_a_cold_start() == (1, 1, COMPONENTS, 0)
-    assert {name: calls.of_a_stored_plan() for name, calls in found.items()} == {
+    assert counts.pop("made").of_a_cold_start() == (1, 1, COMPONENTS, 0)
+    assert {name: calls.of_a_stored_plan() for name, calls in counts.items()} == {
         "found": (1, 1, 0, 1, 1),
         "shown": (1, 0, 0, 1, 1),
         "checked": (0, 0, 0, 1, 1),
@@ -141,7 +167,12 @@ def test_a_plan_that_is_made_then_found_then_read(graphrun: Cli) -> None:
 @pytest.mark.usefixtures("cold")
 def test_a_session_of_two_runs(tmp_path: Path) -> None:
     graph = package.load(TINY)
-    with counted() as calls, package.Session(graph, vram="64M", ram="8G", hardware="sim", cache=tmp_path, inputs={"steps": 2}) as s:
+    with (
+        counted() as calls,
+        package.Session(
+            graph, vram="64M", ram="8G", hardware="sim", cache=tmp_path, inputs={"steps": 2}
+        ) as s,
+    ):
         s.map([{"prompt": "a lighthouse"}, {"prompt": "a dog"}])
     assert calls.of_a_cold_start() == (0, 1, COMPONENTS, 1)
 

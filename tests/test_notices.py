@@ -19,13 +19,19 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.long
 def test_what_graphrun_imports_to_attach_writes_nothing() -> None:
     script = "import graphrun; graphrun.Attachment"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("", "")
+    process = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert (process.stdout, process.stderr) == ("", "")
 
 
 @pytest.mark.parametrize("logger", DROPPED)
-def test_the_line_is_dropped_and_others_of_the_same_logger_are_not(logger: str, caplog: pytest.LogCaptureFixture) -> None:
-    assert DROPPED[logger] in inspect.getsource(import_module(logger)).replace("{name}", "").replace("`", ""), "it is still there"
+def test_the_line_is_dropped_and_others_of_the_same_logger_are_not(
+    logger: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert DROPPED[logger] in inspect.getsource(import_module(logger)).replace(
+        "{name}", ""
+    ).replace("`", ""), "it is still there"
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger=logger), without_notices():
         caplog.handler.setLevel(0)

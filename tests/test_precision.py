@@ -1,4 +1,5 @@
-"""The table of docs/precision.md is that of the recorded results, and the quantized pipeline still draws."""
+"""The table of docs/precision.md is that of the recorded results, and the quantized pipeline still
+draws."""
 
 from __future__ import annotations
 
@@ -28,6 +29,8 @@ def test_the_documented_table_is_that_of_the_results(precision: Any) -> None:
 def test_the_results_are_those_of_the_pipeline(precision: Any) -> None:
     """Within two pictures of a kind: other versions of the libraries round differently."""
     recorded = json.loads(precision.RESULTS.read_text(encoding="utf-8"))["rows"]
-    for row, found in zip(recorded, precision.measured(None), strict=True):
-        assert found["name"] == row["name"]
-        assert (found["one"], found["two"]) == pytest.approx((row["one"], row["two"]), abs=0.011), row["name"]
+    for row, actual in zip(recorded, precision.measured(None), strict=True):
+        assert actual["name"] == row["name"]
+        assert (actual["one"], actual["two"]) == pytest.approx(
+            (row["one"], row["two"]), abs=0.011
+        ), row["name"]

@@ -19,13 +19,15 @@ def names_in(file: str) -> set[str]:
 
 
 def test_each_test_of_a_promise_exists() -> None:
-    named = re.findall(r"`(tests/[^`:]+)::([^`]+)`", DOCUMENT.read_text())
-    assert named
-    assert [f"{file}::{name}" for file, name in named if name not in names_in(file)] == []
+    references = re.findall(r"`(tests/[^`:]+)::([^`]+)`", DOCUMENT.read_text())
+    assert references
+    assert [f"{file}::{name}" for file, name in references if name not in names_in(file)] == []
 
 
 def test_each_promise_has_a_test() -> None:
     rows = DOCUMENT.read_text().partition("## Not tested")[0].splitlines()
-    promises = [row for row in rows if row.startswith("| ") and not row.startswith(("| promise |", "| |"))]
+    promises = [
+        row for row in rows if row.startswith("| ") and not row.startswith(("| promise |", "| |"))
+    ]
     assert promises
     assert [row for row in promises if "::test_" not in row] == []

@@ -1,4 +1,5 @@
-"""The trained pipeline and what judges it: scenes that training never sees, a detector that was not trained."""
+"""The trained pipeline and what judges it: scenes that training never sees, a detector that was not
+trained."""
 
 from __future__ import annotations
 
@@ -26,29 +27,38 @@ def part(monkeypatch: pytest.MonkeyPatch) -> Any:
 def rights(part: Any, objects: int, count: int) -> tuple[list[Any], list[np.ndarray]]:
     """Scenes drawn at random from all, never-seen pairs too, and their pictures."""
     scenes = part("scenes")
-    every, rng = list(scenes.scenes(objects)), np.random.default_rng(7)
-    chosen = [every[at] for at in rng.integers(len(every), size=count)]
-    return chosen, [scenes.draw(scene, rng) for scene in chosen]
+    all_scenes, rng = list(scenes.scenes(objects)), np.random.default_rng(7)
+    sample = [all_scenes[index] for index in rng.integers(len(all_scenes), size=count)]
+    return sample, [scenes.draw(scene, rng) for scene in sample]
 
 
 @pytest.mark.parametrize("objects", [1, 2])
 def test_the_detector_is_right_on_99_percent_of_drawn_pictures(part: Any, objects: int) -> None:
     judge = part("detector").judge
-    judged = [judge(scene, picture)["all"] for scene, picture in zip(*rights(part, objects, 200), strict=True)]
+    judged = [
+        judge(scene, picture)["all"]
+        for scene, picture in zip(*rights(part, objects, 200), strict=True)
+    ]
     assert sum(judged) >= 0.99 * len(judged)
 
 
 @pytest.mark.parametrize("objects", [1, 2])
-def test_on_shuffled_prompts_the_detector_is_right_as_often_as_two_scenes_agree(part: Any, objects: int) -> None:
-    """So it reads the picture: a prompt does not help it. Two objects' colours and shapes agree in one of hundreds."""
+def test_on_shuffled_prompts_the_detector_is_right_as_often_as_two_scenes_agree(
+    part: Any, objects: int
+) -> None:
+    """So it reads the picture: a prompt does not help it. Two objects' colours and shapes agree in
+    one of hundreds."""
     judge = part("detector").judge
     scenes, pictures = rights(part, objects, 200)
-    others = scenes[1:] + scenes[:1]
-    judged = [judge(other, picture) for other, picture in zip(others, pictures, strict=True)]
+    rotated = scenes[1:] + scenes[:1]
+    judged = [judge(other, picture) for other, picture in zip(rotated, pictures, strict=True)]
     agree = {
-        "background": [a.background == b.background for a, b in zip(scenes, others, strict=True)],
-        "colours": [{t.colour for t in a.things} == {t.colour for t in b.things} for a, b in zip(scenes, others, strict=True)],
-        "all": [a.content == b.content for a, b in zip(scenes, others, strict=True)],
+        "background": [a.background == b.background for a, b in zip(scenes, rotated, strict=True)],
+        "colours": [
+            {t.colour for t in a.things} == {t.colour for t in b.things}
+            for a, b in zip(scenes, rotated, strict=True)
+        ],
+        "all": [a.content == b.content for a, b in zip(scenes, rotated, strict=True)],
     }
     for name, expected in agree.items():
         assert [right[name] for right in judged] == expected, name
@@ -77,26 +87,41 @@ def test_what_is_no_shape_of_a_scene_is_not_judged_right(part: Any) -> None:
     assert not judge(scene, noise)["all"]
 
 
-def test_training_sees_neither_held_out_scenes_nor_their_mirrored_wording_nor_the_pairs_kept_away(part: Any) -> None:
+def test_training_sees_neither_held_out_scenes_nor_their_mirrored_wording_nor_the_pairs_kept_away(
+    part: Any,
+) -> None:
     scenes = part("scenes")
     parts = scenes.held_out()
-    assert json.loads(json.dumps(scenes.choose())) == json.loads(scenes.HELD_OUT.read_text()), "drawn by its seed"
-    assert {name: len(rows) for name, rows in parts.items()} == {"one": 200, "two": 200, "one unseen": 50, "two unseen": 50}
-    seen = [scene for objects in (1, 2) for scene in scenes.training(objects)]
-    held = {scene.content for rows in parts.values() for scene, _ in rows}
-    assert not held & {scene.content for scene in seen}
-    pairs = {(thing.colour, thing.shape) for scene in seen for thing in scene.things}
+    assert json.loads(json.dumps(scenes.choose())) == json.loads(scenes.HELD_OUT.read_text()), (
+        "drawn by its seed"
+    )
+    assert {name: len(rows) for name, rows in parts.items()} == {
+        "one": 200,
+        "two": 200,
+        "one unseen": 50,
+        "two unseen": 50,
+    }
+    training_scenes = [scene for objects in (1, 2) for scene in scenes.training(objects)]
+    contents = {scene.content for rows in parts.values() for scene, _ in rows}
+    assert not contents & {scene.content for scene in training_scenes}
+    pairs = {(thing.colour, thing.shape) for scene in training_scenes for thing in scene.things}
     assert len(pairs) == 25
     assert not pairs & scenes.NEVER_SEEN
-    assert ({colour for colour, _ in pairs}, {shape for _, shape in pairs}) == (set(scenes.COLOURS), set(scenes.SHAPES))
-    assert all(scene.unseen == name.endswith("unseen") for name, rows in parts.items() for scene, _ in rows)
+    assert ({colour for colour, _ in pairs}, {shape for _, shape in pairs}) == (
+        set(scenes.COLOURS),
+        set(scenes.SHAPES),
+    )
+    assert all(
+        scene.unseen == name.endswith("unseen") for name, rows in parts.items() for scene, _ in rows
+    )
 
 
 @pytest.mark.long
 def test_training_that_was_interrupted_goes_on_as_if_it_had_not_been(
     part: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Losses are equal but for rounding: the same sums in another place of memory are added in another order."""
+    """Losses are equal but for rounding: the same sums in another place of memory are added in
+    another order."""
     train = part("train")
     sizes = {
         "VAE_ROUNDS": 1,
@@ -126,10 +151,15 @@ def test_training_that_was_interrupted_goes_on_as_if_it_had_not_been(
             with pytest.raises(KeyboardInterrupt):
                 train.main(command)
         train.main(command)
-        rows = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()
+        ]
         losses[name] = [row.get("error", row.get("loss")) for row in rows]
-        optimizers = [torch.load(tmp_path / name / file)["optimizer"]["state"] for file in ("vae.pt", "flow.pt")]
-        steps[name] = [{float(of["step"]) for of in state.values()} for state in optimizers]
+        optimizers = [
+            torch.load(tmp_path / name / file)["optimizer"]["state"]
+            for file in ("vae.pt", "flow.pt")
+        ]
+        steps[name] = [{float(entry["step"]) for entry in state.values()} for state in optimizers]
         assert len(list((tmp_path / name / "pipeline").rglob("*.safetensors"))) == 4
     assert len(losses["whole"]) == 4
     assert losses["parts"] == pytest.approx(losses["whole"], rel=3e-4)
@@ -140,7 +170,9 @@ def test_the_trained_pipeline_is_small_and_its_classes_are_fluxs() -> None:
     folder = ROOT / "graphs/shapes"
     assert sum(file.stat().st_size for file in folder.rglob("*.safetensors")) < 6e6
     index = json.loads((folder / "model_index.json").read_text())
-    assert {name: entry[-1] for name, entry in index.items() if entry[-1] and not name.startswith("_")} == {
+    assert {
+        name: entry[-1] for name, entry in index.items() if entry[-1] and not name.startswith("_")
+    } == {
         "scheduler": "FlowMatchEulerDiscreteScheduler",
         "vae": "AutoencoderKL",
         "text_encoder": "CLIPTextModel",
@@ -152,24 +184,51 @@ def test_the_trained_pipeline_is_small_and_its_classes_are_fluxs() -> None:
 
 
 @pytest.mark.long
-def test_a_run_under_a_hard_cap_draws_what_was_asked_and_so_does_diffusers(part: Any, graphrun: Any, tmp_path: Path) -> None:
+def test_a_run_under_a_hard_cap_draws_what_was_asked_and_so_does_diffusers(
+    part: Any, graphrun: Any, tmp_path: Path
+) -> None:
     """The prompt of `make run`, which training has not seen."""
     graph = package.load(ROOT / "graphs/shapes.yaml")
     prompt = graph.inputs["prompt"].default
-    (scene,) = [scene for rows in part("scenes").held_out().values() for scene, _ in rows if scene.prompt == prompt]
+    (scene,) = [
+        scene
+        for rows in part("scenes").held_out().values()
+        for scene, _ in rows
+        if scene.prompt == prompt
+    ]
     picture = tmp_path / "picture.png"
-    code, out, _ = graphrun("run", str(graph.path), "--device", "sim", "--vram", "4M", "--prompt", prompt, "--output", str(picture))
-    assert (code, "the run matched the plan" in out) == (0, True)
-    planned = np.asarray(Image.open(picture))
-    assert part("detector").judge(scene, planned)["all"]
+    code, output, _ = graphrun(
+        "run",
+        str(graph.path),
+        "--device",
+        "sim",
+        "--vram",
+        "4M",
+        "--prompt",
+        prompt,
+        "--output",
+        str(picture),
+    )
+    assert (code, "the run matched the plan" in output) == (0, True)
+    plan_pixels = np.asarray(Image.open(picture))
+    assert part("detector").judge(scene, plan_pixels)["all"]
     evaluate = part("evaluate")
-    (whole,) = evaluate.pictures(evaluate.load(ROOT / "graphs/shapes"), [(scene, graph.inputs["seed"].default)])
-    assert np.array_equal(planned, whole)
+    (whole,) = evaluate.pictures(
+        evaluate.load(ROOT / "graphs/shapes"), [(scene, graph.inputs["seed"].default)]
+    )
+    assert np.array_equal(plan_pixels, whole)
 
 
 @pytest.mark.sweep("shapes")
-@pytest.mark.parametrize(("prompts", "least"), [("one", {"all": 0.9}), ("two", {"colours": 0.9, "places": 0.8, "all": 0.9})])
-def test_the_trained_pipeline_draws_prompts_that_training_has_not_seen(part: Any, prompts: str, least: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    ("prompts", "minimum"),
+    [("one", {"all": 0.9}), ("two", {"colours": 0.9, "places": 0.8, "all": 0.9})],
+)
+def test_the_trained_pipeline_draws_prompts_that_training_has_not_seen(
+    part: Any, prompts: str, minimum: dict[str, float]
+) -> None:
     evaluate = part("evaluate")
-    right = evaluate.score(evaluate.load(ROOT / "graphs/shapes"), part("scenes").held_out()[prompts])
-    assert {name: share for name, share in least.items() if right[name] < share} == {}, right
+    right = evaluate.score(
+        evaluate.load(ROOT / "graphs/shapes"), part("scenes").held_out()[prompts]
+    )
+    assert {name: share for name, share in minimum.items() if right[name] < share} == {}, right

@@ -1,4 +1,5 @@
-"""A string where a collection of strings is expected counts as one item, in every public function."""
+"""A string where a collection of strings is expected counts as one item, in every public
+function."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def problem(cache: Path, **arguments: Any) -> Any:
 
 
 def surveyed(cache: Path, **arguments: Any) -> Any:
-    return graphrun.survey(graphrun.load("sdxl-tiny"), hardware="sim", mode="group", cache=cache, **arguments)
+    return graphrun.survey(
+        graphrun.load("sdxl-tiny"), hardware="sim", mode="group", cache=cache, **arguments
+    )
 
 
 def attached(**arguments: Any) -> Any:
@@ -42,7 +45,9 @@ def attached(**arguments: Any) -> Any:
 
 
 def cached(cache: Path, allow: Any) -> Any:
-    return graphrun.precomputed(graphrun.load("flux-tiny"), hardware="sim", cache=cache, allow=allow)
+    return graphrun.precomputed(
+        graphrun.load("flux-tiny"), hardware="sim", cache=cache, allow=allow
+    )
 
 
 def declared(changes: Any) -> Any:
@@ -54,12 +59,18 @@ def declared(changes: Any) -> Any:
 
 
 CASES: dict[tuple[str, str], tuple[Callable[..., Any], str]] = {
-    ("load", "trust"): (lambda cache, value: graphrun.load("flux-tiny", trust=value).trust, "mypackage"),
+    ("load", "trust"): (
+        lambda cache, value: graphrun.load("flux-tiny", trust=value).trust,
+        "mypackage",
+    ),
     ("estimate", "allow"): (lambda cache, value: problem(cache, allow=value), "cpu"),
     ("estimate", "keep"): (lambda cache, value: problem(cache, keep=value), "vae"),
     ("estimate", "exclude"): (lambda cache, value: problem(cache, exclude=value), "transformer"),
     ("estimate", "pin"): (lambda cache, value: problem(cache, pin=value), "vae"),
-    ("estimate", "precomputed"): (lambda cache, value: problem(cache, precomputed=value), "encode.embeds"),
+    ("estimate", "precomputed"): (
+        lambda cache, value: problem(cache, precomputed=value),
+        "encode.embeds",
+    ),
     ("precomputed", "allow"): (cached, "cpu"),
     ("survey", "precision"): (lambda cache, value: surveyed(cache, precision=value), "bf16"),
     ("survey", "option"): (lambda cache, value: surveyed(cache, option=value), "decode=tiling"),
@@ -82,30 +93,43 @@ def test_a_string_counts_as_one_item(function: str, parameter: str, cached_dry_r
 
 
 def test_every_parameter_that_takes_strings_has_a_case() -> None:
-    functions = {name: value for name in graphrun.__all__ if inspect.isfunction(value := getattr(graphrun, name))}
+    functions = {
+        name: value
+        for name in graphrun.__all__
+        if inspect.isfunction(value := getattr(graphrun, name))
+    }
     strings = re.compile(r"^(Iterable|Collection|Sequence|Set)\[str\]$")
-    found = {
+    list_parameters = {
         (name, parameter.name)
         for name, function in functions.items()
         for parameter in inspect.signature(function).parameters.values()
         if strings.match(str(parameter.annotation))
     }
-    assert found == CASES.keys()
+    assert list_parameters == CASES.keys()
 
 
 def test_a_single_prompt_or_mapping_is_one_request() -> None:
     from graphrun.batch.requests import requests_from
 
     assert [request.inputs for request in requests_from("a cat")] == [{"prompt": "a cat"}]
-    assert [request.inputs for request in requests_from({"prompt": "a cat", "seed": 3})] == [{"prompt": "a cat", "seed": 3}]
+    assert [request.inputs for request in requests_from({"prompt": "a cat", "seed": 3})] == [
+        {"prompt": "a cat", "seed": 3}
+    ]
 
 
 @pytest.mark.long
 def test_names_of_budgets_of_a_session_and_of_run_many_are_strings_too(tmp_path: Path) -> None:
-    graph, options = graphrun.load("flux-tiny"), {"vram": "6M", "ram": "8G", "hardware": "sim", "allow": "cpu", "keep": "vae"}
+    graph, options = (
+        graphrun.load("flux-tiny"),
+        {"vram": "6M", "ram": "8G", "hardware": "sim", "allow": "cpu", "keep": "vae"},
+    )
     small = {"height": 32, "width": 32, "steps": 2, "max_sequence_length": 16}
-    with graphrun.Session(graph, runs=2, inputs=small, random_weights=True, cache=tmp_path, **options) as session:
+    with graphrun.Session(
+        graph, runs=2, inputs=small, random_weights=True, cache=tmp_path, **options
+    ) as session:
         assert session.solution.problem.allow == ("cpu",)
         assert len(session.map({"prompt": "a cat"})) == 1
-    batch = graphrun.run_many(graph, "a cat", common=small, random_weights=True, cache=tmp_path, strict=True, **options)
+    batch = graphrun.run_many(
+        graph, "a cat", common=small, random_weights=True, cache=tmp_path, strict=True, **options
+    )
     assert list(batch.outputs) == [1]

@@ -1,4 +1,5 @@
-"""Scenes of one or two flat shapes: their prompts, their pictures, and which of them training never sees.
+"""Scenes of one or two flat shapes: their prompts, their pictures, and which of them training never
+sees.
 
 python training/scenes.py      # writes held_out.json; done once, before any training
 """
@@ -33,7 +34,13 @@ SHAPES = {
     "circle": [(math.cos(i * math.pi / 36), math.sin(i * math.pi / 36)) for i in range(72)],
     "square": [(-1, -1), (1, -1), (1, 1), (-1, 1)],
     "triangle": [(0, -1), (1, 1), (-1, 1)],
-    "star": [((1, 0.42)[i % 2] * math.sin(i * math.pi / 5), -(1, 0.42)[i % 2] * math.cos(i * math.pi / 5)) for i in range(10)],
+    "star": [
+        (
+            (1, 0.42)[i % 2] * math.sin(i * math.pi / 5),
+            -(1, 0.42)[i % 2] * math.cos(i * math.pi / 5),
+        )
+        for i in range(10)
+    ],
     "cross": [(-ARM, -1), (ARM, -1), (ARM, -ARM), (1, -ARM), (1, ARM), (ARM, ARM)]
     + [(ARM, 1), (-ARM, 1), (-ARM, ARM), (-1, ARM), (-1, -ARM), (-ARM, -ARM)],
 }
@@ -56,8 +63,18 @@ RELATIONS = {
     "below": ((1, 2), (1, 0)),
 }
 # Every colour and every shape is in training, these pairs are not.
-NEVER_SEEN = {("yellow", "circle"), ("purple", "square"), ("red", "triangle"), ("blue", "star"), ("cyan", "cross")}
-SHOWN = ("a red circle left of a blue square on white", "a green star in the top right corner on black")  # in README
+NEVER_SEEN = {
+    ("yellow", "circle"),
+    ("purple", "square"),
+    ("red", "triangle"),
+    ("blue", "star"),
+    ("cyan", "cross"),
+}
+# in README
+SHOWN = (
+    "a red circle left of a blue square on white",
+    "a green star in the top right corner on black",
+)
 HELD_OUT = Path(__file__).parent / "held_out.json"
 
 
@@ -98,21 +115,28 @@ def scenes(objects: int) -> Iterator[Scene]:
                 prompt = " ".join(f"a {colour} {shape} {place} on {background}".split())
                 yield Scene(prompt, (Thing(colour, shape, cell),), background)
         else:
-            for first, second, (relation, cells) in itertools.product(pairs, pairs, RELATIONS.items()):
+            for first, second, (relation, cells) in itertools.product(
+                pairs, pairs, RELATIONS.items()
+            ):
                 if first[0] != second[0]:
                     prompt = f"a {' '.join(first)} {relation} a {' '.join(second)} on {background}"
-                    yield Scene(prompt, (Thing(*first, cells[0]), Thing(*second, cells[1])), background)
+                    yield Scene(
+                        prompt, (Thing(*first, cells[0]), Thing(*second, cells[1])), background
+                    )
 
 
 def draw(scene: Scene, rng: np.random.Generator) -> np.ndarray:
-    """One picture of a scene, uint8 of shape (64, 64, 3): sides of 21 to 23 pixels, middles up to a pixel off the cell's."""
+    """One picture of a scene, uint8 of shape (64, 64, 3): sides of 21 to 23 pixels, middles up to a
+    pixel off the cell's."""
     fine = 4  # drawn finer, then averaged: smooth edges
     picture = Image.new("RGB", (SIZE * fine, SIZE * fine), BACKGROUNDS[scene.background])
     for thing in scene.things:
         half = rng.uniform(10.5, 11.5)
-        middle = [16 + 16 * at + rng.uniform(-1, 1) for at in thing.cell]
+        middle = [16 + 16 * coordinate + rng.uniform(-1, 1) for coordinate in thing.cell]
         outline = boxed(thing.shape) * half + middle
-        ImageDraw.Draw(picture).polygon([tuple(point) for point in outline * fine], fill=COLOURS[thing.colour])
+        ImageDraw.Draw(picture).polygon(
+            [tuple(point) for point in outline * fine], fill=COLOURS[thing.colour]
+        )
     return np.asarray(picture.resize((SIZE, SIZE), Image.Resampling.BOX))
 
 
@@ -124,34 +148,43 @@ def boxed(shape: str) -> np.ndarray:
 
 
 def held_out() -> dict[str, list[tuple[Scene, int]]]:
-    """The scenes of held_out.json with one seed each: of one or two objects; unseen ones have a pair that training never has."""
-    known = {scene.prompt: scene for objects in (1, 2) for scene in scenes(objects)}
-    return {part: [(known[prompt], seed) for prompt, seed in rows] for part, rows in json.loads(HELD_OUT.read_text()).items()}
+    """The scenes of held_out.json with one seed each: of one or two objects; unseen ones have a
+    pair that training never has."""
+    scenes_by_prompt = {scene.prompt: scene for objects in (1, 2) for scene in scenes(objects)}
+    return {
+        part: [(scenes_by_prompt[prompt], seed) for prompt, seed in rows]
+        for part, rows in json.loads(HELD_OUT.read_text()).items()
+    }
 
 
 @cache
 def training(objects: int) -> list[Scene]:
     """The scenes of one or two objects that training may see."""
-    kept = {scene.content for rows in held_out().values() for scene, _ in rows}
-    return [scene for scene in scenes(objects) if not scene.unseen and scene.content not in kept]
+    held_out_contents = {scene.content for rows in held_out().values() for scene, _ in rows}
+    return [
+        scene
+        for scene in scenes(objects)
+        if not scene.unseen and scene.content not in held_out_contents
+    ]
 
 
 def choose() -> dict[str, list[tuple[str, int]]]:
-    """What held_out.json holds: drawn by a fixed seed, README's prompts among them, no two that ask for the same picture."""
-    rng, chosen = random.Random(2024), {}
+    """What held_out.json holds: drawn by a fixed seed, README's prompts among them, no two that ask
+    for the same picture."""
+    rng, selection = random.Random(2024), {}
     for part, objects, unseen, count in (
         ("one", 1, False, 200),
         ("two", 2, False, 200),
         ("one unseen", 1, True, 50),
         ("two unseen", 2, True, 50),
     ):
-        every = [scene for scene in scenes(objects) if scene.unseen == unseen]
-        rng.shuffle(every)
-        every.sort(key=lambda scene: scene.prompt not in SHOWN)
-        distinct = {scene.content: scene for scene in reversed(every)}
-        first = [scene for scene in every if distinct[scene.content] is scene][:count]
-        chosen[part] = [(scene.prompt, seed) for seed, scene in enumerate(first)]
-    return chosen
+        candidates = [scene for scene in scenes(objects) if scene.unseen == unseen]
+        rng.shuffle(candidates)
+        candidates.sort(key=lambda scene: scene.prompt not in SHOWN)
+        distinct = {scene.content: scene for scene in reversed(candidates)}
+        first = [scene for scene in candidates if distinct[scene.content] is scene][:count]
+        selection[part] = [(scene.prompt, seed) for seed, scene in enumerate(first)]
+    return selection
 
 
 if __name__ == "__main__":

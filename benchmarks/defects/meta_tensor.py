@@ -1,7 +1,9 @@
-"""python benchmarks/defects/meta_tensor.py: "Cannot copy out of meta tensor" from an encoder that accelerate offloads.
+"""python benchmarks/defects/meta_tensor.py: "Cannot copy out of meta tensor" from an encoder that
+accelerate offloads.
 
-Under ``cpu_offload`` (``enable_sequential_cpu_offload``) a module's parameters are on meta between calls, so ``module.device`` is
-meta; code that moves inputs there, as pipelines do with a language model's tokens, computes on meta and cannot come back.
+Under ``cpu_offload`` (``enable_sequential_cpu_offload``) a module's parameters are on meta between
+calls, so ``module.device`` is meta; code that moves inputs there, as pipelines do with a language
+model's tokens, computes on meta and cannot come back.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from show import show
 
 
 def reproduce() -> dict[str, Any]:
-    """A GLM under accelerate.cpu_offload: inputs moved to module.device are on meta, and no output can be had"""
+    """A GLM under accelerate.cpu_offload: inputs moved to module.device are on meta, and no output
+    can be had"""
     import accelerate
     import torch
     from peers_cell import Subject

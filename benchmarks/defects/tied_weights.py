@@ -1,7 +1,8 @@
-"""python benchmarks/defects/tied_weights.py: wrong output, silently, where group offloading to disk meets tied weights.
+"""python benchmarks/defects/tied_weights.py: wrong output, silently, where group offloading to disk
+meets tied weights.
 
-Leaf-level groups are put on disk one after another. Modules that share a parameter are in two groups: the first writes it and
-empties it, the second writes the emptied one.
+Leaf-level groups are put on disk one after another. Modules that share a parameter are in two
+groups: the first writes it and empties it, the second writes the emptied one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from show import show
 
 
 def reproduce() -> dict[str, Any]:
-    """A T5 encoder, whose embedding is tied, offloaded by leaf to a folder of its own encodes something else"""
+    """A T5 encoder, whose embedding is tied, offloaded by leaf to a folder of its own encodes
+    something else"""
     import torch
     from diffusers.hooks import apply_group_offloading
     from peers_cell import Subject
@@ -22,14 +24,19 @@ def reproduce() -> dict[str, Any]:
         encoder = Subject("flux", "sim", 1).modules["text_encoder_2"]
         if folder is not None:
             cpu = torch.device("cpu")
-            apply_group_offloading(encoder, onload_device=cpu, offload_type="leaf_level", offload_to_disk_path=folder)
+            apply_group_offloading(
+                encoder, onload_device=cpu, offload_type="leaf_level", offload_to_disk_path=folder
+            )
         with torch.no_grad():
             return encoder(torch.arange(5, 15)[None])[0]
 
     plain = encoded(None)
     with tempfile.TemporaryDirectory() as folder:
         offloaded = encoded(folder)
-    return {"shown": not torch.equal(plain, offloaded), "largest_difference": float((plain - offloaded).abs().max())}
+    return {
+        "shown": not torch.equal(plain, offloaded),
+        "largest_difference": float((plain - offloaded).abs().max()),
+    }
 
 
 if __name__ == "__main__":

@@ -1,1 +1,2 @@
-"""Runs graphs many times: lists of requests, their order, the cache of stage outputs, and resuming after a kill."""
+"""Run graphs many times: lists of requests, their schedules, the cache of stage outputs, and
+resuming after a kill."""

@@ -1,9 +1,13 @@
-"""Requests with a list that stages take item by item (``for_each``), as one request for each item; their outputs as lists again.
+"""Split requests whose input is a list that stages take item by item (``for_each``): each item
+becomes a request. Collect the outputs of the items as lists.
 
-    request 1: seeds [3, 5, 8]     items 1, 2, 3 run like any requests      outputs of request 1: {image: [.., .., ..]}
-    request 2: seeds [4]           item 4                                   outputs of request 2: {image: [..]}
+    request 1: seeds [3, 5, 8]     items 1, 2, 3 run like any requests
+    request 2: seeds [4]           item 4
+    outputs of request 1: {image: [.., .., ..]}
+    outputs of request 2: {image: [..]}
 
-With a journal, outputs of finished items wait beside its state (``3.made``), and survive a kill.
+With a journal, outputs of finished items are stored next to its state (``3.made``) and survive a
+kill.
 """
 
 from __future__ import annotations
@@ -20,76 +24,104 @@ from graphrun.graph.graph import Graph
 
 
 class Items:
-    """The items of ``whole``, resolved requests for ``graph``, as ``requests`` of their own, numbered from 1 through all lists. A
-    broken one is one item.
+    """The items of ``whole``, resolved requests for ``graph``, as ``requests`` of their own.
 
-    `sink` takes their outputs. Once it has those of all items of a request, ``sink`` gets them as lists.
+    Items are numbered from 1 through all lists. A broken request is one item. `sink` takes their
+    outputs; once it has all items of a request, ``sink`` gets the outputs as lists.
     """
 
-    def __init__(self, graph: Graph, whole: Sequence[Request], sink: Sink | None, journal: Journal | None) -> None:
+    def __init__(
+        self, graph: Graph, whole: Sequence[Request], sink: Sink | None, journal: Journal | None
+    ) -> None:
         self._graph, self._sink, self._journal = graph, sink, journal
-        self._of: dict[int, Request] = {}  # the request of each item
-        self._made: dict[int, Mapping[str, Any]] = {}  # by item, where there is no journal
+        self._request_of: dict[int, Request] = {}  # the request of each item
+        self._item_outputs: dict[int, Mapping[str, Any]] = {}  # by item, where there is no journal
         self._outputs: dict[int, Mapping[str, Any]] = {}  # by request, where there is no sink
-        self.requests = [*self._listed(whole)]
-        self._items = {request.number: [item for item, of in self._of.items() if of is request] for request in whole}
+        self.requests = [*self._split(whole)]
+        self._items = {
+            request.number: [item for item, source in self._request_of.items() if source is request]
+            for request in whole
+        }
 
-    def _listed(self, whole: Sequence[Request]) -> Iterator[Request]:
+    def _split(self, whole: Sequence[Request]) -> Iterator[Request]:
         name = self._graph.list_input
         for request in whole:
-            values = [None] if request.error else self._graph.inputs[name].items(request.inputs[name])
+            values = (
+                [None] if request.error else self._graph.inputs[name].items(request.inputs[name])
+            )
             for index, value in enumerate(values, 1):
-                self._of[number := len(self._of) + 1] = request
-                where = request.where if request.error else f"{request.where}, item {index}"
-                yield replace(request, number=number, inputs={**request.inputs, name: value}, where=where)
+                self._request_of[number := len(self._request_of) + 1] = request
+                label = request.location if request.error else f"{request.location}, item {index}"
+                yield replace(
+                    request, number=number, inputs={**request.inputs, name: value}, location=label
+                )
 
     def sink(self, item: Request, outputs: Mapping[str, Any]) -> list[Path]:
-        """Takes the outputs of ``item``. Returns the files of its request where these are all, else the file that holds them."""
-        request = self._of[item.number]
+        """Take the outputs of ``item``. Return the files of its request if all items are complete,
+        else the file with this item's outputs."""
+        request = self._request_of[item.number]
         if self._journal is None:
-            self._made[item.number] = outputs
-            return self._gathered(request) or []
-        self._kept(item.number).keep("outputs", outputs)
-        files = self._gathered(request)
-        return [self._kept(item.number).folder / "outputs.value"] if files is None else files
+            self._item_outputs[item.number] = outputs
+            return self._gather(request) or []
+        self._item_journal(item.number).keep("outputs", outputs)
+        files = self._gather(request)
+        return (
+            [self._item_journal(item.number).folder / "outputs.value"] if files is None else files
+        )
 
     def finish(self, batch: Batch) -> Batch:
-        """The batch of the requests, where ``batch`` is that of the items. The error of a request is the first of its items'."""
-        for number in batch.done_before:  # killed before they were gathered
-            if number == self._items[self._of[number].number][0]:
-                self._gathered(self._of[number])
+        """Return the batch of the requests; ``batch`` is the batch of the items. A request's error
+        is the first error of its items."""
+        for number in batch.done_before:  # killed before their outputs were collected
+            if number == self._items[self._request_of[number].number][0]:
+                self._gather(self._request_of[number])
         errors: dict[int, str] = {}
         for number, error in sorted(batch.errors.items()):
-            request = self._of[number]
+            request = self._request_of[number]
             index = self._items[request.number].index(number) + 1
             errors.setdefault(request.number, error if request.error else f"item {index}: {error}")
-        before = set(batch.done_before)
-        done = tuple(number for number, items in self._items.items() if before.issuperset(items))
-        return replace(batch, outputs=self._outputs, errors=errors, done_before=done)
+        finished_items = set(batch.done_before)
+        finished_requests = tuple(
+            number for number, items in self._items.items() if finished_items.issuperset(items)
+        )
+        return replace(batch, outputs=self._outputs, errors=errors, done_before=finished_requests)
 
-    def _gathered(self, request: Request) -> list[Path] | None:
-        """Hands on the outputs of ``request``; returns the files that were written, None where outputs of an item are missing."""
-        found = list[Mapping[str, Any]]()
-        for item in reversed(self._items[request.number]):  # the last one is made last
-            outputs = self._made.get(item) if self._journal is None else self._kept(item).values("outputs")
+    def _gather(self, request: Request) -> list[Path] | None:
+        """Deliver the outputs of ``request``. Return the written files; None if outputs of an item
+        are missing."""
+        item_outputs = list[Mapping[str, Any]]()
+        for item in reversed(self._items[request.number]):  # the last item finishes last
+            outputs = (
+                self._item_outputs.get(item)
+                if self._journal is None
+                else self._item_journal(item).values("outputs")
+            )
             if outputs is None:
                 return None
-            found.insert(0, outputs)
-        lists = {name: bool(self._graph.stage(of.name).for_each) for name, of in self._graph.outputs.items()}
-        outputs = {name: [each[name] for each in found] if many else found[0][name] for name, many in lists.items()}
+            item_outputs.insert(0, outputs)
+        lists = {
+            name: bool(self._graph.stage(reference.name).for_each)
+            for name, reference in self._graph.outputs.items()
+        }
+        outputs = {
+            name: [item_output[name] for item_output in item_outputs]
+            if is_list
+            else item_outputs[0][name]
+            for name, is_list in lists.items()
+        }
         files = list[Path]()
         if self._sink is not None:
             files += self._sink(request, outputs)
         else:
             self._outputs[request.number] = outputs
         for item in self._items[request.number]:
-            self._made.pop(item, None)
+            self._item_outputs.pop(item, None)
             if self._journal is not None:
                 self._journal.request(item).finish(files)
-                self._kept(item).tidy()
+                self._item_journal(item).tidy()
         return files
 
-    def _kept(self, item: int) -> RequestJournal:
-        """Where the outputs of ``item`` wait."""
+    def _item_journal(self, item: int) -> RequestJournal:
+        """Return the state with the outputs of ``item``."""
         assert self._journal is not None
         return RequestJournal(self._journal.folder / f"{item}.made")

@@ -1,12 +1,12 @@
-"""The state of a batch on disk, from which it resumes after a kill at any moment.
+"""The state of a batch on disk, from which the batch resumes after a kill at any moment.
 
-A batch resumes only with the graph, files, versions and inputs it was started with. Knows neither plans nor devices.
+A batch resumes only with the same graph, files, versions and inputs. This module handles neither
+plans nor devices.
 
-    dependencies.json     what the batch's outputs depend on: graph, weight files, versions, inputs of every request
+    dependencies.json     what the outputs depend on: graph, weight files, versions, inputs
     3/encode.value        outputs of a stage of request 3 that later stages read
     3/denoise.steps       latents, scheduler state and generator state after a step
-    3/done.json           the output files of request 3, all written; its other state files are deleted then
-
+    3/done.json           the output files of request 3; its other state files are deleted then
     lock                  locked by the process that runs the batch
 
 Every file is complete or absent, and synced to disk. Each begins with its SHA-256.
@@ -28,7 +28,7 @@ from graphrun.batch.cache.pack import pack, unpack
 from graphrun.errors import InputError
 from graphrun.files import write_whole
 from graphrun.ops.steps import StepState
-from graphrun.reading import opened, parse_json
+from graphrun.reading import open_regular, parse_json
 from graphrun.systems import take_lock
 
 DEPENDENCIES = "dependencies"
@@ -39,7 +39,7 @@ SHOWN = 6  # the most changes that an error message lists
 class Journal:
     """The state of a batch in ``folder``.
 
-    Raises InputError where the folder cannot be written, or another process runs the same batch.
+    Raises InputError if the folder cannot be written, or another process runs the same batch.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,49 +48,70 @@ class Journal:
             folder.mkdir(parents=True, exist_ok=True)
             lock = take_lock(folder / "lock")
         if lock is None:
-            raise InputError(f"{folder}: another process is running this batch; wait for it, or choose another output")
+            raise InputError(
+                f"{folder}: another process is running this batch; "
+                "wait for it, or choose another output"
+            )
         self._lock = lock
 
     def close(self) -> None:
-        """Releases the lock."""
+        """Release the lock."""
         self._lock.release()
 
     def require(self, entries: Mapping[str, str], kind: str = DEPENDENCIES) -> None:
-        """Saves ``entries`` as ``<kind>.json``, or compares them with those saved before. New entries are added.
+        """Save ``entries`` as ``<kind>.json``, or compare them with the saved ones. New entries are
+        added.
 
-        Raises InputError listing each entry that changed, and where there is state of requests without its dependencies.
+        Raises InputError that lists each changed entry, and if there is state of requests without
+        their dependencies.
         """
         path = self.folder / f"{kind}.json"
         data = _read(path)
-        if data is None and kind == DEPENDENCIES and any(each.name.isdigit() for each in self.folder.iterdir()):
-            raise InputError(f"{self.folder}: the state has no readable {path.name}; remove the folder to start over")
-        before = _json(data, {})
-        if not (isinstance(before, dict) and all(isinstance(value, str) for value in before.values())):
+        if (
+            data is None
+            and kind == DEPENDENCIES
+            and any(child.name.isdigit() for child in self.folder.iterdir())
+        ):
+            raise InputError(
+                f"{self.folder}: the state has no readable {path.name}; "
+                "remove the folder to start over"
+            )
+        previous = _json(data, {})
+        if not (
+            isinstance(previous, dict)
+            and all(isinstance(value, str) for value in previous.values())
+        ):
             raise InputError(f"{path}: is damaged; remove the folder to start over")
-        changed = [
-            f"  {name}: was {before[name]}, is {entries.get(name, 'gone')}" for name in before if entries.get(name) != before[name]
+        changes = [
+            f"  {name}: was {previous[name]}, is {entries.get(name, 'gone')}"
+            for name in previous
+            if entries.get(name) != previous[name]
         ]
-        if changed:
-            message = f"{self.folder} holds the state of a different batch; undo the change, or remove the folder to start over"
-            more = [f"  and {len(changed) - SHOWN} more"] if len(changed) > SHOWN else []
-            raise InputError("\n".join([message, *changed[:SHOWN], *more]))
-        if entries.keys() != before.keys():
+        if changes:
+            message = (
+                f"{self.folder} holds the state of a different batch; "
+                "undo the change, or remove the folder to start over"
+            )
+            omitted = [f"  and {len(changes) - SHOWN} more"] if len(changes) > SHOWN else []
+            raise InputError("\n".join([message, *changes[:SHOWN], *omitted]))
+        if entries.keys() != previous.keys():
             _write(path, json.dumps(dict(entries), indent=0, sort_keys=True).encode())
 
     def request(self, number: int) -> RequestJournal:
-        """The state of request ``number``."""
+        """Return the state of request ``number``."""
         return RequestJournal(self.folder / str(number))
 
 
 class RequestJournal:
-    """The state of one request in ``folder``. Implements `graphrun.ops.steps.Journal` for its loops."""
+    """The state of one request in ``folder``. Implements `graphrun.ops.steps.Journal` for its
+    loops."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @property
     def done(self) -> bool:
-        """Whether all of its output files exist, with the content that was written."""
+        """Whether all output files exist with the content that was written."""
         data = _json(_read(self.folder / "done.json"), None)
         try:
             return data is not None and all(_digest(Path(path)) == digest for path, digest in data)
@@ -98,40 +119,44 @@ class RequestJournal:
             return False
 
     def finish(self, files: Iterable[Path]) -> None:
-        """Records ``files`` as the complete outputs of the request, and deletes its other state."""
-        found = [[str(path.resolve()), _digest(path)] for path in files]
-        _write(self.folder / "done.json", json.dumps(found).encode())
+        """Record ``files`` as the complete outputs of the request, and delete its other state."""
+        digests = [[str(path.resolve()), _digest(path)] for path in files]
+        _write(self.folder / "done.json", json.dumps(digests).encode())
         self.tidy()
 
     def tidy(self) -> None:
-        """Deletes everything but ``done.json``."""
+        """Delete everything but ``done.json``."""
         for path in self.folder.glob("*"):
             if path.name != "done.json":
                 path.unlink(missing_ok=True)
 
     def values(self, stage: str) -> dict[str, Any] | None:
-        """The saved outputs of ``stage``; None where there are none, or they are damaged."""
-        return _unpacked(self.folder / f"{stage}.value", dict)
+        """Return the saved outputs of ``stage``; None if there are none or they are damaged."""
+        return _unpack(self.folder / f"{stage}.value", dict)
 
     def keep(self, stage: str, outputs: Mapping[str, Any]) -> None:
-        """Saves the ``outputs`` of ``stage``, and deletes the state of its loop."""
+        """Save the ``outputs`` of ``stage``, and delete the state of its loop."""
         _write(self.folder / f"{stage}.value", pack(dict(outputs)))
         self.forget(stage)
 
     def state(self, stage: str) -> StepState | None:
-        """The saved state of the loop of ``stage``; None where there is none, or it is damaged."""
-        return _unpacked(self.folder / f"{stage}.steps", _step_state)
+        """Return the saved state of the loop of ``stage``; None if there is none or it is
+        damaged."""
+        return _unpack(self.folder / f"{stage}.steps", _step_state)
 
-    def wants(self, stage: str, done: int, steps: int) -> bool:
-        """Whether to save after step ``done``: always."""
+    def wants(self, stage: str, step: int, steps: int) -> bool:
+        """Whether to save after ``step``: always."""
         return True
 
     def save(self, stage: str, state: StepState) -> None:
-        """Saves the state of the loop of ``stage``."""
-        _write(self.folder / f"{stage}.steps", pack({each.name: getattr(state, each.name) for each in fields(state)}))
+        """Save the state of the loop of ``stage``."""
+        _write(
+            self.folder / f"{stage}.steps",
+            pack({attribute.name: getattr(state, attribute.name) for attribute in fields(state)}),
+        )
 
     def forget(self, stage: str) -> None:
-        """Deletes the state of the loop of ``stage``, so that it starts at its first step."""
+        """Delete the state of the loop of ``stage``, so that the loop starts at its first step."""
         (self.folder / f"{stage}.steps").unlink(missing_ok=True)
 
 
@@ -140,7 +165,9 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(f"{path}: the resume state cannot be written: {error.strerror or error}") from error
+        raise InputError(
+            f"{path}: the resume state cannot be written: {error.strerror or error}"
+        ) from error
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -151,9 +178,9 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _read(path: Path) -> bytes | None:
-    """What `_write` wrote; None where there is nothing, or it is damaged."""
+    """Return what `_write` wrote; None if there is nothing or it is damaged."""
     with contextlib.suppress(OSError, InputError):
-        with opened(path) as file:
+        with open_regular(path) as file:
             check, _, data = file.read().partition(b"\n")
         return data if hashlib.sha256(data).hexdigest().encode() == check else None
     return None
@@ -166,24 +193,32 @@ def _json(data: bytes | None, absent: Any) -> Any:
         return None
 
 
-def _step_state(found: Any) -> StepState:
-    state = StepState(**found)
-    tensors, counts = (state.latents, state.generator), (state.done, state.steps)
-    if not (all(isinstance(each, torch.Tensor) for each in tensors) and all(type(each) is int for each in counts)):
+def _step_state(content: Any) -> StepState:
+    state = StepState(**content)
+    tensors, counts = (state.latents, state.generator), (state.finished_steps, state.steps)
+    if not (
+        all(isinstance(tensor, torch.Tensor) for tensor in tensors)
+        and all(type(count) is int for count in counts)
+    ):
         raise TypeError("not the state of a loop")
-    state = replace(state, scheduler={name: (value, bool(on_device)) for name, (value, on_device) in state.scheduler.items()})
-    if not 0 < state.done <= state.steps:
-        raise ValueError(f"{state.done} of {state.steps} steps are done")
+    state = replace(
+        state,
+        scheduler={
+            name: (value, bool(on_device)) for name, (value, on_device) in state.scheduler.items()
+        },
+    )
+    if not 0 < state.finished_steps <= state.steps:
+        raise ValueError(f"{state.finished_steps} of {state.steps} steps are done")
     return state
 
 
-def _unpacked(path: Path, made: Callable[[Any], T]) -> T | None:
+def _unpack(path: Path, convert: Callable[[Any], T]) -> T | None:
     with contextlib.suppress(InputError, TypeError, ValueError, AttributeError):
         data = _read(path)
-        return made(unpack(data)) if data is not None else None
+        return convert(unpack(data)) if data is not None else None
     return None
 
 
 def _digest(path: Path) -> str:
-    with opened(path) as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,7 +1,10 @@
-"""Runs a list of requests by the schedule that is predicted fastest, and resumes where an earlier process was killed.
+"""Run a list of requests by the schedule with the least predicted time. A batch resumes where an
+earlier process was killed.
 
-requests -> skip those that are done -> group by settings (equal sizes: one problem) -> fastest schedule
-         -> groups of requests that fit RAM and disk -> segments -> runs; stage outputs are cached, shared, or wait
+    requests -> skip finished ones -> group by settings (equal sizes: one problem)
+             -> fastest schedule -> groups of requests that fit RAM and disk -> segments -> runs
+
+Stage outputs are cached, shared between requests, or wait for later segments.
 """
 
 from __future__ import annotations
@@ -12,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from graphrun.batch.cache.keys import Keys, choices_of, dependencies
+from graphrun.batch.cache.keys import StageKeys, choices_of, dependencies
 from graphrun.batch.cache.reuse import Reuse
 from graphrun.batch.journal import Journal, RequestJournal
 from graphrun.batch.requests import Request
 from graphrun.batch.running import Running
-from graphrun.batch.schedule import Schedule, Segment, schedules, segment_of
-from graphrun.batch.waiting import Values
+from graphrun.batch.schedule import Schedule, StageSegment, schedules, segment_of
+from graphrun.batch.waiting import WaitingValues
 from graphrun.batch.watch import LeftOut, Watcher
 from graphrun.errors import BrokenPlan, GraphrunError, InputError, OutOfMemory, TransferFailed
 from graphrun.graph.graph import Graph
@@ -28,35 +31,39 @@ from graphrun.model.precomputed import shortened
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.modules.build import resolve_class
-from graphrun.ops.loops import why_not
+from graphrun.ops.loops import resume_obstacle
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.host import Host
 from graphrun.trace import Lane, Overrun, Trace, verdict
 
 Sink = Callable[[Request, Mapping[str, Any]], Iterable[Path]]
-"""Receives the outputs of a finished request, and returns the files it wrote."""
+"""Receives the outputs of a finished request, and returns the files that it wrote."""
 
 
 @dataclass(slots=True)
 class Batch:
     """The results of a list of requests.
 
-    ``outputs`` and ``errors`` are by request number; outputs that a sink took are not among them. ``done_before``: requests that an
-    earlier process finished. ``lanes``: the runs on the devices of a cluster; empty where there is one device.
+    ``outputs`` and ``errors`` are by request number; outputs that went to a sink are not included.
+    ``done_before``: requests that an earlier process finished. ``lanes``: the runs on the devices
+    of a cluster; empty on one device.
     """
 
     outputs: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     done_before: tuple[int, ...] = ()
     schedules: list[Schedule] = field(default_factory=list)
-    traces: list[tuple[tuple[str, ...], int, Trace]] = field(default_factory=list)  # stages, request number, trace
-    shared: dict[str, int] = field(default_factory=dict)  # stage -> runs saved: outputs cached or equal to another request's
+    # stages, request number, trace
+    traces: list[tuple[tuple[str, ...], int, Trace]] = field(default_factory=list)
+    # by stage: runs saved, because outputs are cached or equal to another request's
+    shared: dict[str, int] = field(default_factory=dict)
     lanes: list[Lane] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
-        """Seconds of all runs, measured on the device's clock; on several devices until the last one is done."""
+        """Seconds of all runs, measured on the device's clock. On several devices: until the last
+        run ends."""
         if self.lanes:
             return max(lane.end_seconds for lane in self.lanes)
         return sum(trace.seconds for _, _, trace in self.traces)
@@ -81,11 +88,13 @@ class Batch:
 class BatchContext:
     """What a batch runs with.
 
-    ``estimate(values)`` returns the problem for input values, ``solve`` a plan for it. ``reuse(values)`` returns the output cache
-    for them; None: no cache. ``device_name`` is part of the cache keys, since outputs may differ between devices. ``device``: None
-    opens the one of the first problem. ``strict``: raise the error of the first request that fails. ``segments``: as for
-    `schedules`. ``host``: backing stores of the whole graph, in place of ``modules``; segments use their parts of it.
-    ``elsewhere(graph, requests, context, batch)`` runs requests of equal settings in place of this process.
+    ``estimate(values)`` returns the problem for input values, and ``solve`` a plan for it.
+    ``reuse(values)`` returns the output cache for them; None: no cache. ``device_name`` is part of
+    the cache keys, since outputs may differ between devices. ``device``: None opens the device of
+    the first problem. ``strict``: raise the error of the first request that fails. ``segments``: as
+    for `schedules`. ``host``: backing stores of the whole graph, used instead of ``modules``; each
+    segment uses its part. ``dispatch(graph, requests, context, batch)`` runs requests of equal
+    settings instead of this process.
     """
 
     estimate: Callable[[Mapping[str, Any]], Problem]
@@ -100,66 +109,79 @@ class BatchContext:
     strict: bool
     segments: tuple[tuple[str, ...], ...] | None = None
     host: Host | None = None
-    elsewhere: Callable[[Graph, Sequence[Request], BatchContext, Batch], None] | None = None
+    dispatch: Callable[[Graph, Sequence[Request], BatchContext, Batch], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unfinished:
-    """A request that is not done: where its outputs are saved, and ``ready``, the graph's outputs until all of them are there."""
+    """A request to run, with the places for its outputs. ``ready``: the outputs of the graph so
+    far."""
 
     request: Request
-    keys: Keys
+    keys: StageKeys
     reuse: Reuse | None
     journal: RequestJournal | None
     ready: dict[str, Any] = field(default_factory=dict)
 
 
 def run_requests(graph: Graph, requests: Sequence[Request], context: BatchContext) -> Batch:
-    """Runs every request that has no error. Requests with equal settings share plans and loaded weights.
+    """Run every request that has no error. Requests with equal settings share plans and loaded
+    weights.
 
-    A request whose run fails on the device gets an error and the others run, unless ``context.strict``. Raises what planning
-    raises, and InputError where the journal is of another batch or cannot be written; outputs finished by then are with the sink.
-    Closes the journal.
+    A request whose run fails on the device gets an error, and the others run, unless
+    ``context.strict``. Raises planning errors, and InputError if the journal belongs to another
+    batch or cannot be written; the sink has the outputs finished by then. Closes the journal.
     """
     batch, device = Batch(), context.device
-    with contextlib.nullcontext() if context.journal is None else contextlib.closing(context.journal):
+    with (
+        contextlib.nullcontext() if context.journal is None else contextlib.closing(context.journal)
+    ):
         for request in requests:
             if request.error:
                 batch.errors[request.number] = request.error
                 context.watcher.left_out(request)
         good = [request for request in requests if not request.error]
         if context.journal is not None:
-            inputs = {f"inputs of request {request.number}": _fingerprint(request) for request in good}
+            inputs = {
+                f"inputs of request {request.number}": _fingerprint(request) for request in good
+            }
             context.journal.require(dependencies(graph, context.device_name) | inputs)
-            done = {request.number: journal for request in good if (journal := context.journal.request(request.number)).done}
-            for journal in done.values():
+            finished = {
+                request.number: journal
+                for request in good
+                if (journal := context.journal.request(request.number)).done
+            }
+            for journal in finished.values():
                 journal.tidy()
-            batch.done_before = tuple(done)
-            for stage, why in restarting_loops(graph):
-                context.watcher.restarts(stage, why)
+            batch.done_before = tuple(finished)
+            for stage, reason in restarting_loops(graph):
+                context.watcher.restarts(stage, reason)
         by_settings: dict[Any, list[Request]] = {}  # the inputs that sizes and times depend on
         for request in good:
             if request.number not in batch.done_before:
                 by_settings.setdefault(settings_of(graph, request.inputs), []).append(request)
-        for same in by_settings.values():
-            if context.elsewhere is not None:
-                context.elsewhere(graph, same, context, batch)
+        for group in by_settings.values():
+            if context.dispatch is not None:
+                context.dispatch(graph, group, context, batch)
                 continue
-            problem = context.estimate(same[0].inputs)
+            problem = context.estimate(group[0].inputs)
             device = device or open_device(problem)
-            _Runner(graph, problem, same, context, device, batch).run()
+            _Runner(graph, problem, group, context, device, batch).run()
     return batch
 
 
 def restarting_loops(graph: Graph) -> list[tuple[str, str]]:
-    """The stages whose loops cannot resume at a step but restart at their first, each with the reason."""
-    found = []
+    """Return the stages whose loops cannot resume at a step, each with the reason. They restart at
+    their first step."""
+    loops = []
     for stage in graph.stages:
         if stage.op == "denoise":
             pipeline = graph.pipeline_called(stage.pipeline)
-            if why := why_not(resolve_class(pipeline.class_path, graph.trust, pipeline.where, "pipeline")):
-                found.append((stage.name, why))
-    return found
+            if reason := resume_obstacle(
+                resolve_class(pipeline.class_path, graph.trust, pipeline.file_line, "pipeline")
+            ):
+                loops.append((stage.name, reason))
+    return loops
 
 
 def _fingerprint(request: Request) -> str:
@@ -167,35 +189,60 @@ def _fingerprint(request: Request) -> str:
 
 
 class Works:
-    """Requests with equal settings: what is known of them, and what they end with. ``ram_bytes``: for values that wait."""
+    """Requests with equal settings: their known values, and how they end. ``ram_bytes``: RAM for
+    values that wait."""
 
-    def __init__(self, graph: Graph, requests: Sequence[Request], context: BatchContext, batch: Batch, ram_bytes: int) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        requests: Sequence[Request],
+        context: BatchContext,
+        batch: Batch,
+        ram_bytes: int,
+    ) -> None:
         self.graph, self.context, self.batch = graph, context, batch
         self.last = {reference.name for reference in graph.outputs.values()}
-        self.values, self.todo = Values(ram_bytes), [self._work(request) for request in requests]
+        self.values, self.todo = (
+            WaitingValues(ram_bytes),
+            [self._work(request) for request in requests],
+        )
 
     def _work(self, request: Request) -> Unfinished:
-        """Its keys tell which requests have equal outputs. Without a cache files are not read: they are equal for all."""
+        """Return ``request`` with its keys, which tell which requests have equal outputs.
+
+        Without a cache, files are not read: they are equal for all requests.
+        """
         context = self.context
         reuse = context.reuse(request.inputs) if context.reuse is not None else None
-        keys = Keys(self.graph, request.inputs, context.device_name, str) if reuse is None else reuse.keys
-        return Unfinished(request, keys, reuse, context.journal.request(request.number) if context.journal is not None else None)
+        keys = (
+            StageKeys(self.graph, request.inputs, context.device_name, str)
+            if reuse is None
+            else reuse.keys
+        )
+        return Unfinished(
+            request,
+            keys,
+            reuse,
+            context.journal.request(request.number) if context.journal is not None else None,
+        )
 
-    def _found(self, work: Unfinished) -> set[str]:
-        """The stages of ``work`` whose outputs are known: in the journal or in the cache. Stores these in ``values``."""
-        found: dict[str, Any] = {}
+    def _load_values(self, work: Unfinished) -> set[str]:
+        """Store the outputs of ``work`` from the journal and the cache in ``values``. Return the
+        names of their stages."""
+        values: dict[str, Any] = {}
         for stage in self.graph.stages:
             if work.journal is not None and stage.name not in self.last:
                 outputs = work.journal.values(stage.name) or {}
-                found |= {f"{stage.name}.{name}": value for name, value in outputs.items()}
+                values |= {f"{stage.name}.{name}": value for name, value in outputs.items()}
         if work.reuse is not None:
-            found = work.reuse.find() | found
-        for name, value in found.items():
+            values = work.reuse.find() | values
+        for name, value in values.items():
             self.values.put(work.request.number, name, value)
-        return {name.partition(".")[0] for name in found}
+        return {name.partition(".")[0] for name in values}
 
     def _finish(self, work: Unfinished, outputs: Mapping[str, Any]) -> None:
-        """Stores the ``outputs`` of a run: values for later segments wait; all outputs of the graph together go to the sink."""
+        """Store the ``outputs`` of a run. Values for later segments wait. The sink gets all outputs
+        of the graph together."""
         number = work.request.number
         for name, value in outputs.items():
             if name in self.graph.outputs:
@@ -216,21 +263,25 @@ class Works:
         self.context.watcher.done(work.request, files)
 
     def _fail(self, work: Unfinished, error: GraphrunError) -> None:
-        """Records ``error``. The journal stays, so that the same batch can run the request again."""
+        """Record ``error``. The journal stays, so that the same batch can run the request again."""
         self.batch.errors[work.request.number] = str(error)
         self.context.watcher.left_out(replace(work.request, error=str(error)))
         self.values.drop(work.request.number)
         self.todo.remove(work)
 
     def _require_choices(self, schedule: Schedule) -> None:
-        """Saves the plans' choices in the journal, or compares them: another precision would give other outputs."""
+        """Save the plans' choices in the journal, or compare them with the saved ones. Another
+        precision would give other outputs."""
         problem = schedule.segments[0].solution.problem
         if self.context.journal is None or not problem.allow:
             return
         entries: dict[str, str] = {}
         for segment in schedule.segments:
             choices = choices_of(segment.solution)
-            entries |= {f"variant of {name}": " on the ".join(variant) for name, variant in choices.variants.items()}
+            entries |= {
+                f"variant of {name}": " on the ".join(variant)
+                for name, variant in choices.variants.items()
+            }
             entries |= {f"option of {name}": option for name, option in choices.options.items()}
             entries |= {"blocks": "compiled"} if choices.compiled else {}
         settings = " ".join(f"{name}={value}" for name, value in problem.settings)
@@ -241,22 +292,38 @@ class _Runner(Works):
     """Runs requests with equal settings on one device."""
 
     def __init__(
-        self, graph: Graph, problem: Problem, requests: Sequence[Request], context: BatchContext, device: Device, batch: Batch
+        self,
+        graph: Graph,
+        problem: Problem,
+        requests: Sequence[Request],
+        context: BatchContext,
+        device: Device,
+        batch: Batch,
     ) -> None:
         super().__init__(graph, requests, context, batch, problem.ram_bytes)
         self.problem, self.device = problem, device
 
     def run(self) -> None:
-        """Runs all requests."""
+        """Run all requests."""
         with self.values:
-            for work, found in [(work, self._found(work)) for work in self.todo]:
-                self._resume_loop(work, found)
-            counts = {stage.name: len(self._distinct((stage.name,), self.todo)) for stage in self.graph.stages}
+            for work, stage_names in [(work, self._load_values(work)) for work in self.todo]:
+                self._resume_loop(work, stage_names)
+            counts = {
+                stage.name: len(self._group_equal((stage.name,), self.todo))
+                for stage in self.graph.stages
+            }
             for stage, number in counts.items():
                 self.batch.shared[stage] = self.batch.shared.get(stage, 0) + len(self.todo) - number
             if not self.todo:
                 return
-            schedule = schedules(self.graph, self.problem, counts, len(self.todo), self.context.solve, self.context.segments)[0]
+            schedule = schedules(
+                self.graph,
+                self.problem,
+                counts,
+                len(self.todo),
+                self.context.solve,
+                self.context.segments,
+            )[0]
             self.values.ram_bytes = schedule.room_bytes
             self._require_choices(schedule)
             self.batch.schedules.append(schedule)
@@ -264,49 +331,58 @@ class _Runner(Works):
             works = list(self.todo)
             for begin in range(0, len(works), schedule.group):
                 for segment in schedule.segments:
-                    group = [work for work in works[begin : begin + schedule.group] if work in self.todo]
-                    if distinct := self._distinct(segment.stages, group):
+                    group = [
+                        work for work in works[begin : begin + schedule.group] if work in self.todo
+                    ]
+                    if distinct := self._group_equal(segment.stages, group):
                         self._session(segment, distinct, (BrokenPlan, LeftOut))
 
-    def _resume_loop(self, work: Unfinished, found: set[str]) -> None:
-        """Finishes a loop that was interrupted, from its last saved step. ``found``: stages whose outputs are known."""
+    def _resume_loop(self, work: Unfinished, stage_names: set[str]) -> None:
+        """Finish an interrupted loop from its last saved step. ``stage_names``: stages with known
+        outputs."""
         for stage in self.graph.stages:
             if work.journal is None or (state := work.journal.state(stage.name)) is None:
                 continue
-            own, problem = segment_of(self.graph, self.problem, (stage.name,), 1)
-            if not {reference.name for reference in own.precomputed} <= found:
+            stage_graph, problem = segment_of(self.graph, self.problem, (stage.name,), 1)
+            if not {reference.name for reference in stage_graph.precomputed} <= stage_names:
                 work.journal.forget(stage.name)
                 continue
             try:
-                problem = shortened(problem, {stage.name: (state.done, state.steps)})
+                problem = shortened(problem, {stage.name: (state.finished_steps, state.steps)})
             except InputError as error:
                 self._restart(work, stage.name, error)
                 continue
-            segment = Segment((stage.name,), own, self.context.solve(problem))
+            segment = StageSegment((stage.name,), stage_graph, self.context.solve(problem))
             try:
                 self._session(segment, [[work]], (OutOfMemory, TransferFailed, LeftOut))
             except BrokenPlan as error:  # the saved state does not fit the loop
                 self._restart(work, stage.name, error)
 
-    def _restart(self, work: Unfinished, stage: str, why: GraphrunError) -> None:
+    def _restart(self, work: Unfinished, stage: str, reason: GraphrunError) -> None:
         if work.journal is not None:
             work.journal.forget(stage)
-        self.context.watcher.restarts(f"{stage} of request {work.request.number}", str(why))
+        self.context.watcher.restarts(f"{stage} of request {work.request.number}", str(reason))
 
-    def _session(self, segment: Segment, todo: Sequence[Sequence[Unfinished]], failures: tuple[type[GraphrunError], ...]) -> None:
-        """Runs ``segment`` as a session, once for the first of each list in ``todo``, whose outputs all of the list share.
+    def _session(
+        self,
+        segment: StageSegment,
+        todo: Sequence[Sequence[Unfinished]],
+        failures: tuple[type[GraphrunError], ...],
+    ) -> None:
+        """Run ``segment`` as a session, once for each list in ``todo``. The requests of a list
+        share the outputs.
 
-        An error of a type in ``failures`` is recorded for all of the list; others are raised.
+        An error of a type in ``failures`` is recorded for the whole list; others are raised.
         """
         watcher = self.context.watcher
         watcher.segment(segment, len(todo))
-        with Running(segment, self.device, self.context.modules, self.context.host) as running:
+        with Running(segment, self.device, self.context.modules, self.context.host) as segment_run:
             for works in todo:
                 request = works[0].request
                 arguments = self._arguments(segment.graph, works, segment.solution)
                 try:
                     progress, tell = watcher.run(segment, request), watcher.planned_again
-                    trace = running.run(request.inputs, progress, tell, **arguments)
+                    trace = segment_run.run(request.inputs, progress, tell, **arguments)
                 except failures as error:  # the device is empty again
                     if self.context.strict:
                         raise
@@ -318,8 +394,11 @@ class _Runner(Works):
                     for work in works:
                         self._finish(work, trace.outputs)
 
-    def _arguments(self, graph: Graph, works: Sequence[Unfinished], solution: Solution) -> dict[str, Any]:
-        """Further arguments of `stages_for`: precomputed values, the journal, and the callback after each stage."""
+    def _arguments(
+        self, graph: Graph, works: Sequence[Unfinished], solution: Solution
+    ) -> dict[str, Any]:
+        """Return further arguments of `stages_for`: precomputed values, the journal, and the
+        callback after each stage."""
         first, names = works[0], [str(reference)[1:] for reference in graph.precomputed]
         choices = choices_of(solution)
 
@@ -333,12 +412,15 @@ class _Runner(Works):
         precomputed = {name: self.values.get(first.request.number, name) for name in names}
         return {"precomputed": precomputed, "journal": first.journal, "after_stage": after_stage}
 
-    def _distinct(self, stages: Sequence[str], works: Sequence[Unfinished]) -> list[list[Unfinished]]:
-        """Requests whose outputs of ``stages`` are still missing, those with equal outputs in one list."""
-        wanted = [str(reference)[1:] for reference in self.graph.part(stages).outputs.values()]
-        found: dict[Any, list[Unfinished]] = {}
+    def _group_equal(
+        self, stages: Sequence[str], works: Sequence[Unfinished]
+    ) -> list[list[Unfinished]]:
+        """Return the requests whose outputs of ``stages`` are missing. Requests with equal outputs
+        share one list."""
+        names = [str(reference)[1:] for reference in self.graph.part(stages).outputs.values()]
+        groups: dict[Any, list[Unfinished]] = {}
         for work in works:
-            if not all(self.values.has(work.request.number, name) for name in wanted):
+            if not all(self.values.has(work.request.number, name) for name in names):
                 keys = tuple(work.keys.key(stage) for stage in stages)
-                found.setdefault(keys if all(keys) else work, []).append(work)
-        return list(found.values())
+                groups.setdefault(keys if all(keys) else work, []).append(work)
+        return list(groups.values())

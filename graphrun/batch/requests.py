@@ -1,9 +1,10 @@
-"""Reads lists of requests (one set of inputs each) from files or from Python, and reports what is wrong with a broken one.
+"""Read lists of requests (one set of inputs each) from files or from Python, and report what is
+wrong with a broken request. This module handles neither plans nor devices.
 
-Knows neither plans nor devices.
-
-    prompts.jsonl   {"prompt": "a lighthouse", "seed": 3}     one object per line; a plain string is the prompt
-    prompts.csv     prompt,seed                               a header, then one row per request; an empty cell is the default
+    prompts.jsonl   {"prompt": "a lighthouse", "seed": 3}
+                    one object per line; a plain string is the prompt
+    prompts.csv     prompt,seed
+                    a header, then one row per request; an empty cell is the default
 """
 
 from __future__ import annotations
@@ -25,64 +26,80 @@ from graphrun.reading import parse_json, read_bytes
 class Request:
     """One set of inputs.
 
-    ``number``: its line in the file, or its position in the list, from 1. ``error``: why it cannot be run; empty if it can.
-    ``where``: the file and line, or ``request N``, for messages.
+    ``number``: its line in the file, or its position in the list, from 1. ``error``: why it cannot
+    run; empty if it can. ``location``: the file and line, or ``request N``, for messages.
     """
 
     number: int
     inputs: Mapping[str, Any]
     error: str = ""
-    where: str = ""
+    location: str = ""
 
 
 def read_requests(path: Path) -> list[Request]:
-    """The requests in the file ``path`` (``.csv``, else JSON lines), with an ``error`` in broken ones.
+    """Return the requests in the file ``path`` (``.csv``, else JSON lines). Broken ones have an
+    ``error``.
 
-    Raises InputError where the file cannot be read or holds no request.
+    Raises InputError if the file cannot be read or has no request.
     """
     data = read_bytes(path, limit="prompts_bytes")
-    if not (found := list(_rows(data) if path.suffix.lower() == ".csv" else _lines(data))):
-        raise InputError(f'{path}: holds no inputs; write one JSON object per line, such as {{"prompt": "a lighthouse"}}')
-    require("requests", len(found), f"it has {len(found):,} requests", str(path))
-    return [replace(request, where=f"{path}:{request.number}") for request in found]
+    if not (requests := list(_rows(data) if path.suffix.lower() == ".csv" else _lines(data))):
+        raise InputError(
+            f"{path}: holds no inputs; write one JSON object per line, "
+            'such as {"prompt": "a lighthouse"}'
+        )
+    require("requests", len(requests), f"it has {len(requests):,} requests", str(path))
+    return [replace(request, location=f"{path}:{request.number}") for request in requests]
 
 
-def requests_from(inputs: str | Mapping[str, Any] | Iterable[Mapping[str, Any] | str | Request]) -> list[Request]:
-    """Requests from Python: each of ``inputs`` is a mapping of inputs, a prompt, or a `Request`, which is returned as it is.
-    A mapping or a prompt alone is one request."""
+def requests_from(
+    inputs: str | Mapping[str, Any] | Iterable[Mapping[str, Any] | str | Request],
+) -> list[Request]:
+    """Return requests from Python values. Each of ``inputs`` is a mapping of inputs, a prompt, or a
+    `Request`, which is returned unchanged. A single mapping or prompt is one request."""
     return [
-        entry if isinstance(entry, Request) else replace(_request(number, entry), where=f"request {number}")
+        entry
+        if isinstance(entry, Request)
+        else replace(_request(number, entry), location=f"request {number}")
         for number, entry in enumerate([inputs] if isinstance(inputs, str | Mapping) else inputs, 1)
     ]
 
 
 def refuse_broken(requests: Iterable[Request]) -> None:
-    """Raises InputError with a line for each request that cannot be run."""
-    if broken := [f"{request.where}: {request.error}" for request in requests if request.error]:
-        raise InputError("\n".join(broken))
+    """Raise InputError with a line for each request that cannot run."""
+    if faults := [f"{request.location}: {request.error}" for request in requests if request.error]:
+        raise InputError("\n".join(faults))
 
 
 def resolved(requests: Iterable[Request], graph: Graph, common: Mapping[str, Any]) -> list[Request]:
-    """``requests`` with a value for every input of ``graph``: the request's own, else the one in ``common``, else the default.
+    """Return ``requests`` with a value for every input of ``graph``: from the request, else from
+    ``common``, else the default.
 
-    A request whose inputs the graph refuses gets an ``error``. Raises InputError where ``common`` has an unknown input.
+    A request whose inputs the graph refuses gets an ``error``. Raises InputError if ``common`` has
+    an unknown input.
     """
     if unknown := [name for name in common if name not in graph.inputs]:
         graph.for_planning({name: common[name] for name in unknown})
-    found = []
+    results = []
     for request in requests:
         try:
-            found.append(request if request.error else replace(request, inputs=graph.resolve({**common, **request.inputs})))
+            results.append(
+                request
+                if request.error
+                else replace(request, inputs=graph.resolve({**common, **request.inputs}))
+            )
         except InputError as error:
-            found.append(replace(request, error=str(error)))
-    return found
+            results.append(replace(request, error=str(error)))
+    return results
 
 
 def _lines(data: bytes) -> Iterator[Request]:
     for number, line in enumerate(data.split(b"\n"), 1):
         if line.strip():
             try:
-                yield _request(number, parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8")))
+                yield _request(
+                    number, parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                )
             except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are subclasses
                 yield Request(number, {}, f"is not JSON: {error}")
 
@@ -110,7 +127,9 @@ def _rows(data: bytes) -> Iterator[Request]:
         elif len(row) != len(header):
             yield Request(number, {}, f"has {len(row)} cells, and the header has {len(header)}")
         else:
-            yield Request(number, {name: cell for name, cell in zip(header, row, strict=True) if cell != ""})
+            yield Request(
+                number, {name: cell for name, cell in zip(header, row, strict=True) if cell != ""}
+            )
 
 
 def _request(number: int, entry: Any) -> Request:
@@ -118,5 +137,12 @@ def _request(number: int, entry: Any) -> Request:
         case str():
             return Request(number, {"prompt": entry})
         case Mapping():
-            return Request(number, {str(name): value for name, value in entry.items() if value is not None})
-    return Request(number, {}, f'is a {type(entry).__name__}; give an object such as {{"prompt": "a lighthouse"}}, or a string')
+            return Request(
+                number, {str(name): value for name, value in entry.items() if value is not None}
+            )
+    return Request(
+        number,
+        {},
+        f"is a {type(entry).__name__}; "
+        'give an object such as {"prompt": "a lighthouse"}, or a string',
+    )

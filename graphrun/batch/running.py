@@ -1,4 +1,5 @@
-"""Runs of a few stages of a graph on one device, by a session plan for them; what other stages make is handed in."""
+"""Run some stages of a graph on one device, with a session plan for them. The values of other
+stages are arguments."""
 
 from __future__ import annotations
 
@@ -6,50 +7,71 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from graphrun.batch.schedule import Segment
+from graphrun.batch.schedule import StageSegment
 from graphrun.runtime.devices.device import Device
-from graphrun.runtime.executor import Session, refuse_unfit, stages_for
+from graphrun.runtime.executor import PlanSession, refuse_unfit, stages_for
 from graphrun.runtime.host import Host
 from graphrun.runtime.recovery import run_to_the_end
-from graphrun.runtime.run import Progress
+from graphrun.runtime.run import ProgressCallback
 from graphrun.trace import Trace
 
 
 class Running(contextlib.ExitStack):
-    """A session of ``segment`` on ``device``. A context manager. Raises PlanError where the plan is not one for the segment.
+    """A session of ``segment`` on ``device``. A context manager. Raises PlanError if the plan is
+    not for the segment.
 
-    ``host``: backing stores of the whole graph, in place of ``modules``; the segment uses its part of it.
+    ``host``: backing stores of the whole graph, used instead of ``modules``; the segment uses its
+    part.
     """
 
     def __init__(
-        self, segment: Segment, device: Device, modules: Mapping[str, Any] | None = None, host: Host | None = None
+        self,
+        segment: StageSegment,
+        device: Device,
+        modules: Mapping[str, Any] | None = None,
+        host: Host | None = None,
     ) -> None:
         super().__init__()
         refuse_unfit(segment.solution, segment.graph)
         self.segment, self.device = segment, device
-        chosen = segment.solution.chosen
-        self._host = host.part(chosen) if host is not None else Host.of_graph(segment.graph, chosen, device, modules)
-        self._session = self.enter_context(Session(segment.solution, self._host, device))
+        selection = segment.solution.chosen
+        self._host = (
+            host.part(selection)
+            if host is not None
+            else Host.of_graph(segment.graph, selection, device, modules)
+        )
+        self._session = self.enter_context(PlanSession(segment.solution, self._host, device))
 
     @property
     def loaded_ahead(self) -> bool:
-        """Whether the next run finds what `load_ahead` loaded."""
+        """Whether the next run finds the blocks that `load_ahead` loaded."""
         return self._session.loaded_ahead
 
     def load_ahead(self) -> None:
-        """Loads what the next run begins with, where that is a first run (`graphrun.runtime.executor.Session.load_ahead`)."""
+        """Load the blocks that a first run starts with, if the next run is a first run
+        (`graphrun.runtime.executor.Session.load_ahead`)."""
         self._session.load_ahead()
 
     def run(
-        self, inputs: Mapping[str, Any], progress: Progress | None = None, tell: Callable[[str], None] | None = None, **more: Any
+        self,
+        inputs: Mapping[str, Any],
+        progress: ProgressCallback | None = None,
+        tell: Callable[[str], None] | None = None,
+        **options: Any,
     ) -> Trace:
-        """One run with resolved ``inputs``; ``more`` as for `graphrun.ops.Stages`, such as ``precomputed`` values, and
-        ``inputs_of`` some of the stages, where others are left out.
+        """Run once with resolved ``inputs``.
 
-        Raises what `graphrun.runtime.recovery.run_to_the_end` raises; the next run then starts with an empty device.
+        ``options``: arguments of `graphrun.ops.Stages`, such as ``precomputed`` values and
+        ``inputs_of`` some stages; other stages are skipped then. Raises the errors of
+        `graphrun.runtime.recovery.run_to_the_end`; the next run then starts with an empty device.
         """
         solution, session = self.segment.solution, self._session
-        if solution.problem.runs == 1 and not session.loaded_ahead:  # a plan for one run: the next starts with an empty device
+        # a plan for one run starts with an empty device
+        if solution.problem.runs == 1 and not session.loaded_ahead:
             session.close()
-        stages = stages_for(solution.plan, self.segment.graph, inputs, self.device, self._host, **more)
-        return run_to_the_end(solution, stages, self._host, self.device, progress, tell=tell, session=session)
+        stages = stages_for(
+            solution.plan, self.segment.graph, inputs, self.device, self._host, **options
+        )
+        return run_to_the_end(
+            solution, stages, self._host, self.device, progress, tell=tell, session=session
+        )

@@ -1,4 +1,5 @@
-"""Callbacks for the progress of a batch. Imports nothing heavy, so that the command line starts fast."""
+"""Callbacks for the progress of a batch. Imports nothing heavy, so that the command line starts
+fast."""
 
 from __future__ import annotations
 
@@ -10,31 +11,36 @@ from graphrun.errors import GraphrunError
 
 if TYPE_CHECKING:
     from graphrun.batch.requests import Request
-    from graphrun.batch.schedule import Schedule, Segment
+    from graphrun.batch.schedule import Schedule, StageSegment
     from graphrun.trace import Trace
 
 
 class LeftOut(GraphrunError):
-    """Raised by `Watcher.run`, or by the callback that it returned: this request is left out, and the others run."""
+    """Raised by `Watcher.run`, or by the callback that it returned: skip this request, and run the
+    others."""
 
 
 class Watcher:
-    """Receives the progress of a batch. The methods here do nothing; override those that are needed."""
+    """Receives the progress of a batch. These methods do nothing; override the ones you need."""
 
     def schedule(self, schedule: Schedule, counts: Mapping[str, int]) -> None:
-        """Requests with equal settings are about to run by ``schedule``, with ``counts[stage]`` runs of each stage."""
+        """Requests with equal settings are about to run by ``schedule``, with ``counts[stage]``
+        runs of each stage."""
 
-    def segment(self, segment: Segment, runs: int) -> None:
+    def segment(self, segment: StageSegment, runs: int) -> None:
         """A session of ``runs`` runs of ``segment`` begins."""
 
-    def run(self, segment: Segment, request: Request) -> Callable[[int, int, int], None] | None:
-        """A run of ``segment`` for ``request`` begins. Returns the run's ``progress`` callback, or None."""
+    def run(
+        self, segment: StageSegment, request: Request
+    ) -> Callable[[int, int, int], None] | None:
+        """A run of ``segment`` for ``request`` begins. Returns the run's ``progress`` callback, or
+        None."""
 
-    def ran(self, segment: Segment, requests: Sequence[Request], trace: Trace) -> None:
+    def ran(self, segment: StageSegment, requests: Sequence[Request], trace: Trace) -> None:
         """A run of ``segment`` has ended, whose outputs all of ``requests`` share."""
 
     def planned_again(self, line: str) -> None:
-        """The remainder of the current run was planned again; ``line`` is the message about it."""
+        """The rest of the current run was planned again; ``line`` is the message about it."""
 
     def done(self, request: Request, files: Sequence[Path]) -> None:
         """All outputs of ``request`` are written, to ``files``."""
@@ -42,14 +48,18 @@ class Watcher:
     def left_out(self, request: Request) -> None:
         """``request`` cannot be run, or its run failed; ``request.error`` is the reason."""
 
-    def restarts(self, stage: str, why: str) -> None:
-        """The loop of ``stage`` restarts at its first step after an interruption (or would); ``why`` is the reason."""
+    def restarts(self, stage: str, reason: str) -> None:
+        """The loop of ``stage`` restarts (or would restart) at its first step after an
+        interruption; ``reason`` says why."""
 
     def waits(self) -> None:
-        """Called at least every second while devices of a cluster work; may raise KeyboardInterrupt."""
+        """Called at least every second while devices of a cluster work; may raise
+        KeyboardInterrupt."""
 
     def begins_on(self, device: str, stages: Sequence[str], request: Request) -> None:
-        """A ``device`` of a cluster is about to run ``stages`` for ``request``. May raise LeftOut."""
+        """A ``device`` of a cluster is about to run ``stages`` for ``request``. May raise
+        LeftOut."""
 
     def ran_on(self, device: str, stages: Sequence[str], request: Request, share: float) -> None:
-        """A ``device`` of a cluster ran ``stages`` for ``request``. ``share``: of the batch that is done."""
+        """A ``device`` of a cluster ran ``stages`` for ``request``. ``share``: the finished part of
+        the batch."""

@@ -1,4 +1,4 @@
-"""``graphrun run`` with ``--inputs`` or ``--resume``: a list of requests, or a single one that can be resumed."""
+"""``graphrun run`` for a list of requests (--inputs), or for a resumable run (--resume)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import typer
 
 from graphrun.batch.requests import Request, read_requests, refuse_broken, resolved
 from graphrun.batch.watch import Watcher
-from graphrun.cli.common import budgeted, hardware_for, say, show
-from graphrun.cli.downloads import asked_for, downloaded
-from graphrun.cli.options import Asked
-from graphrun.cli.placing import cluster_of
-from graphrun.cli.running import Stop, files_for, refuse_rate, saved, state_folder, stopping
+from graphrun.cli.common import hardware_for, say, show, with_budget
+from graphrun.cli.downloads import download_all, required_downloads
+from graphrun.cli.options import PlanOptions
+from graphrun.cli.placing import open_cluster
+from graphrun.cli.running import Stop, files_for, refuse_rate, save, state_folder, stop_on_interrupt
 from graphrun.errors import InputError, Interrupted
 from graphrun.graph.graph import Graph
 from graphrun.many import run_many
 from graphrun.profile.several import per_device
 from graphrun.report import plan_files as planfile
-from graphrun.report.outputs import Files, named, refuse_existing
+from graphrun.report.outputs import Files, refuse_existing, request_files
 from graphrun.report.progress import BatchProgress
 from graphrun.units import show_seconds, show_size
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def run_batch(
     graph: Graph,
-    asked: Asked,
+    options: PlanOptions,
     inputs: Path | None,
     output: list[str] | None,
     *,
@@ -42,48 +42,68 @@ def run_batch(
     cache: Path | None,
     cluster: Path | None = None,
     trace_file: Path | None = None,
-    **options: Any,
+    **run_options: Any,
 ) -> None:
-    """Runs ``graph`` for the requests in the file ``inputs``, or for a single one, and shows the results. ``options`` are as for
-    `graphrun.run_many`.
+    """Run ``graph`` for the requests in the file ``inputs``, and show the results.
 
-    Exits with 2 where requests were left out, with 4 where a run took more than planned.
+    Without ``inputs`` there is one request. ``run_options`` are passed to `graphrun.run_many`.
+    Exits with 2 if requests were left out, with 4 if a run took more than planned.
     """
-    requests = read_requests(inputs) if inputs is not None else [Request(1, {}, where="the inputs")]
-    found = resolved(requests, graph, asked.inputs)
-    if all(request.error for request in found):
-        refuse_broken(found)  # before torch is imported
-    arguments = asked.estimate_arguments
+    requests = (
+        read_requests(inputs) if inputs is not None else [Request(1, {}, location="the inputs")]
+    )
+    resolved_requests = resolved(requests, graph, options.inputs)
+    if all(request.error for request in resolved_requests):
+        refuse_broken(resolved_requests)  # before torch is imported
+    arguments = options.estimate_arguments
     if cluster is None:
-        cards = [hardware_for(of.hardware, of.device, True, cache) for of in per_device(asked.vram, asked.hardware, asked.device)]
-        arguments |= {"vram": budgeted(asked, cards[0]).vram, "hardware": cards}
+        cards = [
+            hardware_for(device_request.hardware, device_request.device, True, cache)
+            for device_request in per_device(options.vram, options.hardware, options.device)
+        ]
+        arguments |= {"vram": with_budget(options, cards[0]).vram, "hardware": cards}
     else:
-        alike = ("allow", "keep", "exclude", "pin", "reserve", "until")
-        arguments = {"cluster": cluster_of(cluster, asked), **{name: arguments[name] for name in alike}}
+        shared_names = ("allow", "keep", "exclude", "pin", "reserve", "until")
+        arguments = {
+            "cluster": open_cluster(cluster, options),
+            **{name: arguments[name] for name in shared_names},
+        }
     planfile.require_writable(trace_file)
     of_list = inputs is not None
-    target = files_for(graph, output, asked.inputs, overwrite=overwrite, of_list=of_list, resume=resume)
+    target = files_for(
+        graph, output, options.inputs, overwrite=overwrite, of_list=of_list, resume=resume
+    )
     state = state_folder(target) if resume else None
-    requests = [_with_rate(request, graph, target, asked.inputs) for request in requests]
+    requests = [_with_rate(request, graph, target, options.inputs) for request in requests]
     if inputs is not None:
-        places = _places(target, found, graph)
-        for of in places.values() if not overwrite and (state is None or not state.exists()) else ():
-            refuse_existing(of, graph.kinds())
-    told, files = None if as_json else say, dict[int, list[str]]()
-    downloaded(asked_for(graph.without_sources() if options["random_weights"] else graph, told), told)
+        places = _places(target, resolved_requests, graph)
+        for files_of_request in (
+            places.values() if not overwrite and (state is None or not state.exists()) else ()
+        ):
+            refuse_existing(files_of_request, graph.kinds())
+    notify, files = None if as_json else say, dict[int, list[str]]()
+    download_all(
+        required_downloads(
+            graph.without_sources() if run_options["random_weights"] else graph, notify
+        ),
+        notify,
+    )
 
     def sink(request: Request, outputs: Mapping[str, Any]) -> list[Path]:
-        to = places[request.number] if inputs is not None else target
-        written = saved(outputs, to, graph, request.inputs, progress.plans)
-        files[request.number] = [str(each) for each in written]
-        return written
+        targets = places[request.number] if inputs is not None else target
+        paths = save(outputs, targets, graph, request.inputs, progress.plans)
+        files[request.number] = [str(path) for path in paths]
+        return paths
 
     try:
-        with stopping(told) as stop, _Progress(_count(found, graph), told, stop) as progress:
+        with (
+            stop_on_interrupt(notify) as stop,
+            _Progress(_count(resolved_requests, graph), notify, stop) as progress,
+        ):
             batch = run_many(
                 graph,
                 requests,
-                common=asked.inputs,
+                common=options.inputs,
                 cache=cache,
                 resume=state,
                 strict=strict or inputs is None,
@@ -91,18 +111,24 @@ def run_batch(
                 watcher=progress,
                 note=say,
                 **arguments,
-                **options,
+                **run_options,
             )
     except KeyboardInterrupt:
-        kept = "their files stay; --resume saves the state of a list, so that it can go on"
+        state_note = "their files stay; --resume saves the state of a list, so that it can go on"
         if state is not None:
-            kept = f"the state is in {state}; the same command goes on from there"
-        raise Interrupted(f"interrupted: {len(files)} of {len(requests)} requests are done, {kept}") from None
+            state_note = f"the state is in {state}; the same command goes on from there"
+        raise Interrupted(
+            f"interrupted: {len(files)} of {len(requests)} requests are done, {state_note}"
+        ) from None
     if trace_file is not None:
         from graphrun.report.lanes import lanes_json
 
         planfile.write_json(trace_file, lanes_json(trace_file.name, batch.lanes))
-    show(_batch_json(batch, len(requests), files), as_json, _batch_screen(batch, len(requests), files))
+    show(
+        _batch_json(batch, len(requests), files),
+        as_json,
+        _batch_screen(batch, len(requests), files),
+    )
     if batch.errors:
         raise typer.Exit(2)
     if batch.overruns:
@@ -110,26 +136,37 @@ def run_batch(
 
 
 def _count(requests: Sequence[Request], graph: Graph) -> int:
-    """The number of the resolved ``requests``, or of all items of their lists."""
+    """Return the number of resolved ``requests``, or of all items in their lists."""
     if not (name := graph.list_input):
         return len(requests)
-    return sum(1 if request.error else len(graph.inputs[name].items(request.inputs[name])) for request in requests)
+    return sum(
+        1 if request.error else len(graph.inputs[name].items(request.inputs[name]))
+        for request in requests
+    )
 
 
 def _places(target: Files, requests: Sequence[Request], graph: Graph) -> dict[int, Files]:
-    """The output files of each of the resolved ``requests`` that can be run. Raises InputError where two have the same."""
-    made, seen = dict[int, Files](), dict[Path, int]()
+    """Return the output files of each resolved request that can be run.
+
+    Raises InputError if two requests have the same file.
+    """
+    request_targets, owners = dict[int, Files](), dict[Path, int]()
     for request in requests:
         if not request.error:
-            made[request.number] = named(target, request.number, request.inputs, graph.kinds())
-            for path in made[request.number].values():
-                if (other := seen.setdefault(path, request.number)) != request.number:
-                    raise InputError(f"{path}: lines {other} and {request.number} have this file: add {{line:04d}} to -o")
-    return made
+            request_targets[request.number] = request_files(
+                target, request.number, request.inputs, graph.kinds()
+            )
+            for path in request_targets[request.number].values():
+                if (other := owners.setdefault(path, request.number)) != request.number:
+                    raise InputError(
+                        f"{path}: lines {other} and {request.number} have this file: add "
+                        f"{{line:04d}} to -o"
+                    )
+    return request_targets
 
 
 def _with_rate(request: Request, graph: Graph, target: Files, common: Mapping[str, Any]) -> Request:
-    """``request``, with an error where its videos cannot be saved at its frame rate."""
+    """Return ``request``, with an error if its videos cannot be saved at its frame rate."""
     try:
         refuse_rate(target, graph, {**common, **request.inputs})
     except InputError as error:
@@ -138,22 +175,22 @@ def _with_rate(request: Request, graph: Graph, target: Files, common: Mapping[st
 
 
 class _Progress(BatchProgress, Watcher):
-    """The progress of a batch, whose runs stop at the end of a step after an interrupt."""
+    """The progress of a batch. After an interrupt, its runs stop at the end of a step."""
 
-    def __init__(self, requests: int, told: Callable[[str], None] | None, stop: Stop) -> None:
-        super().__init__(requests, told)
+    def __init__(self, requests: int, notify: Callable[[str], None] | None, stop: Stop) -> None:
+        super().__init__(requests, notify)
         self._stop, self.plans = stop, ""
 
     def schedule(self, schedule: Any, counts: Mapping[str, int]) -> None:
-        """Remembers the digests of the schedule's plans, for the metadata of what it makes."""
+        """Record the digests of the schedule's plans, for the metadata of the outputs."""
         super().schedule(schedule, counts)
         self.plans = " ".join(segment.solution.problem.digest for segment in schedule.segments)
 
     def run(self, segment: Any, request: Any) -> Callable[[int, int, int], None]:
-        return self._stop.watched(super().run(segment, request))
+        return self._stop.watch(super().run(segment, request))
 
     def waits(self) -> None:
-        self._stop.watched(None)(0, 0, 0)
+        self._stop.watch(None)(0, 0, 0)
 
     def planned_again(self, line: str) -> None:
         say(line)
@@ -190,19 +227,24 @@ def _batch_json(batch: Batch, requests: int, files: Mapping[int, Sequence[str]])
 
 def _batch_screen(batch: Batch, requests: int, files: Mapping[int, Sequence[str]]) -> str:
     predicted = sum(schedule.seconds for schedule in batch.schedules)
-    moved = sum(schedule.moved_bytes for schedule in batch.schedules)
-    done = requests - len(batch.errors) - len(batch.done_before)
-    before = f", {len(batch.done_before)} done before" if batch.done_before else ""
-    left = f", {len(batch.errors)} left out" if batch.errors else ""
-    lines = [f"{done} of {requests} requests run{before}{left}"]
+    moved_bytes = sum(schedule.moved_bytes for schedule in batch.schedules)
+    run_count = requests - len(batch.errors) - len(batch.done_before)
+    before_text = f", {len(batch.done_before)} done before" if batch.done_before else ""
+    omitted_text = f", {len(batch.errors)} left out" if batch.errors else ""
+    lines = [f"{run_count} of {requests} requests run{before_text}{omitted_text}"]
     if batch.schedules:
         names = ", ".join(dict.fromkeys(schedule.name for schedule in batch.schedules))
-        lines.append(f"{names}  predicted {show_seconds(predicted)}, moves {show_size(moved)} in")
+        lines.append(
+            f"{names}  predicted {show_seconds(predicted)}, moves {show_size(moved_bytes)} in"
+        )
     if batch.traces:
-        lines.append(f"measured {show_seconds(batch.seconds)}, moved {show_size(batch.moved_bytes)} in {len(batch.traces)} runs")
+        lines.append(
+            f"measured {show_seconds(batch.seconds)}, moved {show_size(batch.moved_bytes)} "
+            f"in {len(batch.traces)} runs"
+        )
         lines.append(batch.verdict)
     if shared := ", ".join(f"{name} {number}" for name, number in batch.shared.items() if number):
         lines.append(f"runs saved, since their outputs were cached or equal: {shared}")
-    if written := [path for number in sorted(files) for path in files[number]]:
-        lines.append(f"wrote {written[0]}" + f" to {written[-1]}" * (len(written) > 1))
+    if paths := [path for number in sorted(files) for path in files[number]]:
+        lines.append(f"wrote {paths[0]}" + f" to {paths[-1]}" * (len(paths) > 1))
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Shared by the commands: the typer app, planning or reading a plan, the cache folder, the hardware, printing."""
+"""Shared code of the commands: the typer app, planning, the cache folder, hardware, printing."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ import typer
 from typer.core import TyperGroup
 
 from graphrun import api
-from graphrun.cli.downloads import Told, asked_for
-from graphrun.cli.options import Asked
-from graphrun.cli.terminal import alive, coloured, width
+from graphrun.cli.downloads import Told, required_downloads
+from graphrun.cli.options import PlanOptions
+from graphrun.cli.terminal import alive, print_coloured, width
 from graphrun.errors import GraphrunError, InputError, Interrupted, PlanError, PlanningInterrupted
 from graphrun.graph.shipped import shipped_graphs
 from graphrun.reading import printable
 from graphrun.report import plan_files as planfile
 from graphrun.report.screen import Look
-from graphrun.report.verdicts import made_by
+from graphrun.report.verdicts import product_name
 from graphrun.systems import spills_vram
 from graphrun.units import GIB, parse_size, roughly, show_size
 
@@ -40,7 +40,7 @@ JSON_VERSION = 1
 
 
 class _Commands(TyperGroup):
-    """The commands. An interrupt that a command does not explain itself ends it with exit code 130 too."""
+    """The commands. An interrupt that a command does not handle ends it with exit code 130."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -50,14 +50,20 @@ class _Commands(TyperGroup):
 
 
 app = typer.Typer(
-    cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
+    cls=_Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
-def _graphs(typed: str) -> list[str]:
-    """What the shell completes ``typed`` to: names of graphrun's own graphs, and files and folders."""
-    files = [f"{path}{os.sep}" if os.path.isdir(path) else path for path in sorted(glob.glob(f"{glob.escape(typed)}*"))]
-    return [*(name for name in shipped_graphs() if name.startswith(typed)), *files]
+def _graphs(prefix: str) -> list[str]:
+    """Return the shell completions of ``prefix``: graphrun's own graphs, files and folders."""
+    files = [
+        f"{path}{os.sep}" if os.path.isdir(path) else path
+        for path in sorted(glob.glob(f"{glob.escape(prefix)}*"))
+    ]
+    return [*(name for name in shipped_graphs() if name.startswith(prefix)), *files]
 
 
 GraphFile = Annotated[
@@ -69,7 +75,12 @@ GraphFile = Annotated[
     ),
 ]
 OnlyGraph = Annotated[
-    Path, typer.Argument(help="A graph (YAML), or the name of one of graphrun's own.", show_default=False, autocompletion=_graphs)
+    Path,
+    typer.Argument(
+        help="A graph (YAML), or the name of one of graphrun's own.",
+        show_default=False,
+        autocompletion=_graphs,
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the screen.")]
 
@@ -78,104 +89,141 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the 
 class Planned:
     """A graph with its solution.
 
-    ``source`` is the graph's file, ``saved`` that of a plan that was read. ``solution`` is None until the graph is planned.
-    ``solve_seconds`` is None where the plan was found in the cache, or read from a file without it. ``precomputed``: cached stage
-    outputs by name, whose stages are not planned. ``downloads``: what a run of it takes from the hub and is not here. ``problem``:
-    what was solved, None where a saved plan was read. ``advice``: `Repair`s that would make a slow plan faster. ``interrupted``: at
-    what Ctrl-C stopped planning, empty where it did not.
+    ``source``: the graph's file. ``plan_file``: the file of a plan that was read. ``solution``:
+    None until the graph is planned. ``solve_seconds``: None if the plan came from the cache, or
+    from a file without this number. ``precomputed``: cached stage outputs by name; their stages are
+    not planned. ``downloads``: files from the hub that a run needs and that are missing here.
+    ``problem``: the solved problem; None if a saved plan was read. ``suggestions``: `Suggestion`s
+    that would make a slow plan faster. ``interrupted``: the step at which Ctrl-C stopped planning;
+    empty without an interrupt.
     """
 
     graph: Graph
     source: Path
     solution: Any = None
     solve_seconds: float | None = None
-    saved: Path | None = None
+    plan_file: Path | None = None
     precomputed: dict[str, Any] = field(default_factory=dict)
     downloads: list[Download] = field(default_factory=list)
     problem: Any = None
-    advice: tuple[Any, ...] = ()
+    suggestions: tuple[Any, ...] = ()
     interrupted: str = ""
 
 
-def named(path: Path, asked: Asked, *, to_run: bool = False) -> Planned:
-    """The graph at ``path``, or the saved plan there with its graph; a plan is checked and simulated. ``to_run``: what it may
-    choose must be allowed by ``asked``, since a file allows nothing by itself."""
+def open_graph(path: Path, options: PlanOptions, *, to_run: bool = False) -> Planned:
+    """Return the graph at ``path``, or the saved plan at ``path`` with its graph.
+
+    A plan is checked and simulated. ``to_run``: ``options`` must allow what the plan may choose,
+    since a file allows nothing by itself.
+    """
     if path.suffix != ".json":
-        return Planned(load(path, asked), path)
-    asked.refuse_for_plan(path, to_run=to_run)
-    solution, saved = planfile.read_solution(path)
-    source = planfile.graph_path(path, saved)
-    graph, needed = load(source, asked), set(solution.problem.allow)
-    if to_run and not needed <= set(graph.allowed(asked.allow or ())):
+        return Planned(load(path, options), path)
+    options.refuse_for_plan(path, to_run=to_run)
+    solution, entries = planfile.read_solution(path)
+    source = planfile.graph_path(path, entries)
+    graph, permissions = load(source, options), set(solution.problem.allow)
+    if to_run and not permissions <= set(graph.allowed(options.allow or ())):
         flags = _allowing(solution.problem)
-        what = f"was made with {flags}, which may change the output, and a plan file allows nothing by itself: add {flags}"
-        raise PlanError(f"{what}, or plan again without", str(path))
-    return Planned(graph, source, solution, saved.get("solve_seconds"), path)
+        problem_text = (
+            f"was made with {flags}, which may change the output, and a plan file allows "
+            f"nothing by itself: add {flags}"
+        )
+        raise PlanError(f"{problem_text}, or plan again without", str(path))
+    return Planned(graph, source, solution, entries.get("solve_seconds"), path)
 
 
 def _allowing(problem: Problem) -> str:
-    """The options that allow what ``problem`` may choose."""
+    """Return the options that allow what ``problem`` may choose."""
     return shlex.join(word for name in problem.allow for word in ("--allow", name))
 
 
-def planned(
-    made: Planned,
-    asked: Asked,
+def plan_graph(
+    graph_plan: Planned,
+    options: PlanOptions,
     reuse: str,
     *,
     to_run: bool = False,
     random_weights: bool = False,
-    told: Told = None,
+    notify: Told = None,
     advise: bool = False,
 ) -> Planned:
-    """Plans the graph of ``made``, unless it has a plan. Bad input is refused first, since planning takes seconds.
+    """Plan the graph of ``graph_plan``, unless it has a plan.
 
-    ``to_run``: the plan is about to be run, so inputs, device and sources are checked too; ``told`` gets a line for each
-    repository that something is to be downloaded from. ``reuse``: which cached stage outputs take the place of their stages
-    (``encoded``, ``all``, ``none``); none where weights are missing, since outputs are cached by their content. ``advise``: whether
-    to look for what would make a slow plan faster; then Ctrl-C leaves the best plan so far. Raises Interrupted where that is not
-    asked for, or there is none.
+    Bad input is refused first, since planning takes seconds. ``to_run``: the plan is about to be
+    run, so inputs, device and sources are checked too. ``notify`` gets a line for each repository
+    to download from.
+
+    ``reuse``: which cached stage outputs replace their stages (``encoded``, ``all``, ``none``). If
+    weights are missing it is ``none``, since outputs are cached by the content of the weights.
+    ``advise``: whether to search for suggestions for a slow plan; Ctrl-C then returns the best plan
+    so far. Raises Interrupted if ``advise`` is false, or there is no plan yet.
     """
-    graph, inputs, cache = made.graph, asked.inputs, cache_folder(asked.no_cache)
+    graph, inputs, cache = graph_plan.graph, options.inputs, cache_folder(options.no_cache)
 
-    def sources_of(of: Graph) -> list[Download]:
-        return asked_for(of.without_sources() if random_weights else of, told) if to_run else []
+    def missing_sources(graph_version: Graph) -> list[Download]:
+        return (
+            required_downloads(
+                graph_version.without_sources() if random_weights else graph_version, notify
+            )
+            if to_run
+            else []
+        )
 
-    def cached(of: Graph, values: Mapping[str, Any], hardware: Any, what: Any, allow: Any) -> dict[str, Any]:
+    def cached_outputs(
+        pipeline_graph: Graph, values: Mapping[str, Any], hardware: Any, reuse_mode: Any, allow: Any
+    ) -> dict[str, Any]:
         """The stage outputs that earlier runs cached for these inputs, by name."""
-        if what == "none" or cache is None:
+        if reuse_mode == "none" or cache is None:
             return {}
-        of = of.without_sources() if random_weights else of
-        return api.precomputed(of, values, hardware=hardware, cache=cache, what=what, allow=allow)
+        pipeline_graph = pipeline_graph.without_sources() if random_weights else pipeline_graph
+        return api.precomputed(
+            pipeline_graph, values, hardware=hardware, cache=cache, reuse=reuse_mode, allow=allow
+        )
 
-    if made.solution is not None:
+    if graph_plan.solution is not None:
         if not to_run:
-            return made
+            return graph_plan
         from graphrun.profile import hardware as devices
 
-        problem = made.solution.problem
+        problem = graph_plan.solution.problem
         values = api.planned_inputs(problem, graph, inputs)
         graph = graph.until(problem.until)
-        if problem.hardware.device == "cuda" and devices.found() is None:
-            raise InputError("no CUDA device found to run on, and the plan is for one; plan with --device sim to run it there")
-        downloads = sources_of(graph.with_precomputed(problem.precomputed))
+        if problem.hardware.device == "cuda" and devices.detect_card() is None:
+            raise InputError(
+                "no CUDA device found to run on, and the plan is for one; plan with "
+                "--device sim to run it there"
+            )
+        downloads = missing_sources(graph.with_precomputed(problem.precomputed))
         encoded = all(graph.stage(name).op == "encode_prompt" for name in problem.precomputed)
-        what = "none" if not problem.precomputed else "encoded" if encoded else "all"
-        return replace(made, precomputed=cached(graph, values, problem.hardware, what, problem.allow), downloads=downloads)
+        reuse_mode = "none" if not problem.precomputed else "encoded" if encoded else "all"
+        return replace(
+            graph_plan,
+            precomputed=cached_outputs(graph, values, problem.hardware, reuse_mode, problem.allow),
+            downloads=downloads,
+        )
     if to_run:
         graph.resolve(inputs)
     from graphrun.profile.several import per_device
 
-    several = per_device(asked.vram, asked.hardware, asked.device)
-    each = [hardware_for(of.hardware, of.device, to_run, cache) for of in several]
-    hardware = each[0]
-    asked = budgeted(asked, hardware)
-    if downloads := sources_of(graph):
+    requests = per_device(options.vram, options.hardware, options.device)
+    devices_hardware = [
+        hardware_for(request.hardware, request.device, to_run, cache) for request in requests
+    ]
+    hardware = devices_hardware[0]
+    options = with_budget(options, hardware)
+    if downloads := missing_sources(graph):
         reuse = "none"
-    if not to_run:  # planning compiles nothing; without dynamo the libraries import a second faster
+    # Planning compiles nothing; without dynamo the libraries import a second faster.
+    if not to_run:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    precomputed = cached(graph, inputs, hardware, reuse, asked.allow or ())
-    arguments = {**asked.estimate_arguments, "vram": asked.vram, "hardware": each, "cache": cache, "precomputed": precomputed}
+    precomputed = cached_outputs(graph, inputs, hardware, reuse, options.allow or ())
+    arguments = {
+        **options.estimate_arguments,
+        "vram": options.vram,
+        "hardware": devices_hardware,
+        "cache": cache,
+        "precomputed": precomputed,
+    }
 
     def estimate(inputs: Mapping[str, Any], allow: tuple[str, ...]) -> Any:
         return api.estimate(graph, **{**arguments, "inputs": inputs, "allow": allow})
@@ -184,177 +232,282 @@ def planned(
         problem, seconds = estimate(inputs, arguments["allow"]), list[float]()
     with native_stdout_to_stderr(), alive(f"planning {graph.name}"):
         try:
-            solution = api.plan(problem, cache=cache, solved=seconds.append)
+            solution = api.plan(problem, cache=cache, on_solved=seconds.append)
         except PlanningInterrupted as interrupt:
-            solution = _best_so_far(interrupt, graph.name, wanted=advise)
-            return replace(made, solution=solution, problem=problem, interrupted=f"while planning {graph.name}")
+            solution = _best_so_far(interrupt, graph.name, is_accepted=advise)
+            return replace(
+                graph_plan,
+                solution=solution,
+                problem=problem,
+                interrupted=f"while planning {graph.name}",
+            )
         except GraphrunError as error:
             from graphrun.solve.infeasible import Infeasible
-            from graphrun.solve.remedies import remedies
+            from graphrun.solve.setting_suggestions import setting_suggestions
 
-            if isinstance(error, Infeasible):  # some repairs need further dry runs
-                found = (*error.repairs, *remedies(graph, inputs, arguments["allow"], estimate))
-                error.repairs = tuple(sorted(found, key=lambda repair: (repair.changes_output, repair.seconds)))
+            if isinstance(error, Infeasible):  # some suggestions need further dry runs
+                suggestions = (
+                    *error.suggestions,
+                    *setting_suggestions(graph, inputs, arguments["allow"], estimate),
+                )
+                error.suggestions = tuple(
+                    sorted(
+                        suggestions,
+                        key=lambda suggestion: (suggestion.changes_output, suggestion.seconds),
+                    )
+                )
             raise
-    made = replace(made, solution=solution, solve_seconds=seconds[0] if seconds else None, problem=problem)
+    graph_plan = replace(
+        graph_plan,
+        solution=solution,
+        solve_seconds=seconds[0] if seconds else None,
+        problem=problem,
+    )
     if advise and solution.slow:
         from graphrun.files import Store
-        from graphrun.solve.remedies import options_of
-        from graphrun.store import advice_for
+        from graphrun.solve.setting_suggestions import options_of
+        from graphrun.store import suggestions_for
 
         store = Store(cache) if cache is not None else None
-        with native_stdout_to_stderr(), alive(what := f"what would make {graph.name} faster"):
+        with native_stdout_to_stderr(), alive(activity := f"what would make {graph.name} faster"):
             try:
-                found = advice_for(problem, solution, lambda: options_of(graph, inputs, problem.allow, estimate), store)
+                suggestions = suggestions_for(
+                    problem,
+                    solution,
+                    lambda: options_of(graph, inputs, problem.allow, estimate),
+                    store,
+                )
             except KeyboardInterrupt:
-                return replace(made, interrupted=f"while looking for {what}")
-        made = replace(made, advice=found)
-    return replace(made, precomputed=precomputed, downloads=downloads)
+                return replace(graph_plan, interrupted=f"while looking for {activity}")
+        graph_plan = replace(graph_plan, suggestions=suggestions)
+    return replace(graph_plan, precomputed=precomputed, downloads=downloads)
 
 
-def _best_so_far(interrupt: PlanningInterrupted, name: str, *, wanted: bool) -> Solution:
-    """The best plan for the graph ``name`` when planning was interrupted. Raises Interrupted where there is none, or it is not
-    ``wanted``."""
-    what = f"interrupted while planning {name}"
+def _best_so_far(interrupt: PlanningInterrupted, name: str, *, is_accepted: bool) -> Solution:
+    """Return the best plan for the graph ``name`` when planning was interrupted.
+
+    Raises Interrupted if there is no plan yet, or ``is_accepted`` is false.
+    """
+    activity = f"interrupted while planning {name}"
     if interrupt.infeasible:
-        raise Interrupted(f"{what}: no plan fits the budgets, and what would help was being searched") from None
+        raise Interrupted(
+            f"{activity}: no plan fits the budgets, and what would help was being searched"
+        ) from None
     solution: Solution | None = interrupt.best()
     if solution is None:
-        raise Interrupted(f"{what}: there is no plan yet") from None
-    if not wanted:
+        raise Interrupted(f"{activity}: there is no plan yet") from None
+    if not is_accepted:
         from graphrun.report.screen import proof
 
         seconds = roughly(solution.simulation.seconds)
-        raise Interrupted(f"{what}: the best plan so far takes {seconds}, {proof(solution)}; nothing was run") from None
+        raise Interrupted(
+            f"{activity}: the best plan so far takes {seconds}, {proof(solution)}; nothing was run"
+        ) from None
     return solution
 
 
 def echo(text: str, *, nl: bool = True, err: bool = False) -> None:
-    """Prints ``text``, with characters that a terminal would act on as escapes: names in it may come from a file."""
+    """Print ``text`` with control characters escaped: names in it may come from a file."""
     typer.echo(printable(text), nl=nl, err=err)
 
 
-def budgeted(asked: Asked, hardware: Any) -> Asked:
-    """``asked`` with a VRAM budget: without ``--vram``, or with ``--vram auto``, what the card here has free less a margin, else
-    all of the one that is planned for. Warns of a budget that is more than that.
+def with_budget(options: PlanOptions, hardware: Any) -> PlanOptions:
+    """Return ``options`` with a VRAM budget.
+
+    Without ``--vram``, or with ``--vram auto``, the budget is the free memory of this machine's
+    card, less a margin. For other hardware it is the whole capacity. A larger budget gets a
+    warning.
 
     Raises InputError for the simulated device, which has no memory of its own.
     """
     from graphrun.profile import hardware as devices
 
-    given = asked.vram not in (None, "auto")
-    if given and (asked.hardware is not None or hardware.device == "sim" or "," in str(asked.vram)):
-        return asked
+    has_budget = options.vram not in (None, "auto")
+    if has_budget and (
+        options.hardware is not None or hardware.device == "sim" or "," in str(options.vram)
+    ):
+        return options
     if hardware.device == "sim":
-        raise InputError("the simulated device has no memory of its own: add --vram, such as --vram 8G")
-    free_bytes = devices.free_bytes() if asked.hardware is None else None
+        raise InputError(
+            "the simulated device has no memory of its own: add --vram, such as --vram 8G"
+        )
+    free_bytes = devices.free_bytes() if options.hardware is None else None
     nbytes = hardware.capacity_bytes if free_bytes is None else devices.budget_of(free_bytes)
-    has = f"{show_size(nbytes)}, what the {hardware.name} has"
+    budget_text = f"{show_size(nbytes)}, what the {hardware.name} has"
     if free_bytes is not None:
-        has += f" free ({show_size(free_bytes)}) less a twentieth for other programs"
-    if given:
-        if free_bytes is not None and parse_size(str(asked.vram), whole_bytes=hardware.capacity_bytes, name="vram") > nbytes:
-            beyond = "there Windows spills into RAM and becomes slow" if spills_vram() else "there what is left is planned again"
-            say(f"--vram {asked.vram} is more than {has}: {beyond}; --vram auto is safe")
-        return asked
-    if free_bytes is None and asked.hardware is None:
+        budget_text += f" free ({show_size(free_bytes)}) less a twentieth for other programs"
+    if has_budget:
+        if (
+            free_bytes is not None
+            and parse_size(str(options.vram), whole_bytes=hardware.capacity_bytes, name="vram")
+            > nbytes
+        ):
+            consequence = (
+                "there Windows spills into RAM and becomes slow"
+                if spills_vram()
+                else "there what is left is planned again"
+            )
+            say(
+                f"--vram {options.vram} is more than {budget_text}: {consequence}; "
+                "--vram auto is safe"
+            )
+        return options
+    if free_bytes is None and options.hardware is None:
         say(f"no CUDA device here: this is for an {hardware.name}; --hardware names another card")
-    say(f"--vram auto: {has}")
-    return replace(asked, vram=str(nbytes))
+    say(f"--vram auto: {budget_text}")
+    return replace(options, vram=str(nbytes))
 
 
-def look(made: Planned, asked: Asked, verbose: bool = False, out: Path | None = None) -> Look:
-    """How the screen of ``made`` is shown, with the command that runs the plan: that saved at ``out``, or planned again."""
+def look(
+    graph_plan: Planned,
+    options: PlanOptions,
+    verbose: bool = False,
+    output_file: Path | None = None,
+) -> Look:
+    """Return how the screen of ``graph_plan`` is shown, with the command that runs the plan.
+
+    The command runs the plan file, which is ``output_file`` if the plan is saved there. Without a
+    plan file, it plans again.
+    """
     from graphrun.profile import hardware as devices
 
-    problem = made.solution.problem
-    graph, saved = made.graph.until(problem.until), out or made.saved
-    command = f"graphrun run {f'{saved} {_allowing(problem)}' if saved else f'{made.source} {asked.flags}'}".strip()
-    missing = [name for name, of in graph.inputs.items() if of.required and name not in asked.inputs]
-    command += "".join(f' --set {name}="..."' if name != "prompt" else ' --prompt "..."' for name in missing)
-    elsewhere = problem.hardware.device == "cuda" and devices.found() is None
-    then = f"next{', on that card' if elsewhere else ''}: {command}"
+    problem = graph_plan.solution.problem
+    graph, plan_file = graph_plan.graph.until(problem.until), output_file or graph_plan.plan_file
+    arguments = (
+        f"{plan_file} {_allowing(problem)}" if plan_file else f"{graph_plan.source} {options.flags}"
+    )
+    command = f"graphrun run {arguments}".strip()
+    missing_inputs = [
+        name
+        for name, graph_input in graph.inputs.items()
+        if graph_input.required and name not in options.inputs
+    ]
+    command += "".join(
+        f' --set {name}="..."' if name != "prompt" else ' --prompt "..."' for name in missing_inputs
+    )
+    is_other_machine = problem.hardware.device == "cuda" and devices.detect_card() is None
+    next_command = f"next{', on that card' if is_other_machine else ''}: {command}"
     note = ""
-    if (free := devices.free_beside_a_desktop(problem.hardware, problem.budget_bytes)) is not None:
-        least, most = (f"{nbytes / GIB:g}" for nbytes in free)
-        note = f"a desktop leaves {least} to {most} GiB free; beyond it Windows spills into slow RAM"
-    return Look(width(), verbose, made_by(graph.kinds(), dict(problem.settings)), then, note)
+    if (
+        free_range := devices.free_range_with_desktop(problem.hardware, problem.budget_bytes)
+    ) is not None:
+        minimum, maximum = (f"{nbytes / GIB:g}" for nbytes in free_range)
+        note = (
+            f"a desktop leaves {minimum} to {maximum} GiB free; beyond it Windows spills into "
+            "slow RAM"
+        )
+    return Look(
+        width(), verbose, product_name(graph.kinds(), dict(problem.settings)), next_command, note
+    )
 
 
 def say(line: str) -> None:
-    """Prints ``line`` to stderr as `echo` does, above a bar that is there: `typer.echo` would write to the stream behind the one
-    that rich puts in its place."""
+    """Print ``line`` to stderr as `echo` does, above a progress bar.
+
+    `typer.echo` would write to the stream behind the stream that rich puts in its place.
+    """
     sys.stderr.write(f"{printable(line)}\n")
     sys.stderr.flush()
 
 
-def cache_folder(off: bool) -> Path | None:
-    """The cache folder of the commands: ``$XDG_CACHE_HOME/graphrun``, else ``~/.cache/graphrun``; None if ``off``."""
+def cache_folder(is_off: bool) -> Path | None:
+    """Return the cache folder of the commands; None if ``is_off``.
+
+    It is ``$XDG_CACHE_HOME/graphrun``, or else ``~/.cache/graphrun``.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return None if off else (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "graphrun"
+    return (
+        None
+        if is_off
+        else (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "graphrun"
+    )
 
 
 def hardware_for(name: str | None, device: str | None, to_run: bool, cache: Path | None) -> Any:
-    """The hardware to plan for, or to run on if ``to_run``.
+    """Return the hardware to plan for, or to run on if ``to_run``.
 
-    It is the profile or prior called ``name``; else the simulated device for ``--device sim``, the card found, or the default
-    prior. Raises InputError where options contradict each other, and for a run without a CUDA device.
+    It is the profile or data-sheet estimate called ``name``. Without a name it is the simulated
+    device for ``--device sim``, the detected card, or the default data-sheet estimate. Raises
+    InputError if options contradict each other, and for a run without a CUDA device.
     """
     from graphrun.profile import hardware as devices
     from graphrun.profile import hardware_profiles as profiles
 
     if device not in (None, "cuda", "sim"):
         raise InputError(f"device {device!r} is not known; it is cuda or sim")
-    chosen = profiles.hardware(name, cache) if name else devices.hardware("sim") if device == "sim" else None
-    if chosen is not None and device not in (None, chosen.device):
-        raise InputError(f"hardware {chosen.name} is a {chosen.device} device, but --device is {device}; leave one of them out")
-    if chosen is None or (to_run and chosen.device == "cuda"):
-        found = profiles.found(cache)
-        if found is None and to_run:
-            raise InputError("no CUDA device found to run on; add --device sim to run on the simulated accelerator")
-        chosen = chosen or found or devices.hardware(devices.DEFAULT)
-    return chosen
+    hardware = (
+        profiles.hardware(name, cache)
+        if name
+        else devices.hardware("sim")
+        if device == "sim"
+        else None
+    )
+    if hardware is not None and device not in (None, hardware.device):
+        raise InputError(
+            f"hardware {hardware.name} is a {hardware.device} device, but --device is "
+            f"{device}; leave one of them out"
+        )
+    if hardware is None or (to_run and hardware.device == "cuda"):
+        detected = profiles.detect_card(cache)
+        if detected is None and to_run:
+            raise InputError(
+                "no CUDA device found to run on; add --device sim to run on the simulated "
+                "accelerator"
+            )
+        hardware = hardware or detected or devices.hardware(devices.DEFAULT)
+    return hardware
 
 
-def load(path: Path, asked: Asked) -> Graph:
-    """The graph in the file at ``path``, with the options ``--trust-package`` and ``--until``. Raises InputError for a plan."""
+def load(path: Path, options: PlanOptions) -> Graph:
+    """Load the graph at ``path`` with the options ``--trust-package`` and ``--until``.
+
+    Raises InputError for a plan.
+    """
     if path.suffix == ".json":
         raise InputError(f"{path} is a plan; give the graph (YAML) that it was made from")
-    return api.load(path, trust=asked.trust_package or (), source=asked.source).until(asked.until)
+    return api.load(path, trust=options.trust_package or (), source=options.source).until(
+        options.until
+    )
 
 
-def checked_reuse(reuse: str) -> Any:
-    """The value of ``--reuse``. Raises InputError for an unknown one."""
+def parse_reuse(reuse: str) -> Any:
+    """Return the value of ``--reuse``. Raises InputError for an unknown value."""
     if reuse not in ("encoded", "all", "none"):
         raise InputError(f"--reuse {reuse!r} is not known; it is encoded, all or none")
     return reuse
 
 
 def show(summary: Any, as_json: bool, screen: str) -> None:
-    """Prints ``summary`` as JSON, or ``screen``."""
+    """Print ``summary`` as JSON, or ``screen``."""
     if as_json:
         echo(json_text(summary))
     else:
-        coloured(screen)
+        print_coloured(screen)
 
 
 def json_text(summary: Mapping[str, Any]) -> str:
-    """What a command prints with ``--json``. docs/json.md has the keys; the version grows when one goes or means something else."""
+    """Return what a command prints with ``--json``.
+
+    docs/json.md lists the keys. The version grows when a key is removed or changes its meaning.
+    """
     return json.dumps({"version": JSON_VERSION, **summary}, indent=1)
 
 
-def write_or_print(text: str, out: Path | None) -> None:
-    """Writes ``text`` to ``out`` and says so; None: prints it."""
-    if out is None:
+def write_or_print(text: str, output_file: Path | None) -> None:
+    """Write ``text`` to ``output_file`` and print its name; print ``text`` if it is None."""
+    if output_file is None:
         echo(text, nl=False)
     else:
-        planfile.write_text(out, text)
-        echo(f"wrote {out}")
+        planfile.write_text(output_file, text)
+        echo(f"wrote {output_file}")
 
 
 @contextlib.contextmanager
 def native_stdout_to_stderr() -> Iterator[None]:
-    """Redirects file descriptor 1 to stderr: the solver's native code may print, and stdout of --json must stay JSON."""
+    """Redirect file descriptor 1 to stderr.
+
+    The solver's native code may print, and stdout of --json must stay JSON.
+    """
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)

@@ -1,4 +1,7 @@
-"""What a run downloads from the hub: asked for before planning, which then takes seconds, and downloaded after it."""
+"""Downloads from the hub for a run.
+
+The hub is asked before planning, which takes seconds. The files are downloaded after planning.
+"""
 
 from __future__ import annotations
 
@@ -16,31 +19,41 @@ if TYPE_CHECKING:
 Told = Callable[[str], None] | None
 
 
-def asked_for(graph: Graph, told: Told) -> list[Download]:
-    """What is to be downloaded to run ``graph``, after asking the hub for it. Raises GraphError where a run would fail for it: a
-    source that is not there or may not be read, a full disk."""
-    from graphrun.modules.needs import look, missing
+def required_downloads(graph: Graph, notify: Told) -> list[Download]:
+    """Ask the hub for the files that ``graph`` needs to run, and return what is missing here.
 
-    if not (needs := missing(graph)):
+    Raises GraphError if a run would fail: a source is missing or may not be read, or the disk is
+    full.
+    """
+    from graphrun.modules.needs import find_missing, look
+
+    if not (needs := find_missing(graph)):
         return []
     with alive("asking the hub"):
-        found = look(needs)
-    for of in found:
-        licence = f", licence {of.licence}" if of.licence else ""
-        if told is not None:
-            told(f"{of.repository} at {of.commit[:8]}: {show_size(of.nbytes)} in {of.files} files to download{licence}")
-    return found
+        downloads = look(needs)
+    for download in downloads:
+        licence = f", licence {download.licence}" if download.licence else ""
+        if notify is not None:
+            notify(
+                f"{download.repository} at {download.commit[:8]}: "
+                f"{show_size(download.nbytes)} in {download.files} files to "
+                f"download{licence}"
+            )
+    return downloads
 
 
-def downloaded(found: Sequence[Download], told: Told) -> None:
-    """Downloads what `asked_for` found, and shows bytes and the time left."""
+def download_all(downloads: Sequence[Download], notify: Told) -> None:
+    """Download ``downloads``, from `required_downloads`, and show bytes and the remaining time."""
     from graphrun.modules.needs import download
     from graphrun.report.progress import DownloadProgress
 
-    for of in found:
-        with DownloadProgress(of.repository, told) as progress:
+    for item in downloads:
+        with DownloadProgress(item.repository, notify) as progress:
             try:
-                download(of, progress)
+                download(item, progress)
             except KeyboardInterrupt:
-                text = f"interrupted: files of {of.repository} that are complete are kept; the same command goes on with the others"
+                text = (
+                    f"interrupted: files of {item.repository} that are complete are kept; the "
+                    "same command goes on with the others"
+                )
                 raise Interrupted(text) from None

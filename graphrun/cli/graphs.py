@@ -1,4 +1,4 @@
-"""The commands that draw a graph, ``graph``, and that list those that come with graphrun, ``list``."""
+"""The commands ``graph``, which draws a graph, and ``list``, which lists graphrun's own graphs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,26 @@ from typing import Annotated
 import typer
 
 from graphrun import api
-from graphrun.cli.common import AsJson, OnlyGraph, app, cache_folder, hardware_for, load, say, show, write_or_print
-from graphrun.cli.options import Asked, shared
+from graphrun.cli.common import (
+    AsJson,
+    OnlyGraph,
+    app,
+    cache_folder,
+    hardware_for,
+    load,
+    say,
+    show,
+    write_or_print,
+)
+from graphrun.cli.options import PlanOptions, shared
 from graphrun.errors import GraphrunError, InputError
 from graphrun.graph.document import read_document, read_json
 from graphrun.graph.shipped import graph_file, graphs_folder, shipped_graphs
 from graphrun.report import plan_files as planfile
 from graphrun.report.table import table
 
-FIGURES = "figures.json"  # in the folder of graphs: what benchmarks/graph_table.py measured of each
+# In the folder of graphs: what benchmarks/graph_table.py measured for each graph.
+FIGURES = "figures.json"
 KINDS = ("mermaid", "dot", "svg")
 
 
@@ -24,35 +35,59 @@ KINDS = ("mermaid", "dot", "svg")
 @shared("hardware", "device", "set_", "trust_package", "source", "no_cache")
 def graph(
     graph: OnlyGraph,
-    asked: Asked,
+    options: PlanOptions,
     kind: Annotated[str, typer.Option("--as", help="mermaid or dot (text), or svg (a picture).")],
-    out: Annotated[Path | None, typer.Option("-o", help="Where it goes; default: the screen.", show_default=False)] = None,
+    output_file: Annotated[
+        Path | None,
+        typer.Option("-o", help="Where it goes; default: the screen.", show_default=False),
+    ] = None,
 ) -> None:
-    """Draw a graph: its stages, the components they use, the values between them, with bytes as in estimate. No weights, no GPU."""
+    """Draw a graph: its stages, the components they use, the values between them, with bytes as in
+    estimate. No weights, no GPU."""
     from graphrun.report.graph_svg import graph_svg
-    from graphrun.report.graph_text import dot, drawn, mermaid
+    from graphrun.report.graph_text import dot, drawing_graph, mermaid
 
     if kind not in KINDS:
         raise InputError(f"--as {kind!r} is not known; it is mermaid, dot or svg")
-    loaded, cache, inputs = load(graph, asked), cache_folder(asked.no_cache), asked.inputs
-    planfile.require_writable(out)
-    hardware = hardware_for(asked.hardware, asked.device, False, cache)
+    pipeline_graph, cache, inputs = (
+        load(graph, options),
+        cache_folder(options.no_cache),
+        options.inputs,
+    )
+    planfile.require_writable(output_file)
+    hardware = hardware_for(options.hardware, options.device, False, cache)
     if inputs:
-        loaded.for_planning(inputs)
+        pipeline_graph.for_planning(inputs)
     estimate, note = None, "sizes are not known"
     try:
-        estimate = api.survey(loaded, hardware=hardware, inputs=inputs, cache=cache)
-        note = "  ".join((hardware.name, " ".join(f"{name}={value}" for name, value in estimate["settings"].items())))
-    except Exception as error:  # noqa: BLE001  (whatever the pipeline's own code raises: a graph can be drawn without it)
-        what = str(error) if isinstance(error, GraphrunError) else f"{type(error).__name__}: {error}"
-        say(f"graphrun: drawn without bytes, since there is no dry run: {what}")
-    shown = drawn(loaded.to_networkx(estimate))
-    write_or_print(graph_svg(shown, note) if kind == "svg" else mermaid(shown) if kind == "mermaid" else dot(shown), out)
+        estimate = api.survey(pipeline_graph, hardware=hardware, inputs=inputs, cache=cache)
+        note = "  ".join(
+            (
+                hardware.name,
+                " ".join(f"{name}={value}" for name, value in estimate["settings"].items()),
+            )
+        )
+    # The pipeline's own code may raise anything; a graph can be drawn without the dry run.
+    except Exception as error:  # noqa: BLE001
+        reason = (
+            str(error) if isinstance(error, GraphrunError) else f"{type(error).__name__}: {error}"
+        )
+        say(f"graphrun: drawn without bytes, since there is no dry run: {reason}")
+    drawing = drawing_graph(pipeline_graph.to_networkx(estimate))
+    write_or_print(
+        graph_svg(drawing, note)
+        if kind == "svg"
+        else mermaid(drawing)
+        if kind == "mermaid"
+        else dot(drawing),
+        output_file,
+    )
 
 
 @app.command("list")
 def list_graphs(as_json: AsJson = False) -> None:
-    """List graphrun's own graphs: parameters, the smallest card that runs them, predicted seconds on it, license of the weights."""
+    """List graphrun's own graphs: parameters, the smallest card that runs them, predicted seconds
+    on it, license of the weights."""
     figures, rows = read_json(graphs_folder() / FIGURES), []
     for name in shipped_graphs():
         data = read_document(graph_file(name)).data
@@ -71,7 +106,7 @@ def list_graphs(as_json: AsJson = False) -> None:
     ]
     ram = max((row["ram_gib"] for row in rows if "ram_gib" in row), default=0)
     screen = (
-        table([head, *lines], left=(0, 4)),
+        table([head, *lines], left_columns=(0, 4)),
         f" least VRAM: the smallest of 8, 12, 16 and 24 GiB that fits with {ram} GiB of RAM",
         " seconds: of one cold run with both, predicted for an RTX 4090",
         "next: graphrun plan flux-dev",

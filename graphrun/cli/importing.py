@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graphrun.cli.common import app, native_stdout_to_stderr
-from graphrun.cli.options import Names, Trust, pair
+from graphrun.cli.options import NameList, Trust, pair
 from graphrun.cli.terminal import width
 from graphrun.errors import InputError
 from graphrun.report.command_lines import folded_command
@@ -22,73 +22,116 @@ def import_(
     source: Annotated[
         str,
         typer.Argument(
-            help="A folder of a diffusers pipeline, a hub id (owner/name; no weights are fetched), a checkpoint in one file "
+            help="A folder of a diffusers pipeline, a hub id (owner/name; no weights are "
+            "fetched), a checkpoint in one file "
             "(safetensors, GGUF), or a pipeline's class.",
             show_default=False,
         ),
     ],
-    out: Annotated[Path, typer.Option("-o", help="The graph file; configurations go to configs/ beside it.", show_default=False)],
-    config: Annotated[
-        Names,
+    output_file: Annotated[
+        Path,
         typer.Option(
-            help="Of one file: the folder or hub id with its configurations. Of a class: a component's, NAME=FILE.json or "
+            "-o",
+            help="The graph file; configurations go to configs/ beside it.",
+            show_default=False,
+        ),
+    ],
+    config: Annotated[
+        NameList,
+        typer.Option(
+            help="Of one file: the folder or hub id with its configurations. Of a class: a "
+            "component's, NAME=FILE.json or "
             "NAME=CLASS:FILE.json; a tokenizer's folder; a plain argument. Repeatable.",
             show_default=False,
         ),
     ] = None,
     dtype: Annotated[
-        Names,
-        typer.Option(help="bfloat16, float16, float32 for all components, or NAME=DTYPE. Repeatable.", show_default=False),
+        NameList,
+        typer.Option(
+            help="bfloat16, float16, float32 for all components, or NAME=DTYPE. Repeatable.",
+            show_default=False,
+        ),
     ] = None,
-    without: Annotated[Names, typer.Option(help="A part to leave out: safety_checker. Repeatable.", show_default=False)] = None,
+    excluded_parts: Annotated[
+        NameList,
+        typer.Option(
+            "--without",
+            help="A part to leave out: safety_checker. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
     set_: Annotated[
-        Names,
-        typer.Option("--set", help="An input's default, or another argument: name=value. Repeatable.", show_default=False),
+        NameList,
+        typer.Option(
+            "--set",
+            help="An input's default, or another argument: name=value. Repeatable.",
+            show_default=False,
+        ),
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="A commit, branch or tag on the hub.", show_default=False)] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="A commit, branch or tag on the hub.", show_default=False)
+    ] = None,
     whole: Annotated[
-        bool, typer.Option("--whole", help="A single stage, even where the pipeline can be split into stages.")
+        bool,
+        typer.Option(
+            "--whole", help="A single stage, even where the pipeline can be split into stages."
+        ),
     ] = False,
     trust_package: Trust = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the graph file.")] = False,
 ) -> None:
-    """Write a graph file for an existing pipeline, from its configurations and a dry run of its own code.
+    """Write a graph file for an existing pipeline, from its configurations and a dry run of its own
+    code.
 
     No weights are fetched or read, and no code that comes with a checkpoint is run.
     """
-    from graphrun.diffusers_.importing.imported import Asked, import_source, refuse_existing
+    from graphrun.diffusers_.importing.imported import ImportOptions, import_source, refuse_existing
     from graphrun.report.plan_files import require_writable
 
-    if out.suffix not in (".yaml", ".yml"):
-        raise InputError(f"-o {out}: a graph file ends in .yaml")
-    refuse_existing(out, force)
-    require_writable(out)
+    if output_file.suffix not in (".yaml", ".yml"):
+        raise InputError(f"-o {output_file}: a graph file ends in .yaml")
+    refuse_existing(output_file, force)
+    require_writable(output_file)
     configs = dict(pair("--config", text) if "=" in text else ("", text) for text in config or [])
     dtypes = {name: value for name, _, value in (text.rpartition("=") for text in dtype or [])}
-    sets = {name: _value(name, value) for name, value in (pair("--set", text, may_be_empty=True) for text in set_ or [])}
-    asked = Asked(configs, dtypes, tuple(without or ()), sets, revision, whole, tuple(trust_package or ()))
+    sets = {
+        name: _value(name, value)
+        for name, value in (pair("--set", text, may_be_empty=True) for text in set_ or [])
+    }
+    options = ImportOptions(
+        configs,
+        dtypes,
+        tuple(excluded_parts or ()),
+        sets,
+        revision,
+        whole,
+        tuple(trust_package or ()),
+    )
     with native_stdout_to_stderr():
-        imported = import_source(source, asked)
-        imported.write(out, force=force)
-    typer.echo(imported_screen(imported, out))
+        imported = import_source(source, options)
+        imported.write(output_file, force=force)
+    typer.echo(imported_screen(imported, output_file))
 
 
 def imported_screen(imported: Imported, path: Path) -> str:
-    """The summary of an import: the stages with the components they call, and the next command."""
-    layout, found = imported.layout, imported.found
-    lines = [f"wrote {path}: {found.pipeline}, {len(found.components)} components"]
-    wide = max(len(stage.name) for stage in layout.stages)
+    """Return the summary of an import: stages, the components they call, the next command."""
+    layout, pipeline = imported.layout, imported.description
+    lines = [f"wrote {path}: {pipeline.pipeline}, {len(pipeline.components)} components"]
+    name_columns = max(len(stage.name) for stage in layout.stages)
     for stage in layout.stages:
-        names = dict.fromkeys(str(entered) for entered in layout.entered[stage.name])
-        lines.append(f"  {stage.name:{max(wide, 8)}} {stage.op:14} {', '.join(names)}")
-    if layout.why:
-        lines.append(f"  one stage: {layout.why}")
+        names = dict.fromkeys(str(call) for call in layout.component_calls[stage.name])
+        lines.append(f"  {stage.name:{max(name_columns, 8)}} {stage.op:14} {', '.join(names)}")
+    if layout.reason:
+        lines.append(f"  one stage: {layout.reason}")
     lines.append(folded_command(f"next: graphrun plan {path} --vram 8G", width()))
     return "\n".join(lines)
 
 
 def _value(name: str, text: str) -> Any:
-    """``text`` parsed as YAML: 512, 0.5, true, [1, 2], or a string, which may be empty. Raises InputError."""
+    """Return ``text`` parsed as YAML: 512, 0.5, true, [1, 2], or a string, which may be empty.
+
+    Raises InputError.
+    """
     import yaml
 
     try:

@@ -1,4 +1,4 @@
-"""The commands ``export`` and ``map``: plans to and from diffusers calls and accelerate device maps."""
+"""The commands ``export`` and ``map``: plans to diffusers calls and device maps, and back."""
 
 from __future__ import annotations
 
@@ -19,13 +19,22 @@ from graphrun.report import plan_files as planfile
 @app.command()
 def export(
     plan: Annotated[Path, typer.Argument(help="A plan saved with -o.", show_default=False)],
-    kind: Annotated[str, typer.Option("--as", help="diffusers (a script of plain calls) or accelerate (device maps, JSON).")],
-    out: Annotated[Path | None, typer.Option("-o", help="The output file; default: stdout.", show_default=False)] = None,
+    kind: Annotated[
+        str,
+        typer.Option(
+            "--as", help="diffusers (a script of plain calls) or accelerate (device maps, JSON)."
+        ),
+    ],
+    output_file: Annotated[
+        Path | None,
+        typer.Option("-o", help="The output file; default: stdout.", show_default=False),
+    ] = None,
     trust_package: Trust = None,
 ) -> None:
-    """Translate a plan to diffusers calls or accelerate device maps, as nearly as possible; comments say what is lost."""
-    solution, saved = planfile.read_solution(plan)
-    problem, source = solution.problem, planfile.graph_path(plan, saved)
+    """Translate a plan to diffusers calls or accelerate device maps, as nearly as possible;
+    comments say what is lost."""
+    solution, entries = planfile.read_solution(plan)
+    problem, source = solution.problem, planfile.graph_path(plan, entries)
     graph = api.load(source, trust=trust_package or ()).until(problem.until)
     if graph.digest != problem.graph_digest:
         raise PlanError(f"is for an earlier version of {source}: plan again", str(plan))
@@ -39,38 +48,60 @@ def export(
         text = json.dumps(device_maps(graph, solution), indent=1) + "\n"
     else:
         raise InputError(f"--as {kind!r} is not known; it is diffusers or accelerate")
-    write_or_print(text, out)
+    write_or_print(text, output_file)
 
 
 @app.command("map")
 def map_(
-    plan: Annotated[Path, typer.Argument(help="A plan saved with -o: its graph and budgets apply.", show_default=False)],
-    maps: Annotated[Path, typer.Argument(help="Device maps by component, JSON, as export --as accelerate writes them.")],
-    out: Annotated[Path | None, typer.Option("-o", help="Save the plan to this file.", show_default=False)] = None,
+    plan: Annotated[
+        Path,
+        typer.Argument(
+            help="A plan saved with -o: its graph and budgets apply.", show_default=False
+        ),
+    ],
+    maps: Annotated[
+        Path,
+        typer.Argument(
+            help="Device maps by component, JSON, as export --as accelerate writes them."
+        ),
+    ],
+    output_file: Annotated[
+        Path | None, typer.Option("-o", help="Save the plan to this file.", show_default=False)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the plan that accelerate's device maps amount to, with its memory and time. Refused where it does not fit."""
+    """Show the plan that accelerate's device maps amount to, with its memory and time. Refused
+    where it does not fit."""
     from graphrun.diffusers_.device_map import plan_for
     from graphrun.report.screen import plan_screen
     from graphrun.report.summary import summarize
 
-    problem, _, saved = planfile.read(plan)
+    problem, _, entries = planfile.read(plan)
     solution = plan_for(problem, _maps_in(maps))
     planfile.refuse_violations(maps, solution.problem, solution.plan)
     summary = summarize(solution, None)
-    if out is not None:
-        planfile.save(out, planfile.graph_path(plan, saved), solution, summary)
+    if output_file is not None:
+        planfile.save(output_file, planfile.graph_path(plan, entries), solution, summary)
     show(summary, as_json, plan_screen(solution))
 
 
 def _maps_in(path: Path) -> dict[str, dict[str, int | str]]:
-    """The device maps in the file at ``path``. Raises InputError where it holds something else."""
-    found = read_json(path, PlanError)
-    if isinstance(found, dict):  # `hf_device_map` of a pipeline loaded with device_map="balanced" has a device per component
-        found = {name: {"": at} if isinstance(at, int | str) else at for name, at in found.items()}
-    inner = list(found.values()) if isinstance(found, dict) else [None]
-    if not all(isinstance(each, dict) and all(isinstance(at, int | str) for at in each.values()) for each in inner):
+    """Return the device maps in the file at ``path``. Raises InputError for other content."""
+    maps = read_json(path, PlanError)
+    # `hf_device_map` of a pipeline loaded with device_map="balanced" has a device per component
+    if isinstance(maps, dict):
+        maps = {
+            name: {"": value} if isinstance(value, int | str) else value
+            for name, value in maps.items()
+        }
+    inner = list(maps.values()) if isinstance(maps, dict) else [None]
+    if not all(
+        isinstance(device_map, dict)
+        and all(isinstance(device, int | str) for device in device_map.values())
+        for device_map in inner
+    ):
         raise InputError(
-            f'{path}: does not hold device maps by component, such as {{"transformer": {{"transformer_blocks": "cpu", "": 0}}}}'
+            f'{path}: does not hold device maps by component, such as {{"transformer": '
+            f'{{"transformer_blocks": "cpu", "": 0}}}}'
         )
-    return found  # type: ignore[no-any-return]
+    return maps  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""The entry point of the ``graphrun`` command: its commands, and errors as messages with an exit code.
+"""The entry point of the ``graphrun`` command. Errors become messages with an exit code.
 
 Exit codes: 0 done, 1 over a limit, 2 bad input, 3 infeasible, 4 the run broke its plan.
 """
@@ -18,20 +18,29 @@ import typer
 
 import graphrun
 from graphrun.cli.common import app, json_text, say
-from graphrun.cli.options import pair, retyped
-from graphrun.cli.terminal import coloured, width
+from graphrun.cli.options import merge_options, pair
+from graphrun.cli.terminal import print_coloured, width
 from graphrun.errors import GraphrunError, InputError
 from graphrun.limits import LIMITS, raise_limits
 
 # Commands join the app when they are imported: in the order of --help.
 # isort: off
-from graphrun.cli import plans, teams, run, serving, graphs, importing, interop, maintenance  # noqa: F401
+from graphrun.cli import (  # noqa: F401
+    plans,
+    teams,
+    run,
+    serving,
+    graphs,
+    importing,
+    interop,
+    maintenance,
+)
 
 # isort: on
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"graphrun {graphrun.__version__}")
         raise typer.Exit
 
@@ -39,26 +48,39 @@ def _show_version(asked: bool) -> None:
 @app.callback()
 def about(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=_show_version)
+        bool,
+        typer.Option(
+            "--version", help="Print the version and leave.", is_eager=True, callback=_show_version
+        ),
     ] = False,
     limit: Annotated[
         list[str] | None,
-        typer.Option(help="Accept more of files and inputs: name=number, such as steps=20000 (docs/security.md). Repeatable."),
+        typer.Option(
+            help="Accept more of files and inputs: name=number, such as steps=20000 "
+            "(docs/security.md). Repeatable."
+        ),
     ] = None,
 ) -> None:
-    """Run diffusion pipelines on GPUs that are too small for them: plan the placement of all weights, then execute that plan.
+    """Run diffusion pipelines on GPUs that are too small for them: plan the placement of all
+    weights, then execute that plan.
 
     Exit codes: 0 done, 1 over a limit, 2 bad input, 3 infeasible, 4 the run broke its plan.
     """
     for name, value in (pair("--limit", text) for text in limit or ()):
         if not value.isdecimal() or len(value) > LIMITS.digits:
-            raise InputError(f"--limit {name}={value[:40]}: give a number, such as --limit steps=20000")
+            raise InputError(
+                f"--limit {name}={value[:40]}: give a number, such as --limit steps=20000"
+            )
         raise_limits(**{name: int(value)})
 
 
 def main() -> NoReturn:
-    """Entry point of the ``graphrun`` command. A `GraphrunError` becomes a message and an exit code, without a traceback."""
-    for stream in (sys.stdout, sys.stderr):  # a pipe is UTF-8 on Windows too, and no terminal is too old for a screen's blocks
+    """Run the ``graphrun`` command.
+
+    A `GraphrunError` becomes a message and an exit code, without a traceback.
+    """
+    # A pipe is UTF-8 on Windows too. Other terminals may have no block characters: replace them.
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="replace")
     warnings.filterwarnings("ignore")
@@ -74,26 +96,38 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
-def _interrupt_again(lost: sys.UnraisableHookArgs) -> None:
-    """Python drops an interrupt that arrives inside ``__del__`` (of the tokenizers' regular expressions, for example)."""
-    if isinstance(lost.exc_value, KeyboardInterrupt):
+def _interrupt_again(dropped_error: sys.UnraisableHookArgs) -> None:
+    """Repeat an interrupt that Python dropped.
+
+    Python drops an interrupt inside ``__del__``, for example of the tokenizers' regular
+    expressions.
+    """
+    if isinstance(dropped_error.exc_value, KeyboardInterrupt):
         threading.Timer(0.1, _thread.interrupt_main).start()
     else:
-        sys.__unraisablehook__(lost)
+        sys.__unraisablehook__(dropped_error)
 
 
 def _show_error(error: GraphrunError) -> None:
-    """Prints the message to stderr; with ``--json`` also the data of an infeasible budget to stdout."""
+    """Print the message to stderr; with --json, print an infeasible budget to stdout."""
     from graphrun.solve.infeasible import Infeasible
 
     if not isinstance(error, Infeasible):
         say(f"graphrun: {error}")
         return
     from graphrun.report.screen import Look
-    from graphrun.report.whatif_screens import infeasible_json, infeasible_screen, typed
+    from graphrun.report.whatif_screens import infeasible_json, infeasible_screen, options_text
 
-    options = next(filter(None, (typed(repair, error.capacity_bytes) for repair in error.repairs)), "")
-    then = f"next: graphrun {retyped(sys.argv[1:], options.split())}" if options else ""
-    coloured(infeasible_screen(error, Look(width(), then=then)), err=True)
+    options = next(
+        filter(
+            None,
+            (options_text(suggestion, error.capacity_bytes) for suggestion in error.suggestions),
+        ),
+        "",
+    )
+    next_command = (
+        f"next: graphrun {merge_options(sys.argv[1:], options.split())}" if options else ""
+    )
+    print_coloured(infeasible_screen(error, Look(width(), next_command=next_command)), err=True)
     if "--json" in sys.argv:
         typer.echo(json_text(infeasible_json(error)))

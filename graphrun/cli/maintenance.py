@@ -1,9 +1,8 @@
-"""The commands ``doctor`` and ``calibrate``, about this machine, and ``cache ls``, ``rm`` and ``verify``, for cached outputs."""
+"""The commands ``doctor`` and ``calibrate`` for this machine, and ``cache`` for cached outputs."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +16,10 @@ from graphrun.units import show_seconds, show_size
 
 caches = typer.Typer(no_args_is_help=True, help="Show, remove and verify cached stage outputs.")
 app.add_typer(caches, name="cache")
-Keys = Annotated[list[str] | None, typer.Argument(help="Entries, by the first digits of their keys.", show_default=False)]
+KeyArguments = Annotated[
+    list[str] | None,
+    typer.Argument(help="Entries, by the first digits of their keys.", show_default=False),
+]
 
 
 @caches.command("ls")
@@ -27,42 +29,69 @@ def list_entries(as_json: AsJson = False) -> None:
 
     index = _index()
     entries = index.entries()
-    now = time.time()
+    clock_seconds = time.time()
     rows = [["key", "stage", "size", "used", "for"]]
     rows += [
-        [e.key[:12], f"{e.graph}/{e.stage}", show_size(e.nbytes), f"{show_seconds(max(0.0, now - e.used))} ago", e.about]
+        [
+            e.key[:12],
+            f"{e.graph}/{e.stage}",
+            show_size(e.nbytes),
+            f"{show_seconds(max(0.0, clock_seconds - e.used_seconds))} ago",
+            e.inputs_text,
+        ]
         for e in entries
     ]
     total = (
-        f"{len(entries)} entries, {show_size(sum(e.nbytes for e in entries))} of {show_size(index.limit_bytes)} in {index.folder}"
+        f"{len(entries)} entries, {show_size(sum(e.nbytes for e in entries))} of "
+        f"{show_size(index.limit_bytes)} in {index.folder}"
     )
-    screen = f"{table(rows, left=(0, 1, 4))}\n{total}" if entries else f"no cached outputs in {index.folder}"
-    show({"folder": str(index.folder), "limit_bytes": index.limit_bytes, "entries": [asdict(e) for e in entries]}, as_json, screen)
+    screen = (
+        f"{table(rows, left_columns=(0, 1, 4))}\n{total}"
+        if entries
+        else f"no cached outputs in {index.folder}"
+    )
+    show(
+        {
+            "folder": str(index.folder),
+            "limit_bytes": index.limit_bytes,
+            "entries": [e.to_json() for e in entries],
+        },
+        as_json,
+        screen,
+    )
 
 
 @caches.command("rm")
-def remove_entries(keys: Keys = None, every: Annotated[bool, typer.Option("--all", help="All entries.")] = False) -> None:
+def remove_entries(
+    keys: KeyArguments = None,
+    remove_all: Annotated[bool, typer.Option("--all", help="All entries.")] = False,
+) -> None:
     """Remove entries, by the first digits of their keys, or all of them."""
     index = _index()
-    if bool(keys) == every:
+    if bool(keys) == remove_all:
         raise InputError("name the entries to remove (graphrun cache ls shows them), or add --all")
-    chosen = None
+    selection = None
     if keys:
         all_keys = [entry.key for entry in index.entries()]
-        if missing := [start for start in keys if not any(key.startswith(start) for key in all_keys)]:
-            raise InputError(f"no entry begins with {', '.join(missing)}; graphrun cache ls shows the entries")
-        chosen = sorted(key for key in all_keys if key.startswith(tuple(keys)))
-    echo(f"removed {index.remove(chosen)} entries")
+        if unknown_keys := [
+            start for start in keys if not any(key.startswith(start) for key in all_keys)
+        ]:
+            raise InputError(
+                f"no entry begins with {', '.join(unknown_keys)}; graphrun cache ls shows "
+                "the entries"
+            )
+        selection = sorted(key for key in all_keys if key.startswith(tuple(keys)))
+    echo(f"removed {index.remove(selection)} entries")
 
 
 @caches.command("verify")
 def verify_entries() -> None:
     """Read every entry, and remove those that are damaged: they are computed again when needed."""
     index = _index()
-    broken = index.verify()
-    for entry in broken:
-        echo(f"damaged, removed: {entry.key[:12]} {entry.graph}/{entry.stage} {entry.about}")
-    echo(f"{len(index.entries())} entries are intact, {len(broken)} were damaged")
+    damaged_entries = index.verify()
+    for entry in damaged_entries:
+        echo(f"damaged, removed: {entry.key[:12]} {entry.graph}/{entry.stage} {entry.inputs_text}")
+    echo(f"{len(index.entries())} entries are intact, {len(damaged_entries)} were damaged")
 
 
 def _index() -> Any:
@@ -73,31 +102,49 @@ def _index() -> Any:
 
 @app.command()
 def doctor(no_cache: NoCache = False, as_json: AsJson = False) -> None:
-    """Check this machine: device, driver, library versions, limits of memory and disk, caches. Each gets a verdict."""
+    """Check this machine: device, driver, library versions, limits of memory and disk, caches. Each
+    gets a verdict."""
     from graphrun.profile.doctor import examine
     from graphrun.report.machine_screens import doctor_screen
 
-    found = examine(cache_folder(no_cache))
-    show(found, as_json, doctor_screen(found, width()))
+    findings = examine(cache_folder(no_cache))
+    show(findings, as_json, doctor_screen(findings, width()))
 
 
 @app.command()
 def calibrate(
     device: Annotated[
-        str | None, typer.Option(help="cuda, sim or cpu; default: the card found, else cpu.", show_default=False)
+        str | None,
+        typer.Option(
+            help="cuda, sim or cpu; default: the card found, else cpu.", show_default=False
+        ),
     ] = None,
-    name: Annotated[str, typer.Option(help="The profile's name; default: the device's.", show_default=False)] = "",
+    name: Annotated[
+        str, typer.Option(help="The profile's name; default: the device's.", show_default=False)
+    ] = "",
     seconds: Annotated[float, typer.Option(help="How long measuring may take.", min=0.1)] = 20.0,
     compiled: Annotated[
-        bool, typer.Option("--compiled", help="Also what compiling blocks gains, for --allow compile. The compiler takes longer.")
+        bool,
+        typer.Option(
+            "--compiled",
+            help="Also what compiling blocks gains, for --allow compile. The compiler takes "
+            "longer.",
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine in under 30 s and save a profile: used with --hardware NAME, and by default for its card."""
+    """Measure this machine in under 30 s and save a profile: used with --hardware NAME, and by
+    default for its card."""
     from graphrun.profile.calibrate import measure_and_keep
     from graphrun.report.machine_screens import calibrate_screen
 
     if device not in (None, "cuda", "sim", "cpu"):
         raise InputError(f"device {device!r} cannot be calibrated; it is cuda, sim or cpu")
-    found = measure_and_keep(device, cache_folder(False) or Path(), name, seconds, compiled=compiled)  # type: ignore[arg-type]
-    show(found, as_json, calibrate_screen(found))
+    calibration = measure_and_keep(
+        device,  # type: ignore[arg-type]
+        cache_folder(False) or Path(),
+        name,
+        seconds,
+        compiled=compiled,
+    )
+    show(calibration, as_json, calibrate_screen(calibration))

@@ -1,6 +1,7 @@
-"""The options of the commands that plan, declared once: budgets, hardware, inputs, directives.
+"""The options that commands for planning share: budgets, hardware, inputs, directives.
 
-A command written as ``@shared() def plan(graph: GraphFile, asked: Asked)`` gets an option for each field of `Asked`.
+A command written as ``@shared() def plan(graph: GraphFile, options: PlanOptions)`` gets an option
+for each field of `PlanOptions`.
 """
 
 from __future__ import annotations
@@ -16,86 +17,153 @@ import typer
 
 from graphrun.errors import InputError
 
-Names = list[str] | None
+NameList = list[str] | None
 HardwareName = Annotated[
-    str | None, typer.Option(help="A profile or a built-in device; default: the card found, else rtx4090.", show_default=False)
+    str | None,
+    typer.Option(
+        help="A profile or a built-in device; default: the card found, else rtx4090.",
+        show_default=False,
+    ),
 ]
-DeviceName = Annotated[str | None, typer.Option(help="cuda or sim, or cuda:0,cuda:1; default: the hardware's.", show_default=False)]
-Sets = Annotated[Names, typer.Option("--set", help="An input of the graph: name=value. Repeatable.", show_default=False)]
+DeviceName = Annotated[
+    str | None,
+    typer.Option(
+        help="cuda or sim, or cuda:0,cuda:1; default: the hardware's.", show_default=False
+    ),
+]
+Sets = Annotated[
+    NameList,
+    typer.Option(
+        "--set", help="An input of the graph: name=value. Repeatable.", show_default=False
+    ),
+]
 Outputs = Annotated[
-    Names,
+    NameList,
     typer.Option(
         "--output",
         "-o",
-        help="The output file; or name=file, for one output. With --inputs a folder, or a pattern: out/{line:04d}-{seed}.png. "
+        help="The output file; or name=file, for one output. With --inputs a folder, or a "
+        "pattern: out/{line:04d}-{seed}.png. "
         "Default out/<graph>.png, then out/<graph>-2.png.",
         show_default=False,
     ),
 ]
-Reuse = Annotated[
-    str, typer.Option("--reuse", help="Cached outputs of earlier runs to use: encoded (of encode_prompt), all (latents too), none.")
+ReuseOption = Annotated[
+    str,
+    typer.Option(
+        "--reuse",
+        help="Cached outputs of earlier runs to use: encoded (of encode_prompt), all (latents "
+        "too), none.",
+    ),
 ]
 Trust = Annotated[
-    Names,
+    NameList,
     typer.Option(
         "--trust-package",
-        help="A package of which the graph, or what is imported, may name any class, which runs its code. Repeatable.",
+        help="A package of which the graph, or what is imported, may name any class, which runs "
+        "its code. Repeatable.",
         metavar="NAME",
         show_default=False,
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite output files that exist.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="All figures.")]
-NoCache = Annotated[bool, typer.Option("--no-cache", help="Neither read nor write the cache of dry runs, plans and outputs.")]
+NoCache = Annotated[
+    bool,
+    typer.Option(
+        "--no-cache", help="Neither read nor write the cache of dry runs, plans and outputs."
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlanOptions:
     """The values of the shared options, as typed."""
 
     vram: Annotated[
         str | None,
         typer.Option(
-            help="VRAM budget, as nvidia-smi would show it: 8G, 7.5GiB, 50%; 24G,12G for two cards; auto: what is free, less 5 %.",
+            help="VRAM budget, as nvidia-smi would show it: 8G, 7.5GiB, 50%; 24G,12G for two "
+            "cards; auto: what is free, less 5 %.",
             show_default=False,
         ),
     ] = None
-    ram: Annotated[str, typer.Option(help="Host RAM budget; auto: what this machine, or its cgroup, has left.")] = "auto"
-    pinned: Annotated[str | None, typer.Option(help="Part of the RAM that may be page-locked.", show_default=False)] = None
-    disk: Annotated[str | None, typer.Option(help="Bytes that may be written to disk.", show_default=False)] = None
+    ram: Annotated[
+        str, typer.Option(help="Host RAM budget; auto: what this machine, or its cgroup, has left.")
+    ] = "auto"
+    pinned: Annotated[
+        str | None,
+        typer.Option(help="Part of the RAM that may be page-locked.", show_default=False),
+    ] = None
+    disk: Annotated[
+        str | None, typer.Option(help="Bytes that may be written to disk.", show_default=False)
+    ] = None
     hardware: HardwareName = None
     device: DeviceName = None
     set_: Sets = None
-    runs: Annotated[int, typer.Option(help="Plan a session of this many runs: a cold first one, then warm ones.", min=1)] = 1
-    allow: Annotated[
-        Names,
+    runs: Annotated[
+        int,
         typer.Option(
-            help="What may change the output: precision, int8, nf4, cpu, tiling, split, compile. Repeatable.", show_default=False
+            help="Plan a session of this many runs: a cold first one, then warm ones.", min=1
+        ),
+    ] = 1
+    allow: Annotated[
+        NameList,
+        typer.Option(
+            help="What may change the output: precision, int8, nf4, cpu, tiling, split, "
+            "compile. Repeatable.",
+            show_default=False,
         ),
     ] = None
     keep: Annotated[
-        Names, typer.Option(help="A component that stays from its first use to the end. Repeatable.", show_default=False)
+        NameList,
+        typer.Option(
+            help="A component that stays from its first use to the end. Repeatable.",
+            show_default=False,
+        ),
     ] = None
     exclude: Annotated[
-        Names, typer.Option(help="A component that is always streamed, with no block kept. Repeatable.", show_default=False)
+        NameList,
+        typer.Option(
+            help="A component that is always streamed, with no block kept. Repeatable.",
+            show_default=False,
+        ),
     ] = None
-    pin: Annotated[Names, typer.Option(help="A component whose master copy is page-locked. Repeatable.", show_default=False)] = None
-    reserve: Annotated[str | None, typer.Option(help="Part of the VRAM budget left to other programs.", show_default=False)] = None
-    until: Annotated[str | None, typer.Option(help="A stage: plan only what its outputs need.", show_default=False)] = None
+    pin: Annotated[
+        NameList,
+        typer.Option(
+            help="A component whose master copy is page-locked. Repeatable.", show_default=False
+        ),
+    ] = None
+    reserve: Annotated[
+        str | None,
+        typer.Option(help="Part of the VRAM budget left to other programs.", show_default=False),
+    ] = None
+    until: Annotated[
+        str | None,
+        typer.Option(help="A stage: plan only what its outputs need.", show_default=False),
+    ] = None
     trust_package: Trust = None
     source: Annotated[
         str | None,
         typer.Option(
-            help="A folder, file or repository (owner/name@revision) in place of the graph's own source.", show_default=False
+            help="A folder, file or repository (owner/name@revision) in place of the graph's "
+            "own source.",
+            show_default=False,
         ),
     ] = None
     no_cache: NoCache = False
 
     @property
     def estimate_arguments(self) -> dict[str, Any]:
-        """The arguments of `graphrun.estimate` besides graph, VRAM budget, hardware and inputs."""
-        named = {name: tuple(getattr(self, name) or ()) for name in ("allow", "keep", "exclude", "pin")}
-        return {name: getattr(self, name) for name in ("ram", "pinned", "disk", "runs", "reserve", "until")} | named
+        """The arguments of `graphrun.estimate`, except graph, VRAM budget, hardware and inputs."""
+        name_lists = {
+            name: tuple(getattr(self, name) or ()) for name in ("allow", "keep", "exclude", "pin")
+        }
+        return {
+            name: getattr(self, name)
+            for name in ("ram", "pinned", "disk", "runs", "reserve", "until")
+        } | name_lists
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -104,7 +172,7 @@ class Asked:
 
     @property
     def flags(self) -> str:
-        """The options that were set, as they are typed."""
+        """The options that differ from their defaults, as they are typed."""
         words = []
         for name, default in _DEFAULTS.items():
             if (value := getattr(self, name)) != default:
@@ -112,23 +180,35 @@ class Asked:
                 words += (
                     [flag]
                     if value is True
-                    else [w for each in (value if isinstance(value, list) else [value]) for w in (flag, str(each))]
+                    else [
+                        w
+                        for item in (value if isinstance(value, list) else [value])
+                        for w in (flag, str(item))
+                    ]
                 )
         return shlex.join(words)
 
     def refuse_for_plan(self, path: Any, *, to_run: bool) -> None:
-        """Raises InputError where an option is set that the plan saved at ``path`` has fixed already. ``to_run``: what the plan may
-        choose is allowed again."""
-        free = ("set_", "no_cache", "trust_package", "source", *(["allow"] if to_run else []))
-        own = [field.name for field in fields(self) if field.name not in free]
-        if set_names := [name for name in own if getattr(self, name) != _DEFAULTS[name]]:
+        """Raise InputError if an option is set that the plan at ``path`` has already fixed.
+
+        ``to_run``: --allow may be set, to confirm what the plan may choose.
+        """
+        free_names = ("set_", "no_cache", "trust_package", "source", *(["allow"] if to_run else []))
+        fixed_names = [field.name for field in fields(self) if field.name not in free_names]
+        if set_names := [name for name in fixed_names if getattr(self, name) != _DEFAULTS[name]]:
             flags = ", ".join(f"--{name}" for name in set_names)
-            raise InputError(f"{path} is a plan: it has its own budgets, hardware, device and directives; leave {flags} out")
+            raise InputError(
+                f"{path} is a plan: it has its own budgets, hardware, device and "
+                f"directives; leave {flags} out"
+            )
 
 
-def retyped(arguments: Sequence[str], options: Sequence[str]) -> str:
-    """The command line of ``arguments`` with ``options``, pairs of an option and its value. They replace the budgets and the inputs
-    of the same name; other options may be repeated, and are added."""
+def merge_options(arguments: Sequence[str], options: Sequence[str]) -> str:
+    """Return the command line of ``arguments`` with ``options``, alternating names and values.
+
+    ``options`` replace budgets, and inputs of the same name. --allow may be repeated, so it is
+    added.
+    """
     words, pairs = list(arguments), list(zip(options[::2], options[1::2], strict=True))
     for option, value in pairs:
         start = f"{value.partition('=')[0]}=" if option == "--set" else ""
@@ -139,41 +219,52 @@ def retyped(arguments: Sequence[str], options: Sequence[str]) -> str:
                 del words[number : number + 2]
             elif words[number].startswith(f"{option}={start}"):
                 del words[number]
-    return shlex.join([*words, *(word for each in pairs for word in each)])
+    return shlex.join([*words, *(word for option_pair in pairs for word in option_pair)])
 
 
 def pair(option: str, text: str, *, may_be_empty: bool = False) -> tuple[str, str]:
-    """The name and the value in ``text``, name=value, given with ``option``. Raises InputError for another form."""
+    """Return the name and the value in ``text``, name=value, typed after ``option``.
+
+    Raises InputError for another form.
+    """
     name, equals, value = text.partition("=")
     if not equals or not name.strip() or not (value or may_be_empty):
         raise InputError(f"{option} {text!r} is not name=value")
     return name.strip(), value
 
 
-_DEFAULTS = {field.name: field.default for field in fields(Asked)}
+_DEFAULTS = {field.name: field.default for field in fields(PlanOptions)}
 _OPTIONS = [
-    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS[name], annotation=option)
-    for name, option in get_type_hints(Asked, include_extras=True).items()
+    inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS[name], annotation=option
+    )
+    for name, option in get_type_hints(PlanOptions, include_extras=True).items()
 ]
 
 
 def shared(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command an option for each of the fields ``names`` of `Asked` (none: for all) in place of the parameter ``asked``.
+    """Replace the parameter ``options`` of a command by the options ``names`` of `PlanOptions`.
 
-    The options are in the signature that typer reads, after the command's arguments.
+    Without ``names``, the command gets all of them. They are in the signature that typer reads,
+    after the command's arguments.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(command, include_extras=True)
-        own = [p.replace(kind=p.KEYWORD_ONLY, annotation=hints[n]) for n, p in inspect.signature(command).parameters.items()]
-        parameters = [p for p in own if p.default is p.empty and p.name != "asked"]
-        parameters += [of for of in _OPTIONS if not names or of.name in names]
-        parameters += [p for p in own if p.default is not p.empty]
+        command_parameters = [
+            p.replace(kind=p.KEYWORD_ONLY, annotation=hints[n])
+            for n, p in inspect.signature(command).parameters.items()
+        ]
+        parameters = [p for p in command_parameters if p.default is p.empty and p.name != "options"]
+        parameters += [option for option in _OPTIONS if not names or option.name in names]
+        parameters += [p for p in command_parameters if p.default is not p.empty]
 
         @functools.wraps(command)
         def called(**values: Any) -> None:
-            asked = Asked(**{name: values.pop(name) for name in _DEFAULTS if name in values})
-            command(asked=asked, **values)
+            options = PlanOptions(
+                **{name: values.pop(name) for name in _DEFAULTS if name in values}
+            )
+            command(options=options, **values)
 
         called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graphrun.cli.common import cache_folder, load, native_stdout_to_stderr, show
-from graphrun.cli.options import Asked
+from graphrun.cli.options import PlanOptions
 from graphrun.cli.terminal import alive, width
 from graphrun.errors import InputError
 from graphrun.report.screen import Look
@@ -19,54 +19,98 @@ if TYPE_CHECKING:
 
 ClusterFile = Annotated[
     Path | None,
-    typer.Option("--cluster", help="Hosts, devices and links (YAML): plan for all of them together.", show_default=False),
+    typer.Option(
+        "--cluster",
+        help="Hosts, devices and links (YAML): plan for all of them together.",
+        show_default=False,
+    ),
 ]
-Objective = Annotated[
+ObjectiveOption = Annotated[
     str | None,
-    typer.Option(help="With --cluster: throughput (most items per second) or latency (of one item).", show_default="throughput"),
+    typer.Option(
+        help="With --cluster: throughput (most items per second) or latency (of one item).",
+        show_default="throughput",
+    ),
 ]
-Items = Annotated[
-    int | None, typer.Option(help="With --cluster: items to plan for; 1: one, with nothing loaded.", min=1, show_default="100")
+ItemsOption = Annotated[
+    int | None,
+    typer.Option(
+        help="With --cluster: items to plan for; 1: one, with nothing loaded.",
+        min=1,
+        show_default="100",
+    ),
 ]
 
 
-def cluster_of(path: Path, asked: Asked) -> Cluster:
-    """The cluster in the file ``path``. Raises InputError for options that it takes the place of."""
+def open_cluster(path: Path, options: PlanOptions) -> Cluster:
+    """Return the cluster in the file ``path``.
+
+    Raises InputError for options that the file replaces.
+    """
     from graphrun.cluster.machines import read_cluster
 
-    own = {"vram": None, "ram": "auto", "pinned": None, "disk": None, "hardware": None, "device": None, "runs": 1}
-    if given := [f"--{name}" for name, default in own.items() if getattr(asked, name) != default]:
-        raise InputError(f"{path} has the hosts' and devices' budgets: leave {', '.join(given)} out")
-    return read_cluster(path, cache_folder(asked.no_cache))
+    defaults = {
+        "vram": None,
+        "ram": "auto",
+        "pinned": None,
+        "disk": None,
+        "hardware": None,
+        "device": None,
+        "runs": 1,
+    }
+    if conflicts := [
+        f"--{name}" for name, default in defaults.items() if getattr(options, name) != default
+    ]:
+        raise InputError(
+            f"{path} has the hosts' and devices' budgets: leave {', '.join(conflicts)} out"
+        )
+    return read_cluster(path, cache_folder(options.no_cache))
 
 
 def plan_cluster(
-    graph: Path, asked: Asked, file: Path, objective: str | None, items: int | None, out: Path | None, as_json: bool
+    graph: Path,
+    options: PlanOptions,
+    file: Path,
+    objective: str | None,
+    items: int | None,
+    output_file: Path | None,
+    as_json: bool,
 ) -> None:
-    """``plan`` with ``--cluster``."""
+    """Run ``plan`` with ``--cluster``."""
     from graphrun.cluster import files
     from graphrun.cluster.place import place
     from graphrun.cluster.screen import placement_screen, summary
 
     if objective not in (None, "throughput", "latency"):
         raise InputError(f"--objective {objective!r} is not known; it is throughput or latency")
-    cluster, loaded = cluster_of(file, asked), load(graph, asked)
+    cluster, pipeline_graph = open_cluster(file, options), load(graph, options)
     arguments: dict[str, Any] = {
-        name: of for name, of in asked.estimate_arguments.items() if name not in ("ram", "pinned", "runs", "until")
+        name: value
+        for name, value in options.estimate_arguments.items()
+        if name not in ("ram", "pinned", "runs", "until")
     }
     start = time.perf_counter()
-    with native_stdout_to_stderr(), alive(f"planning {loaded.name} for {len(cluster.devices)} devices"):
-        placed = place(
-            loaded,
+    with (
+        native_stdout_to_stderr(),
+        alive(f"planning {pipeline_graph.name} for {len(cluster.devices)} devices"),
+    ):
+        placement = place(
+            pipeline_graph,
             cluster,
             objective="latency" if objective == "latency" else "throughput",
             items=items or 100,
-            inputs=asked.inputs,
-            cache=cache_folder(asked.no_cache),
+            inputs=options.inputs,
+            cache=cache_folder(options.no_cache),
             **arguments,
         )
-    found = summary(placed, time.perf_counter() - start)
-    if out is not None:
-        files.save(out, graph, placed.placement, found)
-    then = f"saved: {out}" if out is not None else f"next: graphrun plan {graph} --cluster {file} -o plan.json"
-    show(found, as_json, placement_screen(placed, Look(width(), then=then)))
+    plan_summary = summary(placement, time.perf_counter() - start)
+    if output_file is not None:
+        files.save(output_file, graph, placement.placement, plan_summary)
+    next_command = (
+        f"saved: {output_file}"
+        if output_file is not None
+        else f"next: graphrun plan {graph} --cluster {file} -o plan.json"
+    )
+    show(
+        plan_summary, as_json, placement_screen(placement, Look(width(), next_command=next_command))
+    )

@@ -1,4 +1,7 @@
-"""The commands ``plan``, ``explain``, ``estimate``, ``frontier``, ``report`` and ``schema``. None runs a graph."""
+"""The commands ``plan``, ``explain``, ``estimate``, ``frontier``, ``report`` and ``schema``.
+
+None of them runs a graph.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,22 @@ from graphrun.cli.common import (
     GraphFile,
     OnlyGraph,
     app,
-    budgeted,
     cache_folder,
-    checked_reuse,
     echo,
     hardware_for,
     load,
     look,
-    named,
     native_stdout_to_stderr,
-    planned,
+    open_graph,
+    parse_reuse,
+    plan_graph,
     say,
     show,
+    with_budget,
 )
-from graphrun.cli.options import Asked, Reuse, Verbose, shared
-from graphrun.cli.placing import ClusterFile, Items, Objective, plan_cluster
-from graphrun.cli.teams import FailOver, FailPeak, Limits
+from graphrun.cli.options import PlanOptions, ReuseOption, Verbose, shared
+from graphrun.cli.placing import ClusterFile, ItemsOption, ObjectiveOption, plan_cluster
+from graphrun.cli.teams import FailLimits, FailOver, FailPeak
 from graphrun.cli.terminal import alive, width
 from graphrun.errors import InputError, Interrupted, PlanError
 from graphrun.files import Store
@@ -43,140 +46,192 @@ from graphrun.units import parse_size, show_size, typed_size
 @shared()
 def plan(
     graph: GraphFile,
-    asked: Asked,
-    out: Annotated[Path | None, typer.Option("-o", help="Save the plan to this file.", show_default=False)] = None,
-    reuse: Reuse = "none",
+    options: PlanOptions,
+    output_file: Annotated[
+        Path | None, typer.Option("-o", help="Save the plan to this file.", show_default=False)
+    ] = None,
+    reuse: ReuseOption = "none",
     fail_over: FailOver = None,
     fail_peak: FailPeak = None,
     cluster: ClusterFile = None,
-    objective: Objective = None,
-    items: Items = None,
+    objective: ObjectiveOption = None,
+    items: ItemsOption = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
-    """Plan a graph within a VRAM and a RAM budget, and show the plan. Needs no weights and no GPU."""
+    """Plan a graph within a VRAM and a RAM budget, and show the plan. Needs no weights and no
+    GPU."""
     if cluster is not None:
         if reuse != "none" or fail_over is not None or fail_peak is not None:
-            raise InputError("--reuse, --fail-over and --fail-peak are for plans of one machine: leave them out with --cluster")
-        plan_cluster(graph, asked, cluster, objective, items, out, as_json)
+            raise InputError(
+                "--reuse, --fail-over and --fail-peak are for plans of one machine: leave "
+                "them out with --cluster"
+            )
+        plan_cluster(graph, options, cluster, objective, items, output_file, as_json)
         return
     if objective is not None or items is not None:
         raise InputError("--objective and --items are for several machines: add --cluster FILE")
     from graphrun.report.screen import plan_screen, proof
     from graphrun.report.summary import summarize
 
-    limits = Limits(fail_over, fail_peak)
-    made = planned(named(graph, asked), asked, checked_reuse(reuse), advise=True)
-    summary = summarize(made.solution, made.solve_seconds)
-    if out is not None:
-        planfile.save(out, made.source, made.solution, summary)
-    shown = look(made, asked, verbose, out)
-    screen, advice = plan_screen(made.solution, made.solve_seconds, shown), list[Any]()
-    if made.advice:
-        from graphrun.report.whatif_screens import advice_screen, repairs_json  # imports highspy
+    limits = FailLimits(fail_over, fail_peak)
+    graph_plan = plan_graph(open_graph(graph, options), options, parse_reuse(reuse), advise=True)
+    summary = summarize(graph_plan.solution, graph_plan.solve_seconds)
+    if output_file is not None:
+        planfile.save(output_file, graph_plan.source, graph_plan.solution, summary)
+    style = look(graph_plan, options, verbose, output_file)
+    screen = plan_screen(graph_plan.solution, graph_plan.solve_seconds, style)
+    suggestions = list[Any]()
+    if graph_plan.suggestions:
+        # Imported only here, since it imports highspy.
+        from graphrun.report.whatif_screens import suggestions_json, suggestions_screen
 
-        screen += f"\n\n{advice_screen(made.solution, made.advice, shown)}"
-        advice = repairs_json(made.advice)
-    show({**summary, "advice": advice, "interrupted": bool(made.interrupted)}, as_json, screen)
-    if made.interrupted:
-        saved = f"; it is saved in {out}" if out is not None else ""
-        raise Interrupted(f"interrupted {made.interrupted}: this is the best plan so far, {proof(made.solution)}{saved}")
-    limits.hold(made.solution)
+        screen += f"\n\n{suggestions_screen(graph_plan.solution, graph_plan.suggestions, style)}"
+        suggestions = suggestions_json(graph_plan.suggestions)
+    show(
+        {**summary, "suggestions": suggestions, "interrupted": bool(graph_plan.interrupted)},
+        as_json,
+        screen,
+    )
+    if graph_plan.interrupted:
+        saved_text = f"; it is saved in {output_file}" if output_file is not None else ""
+        raise Interrupted(
+            f"interrupted {graph_plan.interrupted}: this is the best plan so far, "
+            f"{proof(graph_plan.solution)}{saved_text}"
+        )
+    limits.check(graph_plan.solution)
 
 
 @app.command()
 @shared()
 def explain(
     graph: GraphFile,
-    asked: Asked,
+    options: PlanOptions,
     component: Annotated[
-        str | None, typer.Argument(help="Show the cost of other placements of this component.", show_default=False)
+        str | None,
+        typer.Argument(
+            help="Show the cost of other placements of this component.", show_default=False
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show every slot of a plan: actions, bytes, seconds. With COMPONENT: why it is placed as it is, and what others would cost."""
+    """Show every slot of a plan: actions, bytes, seconds. With COMPONENT: why it is placed as it
+    is, and what others would cost."""
     from graphrun.report.screen import explain_screen
     from graphrun.report.summary import summarize
     from graphrun.report.whatif_screens import alternatives_json, alternatives_screen, faster_than
 
-    made = planned(named(graph, asked), asked, "none")
-    solution = made.solution
+    graph_plan = plan_graph(open_graph(graph, options), options, "none")
+    solution = graph_plan.solution
     if component is None:
-        show(summarize(solution, made.solve_seconds), as_json, explain_screen(solution))
+        show(summarize(solution, graph_plan.solve_seconds), as_json, explain_screen(solution))
         return
     from graphrun.solve.alternatives import alternatives
     from graphrun.store import fitting_for, keep_plan
 
-    store = _store(cache_folder(asked.no_cache))
+    store = _store(cache_folder(options.no_cache))
     with native_stdout_to_stderr(), alive(f"other placements of {component}") as step:
-        best, found = alternatives(solution, component, lambda changed: fitting_for(changed, store), step)
-    screen = alternatives_screen(best, component, found)
+        best, rows = alternatives(
+            solution, component, lambda variant: fitting_for(variant, store), step
+        )
+    screen = alternatives_screen(best, component, rows)
     if best is not solution:
-        kept = store if made.problem is not None else None
-        keep_plan(made.problem, best, kept)
-        screen += f"\n{faster_than(solution, kept is not None)}"
-    show(alternatives_json(best, component, found), as_json, screen)
+        target_store = store if graph_plan.problem is not None else None
+        keep_plan(graph_plan.problem, best, target_store)
+        screen += f"\n{faster_than(solution, target_store is not None)}"
+    show(alternatives_json(best, component, rows), as_json, screen)
 
 
 @app.command()
-@shared("hardware", "device", "set_", "keep", "pinned", "until", "trust_package", "source", "no_cache")
+@shared(
+    "hardware", "device", "set_", "keep", "pinned", "until", "trust_package", "source", "no_cache"
+)
 def estimate(
     graph: OnlyGraph,
-    asked: Asked,
+    options: PlanOptions,
     mode: Annotated[
-        str, typer.Option(help="How diffusers would place it: resident, model, sequential, group or leaf (offloading).")
+        str,
+        typer.Option(
+            help="How diffusers would place it: resident, model, sequential, group or leaf "
+            "(offloading)."
+        ),
     ] = "resident",
     precision: Annotated[
         list[str] | None,
-        typer.Option(help="bf16, fp16, fp32, int8, nf4, fp8, or COMPONENT=nf4. Repeatable.", metavar="P", show_default=False),
+        typer.Option(
+            help="bf16, fp16, fp32, int8, nf4, fp8, or COMPONENT=nf4. Repeatable.",
+            metavar="P",
+            show_default=False,
+        ),
     ] = None,
-    batch: Annotated[int | None, typer.Option(help="Pictures per prompt.", min=1, show_default=False)] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Pictures per prompt.", min=1, show_default=False)
+    ] = None,
     option: Annotated[
-        list[str] | None, typer.Option(help="A stage option: decode=tiling. Repeatable.", metavar="STAGE=NAME", show_default=False)
+        list[str] | None,
+        typer.Option(
+            help="A stage option: decode=tiling. Repeatable.",
+            metavar="STAGE=NAME",
+            show_default=False,
+        ),
     ] = None,
     cpu: Annotated[
-        list[str] | None, typer.Option(help="A component that computes on the CPU. Repeatable.", show_default=False)
+        list[str] | None,
+        typer.Option(help="A component that computes on the CPU. Repeatable.", show_default=False),
     ] = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a graph needs, without a budget: weights, activations, values, FLOPs, seconds; and what diffusers' own offloading
-    takes (--mode; --pinned 0: from pageable memory; --keep: what is not offloaded). Needs no weights and no GPU."""
+    """Show what a graph needs, without a budget: weights, activations, values, FLOPs, seconds; and
+    what diffusers' own offloading takes (--mode; --pinned 0: from pageable memory; --keep: what is
+    not offloaded). Needs no weights and no GPU."""
     from graphrun.report.estimate_screen import estimate_screen
 
-    loaded, cache = load(graph, asked), cache_folder(asked.no_cache)
-    hardware = hardware_for(asked.hardware, asked.device, False, cache)
-    with alive(f"dry run of {loaded.name}"):
-        found = api.survey(
-            loaded,
+    pipeline_graph, cache = load(graph, options), cache_folder(options.no_cache)
+    hardware = hardware_for(options.hardware, options.device, False, cache)
+    with alive(f"dry run of {pipeline_graph.name}"):
+        survey = api.survey(
+            pipeline_graph,
             hardware=hardware,
-            inputs=asked.inputs,
+            inputs=options.inputs,
             mode=mode,
             precision=precision or (),
             batch=batch,
             option=option or (),
-            keep=asked.keep or (),
+            keep=options.keep or (),
             cpu=cpu or (),
-            pinned=asked.pinned is None or parse_size(asked.pinned, name="pinned", least=0) > 0,
+            pinned=options.pinned is None
+            or parse_size(options.pinned, name="pinned", minimum=0) > 0,
             cache=cache,
         )
-    then = f"next: graphrun plan {graph} {asked.flags}".rstrip() + (" --vram 8M" if hardware.device == "sim" else "")
-    show(found, as_json, estimate_screen(found, Look(width(), verbose, then=then)))
+    next_command = f"next: graphrun plan {graph} {options.flags}".rstrip() + (
+        " --vram 8M" if hardware.device == "sim" else ""
+    )
+    show(
+        survey, as_json, estimate_screen(survey, Look(width(), verbose, next_command=next_command))
+    )
 
 
 @app.command()
 @shared()
 def frontier(
     graph: OnlyGraph,
-    asked: Asked,
+    options: PlanOptions,
     sweep: Annotated[
-        str | None, typer.Option(help="Values of an input to try: height=512:2048:256.", metavar="NAME=FROM:TO:STEP")
+        str | None,
+        typer.Option(
+            help="Values of an input to try: height=512:2048:256.", metavar="NAME=FROM:TO:STEP"
+        ),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the curve to this file: .svg or .png.", show_default=False)] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw the curve to this file: .svg or .png.", show_default=False),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show predicted time against VRAM budget (--vram 4G:48G, 4G:48G:4G, or a single one; of several devices that of one, as in
-    24G,4G:12G), and with --sweep the largest value of an input that fits each budget."""
+    """Show predicted time against VRAM budget (--vram 4G:48G, 4G:48G:4G, or a single one; of
+    several devices that of one, as in 24G,4G:12G), and with --sweep the largest value of an input
+    that fits each budget."""
     from graphrun.profile.several import per_device
     from graphrun.report.svg import rasterized
     from graphrun.report.whatif_screens import fastest, frontier_json, frontier_screen, frontier_svg
@@ -186,81 +241,113 @@ def frontier(
     if plot is not None and plot.suffix not in (".svg", ".png"):
         raise InputError(f"--plot {plot}: ends in .svg or .png")
     planfile.require_writable(plot)
-    loaded, cache = load(graph, asked), cache_folder(asked.no_cache)
+    pipeline_graph, cache = load(graph, options), cache_folder(options.no_cache)
     name, values = values_between(sweep) if sweep is not None else ("", ())
-    if asked.vram is None:
+    if options.vram is None:
         raise InputError("a frontier needs budgets: add --vram, such as --vram 4G:48G")
-    swept = [(str(value), {**asked.inputs, name: str(value)}) for value in values] or [("", asked.inputs)]
-    for _, own in swept:
-        loaded.for_planning(own)  # refuse bad values before minutes of planning: each needs a dry run of its own
-    several = per_device(asked.vram, asked.hardware, asked.device)
-    each = [hardware_for(of.hardware, of.device, False, cache) for of in several]
-    varied = [number for number, of in enumerate(several) if ":" in of.vram] or [0]
+    sweep_inputs = [(str(value), {**options.inputs, name: str(value)}) for value in values] or [
+        ("", options.inputs)
+    ]
+    for _, inputs in sweep_inputs:
+        # Refuse bad values before minutes of planning; each value needs its own dry run.
+        pipeline_graph.for_planning(inputs)
+    requests = per_device(options.vram, options.hardware, options.device)
+    devices_hardware = [
+        hardware_for(request.hardware, request.device, False, cache) for request in requests
+    ]
+    varied = [number for number, request in enumerate(requests) if ":" in request.vram] or [0]
     if len(varied) > 1:
-        raise InputError(f"--vram {asked.vram}: one device is varied at a time: give the others a budget, as in 24G,4G:12G")
-    device, vram = varied[0], [of.vram for of in several]
-    vram[device] = (budgeted(asked, each[0]).vram if asked.vram == "auto" else vram[device]) or ""
-    card = each[device]
-    budgets = sizes_between(vram[device], whole_bytes=card.capacity_bytes if card.device != "sim" else None)
+        raise InputError(
+            f"--vram {options.vram}: one device is varied at a time: give the others a "
+            "budget, as in 24G,4G:12G"
+        )
+    device, vram = varied[0], [request.vram for request in requests]
+    vram[device] = (
+        with_budget(options, devices_hardware[0]).vram if options.vram == "auto" else vram[device]
+    ) or ""
+    card = devices_hardware[device]
+    budgets = sizes_between(
+        vram[device], whole_bytes=card.capacity_bytes if card.device != "sim" else None
+    )
     if budgets[-1] > card.capacity_bytes:
         say(f"the {card.name} has {show_size(card.capacity_bytes)}: larger budgets are left out")
         budgets = tuple(sorted({min(budget, card.capacity_bytes) for budget in budgets}))
     rows, problems = [], []
-    for value, own in swept:
+    for value, inputs in sweep_inputs:
         vram[device] = budgets[0]
-        arguments = {**asked.estimate_arguments, "hardware": each, "vram": vram, "inputs": own, "cache": cache}
-        what = f"{name}={value}" if name else f"plans for {len(budgets)} budgets"
-        with native_stdout_to_stderr(), alive(what) as step:
-            problems.append(api.estimate(loaded, **arguments))
+        arguments = {
+            **options.estimate_arguments,
+            "hardware": devices_hardware,
+            "vram": vram,
+            "inputs": inputs,
+            "cache": cache,
+        }
+        activity = f"{name}={value}" if name else f"plans for {len(budgets)} budgets"
+        with native_stdout_to_stderr(), alive(activity) as step:
+            problems.append(api.estimate(pipeline_graph, **arguments))
             rows.append((value, frontier_for(problems[-1], budgets, _store(cache), device, step)))
     if plot is not None:
-        drawn = frontier_svg(problems[0], rows, name)
+        drawing = frontier_svg(problems[0], rows, name)
         if plot.suffix == ".svg":
-            planfile.write_text(plot, drawn)
+            planfile.write_text(plot, drawing)
         else:
-            planfile.write_with(plot, lambda to: rasterized(drawn).save(to, format="PNG"))
+            planfile.write_with(plot, lambda target: rasterized(drawing).save(target, format="PNG"))
     best = fastest(rows[0][1])
     if best is not None:
         vram[device] = typed_size(best.budget_bytes)
-    then = f"next: graphrun plan {graph} {replace(asked, vram=','.join(map(str, vram))).flags}" if best and not name else ""
-    shown = frontier_screen(problems[0], rows, name, Look(width(), then=then))
-    show(frontier_json(problems[0], rows, name), as_json, shown)
+    next_command = (
+        f"next: graphrun plan {graph} {replace(options, vram=','.join(map(str, vram))).flags}"
+        if best and not name
+        else ""
+    )
+    screen = frontier_screen(problems[0], rows, name, Look(width(), next_command=next_command))
+    show(frontier_json(problems[0], rows, name), as_json, screen)
     if not any(point.fits for _, points in rows for point in points):
         raise typer.Exit(3)
 
 
 @app.command()
 def report(
-    trace: Annotated[Path, typer.Argument(help="A trace saved with run --trace, or a plan saved with -o.", show_default=False)],
-    out: Annotated[Path, typer.Option("-o", help="The HTML file.")] = Path("report.html"),
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            help="A trace saved with run --trace, or a plan saved with -o.", show_default=False
+        ),
+    ],
+    output_file: Annotated[Path, typer.Option("-o", help="The HTML file.")] = Path("report.html"),
 ) -> None:
-    """Write a self-contained HTML page about a run: timeline, plan, planned and measured numbers, time against budget."""
-    from graphrun.report.page import made_in, measured_in, report_page
+    """Write a self-contained HTML page about a run: timeline, plan, planned and measured numbers,
+    time against budget."""
+    from graphrun.report.page import product_from_trace, report_page, trace_from_json
     from graphrun.store import curve_for
 
     data = read_json(trace, PlanError)
     if isinstance(data, dict) and "lanes" in data:
-        from graphrun.report.lanes import lanes_in, lanes_page
+        from graphrun.report.lanes import lanes_from_json, lanes_page
 
         try:
-            page = lanes_page(lanes_in(data))
+            page = lanes_page(lanes_from_json(data))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise PlanError(f"is a damaged trace: {type(error).__name__} {error}", str(trace)) from error
-        planfile.write_text(out, page)
-        echo(f"wrote {out}")
+            raise PlanError(
+                f"is a damaged trace: {type(error).__name__} {error}", str(trace)
+            ) from error
+        planfile.write_text(output_file, page)
+        echo(f"wrote {output_file}")
         return
-    traced = isinstance(data, dict) and "events" in data
-    solution, _ = planfile.solution_in(data.get("plan") if traced else data, trace)
-    planfile.require_writable(out)
+    is_trace = isinstance(data, dict) and "events" in data
+    solution, _ = planfile.solution_in(data.get("plan") if is_trace else data, trace)
+    planfile.require_writable(output_file)
     try:
-        measured = measured_in(data) if traced else None
-        made = made_in(data, trace.parent) if traced else None
+        run_trace = trace_from_json(data) if is_trace else None
+        product = product_from_trace(data, trace.parent) if is_trace else None
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise PlanError(f"is a damaged trace: {type(error).__name__} {error}", str(trace)) from error
+        raise PlanError(
+            f"is a damaged trace: {type(error).__name__} {error}", str(trace)
+        ) from error
     with native_stdout_to_stderr(), alive("plans for other budgets") as step:
         points = curve_for(solution.problem, solution, _store(cache_folder(False)), step)
-    planfile.write_text(out, report_page(solution, measured, points, made))
-    echo(f"wrote {out}")
+    planfile.write_text(output_file, report_page(solution, run_trace, points, product))
+    echo(f"wrote {output_file}")
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""What a single run and a batch of runs share: interrupts and output files.
+"""Interrupts and output files of a single run and of a batch.
 
 The first interrupt (Ctrl-C) stops a run at the end of the current step, a second one immediately.
 """
@@ -13,20 +13,33 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import graphrun
-from graphrun.report.outputs import FPS, VIDEOS, Files, made_of, output_files, require_rate, save_outputs
+from graphrun.report.outputs import (
+    FPS,
+    VIDEOS,
+    Files,
+    output_files,
+    provenance,
+    require_rate,
+    save_outputs,
+)
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
 
 
 class Stop:
-    """Whether an interrupt was received."""
+    """A record of whether an interrupt was received."""
 
     def __init__(self) -> None:
         self.requested = False
 
-    def watched(self, progress: Callable[[int, int, int], None] | None) -> Callable[[int, int, int], None]:
-        """``progress``, which raises KeyboardInterrupt at the start of a call (the end of a step) after an interrupt."""
+    def watch(
+        self, progress: Callable[[int, int, int], None] | None
+    ) -> Callable[[int, int, int], None]:
+        """Return ``progress``, extended to raise KeyboardInterrupt after an interrupt.
+
+        The error is raised at the start of a call, which is the end of a step.
+        """
 
         def called(slot: int, call: int, calls: int) -> None:
             if self.requested:
@@ -38,26 +51,26 @@ class Stop:
 
 
 @contextlib.contextmanager
-def stopping(tell: Callable[[str], None] | None) -> Iterator[Stop]:
-    """A context in which the first SIGINT only sets a flag, and the second one raises KeyboardInterrupt."""
+def stop_on_interrupt(notify: Callable[[str], None] | None) -> Iterator[Stop]:
+    """Set a flag at the first SIGINT, and raise KeyboardInterrupt at the second."""
     stop = Stop()
 
     def interrupted(_: int, __: FrameType | None) -> None:
         if stop.requested:
             raise KeyboardInterrupt
         stop.requested = True
-        if tell is not None:
-            tell("  stopping at the end of this step; interrupt again to stop now")
+        if notify is not None:
+            notify("  stopping at the end of this step; interrupt again to stop now")
 
     try:
-        before = signal.signal(signal.SIGINT, interrupted)
+        previous_handler = signal.signal(signal.SIGINT, interrupted)
     except ValueError:  # not the main thread, which alone may set handlers
         yield stop
         return
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
 
 
 def files_for(
@@ -69,45 +82,60 @@ def files_for(
     of_list: bool = False,
     resume: bool = False,
 ) -> Files:
-    """The files for the outputs of ``graph`` with ``inputs``, or of a list of requests (`output_files`). ``resume``: files whose
-    `state_folder` exists may be overwritten.
+    """Return the files for the outputs of ``graph``, or of a list of requests (`output_files`).
 
-    Raises InputError where files cannot be written, or were named by ``output``, exist and are not to be overwritten.
+    ``resume``: files whose `state_folder` exists may be overwritten. Raises InputError if files
+    cannot be written, or if files named by ``output`` exist and may not be overwritten.
     """
 
     def resumes(files: Files) -> bool:
         return resume and state_folder(files).exists()
 
     default = Path("out") / graph.name
-    files = output_files(output or (), graph.kinds(), default, overwrite=overwrite, of_list=of_list, resumes=resumes)
+    files = output_files(
+        output or (), graph.kinds(), default, overwrite=overwrite, of_list=of_list, resumes=resumes
+    )
     refuse_rate(files, graph, inputs)
     return files
 
 
 def state_folder(files: Files) -> Path:
-    """The folder beside the first of ``files`` with the state that ``--resume`` saves."""
+    """Return the folder, next to the first of ``files``, for the state that ``--resume`` saves."""
     first = next(iter(files.values()))
     return first.parent / f".{first.stem}.resume"
 
 
 def refuse_rate(files: Files, graph: Graph, inputs: Mapping[str, Any]) -> None:
-    """Raises InputError where ``files`` has a video, and no video file can have the frame rate that ``inputs`` give."""
-    with contextlib.suppress(TypeError, ValueError):  # an input that is no number is refused with the others
+    """Raise InputError if ``files`` has a video and no video file supports the frame rate.
+
+    The frame rate comes from ``inputs``.
+    """
+    # An input that is not a number is refused later, with the other inputs.
+    with contextlib.suppress(TypeError, ValueError):
         require_rate(files, _rate(files, graph, inputs))
 
 
-def saved(outputs: Mapping[str, Any], target: Files, graph: Graph, inputs: Mapping[str, Any], plan: str) -> list[Path]:
-    """Writes ``outputs`` and returns the files; videos with the frame rate of ``graph`` or of its pipeline.
+def save(
+    outputs: Mapping[str, Any], target: Files, graph: Graph, inputs: Mapping[str, Any], plan: str
+) -> list[Path]:
+    """Write ``outputs`` and return the files.
 
-    ``inputs``: all of them; with ``plan``, the plan's digest, they go into the metadata of the files.
+    Videos have the frame rate of ``graph`` or of its pipeline. All ``inputs``, and ``plan``, the
+    digest of the plan, go into the metadata of the files.
     """
     return save_outputs(
-        outputs, target, _rate(target, graph, inputs) or FPS, made_of(graph.name, inputs, plan, graphrun.__version__)
+        outputs,
+        target,
+        _rate(target, graph, inputs) or FPS,
+        provenance(graph.name, inputs, plan, graphrun.__version__),
     )
 
 
 def _rate(files: Files, graph: Graph, inputs: Mapping[str, Any]) -> float | None:
-    """The frame rate of the videos among ``files``; None where there is no video, or the graph has no rate."""
+    """Return the frame rate of the videos among ``files``.
+
+    Returns None if there is no video, or the graph has no rate.
+    """
     if not any(path.suffix.lower() in VIDEOS for path in files.values()):
         return None
     from graphrun.ops.pipeline import frames_per_second

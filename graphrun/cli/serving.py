@@ -12,9 +12,9 @@ from typing import Annotated
 import typer
 
 import graphrun
-from graphrun.cli.common import app, budgeted, cache_folder, checked_reuse, hardware_for, load, say
-from graphrun.cli.options import Asked, Names, Reuse, shared
-from graphrun.cli.placing import ClusterFile, cluster_of
+from graphrun.cli.common import app, cache_folder, hardware_for, load, parse_reuse, say, with_budget
+from graphrun.cli.options import NameList, PlanOptions, ReuseOption, shared
+from graphrun.cli.placing import ClusterFile, open_cluster
 from graphrun.errors import InputError
 from graphrun.extras import install_command
 from graphrun.limits import LIMITS
@@ -41,51 +41,82 @@ SHARED = (
 @app.command()
 @shared(*SHARED)
 def serve(
-    graphs: Annotated[list[Path], typer.Argument(help="Graphs (YAML), or names of graphrun's own.", show_default=False)],
-    asked: Asked,
-    host: Annotated[str, typer.Option(help="The address to listen on; other than this machine's own needs --keys.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="The port; 0: any that is free.", min=0, max=65535)] = 8000,
+    graphs: Annotated[
+        list[Path],
+        typer.Argument(help="Graphs (YAML), or names of graphrun's own.", show_default=False),
+    ],
+    options: PlanOptions,
+    host: Annotated[
+        str,
+        typer.Option(help="The address to listen on; other than this machine's own needs --keys."),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="The port; 0: any that is free.", min=0, max=65535)
+    ] = 8000,
     keys: Annotated[
-        Path | None, typer.Option(help="A file of API keys: a name and the SHA-256 of a key per line.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="A file of API keys: a name and the SHA-256 of a key per line.", show_default=False
+        ),
     ] = None,
     allow_host: Annotated[
-        Names,
+        NameList,
         typer.Option(
-            help="A further name by which the server is called, such as that of a proxy; *.example.com: all below it. Repeatable.",
+            help="A further name by which the server is called, such as that of a proxy; "
+            "*.example.com: all below it. Repeatable.",
             metavar="NAME",
             show_default=False,
         ),
     ] = None,
     allow_origin: Annotated[
-        Names,
+        NameList,
         typer.Option(
-            help="Whose web pages may use the server beside its own: https://images.example.com. Repeatable.",
+            help="Whose web pages may use the server beside its own: "
+            "https://images.example.com. Repeatable.",
             metavar="ORIGIN",
             show_default=False,
         ),
     ] = None,
-    queue: Annotated[str, typer.Option(help="The longest predicted wait that is admitted.")] = "300s",
-    drain: Annotated[str, typer.Option(help="How long admitted requests may run on after SIGTERM.")] = "30s",
+    queue: Annotated[
+        str, typer.Option(help="The longest predicted wait that is admitted.")
+    ] = "300s",
+    drain: Annotated[
+        str, typer.Option(help="How long admitted requests may run on after SIGTERM.")
+    ] = "30s",
     max_body: Annotated[str, typer.Option(help="Of a request without files.")] = "1M",
     max_upload: Annotated[str, typer.Option(help="Of a request with files.")] = "20M",
     max_prompt: Annotated[int, typer.Option(help="Characters of a text.", min=1)] = 10_000,
     max_pixels: Annotated[int, typer.Option(help="Of a picture.", min=1)] = 2**22,
     max_steps: Annotated[int, typer.Option(min=1)] = 100,
     max_n: Annotated[int, typer.Option(help="Pictures of a request.", min=1)] = 4,
-    arrival: Annotated[str, typer.Option(help="The longest that headers, and then a body, may take to arrive.")] = "20s",
+    arrival: Annotated[
+        str, typer.Option(help="The longest that headers, and then a body, may take to arrive.")
+    ] = "20s",
     idle: Annotated[
         str,
-        typer.Option(help="The longest that a client may send no byte of a body, read no byte of an answer, or ask for nothing."),
+        typer.Option(
+            help="The longest that a client may send no byte of a body, read no byte of an "
+            "answer, or ask for nothing."
+        ),
     ] = "5s",
     connections: Annotated[
-        int, typer.Option(help="Open at once; where another one comes, the one that has idled longest is closed.", min=1)
+        int,
+        typer.Option(
+            help="Open at once; where another one comes, the one that has idled longest is closed.",
+            min=1,
+        ),
     ] = 512,
-    reuse: Reuse = "encoded",
+    reuse: ReuseOption = "encoded",
     cluster: ClusterFile = None,
 ) -> None:
-    """Serve graphs that make pictures over HTTP: OpenAI's images API, jobs, metrics, and a page (docs/serving.md)."""
-    if missing := [name for name in ("fastapi", "uvicorn", "prometheus_client", "python_multipart") if find_spec(name) is None]:
-        raise InputError(f"{', '.join(missing)} not installed: {install_command('serve')}")
+    """Serve graphs that make pictures over HTTP: OpenAI's images API, jobs, metrics, and a page
+    (docs/serving.md)."""
+    if missing_packages := [
+        name
+        for name in ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
+        if find_spec(name) is None
+    ]:
+        raise InputError(f"{', '.join(missing_packages)} not installed: {install_command('serve')}")
     from graphrun.profile.host_ram import ram_budget
     from graphrun.profile.several import per_device
     from graphrun.serve.keys import read_keys
@@ -95,43 +126,71 @@ def serve(
 
     owners = read_keys(keys) if keys is not None else {}
     if not owners and not _is_loopback(host):
-        raise InputError(f"--host {host} without --keys: anyone who reaches this machine could use it; name a file of keys")
+        raise InputError(
+            f"--host {host} without --keys: anyone who reaches this machine could use it; "
+            "name a file of keys"
+        )
     hosts = tuple(map(host_of, allow_host or ()))
     origins = tuple(map(origin_of, allow_origin or ()))
     for option, values in {"--allow-host": hosts, "--allow-origin": origins}.items():
         if "*" in values and not owners:
-            raise InputError(f"{option} '*' without --keys: any web page could use the server; name a file of keys")
-    loaded = [load(path, asked) for path in graphs]
-    for graph in loaded:
+            raise InputError(
+                f"{option} '*' without --keys: any web page could use the server; name a "
+                "file of keys"
+            )
+    pipeline_graphs = [load(path, options) for path in graphs]
+    for graph in pipeline_graphs:
         graph.refuse_list()
         if "image" not in graph.kinds().values():
-            raise InputError(f"{graph.name} makes no pictures but {', '.join(graph.kinds().values())}: leave it out")
-    names = [graph.name for graph in loaded]
-    if doubled := {name for name in names if names.count(name) > 1}:
-        raise InputError(f"two graphs are called {', '.join(sorted(doubled))}: give one of them another name")
+            raise InputError(
+                f"{graph.name} makes no pictures but {', '.join(graph.kinds().values())}: "
+                "leave it out"
+            )
+    names = [graph.name for graph in pipeline_graphs]
+    if duplicates := {name for name in names if names.count(name) > 1}:
+        raise InputError(
+            f"two graphs are called {', '.join(sorted(duplicates))}: give one of them another name"
+        )
     with tempfile.TemporaryDirectory(prefix="graphrun-serve-") as name:
         folder = Path(name)
-        cache = cache_folder(asked.no_cache) or folder / "cache"
+        cache = cache_folder(options.no_cache) or folder / "cache"
         if cluster is not None:
-            devices, hardware = cluster_of(cluster, asked), tuple[Hardware, ...]()
+            devices, hardware = open_cluster(cluster, options), tuple[Hardware, ...]()
             if find_spec("ray") is None:
-                raise InputError(f"--cluster runs on Ray, which is not installed: {install_command('cluster')}")
-            budgets = {name: asked.estimate_arguments[name] for name in ("allow", "keep", "exclude", "pin", "reserve")}
+                raise InputError(
+                    f"--cluster runs on Ray, which is not installed: {install_command('cluster')}"
+                )
+            budgets = {
+                name: options.estimate_arguments[name]
+                for name in ("allow", "keep", "exclude", "pin", "reserve")
+            }
         else:
-            several, devices = per_device(asked.vram, asked.hardware, asked.device), None
-            hardware = tuple(hardware_for(of.hardware, of.device, True, cache) for of in several)
-            asked = replace(budgeted(asked, hardware[0]), ram=str(ram_budget(asked.ram)))
-            budgets = {name: value for name, value in asked.estimate_arguments.items() if name not in ("runs", "until")}
-            budgets |= {"vram": asked.vram}
-        bounds = Bounds(parse_size(max_body), parse_size(max_upload), max_prompt, max_pixels, max_steps, max_n)
-        bounds = replace(bounds, body_seconds=_above_zero("--arrival", arrival), idle_seconds=_above_zero("--idle", idle))
+            requests, devices = per_device(options.vram, options.hardware, options.device), None
+            hardware = tuple(
+                hardware_for(request.hardware, request.device, True, cache) for request in requests
+            )
+            options = replace(with_budget(options, hardware[0]), ram=str(ram_budget(options.ram)))
+            budgets = {
+                name: value
+                for name, value in options.estimate_arguments.items()
+                if name not in ("runs", "until")
+            }
+            budgets |= {"vram": options.vram}
+        bounds = Bounds(
+            parse_size(max_body), parse_size(max_upload), max_prompt, max_pixels, max_steps, max_n
+        )
+        bounds = replace(
+            bounds,
+            body_seconds=_above_zero("--arrival", arrival),
+            idle_seconds=_above_zero("--idle", idle),
+        )
         settings = Settings(
             graphs=tuple(graphs),
-            trust=tuple(asked.trust_package or ()),
+            trust=tuple(options.trust_package or ()),
             budgets=budgets,
             hardware=hardware,
             cache=cache,
-            reuse=checked_reuse(reuse),
+            reuse=parse_reuse(reuse),
             folder=folder,
             limits=asdict(LIMITS),
             version=graphrun.__version__,
@@ -149,7 +208,9 @@ def serve(
 
 def _above_zero(option: str, text: str) -> float:
     if (seconds := parse_seconds(text, name=option)) <= 0:
-        raise InputError(f"{option} {text}: every request would be too late; type a time above 0, such as 5s")
+        raise InputError(
+            f"{option} {text}: every request would be too late; type a time above 0, such as 5s"
+        )
     return seconds
 
 

@@ -1,5 +1,7 @@
-"""For plans that are kept in a repository: the commands ``check`` and ``diff``, and the limits of ``plan --fail-over`` and
-``--fail-peak``."""
+"""Commands for plans in a repository: ``check``, ``diff``, and the limits of ``plan``.
+
+The limits are ``--fail-over`` and ``--fail-peak``.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,18 @@ if TYPE_CHECKING:
     from graphrun.model.solution import Solution
 
 FailOver = Annotated[
-    str | None, typer.Option("--fail-over", help="Exit with 1 if the plan takes longer: 60s, 2min.", show_default=False)
+    str | None,
+    typer.Option(
+        "--fail-over", help="Exit with 1 if the plan takes longer: 60s, 2min.", show_default=False
+    ),
 ]
 FailPeak = Annotated[
     str | None,
-    typer.Option("--fail-peak", help="Exit with 1 if it takes more VRAM, as nvidia-smi would show it: 7.5G.", show_default=False),
+    typer.Option(
+        "--fail-peak",
+        help="Exit with 1 if it takes more VRAM, as nvidia-smi would show it: 7.5G.",
+        show_default=False,
+    ),
 ]
 
 
@@ -37,8 +46,11 @@ def check(
     from graphrun.report.screen import check_screen
 
     if files.is_placement(read_json(plan, PlanError)):
-        of = files.read(plan)[0]
-        ok = f"ok: {sum(len(each.devices) for each in of.assignments)} devices, {of.items} items take {show_seconds(of.seconds)}"
+        placement = files.read(plan)[0]
+        ok = (
+            f"ok: {sum(len(assignment.devices) for assignment in placement.assignments)} "
+            f"devices, {placement.items} items take {show_seconds(placement.seconds)}"
+        )
         show({"ok": True, "violations": []}, as_json, ok)
         return
     try:
@@ -51,10 +63,10 @@ def check(
 
 
 def check_json(solution: Solution | None, violations: list[dict[str, Any]]) -> dict[str, Any]:
-    """What ``check --json`` prints: ``violations``, and what a plan without any takes."""
+    """Return what ``check --json`` prints: violations, or the figures of a valid plan."""
     if solution is None:
         return {"ok": False, "violations": violations}
-    slots, simulation = (*solution.plan.slots, *solution.plan.again), solution.simulation
+    slots, simulation = (*solution.plan.slots, *solution.plan.further_slots), solution.simulation
     return {
         "ok": True,
         "violations": violations,
@@ -72,31 +84,42 @@ def diff(
     b: Annotated[Path, typer.Argument(help="Another one.", show_default=False)],
     as_json: AsJson = False,
 ) -> None:
-    """Show what differs between two saved plans: what they are for, seconds, peaks, and which components lie elsewhere."""
-    from graphrun.report.comparison import compared, comparison_screen
+    """Show what differs between two saved plans: what they are for, seconds, peaks, and which
+    components lie elsewhere."""
+    from graphrun.report.comparison import compare, comparison_screen
 
-    found = compared(*(planfile.read_solution(path)[0] for path in (a, b)))
-    show(found, as_json, comparison_screen(found, a.name, b.name))
+    comparison = compare(*(planfile.read_solution(path)[0] for path in (a, b)))
+    show(comparison, as_json, comparison_screen(comparison, a.name, b.name))
 
 
-class Limits:
-    """The limits of ``--fail-over`` and ``--fail-peak``. Raises InputError for what is no time or no size."""
+class FailLimits:
+    """The limits of ``--fail-over`` and ``--fail-peak``.
 
-    def __init__(self, over: str | None, peak: str | None) -> None:
-        self._seconds = None if over is None else parse_seconds(over, name="--fail-over")
-        self._nbytes = None if peak is None else parse_size(peak, name="--fail-peak")
+    Raises InputError for an invalid time or size.
+    """
 
-    def hold(self, solution: Solution) -> None:
-        """Ends the command with exit code 1 where ``solution`` is over a limit, and says by how much."""
+    def __init__(self, time_limit: str | None, peak_limit: str | None) -> None:
+        self._seconds = (
+            None if time_limit is None else parse_seconds(time_limit, name="--fail-over")
+        )
+        self._nbytes = None if peak_limit is None else parse_size(peak_limit, name="--fail-peak")
+
+    def check(self, solution: Solution) -> None:
+        """Exit with code 1 if ``solution`` is over a limit, and print both numbers."""
         problem, simulation = solution.problem, solution.simulation
-        # The terms of a budget that are not for tensors: context, workspace and reserve.
-        besides = min(problem.budget_bytes, problem.hardware.capacity_bytes) - problem.effective_bytes
-        nbytes, found = simulation.peak_bytes + besides, list[str]()
+        # The part of a budget that is not for tensors: context, workspace and reserve.
+        overhead_bytes = (
+            min(problem.budget_bytes, problem.hardware.capacity_bytes) - problem.effective_bytes
+        )
+        nbytes, excesses = simulation.peak_bytes + overhead_bytes, list[str]()
         if self._seconds is not None and simulation.seconds > self._seconds:
-            found.append(f"--fail-over: predicted {show_seconds(simulation.seconds)} > {show_seconds(self._seconds)}")
+            excesses.append(
+                f"--fail-over: predicted {show_seconds(simulation.seconds)} > "
+                f"{show_seconds(self._seconds)}"
+            )
         if self._nbytes is not None and nbytes > self._nbytes:
-            found.append(f"--fail-peak: takes {show_size(nbytes)} > {show_size(self._nbytes)}")
-        for line in found:
+            excesses.append(f"--fail-peak: takes {show_size(nbytes)} > {show_size(self._nbytes)}")
+        for line in excesses:
             say(f"graphrun: {line}")
-        if found:
+        if excesses:
             raise typer.Exit(1)

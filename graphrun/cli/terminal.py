@@ -1,4 +1,4 @@
-"""What differs between a terminal and a pipe: the width, colour, and a sign of life of what takes over a second."""
+"""Differences between a terminal and a pipe: width, colour, and signs of progress."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graphrun.reading import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Colours of screens, which are plain text: what is coloured is found by its words. Styles are those of rich.
+# Styles of rich, and the words of plain-text screens that get them.
 COLOURS = (
     ("bold green", r"(?m)^(?:fits: yes|done|ok|ready)\b"),
     ("bold red", r"(?m)^(?:fits: no|infeasible)\b|more than planned|does not fit\b"),
@@ -28,19 +28,20 @@ COLOURS = (
     ("blue", "░+"),
     ("dim", r"(?m)^ (?:sizes|weights|█|-v|why) .*$"),
 )
-WIDEST = 120  # columns of a sentence: longer ones are hard to read
-SOON_SECONDS = 1.0  # what takes no longer is not told
+WIDEST = 120  # columns; longer lines are hard to read
+SOON_SECONDS = 1.0  # activities that take no longer are not shown
 
 
 def width() -> int:
-    """The columns that screens are made for: those of the terminal, or of $COLUMNS; 80 in a pipe."""
+    """Return the width of screens: the columns of the terminal or of $COLUMNS; 80 in a pipe."""
     return max(80, min(WIDEST, shutil.get_terminal_size().columns))
 
 
-def coloured(screen: str, *, err: bool = False) -> None:
-    """Prints ``screen`` to stdout, or to stderr: in colour on a terminal, plain in a pipe and with $NO_COLOR.
+def print_coloured(screen: str, *, err: bool = False) -> None:
+    """Print ``screen`` to stdout, or to stderr.
 
-    Characters that a terminal would act on are escapes: names in it may come from a file.
+    It is coloured on a terminal, and plain in a pipe or with $NO_COLOR. Control characters are
+    escaped: names in it may come from a file.
     """
     if not (sys.stderr if err else sys.stdout).isatty():
         typer.echo(printable(screen), err=err)
@@ -51,7 +52,7 @@ def coloured(screen: str, *, err: bool = False) -> None:
 
 
 def print_to(console: Console, screen: str) -> None:
-    """Prints ``screen`` to ``console``, in its colours."""
+    """Print ``screen`` to ``console`` in its colours."""
     from rich.text import Text
 
     text = Text(printable(screen))
@@ -61,41 +62,43 @@ def print_to(console: Console, screen: str) -> None:
 
 
 @contextlib.contextmanager
-def alive(what: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """A context that shows on stderr what takes so long: a spinner on a terminal, and in a pipe one line after a second.
+def alive(activity: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """Show ``activity`` on stderr: a spinner on a terminal, or one line after a second in a pipe.
 
-    Yields a function to be called with the text of each further step, which is shown after ``what`` in the same way. Raises
-    Interrupted, which names ``what``, for Ctrl-C that is not handled inside.
+    Yields a function to call with the text of each further step, which is shown after ``activity``.
+    Raises Interrupted, which names ``activity``, for Ctrl-C that is not handled inside.
     """
     try:
-        with _shown(what, quiet=quiet) as step:
+        with _show_steps(activity, quiet=quiet) as step:
             yield step
     except KeyboardInterrupt:
-        raise Interrupted(f"interrupted ({what}): there is no result yet") from None
+        raise Interrupted(f"interrupted ({activity}): there is no result yet") from None
 
 
 @contextlib.contextmanager
-def _shown(what: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
+def _show_steps(activity: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
     if quiet:
         yield lambda _: None
     elif sys.stderr.isatty():
         from rich.console import Console
         from rich.text import Text
 
-        with Console(stderr=True).status(Text(printable(what))) as status:
-            yield lambda step: status.update(Text(printable(f"{what}: {step}")))
+        with Console(stderr=True).status(Text(printable(activity))) as status:
+            yield lambda step: status.update(Text(printable(f"{activity}: {step}")))
     else:
-        running = list[threading.Timer]()
+        timers = list[threading.Timer]()
 
-        def tell(text: str) -> None:
-            for timer in running:
+        def start_timer(text: str) -> None:
+            for timer in timers:
                 timer.cancel()
-            running[:] = [threading.Timer(SOON_SECONDS, lambda: typer.echo(f"  {printable(text)}", err=True))]
-            running[0].daemon = True
-            running[0].start()
+            timers[:] = [
+                threading.Timer(SOON_SECONDS, lambda: typer.echo(f"  {printable(text)}", err=True))
+            ]
+            timers[0].daemon = True
+            timers[0].start()
 
-        tell(what)
+        start_timer(activity)
         try:
-            yield lambda step: tell(f"{what}: {step}")
+            yield lambda step: start_timer(f"{activity}: {step}")
         finally:
-            running[0].cancel()
+            timers[0].cancel()

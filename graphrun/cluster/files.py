@@ -1,6 +1,8 @@
-"""Reads and writes the plan file of a placement: a section per device, each checked and simulated as a plan by itself.
+"""Read and write the plan file of a placement: one section per device. Each section is checked and
+simulated as a plan by itself.
 
-{"graphrun": 2, "graph_file": ..., "cluster": {...}, "actions": [the placement's text], "problems": {digest: problem}, ...figures}
+    {"graphrun": 3, "graph_file": ..., "cluster": {...}, "actions": [the placement's text],
+     "problems": {digest: problem}, ...figures}
 """
 
 from __future__ import annotations
@@ -28,8 +30,12 @@ def is_placement(data: Any) -> bool:
 
 
 def save(path: Path, graph: Path, placement: Placement, summary: dict[str, Any]) -> None:
-    """Writes ``placement`` of the graph in the file ``graph`` to ``path``. Raises InputError."""
-    solutions = [of.column.solution for of in placement.assignments if of.column.solution is not None]
+    """Write ``placement`` of the graph in the file ``graph`` to ``path``. Raises InputError."""
+    solutions = [
+        assignment.column.solution
+        for assignment in placement.assignments
+        if assignment.column.solution is not None
+    ]
     plan_files.write_json(
         path,
         {
@@ -39,49 +45,59 @@ def save(path: Path, graph: Path, placement: Placement, summary: dict[str, Any])
             "cluster": asdict(placement.cluster),
             "actions": str(placement).splitlines(),
             "stages": placement.stages,
-            "values": [asdict(of) for of in placement.values],
-            "problems": {solution.plan.problem: solution.problem.to_json() for solution in solutions},
+            "values": [asdict(value) for value in placement.values],
+            "problems": {
+                solution.plan.problem: solution.problem.to_json() for solution in solutions
+            },
         },
     )
 
 
 def read(path: Path) -> tuple[Placement, dict[str, Any]]:
-    """The placement in the plan file ``path``, checked and simulated, and all entries of the file. Raises PlanError, and InputError
-    for a cluster beyond a limit."""
+    """Return the placement in the plan file ``path``, checked and simulated, and all entries of the
+    file. Raises PlanError, and InputError for a cluster beyond a limit."""
     data = read_json(path, PlanError)
-    again = "plan again: graphrun plan GRAPH --cluster FILE -o FILE"
+    hint = "plan again: graphrun plan GRAPH --cluster FILE -o FILE"
     if not is_placement(data) or data.get("graphrun") != plan_files.VERSION:
-        raise PlanError(f"is not a plan for a cluster; {again}", str(path))
+        raise PlanError(f"is not a plan for a cluster; {hint}", str(path))
     try:
         cluster = plan_files.validator(Cluster).validate_python(data["cluster"])
         refuse_large(cluster, str(path))
         objective, items, sections = parse_placement("\n".join(data["actions"]))
         require("requests", items, f"it is for {items:,} items", kind=PlanError)
-        problems = {digest: plan_files.problem_from(of) for digest, of in data["problems"].items()}
-        stages, values = tuple(data["stages"]), plan_files.validator(tuple[ValueNumbers, ...]).validate_python(data["values"])
+        problems = {
+            digest: plan_files.problem_from(entry) for digest, entry in data["problems"].items()
+        }
+        stages, values = (
+            tuple(data["stages"]),
+            plan_files.validator(tuple[ValueNumbers, ...]).validate_python(data["values"]),
+        )
         require("stages", len(stages), f"it has {len(stages):,} stages", kind=PlanError)
         require("entries", len(values), f"it has {len(values):,} values", kind=PlanError)
         plan_files.refuse_large([(problems[plan.problem], plan) for _, _, plan in sections])
         devices = {device.name: device for device in cluster.devices}
         assignments = []
-        for name, own, plan in sections:
-            for each in name.split("+"):
-                if each not in devices:
-                    raise PlanError(f"there is no device {each}")
-            main, *others = (devices[each] for each in name.split("+"))
+        for name, section_stages, plan in sections:
+            for device_name in name.split("+"):
+                if device_name not in devices:
+                    raise PlanError(f"there is no device {device_name}")
+            main, *secondaries = (devices[device_name] for device_name in name.split("+"))
             problem = problems[plan.problem]
             plan_files.refuse_violations(path, problem, plan)
             column = column_of(stages, values, solution_of(problem, plan))
-            assignments.append(Assignment(main, column, tuple(others)))
-            if assignments[-1].stages != own:
-                raise PlanError(f"the plan of {name} is for {' '.join(assignments[-1].stages)}, not {' '.join(own)}")
+            assignments.append(Assignment(main, column, tuple(secondaries)))
+            if assignments[-1].stages != section_stages:
+                raise PlanError(
+                    f"the plan of {name} is for {' '.join(assignments[-1].stages)}, "
+                    f"not {' '.join(section_stages)}"
+                )
         placement = Placement(objective, items, stages, values, cluster, tuple(assignments))
     except plan_files.BrokenRules:
         raise
     except PlanError as error:
-        raise PlanError(f"{error}; {again}", str(path)) from error
+        raise PlanError(f"{error}; {hint}", str(path)) from error
     except (ValidationError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise PlanError(f"is damaged: {type(error).__name__} {error}; {again}", str(path)) from error
-    if broken := violations(placement):
-        raise PlanError("\n".join(["the placement may not be run:", *broken]), str(path))
+        raise PlanError(f"is damaged: {type(error).__name__} {error}; {hint}", str(path)) from error
+    if faults := violations(placement):
+        raise PlanError("\n".join(["the placement may not be run:", *faults]), str(path))
     return with_figures(placement), data

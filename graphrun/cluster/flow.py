@@ -1,17 +1,27 @@
-"""Runs requests on the devices of a placement: which item goes where, when, and what happens when a value or a device is lost.
+"""Run requests on the devices of a placement: which item goes where and when, and how a lost value
+or a lost device is handled.
 
     before stage 0    a/0 [encode]    before stage 1    b/0 [denoise decode]    in order
     o o o o o o o ->  o >###> o o  ->       o o     ->       o >###>        ->  o o o
 
-A device that is idle takes the oldest item of those whose values have arrived; at most WAITING wait before it and behind it. Of a
-device with several parts (`graphrun.cluster.placement`) each has these for itself, and a run takes an item through each part that
-is able to. So a full part never holds back a later one, which makes room. What a run makes stays where the crew keeps it, until the
-items that read it are done. Requests with equal inputs of a stage share its run, by the keys of the output cache. An item whose
-values were lost goes back to the stage that makes them; the same inputs make the same bits, and an item counts as done once, when
-its outputs are handed on. What that waits for is held back by no limit.
+    o      an item: a request on its way through the stages
+    >###>  the run of a device (a/0: device 0 of host a), between items before and behind it
 
-On simulated devices there is one virtual clock: a run begins when its device is free and its values have arrived over the planned
-links, and takes what the device measured. Elsewhere the clock is the wall's.
+An idle device takes the oldest item whose values have arrived. At most WAITING items wait before a
+device, and at most WAITING results behind it. If a device has several parts
+(`graphrun.cluster.placement`), each part has its own queues. A run takes one item through each
+part of the device that has an item ready. So a part whose queues are full never holds back a later
+part of the device, whose runs make room.
+
+The crew stores the results of a run until all items that read them are done. Requests with equal
+inputs of a stage share its run, by the keys of the output cache. If values of an item are lost, the
+item returns to the stage that makes them. The same inputs make the same bits, and an item counts as
+done once, when its outputs are delivered. The next item to deliver, and what it depends on, ignore
+queue limits.
+
+Simulated devices share one virtual clock: a run starts when its device is free and its values have
+arrived over the planned links, and takes the time that the device measured. Otherwise the clock is
+the wall clock.
 """
 
 from __future__ import annotations
@@ -30,158 +40,200 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from graphrun.batch.cache.keys import choices_of
 from graphrun.batch.queue import Batch, BatchContext, Unfinished, Works
 from graphrun.batch.requests import Request
-from graphrun.batch.schedule import Schedule, Segment
+from graphrun.batch.schedule import Schedule, StageSegment
 from graphrun.batch.watch import LeftOut
 from graphrun.cluster.machines import Link
-from graphrun.cluster.placement import WAITING, Assignment, Placement, Span, bytes_before, parts_of
+from graphrun.cluster.placement import (
+    WAITING,
+    Assignment,
+    Placement,
+    StageSpan,
+    bytes_before,
+    parts_of,
+)
 from graphrun.cluster.worker import LostValue, Report, Visit
 from graphrun.errors import BrokenPlan, GraphrunError, OutOfMemory, PlanError, TransferFailed
 from graphrun.graph.graph import Graph
 from graphrun.trace import Event, Lane, SlotTrace, Trace
 
-LOSSES = 8  # of values of one item, after which it fails
+LOSSES = 8  # times that values of an item may be lost before it fails
 
-Handle = Any  # of what a run makes
-Ticket = Any  # of a run that was begun
-Timed = TypeVar("Timed", Event, SlotTrace)
+ValueHandle = Any  # of a result in the crew's store
+Ticket = Any  # of a started run
+TimedRecord = TypeVar("TimedRecord", Event, SlotTrace)
 
 
 class Crew(Protocol):
-    """Workers, one for each assignment of a placement, and what keeps their values."""
+    """The workers, one for each assignment of a placement, and the store of their values."""
 
     def load_ahead(self, worker: int) -> Ticket:
-        """Begins to load what the first run of worker number ``worker`` begins with."""
+        """Start loading the blocks that the first run of worker number ``worker`` starts with."""
 
     def begin(self, worker: int, visits: Sequence[Visit]) -> Ticket:
-        """Begins a run of worker number ``worker``, after those begun before. The values of ``visits`` are handles."""
+        """Start a run of worker number ``worker``, after its earlier runs. The values of ``visits``
+        are handles."""
 
-    def done(self, tickets: Collection[Ticket], *, every: bool) -> Collection[Ticket]:
-        """Those of ``tickets`` that are done, when one is, or with ``every`` all are; none after a second."""
+    def finished(self, tickets: Collection[Ticket], *, wait_for_all: bool) -> Collection[Ticket]:
+        """Wait, at most a second, until one of ``tickets`` is finished, or with ``wait_for_all``
+        until all are. Return the finished tickets; after a second, none."""
 
     def report(self, ticket: Ticket) -> Report:
-        """Of a run that is done. Raises BrokenPlan where its worker died each time."""
+        """Return the report of a finished run. Raises BrokenPlan if its worker died in every
+        attempt."""
 
-    def made(self, ticket: Ticket, visit: int) -> Handle:
-        """The handle of what the run makes in visit number ``visit``."""
+    def result(self, ticket: Ticket, visit: int) -> ValueHandle:
+        """Return the handle of the result of visit number ``visit``."""
 
-    def keep(self, values: Mapping[str, Any]) -> Handle:
-        """Keeps values that no worker made."""
+    def keep(self, values: Mapping[str, Any]) -> ValueHandle:
+        """Store values that no worker made."""
 
-    def fetch(self, handle: Handle) -> dict[str, Any]:
-        """The values of a handle. Raises LostValue."""
+    def fetch(self, handle: ValueHandle) -> dict[str, Any]:
+        """Return the values of a handle. Raises LostValue."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class _Made:
-    """What the stages ``span`` of the graph make for one or more items. ``handle``: None until then, and for values that wait in
-    this process until a worker wants them."""
+class _Result:
+    """The result of the stages ``span`` of the graph, for one or more items.
+
+    ``handle``: of the values in the crew's store; None while they are not in the store. Either the
+    result does not exist yet, or this process has the values and no worker has needed them.
+    ``followers``: other items that need the same result.
+    """
 
     span: tuple[int, int]
-    handle: Handle = None
-    done: bool = False
-    followers: list[_Item] = field(default_factory=list)
+    handle: ValueHandle = None
+    is_done: bool = False
+    followers: list[_FlowItem] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
-class _Item:
-    """A request on its way. ``at``: number of the stage that is next; ``host``: where its values are; ``holder``: the worker behind
-    which its values wait; ``made``: by stage; ``alone``: runs without others, after a run with others failed."""
+class _FlowItem:
+    """A request on its way.
+
+    ``stage``: number of the next stage. ``host``: the location of its values. ``holder``: the part
+    behind which its values wait. ``results``: by stage. ``is_solo``: run it without other items,
+    after a run with others failed.
+    """
 
     work: Unfinished
-    at: int = 0
+    stage: int = 0
     host: str = ""
     holder: _Post | None = None
-    made: dict[str, _Made] = field(default_factory=dict)
+    results: dict[str, _Result] = field(default_factory=dict)
     losses: int = 0
-    alone: bool = False
+    is_solo: bool = False
 
     @property
     def number(self) -> int:
-        """Of the request."""
+        """The request's number."""
         return self.work.request.number
 
 
 @dataclass(slots=True, eq=False)
-class _Worker:
-    """A worker with its ``posts``, one for each part. ``running``: those that it runs now. What it loads before its first run is
-    there at ``loaded_seconds`` of the virtual clock."""
+class _FlowWorker:
+    """A worker with its ``posts``, one for each part.
+
+    ``active_posts``: the parts in the current run. ``loaded_seconds``: the virtual time when the
+    blocks loaded before its first run are on the device.
+    """
 
     number: int
     assignment: Assignment
-    segment: Segment
+    segment: StageSegment
     posts: list[_Post] = field(default_factory=list)
-    running: list[_Post] = field(default_factory=list)
+    active_posts: list[_Post] = field(default_factory=list)
     loaded_seconds: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
 class _Post:
-    """A part of a worker and its items: ``coming`` are on their way, those in ``inbox`` have arrived, ``outbox`` results wait."""
+    """A part of a worker and its items.
 
-    worker: _Worker
-    span: Span
+    ``coming``: items on their way. ``inbox``: items that have arrived. ``outbox``: results that
+    wait.
+    """
+
+    worker: _FlowWorker
+    span: StageSpan
     stages: tuple[str, ...]
-    inbox: list[_Item] = field(default_factory=list)
+    inbox: list[_FlowItem] = field(default_factory=list)
     coming: int = 0
     outbox: int = 0
 
     @property
     def assignment(self) -> Assignment:
-        """Of the worker."""
+        """The worker's assignment."""
         return self.worker.assignment
 
     @property
     def queued(self) -> int:
-        """Items that it has, in all."""
-        return len(self.inbox) + self.coming + (self in self.worker.running)
+        """The number of items that it has, in total."""
+        return len(self.inbox) + self.coming + (self in self.worker.active_posts)
 
 
 class _Run(NamedTuple):
-    """An item that a worker runs, and what it makes of it."""
+    """An item that a worker runs, and the result that this run makes."""
 
     post: _Post
-    item: _Item
-    made: _Made
+    item: _FlowItem
+    result: _Result
 
 
 class Flow(Works):
-    """Runs ``requests`` with equal settings by ``placement`` with ``crew``. ``virtual``: the devices are simulated."""
+    """Runs ``requests`` with equal settings by ``placement`` with ``crew``."""
 
     def __init__(
-        self, graph: Graph, requests: Sequence[Request], context: BatchContext, batch: Batch, placement: Placement, crew: Crew
+        self,
+        graph: Graph,
+        requests: Sequence[Request],
+        context: BatchContext,
+        batch: Batch,
+        placement: Placement,
+        crew: Crew,
     ) -> None:
-        super().__init__(graph, requests, context, batch, ram_bytes=0)  # RAM is the devices': what is found waits on disk
+        # the devices use the RAM: known values wait on disk
+        super().__init__(graph, requests, context, batch, ram_bytes=0)
         self.placement, self.crew, self.names = placement, crew, placement.stages
-        self.virtual = all(of.device.hardware.device == "sim" for of in placement.assignments)
+        self.virtual = all(
+            assignment.device.hardware.device == "sim" for assignment in placement.assignments
+        )
         self.segments = segments_of(graph, placement)
         workers = zip(itertools.count(), placement.assignments, self.segments, strict=False)
-        self.workers = [_Worker(number, of, segment) for number, of, segment in workers]
+        self.workers = [
+            _FlowWorker(number, assignment, segment) for number, assignment, segment in workers
+        ]
         for worker in self.workers:
-            worker.posts += [_Post(worker, span, self.names[slice(*span)]) for span in placement.spans(worker.assignment)]
+            worker.posts += [
+                _Post(worker, span, self.names[slice(*span)])
+                for span in placement.spans(worker.assignment)
+            ]
         self.posts = [post for worker in self.workers for post in worker.posts]
+        # bytes of the values that an item carries before each stage
         self.nbytes = bytes_before(self.names, placement.values)
         self.output_names: dict[tuple[int, int], list[str]] = {}
         self.requests = len(self.todo)
-        self.waiting: dict[int, list[_Item]] = defaultdict(list)  # by stage, in order
-        self.order = deque[_Item]()  # not handed on
-        self.shared: weakref.WeakValueDictionary[Any, _Made] = weakref.WeakValueDictionary()
+        self.queues: dict[int, list[_FlowItem]] = defaultdict(list)  # by stage, in order
+        self.order = deque[_FlowItem]()  # not delivered yet
+        self.shared: weakref.WeakValueDictionary[Any, _Result] = weakref.WeakValueDictionary()
         self.events: list[tuple[float, int, Callable[[], None]]] = []
-        self.running: dict[Ticket, tuple[list[_Run], float]] = {}
-        self.free_seconds: dict[tuple[str, str], float] = defaultdict(float)  # when the link from a host to another is free
+        self.active_runs: dict[Ticket, tuple[list[_Run], float]] = {}
+        # when the link between two hosts is free
+        self.free_seconds: dict[tuple[str, str], float] = defaultdict(float)
         self.start_seconds, self.clock, self.count = time.monotonic(), 0.0, itertools.count()
-        self.before_seconds = batch.seconds if batch.lanes else 0.0  # of requests with other settings
+        # seconds of earlier requests with other settings
+        self.before_seconds = batch.seconds if batch.lanes else 0.0
 
     def run(self) -> None:
-        """Runs all requests."""
+        """Run all requests."""
         with self.values:
             schedule = self._schedule()
             self._require_choices(schedule)
             self.batch.schedules.append(schedule)
             self.context.watcher.schedule(schedule, {name: len(self.todo) for name in self.names})
             for work in self.todo:
-                self._found(work)
-                self.order.append(item := _Item(work))
-                self.waiting[0].append(item)
+                self._load_values(work)
+                self.order.append(item := _FlowItem(work))
+                self.queues[0].append(item)
             self._load_ahead()
             while self.order:
                 while self._move():
@@ -190,277 +242,385 @@ class Flow(Works):
                     self._advance()
 
     def _load_ahead(self) -> None:
-        """Lets devices load that have to wait for values of others, and will get some. On the virtual clock all are waited for."""
-        loads, late = dict[Ticket, _Worker](), [of for of in self.workers if of.posts and of.posts[0].span[0]]
-        for span in sorted({of.posts[0].span for of in late}):
+        """Let devices load weights while they wait for values of other devices.
+
+        Devices that no item will reach do not load. On the virtual clock, wait for all loads.
+        """
+        loads, late_workers = (
+            dict[Ticket, _FlowWorker](),
+            [
+                candidate
+                for candidate in self.workers
+                if candidate.posts and candidate.posts[0].span[0]
+            ],
+        )
+        for span in sorted({late_worker.posts[0].span for late_worker in late_workers}):
             count = sum(not self._is_known(item, span) for item in self.order)
-            own = [of for of in late if of.posts[0].span == span]
-            for worker in sorted(own, key=lambda of: of.assignment.column.steady_seconds)[:count]:
+            workers = [candidate for candidate in late_workers if candidate.posts[0].span == span]
+            # the fastest first; `column` has the costs of the device
+            for worker in sorted(
+                workers, key=lambda late_worker: late_worker.assignment.column.steady_seconds
+            )[:count]:
                 loads[self.crew.load_ahead(worker.number)] = worker
         while self.virtual and loads:
-            for ticket in self.crew.done(loads.keys(), every=True):
+            for ticket in self.crew.finished(loads.keys(), wait_for_all=True):
                 loads.pop(ticket).loaded_seconds = self._report(ticket).seconds
 
     def _schedule(self) -> Schedule:
-        waiting = WAITING * max(self.nbytes)
-        moved = sum(segment.total(1)[1] for segment in self.segments)
-        return Schedule(self.segments, len(self.todo), len(self.todo), self.placement.seconds, moved, waiting, waiting)
+        waiting_bytes = WAITING * max(self.nbytes)
+        # bytes of weights that one run of each segment copies to its device
+        moved_bytes = sum(segment.total(1)[1] for segment in self.segments)
+        return Schedule(
+            self.segments,
+            len(self.todo),
+            len(self.todo),
+            self.placement.seconds,
+            moved_bytes,
+            waiting_bytes,
+            waiting_bytes,
+        )
 
     # -- items between devices
 
     def _move(self) -> bool:
-        """Hands on what is finished, sends items to devices and starts idle ones; whether anything moved."""
-        moved = self._hand_on()
-        for begin in sorted(self.waiting, reverse=True):
-            moved |= begin < len(self.names) and self._pull(begin)
+        """Deliver finished items, send items to devices, and start idle devices. Return whether
+        anything changed."""
+        has_moved = self._deliver()
+        for begin in sorted(self.queues, reverse=True):
+            has_moved |= begin < len(self.names) and self._pull(begin)
         for worker in self.workers:
-            if not worker.running and (runs := self._able(worker)):
+            if not worker.active_posts and (runs := self._startable_runs(worker)):
                 self._start(worker, runs)
-                moved = True
-        return moved
+                has_moved = True
+        return has_moved
 
-    def _able(self, worker: _Worker) -> list[_Run]:
-        """The next item of each part of ``worker`` that is able to run one; taken from the inbox."""
+    def _startable_runs(self, worker: _FlowWorker) -> list[_Run]:
+        """Take from each part of ``worker`` the next item that it can run."""
         runs = list[_Run]()
         for post in worker.posts:
-            item = next((of for of in post.inbox if post.outbox < WAITING or self._is_awaited(of)), None)
+            item = next(
+                (
+                    candidate
+                    for candidate in post.inbox
+                    if post.outbox < WAITING or self._is_awaited(candidate)
+                ),
+                None,
+            )
             if item is not None:
-                runs.append(_Run(post, item, item.made[post.stages[0]]))
-        runs = next(([run] for run in runs if run.item.alone), runs)
+                runs.append(_Run(post, item, item.results[post.stages[0]]))
+        runs = next(([run] for run in runs if run.item.is_solo), runs)
         for post, item, _ in runs:
             post.inbox.remove(item)
         return runs
 
-    def _is_awaited(self, item: _Item) -> bool:
-        """Whether ``item`` is what the next one to be handed on needs: no limit holds it back. All others may wait for that, behind
-        devices that are full."""
+    def _is_awaited(self, item: _FlowItem) -> bool:
+        """Whether the next item to deliver needs ``item``. Queue limits do not apply then, because
+        all other items may wait for it behind full devices."""
         return bool(self.order) and (
-            item is self.order[0] or any(self.order[0] in made.followers for made in item.made.values() if not made.done)
+            item is self.order[0]
+            or any(
+                self.order[0] in result.followers
+                for result in item.results.values()
+                if not result.is_done
+            )
         )
 
     def _pull(self, begin: int) -> bool:
-        """Sends items that wait before stage ``begin`` to the devices with the fewest; whether any moved."""
-        moved, queue = False, self.waiting[begin]
+        """Send items that wait before stage ``begin`` to the devices with the fewest items. Return
+        whether any was sent."""
+        has_moved, queue = False, self.queues[begin]
         for item in list(queue):
             if self._skips(item):
-                moved = True
+                has_moved = True
                 continue
-            able = [
+            choices = [
                 (post, link)
                 for post in self.posts
                 if post.span[0] == begin
                 and (post.coming + len(post.inbox) < WAITING or self._is_awaited(item))
-                and (link := self.placement.cluster.link(item.host or post.assignment.device.host, post.assignment.device.host))
+                and (
+                    link := self.placement.cluster.link(
+                        item.host or post.assignment.device.host, post.assignment.device.host
+                    )
+                )
             ]
-            if not able:
+            if not choices:
                 break
             queue.remove(item)
-            post, link = min(able, key=lambda pair: (pair[0].queued, pair[0].assignment.column.steady_seconds))
+            post, link = min(
+                choices, key=lambda pair: (pair[0].queued, pair[0].assignment.column.steady_seconds)
+            )
             post.coming += 1
             self._release(item)
-            self._expect(item, post)
-            self._at(self._arrival(item, post, link), functools.partial(self._arrived, post, item))
-            moved = True
-        return moved
+            self._promise(item, post)
+            self._schedule_event(
+                self._arrival(item, post, link), functools.partial(self._receive, post, item)
+            )
+            has_moved = True
+        return has_moved
 
-    def _skips(self, item: _Item) -> bool:
-        """Whether ``item`` need not run the stages that are next: they are known, or another item runs the same."""
-        before = item.made.get(self.names[item.at])
-        if before is not None and before.done:
-            self._pass(item, before)
+    def _skips(self, item: _FlowItem) -> bool:
+        """Whether ``item`` need not run its next stages, because their result exists or another
+        item makes it."""
+        previous = item.results.get(self.names[item.stage])
+        if previous is not None and previous.is_done:
+            self._advance_item(item, previous)
             return True
-        for span in sorted({post.span for post in self.posts if post.span[0] == item.at}, reverse=True):
+        for span in sorted(
+            {post.span for post in self.posts if post.span[0] == item.stage}, reverse=True
+        ):
             stages = self.names[slice(*span)]
             if self._is_known(item, span):
-                self._pass(item, _Made(span, done=True))
+                self._advance_item(item, _Result(span, is_done=True))
                 return True
-            if (known := self.shared.get(self._key(item, stages))) is not None:
+            if (shared_result := self.shared.get(self._key(item, stages))) is not None:
                 for name in stages:
                     self.batch.shared[name] = self.batch.shared.get(name, 0) + 1
-                if known.done:
-                    self._pass(item, known)
+                if shared_result.is_done:
+                    self._advance_item(item, shared_result)
                 else:
-                    self.waiting[item.at].remove(item)
+                    self.queues[item.stage].remove(item)
                     self._release(item)
-                    known.followers.append(item)
+                    shared_result.followers.append(item)
                 return True
         return False
 
-    def _is_known(self, item: _Item, span: tuple[int, int]) -> bool:
-        """Whether what the stages ``span`` make of ``item`` is known from an earlier run."""
-        stages = self.names[slice(*span)]
-        return not self.last & set(stages) and all(self.values.has(item.number, name) for name in self._outputs(span))
+    def _is_known(self, item: _FlowItem, span: tuple[int, int]) -> bool:
+        """Whether an earlier run saved the result of the stages ``span`` for ``item``.
 
-    def _key(self, item: _Item, stages: Sequence[str]) -> Any:
-        """Equal for items that make the same of ``stages``; None where that is unknown."""
+        Stages in ``last``, which make outputs of the graph, always run.
+        """
+        stages = self.names[slice(*span)]
+        return not self.last & set(stages) and all(
+            self.values.has(item.number, name) for name in self._outputs(span)
+        )
+
+    def _key(self, item: _FlowItem, stages: Sequence[str]) -> Any:
+        """Return a key that is equal for items with the same result of ``stages``; None if that is
+        unknown."""
         keys = tuple(item.work.keys.key(name) for name in stages)
         return keys if all(keys) else None
 
-    def _pass(self, item: _Item, made: _Made) -> None:
-        """Takes ``item`` past the stages of ``made``."""
-        if item in self.waiting[item.at]:
-            self.waiting[item.at].remove(item)
-        item.made |= dict.fromkeys(self.names[slice(*made.span)], made)
-        item.at = made.span[1]
-        bisect.insort(self.waiting[item.at], item, key=lambda of: of.number)
+    def _advance_item(self, item: _FlowItem, result: _Result) -> None:
+        """Move ``item`` past the stages of ``result``."""
+        if item in self.queues[item.stage]:
+            self.queues[item.stage].remove(item)
+        item.results |= dict.fromkeys(self.names[slice(*result.span)], result)
+        item.stage = result.span[1]
+        bisect.insort(self.queues[item.stage], item, key=lambda other: other.number)
 
-    def _arrival(self, item: _Item, post: _Post, link: Link) -> float:
-        """When the values of ``item`` are at the host of ``post``: each takes its turn on the link. What is at hand is there now,
-        and on the wall's clock what the crew has yet to move."""
+    def _arrival(self, item: _FlowItem, post: _Post, link: Link) -> float:
+        """Return when the values of ``item`` arrive at the host of ``post``. Items take turns on a
+        link.
+
+        Values that are already there arrive now. On the wall clock, the crew moves values later.
+        """
         if not self.virtual or not item.host:
             return self.clock
         way = item.host, post.assignment.device.host
-        self.free_seconds[way] = max(self.clock, self.free_seconds[way]) + self.nbytes[item.at] / link.bytes_per_second
+        self.free_seconds[way] = (
+            max(self.clock, self.free_seconds[way])
+            + self.nbytes[item.stage] / link.bytes_per_second
+        )
         return self.free_seconds[way] + link.seconds
 
-    def _arrived(self, post: _Post, item: _Item) -> None:
+    def _receive(self, post: _Post, item: _FlowItem) -> None:
         post.coming -= 1
-        bisect.insort(post.inbox, item, key=lambda of: of.number)
+        bisect.insort(post.inbox, item, key=lambda other: other.number)
 
-    def _release(self, item: _Item) -> None:
-        """The values of ``item`` no longer wait behind the device that made them."""
+    def _release(self, item: _FlowItem) -> None:
+        """Stop counting the values of ``item`` as waiting behind their device."""
         if item.holder is not None:
             item.holder.outbox -= 1
             item.holder = None
 
     # -- runs
 
-    def _expect(self, item: _Item, post: _Post) -> None:
-        """Notes that ``post`` will run its stages for ``item``, and so for others that are equal."""
-        made = _Made(post.span)
-        item.made |= dict.fromkeys(post.stages, made)
+    def _promise(self, item: _FlowItem, post: _Post) -> None:
+        """Record that ``post`` will run its stages for ``item``, so that equal items wait for the
+        result."""
+        result = _Result(post.span)
+        item.results |= dict.fromkeys(post.stages, result)
         if (key := self._key(item, post.stages)) is not None:
-            self.shared[key] = made
+            self.shared[key] = result
 
-    def _start(self, worker: _Worker, runs: Sequence[_Run]) -> None:
-        """Begins a run of those ``runs`` whose requests the watcher does not leave out."""
-        kept, visits = list[_Run](), list[Visit]()
+    def _start(self, worker: _FlowWorker, runs: Sequence[_Run]) -> None:
+        """Start a run of ``runs``, without the requests that the watcher leaves out."""
+        started_runs, visits = list[_Run](), list[Visit]()
         for run in runs:
             try:
-                self.context.watcher.begins_on(worker.assignment.name, run.post.stages, run.item.work.request)
+                self.context.watcher.begins_on(
+                    worker.assignment.name, run.post.stages, run.item.work.request
+                )
             except LeftOut as error:
                 self._drop(run.item, error)
-                self._back(run.made.followers, [run.made])
+                self._send_back(run.result.followers, [run.result])
                 continue
-            values = [self._handle(run.item, of) for of in self._read(run.item, run.post)]
-            kept.append(run)
+            values = [
+                self._handle(run.item, result) for result in self._sources(run.item, run.post)
+            ]
+            started_runs.append(run)
             visits.append(Visit(run.post.stages, run.item.work.request.inputs, values))
-        if kept:
+        if started_runs:
             ticket = self.crew.begin(worker.number, visits)
-            worker.running = [of.post for of in kept]
-            self.running[ticket] = kept, max(self.clock, worker.loaded_seconds)
+            worker.active_posts = [active.post for active in started_runs]
+            self.active_runs[ticket] = started_runs, max(self.clock, worker.loaded_seconds)
 
-    def _read(self, item: _Item, post: _Post) -> list[_Made]:
-        """What the stages of ``post`` read of others."""
-        read = (of for name in post.stages for of in self.graph.stage(name).references)
-        return list(dict.fromkeys(item.made[of.name] for of in read if of.kind == "stage" and of.name not in post.stages))
+    def _sources(self, item: _FlowItem, post: _Post) -> list[_Result]:
+        """Return the results of other stages that the stages of ``post`` read."""
+        references = (
+            reference for name in post.stages for reference in self.graph.stage(name).references
+        )
+        return list(
+            dict.fromkeys(
+                item.results[reference.name]
+                for reference in references
+                if reference.kind == "stage" and reference.name not in post.stages
+            )
+        )
 
-    def _handle(self, item: _Item, made: _Made) -> Handle:
-        if made.handle is None:
-            made.handle = self.crew.keep({name: self.values.get(item.number, name) for name in self._outputs(made.span)})
-        return made.handle
+    def _handle(self, item: _FlowItem, result: _Result) -> ValueHandle:
+        if result.handle is None:
+            result.handle = self.crew.keep(
+                {name: self.values.get(item.number, name) for name in self._outputs(result.span)}
+            )
+        return result.handle
 
     def _outputs(self, span: tuple[int, int]) -> list[str]:
-        """Names of what the stages ``span`` make for others."""
+        """Return the names of the values that the stages ``span`` make for others."""
         if span not in self.output_names:
             outputs = self.graph.part(self.names[slice(*span)]).outputs.values()
-            self.output_names[span] = [str(of)[1:] for of in outputs]
+            self.output_names[span] = [str(output)[1:] for output in outputs]
         return self.output_names[span]
 
     def _advance(self) -> None:
-        """Goes on to the next event. On the virtual clock that is known when all runs are."""
-        while self.running and (self.virtual or not self.events):
+        """Go to the next event. On the virtual clock, that needs the reports of all runs."""
+        while self.active_runs and (self.virtual or not self.events):
             self.context.watcher.waits()
-            for ticket in self.crew.done(self.running.keys(), every=self.virtual):
-                runs, start = self.running.pop(ticket)
+            for ticket in self.crew.finished(self.active_runs.keys(), wait_for_all=self.virtual):
+                runs, start = self.active_runs.pop(ticket)
                 report = self._report(ticket)
-                end = start + report.seconds if self.virtual else time.monotonic() - self.start_seconds
-                self._at(end, functools.partial(self._ended, runs, ticket, report, start))
+                end = (
+                    start + report.seconds
+                    if self.virtual
+                    else time.monotonic() - self.start_seconds
+                )
+                self._schedule_event(
+                    end, functools.partial(self._end_run, runs, ticket, report, start)
+                )
         self.clock, _, happens = heapq.heappop(self.events)
         happens()
 
     def _report(self, ticket: Ticket) -> Report:
         try:
             return self.crew.report(ticket)
-        except GraphrunError as error:  # of a worker that died too often
+        except GraphrunError as error:  # the worker died too often
             return Report(error=(type(error).__name__, str(error)))
 
-    def _at(self, seconds: float, happens: Callable[[], None]) -> None:
+    def _schedule_event(self, seconds: float, happens: Callable[[], None]) -> None:
         heapq.heappush(self.events, (seconds, next(self.count), happens))
 
-    def _ended(self, runs: Sequence[_Run], ticket: Ticket, report: Report, start: float) -> None:
+    def _end_run(self, runs: Sequence[_Run], ticket: Ticket, report: Report, start: float) -> None:
         worker = runs[0].post.worker
-        worker.running = []
-        if report.lost:
-            for at, (post, item, made) in enumerate(runs):
-                values = self._read(item, post)
-                if lost := [values[number] for visit, number in report.lost if visit == at]:
-                    self._back([item, *made.followers], lost, made)
+        worker.active_posts = []
+        if report.lost_values:
+            for index, (post, item, result) in enumerate(runs):
+                values = self._sources(item, post)
+                if lost_results := [
+                    values[number] for visit, number in report.lost_values if visit == index
+                ]:
+                    self._send_back([item, *result.followers], lost_results, result)
                 else:
-                    self._again(post, item)
+                    self._requeue(post, item)
             return
         try:
-            report.require()
+            report.require()  # raises the run's error, if any
         except BrokenPlan as error:
             if self.context.strict or isinstance(error, (OutOfMemory, TransferFailed)):
                 raise
-            for post, item, made in runs:
-                if len(runs) > 1:  # which of them fails is seen when each runs alone
-                    item.alone = True
-                    self._again(post, item)
+            for post, item, result in runs:
+                if len(runs) > 1:  # run each alone, to see which one fails
+                    item.is_solo = True
+                    self._requeue(post, item)
                     continue
-                for each in [item, *made.followers]:
-                    self._drop(each, error)
+                for sharer in [item, *result.followers]:
+                    self._drop(sharer, error)
             return
         if report.trace is not None:
-            begin, end = self.before_seconds + max(0.0, start - report.ahead_seconds), self.before_seconds + self.clock
+            begin, end = (
+                self.before_seconds + max(0.0, start - report.ahead_seconds),
+                self.before_seconds + self.clock,
+            )
             stages = {phase.name: phase.stage for phase in worker.segment.solution.chosen.phases}
-            for (post, item, _), (trace, *times) in zip(runs, _split(report.trace, begin, end, runs, stages), strict=True):
-                self.batch.lanes.append(Lane(worker.assignment.name, item.number, post.stages, times[0], times[1], trace))
+            for (post, item, _), (trace, *times) in zip(
+                runs, _split(report.trace, begin, end, runs, stages), strict=True
+            ):
+                self.batch.lanes.append(
+                    Lane(
+                        worker.assignment.name, item.number, post.stages, times[0], times[1], trace
+                    )
+                )
                 self.batch.traces.append((post.stages, item.number, trace))
             for note in report.trace.notes:
                 self.context.watcher.planned_again(f"{worker.assignment.name}: {note}")
-        for at, (post, item, made) in enumerate(runs):
-            sharing = [item, *made.followers]
-            made.handle, made.done, made.followers = self.crew.made(ticket, at), True, []
-            item.holder, item.alone = post, False
+        for index, (post, item, result) in enumerate(runs):
+            sharing = [item, *result.followers]
+            result.handle, result.is_done, result.followers = (
+                self.crew.result(ticket, index),
+                True,
+                [],
+            )
+            item.holder, item.is_solo = post, False
             post.outbox += 1
-            self._save(sharing, post, made)
-            for each in sharing:
-                each.host = post.assignment.device.host
-                self._pass(each, made)
-        left = sum(len(self.names) - of.at for of in self.order)
-        share = 1 - left / (len(self.names) * self.requests)
+            self._save(sharing, post, result)
+            for sharer in sharing:
+                sharer.host = post.assignment.device.host
+                self._advance_item(sharer, result)
+        pending_stages = sum(len(self.names) - other.stage for other in self.order)
+        share = 1 - pending_stages / (len(self.names) * self.requests)
         for post, item, _ in runs:
-            self.context.watcher.ran_on(worker.assignment.name, post.stages, item.work.request, share)
+            self.context.watcher.ran_on(
+                worker.assignment.name, post.stages, item.work.request, share
+            )
 
-    def _again(self, post: _Post, item: _Item) -> None:
-        """``item``, whose values are at hand, waits for ``post`` again."""
-        bisect.insort(post.inbox, item, key=lambda of: of.number)
+    def _requeue(self, post: _Post, item: _FlowItem) -> None:
+        """Let ``item``, whose values are still there, wait for ``post`` again."""
+        bisect.insort(post.inbox, item, key=lambda other: other.number)
 
-    def _save(self, sharing: Sequence[_Item], post: _Post, made: _Made) -> None:
-        """Saves what is made in the journal and in the cache of outputs, of stages all of whose outputs leave the device."""
+    def _save(self, sharing: Sequence[_FlowItem], post: _Post, result: _Result) -> None:
+        """Save results in the journal and in the output cache, for stages all of whose outputs
+        leave the device."""
         names = [name for name in post.stages if name not in self.last]
-        if not names or all(of.work.journal is None and of.work.reuse is None for of in sharing):
+        if not names or all(
+            sharer.work.journal is None and sharer.work.reuse is None for sharer in sharing
+        ):
             return
         try:
-            values = self.crew.fetch(made.handle)
+            values = self.crew.fetch(result.handle)
         except LostValue:
-            return  # whoever reads it has it made again
+            return  # items that read it make it again
         for name in names:
-            outputs = {output: values.get(f"{name}.{output}") for output in self.graph.stage(name).outputs}
+            outputs = {
+                output: values.get(f"{name}.{output}") for output in self.graph.stage(name).outputs
+            }
             if any(value is None for value in outputs.values()):
                 continue
             if (reuse := sharing[0].work.reuse) is not None:
                 reuse.keep(name, outputs, choices_of(post.worker.segment.solution))
-            for each in sharing:
-                if each.work.journal is not None:
-                    each.work.journal.keep(name, outputs)
+            for sharer in sharing:
+                if sharer.work.journal is not None:
+                    sharer.work.journal.keep(name, outputs)
 
-    def _back(self, items: Sequence[_Item], lost: Sequence[_Made], failed: _Made | None = None) -> None:
-        """Sends ``items`` back to the stages that make what was ``lost``. ``failed``: what was not made for lack of it."""
-        gone = [*lost, *([failed] if failed is not None else [])]
-        for key in [key for key, made in self.shared.items() if made in gone]:
+    def _send_back(
+        self,
+        items: Sequence[_FlowItem],
+        lost_results: Sequence[_Result],
+        failed: _Result | None = None,
+    ) -> None:
+        """Send ``items`` back to the stages that make ``lost_results``. ``failed``: the result that
+        was not made because of that."""
+        invalid = [*lost_results, *([failed] if failed is not None else [])]
+        for key in [key for key, result in self.shared.items() if result in invalid]:
             del self.shared[key]
         for item in items:
             self._release(item)
@@ -468,31 +628,43 @@ class Flow(Works):
             if item.losses > LOSSES:
                 self._drop(item, BrokenPlan(f"its values were lost {item.losses} times"))
                 continue
-            item.made = {name: made for name, made in item.made.items() if made not in gone}
-            item.at, item.host = min(made.span[0] for made in gone), ""
-            bisect.insort(self.waiting[item.at], item, key=lambda of: of.number)
+            item.results = {
+                name: result for name, result in item.results.items() if result not in invalid
+            }
+            item.stage, item.host = min(result.span[0] for result in invalid), ""
+            bisect.insort(self.queues[item.stage], item, key=lambda other: other.number)
 
     # -- finished items
 
-    def _hand_on(self) -> bool:
-        """Hands on, in order, the outputs of items that are through; whether there was one."""
-        through, moved = self.waiting[len(self.names)], False
-        while self.order and self.order[0] in through:
+    def _deliver(self) -> bool:
+        """Deliver, in order, the outputs of items that passed all stages. Return whether there was
+        one."""
+        finished_items, has_moved = self.queues[len(self.names)], False
+        while self.order and self.order[0] in finished_items:
             item = self.order[0]
-            through.remove(item)
-            made = {of.name: item.made[of.name] for of in self.graph.outputs.values()}
-            moved = True
+            finished_items.remove(item)
+            results = {
+                reference.name: item.results[reference.name]
+                for reference in self.graph.outputs.values()
+            }
+            has_moved = True
             try:
-                found = {id(each): self.crew.fetch(each.handle) for each in made.values()}
+                values = {id(result): self.crew.fetch(result.handle) for result in results.values()}
             except LostValue:
-                self._back([item], list(made.values()))
+                self._send_back([item], list(results.values()))
                 break
             self._release(item)
             self.order.popleft()
-            self._finish(item.work, {name: found[id(made[of.name])][name] for name, of in self.graph.outputs.items()})
-        return moved
+            self._finish(
+                item.work,
+                {
+                    name: values[id(results[reference.name])][name]
+                    for name, reference in self.graph.outputs.items()
+                },
+            )
+        return has_moved
 
-    def _drop(self, item: _Item, error: GraphrunError) -> None:
+    def _drop(self, item: _FlowItem, error: GraphrunError) -> None:
         self._release(item)
         self.order.remove(item)
         self._fail(item.work, error)
@@ -501,34 +673,63 @@ class Flow(Works):
 def _split(
     trace: Trace, begin: float, end: float, runs: Sequence[_Run], stages: Mapping[str, str]
 ) -> list[tuple[Trace, float, float]]:
-    """The part of ``trace``, which is of all ``runs``, of each of them, and when that begins and ends. ``stages``: by phase."""
+    """Return the part of ``trace`` that belongs to each of ``runs``, with its start and end.
+    ``stages``: by phase."""
     if len(runs) == 1:
         return [(trace, begin, end)]
-    found = []
+    parts = []
     for run in runs:
-        own = [at for at, slot in enumerate(trace.slots) if stages.get(slot.phase) in run.post.stages]
-        slots = [trace.slots[at] for at in own]
+        slot_numbers = [
+            index
+            for index, slot in enumerate(trace.slots)
+            if stages.get(slot.phase) in run.post.stages
+        ]
+        slots = [trace.slots[index] for index in slot_numbers]
         first, last = (slots[0].start_seconds, slots[-1].end_seconds) if slots else (0.0, 0.0)
 
-        def moved(of: Timed, back: float = first) -> Timed:
-            return replace(of, start_seconds=of.start_seconds - back, end_seconds=of.end_seconds - back)
+        def moved(record: TimedRecord, offset: float = first) -> TimedRecord:
+            return replace(
+                record,
+                start_seconds=record.start_seconds - offset,
+                end_seconds=record.end_seconds - offset,
+            )
 
-        events = tuple(moved(replace(of, slot=own.index(of.slot))) for of in trace.events if of.slot in own)
+        events = tuple(
+            moved(replace(event, slot=slot_numbers.index(event.slot)))
+            for event in trace.events
+            if event.slot in slot_numbers
+        )
         part = replace(trace, slots=tuple(map(moved, slots)), events=events, notes=())
-        found.append((part, begin + first, min(end, begin + last)))
-    return found
+        parts.append((part, begin + first, min(end, begin + last)))
+    return parts
 
 
-def segments_of(graph: Graph, placement: Placement) -> tuple[Segment, ...]:
-    """The part of ``graph`` that each device runs, with its plan. Raises PlanError where two devices would make different bits."""
-    found, chosen = list[Segment](), dict[str, Any]()
-    for of in placement.assignments:
-        assert of.column.solution is not None
-        parts = [graph.part(placement.stages[slice(*span)]) for span in parts_of(placement.stages, of.stages)]
+def segments_of(graph: Graph, placement: Placement) -> tuple[StageSegment, ...]:
+    """Return the part of ``graph`` that each device runs, with its plan. Raises PlanError if two
+    devices would make different bits."""
+    segments, choice_of = list[StageSegment](), dict[str, Any]()
+    for assignment in placement.assignments:
+        assert assignment.column.solution is not None
+        parts = [
+            graph.part(placement.stages[slice(*span)])
+            for span in parts_of(placement.stages, assignment.stages)
+        ]
         outputs = {name: output for part in parts for name, output in part.outputs.items()}
-        found.append(Segment(of.stages, replace(graph.part(of.stages), outputs=outputs), of.column.solution))
-        choices = choices_of(of.column.solution)
-        for name, choice in [*choices.variants.items(), *((f"stage {stage}", option) for stage, option in choices.options.items())]:
-            if chosen.setdefault(name, choice) != choice:
-                raise PlanError(f"{of.name} runs {name} in another way than a device before it, which changes the output")
-    return tuple(found)
+        segments.append(
+            StageSegment(
+                assignment.stages,
+                replace(graph.part(assignment.stages), outputs=outputs),
+                assignment.column.solution,
+            )
+        )
+        choices = choices_of(assignment.column.solution)
+        for name, choice in [
+            *choices.variants.items(),
+            *((f"stage {stage}", option) for stage, option in choices.options.items()),
+        ]:
+            if choice_of.setdefault(name, choice) != choice:
+                raise PlanError(
+                    f"{assignment.name} runs {name} in another way than a device before it, "
+                    "which changes the output"
+                )
+    return tuple(segments)

@@ -2,7 +2,12 @@
 
 graphrun: 1
 hosts:
-  a: {ram: 64G, pinned: 32G, devices: [{id: 0, hardware: rtx4090, vram: 22G}, {id: 1, hardware: rtx3060, vram: 11G}]}
+  a:
+    ram: 64G
+    pinned: 32G
+    devices:
+      - {id: 0, hardware: rtx4090, vram: 22G}
+      - {id: 1, hardware: rtx3060, vram: 11G}
   b: {ram: 32G, devices: [{id: 0, hardware: rtx4090, vram: 22G}]}
 links: [{between: [a, b], bytes_per_second: 1.2e9, seconds: 1e-4}]
 """
@@ -32,20 +37,31 @@ from graphrun.units import parse_size
 DEVICE_KINDS = ("cuda", "sim")
 
 
-def _nbytes(given: Any) -> Any:
-    """Bytes of a size, which is a text or an int; others are for pydantic to refuse."""
+def _nbytes(size: Any) -> Any:
+    """Return the bytes of a size, which is a text or an int. Pydantic refuses other types."""
     try:
-        return parse_size(given) if isinstance(given, (str, int)) and not isinstance(given, bool) else given
+        return (
+            parse_size(size)
+            if isinstance(size, (str, int)) and not isinstance(size, bool)
+            else size
+        )
     except InputError as error:
-        raise PydanticCustomError("size", "{text}", {"text": str(error).removeprefix("size: ")}) from None
+        raise PydanticCustomError(
+            "size", "{text}", {"text": str(error).removeprefix("size: ")}
+        ) from None
 
 
-def _number(given: Any) -> Any:
-    """A number that YAML reads as text, such as 1.2e9, for which its version 1.1 demands a sign behind the e."""
-    return float(given) if isinstance(given, str) and re.fullmatch(r"[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]{1,3})?", given) else given
+def _number(text: Any) -> Any:
+    """Convert a number that YAML 1.1 reads as text, such as 1.2e9: it demands a sign after the
+    e."""
+    return (
+        float(text)
+        if isinstance(text, str) and re.fullmatch(r"[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]{1,3})?", text)
+        else text
+    )
 
 
-Size = Annotated[int, BeforeValidator(_nbytes)]
+SizeField = Annotated[int, BeforeValidator(_nbytes)]
 Rate = Annotated[float, BeforeValidator(_number), Field(gt=0, lt=1e18)]
 
 
@@ -54,41 +70,55 @@ class DeviceSpec(Spec):
 
     id: Annotated[int, Field(ge=0)] = Field(description="Its number on the host.")
     hardware: Text = Field(description="A built-in device or a profile, as for --hardware.")
-    vram: Size = Field(description="Its VRAM budget, such as 22G.")
-    device: Text | None = Field(default=None, description="The torch device on its host; left out: cuda:ID, or sim:ID.")
+    vram: SizeField = Field(description="Its VRAM budget, such as 22G.")
+    device: Text | None = Field(
+        default=None, description="The torch device on its host; left out: cuda:ID, or sim:ID."
+    )
 
 
 class HostSpec(Spec):
     """A machine with its devices, and the memory that they share."""
 
-    ram: Size = Field(description="RAM budget of all its devices together, such as 64G.")
-    pinned: Size | None = Field(default=None, description="Part of the RAM that may be page-locked.")
+    ram: SizeField = Field(description="RAM budget of all its devices together, such as 64G.")
+    pinned: SizeField | None = Field(
+        default=None, description="Part of the RAM that may be page-locked."
+    )
     pcie: Rate | None = Field(
-        default=None, description="Bytes per second between RAM and all devices together; left out: each has what its hardware has."
+        default=None,
+        description="Bytes per second between RAM and all devices together; "
+        "left out: each has what its hardware has.",
     )
     devices: list[DeviceSpec] = Field(min_length=1, description="Its devices.")
 
 
 class LinkSpec(Spec):
-    """The network between hosts, of which any two reach each other at this rate."""
+    """A network between hosts. Any two of the hosts reach each other at this rate."""
 
-    between: list[Text] = Field(min_length=2, description="Names of hosts.")
+    host_names: list[Text] = Field(alias="between", min_length=2, description="Names of hosts.")
     bytes_per_second: Rate = Field(description="In each direction.")
-    seconds: Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1e6)] = Field(default=0.0, description="Latency.")
+    seconds: Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1e6)] = Field(
+        default=0.0, description="Latency."
+    )
 
 
 class ClusterSpec(Spec):
     """A cluster file of graphrun."""
 
     graphrun: Literal[1] = Field(description="The version of this file format.")
-    address: Text | None = Field(default=None, description="Of a running Ray cluster, or auto; left out: one is started here.")
+    address: Text | None = Field(
+        default=None,
+        description="Of a running Ray cluster, or auto; left out: one is started here.",
+    )
     hosts: dict[Text, HostSpec] = Field(min_length=1, description="Machines by name.")
-    links: list[LinkSpec] = Field(default_factory=list, description="Networks; hosts without one exchange nothing.")
+    links: list[LinkSpec] = Field(
+        default_factory=list, description="Networks; hosts without one exchange nothing."
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
-    """A device of a cluster. ``hardware``: with its share of what its host's devices share. ``torch``: such as ``cuda:1``."""
+class ClusterDevice:
+    """A device of a cluster. ``hardware``: with the device's share of its host's shared resources.
+    ``torch``: a torch device such as ``cuda:1``."""
 
     host: str
     id: int
@@ -103,20 +133,22 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
-    """A machine. ``pinned_bytes``: limit of page-locked RAM of all its devices; None: that of RAM."""
+class ClusterHost:
+    """A machine. ``pinned_bytes``: limit of page-locked RAM of all its devices; None: the limit of
+    RAM."""
 
     name: str
     ram_bytes: int
     pinned_bytes: int | None
-    devices: tuple[Device, ...]
+    devices: tuple[ClusterDevice, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What any two of the hosts ``between`` have: ``bytes_per_second`` in each direction, ``seconds`` of latency."""
+    """A network between any two of ``hosts``: ``bytes_per_second`` in each direction, ``seconds``
+    of latency."""
 
-    between: tuple[str, ...]
+    hosts: tuple[str, ...]
     bytes_per_second: float
     seconds: float
 
@@ -125,94 +157,130 @@ class Link:
 class Cluster:
     """Hosts and the links between them. ``address``: of a Ray cluster, ``auto``, or None."""
 
-    hosts: tuple[Host, ...]
+    hosts: tuple[ClusterHost, ...]
     links: tuple[Link, ...] = ()
     address: str | None = None
 
     @property
-    def devices(self) -> tuple[Device, ...]:
+    def devices(self) -> tuple[ClusterDevice, ...]:
         """The devices of all hosts, in order."""
         return tuple(device for host in self.hosts for device in host.devices)
 
     @property
     def label(self) -> str:
-        """Kinds of its devices, as keys of cached outputs have them."""
-        return ", ".join(sorted({of.hardware.label for of in self.devices}))
+        """Kinds of the devices, as the keys of cached outputs contain them."""
+        return ", ".join(sorted({device.hardware.label for device in self.devices}))
 
-    def link(self, one: str, other: str) -> Link | None:
-        """The link between two hosts; of a host with itself one that takes no time. None: they exchange nothing."""
-        if one == other:
-            return Link((one, other), float("inf"), 0.0)
-        return next((link for link in self.links if one in link.between and other in link.between), None)
+    def link(self, host: str, other: str) -> Link | None:
+        """Return the link between two hosts; from a host to itself, a link that takes no time.
+        None: the hosts exchange nothing."""
+        if host == other:
+            return Link((host, other), float("inf"), 0.0)
+        return next(
+            (link for link in self.links if host in link.hosts and other in link.hosts), None
+        )
 
 
 def read_cluster(path: Path, cache: Path | None = None) -> Cluster:
-    """The cluster in the YAML file ``path``. ``cache``: a folder with profiles of measured hardware.
+    """Return the cluster in the YAML file ``path``. ``cache``: a folder with profiles of measured
+    hardware.
 
     Raises GraphError with one line per problem: ``file:line: entry: what is wrong``.
     """
     document = read_document(path)
     spec = spec_of(ClusterSpec, document)
-    hosts = tuple(_host(name, of, document, cache) for name, of in spec.hosts.items())
-    links = tuple(Link(tuple(of.between), of.bytes_per_second, of.seconds) for of in spec.links)
+    hosts = tuple(_host(name, host_spec, document, cache) for name, host_spec in spec.hosts.items())
+    links = tuple(
+        Link(tuple(link.host_names), link.bytes_per_second, link.seconds) for link in spec.links
+    )
     refuse_large(Cluster(hosts, links), str(path))
     _check_links(links, spec.hosts, document)
     document.raise_if_any()
     return Cluster(hosts, links, spec.address)
 
 
-def refuse_large(cluster: Cluster, where: str) -> None:
-    """Raises InputError if ``cluster``, from the file ``where``, is beyond the limit ``devices`` or ``entries``."""
-    for count, what in ((len(cluster.hosts), "hosts"), (len(cluster.devices), "devices")):
-        require("devices", count, f"it has {count:,} {what}", where)
-    names = sum(len(link.between) for link in cluster.links)
-    require("entries", names, f"its links name {names:,} hosts", where)
+def refuse_large(cluster: Cluster, location: str) -> None:
+    """Raise InputError if ``cluster``, from the file ``location``, exceeds the limit ``devices`` or
+    ``entries``."""
+    for count, noun in ((len(cluster.hosts), "hosts"), (len(cluster.devices), "devices")):
+        require("devices", count, f"it has {count:,} {noun}", location)
+    names = sum(len(link.hosts) for link in cluster.links)
+    require("entries", names, f"its links name {names:,} hosts", location)
 
 
-def _host(name: str, spec: HostSpec, document: Document, cache: Path | None) -> Host:
-    where = ("hosts", name)
+def _host(name: str, spec: HostSpec, document: Document, cache: Path | None) -> ClusterHost:
+    location = ("hosts", name)
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name):
-        document.add(where, "is not a host's name: letters, digits, dots, dashes and underscores, at most 64, no dot or dash first")
-    devices = list[Device]()
-    for number, of in enumerate(spec.devices):
-        own = (*where, "devices", number)
-        if of.id in {device.id for device in devices}:
-            document.add((*own, "id"), f"another device of this host has the number {of.id}")
+        document.add(
+            location,
+            "is not a host's name: letters, digits, dots, dashes and underscores, at most 64, "
+            "no dot or dash first",
+        )
+    devices = list[ClusterDevice]()
+    for number, device_spec in enumerate(spec.devices):
+        path = (*location, "devices", number)
+        if device_spec.id in {device.id for device in devices}:
+            document.add(
+                (*path, "id"), f"another device of this host has the number {device_spec.id}"
+            )
         try:
-            hardware = hardware_called(of.hardware, cache)
+            hardware = hardware_called(device_spec.hardware, cache)
         except InputError as error:
-            document.add((*own, "hardware"), str(error))
+            document.add((*path, "hardware"), str(error))
             continue
-        kind = (of.device or hardware.device).partition(":")[0]
+        kind = (device_spec.device or hardware.device).partition(":")[0]
         if kind not in DEVICE_KINDS or kind != hardware.device:
-            document.add((*own, "device"), f"{of.device!r} is no {hardware.device} device, which {of.hardware} is")
+            document.add(
+                (*path, "device"),
+                f"{device_spec.device!r} is no {hardware.device} device, "
+                f"which {device_spec.hardware} is",
+            )
         shared = _shared(hardware, len(spec.devices), spec.pcie)
-        devices.append(Device(name, of.id, shared, of.vram, of.device or f"{hardware.device}:{of.id}"))
+        devices.append(
+            ClusterDevice(
+                name,
+                device_spec.id,
+                shared,
+                device_spec.vram,
+                device_spec.device or f"{hardware.device}:{device_spec.id}",
+            )
+        )
     if len({device.torch for device in devices}) < len(devices):
-        document.add((*where, "devices"), "two devices have the same `device`")
-    return Host(name, spec.ram, spec.pinned, tuple(devices))
+        document.add((*location, "devices"), "two devices have the same `device`")
+    return ClusterHost(name, spec.ram, spec.pinned, tuple(devices))
 
 
 def _shared(hardware: Hardware, count: int, pcie: float | None) -> Hardware:
-    """``hardware`` as one of ``count`` devices: a fixed, equal share of the disk's rate and of the host's ``pcie``, so that what a
-    plan takes does not depend on what the others do."""
-    share, own = (pcie or float("inf")) / count, hardware
+    """Return ``hardware`` as one of ``count`` devices of a host.
+
+    The device gets a fixed, equal share of the disk's rate and of the host's ``pcie``, so that the
+    duration of a plan does not depend on the other devices.
+    """
+    share = (pcie or float("inf")) / count
     return replace(
-        own,
-        disk_bytes_per_second=own.disk_bytes_per_second / count,
-        h2d_bytes_per_second=min(own.h2d_bytes_per_second, share),
-        d2h_bytes_per_second=min(own.d2h_bytes_per_second, share),
-        pageable_bytes_per_second=min(own.pageable_bytes_per_second, share),
+        hardware,
+        disk_bytes_per_second=hardware.disk_bytes_per_second / count,
+        h2d_bytes_per_second=min(hardware.h2d_bytes_per_second, share),
+        d2h_bytes_per_second=min(hardware.d2h_bytes_per_second, share),
+        pageable_bytes_per_second=min(hardware.pageable_bytes_per_second, share),
     )
 
 
-def _check_links(links: tuple[Link, ...], hosts: Mapping[str, HostSpec], document: Document) -> None:
+def _check_links(
+    links: tuple[Link, ...], hosts: Mapping[str, HostSpec], document: Document
+) -> None:
     linked = set[frozenset[str]]()
     for number, link in enumerate(links):
-        for index, name in enumerate(link.between):
+        for index, name in enumerate(link.hosts):
             if name not in hosts:
-                document.add(("links", number, "between", index), f"there is no host {name!r}{did_you_mean(name, hosts)}")
-        pairs = [frozenset(pair) for pair in combinations(link.between, 2)]
-        if twice := [pair for pair in pairs if pair in linked or len(pair) == 1]:
-            document.add(("links", number, "between"), f"{' and '.join(sorted(twice[0]))} are linked twice")
+                document.add(
+                    ("links", number, "between", index),
+                    f"there is no host {name!r}{did_you_mean(name, hosts)}",
+                )
+        pairs = [frozenset(pair) for pair in combinations(link.hosts, 2)]
+        if duplicates := [pair for pair in pairs if pair in linked or len(pair) == 1]:
+            document.add(
+                ("links", number, "between"),
+                f"{' and '.join(sorted(duplicates[0]))} are linked twice",
+            )
         linked |= set(pairs)

@@ -1,4 +1,5 @@
-"""Plans a graph for a cluster: prices columns, chooses devices, and says what further devices would bring."""
+"""Plan a graph for a cluster: price device assignments, choose devices, and compute the gain of
+further devices."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from graphrun.cluster.columns import MOST_DEVICES_APART, Kind, Planner, Pricing, kinds_of
-from graphrun.cluster.machines import Cluster, Device
+from graphrun.cluster.columns import MOST_DEVICES_APART, DeviceClass, Planner, Pricing, kinds_of
+from graphrun.cluster.machines import Cluster, ClusterDevice
 from graphrun.cluster.master import Unplaceable, assignments_for
 from graphrun.cluster.placement import Objective, Placement
 from graphrun.cluster.stream import with_figures
@@ -18,17 +19,21 @@ from graphrun.model.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What one more ``device`` would bring: items per second and latency with it."""
+    """Items per second and latency with one more ``device``."""
 
-    device: Device
+    device: ClusterDevice
     items_per_second: float
     latency_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A placement. ``replicas``: the best one where each device runs all stages, None where no device can; ``gains``: one per kind
-    of device in the cluster. ``priced``: columns that the planner was asked for. ``problem``: of all stages on the first device."""
+class PlacedGraph:
+    """A placement and its alternatives.
+
+    ``replicas``: the best placement where each device runs all stages; None if no device can.
+    ``gains``: one per kind of device in the cluster. ``priced``: device assignments that the
+    planner was asked for. ``problem``: of all stages on the first device.
+    """
 
     placement: Placement
     replicas: Placement | None
@@ -46,42 +51,78 @@ def place(
     inputs: Mapping[str, Any] | None = None,
     cache: Path | None = None,
     gains: bool = True,
-    until: str | None = None,
+    last_stage: str | None = None,
     **budgets: Any,
-) -> Placed:
-    """The best placement of ``graph`` on ``cluster`` for ``items`` items: the most items per second, or the shortest time of one.
+) -> PlacedGraph:
+    """Return the best placement of ``graph`` on ``cluster`` for ``items`` items: with the most
+    items per second, or with the shortest time of one item.
 
-    ``gains``: whether to look for what one more device of each kind would bring. ``budgets``: further arguments of
-    `graphrun.estimate`, without those that the cluster has. Raises Unplaceable where no devices can run all stages.
+    ``gains``: also compute the gain of one more device of each kind. ``budgets``: further arguments
+    of `graphrun.estimate` that the cluster does not define. Raises Unplaceable if no devices can
+    run all stages.
     """
-    graph, inputs = graph.until(until).for_first(inputs or {})
+    graph, inputs = graph.until(last_stage).for_first(inputs or {})
     planner = Planner(graph, items, cache, {**budgets, "inputs": inputs})
     stages, kinds = tuple(stage.name for stage in graph.stages), kinds_of(cluster)
     problem = planner.problem(next(iter(kinds.values())))
 
-    def placed(on: Cluster, pricing: Pricing) -> Placement:
-        found = assignments_for(objective, on, pricing, problem.values)
-        return with_figures(Placement(objective, items, stages, problem.values, on, found))
+    def placed(on_cluster: Cluster, pricing: Pricing) -> Placement:
+        assignments = assignments_for(objective, on_cluster, pricing, problem.values)
+        return with_figures(
+            Placement(objective, items, stages, problem.values, on_cluster, assignments)
+        )
 
-    linked = all(cluster.link(a.name, b.name) is not None for a in cluster.hosts for b in cluster.hosts)
-    apart = linked and len(cluster.devices) <= MOST_DEVICES_APART
-    apart &= objective == "throughput" and items > 1  # of one item, nothing runs beside it
-    pricing = Pricing(stages, planner.price, planner.least, cold=items == 1, apart=apart, values=problem.values)
+    linked = all(
+        cluster.link(a.name, b.name) is not None for a in cluster.hosts for b in cluster.hosts
+    )
+    has_gaps = linked and len(cluster.devices) <= MOST_DEVICES_APART
+    has_gaps &= objective == "throughput" and items > 1  # nothing else runs next to a single item
+    pricing = Pricing(
+        stages,
+        planner.price,
+        planner.lower_bound_seconds,
+        cold=items == 1,
+        has_gaps=has_gaps,
+        values=problem.values,
+    )
     placement = placed(cluster, pricing)
-    whole = Pricing(stages, planner.price, planner.least, cold=items == 1, whole=True, together=1)
+    whole = Pricing(
+        stages, planner.price, planner.lower_bound_seconds, cold=items == 1, whole=True, max_team=1
+    )
     try:
         replicas = placed(cluster, whole)
     except Unplaceable:
         replicas = None
-    likes: dict[Kind, Device] = {kinds[device.name]: device for device in reversed(cluster.devices)}
-    more = [(like, placed(with_spare(cluster, like), pricing)) for like in reversed(likes.values())] if gains else []
-    found = tuple(Gain(like, of.items_per_second, of.latency_seconds) for like, of in more)
-    return Placed(placement, replicas, found, planner.priced, problem)
+    likes: dict[DeviceClass, ClusterDevice] = {
+        kinds[device.name]: device for device in reversed(cluster.devices)
+    }
+    spares = (
+        [
+            (example, placed(with_spare(cluster, example), pricing))
+            for example in reversed(likes.values())
+        ]
+        if gains
+        else []
+    )
+    gain_list = tuple(
+        Gain(example, result.items_per_second, result.latency_seconds) for example, result in spares
+    )
+    return PlacedGraph(placement, replicas, gain_list, planner.price_count, problem)
 
 
-def with_spare(cluster: Cluster, like: Device) -> Cluster:
-    """``cluster`` with one more device like ``like`` in its host, with the same shares of what the host's devices share."""
-    host = next(host for host in cluster.hosts if host.name == like.host)
+def with_spare(cluster: Cluster, example: ClusterDevice) -> Cluster:
+    """Return ``cluster`` with one more device like ``example`` in its host. The new device has the
+    same shares of the host's shared resources."""
+    host = next(host for host in cluster.hosts if host.name == example.host)
     number = 1 + max(device.id for device in host.devices)
-    more = replace(host, devices=(*host.devices, replace(like, id=number, torch=f"{like.hardware.device}:{number}")))
-    return replace(cluster, hosts=tuple(more if of.name == host.name else of for of in cluster.hosts))
+    larger_host = replace(
+        host,
+        devices=(
+            *host.devices,
+            replace(example, id=number, torch=f"{example.hardware.device}:{number}"),
+        ),
+    )
+    return replace(
+        cluster,
+        hosts=tuple(larger_host if other.name == host.name else other for other in cluster.hosts),
+    )

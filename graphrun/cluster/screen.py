@@ -1,4 +1,4 @@
-"""The screen and the JSON form of a placement."""
+"""A placement on screen and as JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from graphrun.cluster.place import Placed
+from graphrun.cluster.place import PlacedGraph
 from graphrun.cluster.placement import Assignment, Placement
 from graphrun.report.screen import Look, subject
 from graphrun.report.summary import figures
@@ -14,65 +14,111 @@ from graphrun.report.table import table
 from graphrun.units import roughly, show_seconds, show_size
 
 
-def summary(placed: Placed, plan_seconds: float) -> dict[str, Any]:
-    """What ``--json`` prints."""
-    placement, replicas = placed.placement, placed.replicas
+def summary(result: PlacedGraph, plan_seconds: float) -> dict[str, Any]:
+    """Return the JSON of ``--json``."""
+    placement, replicas = result.placement, result.replicas
     return {
-        "graph": placed.problem.graph,
-        "settings": dict(placed.problem.settings),
-        **figures(placement, "objective", "items", "items_per_second", "latency_seconds", "seconds"),
+        "graph": result.problem.graph,
+        "settings": dict(result.problem.settings),
+        **figures(
+            placement, "objective", "items", "items_per_second", "latency_seconds", "seconds"
+        ),
         "bottleneck": list(placement.bottleneck),
         "devices": [
             {
-                "device": of.name,
-                "hardware": of.device.hardware.name,
-                "vram_bytes": of.device.vram_bytes,
-                "helpers": [{"hardware": each.hardware.name, "vram_bytes": each.vram_bytes} for each in of.helpers],
-                "stages": list(of.stages),
-                **figures(of.column, "ahead_seconds", "cold_seconds", "steady_seconds", "ram_bytes", "pinned_bytes"),
+                "device": assignment.name,
+                "hardware": assignment.device.hardware.name,
+                "vram_bytes": assignment.device.vram_bytes,
+                "secondaries": [
+                    {"hardware": device.hardware.name, "vram_bytes": device.vram_bytes}
+                    for device in assignment.secondaries
+                ],
+                "stages": list(assignment.stages),
+                **figures(
+                    assignment.column,
+                    "ahead_seconds",
+                    "cold_seconds",
+                    "steady_seconds",
+                    "ram_bytes",
+                    "pinned_bytes",
+                ),
             }
-            for of in placement.assignments
+            for assignment in placement.assignments
         ],
-        "crossings": [
-            {"value": of.value, "to": list(of.to), "nbytes": of.nbytes, "seconds": of.seconds} for of in placement.crossings()
+        "transfers": [
+            {
+                "value": transfer.value,
+                "to": list(transfer.reader_stages),
+                "nbytes": transfer.nbytes,
+                "seconds": transfer.seconds,
+            }
+            for transfer in placement.transfers()
         ],
-        "replicas": figures(replicas, "items_per_second", "latency_seconds", "seconds") if replicas is not None else None,
+        "replicas": figures(replicas, "items_per_second", "latency_seconds", "seconds")
+        if replicas is not None
+        else None,
         "gains": [
-            {"hardware": of.device.hardware.name, "host": of.device.host, **figures(of, "items_per_second", "latency_seconds")}
-            for of in placed.gains
+            {
+                "hardware": gain.device.hardware.name,
+                "host": gain.device.host,
+                **figures(gain, "items_per_second", "latency_seconds"),
+            }
+            for gain in result.gains
         ],
-        "priced": placed.priced,
+        "priced": result.priced,
         "plan_seconds": plan_seconds,
     }
 
 
-def placement_screen(placed: Placed, look: Look) -> str:
-    """What ``graphrun plan --cluster`` shows: rates, who holds what and from when, what limits it, what crosses, what more would
-    bring."""
-    placement, replicas = placed.placement, placed.replicas
-    used, every = sum(len(of.devices) for of in placement.assignments), len(placement.cluster.devices)
-    many = f"{placement.items} items take {roughly(placement.seconds)}" if placement.items > 1 else "its first item"
-    verdict = f"Fits: {_figure(placement)} on {used} of {every} devices; {many}"
+def placement_screen(result: PlacedGraph, look: Look) -> str:
+    """Return the screen of ``graphrun plan --cluster``: rates, the stages and start of each device,
+    the bottleneck, transfers, and the gain of further devices."""
+    placement, replicas = result.placement, result.replicas
+    active_devices, device_count = (
+        sum(len(assignment.devices) for assignment in placement.assignments),
+        len(placement.cluster.devices),
+    )
+    items = (
+        f"{placement.items} items take {roughly(placement.seconds)}"
+        if placement.items > 1
+        else "its first item"
+    )
+    verdict = f"Fits: {_figure(placement)} on {active_devices} of {device_count} devices; {items}"
     limit = " ".join(placement.bottleneck)
-    held = ((of, placement.stages[slice(*span)]) for of in placement.assignments for span in placement.spans(of))
-    by = ", ".join(of.name for of, stages in held if stages == placement.bottleneck)
-    lines = [look.folded(f"bottleneck: {limit} on {_cut(by)}" if limit else "bottleneck: a link between hosts")]
+    assigned_stages = (
+        (assignment, placement.stages[slice(*span)])
+        for assignment in placement.assignments
+        for span in placement.spans(assignment)
+    )
+    names = ", ".join(
+        assignment.name for assignment, stages in assigned_stages if stages == placement.bottleneck
+    )
+    lines = [
+        look.folded(
+            f"bottleneck: {limit} on {_cut(names)}" if limit else "bottleneck: a link between hosts"
+        )
+    ]
     if replicas is not None:
         lines.append(look.folded(f"with all stages on each device: {_figure(replicas)}"))
     else:
         lines.append("no device can run all stages")
     parts = [
         look.first(verdict),
-        look.folded(f"plan {subject(placed.problem)} for {placement.objective}"),
+        look.folded(f"plan {subject(result.problem)} for {placement.objective}"),
         _devices(placement, look),
     ]
-    return "\n\n".join(part for part in (*parts, "\n".join(lines), _crossings(placement, look), _gains(placed, look)) if part)
+    return "\n\n".join(
+        part
+        for part in (*parts, "\n".join(lines), _transfers(placement, look), _gains(result, look))
+        if part
+    )
 
 
 def _figure(placement: Placement) -> str:
     if placement.objective == "latency":
         return f"an item alone takes {roughly(placement.latency_seconds)}"
-    return f"{_rate(placement.items_per_second)}, an item alone takes {roughly(placement.latency_seconds)}"
+    rate, seconds = _rate(placement.items_per_second), roughly(placement.latency_seconds)
+    return f"{rate}, an item alone takes {seconds}"
 
 
 def _rate(items_per_second: float) -> str:
@@ -85,44 +131,83 @@ def _rate(items_per_second: float) -> str:
     )
 
 
-def _cut(names: str, most: int = 60) -> str:
-    return names if len(names) <= most else f"{names[: most - 1]}…"
+def _cut(names: str, width: int = 60) -> str:
+    return names if len(names) <= width else f"{names[: width - 1]}…"
 
 
 def _devices(placement: Placement, look: Look) -> str:
-    """A row for the devices with equal plans."""
+    """Return a table with one row for all devices with equal plans."""
     rows = [["devices", "", "hardware", "VRAM", "stages", "from s", "first s", "then s", "RAM"]]
     equal: dict[tuple[Any, ...], list[Assignment]] = defaultdict(list)
-    for of in placement.assignments:
-        cards = tuple((each.hardware.name, each.vram_bytes) for each in of.devices)
-        equal[cards, of.column].append(of)
-    for (cards, column), own in equal.items():
+    for assignment in placement.assignments:
+        cards = tuple((device.hardware.name, device.vram_bytes) for device in assignment.devices)
+        equal[cards, assignment.column].append(assignment)
+    for (cards, column), assignments in equal.items():
         seconds = (column.ahead_seconds, column.cold_seconds, column.steady_seconds)
-        names = _cut(" ".join(of.name for of in own), 16)
-        count = f"x{len(own)}" if len(own) > 1 else ""
-        kinds, budgets = _each(name for name, _ in cards), _each(show_size(nbytes) for _, nbytes in cards)
-        cells = [names, count, kinds, budgets, " ".join(own[0].stages), *(f"{of:.3g}" for of in seconds)]
+        names = _cut(" ".join(assignment.name for assignment in assignments), 16)
+        count = f"x{len(assignments)}" if len(assignments) > 1 else ""
+        kinds, budgets = (
+            _each(name for name, _ in cards),
+            _each(show_size(nbytes) for _, nbytes in cards),
+        )
+        cells = [
+            names,
+            count,
+            kinds,
+            budgets,
+            " ".join(assignments[0].stages),
+            *(f"{figure:.3g}" for figure in seconds),
+        ]
         rows.append([*cells, show_size(column.ram_bytes)])
-    notes = " from: weights of the first phase are there; first, then: the first item and each further one; RAM: of each device"
-    return f"{table(rows, left=(0, 1, 2, 4), width=look.width)}\n{look.folded(notes)}"
+    notes = (
+        " from: weights of the first phase are there; first, then: the first item and each further "
+        "one; RAM: of each device"
+    )
+    return f"{table(rows, left_columns=(0, 1, 2, 4), width=look.width)}\n{look.folded(notes)}"
 
 
 def _each(texts: Iterable[str]) -> str:
-    """``24.00 GiB+12.00 GiB``; equal ones once, with their number."""
-    every = list(texts)
-    return "+".join(every) if len(set(every)) > 1 or len(every) == 1 else f"{len(every)} x {every[0]}"
+    """Join texts, such as ``24.00 GiB+12.00 GiB``. Equal texts appear once, with their number."""
+    parts = list(texts)
+    return (
+        "+".join(parts) if len(set(parts)) > 1 or len(parts) == 1 else f"{len(parts)} x {parts[0]}"
+    )
 
 
-def _crossings(placement: Placement, look: Look) -> str:
-    rows = [[of.value, " ".join(of.to), show_size(of.nbytes), show_seconds(of.seconds)] for of in placement.crossings()]
-    return table([["crosses", "to", "size", "on the slowest link"], *rows], left=(0, 1), width=look.width) if rows else ""
+def _transfers(placement: Placement, look: Look) -> str:
+    rows = [
+        [
+            transfer.value,
+            " ".join(transfer.reader_stages),
+            show_size(transfer.nbytes),
+            show_seconds(transfer.seconds),
+        ]
+        for transfer in placement.transfers()
+    ]
+    return (
+        table(
+            [["crosses", "to", "size", "on the slowest link"], *rows],
+            left_columns=(0, 1),
+            width=look.width,
+        )
+        if rows
+        else ""
+    )
 
 
-def _gains(placed: Placed, look: Look) -> str:
-    before: Placement = placed.placement
+def _gains(result: PlacedGraph, look: Look) -> str:
+    current: Placement = result.placement
     rows = [["one more", "in host", "items", "gain", "item alone"]]
-    for of in placed.gains:
-        gain = of.items_per_second / before.items_per_second - 1
-        seconds = show_seconds(of.latency_seconds)
-        rows.append([of.device.hardware.name, of.device.host, _rate(of.items_per_second), f"{100 * gain:+.1f} %", seconds])
-    return table(rows, left=(0, 1), width=look.width) if len(rows) > 1 else ""
+    for option in result.gains:
+        gain = option.items_per_second / current.items_per_second - 1
+        seconds = show_seconds(option.latency_seconds)
+        rows.append(
+            [
+                option.device.hardware.name,
+                option.device.host,
+                _rate(option.items_per_second),
+                f"{100 * gain:+.1f} %",
+                seconds,
+            ]
+        )
+    return table(rows, left_columns=(0, 1), width=look.width) if len(rows) > 1 else ""

@@ -1,15 +1,15 @@
-"""What a placement does with items: an event simulator of a stream of them, the rate that can be sustained, and one item's latency.
-
-Shares no code with the program that chooses placements.
+"""What a placement does with items: an event simulator of a stream of items, the sustainable rate,
+and the latency of one item. Shares no code with the program that chooses placements.
 
     before stage 0    a/0 [encode]    before stage 1    b/0 [denoise decode]    done
     o o o o o o o ->  o >###> o o  ->       o o     ->       o >###>        ->  o o o
                       inbox   outbox                         inbox
 
-An idle device takes the next item of its inbox. It fills that from the items that wait before its first stage, the oldest first,
-until WAITING are in it or on their way; it starts nothing while WAITING results wait behind it. Of a device with several parts each
-has these for itself; a run takes an item through each part that is able to, and counts as one of all of them. Values take their
-turn on the link between two hosts, one item after another in each direction.
+An idle device takes the next item of its inbox. The inbox is filled with the oldest items that wait
+before the device's first stage, until WAITING items are in it or on their way. A device starts
+nothing while WAITING results wait behind it. If a device has several parts, each part has its own
+queues; one run takes an item through each part that has one, and takes the time of a run of all
+parts. Values take turns on the link between two hosts, item by item in each direction.
 """
 
 from __future__ import annotations
@@ -26,22 +26,25 @@ import networkx
 from graphrun.cluster.machines import Link
 from graphrun.cluster.placement import WAITING, Assignment, Placement, bytes_before, parts_of
 
-WARM_ITEMS = 500  # at least, after which a rate is measured over as many again
+WARM_ITEMS = 500  # least number of items before a rate is measured, over as many items
 
 
 @dataclass(slots=True, eq=False)
 class _Machine:
-    """A device: its ``parts``, and those that it runs now."""
+    """A device: its ``parts``, and the parts in the current run."""
 
     warm: bool
-    parts: list[_Worker] = field(default_factory=list)
-    running: list[_Worker] = field(default_factory=list)
+    parts: list[_StreamWorker] = field(default_factory=list)
+    active_parts: list[_StreamWorker] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
-class _Worker:
-    """A part of a device at work. ``inbox``: items whose values are there; ``coming``: those on their way; ``outbox``: results that
-    wait."""
+class _StreamWorker:
+    """A part of a device.
+
+    ``inbox``: items whose values have arrived. ``coming``: items on their way. ``outbox``: results
+    that wait.
+    """
 
     assignment: Assignment
     begin: int
@@ -53,124 +56,157 @@ class _Worker:
 
     @property
     def queued(self) -> int:
-        """Items that it has, in all."""
-        return self.inbox + self.coming + (self in self.machine.running)
+        """The number of items that it has, in total."""
+        return self.inbox + self.coming + (self in self.machine.active_parts)
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
-    """An item that waits since ``clock``; ``maker`` has its values, None for a new one."""
+class _StreamItem:
+    """An item that has waited since ``clock``. ``maker`` has its values; None for a new item."""
 
     clock: float
-    maker: _Worker | None
+    maker: _StreamWorker | None
 
     @property
     def host(self) -> str:
-        """Where its values are."""
+        """The host of its values."""
         return self.maker.assignment.device.host if self.maker is not None else ""
 
 
 class _Stream:
-    """Items on their way through a placement."""
+    """A simulation of items on their way through a placement."""
 
     def __init__(self, placement: Placement, items: int, warm: bool) -> None:
         self.last, self.link = len(placement.stages), cache(placement.cluster.link)
-        self.waiting: dict[int, dict[str, deque[_Item]]] = defaultdict(lambda: defaultdict(deque))  # by stage, then host
-        self.waiting[0][""].extend(_Item(0.0, None) for _ in range(items))
-        self.workers: dict[int, list[_Worker]] = defaultdict(list)  # by first stage
-        for of in placement.assignments:
+        # by stage, then host
+        self.queues: dict[int, dict[str, deque[_StreamItem]]] = defaultdict(
+            lambda: defaultdict(deque)
+        )
+        self.queues[0][""].extend(_StreamItem(0.0, None) for _ in range(items))
+        self.workers: dict[int, list[_StreamWorker]] = defaultdict(list)  # by first stage
+        for assignment in placement.assignments:
             machine = _Machine(warm)
-            for span in placement.spans(of):
-                machine.parts.append(worker := _Worker(of, *span, machine))
+            for span in placement.spans(assignment):
+                machine.parts.append(worker := _StreamWorker(assignment, *span, machine))
                 self.workers[worker.begin].append(worker)
         self.nbytes = bytes_before(placement.stages, placement.values)
-        self.free_seconds: dict[tuple[str, str], float] = defaultdict(float)  # when the link from a host to another is free
-        self.events: list[tuple[float, int, Callable[[_Worker], None], _Worker]] = []
-        self.order, self.clock, self.done = count(), 0.0, list[float]()
+        # when the link between two hosts is free
+        self.free_seconds: dict[tuple[str, str], float] = defaultdict(float)
+        self.events: list[tuple[float, int, Callable[[_StreamWorker], None], _StreamWorker]] = []
+        self.order, self.clock, self.finish_times = count(), 0.0, list[float]()
 
     def run(self) -> list[float]:
-        """When each item is done."""
+        """Return when each item is done."""
         self._pull(0)
         while self.events:
             self.clock, _, happens, worker = heapq.heappop(self.events)
             happens(worker)
             self._start(worker)
-        return self.done
+        return self.finish_times
 
-    def _at(self, seconds: float, happens: Callable[[_Worker], None], worker: _Worker) -> None:
+    def _schedule_event(
+        self, seconds: float, happens: Callable[[_StreamWorker], None], worker: _StreamWorker
+    ) -> None:
         heapq.heappush(self.events, (seconds, next(self.order), happens, worker))
 
     def _pull(self, begin: int) -> None:
-        """Sends items that wait before stage ``begin`` to the devices with the fewest."""
-        while found := self._next(begin):
-            host, worker, link = found
-            item = self.waiting[begin][host].popleft()
+        """Send items that wait before stage ``begin`` to the devices with the fewest items."""
+        while choice := self._next(begin):
+            host, worker, link = choice
+            item = self.queues[begin][host].popleft()
             arrives = self.clock
             if item.maker is not None:
                 way = host, worker.assignment.device.host
-                self.free_seconds[way] = max(self.clock, self.free_seconds[way]) + self.nbytes[begin] / link.bytes_per_second
+                self.free_seconds[way] = (
+                    max(self.clock, self.free_seconds[way])
+                    + self.nbytes[begin] / link.bytes_per_second
+                )
                 arrives = self.free_seconds[way] + link.seconds
                 item.maker.outbox -= 1
                 self._start(item.maker)
             worker.coming += 1
-            self._at(arrives, self._arrived, worker)
+            self._schedule_event(arrives, self._receive, worker)
 
-    def _next(self, begin: int) -> tuple[str, _Worker, Link] | None:
-        """Of the item that waits longest, and can be sent, the host, the device that gets it, and the link."""
-        free = [of for of in self.workers[begin] if of.coming + of.inbox < WAITING]
-        queues = {host: queue[0].clock for host, queue in self.waiting[begin].items() if queue} if free else {}
+    def _next(self, begin: int) -> tuple[str, _StreamWorker, Link] | None:
+        """Return the host of the item that has waited longest and can be sent, its next device, and
+        the link."""
+        free = [worker for worker in self.workers[begin] if worker.coming + worker.inbox < WAITING]
+        queues = (
+            {host: queue[0].clock for host, queue in self.queues[begin].items() if queue}
+            if free
+            else {}
+        )
         for host in sorted(queues, key=queues.__getitem__):
-            links = [(of, self.link(host or of.assignment.device.host, of.assignment.device.host)) for of in free]
-            able = [(of, link) for of, link in links if link is not None]
-            if able:
-                return host, *min(able, key=lambda pair: (pair[0].queued, pair[0].assignment.column.steady_seconds))
+            links = [
+                (
+                    worker,
+                    self.link(host or worker.assignment.device.host, worker.assignment.device.host),
+                )
+                for worker in free
+            ]
+            choices = [(worker, link) for worker, link in links if link is not None]
+            if choices:
+                return host, *min(
+                    choices,
+                    key=lambda pair: (pair[0].queued, pair[0].assignment.column.steady_seconds),
+                )
         return None
 
-    def _arrived(self, worker: _Worker) -> None:
+    def _receive(self, worker: _StreamWorker) -> None:
         worker.coming -= 1
         worker.inbox += 1
 
-    def _start(self, worker: _Worker) -> None:
+    def _start(self, worker: _StreamWorker) -> None:
         machine, column = worker.machine, worker.assignment.column
-        able = [] if machine.running else [of for of in machine.parts if of.inbox and of.outbox < WAITING]
-        if not able:
+        startable_parts = (
+            []
+            if machine.active_parts
+            else [part for part in machine.parts if part.inbox and part.outbox < WAITING]
+        )
+        if not startable_parts:
             return
-        seconds = column.steady_seconds if machine.warm else column.cold_seconds - column.ahead_seconds
+        seconds = (
+            column.steady_seconds if machine.warm else column.cold_seconds - column.ahead_seconds
+        )
         start = self.clock if machine.warm else max(self.clock, column.ahead_seconds)
-        machine.running, machine.warm = able, True
-        for of in able:
-            of.inbox -= 1
-        self._at(start + seconds, self._finished, worker)
-        for of in able:
-            self._pull(of.begin)
+        machine.active_parts, machine.warm = startable_parts, True
+        for part in startable_parts:
+            part.inbox -= 1
+        self._schedule_event(start + seconds, self._finish, worker)
+        for part in startable_parts:
+            self._pull(part.begin)
 
-    def _finished(self, worker: _Worker) -> None:
-        ran, worker.machine.running = worker.machine.running, []
-        for of in ran:
-            if of.end == self.last:
-                self.done.append(self.clock)
+    def _finish(self, worker: _StreamWorker) -> None:
+        finished_parts, worker.machine.active_parts = worker.machine.active_parts, []
+        for part in finished_parts:
+            if part.end == self.last:
+                self.finish_times.append(self.clock)
             else:
-                of.outbox += 1
-                self.waiting[of.end][of.assignment.device.host].append(_Item(self.clock, of))
-        for of in ran:
-            if of.end < self.last:
-                self._pull(of.end)
+                part.outbox += 1
+                self.queues[part.end][part.assignment.device.host].append(
+                    _StreamItem(self.clock, part)
+                )
+        for part in finished_parts:
+            if part.end < self.last:
+                self._pull(part.end)
 
 
 def finish_seconds(placement: Placement, items: int, *, warm: bool = False) -> list[float]:
-    """When each of ``items`` items is done, in order, all there at 0 and dispatched as above. ``warm``: with weights loaded."""
+    """Return when each of ``items`` items is done, in order, if all are there at time 0. ``warm``:
+    with weights loaded."""
     return _Stream(placement, items, warm).run()
 
 
 def steady_rate(placement: Placement) -> float:
-    """Items per second of a long stream, measured after its first WARM_ITEMS, or ten per device."""
+    """Return the items per second of a long stream, measured after WARM_ITEMS items or ten per
+    device."""
     first = max(WARM_ITEMS, 10 * len(placement.assignments))
     times = finish_seconds(placement, 3 * first, warm=True)[first : 2 * first]
     return (len(times) - 1) / (times[-1] - times[0])
 
 
 def with_figures(placement: Placement) -> Placement:
-    """``placement`` with its rate, latency, seconds and bottleneck."""
+    """Return ``placement`` with its rate, latency, seconds and bottleneck."""
     rate, limiting = _rate(placement, by_host=False)
     hosts = [host.name for host in placement.cluster.hosts]
     links = [placement.cluster.link(a, b) for a in hosts for b in hosts]
@@ -180,64 +216,121 @@ def with_figures(placement: Placement) -> Placement:
         rate, limiting = _rate(placement, by_host=True)
     latency, chain = alone(placement)
     if placement.objective == "latency":
-        limiting = max(chain, key=lambda of: taken_seconds(of, placement.items)).stages
+        limiting = max(
+            chain, key=lambda assignment: taken_seconds(assignment, placement.items)
+        ).stages
     seconds = max(finish_seconds(placement, placement.items))
-    return replace(placement, items_per_second=rate, latency_seconds=latency, seconds=seconds, bottleneck=limiting)
+    return replace(
+        placement,
+        items_per_second=rate,
+        latency_seconds=latency,
+        seconds=seconds,
+        bottleneck=limiting,
+    )
 
 
 def _rate(placement: Placement, *, by_host: bool) -> tuple[float, tuple[str, ...]]:
-    """The largest flow of items, and the stages of the devices that limit it; none where links do. ``by_host``: links between
-    hosts limit it too, each boundary by itself."""
-    network, nbytes, last = networkx.DiGraph(), bytes_before(placement.stages, placement.values), len(placement.stages)
-    hosts = sorted({of.device.host for of in placement.assignments}) if by_host else [""]
-    for at, one, other in ((at, one, other) for at in range(1, last) for one in hosts for other in hosts):
-        link = placement.cluster.link(one, other)
+    """Return the largest flow of items, and the stages of the devices that limit it; no stages if
+    links limit it.
+
+    ``by_host``: links between hosts also limit the flow, separately for each boundary.
+    """
+    network, nbytes, last = (
+        networkx.DiGraph(),
+        bytes_before(placement.stages, placement.values),
+        len(placement.stages),
+    )
+    hosts = (
+        sorted({assignment.device.host for assignment in placement.assignments})
+        if by_host
+        else [""]
+    )
+    for stage, sender, receiver in (
+        (stage, sender, receiver)
+        for stage in range(1, last)
+        for sender in hosts
+        for receiver in hosts
+    ):
+        link = placement.cluster.link(sender, receiver)
         if link is not None:
-            limit = {} if one == other or not nbytes[at] else {"capacity": link.bytes_per_second / nbytes[at]}
-            network.add_edge((at, one, "made"), (at, other, "wanted"), **limit)
+            limit = (
+                {}
+                if sender == receiver or not nbytes[stage]
+                else {"capacity": link.bytes_per_second / nbytes[stage]}
+            )
+            network.add_edge((stage, sender, "made"), (stage, receiver, "wanted"), **limit)
     for host in hosts:
         network.add_edge("new", (0, host, "wanted"))
         network.add_edge((last, host, "made"), "done")
-    for of, (begin, end) in [(each, span) for each in placement.assignments for span in placement.spans(each)]:
-        host = of.device.host if by_host else ""
+    for assignment, (begin, end) in [
+        (member, span) for member in placement.assignments for span in placement.spans(member)
+    ]:
+        host = assignment.device.host if by_host else ""
         ends = (begin, host, "wanted"), (end, host, "made")
-        known = network.get_edge_data(*ends, {"capacity": 0.0})["capacity"]
-        network.add_edge(*ends, capacity=known + 1 / of.column.steady_seconds)
-    rate, (near, _) = networkx.minimum_cut(network, "new", "done")
-    cut = {(a, b): of["capacity"] for a, b, of in network.edges(data=True) if a in near and b not in near}
+        capacity = network.get_edge_data(*ends, {"capacity": 0.0})["capacity"]
+        network.add_edge(*ends, capacity=capacity + 1 / assignment.column.steady_seconds)
+    rate, (source_side, _) = networkx.minimum_cut(network, "new", "done")
+    cut = {
+        (a, b): edge_data["capacity"]
+        for a, b, edge_data in network.edges(data=True)
+        if a in source_side and b not in source_side
+    }
     (begin, _, of_begin), (end, *_) = max(cut, key=lambda edge: cut[edge])
     return float(rate), placement.stages[begin:end] if of_begin == "wanted" else ()
 
 
-def taken_seconds(of: Assignment, items: int, part: int = 0) -> float:
-    """Of one item on a device, in part number ``part``: the first where there is only one, else a later one."""
-    column = of.column
+def taken_seconds(assignment: Assignment, items: int, part: int = 0) -> float:
+    """Return the seconds of one item in part number ``part`` of a device: as the first item if
+    ``items`` is 1, else as a later item."""
+    column = assignment.column
     if items == 1:
         return column.cold_seconds - column.ahead_seconds
     return column.part_seconds[part] if column.part_seconds else column.steady_seconds
 
 
 def alone(placement: Placement) -> tuple[float, tuple[Assignment, ...]]:
-    """Seconds of one item alone, and the devices that run it: of those that hold the same stages, the one that is done first. A
-    device starts when the values have arrived and its weights are there."""
-    cold, stages, nbytes = placement.items == 1, placement.stages, bytes_before(placement.stages, placement.values)
-    spans = ((of, span) for of in placement.assignments for span in placement.spans(of))
-    parts = [(of, parts_of(stages, of.stages).index(span), span) for of, span in spans]
+    """Return the seconds of a single item, and the devices that run it. Among devices with the same
+    stages, the one that finishes first runs it.
 
-    def rest(at: int, clock: float, chain: tuple[Assignment, ...]) -> tuple[float, tuple[Assignment, ...]]:
-        if at == len(stages):
+    A device starts when the values have arrived and its weights are loaded.
+    """
+    cold, stages, nbytes = (
+        placement.items == 1,
+        placement.stages,
+        bytes_before(placement.stages, placement.values),
+    )
+    spans = (
+        (assignment, span)
+        for assignment in placement.assignments
+        for span in placement.spans(assignment)
+    )
+    parts = [
+        (assignment, parts_of(stages, assignment.stages).index(span), span)
+        for assignment, span in spans
+    ]
+
+    def rest(
+        stage: int, clock: float, chain: tuple[Assignment, ...]
+    ) -> tuple[float, tuple[Assignment, ...]]:
+        if stage == len(stages):
             return clock, chain
         first: dict[int, tuple[float, Assignment]] = {}
-        for of, number, (begin, end) in parts:
-            link = placement.cluster.link(chain[-1].device.host if chain else of.device.host, of.device.host)
-            if begin != at or link is None:
+        for assignment, number, (begin, end) in parts:
+            link = placement.cluster.link(
+                chain[-1].device.host if chain else assignment.device.host, assignment.device.host
+            )
+            if begin != stage or link is None:
                 continue
-            arrived = clock + (link.seconds + nbytes[at] / link.bytes_per_second if chain else 0.0)
-            ready = max(arrived, of.column.ahead_seconds) if cold else arrived
-            finish = ready + taken_seconds(of, placement.items, number)
+            arrived = clock + (
+                link.seconds + nbytes[stage] / link.bytes_per_second if chain else 0.0
+            )
+            ready = max(arrived, assignment.column.ahead_seconds) if cold else arrived
+            finish = ready + taken_seconds(assignment, placement.items, number)
             if end not in first or finish < first[end][0]:
-                first[end] = finish, of
-        ways = [rest(end, finish, (*chain, of)) for end, (finish, of) in first.items()]
+                first[end] = finish, assignment
+        ways = [
+            rest(end, finish, (*chain, assignment)) for end, (finish, assignment) in first.items()
+        ]
         return min(ways, key=lambda way: way[0], default=(float("inf"), chain))
 
     return rest(0, 0.0, ())

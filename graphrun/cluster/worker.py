@@ -1,4 +1,5 @@
-"""What one device of a placement does: runs of its stages, with values from other devices; as bytes in and bytes out."""
+"""One device of a placement: it runs its stages with values from other devices. Values come and go
+as bytes."""
 
 from __future__ import annotations
 
@@ -10,20 +11,20 @@ from typing import Any, NamedTuple
 from graphrun import errors
 from graphrun.batch.cache.pack import pack, unpack
 from graphrun.batch.running import Running
-from graphrun.batch.schedule import Segment
+from graphrun.batch.schedule import StageSegment
 from graphrun.graph.graph import Reference
-from graphrun.ops.outlines import outlined
+from graphrun.ops.outlines import outline_tensors
 from graphrun.runtime.devices.open import open_device
 from graphrun.trace import Trace
 
 
 class LostValue(Exception):
-    """A value that another device made is gone."""
+    """A value that another device made is lost."""
 
 
 class Visit(NamedTuple):
-    """An item in a run: it goes through ``stages``, one part of the device's, with resolved ``inputs``. ``values`` are what other
-    workers made for it, as the crew names them."""
+    """An item in a run: it goes through ``stages``, one part of the device's stages, with resolved
+    ``inputs``. ``values``: results of other workers for the item, as handles of the crew."""
 
     stages: tuple[str, ...]
     inputs: Mapping[str, Any]
@@ -32,96 +33,141 @@ class Visit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a run took: ``seconds`` of the device's clock, and the ``trace`` without outputs. It begins with what was loaded ahead,
-    which took ``ahead_seconds`` more.
+    """The report of a run: ``seconds`` of the device's clock, and the ``trace`` without outputs.
 
-    ``lost``: (number of the visit, of its value) of what was gone, ``error``: type and text of the error; nothing was made then.
+    The run starts with the blocks that were loaded ahead in another ``ahead_seconds``.
+    ``lost_values``: (number of the visit, number of its value) of each lost value. ``error``: type
+    and text of the error. A run with lost values or an error has no results.
     """
 
     seconds: float = 0.0
     trace: Trace | None = None
-    lost: tuple[tuple[int, int], ...] = ()
+    lost_values: tuple[tuple[int, int], ...] = ()
     ahead_seconds: float = 0.0
     error: tuple[str, str] | None = None
 
     def require(self) -> None:
-        """Raises the run's error."""
+        """Raise the run's error, if any."""
         if self.error is not None:
             kind = getattr(errors, self.error[0], errors.GraphrunError)
             raise kind(self.error[1])
 
 
-def _is_given(of: Reference, stages: Collection[str]) -> bool:
-    return of.kind == "stage" and of.name not in stages
+def _is_given(reference: Reference, stages: Collection[str]) -> bool:
+    return reference.kind == "stage" and reference.name not in stages
 
 
-class Worker:
-    """A session of ``segment`` on the device or devices that its plan is for, of which this process is the only user. ``name``: of
-    these in messages. Nothing is built before the first run."""
+class StageWorker:
+    """A session of ``segment`` on the devices of its plan. No other process may use them.
 
-    def __init__(self, segment: Segment, name: str, modules: Mapping[str, Any] | None = None) -> None:
+    ``name``: the devices' name in messages. Nothing is built before the first run.
+    """
+
+    def __init__(
+        self, segment: StageSegment, name: str, modules: Mapping[str, Any] | None = None
+    ) -> None:
         self._segment, self._name, self._modules = segment, name, modules
-        self._running: Running | None = None
+        self._segment_run: Running | None = None
         self._ahead_seconds = 0.0
 
     def load_ahead(self) -> Report:
-        """Loads what the first run begins with, before its values are there; nothing after a run. An error is left to that run: it
-        begins with an empty device and may plan again."""
+        """Load the blocks of the first run before its values arrive. Do nothing after a run.
+
+        Errors are ignored here: the first run starts with an empty device and may plan again.
+        """
         try:
-            running = self._open()
-            begin = self._clock(running)
-            running.load_ahead()
-            self._ahead_seconds = self._clock(running) - begin
+            segment_run = self._open()
+            begin = self._clock(segment_run)
+            segment_run.load_ahead()
+            self._ahead_seconds = self._clock(segment_run) - begin
             return Report(self._ahead_seconds)
         except errors.GraphrunError:
             return Report()
 
     def run(self, visits: Sequence[Visit]) -> tuple[list[bytes], Report]:
-        """One run of ``visits``, the values of which return what other workers made, or raise LostValue. Returns what was made in
-        each: outputs of its stages, which `graphrun.batch.cache.pack` unpacks; and the report."""
+        """Run ``visits`` once. Their values are functions that return results of other workers, or
+        raise LostValue.
+
+        Returns the outputs of each visit's stages, for `graphrun.batch.cache.pack.unpack`, and the
+        report.
+        """
         nothing = [b""] * len(visits)
-        lost, precomputed, outlines_of = list[tuple[int, int]](), dict[str, Any](), dict[str, dict[str, Any]]()
-        elsewhere = {str(of)[1:] for of in self._segment.graph.precomputed}
-        for at, visit in enumerate(visits):
-            found = dict[str, Any]()
+        lost_values, precomputed, outlines_of = (
+            list[tuple[int, int]](),
+            dict[str, Any](),
+            dict[str, dict[str, Any]](),
+        )
+        precomputed_names = {str(reference)[1:] for reference in self._segment.graph.precomputed}
+        for index, visit in enumerate(visits):
+            values = dict[str, Any]()
             for number, value in enumerate(visit.values):
                 try:
-                    found |= unpack(value())
+                    values |= unpack(value())
                 except LostValue:
-                    lost.append((at, number))
-            for stage in visit.stages if not lost else ():
-                read = [str(of)[1:] for of in self._segment.graph.stage(stage).references if _is_given(of, visit.stages)]
-                precomputed |= {name: found[name] for name in read if name in elsewhere}
-                outlines_of[stage] = {name: outlined(found[name]) for name in read if name not in elsewhere}
-        if lost:
-            return nothing, Report(lost=tuple(lost))
+                    lost_values.append((index, number))
+            for stage in visit.stages if not lost_values else ():
+                names = [
+                    str(reference)[1:]
+                    for reference in self._segment.graph.stage(stage).references
+                    if _is_given(reference, visit.stages)
+                ]
+                precomputed |= {name: values[name] for name in names if name in precomputed_names}
+                outlines_of[stage] = {
+                    name: outline_tensors(values[name])
+                    for name in names
+                    if name not in precomputed_names
+                }
+        if lost_values:
+            return nothing, Report(lost_values=tuple(lost_values))
         try:
-            running = self._open()
-            ahead, begin = self._ahead_seconds if running.loaded_ahead else 0.0, self._clock(running)
+            segment_run = self._open()
+            ahead_seconds, begin = (
+                self._ahead_seconds if segment_run.loaded_ahead else 0.0,
+                self._clock(segment_run),
+            )
             inputs_of = {stage: visit.inputs for visit in visits for stage in visit.stages}
-            trace = running.run(visits[0].inputs, precomputed=precomputed, inputs_of=inputs_of, outlines_of=outlines_of)
-            report = Report(self._clock(running) - begin, replace(trace, outputs={}), ahead_seconds=ahead)
+            trace = segment_run.run(
+                visits[0].inputs,
+                precomputed=precomputed,
+                inputs_of=inputs_of,
+                outlines_of=outlines_of,
+            )
+            report = Report(
+                self._clock(segment_run) - begin,
+                replace(trace, outputs={}),
+                ahead_seconds=ahead_seconds,
+            )
             outputs = self._segment.graph.outputs
-            made = [{name: of for name, of in trace.outputs.items() if outputs[name].name in visit.stages} for visit in visits]
-            return [pack(of) for of in made], report
+            visit_outputs = [
+                {
+                    name: value
+                    for name, value in trace.outputs.items()
+                    if outputs[name].name in visit.stages
+                }
+                for visit in visits
+            ]
+            return [pack(contents) for contents in visit_outputs], report
         except errors.GraphrunError as error:
             return nothing, Report(error=(type(error).__name__, f"device {self._name}: {error}"))
 
     def close(self) -> None:
-        """Leaves the device empty."""
-        if self._running is not None:
-            self._running.close()
-            self._running = None
+        """Empty the device."""
+        if self._segment_run is not None:
+            self._segment_run.close()
+            self._segment_run = None
 
     def _open(self) -> Running:
-        if self._running is None:
-            self._running = Running(self._segment, open_device(self._segment.solution.problem), self._modules)
-        return self._running
+        if self._segment_run is None:
+            self._segment_run = Running(
+                self._segment, open_device(self._segment.solution.problem), self._modules
+            )
+        return self._segment_run
 
     @staticmethod
-    def _clock(running: Running) -> float:
-        """Seconds, with everything done that was begun: virtual ones on the simulated device."""
-        if running.device.name != "sim":
+    def _clock(segment_run: Running) -> float:
+        """Return the seconds after all started work is done. On the simulated device they are
+        virtual."""
+        if segment_run.device.name != "sim":
             return time.perf_counter()  # a run ends with a barrier
-        running.device.barrier()
-        return running.device.seconds_at(running.device.mark("compute"))
+        segment_run.device.barrier()
+        return segment_run.device.seconds_at(segment_run.device.mark("compute"))

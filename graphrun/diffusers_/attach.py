@@ -1,21 +1,25 @@
-"""Attaches graphrun to a live pipeline, which is one whose components have weights. Every call of it is executed by a plan.
+"""Attach graphrun to a live pipeline, whose components have weights: every call follows a plan.
 
-This module decides when a plan is made, and which plan a call uses. The executor (`graphrun.runtime`) carries the plan out.
+This module decides when to make a plan and which plan a call uses. The executor
+(`graphrun.runtime`) runs the plan.
 
-    pipe(...)            is there a plan for this call (see `CallKey`)?
-                            | yes     | no: dry run of the call on the meta pipeline -> problem -> solve -> keep the plan
-                            v         v
-    executor.follow      the pipeline's own code runs. Each call into a component (an entry) opens the next slots of the plan.
-                         If the plan does not have the entry, a new plan replaces it
-                            v
-                         the device holds what it held before the call, the weights that the plan keeps, and the results, which
-                         the pipeline's method returns
+    pipe(...)         is there a plan for this call (see `CallKey`)?
+                        | yes   | no: dry run on the meta pipeline -> problem -> solve -> store plan
+                        v       v
+    executor.follow   the pipeline's own code runs; each call into a component opens the next slots
+                      of the plan. A call that the plan does not contain gets a new plan
+                        v
+    afterwards        the device has its earlier contents, the weights that the plan keeps, and the
+                      results, which the pipeline's method returns
 
-A call is planned as the steady one of a session: weights that the plan keeps are on the device when it begins, and stay. Where
-another call left other blocks there, `graphrun.solve.transitions` makes the plan's run from what is found.
+A call is planned as the steady state of a session: the weights that the plan keeps are on the
+device when the call begins, and stay there. If another call left other blocks on the device,
+`graphrun.solve.transitions` adapts the plan to them.
 
-Terms: a *dry run* executes a whole call of the pipeline without weights, and gives a `Recording`. In it, each kind of entry is
-*traced* once, which gives the numbers of that entry. A `Trace` of the executor is something else: the measurements of a run."""
+Terms: a *dry run* executes a whole call of the pipeline without weights and yields a `Recording`.
+The dry run *traces* each kind of call into a component once, to get its numbers. The executor's
+`Trace` is different: the measurements of a run.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +36,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from graphrun.diffusers_.call_arguments import signature_of
-from graphrun.diffusers_.dry_call import Call, MetaPipeline
+from graphrun.diffusers_.dry_call import AttachedCall, MetaPipeline
 from graphrun.diffusers_.live import (
     State,
     components_of,
     graph_of,
     is_pipeline,
-    kept_by,
+    kept_signatures,
     merge_shared,
     own_class,
     packages_of,
@@ -56,10 +60,10 @@ from graphrun.model.problem import Hardware, Problem
 from graphrun.model.solution import Solution
 from graphrun.modules.dtype_variants import AtRest, DtypeVariant
 from graphrun.modules.interceptor import CallInterceptor, changes_weights, entry_of, refuse_change
-from graphrun.modules.memos import Owned, owned
+from graphrun.modules.memos import Owned, attributes_of
 from graphrun.profile import hardware as known_hardware
-from graphrun.profile.problems import Limits
-from graphrun.profile.recording import ComponentProfile, DryRun, Event, Recording, StageEnd
+from graphrun.profile.problems import ProblemLimits
+from graphrun.profile.recording import ComponentProfile, DryRun, MemoryEvent, Recording, StageEnd
 from graphrun.report.call_screen import call_screen
 from graphrun.report.screen import measured_screen, plan_screen, verdict_line
 from graphrun.report.summary import summarize
@@ -76,26 +80,30 @@ from graphrun.verify.solution import solution_of
 _LOG = logging.getLogger(__name__)
 
 
-class CallStore(Protocol):
+class CallRecords(Protocol):
     """Dry runs and plans on disk (`graphrun.store.CallStore`)."""
 
     def solve(self, problem: Problem) -> Solution:
-        """The plan for ``problem``, stored or solved."""
+        """Return the plan for ``problem``, from the store or the solver."""
 
     def find(self, packages: Iterable[str], content: Any) -> Any:
-        """What was kept for equal ``content``; None where nothing was."""
+        """Return the data stored for equal ``content``; None if there is none."""
 
     def keep(self, packages: Iterable[str], content: Any, data: Any) -> None:
-        """Stores ``data`` for a call described by ``content`` of a pipeline whose classes are from ``packages``."""
+        """Store ``data`` for a call described by ``content``.
+
+        ``packages``: the packages that define the pipeline's classes.
+        """
 
 
 class CallKey(NamedTuple):
-    """Calls of the pipeline with equal keys share a plan.
+    """Key of a plan: calls of the pipeline with equal keys share a plan.
 
-    ``name``: what is called. ``arguments``: its autocast, the signature of its arguments (`signature_of`), without the content of
-    texts, and the tensors that earlier calls keep for it (`kept_by`). ``texts``: the arguments' signature with texts, for calls
-    whose entries were found to depend on them; else empty.
-    ``reserve_bytes``: bytes that the caller has on the device."""
+    ``name``: the called method. ``arguments``: the autocast dtype, the signature of the arguments
+    (`signature_of`) without the content of texts, and the tensors that earlier calls left for this
+    one (`kept_signatures`). ``texts``: the signature with the content of texts, for calls whose
+    shapes depend on them; else empty. ``reserve_bytes``: the caller's own bytes on the device.
+    """
 
     name: str
     arguments: Any
@@ -104,12 +112,12 @@ class CallKey(NamedTuple):
 
     @property
     def without_texts(self) -> tuple[Any, ...]:
-        """Equal for calls that differ in their texts or in the caller's bytes only."""
+        """The key without texts and without the caller's bytes."""
         return self.name, self.arguments
 
     @property
     def without_reserve(self) -> tuple[Any, ...]:
-        """Equal for calls that differ in the caller's bytes only: they share a dry run."""
+        """The key of a dry run, which does not depend on the caller's bytes."""
         return self.name, self.arguments, self.texts
 
 
@@ -117,26 +125,30 @@ class CallKey(NamedTuple):
 class PlannedCall:
     """The plan for calls with one `CallKey`.
 
-    ``entry_signatures``: signatures of the entries in the call's dry run. ``traced_entries``: how many entries had been
-    traced, for this call and others, when the plan was made. A further trace may change the numbers of a component, so the
-    plan is then made again."""
+    ``call_signatures``: signatures of the calls into components in the dry run. ``traced_calls``:
+    number of calls traced when the plan was made, for this and other pipeline calls. A new trace
+    may change the numbers of a component, so the plan is then made again.
+    """
 
-    entry_signatures: frozenset[str]
+    call_signatures: frozenset[str]
     solution: Solution
-    traced_entries: int
+    traced_calls: int
 
 
 class Attachment:
-    """What `graphrun.attach` returns; also available as ``pipe.graphrun``. A context manager that detaches on exit.
+    """The result of `graphrun.attach`, also available as ``pipe.graphrun``.
 
-    ``hardware``, ``limits``, ``demands``: what calls are planned for; ``limits.runs`` above 1: weights stay on the device between
-    calls. ``budget``: an object that attachments share whose weights are within one budget, which is that of ``limits``. ``tell``
-    is called with one line where a call is planned; the line is logged too. ``store``: dry runs and plans on disk. ``components``,
-    ``entries``: of an object that is no pipeline of diffusers, its components and the methods to plan.
+    As a context manager it detaches on exit.
 
-    Attributes of the last call: ``solution`` is its plan. ``trace`` is what was measured; its peaks do not count the bytes that the
-    caller held on the device. ``replans`` lists the entries (``component.entry``) that the plan did not have, and that were planned
-    when they came.
+    ``hardware``, ``limits``, ``demands``: what to plan for. With ``limits.runs`` above 1, weights
+    stay on the device between calls. ``budget``: any object; attachments with the same object share
+    the budget in ``limits``. ``tell``: called with one line when a call is planned; the line is
+    also logged. ``store``: dry runs and plans on disk. ``components``, ``entries``: the components
+    and the methods to plan of an object that is not a diffusers pipeline.
+
+    Attributes of the last call: ``solution`` is its plan. ``trace`` is its measurements, with peaks
+    that exclude the caller's own bytes on the device. ``replans`` lists the calls into components
+    (``component.method``) that the plan did not contain and that were planned on arrival.
     """
 
     def __init__(
@@ -144,51 +156,61 @@ class Attachment:
         pipe: Any,
         device: Device,
         hardware: Hardware,
-        limits: Limits,
+        limits: ProblemLimits,
         demands: Directives,
         budget: object = None,
         tell: Callable[[str], None] | None = None,
-        store: CallStore | None = None,
+        store: CallRecords | None = None,
         components: Mapping[str, torch.nn.Module] | None = None,
         entries: Collection[str] = (),
     ) -> None:
         self.pipe = pipe
-        self._named, self._entries = components, tuple(entries)
+        self._named_components, self._entries = components, tuple(entries)
         self.solution: Solution | None = None
         self.trace: Trace | None = None
         self.replans: tuple[str, ...] = ()
         self._device, self._hardware, self._demands, self._tell = device, hardware, demands, tell
         self._store = store
-        self._lock, self._thread = device_lock(device.name), 0  # _thread: the thread that is inside a call; 0: none
+        # _thread: the thread that is inside a call; 0: none
+        self._lock, self._thread = device_lock(device.name), 0
         self._process = os.getpid()
-        self._at_rest = False  # whether a method runs that changes the pipeline; all weights are on the CPU then
+        # whether a method that changes the pipeline runs, with all weights on the CPU
+        self._at_rest = False
         self._detached = self._detach_pending = self._release_pending = False
         self._state: State = []  # the pipeline's `state_of` at the last call
         self._settings: State = []  # `settings_of` after the last call
-        self._stored_state: tuple[State, State] = ([], [])  # `state_of` and `settings_of` when the pipeline changed last
-        self._dry_runs: dict[Any, tuple[DryRun, frozenset[str]]] = {}  # `CallKey.without_reserve` -> dry run, entry signatures
+        # `state_of` and `settings_of` at the last change of the pipeline
+        self._stored_state: tuple[State, State] = ([], [])
+        # by `CallKey.without_reserve`: the dry run, signatures of calls into components
+        self._dry_runs: dict[Any, tuple[DryRun, frozenset[str]]] = {}
         self._plans: dict[CallKey, PlannedCall] = {}
         self._solutions: dict[str, Solution] = {}  # by digest of the problem
-        self._continued: dict[Any, Solution] = {}  # by digest of the problem, and what a run found on the device
-        self._text_dependent: set[Any] = set()  # `CallKey.without_texts` of calls that needed a new plan: each text is planned anew
+        # by digest of the problem, and the blocks on the device before the run
+        self._continuations: dict[Any, Solution] = {}
+        # `CallKey.without_texts` of calls that need a plan for each text
+        self._text_dependent: set[Any] = set()
         self._modules = merge_shared(components_of(pipe, components))
-        graph = graph_of(pipe, self._modules).directed(demands.keep, demands.exclude, pin=demands.pin)  # raises InputError
+        # raises InputError
+        graph = graph_of(pipe, self._modules).directed(
+            demands.keep, demands.exclude, pin=demands.pin
+        )
         self._limits = replace(limits, allow=graph.allowed(limits.allow))
-        removed = remove_interceptors(self._modules)  # those of other attached pipelines that share components
+        # interceptors of other attached pipelines that share components
+        interceptors = remove_interceptors(self._modules)
         try:
             self._host = LiveHost(self._modules, device, budget or self)
         finally:
-            _reinstall(removed)
+            _reinstall(interceptors)
         self._install()
 
     # -- public methods
 
     def detach(self) -> None:
-        """Restores the pipeline: its own class, weights in ordinary CPU memory, nothing on the device.
+        """Restore the pipeline: its own class, weights in ordinary CPU memory, an empty device.
 
-        Called inside a pipeline call (in a callback), it takes effect when that call ends, whether it returns or raises. Another
-        thread waits for the call to end. Raises InputError, and changes nothing, while a call of another attached pipeline uses
-        components of this one. In a forked process it does nothing.
+        Inside a pipeline call (in a callback), this takes effect when the call returns or raises.
+        Another thread waits for the call to end. Raises InputError, and changes nothing, while a
+        call of another attached pipeline uses components of this one. No-op in a forked process.
         """
         if os.getpid() != self._process:
             return
@@ -200,10 +222,10 @@ class Attachment:
                 self._detached = True
 
     def release(self) -> None:
-        """Frees what the pipeline's calls left on the device; the next call loads it again.
+        """Free the weights that calls left on the device; the next call loads them again.
 
-        Called inside a call, it takes effect when that ends. Call it after writing to some places of a weight through
-        ``tensor.data``, which is not noticed for certain.
+        Inside a pipeline call, this takes effect when the call ends. Use it after writing to parts
+        of a weight through ``tensor.data``: graphrun may not detect such writes.
         """
         self._refuse_forked()
         with self._lock:
@@ -214,19 +236,25 @@ class Attachment:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes on the device now of the pipeline's weights, and of tables that its modules cached (Qwen-Image)."""
-        return sum(residency.loaded_bytes() for residency in self._host.residencies.values()) + self._host.cached_bytes
+        """Bytes on the device of the pipeline's weights and of its modules' cached tables.
+
+        Qwen-Image, for example, caches position tables.
+        """
+        return (
+            sum(residency.loaded_bytes() for residency in self._host.residencies.values())
+            + self._host.cached_bytes
+        )
 
     def _uninstall(self) -> None:
-        removed = remove_interceptors(self._modules)
+        interceptors = remove_interceptors(self._modules)
         self._proxy.remove()
         self._host.restore()
-        self._reinstall_others(removed)
+        self._reinstall_others(interceptors)
         self._forget_calls()
 
     @functools.cached_property
     def _meta_pipeline(self) -> MetaPipeline:
-        """The pipeline's copy for dry runs, in its present state."""
+        """The copy of the pipeline in its present state, for dry runs."""
         return MetaPipeline(self.pipe, self._modules)
 
     def __enter__(self) -> Attachment:
@@ -237,39 +265,51 @@ class Attachment:
 
     def __repr__(self) -> str:
         last = f"last {self.trace!r}" if self.trace is not None else "not called yet"
-        held, budget = show_size(self.held_bytes), show_size(self._limits.budget_bytes)
-        return f"<Attachment of {own_class(self.pipe).__name__} within {budget} on {self._device.name}: holds {held}, {last}>"
+        device_size, budget_size = show_size(self.held_bytes), show_size(self._limits.budget_bytes)
+        return (
+            f"<Attachment of {own_class(self.pipe).__name__} within {budget_size} on "
+            f"{self._device.name}: holds {device_size}, {last}>"
+        )
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(self.report() if self.trace is not None else repr(self))}</pre>"
 
     def say(self, line: str) -> None:
-        """Logs ``line`` and calls ``tell`` with it."""
+        """Log ``line`` and call ``tell`` with it."""
         _LOG.info(line)
         if self._tell is not None:
             self._tell(line)
 
     def report(self, *, full: bool = False) -> str:
-        """A text table of the last call, planned beside measured, with one row per phase. ``full``: the plan and one row per slot.
+        """Return a text table of the last call: planned and measured numbers, one row per phase.
 
-        Raises InputError before the first call.
+        ``full``: the plan, and one row per slot. Raises InputError before the first call.
         """
         solution, trace = self._last()
         if not solution.problem.phases:
             return f"{solution.problem.graph}: the call entered no component"
         if self.replans:
-            again = f"the call left this plan, and was planned again at {', '.join(self.replans)}"
-            return f"{plan_screen(solution)}\n\n{again}\n{verdict_line(trace)}"
-        return f"{plan_screen(solution)}\n{measured_screen(solution, trace, [])}" if full else call_screen(solution, trace)
+            message = f"the call left this plan, and was planned again at {', '.join(self.replans)}"
+            return f"{plan_screen(solution)}\n\n{message}\n{verdict_line(trace)}"
+        return (
+            f"{plan_screen(solution)}\n{measured_screen(solution, trace, [])}"
+            if full
+            else call_screen(solution, trace)
+        )
 
     def summary(self) -> dict[str, Any]:
-        """The last call as JSON-ready data. Raises InputError as `report`.
+        """Return the last call as JSON-ready data. Raises InputError before the first call.
 
-        ``replans`` lists the entries that were planned again; ``verdict`` says whether the call matched its plans.
+        ``replans`` lists the calls into components that were planned on arrival. ``verdict`` says
+        whether the run matched the plan.
         """
         solution, trace = self._last()
         fits = bool(solution.problem.phases) and not self.replans
-        return {**summarize(solution, None, trace if fits else None), "replans": list(self.replans), "verdict": trace.verdict}
+        return {
+            **summarize(solution, None, trace if fits else None),
+            "replans": list(self.replans),
+            "verdict": trace.verdict,
+        }
 
     def _last(self) -> tuple[Solution, Trace]:
         if self.solution is None or self.trace is None:
@@ -279,20 +319,33 @@ class Attachment:
     # -- interception of calls
 
     def _install(self) -> None:
-        """Starts to intercept calls of the pipelines (`PipelineProxy`), and calls into components from outside the pipelines."""
+        """Intercept calls of the pipelines, and calls into components from outside a pipeline."""
         self._interceptor = CallInterceptor(
-            self._modules, self._device.torch_device, around=self._on_component_entry, casts=AtRest()
+            self._modules,
+            self._device.torch_device,
+            handle_call=self._on_component_call,
+            casts=AtRest(),
         )
         self._interceptor.__enter__()
         self._proxy = PipelineProxy(
-            self.pipe, self._entries, self._reported_device, self._on_call, self._on_change, graphrun=property(lambda _: self)
+            self.pipe,
+            self._entries,
+            self._reported_device,
+            self._on_call,
+            self._on_change,
+            graphrun=property(lambda _: self),
         )
 
     def _reported_device(self) -> torch.device:
         return self._device.torch_device if not self._at_rest else torch.device("cpu")
 
-    def _on_call(self, path: str, name: str, method: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> Any:
-        """Plans and runs a call of method ``name`` of ``owner``: the pipeline, or one inside it at the attribute ``path``."""
+    def _on_call(
+        self, path: str, name: str, method: Callable[..., Any], owner: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Plan and run a call of method ``name`` of ``owner``.
+
+        ``owner``: the pipeline, or a pipeline inside it at the attribute ``path``.
+        """
         if self._in_call():
             return method(owner, *args, **kwargs)
 
@@ -301,11 +354,14 @@ class Attachment:
             return meta_owner if name == "__call__" else getattr(meta_owner, name)  # type: ignore[no-any-return]
 
         label = ".".join(filter(None, (path, name.strip("_"))))
-        return self._call(Call(label, functools.partial(method, owner), find, args, kwargs, self.autocast))
+        return self._call(
+            AttachedCall(label, functools.partial(method, owner), find, args, kwargs, self.autocast)
+        )
 
-    def _on_change(self, path: str, name: str, method: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a method that loads, saves, casts or changes settings. All weights are on the CPU meanwhile, as always between
-        calls."""
+    def _on_change(
+        self, path: str, name: str, method: Callable[..., Any], owner: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Run a method that changes the pipeline or saves it, with all weights on the CPU."""
         if name == "to":
             dtype = dtype_of_to(args, kwargs, self._device.torch_device)
             if dtype is None:
@@ -318,30 +374,35 @@ class Attachment:
         with self._exclusive(at_rest=True):
             self._host.release()
             if name == "save_pretrained":
-                self._host.restore()  # safetensors refuses tensors that share memory, as those of a component in an arena do
+                # safetensors refuses tensors that share memory, and arena tensors do
+                self._host.restore()
             return method(owner, *args, **kwargs)
 
-    def _on_component_entry(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Plans and runs a call into a component that does not come from a method of the pipeline."""
+    def _on_component_call(
+        self, component: str, method: str, proceed: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Plan and run a call into a component from outside the pipeline's methods."""
 
         def find(meta_pipeline: MetaPipeline) -> Callable[..., Any]:
-            return entry_of(meta_pipeline.meta_modules[component], entry)
+            return entry_of(meta_pipeline.meta_modules[component], method)
 
-        return self._call(Call(f"{component}.{entry}", proceed, find, args, kwargs, self.autocast))
+        return self._call(
+            AttachedCall(f"{component}.{method}", proceed, find, args, kwargs, self.autocast)
+        )
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """The dtype of the autocast that is on for the device; None: none."""
+        """The dtype of the device's active autocast, or None."""
         return dtype_on(self._device.torch_device.type)
 
     # -- one call
 
-    def _call(self, call: Call) -> Any:
+    def _call(self, call: AttachedCall) -> Any:
         with self._exclusive():
             return self._run(call)
 
     def _in_call(self) -> bool:
-        """Whether this thread is inside a call of the pipeline. Raises InputError in a forked process."""
+        """Return whether this thread is inside a call. Raises InputError in a forked process."""
         self._refuse_forked()
         return self._thread == threading.get_ident()
 
@@ -350,192 +411,245 @@ class Attachment:
 
     @contextmanager
     def _exclusive(self, at_rest: bool = False) -> Iterator[None]:
-        """Inside this context no other thread calls the pipeline, and no attached pipeline intercepts calls into the components.
+        """Exclude other threads, and do not intercept calls into the components.
 
-        ``at_rest``: inside, the pipeline reports the CPU as its device. A `detach` that was requested inside is done on exit.
+        ``at_rest``: the pipeline reports the CPU as its device. A `detach` or `release` requested
+        inside the context is done on exit.
         """
         self._refuse_forked()
         with self._lock:
             self._refresh_components()
-            removed = remove_interceptors(self._modules)
+            interceptors = remove_interceptors(self._modules)
             self._thread, self._at_rest = threading.get_ident(), at_rest
             try:
                 yield
             finally:
                 self._thread, self._at_rest = 0, False
-                _reinstall(removed)
+                _reinstall(interceptors)
                 if self._release_pending:
                     self._release_pending = False
                     self._host.release()
                 if self._detach_pending:
                     self.detach()
 
-    def _run(self, call: Call) -> Any:
-        """Runs ``call`` by its plan, which is made first if there is none, and returns its result. An error empties the device."""
+    def _run(self, call: AttachedCall) -> Any:
+        """Run ``call`` by its plan, making the plan if there is none, and return the call's result.
+
+        An error empties the device.
+        """
         try:
             return self._run_planned(call)
         except BaseException:
             self._host.release()
             raise
 
-    def _run_planned(self, call: Call) -> Any:
+    def _run_planned(self, call: AttachedCall) -> Any:
         host, device, torch_device = self._host, self._device, self._device.torch_device
-        modules = owned(self._modules)
-        host.begin(changed=self._detect_changes(modules))
-        reserve_bytes = device.allocated_bytes - host.held_bytes()  # the caller's own tensors, arguments among them
+        modules = attributes_of(self._modules)
+        host.begin(has_changed=self._detect_changes(modules))
+        # the caller's own tensors, arguments among them
+        reserve_bytes = device.allocated_bytes - host.held_bytes()
         key = self._key(call, reserve_bytes)
-        begins = key not in self._plans
-        planned = self._plan_for(call, key, reserve_bytes)
-        host.lay_out(planned.solution.chosen, self._dtype_variants())
-        solution = self._continued_from_here(planned.solution)
-        used = {numbers.name for numbers in solution.problem.components}
-        replan = _Replan(self, planned.entry_signatures, reserve_bytes)
+        is_new = key not in self._plans
+        planned_call = self._plan_for(call, key, reserve_bytes)
+        host.lay_out(planned_call.solution.chosen, self._dtype_variants())
+        solution = self._continue_from_device(planned_call.solution)
+        component_names = {numbers.name for numbers in solution.problem.components}
+        replan = _Replan(self, planned_call.call_signatures, reserve_bytes)
 
         leftovers = Leftovers(self.pipe, self._modules, modules, torch_device)
 
         def work() -> dict[str, Any]:
-            caches = torch.is_autocast_cache_enabled()
-            torch.set_autocast_cache_enabled(False)  # it keeps casts of weights on the device
+            was_enabled = torch.is_autocast_cache_enabled()
+            torch.set_autocast_cache_enabled(
+                False
+            )  # the cache keeps casts of weights on the device
             try:
                 return {"result": call.proceed(*call.args, **call.kwargs)}
             finally:
-                torch.set_autocast_cache_enabled(caches)
+                torch.set_autocast_cache_enabled(was_enabled)
                 leftovers.clear()
 
-        def handed_out(outputs: Mapping[str, Any]) -> int:
-            return device_bytes(outputs, torch_device, besides=(call.args, call.kwargs))
+        def output_bytes(outputs: Mapping[str, Any]) -> int:
+            return device_bytes(outputs, torch_device, excluded=(call.args, call.kwargs))
 
-        self.make_room(solution, used)
-        beside_bytes = host.held_bytes(besides=used)
+        self.make_room(solution, component_names)
+        other_bytes = host.held_bytes(excluded_names=component_names)
         host.wake()
         try:
-            trace = follow(solution, host, device, work, replan=replan, handed_out=handed_out, checked=True)
+            trace = follow(
+                solution, host, device, work, replan=replan, handed_out=output_bytes, checked=True
+            )
         finally:
-            host.rest(used)
-        self._settings = settings_of(self.pipe, leftovers.found)  # what the call itself changed is no change
-        if begins and not replan.entries:
-            self._continued_from_here(planned.solution)  # for the next call of this kind, which then plans nothing
-        self.solution, self.replans = solution, tuple(replan.entries)
-        self.trace = _without_caller_bytes(trace, reserve_bytes + beside_bytes, handed_out(trace.outputs))
-        if replan.entries and key.without_texts not in self._text_dependent:
+            host.rest(component_names)
+        # settings that the call itself changed do not invalidate plans
+        self._settings = settings_of(self.pipe, leftovers.owned_modules)
+        if is_new and not replan.component_calls:
+            # solve the next call of this kind in advance
+            self._continue_from_device(planned_call.solution)
+        self.solution, self.replans = solution, tuple(replan.component_calls)
+        self.trace = _without_caller_bytes(
+            trace, reserve_bytes + other_bytes, output_bytes(trace.outputs)
+        )
+        if replan.component_calls and key.without_texts not in self._text_dependent:
             self._text_dependent.add(key.without_texts)
             del self._dry_runs[key.without_reserve]
         warn_of(self.trace.overruns)
         return trace.outputs["result"]
 
-    def _continued_from_here(self, solution: Solution) -> Solution:
-        """``solution`` with a first run that begins with what is on the device."""
-        if not solution.plan.again:
+    def _continue_from_device(self, solution: Solution) -> Solution:
+        """Return ``solution`` with a first run that starts from the blocks now on the device."""
+        if not solution.plan.further_slots:
             return solution
-        found = self._host.loaded()
-        own = {numbers.name: found[numbers.name] for numbers in solution.problem.components if numbers.name in found}
-        key = solution.problem.digest, tuple(own.items())
-        if key not in self._continued:
-            self._continued[key] = found_there = continued(solution, own)
-            if found_there is not solution:
-                refuse_broken(found_there)
-        return self._continued[key]
+        loaded_blocks = self._host.loaded()
+        component_blocks = {
+            numbers.name: loaded_blocks[numbers.name]
+            for numbers in solution.problem.components
+            if numbers.name in loaded_blocks
+        }
+        key = solution.problem.digest, tuple(component_blocks.items())
+        if key not in self._continuations:
+            self._continuations[key] = continuation = continued(solution, component_blocks)
+            if continuation is not solution:
+                refuse_broken(continuation)
+        return self._continuations[key]
 
-    def make_room(self, solution: Solution, used: Collection[str]) -> None:
-        """Evicts weights of other plans so that the first run of ``solution``, which uses the components ``used``, fits."""
+    def make_room(self, solution: Solution, component_names: Collection[str]) -> None:
+        """Evict weights of other plans so that the first run of ``solution`` fits.
+
+        ``component_names``: the components that ``solution`` uses.
+        """
         slots, problem = solution.simulation.slots, solution.problem
         peak_bytes = max((report.peak_bytes for report in slots), default=0)
-        page_bytes = int(problem.hardware.page_scale * LARGE_PAGE_BYTES) if problem.counts_pages else 0
-        keeps = bool(solution.plan.again) and not problem.helpers
-        self._host.make_room(peak_bytes, problem.effective_bytes, used, page_bytes=page_bytes if keeps else None)
-        for number, helper in enumerate(problem.helpers, 1):
-            peak_bytes = max((report.helper_peaks[number - 1] for report in slots), default=0)
-            self._host.make_room(peak_bytes, helper.effective_bytes, used, number)
+        page_bytes = (
+            int(problem.hardware.page_scale * LARGE_PAGE_BYTES) if problem.counts_pages else 0
+        )
+        keeps_weights = bool(solution.plan.further_slots) and not problem.secondaries
+        self._host.make_room(
+            peak_bytes,
+            problem.effective_bytes,
+            component_names,
+            page_bytes=page_bytes if keeps_weights else None,
+        )
+        for number, secondary in enumerate(problem.secondaries, 1):
+            peak_bytes = max((report.secondary_peaks[number - 1] for report in slots), default=0)
+            self._host.make_room(peak_bytes, secondary.effective_bytes, component_names, number)
 
     def _refresh_components(self) -> None:
-        """Takes over components that were replaced in the pipeline since the last call (``pipe.vae = other``)."""
-        modules = merge_shared(components_of(self.pipe, self._named), self._modules.values())
-        if {name: id(module) for name, module in modules.items()} == {name: id(module) for name, module in self._modules.items()}:
+        """Take over components replaced since the last call (``pipe.vae = other``)."""
+        modules = merge_shared(
+            components_of(self.pipe, self._named_components), self._modules.values()
+        )
+        if {name: id(module) for name, module in modules.items()} == {
+            name: id(module) for name, module in self._modules.items()
+        }:
             return
-        previous = {f"previous {name}": module for name, module in self._modules.items()}  # a name of its own for each module
-        removed = remove_interceptors({**previous, **modules})
+        # names must be unique across old and new modules
+        previous = {f"previous {name}": module for name, module in self._modules.items()}
+        interceptors = remove_interceptors({**previous, **modules})
         try:
             self._host.replace_modules(modules)
         except InputError:
-            _reinstall(removed)
+            _reinstall(interceptors)
             raise
         self._modules = modules
         self._proxy.remove()
-        self._reinstall_others(removed)
+        self._reinstall_others(interceptors)
         self._install()
 
-    def _reinstall_others(self, removed: list[CallInterceptor]) -> None:
-        _reinstall([interceptor for interceptor in removed if interceptor is not self._interceptor])
+    def _reinstall_others(self, interceptors: list[CallInterceptor]) -> None:
+        _reinstall(
+            [interceptor for interceptor in interceptors if interceptor is not self._interceptor]
+        )
 
     def _detect_changes(self, modules: list[Owned]) -> bool:
-        """Whether the pipeline, with ``modules``, changed since the last call (VAE tiling, a LoRA, another scheduler). If so, drops
-        all its plans."""
+        """Return whether the pipeline changed since the last call; if so, drop all its plans.
+
+        Changes are, for example, VAE tiling, a LoRA, or another scheduler.
+        """
         state, settings = state_of(self.pipe, modules), settings_of(self.pipe, modules)
-        changed = (state, settings) != (self._state, self._settings)
-        if changed:
+        has_changed = (state, settings) != (self._state, self._settings)
+        if has_changed:
             self._state, self._settings = self._stored_state = state, settings
             self._forget_calls()
-        return changed
+        return has_changed
 
     def _forget_calls(self) -> None:
         vars(self).pop("_meta_pipeline", None)
         self._dry_runs.clear()
         self._plans.clear()
         self._solutions.clear()
-        self._continued.clear()
+        self._continuations.clear()
 
     def _dtype_variants(self) -> Mapping[str, DtypeVariant]:
-        """By name: the dtype variants that components have had in dry runs, the original ones included."""
-        return self._meta_pipeline.dtype_variants.known
+        """Return by name the original dtype variants and those seen in dry runs."""
+        return self._meta_pipeline.dtype_variants.variants
 
-    def _key(self, call: Call, reserve_bytes: int) -> CallKey:
-        kept = kept_by(self.pipe) if is_pipeline(self.pipe) else ()  # of another program `settings_of` has it
-        arguments = str(call.autocast), signature_of((call.args, call.kwargs)), kept
+    def _key(self, call: AttachedCall, reserve_bytes: int) -> CallKey:
+        # `settings_of` covers these tensors for objects that are not diffusers pipelines
+        kept_tensors = kept_signatures(self.pipe) if is_pipeline(self.pipe) else ()
+        arguments = str(call.autocast), signature_of((call.args, call.kwargs)), kept_tensors
         key = CallKey(call.name, arguments, (), reserve_bytes)
         if key.without_texts not in self._text_dependent:
             return key
         return key._replace(texts=signature_of((call.args, call.kwargs), texts=True))
 
-    def _plan_for(self, call: Call, key: CallKey, reserve_bytes: int) -> PlannedCall:
-        """The plan for ``call``: a dry run and the solver give it, unless an earlier call with an equal key had one that still
-        holds."""
+    def _plan_for(self, call: AttachedCall, key: CallKey, reserve_bytes: int) -> PlannedCall:
+        """Return the plan for ``call``: the valid plan of an equal key, else from a new dry run."""
         meta_pipeline = self._meta_pipeline
         if key.without_reserve not in self._dry_runs:
-            made = self._stored_dry_run(key) or self._dry_run(call, key)
-            key = self._key(call, reserve_bytes)  # with its texts, where the dry run found that their lengths matter
-            self._dry_runs[key.without_reserve] = made
+            dry_run_and_signatures = self._load_dry_run(key) or self._dry_run(call, key)
+            # the dry run may have found that text lengths matter: then the key includes texts
+            key = self._key(call, reserve_bytes)
+            self._dry_runs[key.without_reserve] = dry_run_and_signatures
             self._plans.pop(key, None)
-        found = self._plans.get(key)
-        if found is None or found.traced_entries != meta_pipeline.prober.traces:
-            dry_run, entry_signatures = self._dry_runs[key.without_reserve]
-            problem = self.problem(dry_run.recording, reserve_bytes, stored=dry_run.profiles)
+        planned_call = self._plans.get(key)
+        if planned_call is None or planned_call.traced_calls != meta_pipeline.prober.traces:
+            dry_run, call_signatures = self._dry_runs[key.without_reserve]
+            problem = self.problem(
+                dry_run.recording, reserve_bytes, stored_profiles=dry_run.profiles
+            )
             solution = self._solutions.get(problem.digest) or self.solve(problem)
             refuse_broken(solution)  # once for all calls
             self._solutions[problem.digest] = solution
-            found = self._plans[key] = PlannedCall(entry_signatures, solution, meta_pipeline.prober.traces)
-        return found
+            planned_call = self._plans[key] = PlannedCall(
+                call_signatures, solution, meta_pipeline.prober.traces
+            )
+        return planned_call
 
-    def _dry_run(self, call: Call, key: CallKey) -> tuple[DryRun, frozenset[str]]:
-        """The dry run of ``call``, and the signatures of its entries. Without profiles, which are taken from all dry runs."""
+    def _dry_run(self, call: AttachedCall, key: CallKey) -> tuple[DryRun, frozenset[str]]:
+        """Return the dry run of ``call`` and the signatures of its calls into components.
+
+        The dry run has no profiles; profiles come from all dry runs together.
+        """
         kind = own_class(self.pipe).__name__
-        self.say(f"{kind} {call.name}: planning, once for calls of this kind (a dry run, then the plan)")
+        self.say(
+            f"{kind} {call.name}: planning, once for calls of this kind (a dry run, then the plan)"
+        )
         meta_pipeline = self._meta_pipeline
-        recording, entries = meta_pipeline.probe(call), frozenset(meta_pipeline.prober.entry_signatures)
+        recording, call_signatures = (
+            meta_pipeline.probe(call),
+            frozenset(meta_pipeline.prober.call_signatures),
+        )
         if meta_pipeline.prober.text_lengths.matter:
             self._text_dependent.add(key.without_texts)
             key = self._key(call, key.reserve_bytes)
         if self._store is not None:
             data = {
                 "run": DryRun(recording, meta_pipeline.profiles).to_json(),
-                "entries": sorted(entries),
+                "entries": sorted(call_signatures),
                 "variants": [variant.to_json() for variant in self._dtype_variants().values()],
             }
-            self._store.keep(packages_of(self.pipe, self._modules), self._stored_under(key), data)
-        return DryRun(recording, {}), entries
+            self._store.keep(packages_of(self.pipe, self._modules), self._store_content(key), data)
+        return DryRun(recording, {}), call_signatures
 
-    def _stored_dry_run(self, key: CallKey) -> tuple[DryRun, frozenset[str]] | None:
-        """The dry run of an equal call of an equal pipeline from the store, with the profiles that it had there."""
-        if self._store is None or not (data := self._store.find(packages_of(self.pipe, self._modules), self._stored_under(key))):
+    def _load_dry_run(self, key: CallKey) -> tuple[DryRun, frozenset[str]] | None:
+        """Return the stored dry run, with its profiles, of an equal call of an equal pipeline."""
+        if self._store is None or not (
+            data := self._store.find(
+                packages_of(self.pipe, self._modules), self._store_content(key)
+            )
+        ):
             return None
         dry_run = DryRun.from_json(data["run"])
         dry_run.recording.keeps = True
@@ -543,90 +657,147 @@ class Attachment:
             self._meta_pipeline.prober.register(DtypeVariant.from_json(variant))
         return dry_run, frozenset(data["entries"])
 
-    def _stored_under(self, key: CallKey) -> list[str]:
+    def _store_content(self, key: CallKey) -> list[str]:
         return [repr(self._stored_state), repr(key.without_reserve)]
 
     def problem(
-        self, recording: Recording, reserve_bytes: int, *, once: bool = False, stored: Mapping[str, ComponentProfile] | None = None
+        self,
+        recording: Recording,
+        reserve_bytes: int,
+        *,
+        single_run: bool = False,
+        stored_profiles: Mapping[str, ComponentProfile] | None = None,
     ) -> Problem:
-        """The problem for the call in ``recording``, with ``reserve_bytes`` of the device taken by the caller's tensors. ``once``:
-        for one run, which leaves nothing on the device. ``stored``: profiles of the components, where it was not traced here.
+        """Return the problem for the call in ``recording``.
 
-        A directive for a component holds for each of its dtype variants that the call enters.
+        ``reserve_bytes``: the caller's own bytes on the device. ``single_run``: plan one run that
+        leaves nothing on the device. ``stored_profiles``: component profiles of a recording from
+        the store. A directive for a component applies to all its dtype variants in the call.
         """
         variants = self._dtype_variants()
-        entered = dict.fromkeys(call.component for _, call in recording.entries())
+        component_names = dict.fromkeys(call.component for _, call in recording.entries())
         keep, exclude, pin = (
-            tuple(name for name in entered if variants[name].component in names)
+            tuple(name for name in component_names if variants[name].component in names)
             for names in (self._demands.keep, self._demands.exclude, self._demands.pin)
         )
         demands = Directives(keep, exclude, self._demands.reserve_bytes + reserve_bytes, pin)
-        limits = replace(self._limits, runs=1) if once or not entered else self._limits
-        return self._meta_pipeline.problem(recording, demands, self._hardware, limits, stored or None)
+        limits = (
+            replace(self._limits, runs=1) if single_run or not component_names else self._limits
+        )
+        return self._meta_pipeline.problem(
+            recording, demands, self._hardware, limits, stored_profiles or None
+        )
 
     def solve(self, problem: Problem) -> Solution:
-        """The plan for ``problem``. A call that enters no component has no phases; its plan is the end slot alone."""
+        """Return the plan for ``problem``.
+
+        A call that reaches no component has no phases; its plan is the end slot alone.
+        """
         if problem.phases:
             return self._store.solve(problem) if self._store is not None else solve(problem)
         return solution_of(problem, Plan(problem.digest, (Slot("", "end", 0, ()),)))
 
 
-def _reinstall(removed: list[CallInterceptor]) -> None:
-    """Undoes `remove_interceptors`, which returns the last entered first."""
-    for interceptor in reversed(removed):
+def _reinstall(interceptors: list[CallInterceptor]) -> None:
+    """Undo `remove_interceptors`, which returns the outermost interceptor first."""
+    for interceptor in reversed(interceptors):
         interceptor.__enter__()
 
 
 class _Replan:
-    """Implements the executor's `Replan`: makes a plan for an entry that the current plan does not have.
+    """The executor's `Replan`: plans calls into components that the plan does not contain.
 
-    ``entry_signatures``: signatures of the entries that the current plan has. ``entries``: those that were planned, as
-    ``component.entry``.
+    ``call_signatures``: signatures of the calls into components that the current plan contains.
+    ``component_calls``: the newly planned calls, as ``component.method``.
     """
 
-    def __init__(self, attachment: Attachment, entry_signatures: frozenset[str], reserve_bytes: int) -> None:
-        self.entries: list[str] = []
-        self._attachment, self._entry_signatures, self._reserve_bytes = attachment, entry_signatures, reserve_bytes
+    def __init__(
+        self, attachment: Attachment, call_signatures: frozenset[str], reserve_bytes: int
+    ) -> None:
+        self.component_calls: list[str] = []
+        self._attachment, self._call_signatures, self._reserve_bytes = (
+            attachment,
+            call_signatures,
+            reserve_bytes,
+        )
 
-    def expects(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the current plan has an entry with this signature, or one with another text that computes the same."""
-        if self._signature(component, entry, args, kwargs) in self._entry_signatures:
+    def expects(
+        self, component: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Return whether the current plan contains this call into a component.
+
+        A call with another text counts if the component computes the same for both.
+        """
+        if self._signature(component, method, args, kwargs) in self._call_signatures:
             return True
         attachment, dtype_variants = self._attachment, self._attachment._host.dtype_variants
         assert dtype_variants is not None
-        known = dtype_variants.known[component]
-        return attachment._meta_pipeline.serves(self._entry_signatures, known, entry, args, kwargs, attachment.autocast)
+        dtype_variant = dtype_variants.variants[component]
+        return attachment._meta_pipeline.serves(
+            self._call_signatures, dtype_variant, method, args, kwargs, attachment.autocast
+        )
 
-    def plan_from(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], live_bytes: int) -> Solution:
-        """The plan for this entry and for later ones with the same signature. ``live_bytes``: bytes allocated on the device."""
+    def plan_from(
+        self,
+        component: str,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        live_bytes: int,
+    ) -> Solution:
+        """Return a plan for this call into a component and later ones of the same signature.
+
+        ``live_bytes``: bytes allocated on the device.
+        """
         attachment, dtype_variants = self._attachment, self._attachment._host.dtype_variants
         assert dtype_variants is not None
-        attachment.say(f"{own_class(attachment.pipe).__name__}: {component}.{entry} is not in the plan of the call: planning it")
-        known, autocast = dtype_variants.known[component], attachment.autocast
-        call, returned = attachment._meta_pipeline.trace(known, entry, args, kwargs, autocast)
-        live_in_bytes = max(0, live_bytes - self._reserve_bytes - attachment._host.held_bytes())
-        # One stage in which the component is entered twice, so that the plan has a first and a steady slot: the latter is for later
-        # entries. 1, 2 and 3 are the keys of what is live before, and of what the two calls return.
-        recording = Recording(
-            [Event(1, live_in_bytes), call, Event(2, returned.nbytes), call, Event(3, returned.nbytes), StageEnd(entry)], keeps=True
+        attachment.say(
+            f"{own_class(attachment.pipe).__name__}: {component}.{method} is not in the plan of "
+            "the call: planning it"
         )
-        solution = attachment.solve(attachment.problem(recording, self._reserve_bytes, once=True))
-        attachment._host.lay_out(solution.chosen, dtype_variants.known)
+        dtype_variant, autocast = dtype_variants.variants[component], attachment.autocast
+        call, returned = attachment._meta_pipeline.trace(
+            dtype_variant, method, args, kwargs, autocast
+        )
+        input_bytes = max(0, live_bytes - self._reserve_bytes - attachment._host.held_bytes())
+        # One stage that calls the component twice, so that the plan has a first and a steady slot;
+        # later calls use the steady slot. Event keys: 1 is what is live before, 2 and 3 are what
+        # the two calls return.
+        recording = Recording(
+            [
+                MemoryEvent(1, input_bytes),
+                call,
+                MemoryEvent(2, returned.nbytes),
+                call,
+                MemoryEvent(3, returned.nbytes),
+                StageEnd(method),
+            ],
+            keeps=True,
+        )
+        solution = attachment.solve(
+            attachment.problem(recording, self._reserve_bytes, single_run=True)
+        )
+        attachment._host.lay_out(solution.chosen, dtype_variants.variants)
         attachment.make_room(solution, {numbers.name for numbers in solution.problem.components})
-        self._entry_signatures = frozenset({self._signature(component, entry, args, kwargs)})
-        self.entries.append(f"{component}.{entry}")
+        self._call_signatures = frozenset({self._signature(component, method, args, kwargs)})
+        self.component_calls.append(f"{component}.{method}")
         return solution
 
-    def _signature(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def _signature(
+        self, component: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str:
         attachment = self._attachment
         device_type = attachment._device.torch_device.type
-        return repr(attachment._meta_pipeline.prober.signature(component, entry, args, kwargs, device_type))
+        return repr(
+            attachment._meta_pipeline.prober.signature(component, method, args, kwargs, device_type)
+        )
 
 
 def _without_caller_bytes(trace: Trace, held_bytes: int, output_bytes: int) -> Trace:
-    """``trace`` without outputs, and with the caller's bytes subtracted from its peaks, planned and measured.
+    """Return ``trace`` without outputs, and without the caller's bytes in its peaks.
 
-    These are ``held_bytes``, which the caller had on the device before the call, and in the end slot the outputs too.
+    ``held_bytes``: the caller's bytes on the device before the call. In the end slot the outputs
+    belong to the caller too.
     """
     caller_bytes = {"end": held_bytes + output_bytes}
     slots = tuple(
@@ -641,19 +812,27 @@ def _without_caller_bytes(trace: Trace, held_bytes: int, output_bytes: int) -> T
 
 
 def hardware_of(device: Any, hardware: str | Hardware | None) -> Hardware:
-    """The hardware to plan for: ``hardware`` if given; else that of ``device``, which is ``"sim"``, ``"cuda"`` or a `Device`;
-    else that of the GPU in this machine.
+    """Return the hardware to plan for: ``hardware``, else that of ``device`` or of this machine.
 
-    Raises InputError where there is no CUDA device, or where ``device`` and ``hardware`` are of different kinds.
+    ``device``: ``"sim"``, ``"cuda"`` or a `Device`. Raises InputError if there is no CUDA device,
+    or if ``device`` and ``hardware`` are of different kinds.
     """
     kind = device.name if device is not None and not isinstance(device, str) else device
     if kind not in (None, "cuda", "sim"):
         raise InputError(f"device {kind!r} is not known; it is cuda or sim")
-    chosen = known_hardware.hardware(hardware) if isinstance(hardware, str) else hardware
-    if chosen is None:
-        chosen = known_hardware.simulated() if kind == "sim" else known_hardware.found()
-    if chosen is None:
-        raise InputError("there is no CUDA device here to attach to; device='sim' attaches to the simulated accelerator")
-    if kind not in (None, chosen.device):
-        raise InputError(f"hardware {chosen.name} is a {chosen.device} device, and device is {kind}; leave one of them out")
-    return chosen
+    target_hardware = known_hardware.hardware(hardware) if isinstance(hardware, str) else hardware
+    if target_hardware is None:
+        target_hardware = (
+            known_hardware.simulated() if kind == "sim" else known_hardware.detect_card()
+        )
+    if target_hardware is None:
+        raise InputError(
+            "there is no CUDA device here to attach to; device='sim' attaches to the simulated "
+            "accelerator"
+        )
+    if kind not in (None, target_hardware.device):
+        raise InputError(
+            f"hardware {target_hardware.name} is a {target_hardware.device} device, and device is "
+            f"{kind}; leave one of them out"
+        )
+    return target_hardware

@@ -1,7 +1,7 @@
-"""Arguments of a pipeline call: the signature that a plan is stored under, and a copy of them for a dry run.
+"""Arguments of a pipeline call: their signature, the key of a plan, and their copy for a dry run.
 
-The signature leaves out texts and seeds, since pipelines pad most texts to a fixed length. The copy leaves the caller's generators,
-tensors and callbacks unchanged.
+The signature leaves out texts and seeds, since pipelines pad most texts to a fixed length. A dry
+run on the copy does not change the caller's generators, tensors and callbacks.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from graphrun.modules.trees import walk
 
 
 def signature_of(value: Any, texts: bool = False) -> Any:
-    """A hashable signature of ``value``: shapes, sizes, types, counts and plain numbers. ``texts``: also the content of strings.
+    """Return a hashable signature of ``value``: shapes, sizes, types, counts and plain numbers.
 
-    Arguments with equal signatures share a plan.
+    ``texts``: include the content of strings. Arguments with equal signatures share a plan.
     """
     if isinstance(value, torch.Tensor):
         return "tensor", tuple(value.shape), str(value.dtype), value.device.type
@@ -45,14 +45,17 @@ def signature_of(value: Any, texts: bool = False) -> Any:
     return kind
 
 
-def copy_for_dry_run(value: Any, device: torch.device, meta_modules_by_id: Mapping[int, Any]) -> Any:
-    """A copy of ``value`` for a dry run on ``device``.
+def copy_for_dry_run(
+    value: Any, device: torch.device, meta_modules_by_id: Mapping[int, Any]
+) -> Any:
+    """Return a copy of ``value`` for a dry run on ``device``.
 
-    Tensors are copied (those of an accelerator to ``device``), CPU generators with their state. A module is replaced by the meta
-    module in ``meta_modules_by_id`` (by the id of the live module), and a callback by one that does nothing.
+    Tensors are copied, from an accelerator to ``device``; CPU generators are copied with their
+    state. A module is replaced by its meta module (``meta_modules_by_id``: by the id of the live
+    module), a callback by `no_op_callback`.
     """
 
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
+    def copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu().to(device)
 
     def copy(value: Any) -> Any:
@@ -73,23 +76,28 @@ def copy_for_dry_run(value: Any, device: torch.device, meta_modules_by_id: Mappi
                 return [copy(item) for item in value]
             case dict() if type(value) is dict:
                 return {key: copy(item) for key, item in value.items()}
-        return walk(value, copied)
+        return walk(value, copy_tensor)
 
     return copy(value)
 
 
 def no_op_callback(*args: Any, **kwargs: Any) -> Any:
-    """A step-end callback that changes nothing: it returns the dict of tensors that it received."""
+    """Return the dict of tensors in ``args``, as a step-end callback that changes nothing."""
     return next((value for value in reversed(args) if isinstance(value, dict)), {})
 
 
 def describe_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """The arguments of a call as text for error messages: dtype and shape for a tensor, the type name for other objects."""
-    shown = [_shown(value) for value in args] + [f"{name}={_shown(value)}" for name, value in kwargs.items()]
-    return ", ".join(shown)
+    """Return the arguments of a call as text for error messages.
+
+    Tensors appear as dtype and shape, other objects as type names.
+    """
+    texts = [_argument_text(value) for value in args] + [
+        f"{name}={_argument_text(value)}" for name, value in kwargs.items()
+    ]
+    return ", ".join(texts)
 
 
-def _shown(value: Any) -> str:
+def _argument_text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, (bool, int, float, str, type(None))):

@@ -1,4 +1,7 @@
-"""Planning a live pipeline without running it: for any hardware and budget, with weights in memory or on meta."""
+"""Plan a live pipeline without running it, for any hardware and budget.
+
+Its weights may be in memory or on meta.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphrun.diffusers_.dry_call import Call, MetaPipeline
+from graphrun.diffusers_.dry_call import AttachedCall, MetaPipeline
 from graphrun.diffusers_.live import components_of, is_pipeline, merge_shared
 from graphrun.errors import InputError
 from graphrun.graph.graph import Directives
 from graphrun.model.problem import Hardware, Problem
-from graphrun.profile.problems import Limits
+from graphrun.profile.problems import ProblemLimits
 
 if TYPE_CHECKING:
     from graphrun.diffusers_.importing.imported import Imported
@@ -22,9 +25,10 @@ if TYPE_CHECKING:
 
 
 class LivePipeline:
-    """What `graphrun.from_pipeline` returns. `graphrun.estimate` takes it like a graph, with the arguments of a call as inputs.
+    """The result of `graphrun.from_pipeline`.
 
-    ``graph`` is the pipeline as stages, as `graphrun import` would write it; `to_yaml` writes it to a file.
+    Pass it to `graphrun.estimate` like a graph, with the arguments of a call as inputs. ``graph``
+    is the pipeline as stages, as `graphrun import` would write it; `to_yaml` writes it to a file.
     """
 
     def __init__(self, pipe: Any) -> None:
@@ -34,22 +38,37 @@ class LivePipeline:
         self.modules = merge_shared(components_of(pipe))
         self._meta_pipeline = MetaPipeline(pipe, self.modules)
 
-    def problem(self, inputs: Mapping[str, Any], hardware: Hardware, limits: Limits, demands: Directives) -> Problem:
-        """The problem of ``pipe(**inputs)``, planned by a dry run.
+    def problem(
+        self,
+        inputs: Mapping[str, Any],
+        hardware: Hardware,
+        limits: ProblemLimits,
+        demands: Directives,
+    ) -> Problem:
+        """Return the problem of ``pipe(**inputs)``, from a dry run.
 
-        Raises ProbeError where the dry run fails, and what the pipeline itself raises about its arguments.
+        Raises ProbeError if the dry run fails. Errors of the pipeline about its arguments pass.
         """
-        recording = self._meta_pipeline.probe(Call("call", self.pipe, lambda meta_pipeline: meta_pipeline.pipe, (), dict(inputs)))
+        recording = self._meta_pipeline.probe(
+            AttachedCall(
+                "call", self.pipe, lambda meta_pipeline: meta_pipeline.pipe, (), dict(inputs)
+            )
+        )
         problem = self._meta_pipeline.problem(recording, demands, hardware, limits)
-        plain = ((name, str(value)) for name, value in sorted(inputs.items()) if isinstance(value, (bool, int, float)))
-        return replace(problem, settings=tuple(plain))
+        settings = (
+            (name, str(value))
+            for name, value in sorted(inputs.items())
+            if isinstance(value, (bool, int, float))
+        )
+        return replace(problem, settings=tuple(settings))
 
     @cached_property
     def graph(self) -> Graph:
-        """The pipeline as a graph of stages, with the defaults of its call as inputs. Its files are removed with this object.
+        """The pipeline as a graph of stages, with the defaults of its call as inputs.
 
-        Pass ``modules=pipeline.graph_modules`` to `graphrun.run` to run it with these weights. Raises InputError for what a graph
-        file cannot express, ProbeError where the dry run of the call fails.
+        The graph's files are removed with this object. Pass ``modules=pipeline.graph_modules`` to
+        `graphrun.run` to run the graph with these weights. Raises InputError if a graph file cannot
+        express the pipeline, ProbeError if the dry run of the call fails.
         """
         self._folder = tempfile.TemporaryDirectory(prefix="graphrun-")
         return self._imported({}).write(Path(self._folder.name, "pipeline.yaml"))
@@ -59,20 +78,28 @@ class LivePipeline:
         """The components of ``graph`` by name, with their weights."""
         from graphrun.diffusers_.importing.from_live import of_pipeline
 
-        found = of_pipeline(self.pipe)
-        return {name: found.live[name] for name in found.components}
+        description = of_pipeline(self.pipe)
+        return {name: description.live[name] for name in description.components}
 
-    def to_yaml(self, path: Path, *, inputs: Mapping[str, Any] | None = None, whole: bool = False, force: bool = False) -> Graph:
-        """Writes the graph file ``path``, with configurations and tokenizers beside it, and returns the graph loaded from there.
+    def to_yaml(
+        self,
+        path: Path,
+        *,
+        inputs: Mapping[str, Any] | None = None,
+        whole: bool = False,
+        force: bool = False,
+    ) -> Graph:
+        """Write the graph file ``path`` with its configurations and tokenizers; return the graph.
 
-        ``inputs``: defaults in place of the pipeline's. ``whole``: one stage, even where the call could be split. The file's source
-        is the folder or repository that the pipeline was loaded from; without one, the file has no source. Raises what ``graph``
-        raises, and InputError where the file exists and ``force`` is not set.
+        ``inputs``: defaults that replace the pipeline's. ``whole``: one stage, even if the call
+        could be split. The file's source is the folder or repository that the pipeline was loaded
+        from, if any. Raises the errors of ``graph``, and InputError if the file exists and
+        ``force`` is not set.
         """
         return self._imported(inputs or {}, whole=whole).write(path, force=force)
 
-    def _imported(self, sets: Mapping[str, Any], *, whole: bool = False) -> Imported:
+    def _imported(self, inputs: Mapping[str, Any], *, whole: bool = False) -> Imported:
         from graphrun.diffusers_.importing.from_live import of_pipeline
         from graphrun.diffusers_.importing.imported import stage
 
-        return stage(of_pipeline(self.pipe), sets, whole=whole)
+        return stage(of_pipeline(self.pipe), inputs, whole=whole)

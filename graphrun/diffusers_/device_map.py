@@ -1,12 +1,13 @@
 """Conversion between plans and accelerate's device maps (`dispatch_model`).
 
-A device map assigns each block one device for good. A plan says more, and that is lost on the way to a map:
+A device map assigns each block to one device for the whole run. Converting a plan loses detail:
 
-    blocks kept on the device in the component's last stream    0
-    blocks streamed                                             "cpu", or "disk" where the backing store is on disk
-    component that computes on a helper                         the helper's number, for all of it
+    block that the component's last stream keeps on the device   0
+    streamed block                                               "cpu"; "disk" if stored there
+    component that computes on a secondary device                number of that device
 
-A plan made from a map can be checked and simulated: it says whether the map fits, and what it costs, before anything runs.
+A plan made from a map can be checked and simulated before anything runs: does the map fit, and what
+does it cost?
 """
 
 from __future__ import annotations
@@ -26,99 +27,155 @@ from graphrun.solve.baselines import mapped
 from graphrun.solve.program import program_of
 from graphrun.verify.solution import solution_of
 
-Placement = int | str
-Maps = Mapping[str, Mapping[str, Placement]]
+DevicePlacement = int | str
+Maps = Mapping[str, Mapping[str, DevicePlacement]]
 
 
-def device_maps(graph: Graph, solution: Solution) -> dict[str, dict[str, Placement]]:
-    """{component: {path of a module or bare parameter: ``0``, ``"cpu"`` or ``"disk"``}}.
+def device_maps(graph: Graph, solution: Solution) -> dict[str, dict[str, DevicePlacement]]:
+    """Return {component: {path of a module or bare parameter: ``0``, ``"cpu"`` or ``"disk"``}}.
 
-    Each map is for ``dispatch_model(module, map, main_device=0)``. ``graph`` is the one that ``solution`` is for.
+    Pass each map to ``dispatch_model(module, map, main_device=0)``. ``graph``: the graph that
+    ``solution`` was made for.
     """
-    found: dict[str, dict[str, Placement]] = {}
+    maps: dict[str, dict[str, DevicePlacement]] = {}
     for numbers in solution.chosen.components:
-        streams = [a for slot in solution.plan.slots for a in slot.actions if isinstance(a, Stream) and a.component == numbers.name]
+        streams = [
+            action
+            for slot in solution.plan.slots
+            for action in slot.actions
+            if isinstance(action, Stream) and action.component == numbers.name
+        ]
         variant = numbers.variants[0]
-        backing_store: Placement = "disk" if variant.backing_store == "disk" else "cpu"
-        placements: dict[str, Placement] = {}
+        backing_store: DevicePlacement = "disk" if variant.backing_store == "disk" else "cpu"
+        placements: dict[str, DevicePlacement] = {}
         if variant.device != "device":
-            found[numbers.name] = {"": variant.helper or "cpu"}
+            maps[numbers.name] = {"": variant.secondary or "cpu"}
             continue
-        kept = dict(streams[-1].keep) if streams and streams[-1].keep is not None else None
-        for group in numbers.groups if kept is not None or any(of.helper for of in numbers.groups) else ():
-            resident = range(len(group.blocks)) if kept is None else kept.get(group.name, ())
+        kept_blocks = dict(streams[-1].keep) if streams and streams[-1].keep is not None else None
+        has_secondary_group = any(group.secondary for group in numbers.groups)
+        for group in numbers.groups if kept_blocks is not None or has_secondary_group else ():
+            resident = (
+                range(len(group.blocks)) if kept_blocks is None else kept_blocks.get(group.name, ())
+            )
             placements |= {
-                path: group.helper if index in resident else backing_store for index, path in enumerate(group.blocks) if path
+                path: group.secondary if index in resident else backing_store
+                for index, path in enumerate(group.blocks)
+                if path
             }
         module = meta_module(graph.component(numbers.name), graph.trust)
-        found[numbers.name] = dict(_complete(module, "", placements)) if set(placements.values()) - {0} else {"": 0}
-    return found
+        maps[numbers.name] = (
+            dict(_complete(module, "", placements)) if set(placements.values()) - {0} else {"": 0}
+        )
+    return maps
 
 
 def plan_for(problem: Problem, maps: Maps) -> Solution:
-    """The plan that follows the device maps: a block on a device stays from the first slot to the last, the others are streamed. A
-    component on device 1 is on the first helper.
+    """Return the plan that follows the device maps.
 
-    Components without a map are loaded for their phases. `check` and `simulate` tell whether the plan fits and what it costs.
-    Raises InputError for a map that leaves out a block, that names no component of the problem, or that has a component partly on
-    another device than 0.
+    A block on a device stays there from the first slot to the last; other blocks are streamed.
+    Device 1 is the first secondary device. Components without a map are loaded for their phases.
+    `check` and `simulate` report whether the plan fits and what it costs.
+
+    Raises InputError for a map that leaves out a block, names no component of the problem, or puts
+    part of a component on a device other than 0.
     """
-    kept: dict[str, tuple[int, ...]] = {}
-    numbers: dict[str, int] = {}  # of the variant of a component
+    resident_counts: dict[str, tuple[int, ...]] = {}
+    variant_numbers: dict[str, int] = {}
     for name, placements in maps.items():
         if name not in {component.name for component in problem.components}:
-            known = ", ".join(component.name for component in problem.components)
-            raise InputError(f"device map for {name}: there is no such component; the problem has {known}")
+            component_names = ", ".join(component.name for component in problem.components)
+            raise InputError(
+                f"device map for {name}: there is no such component; the problem has "
+                f"{component_names}"
+            )
         groups = problem.component(name).groups
-        placed = [[_placement_of(name, path, placements) for path in group.blocks] for group in groups]
-        kept[name] = tuple(sum(not isinstance(at, str) for at in of) for of in placed)
-        numbers[name] = _device_of(problem, name, {at for of in placed for at in of})
-    program = program_of(problem, [(numbers.get(component.name, 0),) for component in problem.components])
-    choice = mapped(program, kept)
+        group_placements = [
+            [_placement_of(name, path, placements) for path in group.blocks] for group in groups
+        ]
+        resident_counts[name] = tuple(
+            sum(not isinstance(placement, str) for placement in group) for group in group_placements
+        )
+        variant_numbers[name] = _device_of(
+            problem, name, {placement for group in group_placements for placement in group}
+        )
+    program = program_of(
+        problem, [(variant_numbers.get(component.name, 0),) for component in problem.components]
+    )
+    choice = mapped(program, resident_counts)
     plan = plan_of(program, choice, problem)
     return solution_of(problem, plan, objective_seconds=program.seconds(choice))
 
 
-def _device_of(problem: Problem, name: str, placements: set[Placement]) -> int:
-    """The number of the first variant of the component that computes on the device of ``placements``."""
-    devices = {at for at in placements if not isinstance(at, str)}
+def _device_of(problem: Problem, name: str, placements: set[DevicePlacement]) -> int:
+    """Return the number of the component's first variant on the device of ``placements``."""
+    devices = {placement for placement in placements if not isinstance(placement, str)}
     if devices <= {0}:
         return 0
-    known = len(problem.helpers) + 1
-    if len(placements) > 1 or max(devices) >= known:
-        where = ", ".join(sorted(map(str, placements)))
+    device_count = len(problem.secondaries) + 1
+    if len(placements) > 1 or max(devices) >= device_count:
+        device_list = ", ".join(sorted(map(str, placements)))
         raise InputError(
-            f"device map for {name}: it is on {where}; the plan has {known} devices, and only on 0 may a component be in part"
+            f"device map for {name}: it is on {device_list}; the plan has {device_count} "
+            "devices, and only on 0 may a component be in part"
         )
     device = f"device{devices.pop()}"
-    return next(n for n, variant in enumerate(problem.component(name).variants) if variant.device == device)
+    return next(
+        number
+        for number, variant in enumerate(problem.component(name).variants)
+        if variant.device == device
+    )
 
 
-def _placement_of(component: str, path: str, placements: Mapping[str, Placement]) -> Placement:
-    """The device of ``path``: that of its longest prefix in ``placements``.
+def _placement_of(
+    component: str, path: str, placements: Mapping[str, DevicePlacement]
+) -> DevicePlacement:
+    """Return the device of ``path``: the placement of its longest prefix in ``placements``.
 
-    Without one it is read from the entries below ``path``: a host device if any of them has one. The remainder block (path "") is
-    on a device if any entry is. Raises InputError where the map does not cover ``path``.
+    Without a prefix, the placements below ``path`` decide: a host device if any of them is one. The
+    unblocked weights (path "") are on a device if any placement is. Raises InputError if the map
+    does not cover ``path``.
     """
     if not path and "" not in placements:
-        return next((placement for placement in placements.values() if not isinstance(placement, str)), "cpu")
-    best = max((key for key in placements if not key or path == key or path.startswith(f"{key}.")), key=len, default=None)
-    inside = [placement for key, placement in placements.items() if key.startswith(f"{path}.")]
-    if best is None and not inside:
-        raise InputError(f"device map for {component}: it has no entry for {path}")
-    found = (
-        placements[best] if best is not None else next((placement for placement in inside if isinstance(placement, str)), inside[0])
+        return next(
+            (placement for placement in placements.values() if not isinstance(placement, str)),
+            "cpu",
+        )
+    prefix = max(
+        (key for key in placements if not key or path == key or path.startswith(f"{key}.")),
+        key=len,
+        default=None,
     )
-    return "cpu" if found in ("cpu", "disk", "meta") else 0 if isinstance(found, str) else found
+    inner_placements = [value for key, value in placements.items() if key.startswith(f"{path}.")]
+    if prefix is None and not inner_placements:
+        raise InputError(f"device map for {component}: it has no entry for {path}")
+    device = (
+        placements[prefix]
+        if prefix is not None
+        else next(
+            (value for value in inner_placements if isinstance(value, str)), inner_placements[0]
+        )
+    )
+    return "cpu" if device in ("cpu", "disk", "meta") else 0 if isinstance(device, str) else device
 
 
-def _complete(module: nn.Module, path: str, placements: Mapping[str, Placement]) -> list[tuple[str, Placement]]:
-    """``placements`` completed with device 0 for everything else: a map must name every tensor once, by its module or itself."""
+def _complete(
+    module: nn.Module, path: str, placements: Mapping[str, DevicePlacement]
+) -> list[tuple[str, DevicePlacement]]:
+    """Return ``placements`` with device 0 added for all other tensors.
+
+    A map must name every tensor once, by its module or by its own path.
+    """
     if path in placements:
         return [(path, placements[path])]
     if not any(key.startswith(f"{path}.") if path else True for key in placements):
         return [(path, 0)]
     start = f"{path}." if path else ""
-    own: list[tuple[str, Placement]] = [(f"{start}{key}", 0) for key, p in module.named_parameters(recurse=False)]
-    own += [(f"{start}{key}", 0) for key, b in module.named_buffers(recurse=False)]
-    return own + [entry for key, child in module.named_children() for entry in _complete(child, f"{start}{key}", placements)]
+    pairs: list[tuple[str, DevicePlacement]] = [
+        (f"{start}{key}", 0) for key, p in module.named_parameters(recurse=False)
+    ]
+    pairs += [(f"{start}{key}", 0) for key, b in module.named_buffers(recurse=False)]
+    return pairs + [
+        pair
+        for key, child in module.named_children()
+        for pair in _complete(child, f"{start}{key}", placements)
+    ]

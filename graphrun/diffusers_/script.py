@@ -1,11 +1,12 @@
-"""Export of a plan as a plain diffusers script that loads, places, runs and frees components stage by stage.
+"""Export of a plan as a plain diffusers script that loads, runs and frees components per stage.
 
-Picks the means of diffusers and accelerate that come closest to what the plan does with each component; the script's docstring
-lists what is lost. Writes text; runs nothing.
+For each component the script uses the closest function of diffusers or accelerate; its docstring
+lists the differences from the plan. This module writes text and runs nothing.
 
-    whole component on the device     .to(DEVICE), then del after its stage
-    streamed component                group offloading, by blocks (by leaves where the module has no block list of diffusers)
-    component of the decode stage     accelerate's cpu_offload_with_hook: moved to the device when it is entered
+    whole component on the device   .to(DEVICE), then del after its stage
+    streamed component              group offloading, by blocks; by leaves if the module has no
+                                    block list of diffusers
+    component of the decode stage   accelerate's cpu_offload_with_hook: copied at its first call
 """
 
 from __future__ import annotations
@@ -25,92 +26,191 @@ from graphrun.modules.source_files import split_source
 from graphrun.ops.diffusion import returned_names
 from graphrun.units import show_seconds, show_size
 
-KNOWN = ("encode_prompt", "denoise", "decode")
+EXPORTED_OPS = ("encode_prompt", "denoise", "decode")
 
 
 def diffusers_script(graph: Graph, solution: Solution) -> str:
-    """The text of the script. ``python script.py [device] [file]`` writes the picture.
+    """Return the text of the script; ``python script.py [device] [file]`` writes the picture.
 
-    ``graph`` is the one that ``solution`` is for. Raises InputError for a graph whose stages are not one encode_prompt, one
-    denoise and one decode, or whose weights are random.
+    ``graph``: the graph of ``solution``. Raises InputError unless the graph's stages are one
+    encode_prompt, one denoise and one decode, or if its weights are random.
     """
     return _Script(graph, solution).text()
 
 
 class _Script:
     def __init__(self, graph: Graph, solution: Solution) -> None:
-        self.graph, self.problem, self.plan, self.simulation = graph, solution.problem, solution.plan, solution.simulation
+        self.graph, self.problem, self.plan, self.simulation = (
+            graph,
+            solution.problem,
+            solution.plan,
+            solution.simulation,
+        )
         ops = [stage.op for stage in graph.stages]
-        if ops != list(KNOWN) or self.problem.precomputed or graph.pipelines:
-            raise InputError(f"only {', '.join(KNOWN)} in a row can be exported as diffusers calls; this plan has {', '.join(ops)}")
+        if ops != list(EXPORTED_OPS) or self.problem.precomputed or graph.pipelines:
+            raise InputError(
+                f"only {', '.join(EXPORTED_OPS)} in a row can be exported as diffusers calls; "
+                f"this plan has {', '.join(ops)}"
+            )
         self.encode, self.denoise, self.decode = graph.stages
-        self.pipeline: Any = resolve_class(graph.pipeline, graph.trust, graph.where, "pipeline")
-        self.variants = {c.name: c.variants[0] for c in solution.chosen.components}
+        self.pipeline: Any = resolve_class(graph.pipeline, graph.trust, graph.file_line, "pipeline")
+        self.variants = {
+            component.name: component.variants[0] for component in solution.chosen.components
+        }
         self.inputs = graph.for_planning(dict(self.problem.settings))
-        if random := [name for name in self.variants if graph.component(name).source_in(self.variants[name].precision) is None]:
-            raise InputError(f"{', '.join(random)}: random weights are graphrun's own; give the graph a source to export its plan")
+        if random := [
+            name
+            for name in self.variants
+            if graph.component(name).source_in(self.variants[name].precision) is None
+        ]:
+            raise InputError(
+                f"{', '.join(random)}: random weights are graphrun's own; give the graph a "
+                "source to export its plan"
+            )
 
     def text(self) -> str:
-        """The text of the script."""
-        encoders = [name for name in self.variants if name in self.encode.uses]
-        others = [name for name in self.variants if name not in self.encode.uses]
+        """Return the text of the script."""
+        encoder_names = [name for name in self.variants if name in self.encode.uses]
+        other_names = [name for name in self.variants if name not in self.encode.uses]
         lines = ['"""' + "\n".join(self._losses()), '"""', ""]
-        lines += ["import gc", "import sys", "", "import diffusers", "import torch", "import transformers"]
-        lines += ["from accelerate import cpu_offload_with_hook", "from diffusers.hooks import apply_group_offloading", ""]
+        lines += [
+            "import gc",
+            "import sys",
+            "",
+            "import diffusers",
+            "import torch",
+            "import transformers",
+        ]
+        lines += [
+            "from accelerate import cpu_offload_with_hook",
+            "from diffusers.hooks import apply_group_offloading",
+            "",
+        ]
         lines += ['DEVICE = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cuda")']
         lines += [f'OUTPUT = sys.argv[2] if len(sys.argv) > 2 else "{self.graph.name}.png"']
         lines += [f"INPUTS = {pprint.pformat(self.inputs, width=100, sort_dicts=False)}", ""]
         lines += [line for part in self.graph.parts.values() for line in self._part(part)]
-        lines += ["", f"# {self.encode.name}", *self._load(encoders, "encode"), *self._pipeline(encoders), *self._encode_call()]
-        lines += [f"del {', '.join(('pipe', *encoders))}", "gc.collect()", "if torch.cuda.is_available():"]
+        lines += [
+            "",
+            f"# {self.encode.name}",
+            *self._load(encoder_names, "encode"),
+            *self._pipeline(encoder_names),
+            *self._encode_call(),
+        ]
+        lines += [
+            f"del {', '.join(('pipe', *encoder_names))}",
+            "gc.collect()",
+            "if torch.cuda.is_available():",
+        ]
         lines += ["    torch.cuda.empty_cache()", "", f"# {self.denoise.name}, {self.decode.name}"]
-        lines += [*self._load(others, "remaining"), *self._pipeline(others), *self._options(), *self._pipeline_call()]
+        lines += [
+            *self._load(other_names, "remaining"),
+            *self._pipeline(other_names),
+            *self._options(),
+            *self._pipeline_call(),
+        ]
         return "\n".join(lines) + "\n"
 
     def _losses(self) -> Iterator[str]:
-        yield f"{self.graph.name}: the closest plain diffusers calls to plan {self.plan.digest} of graphrun."
+        yield (
+            f"{self.graph.name}: the closest plain diffusers calls to plan {self.plan.digest} of "
+            "graphrun."
+        )
         yield ""
         peak = show_size(self.simulation.peak_bytes)
-        yield f"The plan takes {show_seconds(self.simulation.seconds)} and {peak} at most, by its own simulation."
+        yield (
+            f"The plan takes {show_seconds(self.simulation.seconds)} and {peak} at most, by its "
+            "own simulation."
+        )
         yield "Neither number holds for this script. What the plan does and these calls do not:"
         yield "- no budget: a component that does not fit raises torch.OutOfMemoryError"
         for name, variant in self.variants.items():
             if (stream := self._stream(name)) is not None:
-                groups = {group.name: len(group.blocks) for group in self.problem.component(name).groups}
-                kept = "all blocks" if stream.keep is None else ", ".join(f"{len(i)} of {groups[k]} {k}" for k, i in stream.keep)
-                yield f"- {name}: {kept or 'no blocks'} stay on the device, the staging ring holds {show_size(stream.ring_bytes)}"
+                groups = {
+                    group.name: len(group.blocks) for group in self.problem.component(name).groups
+                }
+                kept_blocks = (
+                    "all blocks"
+                    if stream.keep is None
+                    else ", ".join(f"{len(i)} of {groups[k]} {k}" for k, i in stream.keep)
+                )
+                yield (
+                    f"- {name}: {kept_blocks or 'no blocks'} stay on the device, the staging "
+                    f"ring buffer holds {show_size(stream.ring_buffer_bytes)}"
+                )
             if variant.backing_store == "disk":
-                yield f"- {name}: its weights are read from disk block by block, and are never all in RAM"
+                yield (
+                    f"- {name}: its weights are read from disk block by block, and are never all "
+                    "in RAM"
+                )
             elif variant.backing_store == "pinned":
-                yield f"- {name}: its backing store is pinned memory, read from disk while earlier phases compute"
-            if variant.helper:
-                yield f"- {name}: computes on {variant.device}, a further device; here it runs on the first"
-            for _, helper, blocks in (split for split in self.plan.splits if split[0] == name):
-                yield f"- {name}: {blocks_text(blocks)} compute on device{helper}, a further device; here they run on the first"
+                yield (
+                    f"- {name}: its backing store is pinned memory, read from disk while earlier "
+                    "phases compute"
+                )
+            if variant.secondary:
+                yield (
+                    f"- {name}: computes on {variant.device}, a further device; here it runs on "
+                    "the first"
+                )
+            for _, secondary, blocks in (split for split in self.plan.splits if split[0] == name):
+                yield (
+                    f"- {name}: {blocks_text(blocks)} compute on device{secondary}, a further "
+                    "device; here they run on the first"
+                )
             if variant.device == "cpu":
                 yield f"- {name}: runs on the CPU; here it runs on the device"
-        evicted = {slot.phase for slot in self.plan.slots if slot.phase and any(isinstance(a, Evict) for a in slot.actions)}
-        if evicted:
-            yield f"- components evicted before {', '.join(sorted(evicted))}: here whole components are freed after their stage"
-        yield f"- {self.decode.name} as a stage of its own: here it is the end of the pipeline call that denoises"
-        if self.plan.again:
+        evicting_phases = {
+            slot.phase
+            for slot in self.plan.slots
+            if slot.phase and any(isinstance(action, Evict) for action in slot.actions)
+        }
+        if evicting_phases:
+            yield (
+                f"- components evicted before {', '.join(sorted(evicting_phases))}: here whole "
+                "components are freed after their stage"
+            )
+        yield (
+            f"- {self.decode.name} as a stage of its own: here it is the end of the pipeline "
+            "call that denoises"
+        )
+        if self.plan.further_slots:
             yield "- the session: further runs that reuse what the first left on the device"
 
     def _stream(self, name: str) -> Stream | None:
-        """The component's last `Stream` action, which covers most of its calls; None where it is never streamed."""
-        actions = [a for slot in self.plan.slots for a in slot.actions if isinstance(a, Stream) and a.component == name]
+        """Return the component's last `Stream` action, which covers most of its calls, or None."""
+        actions = [
+            action
+            for slot in self.plan.slots
+            for action in slot.actions
+            if isinstance(action, Stream) and action.component == name
+        ]
         return actions[-1] if actions else None
 
     def _part(self, part: Part) -> Iterator[str]:
         if part.file is not None:
-            yield f"{part.name} = transformers.PreTrainedTokenizerFast(tokenizer_file={str(part.file)!r}, **{part.config!r})"
+            yield (
+                f"{part.name} = "
+                f"transformers.PreTrainedTokenizerFast(tokenizer_file={str(part.file)!r}, "
+                f"**{part.config!r})"
+            )
         elif part.has_config:
-            kind = resolve_class(part.class_path, self.graph.trust, part.where, "part")
-            made = f"from_config({part.config!r})" if hasattr(kind, "from_config") else f"__call__(**{part.config!r})"
-            yield f"{part.name} = {part.class_path}.{made}"
+            kind = resolve_class(part.class_path, self.graph.trust, part.file_line, "part")
+            constructor_call = (
+                f"from_config({part.config!r})"
+                if hasattr(kind, "from_config")
+                else f"__call__(**{part.config!r})"
+            )
+            yield f"{part.name} = {part.class_path}.{constructor_call}"
         else:
-            more = ", trust_remote_code=False" if part.class_path.startswith("transformers.") else ""
-            yield f"{part.name} = {part.class_path}.from_pretrained({_source_arguments(part.source or '')}{more})"
+            trust_argument = (
+                ", trust_remote_code=False" if part.class_path.startswith("transformers.") else ""
+            )
+            yield (
+                f"{part.name} = "
+                f"{part.class_path}.from_pretrained({_source_arguments(part.source or '')}"
+                f"{trust_argument})"
+            )
 
     def _load(self, names: list[str], stage: str) -> Iterator[str]:
         for name in names:
@@ -118,7 +218,9 @@ class _Script:
             yield from self._construct(component, variant)
             if self._stream(name) is not None:
                 yield from self._group_offload(component)
-            elif stage == "remaining" and name in self.decode.uses and name not in self.denoise.uses:
+            elif (
+                stage == "remaining" and name in self.decode.uses and name not in self.denoise.uses
+            ):
                 yield f"{name}, _ = cpu_offload_with_hook({name}, DEVICE)"
             else:
                 yield f"{name}.to(DEVICE)"
@@ -126,48 +228,87 @@ class _Script:
     def _construct(self, component: Component, variant: Variant) -> Iterator[str]:
         name, precision = component.name, variant.precision
         dtype = precision if precision in ("float32", "bfloat16", "float16") else component.dtype
-        more = [f"torch_dtype=torch.{dtype}"]
+        options = [f"torch_dtype=torch.{dtype}"]
         source = component.source_in(precision) or ""
         if precision in ("int8", "nf4"):
             kind = "diffusers" if component.class_path.startswith("diffusers.") else "transformers"
-            four = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.{dtype}'
-            bits = "load_in_8bit=True" if precision == "int8" else four
-            more.append(f"quantization_config={kind}.BitsAndBytesConfig({bits})")
+            four_bit_arguments = (
+                'load_in_4bit=True, bnb_4bit_quant_type="nf4", '
+                f"bnb_4bit_compute_dtype=torch.{dtype}"
+            )
+            bits_arguments = "load_in_8bit=True" if precision == "int8" else four_bit_arguments
+            options.append(f"quantization_config={kind}.BitsAndBytesConfig({bits_arguments})")
         if precision == "gguf":
-            more.append(f"quantization_config=diffusers.GGUFQuantizationConfig(compute_dtype=torch.{dtype})")
+            options.append(
+                f"quantization_config=diffusers.GGUFQuantizationConfig(compute_dtype=torch.{dtype})"
+            )
         if source.endswith((".safetensors", ".gguf")):
-            if not hasattr(resolve_class(component.class_path, self.graph.trust, component.where, "component"), "from_single_file"):
+            if not hasattr(
+                resolve_class(
+                    component.class_path, self.graph.trust, component.file_line, "component"
+                ),
+                "from_single_file",
+            ):
                 raise InputError(
-                    f"{name}: {component.class_path} has no from_single_file; give it a folder as its source to export the plan"
+                    f"{name}: {component.class_path} has no from_single_file; give it a folder "
+                    "as its source to export the plan"
                 )
-            yield "# without config= (a folder or repository with this component's config.json) diffusers guesses it from the file"
-            yield f"{name} = {component.class_path}.from_single_file({_source_arguments(source)}, {', '.join(more)})"
+            yield (
+                "# without config= (a folder or repository with this component's config.json) "
+                "diffusers guesses it from the file"
+            )
+            yield (
+                f"{name} = {component.class_path}.from_single_file({_source_arguments(source)}, "
+                f"{', '.join(options)})"
+            )
         else:
-            more += [f"variant={component.variant!r}"] if component.variant else []
-            yield f"{name} = {component.class_path}.from_pretrained({_source_arguments(source)}, {', '.join(more)})"
+            options += [f"variant={component.variant!r}"] if component.variant else []
+            yield (
+                f"{name} = {component.class_path}.from_pretrained({_source_arguments(source)}, "
+                f"{', '.join(options)})"
+            )
         yield f"{name}.requires_grad_(False).eval()"
         for lora in component.loras:
             yield f"# the plan has this LoRA fused; load it by hand: {lora.file} x {lora.scale}"
         if precision == "fp8":
-            yield f"{name}.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.{dtype})"
+            yield (
+                f"{name}.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, "
+                f"compute_dtype=torch.{dtype})"
+            )
 
     def _group_offload(self, component: Component) -> Iterator[str]:
-        """Group offloading by blocks for models of diffusers other than VAEs, whose code does not call its blocks one by one;
-        else by leaves."""
-        kind = resolve_class(component.class_path, self.graph.trust, component.where, "component")
-        blocks = hasattr(kind, "enable_group_offload") and not hasattr(kind, "decode")
-        level = '"block_level", num_blocks_per_group=1' if blocks else '"leaf_level"'
-        yield f"apply_group_offloading({component.name}, onload_device=DEVICE, offload_type={level},"
+        """Yield the lines that offload a component by blocks, or by leaves.
+
+        By blocks for models of diffusers other than VAEs. VAEs do not call them one by one.
+        """
+        kind = resolve_class(
+            component.class_path, self.graph.trust, component.file_line, "component"
+        )
+        by_blocks = hasattr(kind, "enable_group_offload") and not hasattr(kind, "decode")
+        level = '"block_level", num_blocks_per_group=1' if by_blocks else '"leaf_level"'
+        yield (
+            f"apply_group_offloading({component.name}, onload_device=DEVICE, offload_type={level},"
+        )
         yield '                       use_stream=DEVICE.type == "cuda")'
 
     def _pipeline(self, names: list[str]) -> Iterator[str]:
-        parameters = {n: p for n, p in inspect.signature(self.pipeline.__init__).parameters.items() if n not in ("self", "kwargs")}
+        parameters = {
+            n: p
+            for n, p in inspect.signature(self.pipeline.__init__).parameters.items()
+            if n not in ("self", "kwargs")
+        }
         arguments = {name: name for name in parameters if name in names or name in self.graph.parts}
-        arguments |= {name: "None" for name in parameters if name in self.graph.components and name not in names}
+        arguments |= {
+            name: "None"
+            for name in parameters
+            if name in self.graph.components and name not in names
+        }
         arguments |= {name: repr(value) for name, value in self.graph.pipeline_config.items()}
-        required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
+        required = [
+            name for name, parameter in parameters.items() if parameter.default is parameter.empty
+        ]
         arguments |= {name: "None" for name in required if name not in arguments}
-        yield f"pipe = {self.graph.pipeline}({_shown(arguments)})"
+        yield f"pipe = {self.graph.pipeline}({_arguments_text(arguments)})"
 
     def _options(self) -> Iterator[str]:
         for stage, name in self.plan.options:
@@ -177,44 +318,88 @@ class _Script:
                 yield f"# {stage}: the plan runs it with {name}, which diffusers has no call for"
 
     def _encode_call(self) -> Iterator[str]:
-        call, own = (inspect.signature(of).parameters for of in (self.pipeline.__call__, self.pipeline.encode_prompt))
-        stage_arguments = {name: self._value(value) for name, value in self.encode.arguments.items()}
-        scale, true_scale = (self._resolved_argument(name) for name in ("guidance_scale", "true_cfg_scale"))
+        call_parameters, encode_parameters = (
+            inspect.signature(method).parameters
+            for method in (self.pipeline.__call__, self.pipeline.encode_prompt)
+        )
+        stage_arguments = {
+            name: self._value(value) for name, value in self.encode.arguments.items()
+        }
+        scale, true_scale = (
+            self._resolved_argument(name) for name in ("guidance_scale", "true_cfg_scale")
+        )
         images = stage_arguments.get("num_images", "1")
-        more = {
-            **{n: repr(p.default) for n, p in call.items() if p.default is not p.empty and p.default is not None},
-            **{"device": "DEVICE", "num_images_per_prompt": images, "num_videos_per_prompt": images},
+        argument_texts = {
+            **{
+                n: repr(p.default)
+                for n, p in call_parameters.items()
+                if p.default is not p.empty and p.default is not None
+            },
+            **{
+                "device": "DEVICE",
+                "num_images_per_prompt": images,
+                "num_videos_per_prompt": images,
+            },
             **({} if scale is None else {"do_classifier_free_guidance": repr(scale > 1)}),
             **stage_arguments,
         }
-        required = {n: "None" for n, p in own.items() if p.default is p.empty and n not in ("self", "kwargs")}
-        suffixes = ("", "_2") if "text_encoder_index" in own else ("",)
+        required = {
+            n: "None"
+            for n, p in encode_parameters.items()
+            if p.default is p.empty and n not in ("self", "kwargs")
+        }
+        suffixes = ("", "_2") if "text_encoder_index" in encode_parameters else ("",)
         names = returned_names(self.pipeline.encode_prompt)
         yield "embeds = {}"
         yield "with torch.no_grad():"
-        taken: list[str] = []
+        embed_names: list[str] = []
         for index, suffix in enumerate(suffixes):
-            more["text_encoder_index"] = repr(index)
-            calls = [{**required, **{n: text for n, text in more.items() if n in own}}]
-            if "negative_prompt" not in own and "negative_prompt" in stage_arguments and true_scale is not None and true_scale > 1:
+            argument_texts["text_encoder_index"] = repr(index)
+            calls = [
+                {
+                    **required,
+                    **{n: text for n, text in argument_texts.items() if n in encode_parameters},
+                }
+            ]
+            if (
+                "negative_prompt" not in encode_parameters
+                and "negative_prompt" in stage_arguments
+                and true_scale is not None
+                and true_scale > 1
+            ):
                 calls.append({**calls[0], "prompt": stage_arguments["negative_prompt"]})
             for number, arguments in enumerate(calls):
                 keys = [f"{'negative_' if number else ''}{name}{suffix}" for name in names]
-                taken += [key for key in keys if key in call]
-                yield f"    found = pipe.encode_prompt({_shown(arguments)})"
-                yield f"    embeds |= dict(zip({keys!r}, found if isinstance(found, tuple) else (found,)))"
-        yield f"embeds = {{name: embeds[name] for name in {taken!r} if embeds[name] is not None}}"
+                embed_names += [key for key in keys if key in call_parameters]
+                yield f"    found = pipe.encode_prompt({_arguments_text(arguments)})"
+                yield (
+                    f"    embeds |= dict(zip({keys!r}, found if isinstance(found, tuple) else "
+                    "(found,)))"
+                )
+        yield (
+            f"embeds = {{name: embeds[name] for name in {embed_names!r} if embeds[name] is not "
+            f"None}}"
+        )
 
     def _pipeline_call(self) -> Iterator[str]:
-        known = inspect.signature(self.pipeline.__call__).parameters
+        parameters = inspect.signature(self.pipeline.__call__).parameters
         stage_arguments = {**self.decode.arguments, **self.denoise.arguments}
         seed = self._value(stage_arguments.pop("seed", 0))
-        arguments = {name: "None" for name in ("prompt", "negative_prompt") if name in known}
-        arguments |= {"num_inference_steps" if n == "steps" else n: self._value(v) for n, v in stage_arguments.items()}
+        arguments = {name: "None" for name in ("prompt", "negative_prompt") if name in parameters}
+        arguments |= {
+            "num_inference_steps" if n == "steps" else n: self._value(v)
+            for n, v in stage_arguments.items()
+        }
         arguments |= {"generator": f'torch.Generator("cpu").manual_seed({seed})'}
-        left_out = ("embeds", "latents", "num_images", "tiling")
-        shown = _shown({n: text for n, text in arguments.items() if n in known and n not in left_out})
-        yield f"images = pipe(**embeds, {shown}, return_dict=False)[0]"
+        excluded_names = ("embeds", "latents", "num_images", "tiling")
+        arguments_text = _arguments_text(
+            {
+                n: text
+                for n, text in arguments.items()
+                if n in parameters and n not in excluded_names
+            }
+        )
+        yield f"images = pipe(**embeds, {arguments_text}, return_dict=False)[0]"
         yield "first = images[0]"
         yield "if isinstance(first, list):"
         yield "    diffusers.utils.export_to_gif(first, OUTPUT)"
@@ -222,27 +407,34 @@ class _Script:
         yield "    first.save(OUTPUT)"
 
     def _value(self, value: Any) -> str:
-        """An argument as Python source: a literal, or the input that it refers to."""
+        """Return an argument as Python source: a literal, or the input that it refers to."""
         if isinstance(value, Reference):
             return f"INPUTS[{value.name!r}]" if value.kind == "input" else value.output
         return repr(value)
 
     def _resolved_argument(self, name: str) -> Any:
         value = self.encode.arguments.get(name)
-        return self.inputs[value.name] if isinstance(value, Reference) and value.kind == "input" else value
+        return (
+            self.inputs[value.name]
+            if isinstance(value, Reference) and value.kind == "input"
+            else value
+        )
 
 
 def _source_arguments(source: str) -> str:
-    """The source arguments of ``from_pretrained`` or ``from_single_file``, as Python source."""
+    """Return the arguments of ``from_pretrained`` or ``from_single_file`` for ``source``."""
     if source.startswith("/"):
         return repr(source)
-    repository, revision, inside = split_source(source)
-    if inside.endswith((".safetensors", ".gguf")):
-        return repr(f"https://huggingface.co/{repository}/blob/{revision or 'main'}/{inside}")
-    named = {**({"subfolder": inside} if inside else {}), **({"revision": revision} if revision else {})}
-    return ", ".join([repr(repository), *(f"{key}={value!r}" for key, value in named.items())])
+    repository, revision, inner_path = split_source(source)
+    if inner_path.endswith((".safetensors", ".gguf")):
+        return repr(f"https://huggingface.co/{repository}/blob/{revision or 'main'}/{inner_path}")
+    options = {
+        **({"subfolder": inner_path} if inner_path else {}),
+        **({"revision": revision} if revision else {}),
+    }
+    return ", ".join([repr(repository), *(f"{key}={value!r}" for key, value in options.items())])
 
 
-def _shown(arguments: Mapping[str, str]) -> str:
-    """The keyword arguments of a call, as Python source."""
+def _arguments_text(arguments: Mapping[str, str]) -> str:
+    """Return the keyword arguments of a call as Python source."""
     return ", ".join(f"{name}={text}" for name, text in arguments.items())

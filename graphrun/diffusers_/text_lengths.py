@@ -1,10 +1,12 @@
-"""Whether the shapes of a call depend on how long its texts are.
+"""Do the shapes of a call depend on the lengths of its texts?
 
-    tokenizer(text, padding="max_length")     77 ids, whatever the text: calls with any text share a plan
-    tokenizer(text, padding=True)             as many as the text has: each text is planned, before its call
-    embeddings[mask]                          padded, then cut to as many as the text has (Z-Image): likewise
+    tokenizer(text, padding="max_length")   77 ids for every text: calls with any text share a plan
+    tokenizer(text, padding=True)           as many ids as the text has: each text needs a plan
+    embeddings[mask]                        padded, then cut to the length of the text (Z-Image):
+                                            likewise
 
-Pipelines also count a text's ids to warn that it is cut. So only what enters a component matters.
+Pipelines also count a text's ids to warn about truncation. So only arguments of calls into
+components matter.
 """
 
 from __future__ import annotations
@@ -19,64 +21,90 @@ from graphrun.modules.trees import tensors_in
 
 
 class TextLengths:
-    """The lengths of a dry run's texts in tokens: those ``fixed`` by padding to a maximum, those ``own`` to the texts, and those
-    that masks of texts ``left`` of embeddings."""
+    """The lengths of a dry run's texts, in tokens.
+
+    ``padded_lengths``: fixed by padding to a maximum. ``text_lengths``: the texts' own lengths.
+    ``mask_lengths``: lengths of embeddings after masks of texts cut them. ``input_lengths`` and
+    ``cut_input_lengths``: lengths of integer and of cut floating-point arguments of components.
+    """
 
     def __init__(self) -> None:
-        self.fixed, self.own, self.left = set[int](), set[int](), set[int]()
-        self.entered, self.entered_cut = set[int](), set[int]()
+        self.padded_lengths, self.text_lengths, self.mask_lengths = (
+            set[int](),
+            set[int](),
+            set[int](),
+        )
+        self.input_lengths, self.cut_input_lengths = set[int](), set[int]()
 
     @property
     def matter(self) -> bool:
-        """Whether ids of a length that is that of a text, or embeddings that were cut to that, have entered a component."""
-        return bool(self.entered & (self.own - self.fixed) or self.entered_cut)
+        """Whether a component received ids, or cut embeddings, of a text's own length."""
+        return bool(
+            self.input_lengths & (self.text_lengths - self.padded_lengths) or self.cut_input_lengths
+        )
 
-    def enter(self, arguments: Any) -> None:
-        """Notes the integer tensors [... length] and the floating-point ones [... length ...] among the arguments of an entry."""
+    def add_inputs(self, arguments: Any) -> None:
+        """Note the lengths of the tensors among the arguments of a call into a component.
+
+        Integer tensors are [... length], floating-point tensors [... length ...].
+        """
         for tensor in tensors_in(arguments):
             if tensor.is_floating_point():
-                self.entered_cut |= self.left.intersection(tensor.shape)
+                self.cut_input_lengths |= self.mask_lengths.intersection(tensor.shape)
             elif tensor.ndim > 1:
-                self.entered.add(tensor.shape[-1])
+                self.input_lengths.add(tensor.shape[-1])
 
-    def cut(self, operands: Iterable[torch.Tensor]) -> None:
-        """Notes how much the boolean masks among ``operands``, of an operator that cuts by them, leave, where they are as long as a
-        text."""
+    def add_masks(self, operands: Iterable[torch.Tensor]) -> None:
+        """Note the lengths that boolean masks among ``operands`` leave, if as long as a text.
+
+        ``operands``: the operands of an operator that cuts tensors by masks.
+        """
         masks = [mask for mask in operands if mask.dtype is torch.bool and mask.ndim]
-        self.left.update(int(mask.sum()) for mask in masks if mask.shape[-1] in self.fixed | self.own)
+        self.mask_lengths.update(
+            int(mask.sum())
+            for mask in masks
+            if mask.shape[-1] in self.padded_lengths | self.text_lengths
+        )
 
-    def tokenized(self, lengths: set[int], padded: bool) -> None:
-        """Notes the ``lengths`` of texts that a tokenizer returned, and whether it ``padded`` them to a maximum. A maximum that is
-        the own length of an earlier text (Lumina pads the negative text to that of the text) is no fixed one."""
-        if padded:
-            self.fixed |= lengths - self.own
+    def add_lengths(self, lengths: set[int], is_padded: bool) -> None:
+        """Note the ``lengths`` of texts from a tokenizer. ``is_padded``: padded to a maximum.
+
+        A maximum equal to the own length of an earlier text is not fixed: Lumina pads the negative
+        text to the length of the text.
+        """
+        if is_padded:
+            self.padded_lengths |= lengths - self.text_lengths
         else:
-            self.own |= lengths
+            self.text_lengths |= lengths
 
     @contextmanager
-    def watching(self, pipe: Any) -> Iterator[None]:
-        """Within the context, notes what the tokenizers of ``pipe`` return. Its processors' own are among them."""
+    def watch(self, pipe: Any) -> Iterator[None]:
+        """Note what the tokenizers of ``pipe`` and of its processors return, within the context."""
         from transformers import PreTrainedTokenizerBase
 
         parts = [*getattr(pipe, "__dict__", {}).values()]
-        held = [*parts, *(getattr(part, "tokenizer", None) for part in parts)]
-        tokenizers = {id(each): each for each in held if isinstance(each, PreTrainedTokenizerBase)}.values()
-        before = [type(tokenizer) for tokenizer in tokenizers]
-        for tokenizer, kind in zip(tokenizers, before, strict=True):
-            tokenizer.__class__ = self._watched(kind)
+        candidates = [*parts, *(getattr(part, "tokenizer", None) for part in parts)]
+        tokenizers = {
+            id(candidate): candidate
+            for candidate in candidates
+            if isinstance(candidate, PreTrainedTokenizerBase)
+        }.values()
+        kinds = [type(tokenizer) for tokenizer in tokenizers]
+        for tokenizer, kind in zip(tokenizers, kinds, strict=True):
+            tokenizer.__class__ = self._watched_class(kind)
         try:
             yield
         finally:
-            for tokenizer, kind in zip(tokenizers, before, strict=True):
+            for tokenizer, kind in zip(tokenizers, kinds, strict=True):
                 tokenizer.__class__ = kind
 
-    def _watched(self, kind: Any) -> Any:
+    def _watched_class(self, kind: Any) -> Any:
         def call(tokenizer: Any, *args: Any, padding: Any = False, **settings: Any) -> Any:
-            made = kind.__call__(tokenizer, *args, padding=padding, **settings)
-            ids = made.get("input_ids", [])
+            encoding = kind.__call__(tokenizer, *args, padding=padding, **settings)
+            ids = encoding.get("input_ids", [])
             rows = ids if isinstance(ids, list) and ids and isinstance(ids[0], list) else [ids]
             lengths = {row.shape[-1] if hasattr(row, "shape") else len(row) for row in rows}
-            self.tokenized(lengths, padding == "max_length")
-            return made
+            self.add_lengths(lengths, padding == "max_length")
+            return encoding
 
         return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": call})

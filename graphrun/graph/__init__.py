@@ -1,1 +1,2 @@
-"""Graph files: a pipeline declared as stages, components, inputs and outputs. Pure: no torch, no devices."""
+"""Graph files: a pipeline declared as stages, components, inputs and outputs. Pure: no torch, no
+devices."""

@@ -1,6 +1,7 @@
-"""A pipeline as a DAG of stages, with inputs, components (modules with weights), parts (without weights) and outputs.
+"""A pipeline as a DAG of stages: what is computed, not where or when.
 
-Declares what is computed, not where or when. Pure: no YAML, no torch, no devices.
+A graph has inputs, components (modules with weights), parts (objects without weights), stages and
+outputs. This module reads no YAML and imports neither torch nor devices.
 
     inputs --> encode --embeds--> denoise --latents--> decode --> outputs
                  |                   |                   |
@@ -21,7 +22,7 @@ from graphrun.graph import media
 from graphrun.graph.ops import Operation, operation
 from graphrun.graph.values import Input, did_you_mean, fit, strings
 from graphrun.limits import require
-from graphrun.reading import opened
+from graphrun.reading import open_regular
 
 if TYPE_CHECKING:
     import networkx
@@ -29,13 +30,17 @@ if TYPE_CHECKING:
 DEFAULT_ALLOW = ("diffusers", "transformers")
 HEADER_BYTES = 100_000_000  # the longest header that safetensors reads (its MAX_HEADER_SIZE)
 
-# The prompt of plans without one: texts are padded to a fixed length, so that no size depends on it.
+# The prompt for planning without one. Texts are padded to a fixed length, so no size depends on it.
 PLANNING_TEXT = "a photo"
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """``$prompt`` is ``Reference("input", "prompt", "")``, ``$encode.embeds`` is ``Reference("stage", "encode", "embeds")``."""
+    """A reference in a graph file to an input or to a stage output.
+
+    ``$prompt`` is ``Reference("input", "prompt", "")``, ``$encode.embeds`` is ``Reference("stage",
+    "encode", "embeds")``.
+    """
 
     kind: Literal["input", "stage"]
     name: str
@@ -47,7 +52,10 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA or an IP-Adapter: the absolute path of its file, and the factor of its weight difference or of its image prompts."""
+    """A LoRA or an IP-Adapter: the absolute path of its file, and its scale.
+
+    ``scale`` multiplies the weight difference of a LoRA, or the image prompts of an IP-Adapter.
+    """
 
     file: str
     scale: float = 1.0
@@ -57,11 +65,13 @@ class Adapter:
 class Component:
     """A module with weights.
 
-    ``source`` is the folder, safetensors file or hub path (``owner/repo@revision/subfolder``) of this component; None: random
-    weights made from ``seed``. ``variant`` selects among a folder's files (``fp16``); ``gguf`` is the file of precision gguf.
-    ``loras`` are fused into the weights of both. ``config`` is the class's configuration if ``has_config``; ``{}`` means the
-    constructor's defaults. ``precision``: the first is the default, the others must be allowed. ``backing_store``: the kinds that
-    may hold the master copy; empty: any that can. ``compile``: ``blocks`` asks for compiled blocks. ``where`` is ``file:line``.
+    ``source``: the folder, safetensors file or hub path (``owner/repo@revision/subfolder``) of this
+    component; None: random weights made from ``seed``. ``variant``: which of a folder's files are
+    read (``fp16``). ``gguf``: the file for precision gguf. ``loras``: fused into the weights of
+    ``source`` or ``gguf``. ``config``: the configuration of the class if ``has_config``; ``{}``
+    means the constructor's defaults. ``precision``: the default first; the others must be allowed.
+    ``backing_store``: the kinds of memory that may hold the master copy; empty: any. ``compile``:
+    ``blocks`` asks for compiled blocks. ``file_line``: ``file:line`` of the component, for errors.
     """
 
     name: str
@@ -78,27 +88,33 @@ class Component:
     gguf: str = ""
     ip_adapters: tuple[Adapter, ...] = ()
     compile: str = ""
-    where: str = field(default="", compare=False)
+    file_line: str = field(default="", compare=False)
 
     def source_in(self, precision: str) -> str | None:
-        """The source of its weights in ``precision``; None: they are random."""
+        """Return the source of the weights in ``precision``; None for random weights."""
         return self.gguf or None if precision == "gguf" else self.source
 
     def permission(self, precision: str, device: str = "device") -> str | None:
-        """What a caller must allow before a plan holds the component in ``precision`` and computes on ``device`` (``device``,
-        ``cpu``): a precision, ``cpu``, or "" for nothing. None: the graph does not list it."""
+        """Return what a caller must allow before a plan may use ``precision`` on ``device``.
+
+        ``device`` is ``device`` or ``cpu``. The result is a precision, ``cpu``, or "" if nothing
+        must be allowed; None if the graph does not list the precision.
+        """
         if precision not in self.precision or (device == "cpu" and precision != self.precision[0]):
             return None
         return "cpu" if device == "cpu" else "" if precision == self.precision[0] else precision
 
     def is_compiled(self, allow: Collection[str]) -> bool:
-        """Whether a run compiles its blocks: the graph asks for it, and it is in ``allow``."""
+        """Return whether a run compiles the blocks: the graph asks for it and ``allow`` has it."""
         return bool(self.compile) and "compile" in allow
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An object without weights that the pipeline's code needs: a tokenizer, a scheduler. ``source`` as for a `Component`."""
+    """An object without weights that the pipeline's code needs, such as a tokenizer or a scheduler.
+
+    ``source``: as for a `Component`.
+    """
 
     name: str
     class_path: str
@@ -106,45 +122,58 @@ class Part:
     has_config: bool = False
     file: Path | None = None
     source: str | None = None
-    where: str = field(default="", compare=False)
+    file_line: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A pipeline class with constructor arguments. ``members``: its name for a component or part -> the graph's, None for none.
-    ``program``: any class of a trusted package, whose objects are made of attributes."""
+    """A pipeline class with constructor arguments.
+
+    ``members``: the pipeline's name for a component or part -> the graph's name; None: the pipeline
+    gets none. ``program``: whether the class may be any class of a trusted package, whose objects
+    are built from attributes.
+    """
 
     class_path: str
     config: Mapping[str, Any]
     members: Mapping[str, str | None] = field(default_factory=dict)
-    where: str = field(default="", compare=False)
+    file_line: str = field(default="", compare=False)
     program: bool = False
 
     @property
     def content(self) -> list[Any]:
-        """All of it but where it is declared."""
+        """Everything except the line in the file."""
         return [self.class_path, self.config, self.members]
 
-    def named(self, things: Mapping[str, Any]) -> dict[str, Any]:
-        """``things`` of the graph (components or parts) under the pipeline's names too."""
-        own = {name: things[of] for name, of in self.members.items() if of is not None and of in things}
-        return {**{name: thing for name, thing in things.items() if name not in self.members}, **own}
+    def by_pipeline_name(self, things: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``things`` of the graph (components or parts) under the pipeline's names."""
+        member_things = {
+            name: things[graph_name]
+            for name, graph_name in self.members.items()
+            if graph_name is not None and graph_name in things
+        }
+        return {
+            **{name: thing for name, thing in things.items() if name not in self.members},
+            **member_things,
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One op with its arguments (literals, references, lists of them) and the components it uses.
+    """One op with its arguments and the components it uses.
 
-    ``options``: alternatives that a plan may choose, such as ``tiling``. ``outputs``: the names of its outputs; of an op that is
-    ``open``, those that the graph reads. ``pipeline``: which of the graph's further pipelines it belongs to; "": the graph's own.
-    ``method``: what of the pipeline a call stage calls. ``for_each``: the argument whose list it takes item by item; "": none.
+    ``arguments``: literals, references, or lists of them. ``options``: alternatives that a plan may
+    choose, such as ``tiling``. ``outputs``: names of the outputs; for an ``open`` op, the outputs
+    that the graph reads. ``pipeline``: the further pipeline that the stage belongs to; "": the
+    graph's own. ``method``: the method that a call stage calls. ``for_each``: the argument whose
+    list is processed item by item; "": none.
     """
 
     name: str
     op: str
     uses: tuple[str, ...]
     arguments: Mapping[str, Any]
-    where: str = field(default="", compare=False)
+    file_line: str = field(default="", compare=False)
     options: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     pipeline: str = ""
@@ -153,10 +182,10 @@ class Stage:
 
     @property
     def operation(self) -> Operation:
-        """The signature of its op."""
-        found = operation(self.op)
-        assert found is not None
-        return found
+        """The signature of the stage's op."""
+        signature = operation(self.op)
+        assert signature is not None
+        return signature
 
     @property
     def references(self) -> tuple[Reference, ...]:
@@ -164,20 +193,33 @@ class Stage:
         return tuple(_references(list(self.arguments.values())))
 
     def refuse_large(self, inputs: Mapping[str, Any]) -> None:
-        """Raises InputError for sizes and steps above the limits: pipelines compute tables of their sizes on the host, or loop."""
-        given = {
-            name: inputs.get(value.name) if isinstance(value, Reference) and value.kind == "input" else value
+        """Raise InputError for sizes and steps above the limits.
+
+        Pipelines compute tables of these sizes on the host, or loop that often.
+        """
+        values = {
+            name: inputs.get(value.name)
+            if isinstance(value, Reference) and value.kind == "input"
+            else value
             for name, value in self.arguments.items()
         }
-        numbers = {name: value for name, value in given.items() if isinstance(value, int)}
+        numbers = {name: value for name, value in values.items() if isinstance(value, int)}
         for name, value in numbers.items():
             if name.endswith("steps"):
-                require("steps", value, f"stages.{self.name}: {name} is {value:,}", self.where)
+                require("steps", value, f"stages.{self.name}: {name} is {value:,}", self.file_line)
         height, width = numbers.get("height", 1), numbers.get("width", 1)
-        require("pixels", height * width, f"stages.{self.name}: {width} x {height} are {height * width:,} pixels", self.where)
+        require(
+            "pixels",
+            height * width,
+            f"stages.{self.name}: {width} x {height} are {height * width:,} pixels",
+            self.file_line,
+        )
 
     def permission(self, option: str) -> str | None:
-        """What a caller must allow before a plan runs the stage with ``option``; "": nothing. None: the graph does not list it."""
+        """Return what a caller must allow before a plan may run the stage with ``option``.
+
+        "": nothing. None: the graph does not list the option.
+        """
         return self.operation.options[option] if option in self.options else None
 
 
@@ -185,9 +227,10 @@ class Stage:
 class Directives:
     """Placement that the user demands of every plan.
 
-    ``keep``: components that stay on the device from their first use to the end; ``exclude``: components that are always streamed,
-    with no block kept on the device; ``pin``: components whose backing store is page-locked; ``reserve_bytes``: bytes of the VRAM
-    budget left to other programs.
+    ``keep``: components that stay on the device from their first use to the end. ``exclude``:
+    components that are always streamed, with no block kept on the device. ``pin``: components whose
+    backing store is page-locked. ``reserve_bytes``: bytes of the VRAM budget left to other
+    programs.
     """
 
     keep: tuple[str, ...] = ()
@@ -198,10 +241,11 @@ class Directives:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A pipeline ready to be planned. ``stages`` are in topological order, ties in the order of the file.
+    """A pipeline ready to be planned.
 
-    ``trust``: packages of which it may name any class; only the caller sets it, never the file. ``where`` is the ``file:line`` of
-    its pipeline.
+    ``stages``: in topological order, ties in the order of the file. ``trust``: packages whose
+    classes the graph may name; only the caller sets this, never the file. ``file_line``:
+    ``file:line`` of the pipeline.
     """
 
     name: str
@@ -216,76 +260,102 @@ class Graph:
     stages: tuple[Stage, ...]
     outputs: Mapping[str, Reference]
     directives: Directives = Directives()
-    precomputed: tuple[Reference, ...] = ()  # stage outputs that a run gets ready-made, in place of these stages
-    pipelines: Mapping[str, Pipeline] = field(default_factory=dict)  # further ones, which stages name
+    # stage outputs that a run gets ready-made, in place of these stages
+    precomputed: tuple[Reference, ...] = ()
+    # further pipelines, which stages name
+    pipelines: Mapping[str, Pipeline] = field(default_factory=dict)
     fps: float | None = None  # frame rate of video files; None: from the pipeline's arguments
-    code: str = field(default="", compare=False)  # where its packages are to be got, for people
-    where: str = field(default="", compare=False)
-    # Meta modules that nothing uses now, for the next run (`graphrun.modules.build`); a graph and its parts share them.
+    code: str = field(default="", compare=False)  # for people: where to get the packages it names
+    file_line: str = field(default="", compare=False)
+    # Unused meta modules, for the next run (`graphrun.modules.build`). A graph and its parts share
+    # them.
     spare: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def pipeline_called(self, name: str) -> Pipeline:
-        """The further pipeline called ``name``; "": its own."""
+        """Return the further pipeline called ``name``; for "", the graph's own pipeline."""
         if name:
             return self.pipelines[name]
         program = any(stage.method != "__call__" for stage in self.stages if not stage.pipeline)
-        return Pipeline(self.pipeline, self.pipeline_config, where=self.where, program=program)
+        return Pipeline(
+            self.pipeline, self.pipeline_config, file_line=self.file_line, program=program
+        )
 
     def component(self, name: str) -> Component:
-        """The component called ``name``. Raises KeyError."""
+        """Return the component called ``name``. Raises KeyError."""
         return self.components[name]
 
     def stage(self, name: str) -> Stage:
-        """The stage called ``name``. Raises KeyError."""
+        """Return the stage called ``name``. Raises KeyError."""
         return {s.name: s for s in self.stages}[name]
 
     def kinds(self) -> dict[str, str]:
-        """The kind of each output: ``image``, ``video``, ``audio``, ``latents``, ``embeds``, or ``any``. Pictures that are made of
-        the frames of a video are a video."""
-        found: dict[str, str] = {
-            name: self.stage(of.name).operation.output(of.output) or "any" for name, of in self.outputs.items()
+        """Return the kind of each output.
+
+        A kind is ``image``, ``video``, ``audio``, ``latents``, ``embeds`` or ``any``. Images that
+        stages make from the frames of a video are a video.
+        """
+        kinds: dict[str, str] = {
+            name: self.stage(reference.name).operation.output(reference.output) or "any"
+            for name, reference in self.outputs.items()
         }
         if self.list_input and self.inputs[self.list_input].type == "video":
-            found |= {name: "video" for name, of in self.outputs.items() if found[name] == "image" and self.stage(of.name).for_each}
-        return found
+            kinds |= {
+                name: "video"
+                for name, reference in self.outputs.items()
+                if kinds[name] == "image" and self.stage(reference.name).for_each
+            }
+        return kinds
 
     @property
     def list_input(self) -> str:
-        """The input whose items stages take one by one (``for_each``); "" where there is none."""
+        """The input whose items stages process one by one (``for_each``); "" if there is none."""
         lists = (stage.arguments[stage.for_each] for stage in self.stages if stage.for_each)
-        return next((of.name for of in lists if of.kind == "input"), "")
+        return next((reference.name for reference in lists if reference.kind == "input"), "")
 
     def per_item(self) -> Graph:
-        """The graph for one item of its `list_input`, which then is the input's value; itself where there is none."""
+        """Return the graph for one item of its `list_input`; the graph itself if there is none.
+
+        The input then takes one item instead of the list.
+        """
         if not (name := self.list_input):
             return self
         stages = tuple(replace(stage, for_each="") for stage in self.stages)
         return replace(self, inputs={**self.inputs, name: self.inputs[name].item}, stages=stages)
 
     def for_first(self, inputs: Mapping[str, Any]) -> tuple[Graph, Mapping[str, Any]]:
-        """The graph `per_item`, and ``inputs`` with the first item of the list. Raises InputError for a list that the graph
-        refuses."""
+        """Return the graph `per_item`, and ``inputs`` with only the first item of the list.
+
+        Raises InputError for a list that the graph refuses.
+        """
         name = self.list_input
         if name and name in inputs:
             try:
-                given = fit(self.inputs[name], inputs[name], text=True)
+                value = fit(self.inputs[name], inputs[name], text=True)
             except ValueError as error:
                 raise InputError(f"input {name!r}: {error}") from error
-            inputs = {**inputs, name: self.inputs[name].items(given)[0]}
+            inputs = {**inputs, name: self.inputs[name].items(value)[0]}
         return self.per_item(), inputs
 
     def refuse_list(self) -> None:
-        """Raises InputError where stages take the items of a list one by one, for what runs a graph once."""
+        """Raise InputError if stages process a list item by item, which takes one run per item."""
         if name := self.list_input:
-            what = f"stages take the items of ${name} one by one (for_each), each in a run of its own"
-            raise InputError(f"{self.name}: {what}: use run_many, or graph.per_item() for the graph of one item")
+            problem = (
+                f"stages take the items of ${name} one by one (for_each), each in a run of its own"
+            )
+            raise InputError(
+                f"{self.name}: {problem}: use run_many, or graph.per_item() for the graph of one "
+                "item"
+            )
 
     def producers(self, name: str) -> tuple[str, ...]:
-        """Names of the stages whose outputs the stage ``name`` reads, each once."""
-        return tuple(dict.fromkeys(r.name for r in self.stage(name).references if r.kind == "stage"))
+        """Return the names of the stages whose outputs the stage ``name`` reads, each once."""
+        return tuple(
+            dict.fromkeys(r.name for r in self.stage(name).references if r.kind == "stage")
+        )
 
     def to_networkx(self, estimate: Mapping[str, Any] | None = None) -> networkx.DiGraph:
-        """The graph as a `networkx.DiGraph`; nodes, edges and attributes are as `graphrun.graph.nx` lists them.
+        """Return the graph as a `networkx.DiGraph`; `graphrun.graph.nx` lists its nodes and
+        attributes.
 
         ``estimate``, as `graphrun.survey` returns it, adds bytes, parameters and seconds.
         """
@@ -294,176 +364,319 @@ class Graph:
         return to_networkx(self, estimate)
 
     def resolve(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """A value of the declared type for every input of the graph: from ``inputs``, else the default.
+        """Return a value for every input of the graph: from ``inputs``, else the default.
 
-        Strings are converted, so that values may come from a command line. Raises InputError with one line per problem: an unknown
-        name, a missing required input, a wrong type, a value out of range.
+        Strings are converted to the input's type, so values may come from a command line. Raises
+        InputError with one line per problem: an unknown name, a missing required input, a wrong
+        type, a value out of range.
         """
         return self._resolve(inputs, planning=False)
 
     def for_planning(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Like `resolve`, with placeholders for missing required inputs.
+        """Return what `resolve` returns, with placeholders for missing required inputs.
 
-        A text becomes ``"a photo"``: sizes do not depend on it. An image, mask, video or audio becomes a blank one of the declared
-        size; a mask takes the size of an image input that is present.
+        A text becomes ``"a photo"``, because sizes do not depend on the text. An image, mask, video
+        or audio becomes a blank one of the size in the graph file; a mask takes the size of an
+        image input that is present.
         """
         return self._resolve(inputs, planning=True)
 
     def _resolve(self, inputs: Mapping[str, Any], *, planning: bool) -> dict[str, Any]:
-        problems = [f"unknown input {name!r}{did_you_mean(name, self.inputs)}" for name in inputs if name not in self.inputs]
+        problems = [
+            f"unknown input {name!r}{did_you_mean(name, self.inputs)}"
+            for name in inputs
+            if name not in self.inputs
+        ]
         values: dict[str, Any] = dict.fromkeys(self.inputs)
         blank: list[Input] = []
-        for name, declared in self.inputs.items():
+        for name, definition in self.inputs.items():
             if name in inputs:
                 try:
-                    values[name] = fit(declared, inputs[name], text=True)
+                    values[name] = fit(definition, inputs[name], text=True)
                 except ValueError as error:
                     problems.append(f"input {name!r}: {error}")
-            elif not declared.required:
-                values[name] = declared.default
-            elif planning and declared.sizes:
-                blank.append(declared)
-            elif planning and declared.type == "str":
+            elif not definition.required:
+                values[name] = definition.default
+            elif planning and definition.sizes:
+                blank.append(definition)
+            elif planning and definition.type == "str":
                 values[name] = PLANNING_TEXT
-            elif declared.type in media.AN:
-                problems.append(f"input {name!r} is missing; it is {media.AN[declared.type]}: give a file")
+            elif definition.type in media.AN:
+                problems.append(
+                    f"input {name!r} is missing; it is {media.AN[definition.type]}: give a file"
+                )
             else:
-                problems.append(f"input {name!r} is missing; it is a {declared.type} and has no default")
+                problems.append(
+                    f"input {name!r} is missing; it is a {definition.type} and has no default"
+                )
         if problems:
             raise InputError("\n".join(problems))
         for stage in self.stages:
             stage.refuse_large(values)
-        images = (media.size_of(values[name]) for name, declared in self.inputs.items() if declared.type == "image")
+        images = (
+            media.size_of(values[name])
+            for name, definition in self.inputs.items()
+            if definition.type == "image"
+        )
         size = next(filter(None, images), None)
-        for declared in blank:
-            sizes = {name: values[of] if isinstance(of, str) else of for name, of in declared.sizes.items()}
-            if declared.type == "mask" and size is not None:
+        for definition in blank:
+            sizes = {
+                name: values[measure] if isinstance(measure, str) else measure
+                for name, measure in definition.sizes.items()
+            }
+            if definition.type == "mask" and size is not None:
                 sizes |= {"width": size[0], "height": size[1]}
-            values[declared.name] = media.blank(declared.type, sizes)
+            values[definition.name] = media.blank(definition.type, sizes)
         return values
 
     def directed(
-        self, keep: Iterable[str] = (), exclude: Iterable[str] = (), reserve_bytes: int | None = None, pin: Iterable[str] = ()
+        self,
+        keep: Iterable[str] = (),
+        exclude: Iterable[str] = (),
+        reserve_bytes: int | None = None,
+        pin: Iterable[str] = (),
     ) -> Graph:
-        """The same graph with more directives; ``reserve_bytes`` takes the place of the graph's own.
+        """Return the graph with more directives. ``reserve_bytes`` replaces the graph's own
+        reserve.
 
-        Raises InputError for unknown components, and for one that is in both ``keep`` and ``exclude``.
+        Raises InputError for unknown components, and for a component in both ``keep`` and
+        ``exclude``.
         """
-        own = self.directives
-        pairs = ((own.keep, keep), (own.exclude, exclude), (own.pin, pin))
-        kept, excluded, pinned = (tuple(dict.fromkeys((*mine, *strings(more)))) for mine, more in pairs)
+        directives = self.directives
+        pairs = ((directives.keep, keep), (directives.exclude, exclude), (directives.pin, pin))
+        keep_names, excluded, pinned = (
+            tuple(dict.fromkeys((*graph_names, *strings(further_names))))
+            for graph_names, further_names in pairs
+        )
         problems = [
             f"{verb} {name}: no such component{did_you_mean(name, self.components)}"
-            for verb, names in (("keep", kept), ("exclude", excluded), ("pin", pinned))
+            for verb, names in (("keep", keep_names), ("exclude", excluded), ("pin", pinned))
             for name in names
             if name not in self.components
         ]
-        problems += [f"keep and exclude {name}: leave one of them out" for name in kept if name in excluded]
+        problems += [
+            f"keep and exclude {name}: leave one of them out"
+            for name in keep_names
+            if name in excluded
+        ]
         if problems:
             raise InputError("\n".join(problems))
-        reserve = own.reserve_bytes if reserve_bytes is None else reserve_bytes
-        return replace(self, directives=Directives(kept, excluded, reserve, pinned))
+        reserve = directives.reserve_bytes if reserve_bytes is None else reserve_bytes
+        return replace(self, directives=Directives(keep_names, excluded, reserve, pinned))
 
     def allowed(self, names: Iterable[str]) -> tuple[str, ...]:
-        """``names`` of allowed changes of the output, sorted; ``precision`` means every further precision that the graph lists.
+        """Return ``names`` of allowed changes of the output, sorted.
 
-        Raises InputError for a name that means nothing in this graph.
+        ``precision`` stands for every further precision that the graph lists. Raises InputError for
+        a name that means nothing in this graph.
         """
-        precisions = {precision for component in self.components.values() for precision in component.precision[1:]}
-        options = {stage.permission(option) or "" for stage in self.stages for option in stage.options} - {""}
-        compiled = {"compile"} if any(component.compile for component in self.components.values()) else set[str]()
-        known = sorted({*precisions, *options, *compiled, "cpu"})
-        asked = [name.strip() for text in strings(names) for name in text.split(",")]
-        if unknown := [name for name in asked if name not in known and name != "precision"]:
-            raise InputError(f"allow {', '.join(unknown)}: this graph knows {', '.join((*known, 'precision'))}")
-        return tuple(sorted({*asked, *(precisions if "precision" in asked else ())} - {"precision"}))
+        precisions = {
+            precision
+            for component in self.components.values()
+            for precision in component.precision[1:]
+        }
+        options = {
+            stage.permission(option) or "" for stage in self.stages for option in stage.options
+        } - {""}
+        compiled = (
+            {"compile"}
+            if any(component.compile for component in self.components.values())
+            else set[str]()
+        )
+        valid_names = sorted({*precisions, *options, *compiled, "cpu"})
+        requests = [name.strip() for text in strings(names) for name in text.split(",")]
+        if unknown := [
+            name for name in requests if name not in valid_names and name != "precision"
+        ]:
+            raise InputError(
+                f"allow {', '.join(unknown)}: this graph knows "
+                f"{', '.join((*valid_names, 'precision'))}"
+            )
+        return tuple(
+            sorted({*requests, *(precisions if "precision" in requests else ())} - {"precision"})
+        )
 
     def until(self, name: str | None) -> Graph:
-        """The graph that ends with the stage ``name``: the stages it needs, the inputs these read, and all outputs of ``name``.
-        Without a name, the graph itself.
+        """Return the graph that ends with the stage ``name``; without a name, the graph itself.
 
-        Components and parts stay, since pipelines read sizes even from those that they do not call. Directives stay for components
-        that are used. Raises InputError where there is no such stage.
+        The result has the stages that ``name`` needs, the inputs they read, and all outputs of
+        ``name``. Components and parts stay, because pipelines read sizes even from components that
+        they do not call. Directives stay for used components. Raises InputError if there is no such
+        stage.
         """
         if not name:
             return self
         stages = {stage.name: stage for stage in self.stages}
         if name not in stages:
             raise InputError(f"until {name}: no such stage{did_you_mean(name, stages)}")
-        kept = self._needed({name})
-        read = {reference.name for stage in kept for reference in stage.references if reference.kind == "input"}
-        read |= {of for i in read for of in self.inputs[i].sizes.values() if isinstance(of, str)}
-        made = {Reference("stage", name, output) for output in stages[name].outputs}
-        outputs = {key: reference for key, reference in self.outputs.items() if reference in made}
-        outputs |= {of.output: of for of in sorted(made - set(outputs.values()), key=str)}
-        return replace(self._of(kept), inputs={key: value for key, value in self.inputs.items() if key in read}, outputs=outputs)
+        kept_stages = self._stages_for({name})
+        input_names = {
+            reference.name
+            for stage in kept_stages
+            for reference in stage.references
+            if reference.kind == "input"
+        }
+        input_names |= {
+            size
+            for i in input_names
+            for size in self.inputs[i].sizes.values()
+            if isinstance(size, str)
+        }
+        stage_outputs = {Reference("stage", name, output) for output in stages[name].outputs}
+        outputs = {
+            key: reference for key, reference in self.outputs.items() if reference in stage_outputs
+        }
+        outputs |= {
+            new.output: new for new in sorted(stage_outputs - set(outputs.values()), key=str)
+        }
+        return replace(
+            self._with_stages(kept_stages),
+            inputs={key: value for key, value in self.inputs.items() if key in input_names},
+            outputs=outputs,
+        )
 
     def with_precomputed(self, names: Iterable[str]) -> Graph:
-        """The graph in which outputs of the stages ``names`` are precomputed: without these stages and those only they need.
+        """Return the graph in which the outputs of the stages ``names`` are precomputed.
 
-        All inputs stay. Raises InputError where there is no such stage, or no stage would remain.
+        These stages, and stages that only they need, are removed. All inputs stay. Raises
+        InputError if there is no such stage, or if no stage would be left.
         """
-        stages, done = {stage.name: stage for stage in self.stages}, set(strings(names))
-        if unknown := sorted(done - stages.keys()):
-            raise InputError(f"precomputed {unknown[0]}: no such stage{did_you_mean(unknown[0], stages)}")
-        if not done:
+        stages, precomputed_names = (
+            {stage.name: stage for stage in self.stages},
+            set(strings(names)),
+        )
+        if unknown := sorted(precomputed_names - stages.keys()):
+            raise InputError(
+                f"precomputed {unknown[0]}: no such stage{did_you_mean(unknown[0], stages)}"
+            )
+        if not precomputed_names:
             return self
-        kept = self._needed({reference.name for reference in self.outputs.values()}, done)
-        if not kept:
-            raise InputError(f"precomputed {', '.join(sorted(done))}: no stage is left to run")
-        read = dict.fromkeys(reference for stage in kept for reference in stage.references if reference.name in done)
-        asked = (reference for reference in self.outputs.values() if reference.name in done)
-        return replace(self._of(kept), precomputed=tuple(sorted({*self.precomputed, *read, *asked}, key=str)))
+        kept_stages = self._stages_for(
+            {reference.name for reference in self.outputs.values()}, precomputed_names
+        )
+        if not kept_stages:
+            raise InputError(
+                f"precomputed {', '.join(sorted(precomputed_names))}: no stage is left to run"
+            )
+        stage_references = dict.fromkeys(
+            reference
+            for stage in kept_stages
+            for reference in stage.references
+            if reference.name in precomputed_names
+        )
+        output_references = (
+            reference for reference in self.outputs.values() if reference.name in precomputed_names
+        )
+        return replace(
+            self._with_stages(kept_stages),
+            precomputed=tuple(
+                sorted({*self.precomputed, *stage_references, *output_references}, key=str)
+            ),
+        )
 
     def part(self, names: Iterable[str]) -> Graph:
-        """The graph with only the stages ``names``: what they read of others is precomputed, what others read is an output."""
-        chosen = set(names)
-        kept = tuple(stage for stage in self.stages if stage.name in chosen)
-        read = {r for stage in kept for r in stage.references if r.kind == "stage" and r.name not in chosen}
-        wanted = {r for stage in self.stages if stage.name not in chosen for r in stage.references if r.name in chosen}
-        outputs = {name: reference for name, reference in self.outputs.items() if reference.name in chosen}
-        outputs |= {str(reference)[1:]: reference for reference in sorted(wanted, key=str)}
-        return replace(self._of(kept), precomputed=tuple(sorted(read, key=str)), outputs=outputs)
+        """Return the graph with only the stages ``names``.
 
-    def _needed(self, wanted: set[str], done: Collection[str] = ()) -> tuple[Stage, ...]:
-        """The stages ``wanted`` and those whose outputs they need, without those in ``done`` and what only these need."""
-        needed = wanted.difference(done)
+        Outputs of other stages that they read are precomputed. Their own outputs that other stages
+        read become outputs of the graph.
+        """
+        stage_names = set(names)
+        stages = tuple(stage for stage in self.stages if stage.name in stage_names)
+        input_references = {
+            r
+            for stage in stages
+            for r in stage.references
+            if r.kind == "stage" and r.name not in stage_names
+        }
+        output_references = {
+            r
+            for stage in self.stages
+            if stage.name not in stage_names
+            for r in stage.references
+            if r.name in stage_names
+        }
+        outputs = {
+            name: reference
+            for name, reference in self.outputs.items()
+            if reference.name in stage_names
+        }
+        outputs |= {
+            str(reference)[1:]: reference for reference in sorted(output_references, key=str)
+        }
+        return replace(
+            self._with_stages(stages),
+            precomputed=tuple(sorted(input_references, key=str)),
+            outputs=outputs,
+        )
+
+    def _stages_for(
+        self, targets: set[str], precomputed_names: Collection[str] = ()
+    ) -> tuple[Stage, ...]:
+        """Return the stages ``targets`` and all stages that they need.
+
+        Stages in ``precomputed_names``, and stages that only these need, are left out.
+        """
+        stage_names = targets.difference(precomputed_names)
         for stage in reversed(self.stages):  # consumers before producers
-            if stage.name in needed:
-                needed.update(name for name in self.producers(stage.name) if name not in done)
-        return tuple(stage for stage in self.stages if stage.name in needed)
+            if stage.name in stage_names:
+                stage_names.update(
+                    name for name in self.producers(stage.name) if name not in precomputed_names
+                )
+        return tuple(stage for stage in self.stages if stage.name in stage_names)
 
-    def _of(self, kept: tuple[Stage, ...]) -> Graph:
-        """The graph with only the stages ``kept``, and the directives for components they use."""
-        used, own = {component for stage in kept for component in stage.uses}, self.directives
-        keep, exclude, pin = (tuple(c for c in names if c in used) for names in (own.keep, own.exclude, own.pin))
-        return replace(self, stages=kept, directives=Directives(keep, exclude, own.reserve_bytes, pin))
+    def _with_stages(self, stages: tuple[Stage, ...]) -> Graph:
+        """Return the graph with only ``stages`` and the directives for their components."""
+        component_names, directives = (
+            {component for stage in stages for component in stage.uses},
+            self.directives,
+        )
+        keep, exclude, pin = (
+            tuple(c for c in names if c in component_names)
+            for names in (directives.keep, directives.exclude, directives.pin)
+        )
+        return replace(
+            self, stages=stages, directives=Directives(keep, exclude, directives.reserve_bytes, pin)
+        )
 
     def without_sources(self) -> Graph:
-        """The same graph with random weights, to be run without a checkpoint.
+        """Return the graph with random weights, which runs without a checkpoint.
 
-        Raises InputError naming a component whose config is only in its source.
+        Raises InputError naming a component whose config exists only in its source.
         """
         for component in self.components.values():
             if not component.has_config:
-                raise InputError(f"components.{component.name}: random weights need a config", component.where)
+                raise InputError(
+                    f"components.{component.name}: random weights need a config",
+                    component.file_line,
+                )
         return replace(
             self,
             source=None,
-            components={name: replace(component, source=None, gguf="") for name, component in self.components.items()},
-            parts={name: replace(part, source=None) if part.file or part.has_config else part for name, part in self.parts.items()},
+            components={
+                name: replace(component, source=None, gguf="")
+                for name, component in self.components.items()
+            },
+            parts={
+                name: replace(part, source=None) if part.file or part.has_config else part
+                for name, part in self.parts.items()
+            },
         )
 
     @property
     def digest(self) -> str:
-        """First 16 hexadecimal digits of SHA-256 over what sizes and times depend on.
+        """First 16 hexadecimal digits of SHA-256 over everything that sizes and times depend on.
 
-        These are classes, configurations, dtypes, stages and arguments; not paths, comments, key order, seeds or sources of
-        weights, and not directives, which are part of the problem.
+        Included: classes, configurations, dtypes, stages and arguments. Not included: paths,
+        comments, key order, seeds, sources of weights, and directives, which are part of the
+        problem.
         """
         content = {
             "pipeline": [self.pipeline, self.pipeline_config],
-            **({"pipelines": {name: of.content for name, of in self.pipelines.items()}} if self.pipelines else {}),
+            **(
+                {"pipelines": {name: pipeline.content for name, pipeline in self.pipelines.items()}}
+                if self.pipelines
+                else {}
+            ),
             "inputs": {
                 i.name: [
                     i.type,
@@ -472,7 +685,7 @@ class Graph:
                     i.multiple_of,
                     i.minimum,
                     i.maximum,
-                    *([i.many, i.sizes] if i.sizes else []),
+                    *([i.accepts_list, i.sizes] if i.sizes else []),
                 ]
                 for i in self.inputs.values()
             },
@@ -488,7 +701,10 @@ class Graph:
                 ]
                 for c in self.components.values()
             },
-            "parts": {p.name: [p.class_path, p.config, p.file and _content_digest(p.file)] for p in self.parts.values()},
+            "parts": {
+                p.name: [p.class_path, p.config, p.file and _content_digest(p.file)]
+                for p in self.parts.values()
+            },
             "stages": {
                 s.name: [
                     s.op,
@@ -502,22 +718,28 @@ class Graph:
                 for s in self.stages
             },
             "outputs": {name: str(reference) for name, reference in self.outputs.items()},
-            **({"precomputed": [str(reference) for reference in self.precomputed]} if self.precomputed else {}),
+            **(
+                {"precomputed": [str(reference) for reference in self.precomputed]}
+                if self.precomputed
+                else {}
+            ),
         }
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _content_digest(path: Path) -> str:
-    """SHA-256 of the file's content."""
-    with opened(path) as file:
+    """Return the SHA-256 of the file's content."""
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _header_digest(path: Path) -> str:
-    """SHA-256 of the header of a safetensors file: names, shapes and dtypes of its tensors."""
-    with opened(path) as file:
-        return hashlib.sha256(file.read(min(HEADER_BYTES, int.from_bytes(file.read(8), "little")))).hexdigest()
+    """Return the SHA-256 of a safetensors header: names, shapes and dtypes of its tensors."""
+    with open_regular(path) as file:
+        return hashlib.sha256(
+            file.read(min(HEADER_BYTES, int.from_bytes(file.read(8), "little")))
+        ).hexdigest()
 
 
 def _plain(value: Any) -> Any:

@@ -1,24 +1,26 @@
-"""A graph as a `networkx.DiGraph`, and the questions about it that networkx answers. Pure: no torch, no I/O.
+"""A graph as a `networkx.DiGraph`, and the questions about it that networkx answers.
 
-    input:prompt --reads--> stage:encode --produces--> value:encode.embeds --reads--> stage:denoise ...
+This module imports no torch and does no I/O.
+
+    input:prompt --reads--> stage:encode --produces--> value:encode.embeds --reads--> stage:denoise
     component:vae --uses--> stage:decode --produces--> value:decode.image  --reads--> output:image
 
-A node is called ``kind:name``; a value has the name of its stage and output. Every edge points from what is needed to what needs
-it, so the graph is acyclic, and the ancestors of a node are all that it needs.
+A node is called ``kind:name``; a value has the name of its stage and output. Edges point from
+producer to consumer, so the graph is acyclic, and the ancestors of a node are everything it needs.
 
-node        attributes beside ``kind`` and ``name``
-input       type, required
-component   class_path, dtype; bytes (of its weights in this dtype) and parameters from an estimate
-stage       op; seconds (compute) from an estimate
-value       type (embeds, latents, image, ...), precomputed; bytes (on the device) from an estimate
-output      type
+    node        attributes besides ``kind`` and ``name``
+    input       type, required
+    component   class_path, dtype; from an estimate bytes (weights in this dtype), parameters
+    stage       op; from an estimate seconds (compute)
+    value       type (embeds, latents, image, ...), precomputed; from an estimate device bytes
+    output      type
 
-edge        attribute ``relation``
-reads       from an input or a value to the stage that takes it as an argument; from a value to the output that returns it
-produces    from a stage to its value
-uses        from a component to the stage that runs it
+    edge        attribute ``relation``
+    reads       from an input or value to a stage that takes it; from a value to an output
+    produces    from a stage to its value
+    uses        from a component to a stage that runs it
 
-Import this module inside functions only: a plan that comes from the cache must not import networkx.
+Import this module inside functions only: a plan from the cache must not import networkx.
 """
 
 from __future__ import annotations
@@ -30,66 +32,99 @@ import networkx
 
 
 def to_networkx(graph: Any, estimate: Mapping[str, Any] | None = None) -> networkx.DiGraph:
-    """Inputs, components, stages, values and outputs of ``graph`` (a `Graph`, which imports this module) as nodes, in the order
-    of the file; ``name`` is its name.
+    """Return ``graph``, a `Graph`, as a directed graph with nodes in the order of the file.
 
-    ``estimate``, as `graphrun.survey` returns it, adds ``bytes``, ``parameters`` and ``seconds`` to the nodes that it knows.
+    ``estimate``, as `graphrun.survey` returns it, adds ``bytes``, ``parameters`` and ``seconds`` to
+    the nodes that it describes.
     """
-    made = networkx.DiGraph(name=graph.name)
-    for declared in graph.inputs.values():
-        made.add_node(f"input:{declared.name}", kind="input", name=declared.name, type=declared.type, required=declared.required)
+    digraph = networkx.DiGraph(name=graph.name)
+    for definition in graph.inputs.values():
+        digraph.add_node(
+            f"input:{definition.name}",
+            kind="input",
+            name=definition.name,
+            type=definition.type,
+            required=definition.required,
+        )
     for component in graph.components.values():
         node = f"component:{component.name}"
-        made.add_node(node, kind="component", name=component.name, class_path=component.class_path, dtype=component.dtype)
+        digraph.add_node(
+            node,
+            kind="component",
+            name=component.name,
+            class_path=component.class_path,
+            dtype=component.dtype,
+        )
     for reference in graph.precomputed:
-        made.add_node(_source(reference), kind="value", name=_name(reference), type="any", precomputed=True)
+        digraph.add_node(
+            _source(reference), kind="value", name=_name(reference), type="any", precomputed=True
+        )
     for stage in graph.stages:
         node = f"stage:{stage.name}"
-        made.add_node(node, kind="stage", name=stage.name, op=stage.op)
-        made.add_edges_from(((_source(reference), node) for reference in stage.references), relation="reads")
-        made.add_edges_from(((f"component:{component}", node) for component in stage.uses), relation="uses")
+        digraph.add_node(node, kind="stage", name=stage.name, op=stage.op)
+        digraph.add_edges_from(
+            ((_source(reference), node) for reference in stage.references), relation="reads"
+        )
+        digraph.add_edges_from(
+            ((f"component:{component}", node) for component in stage.uses), relation="uses"
+        )
         for output in stage.outputs:
             name, kind = f"{stage.name}.{output}", stage.operation.output(output) or "any"
-            made.add_node(f"value:{name}", kind="value", name=name, type=kind, precomputed=False)
-            made.add_edge(node, f"value:{name}", relation="produces")
+            digraph.add_node(f"value:{name}", kind="value", name=name, type=kind, precomputed=False)
+            digraph.add_edge(node, f"value:{name}", relation="produces")
     for name, reference in graph.outputs.items():
-        made.add_node(f"output:{name}", kind="output", name=name, type=made.nodes[_source(reference)]["type"])
-        made.add_edge(_source(reference), f"output:{name}", relation="reads")
+        digraph.add_node(
+            f"output:{name}",
+            kind="output",
+            name=name,
+            type=digraph.nodes[_source(reference)]["type"],
+        )
+        digraph.add_edge(_source(reference), f"output:{name}", relation="reads")
     if estimate is not None:
-        _add_estimate(made, estimate)
-    return made
+        _add_estimate(digraph, estimate)
+    return digraph
 
 
 def without_implied(graph: networkx.DiGraph) -> networkx.DiGraph:
-    """A copy of ``graph``, as `to_networkx` makes it, without the edges that its longer paths imply (its transitive reduction).
+    """Return a copy of ``graph`` without edges that longer paths imply (its transitive reduction).
 
-    All edges of components stay: no path implies that a later stage uses a component too. The attribute ``also_read_by`` of a node
-    names the stages to which an edge was left out.
+    ``graph`` is the result of `to_networkx`. All edges of components stay: no path implies that a
+    later stage uses a component too. The attribute ``also_read_by`` of a node names the stages to
+    which an edge was removed.
     """
-    flow = networkx.DiGraph((tail, head) for tail, head, relation in graph.edges(data="relation") if relation != "uses")
+    flow = networkx.DiGraph(
+        (tail, head) for tail, head, relation in graph.edges(data="relation") if relation != "uses"
+    )
     implied = set(flow.edges) - set(networkx.transitive_reduction(flow).edges)
-    made = graph.copy()
-    made.remove_edges_from(implied)
-    for node in made:
-        if heads := [graph.nodes[head]["name"] for head in graph.successors(node) if (node, head) in implied]:
-            made.nodes[node]["also_read_by"] = tuple(heads)
-    return made
+    reduction = graph.copy()
+    reduction.remove_edges_from(implied)
+    for node in reduction:
+        if heads := [
+            graph.nodes[head]["name"] for head in graph.successors(node) if (node, head) in implied
+        ]:
+            reduction.nodes[node]["also_read_by"] = tuple(heads)
+    return reduction
 
 
 def only_for(graph: networkx.DiGraph, output: str) -> tuple[str, ...]:
-    """Nodes of the stages and components that the output called ``output`` needs and no other output does, in the graph's order.
+    """Return the nodes of stages and components that only the output called ``output`` needs.
 
-    ``graph`` is as `to_networkx` makes it. Raises `networkx.NetworkXError` where it has no such output.
+    ``graph`` is the result of `to_networkx`; the nodes are in its order. Raises
+    `networkx.NetworkXError` if there is no such output.
     """
-    needed: set[str] = networkx.ancestors(graph, f"output:{output}")
+    ancestors: set[str] = networkx.ancestors(graph, f"output:{output}")
     for node, kind in graph.nodes(data="kind"):
         if kind == "output" and node != f"output:{output}":
-            needed -= networkx.ancestors(graph, node)
-    return tuple(node for node, kind in graph.nodes(data="kind") if node in needed and kind in ("stage", "component"))
+            ancestors -= networkx.ancestors(graph, node)
+    return tuple(
+        node
+        for node, kind in graph.nodes(data="kind")
+        if node in ancestors and kind in ("stage", "component")
+    )
 
 
 def _source(reference: Any) -> str:
-    """The node of the input or the value that ``reference`` names."""
+    """Return the node of the input or value that ``reference`` names."""
     return f"input:{reference.name}" if reference.kind == "input" else f"value:{_name(reference)}"
 
 
@@ -98,11 +133,11 @@ def _name(reference: Any) -> str:
 
 
 def _add_estimate(graph: networkx.DiGraph, estimate: Mapping[str, Any]) -> None:
-    found = {f"value:{row['name']}": {"bytes": row["bytes"]} for row in estimate["values"]}
+    attributes = {f"value:{row['name']}": {"bytes": row["bytes"]} for row in estimate["values"]}
     for row in estimate["components"]:
         weights = row["weights"][row["dtype"]]["bytes"]
-        found[f"component:{row['name']}"] = {"bytes": weights, "parameters": row["parameters"]}
+        attributes[f"component:{row['name']}"] = {"bytes": weights, "parameters": row["parameters"]}
     for row in estimate["phases"]:
-        times = found.setdefault(f"stage:{row['stage']}", {"seconds": 0})
+        times = attributes.setdefault(f"stage:{row['stage']}", {"seconds": 0})
         times["seconds"] += row["seconds"]
-    networkx.set_node_attributes(graph, found)
+    networkx.set_node_attributes(graph, attributes)

@@ -1,6 +1,7 @@
-"""The signatures of the ops as data: the names and kinds of their arguments and outputs. `graphrun.ops` implements them.
+"""Signatures of the ops as data: names and kinds of their arguments and outputs.
 
-An op is one of `OPERATIONS`, or a function of a trusted package that `op` declares: ``mypackage.mymodule:sharpen``.
+`graphrun.ops` implements the ops. An op is one of `OPERATIONS`, or a function of a trusted package
+marked with `op`, named like ``mypackage.mymodule:sharpen``.
 """
 
 from __future__ import annotations
@@ -12,13 +13,26 @@ from typing import Any, Literal, TypeVar
 
 from graphrun.graph.values import strings
 
-Kind = Literal["str", "int", "float", "bool", "embeds", "latents", "image", "mask", "video", "audio", "tensor", "any"]
+ValueKind = Literal[
+    "str",
+    "int",
+    "float",
+    "bool",
+    "embeds",
+    "latents",
+    "image",
+    "mask",
+    "video",
+    "audio",
+    "tensor",
+    "any",
+]
 
-# Kinds that a graph file or a run's inputs may hold as plain values; the others only pass between stages.
-PLAIN_KINDS: frozenset[Kind] = frozenset({"str", "int", "float", "bool"})
-# Kinds that a run takes as a file, or in Python as an object. A plan depends on their size.
-MEDIA_KINDS: frozenset[Kind] = frozenset({"image", "mask", "video", "audio", "tensor"})
-# Where `op` notes what a function declares.
+# Kinds of plain values in graph files and inputs; values of other kinds only pass between stages.
+PLAIN_KINDS: frozenset[ValueKind] = frozenset({"str", "int", "float", "bool"})
+# Kinds of inputs that are files, or objects in Python. A plan depends on their size.
+MEDIA_KINDS: frozenset[ValueKind] = frozenset({"image", "mask", "video", "audio", "tensor"})
+# The attribute of a function in which `op` stores its ``changes``.
 DECLARED = "__graphrun_op__"
 
 Function = TypeVar("Function", bound=Callable[..., Mapping[str, Any]])
@@ -26,37 +40,38 @@ Function = TypeVar("Function", bound=Callable[..., Mapping[str, Any]])
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """The signature of an op: its ``required`` and ``optional`` arguments and its ``outputs``, each name with its kind.
+    """The signature of an op: ``required`` and ``optional`` arguments and ``outputs``, with kinds.
 
-    ``options``: alternative ways to run it -> what must be allowed, since the output changes ("": nothing, it does not change).
-    ``open``: it takes and produces more, of kind ``any``; the pipeline's class decides, and is asked when the stage is planned.
-    ``outlined``: arguments of which it reads only shapes and dtypes.
+    ``options``: alternative ways to run the op -> what must be allowed, because the output changes;
+    "" if it does not change. ``open``: the op has further arguments and outputs, of kind ``any``;
+    the pipeline's class decides which, when the stage is planned. ``outlined``: arguments of which
+    the op reads only shapes and dtypes.
     """
 
     name: str
-    required: Mapping[str, Kind]
-    optional: Mapping[str, Kind]
-    outputs: Mapping[str, Kind]
+    required: Mapping[str, ValueKind]
+    optional: Mapping[str, ValueKind]
+    outputs: Mapping[str, ValueKind]
     options: Mapping[str, str] = field(default_factory=dict)
     open: bool = False
     outlined: frozenset[str] = frozenset()
 
     @property
-    def own(self) -> bool:
-        """Whether it is a function of a trusted package."""
+    def is_function(self) -> bool:
+        """Whether the op is a function of a trusted package."""
         return ":" in self.name
 
     @property
-    def arguments(self) -> dict[str, Kind]:
+    def arguments(self) -> dict[str, ValueKind]:
         """All arguments with their kinds, the required ones first."""
         return {**self.required, **self.optional}
 
-    def argument(self, name: str) -> Kind | None:
-        """The kind of the argument ``name``; None where there is none."""
+    def argument(self, name: str) -> ValueKind | None:
+        """Return the kind of the argument ``name``; None if there is none."""
         return self.arguments.get(name, "any" if self.open else None)
 
-    def output(self, name: str) -> Kind | None:
-        """The kind of the output ``name``; None where there is none."""
+    def output(self, name: str) -> ValueKind | None:
+        """Return the kind of the output ``name``; None if there is none."""
         return self.outputs.get(name, "any" if self.open and name.isidentifier() else None)
 
 
@@ -98,7 +113,13 @@ OPERATIONS: Mapping[str, Operation] = _table(
     Operation(
         "decode",
         required={"latents": "latents", "embeds": "embeds"},
-        optional={"height": "int", "width": "int", "num_frames": "int", "use_resolution_binning": "bool", "tiling": "bool"},
+        optional={
+            "height": "int",
+            "width": "int",
+            "num_frames": "int",
+            "use_resolution_binning": "bool",
+            "tiling": "bool",
+        },
         outputs={"image": "image"},
         options={"tiling": "tiling", "slicing": "", "tiling+slicing": "tiling"},
         outlined=frozenset({"embeds"}),
@@ -124,19 +145,25 @@ OPERATIONS: Mapping[str, Operation] = _table(
 
 
 def operation(name: str) -> Operation | None:
-    """The signature of the op ``name``; None where there is none. That of a function is only known when its package is imported, so
-    it takes and returns anything, of the kinds that its outputs' names say."""
+    """Return the signature of the op ``name``; None if there is none.
+
+    The signature of a function is unknown until its package is imported. Until then it accepts and
+    returns anything; outputs named ``image``, ``video`` and ``audio`` have these kinds.
+    """
     if ":" in name:
-        return Operation(name, {}, {}, {"image": "image", "video": "video", "audio": "audio"}, open=True)
+        return Operation(
+            name, {}, {}, {"image": "image", "video": "video", "audio": "audio"}, open=True
+        )
     return OPERATIONS.get(name)
 
 
 def op(*, changes: Collection[str] = ()) -> Callable[[Function], Function]:
-    """Declares that a function is an op, which stages of a graph may name: ``op: mypackage.mymodule:function``.
+    """Mark a function as an op that stages may name: ``op: mypackage.mymodule:function``.
 
-    It is called with the stage's ``with:`` and ``uses:`` by name, with the graph's parts that it has a parameter for, and with the
-    device as ``device``. It returns its outputs by name; ``image``, ``video`` and ``audio`` are what runs save as files.
-    ``changes``: the arguments whose tensors it changes in place; it gets copies of these, since other stages may read them too.
+    The function gets the stage's ``with:`` and ``uses:`` by name, the parts of the graph that it
+    has a parameter for, and the device as ``device``. It returns its outputs by name; runs save
+    ``image``, ``video`` and ``audio`` as files. ``changes``: arguments whose tensors the function
+    changes in place; it gets copies of these, because other stages may read them too.
     """
 
     def declare(function: Function) -> Function:

@@ -1,6 +1,6 @@
-"""The settings of a plan: those inputs that sizes and times depend on. Knows neither plans nor problems.
+"""The settings of a plan: the inputs that sizes and times depend on.
 
-height=1024 image=1024x768 steps=30        a plan is for these; texts and seeds may differ
+A plan is for settings such as ``height=1024 image=1024x768 steps=30``; texts and seeds may differ.
 """
 
 from __future__ import annotations
@@ -10,42 +10,54 @@ from typing import Any
 
 from graphrun.errors import PlanError
 from graphrun.graph.graph import Graph, Reference
-from graphrun.graph.media import told
+from graphrun.graph.media import size_text
 from graphrun.graph.ops import MEDIA_KINDS
 
 
 def seeds_of(graph: Graph) -> set[str]:
-    """Names of the inputs that are seeds."""
+    """Return the names of the inputs that are seeds."""
     arguments = (stage.arguments.get("seed") for stage in graph.stages)
     return {value.name for value in arguments if isinstance(value, Reference)}
 
 
 def settings_of(graph: Graph, inputs: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """The inputs that sizes and times depend on, as sorted (name, text): all but texts and seeds.
+    """Return the inputs that sizes and times depend on, as sorted (name, text).
 
-    Pipelines pad texts to a fixed length; a list of texts counts by its length, an image, mask, video or audio by its size.
+    Texts and seeds are left out, because pipelines pad texts to a fixed length. A list of texts
+    counts by its length; an image, mask, video or audio counts by its size.
     """
     seeds = seeds_of(graph)
-    kept = (name for name in sorted(inputs) if not isinstance(inputs[name], str) and name not in seeds)
-    return tuple((name, told(inputs[name])) for name in kept)
+    names = (
+        name for name in sorted(inputs) if not isinstance(inputs[name], str) and name not in seeds
+    )
+    return tuple((name, size_text(inputs[name])) for name in names)
 
 
-def completed(graph: Graph, settings: Iterable[tuple[str, str]], inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """``inputs`` completed from a plan's ``settings`` and the graph's defaults.
+def completed(
+    graph: Graph, settings: Iterable[tuple[str, str]], inputs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return ``inputs`` completed from a plan's ``settings`` and the graph's defaults.
 
-    Raises PlanError where an input that the plan depends on differs from the planned one.
+    Raises PlanError if an input that the plan depends on differs from the planned value.
     """
-    planned = dict(settings)
-    own = {name: graph.inputs[name] for name in planned}
+    plan_settings = dict(settings)
+    definitions = {name: graph.inputs[name] for name in plan_settings}
     plain = {
         name: text
-        for name, text in planned.items()
-        if not (own[name].many or own[name].type in MEDIA_KINDS) and (text != told(None) or own[name].required)
+        for name, text in plan_settings.items()
+        if not (definitions[name].accepts_list or definitions[name].type in MEDIA_KINDS)
+        and (text != size_text(None) or definitions[name].required)
     }
     values = graph.resolve({**plain, **inputs})
-    now = dict(settings_of(graph, values))
-    for name in sorted(planned.keys() | now.keys()):
-        there, here = planned.get(name, "one text"), now.get(name, "one text")
-        if there != here:
-            raise PlanError(f"the plan is for {name}={there}, this run has {name}={here}: plan again, or leave {name} out")
+    run_settings = dict(settings_of(graph, values))
+    for name in sorted(plan_settings.keys() | run_settings.keys()):
+        plan_text, run_text = (
+            plan_settings.get(name, "one text"),
+            run_settings.get(name, "one text"),
+        )
+        if plan_text != run_text:
+            raise PlanError(
+                f"the plan is for {name}={plan_text}, this run has {name}={run_text}: plan again, "
+                f"or leave {name} out"
+            )
     return values

@@ -1,4 +1,4 @@
-"""The shape of a YAML file by a pydantic model; pydantic's errors become messages about the file's entries, with their lines."""
+"""Validate a YAML file with a pydantic model, and report pydantic's errors by entry and line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from graphrun.graph.document import Document, Location
-from graphrun.graph.schema import PATTERNS, ComponentSpec, GraphSpec, InputSpec, PartSpec, PipelineSpec, Spec, StageSpec
+from graphrun.graph.schema import (
+    PATTERNS,
+    ComponentSpec,
+    GraphSpec,
+    InputSpec,
+    PartSpec,
+    PipelineSpec,
+    Spec,
+    StageSpec,
+)
 from graphrun.graph.values import did_you_mean
 
 _Spec = TypeVar("_Spec", bound=Spec)
@@ -25,7 +34,7 @@ _EXPECTED = {
     "list_type": "a list",
 }
 _CLASS: dict[str, Any] = {"class": "diffusers.DiffusionPipeline"}
-# In place of entries of a wrong shape, so that references to them are valid.
+# Stand-ins for entries of a wrong shape, so that references to them are valid.
 _STAND_INS: dict[str, Any] = {
     "inputs": InputSpec.model_construct(type="any"),
     "components": ComponentSpec.model_construct(**_CLASS, config={}, dtype="bfloat16"),
@@ -33,8 +42,8 @@ _STAND_INS: dict[str, Any] = {
     "pipelines": PipelineSpec.model_construct(**_CLASS),
     "stages": StageSpec.model_construct(op="diffusers.module:function"),
 }
-_ROUNDS = 4  # a key is left out, then its item, which needs the key
-# Entries on which no other entry depends, with valid values for them.
+_ROUNDS = 4  # enough to leave out a key, and then its item, which needs the key
+# Entries on which no other entry depends, with valid values.
 _ALONE = {
     "name": "graph",
     "pipeline": _CLASS["class"],
@@ -47,7 +56,10 @@ _ALONE = {
 
 
 def spec_of(model: type[_Spec], document: Document) -> _Spec:
-    """``document`` as a ``model``. Raises GraphError with one line per problem: ``file:line: entry: what is wrong``."""
+    """Return ``document`` as a ``model``.
+
+    Raises GraphError with one line per problem: ``file:line: entry: what is wrong``.
+    """
     try:
         return model.model_validate(document.data)
     except ValidationError as error:
@@ -57,10 +69,10 @@ def spec_of(model: type[_Spec], document: Document) -> _Spec:
 
 
 def graph_spec_of(document: Document) -> GraphSpec:
-    """Return ``document`` as a graph file. Entries of a wrong shape are left out or have stand-ins.
+    """Return ``document`` as a graph file. Entries of a wrong shape are left out or replaced.
 
-    Their problems are added to ``document``, their locations to `Document.wrong`. Raises GraphError,
-    as `spec_of`, where the other entries cannot be checked without them: a section is wrong.
+    Their problems are added to ``document``, their locations to `Document.wrong`. Raises
+    GraphError, as `spec_of`, if the other entries cannot be checked because a section is wrong.
     """
     data = document.data
     for _ in range(_ROUNDS):
@@ -87,7 +99,7 @@ def graph_spec_of(document: Document) -> GraphSpec:
 def _leave_out(location: Location, data: Any) -> Location:
     """Remove the entry at ``location``, or the list that it is in, from the graph file ``data``.
 
-    Return the location of what was removed, or () where other entries depend on it.
+    Return the location of what was removed, or () if other entries depend on it.
     """
     if len(location) < 2:
         if not location or location[0] not in _ALONE:
@@ -110,19 +122,25 @@ def _leave_out(location: Location, data: Any) -> Location:
 
 
 def _note(error: ValidationError, model: type[Spec], document: Document) -> None:
-    """Adds the problems that ``error`` reports about ``document``; the branches of a union become one problem."""
+    """Add the problems in ``error`` to ``document``; the branches of a union become one problem."""
     expected: dict[tuple[str | int, ...], list[str]] = {}
     for details in error.errors(include_url=False):
         location = tuple(_existing(details["loc"], document.data))
         if kind := _EXPECTED.get(details["type"]):
             expected.setdefault(location, []).append(kind)
         elif details["type"] == "extra_forbidden":
-            known = _keys(model.model_json_schema(), location[:-1])
-            document.add(location[:-1], f"unknown key {location[-1]!r}{did_you_mean(str(location[-1]), known)}", line_of=location)
+            keys = _keys(model.model_json_schema(), location[:-1])
+            document.add(
+                location[:-1],
+                f"unknown key {location[-1]!r}{did_you_mean(str(location[-1]), keys)}",
+                line_of=location,
+            )
         else:
             document.add(location, _sentence(details, str(location[-1]) if location else ""))
     for location, kinds in expected.items():
-        names = [kind for kind in dict.fromkeys(kinds) if not (kind == "an int" and "a number" in kinds)]
+        names = [
+            kind for kind in dict.fromkeys(kinds) if not (kind == "an int" and "a number" in kinds)
+        ]
         value: Any = document.data
         for step in location:
             value = value[step]
@@ -130,25 +148,34 @@ def _note(error: ValidationError, model: type[Spec], document: Document) -> None
 
 
 def _keys(schema: dict[str, Any], location: Iterable[str | int]) -> list[str]:
-    """The keys of the mapping at ``location`` by the JSON Schema ``schema``."""
+    """Return the keys of the mapping at ``location`` according to the JSON Schema ``schema``."""
 
-    def found(node: dict[str, Any]) -> dict[str, Any]:
-        node = next((branch for branch in node.get("anyOf", ()) if branch.get("type") != "null"), node)
+    def resolve(node: dict[str, Any]) -> dict[str, Any]:
+        node = next(
+            (branch for branch in node.get("anyOf", ()) if branch.get("type") != "null"), node
+        )
         return schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
 
     node = schema
     for step in location:
-        others: Any = (
-            node.get("items") or node.get("additionalProperties") or next(iter(node.get("patternProperties", {}).values()), {})
+        item_schema: Any = (
+            node.get("items")
+            or node.get("additionalProperties")
+            or next(iter(node.get("patternProperties", {}).values()), {})
         )
-        node = found(node.get("properties", {}).get(step) or others)
+        node = resolve(node.get("properties", {}).get(step) or item_schema)
     return list(node.get("properties", ()))
 
 
 def _existing(location: Iterable[Any], data: Any) -> Iterator[Any]:
-    """``location`` without the steps that pydantic adds for the branch of a union or a missing key."""
+    """Yield ``location`` without the steps that pydantic adds.
+
+    pydantic adds steps for the branch of a union and for a missing key.
+    """
     for step in location:
-        if (isinstance(data, dict) and step in data) or (isinstance(data, list) and step in range(len(data))):
+        if (isinstance(data, dict) and step in data) or (
+            isinstance(data, list) and step in range(len(data))
+        ):
             yield step
             data = data[step]
 
@@ -161,10 +188,19 @@ def _sentence(details: ErrorDetails, key: str) -> str:
         case "literal_error" if key == "graphrun":
             return f"this graphrun reads files of version 1, not {value!r}"
         case "literal_error" if key == "compile":
-            return f"{value!r} is not known; it is blocks, each compiled by itself, since weights are placed block by block"
+            return (
+                f"{value!r} is not known; it is blocks, each compiled by itself, since weights "
+                "are placed block by block"
+            )
         case "literal_error":
-            choices = [choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")]
-            return f"unknown {key if not key.isdigit() else 'value'} {value!r}{did_you_mean(str(value), choices)}"
+            choices = [
+                choice.strip("'")
+                for choice in context["expected"].replace(" or ", ", ").split(", ")
+            ]
+            return (
+                f"unknown {key if not key.isdigit() else 'value'} "
+                f"{value!r}{did_you_mean(str(value), choices)}"
+            )
         case "string_pattern_mismatch":
             return f"{value!r} {PATTERNS[context['pattern']]}"
         case "too_short" | "string_too_short":
@@ -180,4 +216,6 @@ def _sentence(details: ErrorDetails, key: str) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, (dict, list)):
         return "a mapping" if isinstance(value, dict) else "a list"
-    return repr(value) if isinstance(value, (str, bool, int, float)) else f"a {type(value).__name__}"
+    return (
+        repr(value) if isinstance(value, (str, bool, int, float)) else f"a {type(value).__name__}"
+    )

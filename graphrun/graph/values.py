@@ -1,4 +1,4 @@
-"""Declared inputs, checks and conversions of their values, and messages that suggest what was meant."""
+"""Inputs of a graph, checks and conversions of their values, and hints at what was meant."""
 
 from __future__ import annotations
 
@@ -13,16 +13,26 @@ from graphrun.limits import require
 from graphrun.reading import refuse_surrogates
 
 InputType = Literal["str", "int", "float", "bool", "image", "mask", "video", "audio", "tensor"]
-_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_WORDS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127  # pipelines put numbers into tensors of float32 or less
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A declared input of a graph. Its value is None where it is left out and has no default.
+    """An input of a graph. Its value is None if it is left out and has no default.
 
-    ``minimum`` and ``maximum`` are inclusive. ``many``: a list of such values is accepted too. ``sizes``: of an image, mask, video,
-    audio or tensor, for plans without the file: numbers, or names of inputs that hold them, or a ``shape``.
+    ``minimum`` and ``maximum`` are inclusive. ``accepts_list``: a list of such values is accepted
+    too. ``sizes``: the size of an image, mask, video, audio or tensor for plans without the file:
+    numbers, names of inputs that contain them, or a ``shape``.
     """
 
     name: str
@@ -32,30 +42,41 @@ class Input:
     multiple_of: int | None = None
     minimum: float | None = None
     maximum: float | None = None
-    many: bool = False
+    accepts_list: bool = False
     sizes: Mapping[str, float | str | tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def item(self) -> Input:
-        """The input for one item of a list of such values, or for a frame of a video."""
+        """The input for one item of a list of such values, or for one frame of a video."""
         if self.type != "video":
-            return replace(self, many=False)
-        return replace(self, type="image", sizes={name: of for name, of in self.sizes.items() if name != "frames"})
+            return replace(self, accepts_list=False)
+        return replace(
+            self,
+            type="image",
+            sizes={name: size for name, size in self.sizes.items() if name != "frames"},
+        )
 
     def items(self, value: Any) -> list[Any]:
-        """The items of ``value``, which the input accepted: of a list, or the frames of a video. Another value is the only item."""
+        """Return the items of the accepted ``value``: of a list, or the frames of a video.
+
+        Any other value is the only item.
+        """
         value = media.opened(value) if self.type == "video" else value
         return list(value) if self.type == "video" or isinstance(value, list) else [value]
 
 
 def strings(value: str | Iterable[str]) -> tuple[str, ...]:
-    """The strings in ``value``; a string counts as one item."""
+    """Return the strings in ``value``; a string counts as one item."""
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'height'?"`` for a similar known name, else ``"; known are 'a', 'b'"`` for at most 12 names, else ""."""
-    names = sorted(known)
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """Return a hint at the name that was probably meant, to append to a message.
+
+    ``"; did you mean 'height'?"`` if one of ``candidates`` is similar to ``name``; else ``"; known
+    are 'a', 'b'"`` for at most 12 candidates; else "".
+    """
+    names = sorted(candidates)
     if close := difflib.get_close_matches(name, names, n=1):
         return f"; did you mean {close[0]!r}?"
     if not names:
@@ -64,17 +85,26 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def outside(package: str, packages: Iterable[str]) -> str:
-    """The message for a class of ``package``, which is not one of the trusted ``packages``."""
+    """Return the message for a class of a ``package`` outside the trusted ``packages``."""
     return f"outside the trusted packages ({', '.join(packages)}); {to_trust(package)}"
 
 
 def to_trust(package: str) -> str:
-    """How a caller lets a graph name any class of ``package``, which runs that package's code. A file cannot do this itself."""
-    return f"if you trust {package}, plan and run the graph with --trust-package {package} (in Python trust=[{package!r}])"
+    """Return the text that tells a caller how to trust ``package``, and so run its code.
+
+    A file cannot do this itself.
+    """
+    return (
+        f"if you trust {package}, plan and run the graph with --trust-package {package} (in "
+        f"Python trust=[{package!r}])"
+    )
 
 
 def of_type(kind: str, value: Any) -> Any:
-    """``value`` as ``kind`` (str, int, float or bool); an int is accepted as a float. Raises ValueError for anything else."""
+    """Return ``value`` as ``kind`` (str, int, float or bool); an int is accepted as a float.
+
+    Raises ValueError for anything else.
+    """
     if kind == "str" and isinstance(value, str):
         refuse_surrogates(value)
         require("characters", len(value), f"a text of {len(value):,} characters")
@@ -94,32 +124,37 @@ def of_type(kind: str, value: Any) -> Any:
     raise ValueError(f"{value!r} is not {'an' if kind == 'int' else 'a'} {kind}")
 
 
-def fit(declared: Input, value: Any, *, text: bool = False) -> Any:
-    """``value`` converted to the input's type and checked against its bounds; with ``text`` strings are parsed.
+def fit(definition: Input, value: Any, *, text: bool = False) -> Any:
+    """Return ``value`` converted to the input's type and checked against its bounds.
 
-    The path of an image, mask, video, audio or tensor becomes a `media.File`; an input with ``many`` accepts a list too. Raises
-    ValueError saying which values are accepted.
+    ``text``: whether strings are parsed. The path of an image, mask, video, audio or tensor becomes
+    a `media.File`. An input with ``accepts_list`` accepts a list too. Raises ValueError saying
+    which values are accepted.
     """
-    if declared.many:
+    if definition.accepts_list:
         value = media.parse_list(value) if text and isinstance(value, str) else value
         if isinstance(value, (list, tuple)):
             if not value:
                 raise ValueError("an empty list")
-            return [_one(declared, item, text) for item in value]
-    return _one(declared, value, text)
+            return [_one(definition, item, text) for item in value]
+    return _one(definition, value, text)
 
 
-def _one(declared: Input, value: Any, text: bool) -> Any:
-    if declared.type in media.AN:
-        rate = declared.sizes.get("rate")
-        return media.accept(declared.type, value, rate if isinstance(rate, int) else None)
-    if text and isinstance(value, str) and declared.type != "str":
-        value = _read(declared.type, value)
-    value = of_type(declared.type, value)
-    step, low, high = declared.multiple_of, declared.minimum, declared.maximum
+def _one(definition: Input, value: Any, text: bool) -> Any:
+    if definition.type in media.AN:
+        rate = definition.sizes.get("rate")
+        return media.accept(definition.type, value, rate if isinstance(rate, int) else None)
+    if text and isinstance(value, str) and definition.type != "str":
+        value = _read(definition.type, value)
+    value = of_type(definition.type, value)
+    step, low, high = definition.multiple_of, definition.minimum, definition.maximum
     if step is not None and value % step:
-        below = value - value % step
-        choices = [str(n) for n in (below, below + step) if (low is None or n >= low) and (high is None or n <= high)]
+        multiple = value - value % step
+        choices = [
+            str(n)
+            for n in (multiple, multiple + step)
+            if (low is None or n >= low) and (high is None or n <= high)
+        ]
         raise ValueError(f"{value} is not a multiple of {step}; use {' or '.join(choices) or step}")
     if low is not None and value < low:
         raise ValueError(f"{value} is less than the minimum, {low:g}")
@@ -130,6 +165,10 @@ def _one(declared: Input, value: Any, text: bool) -> Any:
 
 def _read(kind: str, text: str) -> Any:
     try:
-        return _WORDS[text.strip().lower()] if kind == "bool" else {"int": int, "float": float}[kind](text)
+        return (
+            _WORDS[text.strip().lower()]
+            if kind == "bool"
+            else {"int": int, "float": float}[kind](text)
+        )
     except (KeyError, ValueError):
         raise ValueError(f"{text!r} is not {'an' if kind == 'int' else 'a'} {kind}") from None

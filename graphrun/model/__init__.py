@@ -1,4 +1,5 @@
-"""Data types of planning: `Problem` (the input), `Plan` (the output), and pure functions on them. No torch, no I/O, no solver.
+"""Data types of planning: `Problem` (the input), `Plan` (the output), and pure functions on them.
+No torch, no I/O, no solver.
 
 graphrun.solve.solve.solve(problem)                 -> Solution
 graphrun.model.plan.parse(text)                     -> Plan

@@ -11,7 +11,7 @@ pool. With expandable segments each pool is one address range, mapped in pages: 
 pool, 20 MiB in the large one. The search is best fit over mapped ranges; only where none has room,
 pages are mapped, at the lowest address with room. A trim unmaps all pages without an allocation.
 
-Not modelled: which addresses the driver returns. A new segment is taken to lie above the others.
+Not modelled: the addresses that the driver returns. A new segment is assumed above all others.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Allocator(Protocol):
 
 
 class Counting:
-    """Sum of all live allocations, each rounded up to 512 bytes: the simulated accelerator. Caches nothing."""
+    """Sum of all live allocations, each rounded up to 512 bytes: the simulated accelerator. Caches
+    nothing."""
 
     def __init__(self) -> None:
         self.used_bytes = 0
@@ -69,8 +70,8 @@ class Counting:
 class Pool:
     """Expandable segments: address ranges of ``space_bytes``, mapped in pages of ``page_bytes``.
 
-    0                                    whole pages                     whole pages           space_bytes
-    |##used##|..free..|##used##|..free..|  unmapped  |##used##|..free..|       unmapped       |
+    |##used##|..free..|##used##|..free..|  unmapped  |##used##|..free..|   unmapped   |
+    0                                     whole pages                    whole pages  space_bytes
 
     Free ranges are mapped. Adjacent free ranges are merged, and adjacent unmapped ones. Most plans
     need one segment; where its addresses run out, a second one follows at 2 ``space_bytes``.
@@ -85,11 +86,11 @@ class Pool:
         self.unmapped: dict[int, int] = {}  # begin -> end
 
     def take(self, nbytes: int) -> tuple[tuple[int, int], int]:
-        """Allocate ``nbytes``: arguments for `give`, and the bytes newly mapped.
+        """Allocate ``nbytes``. Return the arguments for `give`, and the newly mapped bytes.
 
         Takes the smallest free range that is large enough, and maps pages if there is none. A free
-        range that an unmapped one follows could grow: it is replaced by the next larger free range,
-        as long as that has less room in both (`get_free_block`).
+        range before an unmapped range could grow. So it is replaced by the next larger free range,
+        as long as that one has less room together with its unmapped range (`get_free_block`).
         """
         index = bisect_left(self.sizes, (nbytes, 0))
         if index == len(self.sizes):
@@ -113,18 +114,20 @@ class Pool:
     def give(self, begin: int, nbytes: int) -> None:
         """Free a range and merge it with adjacent free ranges."""
         end = begin + nbytes
-        if (before := self.begins.get(begin)) is not None:
-            self._remove_free(before)
-            begin = before
-        if (after := self.free.get(end)) is not None:
+        if (previous_begin := self.begins.get(begin)) is not None:
+            self._remove_free(previous_begin)
+            begin = previous_begin
+        if (next_end := self.free.get(end)) is not None:
             self._remove_free(end)
-            end = after
+            end = next_end
         self._add_free(begin, end)
 
     def take_at(self, begin: int, nbytes: int) -> None:
         """Allocate a range within a free one."""
         end = begin + nbytes
-        first, last = next(span for span in self.free.items() if span[0] <= begin and end <= span[1])
+        first, last = next(
+            span for span in self.free.items() if span[0] <= begin and end <= span[1]
+        )
         self._remove_free(first)
         if first < begin:
             self._add_free(first, begin)
@@ -132,7 +135,7 @@ class Pool:
             self._add_free(end, last)
 
     def trim(self) -> int:
-        """Unmap the pages that lie entirely in free ranges. Returns the bytes unmapped."""
+        """Unmap the pages that are entirely in free ranges. Return the unmapped bytes."""
         trimmed = 0
         for begin, end in list(self.free.items()):
             first, last = round_up(begin, self.page_bytes), end // self.page_bytes * self.page_bytes
@@ -153,9 +156,10 @@ class Pool:
         return trimmed
 
     def _map(self, nbytes: int) -> tuple[tuple[int, int], int]:
-        """Allocate ``nbytes`` and map their pages, as `take`, at the lowest address with room."""
+        """Allocate ``nbytes`` at the lowest address with room, and map their pages. Return as
+        `take`."""
         row = self._row(nbytes)
-        begin, mapped = row[0][0], 0
+        begin, mapped_bytes = row[0][0], 0
         limit = begin + nbytes
         for first, end in row:
             if first in self.free:
@@ -165,23 +169,25 @@ class Pool:
                 end = min(last, round_up(limit, self.page_bytes))
                 if end < last:
                     self.unmapped[end] = last
-                mapped += end - first
+                mapped_bytes += end - first
         if end > limit:
             self.give(limit, end - limit)
-        return (begin, nbytes), mapped
+        return (begin, nbytes), mapped_bytes
 
     def _row(self, nbytes: int) -> list[tuple[int, int]]:
-        """Return ranges in a row, at least one unmapped, the others free, that have room together.
+        """Return adjacent ranges with room together, at least one unmapped and the others free.
 
-        They begin at the lowest unmapped range, or the free one before it, with enough of both
-        behind it (`find_expandable_block`); else at that of a new segment.
+        They begin at the lowest unmapped range with enough room, or at the free range before it
+        (`find_expandable_block`); otherwise in a new segment.
         """
         for unmapped in sorted(self.unmapped):
             begin = end = self.begins.get(unmapped, unmapped)
             row = []
-            while end - begin < nbytes and (after := self.free.get(end) or self.unmapped.get(end)):
-                row.append((end, after))
-                end = after
+            while end - begin < nbytes and (
+                next_end := self.free.get(end) or self.unmapped.get(end)
+            ):
+                row.append((end, next_end))
+                end = next_end
             if end - begin >= nbytes:
                 return row
         begin = self.segments[-1] + 2 * self.space_bytes if self.segments else 0
@@ -190,7 +196,8 @@ class Pool:
         return [(begin, begin + self.space_bytes)]
 
     def _room(self, index: int) -> int:
-        """Bytes of a free range, by its index in ``sizes``, and of the unmapped one behind it."""
+        """Return the bytes of free range number ``index`` of ``sizes`` and of the unmapped range
+        after it."""
         size, begin = self.sizes[index]
         return self.unmapped.get(begin + size, begin + size) - begin
 
@@ -206,27 +213,32 @@ class Pool:
 
 
 class Segments:
-    """Segments returned by `cudaMalloc`, split into blocks, with a best-fit search over the free blocks.
+    """Segments returned by `cudaMalloc`, split into blocks, with a best-fit search over the free
+    blocks.
 
-    segment 0 |##used##|..free..|##used##|      segment 1 |....free....|      adjacent free blocks of a segment are merged
+    segment 0 |##used##|..free..|##used##|      segment 1 |....free....|
 
-    ``min_split_bytes``: a block is split only if the remainder has at least this many bytes.
+    Adjacent free blocks of a segment are merged. ``min_split_bytes``: a block is split only if at
+    least this many bytes are left over.
     """
 
     def __init__(self, min_split_bytes: int) -> None:
         self.min_split_bytes = min_split_bytes
         self.sizes: dict[int, int] = {}  # segment -> bytes
-        self.free: dict[int, dict[int, int]] = {}  # segment -> offset -> bytes of the free block there
-        self.blocks: list[tuple[int, int, int]] = []  # (bytes, segment, offset) of every free block, sorted
+        # segment -> offset -> bytes of the free block there
+        self.free: dict[int, dict[int, int]] = {}
+        # (bytes, segment, offset) of every free block, sorted
+        self.blocks: list[tuple[int, int, int]] = []
         self._next = 0
 
     def take(self, nbytes: int) -> tuple[tuple[int, int, int], int]:
-        """Allocate ``nbytes`` from a free block, else from a new segment: arguments for `give`, and the bytes newly reserved."""
-        index, reserved = bisect_left(self.blocks, (nbytes, -1, -1)), 0
+        """Allocate ``nbytes`` from a free block, else from a new segment. Return the arguments for
+        `give`, and the newly reserved bytes."""
+        index, reserved_bytes = bisect_left(self.blocks, (nbytes, -1, -1)), 0
         if index == len(self.blocks):
-            reserved = self.sizes[self._next] = segment_bytes(nbytes)
+            reserved_bytes = self.sizes[self._next] = segment_bytes(nbytes)
             self.free[self._next] = {}
-            self._add_free(self._next, 0, reserved)
+            self._add_free(self._next, 0, reserved_bytes)
             self._next += 1
             index = bisect_left(self.blocks, (nbytes, -1, -1))
         size, segment, offset = self.blocks[index]
@@ -234,23 +246,27 @@ class Segments:
         if size - nbytes >= self.min_split_bytes:
             self._add_free(segment, offset + nbytes, size - nbytes)
             size = nbytes
-        return (segment, offset, size), reserved
+        return (segment, offset, size), reserved_bytes
 
     def give(self, segment: int, offset: int, nbytes: int) -> None:
         """Free a block and merge it with adjacent free blocks."""
         if (size := self.free[segment].get(offset + nbytes)) is not None:
             self._remove_free(segment, offset + nbytes)
             nbytes += size
-        before = next((o for o, size in self.free[segment].items() if o + size == offset), None)
-        if before is not None:
-            nbytes += self.free[segment][before]
-            self._remove_free(segment, before)
-            offset = before
+        previous_offset = next(
+            (o for o, size in self.free[segment].items() if o + size == offset), None
+        )
+        if previous_offset is not None:
+            nbytes += self.free[segment][previous_offset]
+            self._remove_free(segment, previous_offset)
+            offset = previous_offset
         self._add_free(segment, offset, nbytes)
 
     def trim(self) -> int:
-        """Release segments without a used block. Returns the bytes released."""
-        empty = [segment for segment, size in self.sizes.items() if self.free[segment].get(0) == size]
+        """Release segments without a used block. Return the released bytes."""
+        empty = [
+            segment for segment, size in self.sizes.items() if self.free[segment].get(0) == size
+        ]
         for segment in empty:
             self._remove_free(segment, 0)
             del self.free[segment]
@@ -266,9 +282,12 @@ class Segments:
 
 
 class _Cached:
-    """Small and large allocations in a pool each. `used_bytes` corresponds to `torch.cuda.memory_reserved`."""
+    """Allocator with one pool for small and one for large allocations. `used_bytes` corresponds to
+    `torch.cuda.memory_reserved`."""
 
-    def __init__(self, small: Pool | Segments, large: Pool | Segments, small_bytes: int = SMALL_BYTES) -> None:
+    def __init__(
+        self, small: Pool | Segments, large: Pool | Segments, small_bytes: int = SMALL_BYTES
+    ) -> None:
         self.used_bytes = 0
         self._small_bytes = small_bytes
         self._small, self._large = small, large
@@ -277,9 +296,9 @@ class _Cached:
     def allocate(self, key: int, nbytes: int) -> None:
         """Allocate ``nbytes``, rounded up to 512, from the small or the large pool."""
         pool = self._small if self.is_small(nbytes) else self._large
-        block, reserved = pool.take(max(round_up(nbytes, ROUND_BYTES), ROUND_BYTES))
+        block, reserved_bytes = pool.take(max(round_up(nbytes, ROUND_BYTES), ROUND_BYTES))
         self._live[key] = pool, block
-        self.used_bytes += reserved
+        self.used_bytes += reserved_bytes
 
     def is_small(self, nbytes: int) -> bool:
         """Whether an allocation of ``nbytes`` comes from the small pool."""
@@ -291,7 +310,7 @@ class _Cached:
         pool.give(*block)
 
     def place(self, key: int) -> tuple[int, ...]:
-        """Where in its pool the allocation ``key`` lies: its range or block."""
+        """Return the position of the allocation ``key`` in its pool: its range or block."""
         return self._live[key][1]
 
     def trim(self) -> None:
@@ -302,31 +321,36 @@ class _Cached:
 class Caching(_Cached):
     """PyTorch's caching allocator with expandable segments.
 
-    ``page_scale``: factor on the sizes of pages, and on that up to which an allocation is small; for models in small.
-    ``card_bytes``: memory of the card. A segment's address space is 9/8 of it.
+    ``page_scale``: factor on the sizes of pages and on the maximum size of a small allocation; for
+    tiny models. ``card_bytes``: memory of the card. A segment's address space is 9/8 of it.
     """
 
     def __init__(self, page_scale: float = 1.0, card_bytes: int = 1 << 50) -> None:
         small_bytes, *pages = (
-            round_up(max(1, int(page_scale * nbytes)), ROUND_BYTES) for nbytes in (SMALL_BYTES, SMALL_PAGE_BYTES, LARGE_PAGE_BYTES)
+            round_up(max(1, int(page_scale * nbytes)), ROUND_BYTES)
+            for nbytes in (SMALL_BYTES, SMALL_PAGE_BYTES, LARGE_PAGE_BYTES)
         )
         self._pools = [Pool(nbytes, card_bytes + card_bytes // 8) for nbytes in pages]
         super().__init__(self._pools[0], self._pools[1], small_bytes)
 
     def used_bytes_with(self, sizes: Iterable[int]) -> int:
-        """Return the bytes reserved once ``sizes``, each above 0, are allocated too. Changes nothing."""
+        """Return the reserved bytes after allocations of ``sizes``, each above 0. Changes
+        nothing."""
         pools = [pool.copy() for pool in self._pools]
-        return self.used_bytes + sum(pools[not self.is_small(nbytes)].take(round_up(nbytes, ROUND_BYTES))[1] for nbytes in sizes)
+        return self.used_bytes + sum(
+            pools[not self.is_small(nbytes)].take(round_up(nbytes, ROUND_BYTES))[1]
+            for nbytes in sizes
+        )
 
     def allocate_at(self, key: int, small: bool, place: tuple[int, ...]) -> None:
-        """Allocate as ``key`` what was released at ``place`` (see `place`)."""
+        """Allocate as ``key`` the range that was released at ``place`` (see `place`)."""
         pool, (offset, nbytes) = self._pools[not small], place
         pool.take_at(offset, nbytes)
         self._live[key] = pool, place
 
     def state(self, small: bool) -> Hashable:
-        """Return the state of one pool. In equal states equal calls have equal results. The pools
-        do not depend on each other."""
+        """Return the state of one pool. Equal calls in equal states have equal results. The pools
+        are independent."""
         pool = self._pools[not small]
         return tuple(pool.sizes), frozenset(pool.unmapped.items()), tuple(pool.segments)
 
@@ -334,9 +358,9 @@ class Caching(_Cached):
 class Native(_Cached):
     """PyTorch's caching allocator with native segments, its default.
 
-    Sizes up to 1 MiB come from segments of 2 MiB, sizes below 10 MiB from segments of 20 MiB; a larger size gets a segment of that
-    size, rounded up to 2 MiB. A small block is split if at least 512 bytes remain, a large one only if more than 1 MiB remains
-    (`should_split`).
+    Sizes up to 1 MiB come from segments of 2 MiB, sizes below 10 MiB from segments of 20 MiB; a
+    larger size gets a segment of that size, rounded up to 2 MiB. A small block is split if at least
+    512 bytes remain, a large one only if more than 1 MiB remains (`should_split`).
     """
 
     def __init__(self) -> None:
@@ -344,7 +368,8 @@ class Native(_Cached):
 
 
 def segment_bytes(nbytes: int) -> int:
-    """Bytes requested from `cudaMalloc` when no cached block has room for ``nbytes`` (`get_allocation_size`)."""
+    """Return the bytes requested from `cudaMalloc` when no cached block has room for ``nbytes``
+    (`get_allocation_size`)."""
     if nbytes <= SMALL_BYTES:
         return SMALL_PAGE_BYTES
     return LARGE_PAGE_BYTES if nbytes < PACKED_BYTES else round_up(nbytes, SEGMENT_STEP_BYTES)

@@ -1,4 +1,5 @@
-"""Which blocks of a group stay on the device when only some of them do: a prefix of one fixed, evenly spread order. Pure."""
+"""Order in which blocks of a group stay on the device when only some of them do: a prefix of one
+fixed, evenly spread order. Pure."""
 
 from __future__ import annotations
 
@@ -7,11 +8,13 @@ import functools
 
 @functools.cache
 def keep_order(count: int) -> tuple[int, ...]:
-    """A permutation of ``0 .. count - 1``: blocks by priority. To keep K blocks, keep the first K; kept sets are nested.
+    """Return a permutation of ``0 .. count - 1``: blocks by priority. To keep K blocks, keep the
+    first K, so a larger set contains every smaller one.
 
-    Bit reversal (the van der Corput sequence), scaled to ``count``: every prefix is spread evenly over the call order, so the
-    copies of streamed blocks overlap with the compute of kept blocks. Measured: at most 1.5 % slower than the best set for each K;
-    keeping blocks 0 .. K-1 instead costs 6 to 17 %.
+    Bit reversal (the van der Corput sequence), scaled to ``count``: every prefix is spread evenly
+    over the call order, so copies of streamed blocks overlap compute of resident blocks.
+    Measured: at most 1.5 % slower than the best set for each K. Keeping blocks 0 .. K-1 instead
+    costs 6 to 17 %.
 
         keep_order(8)     0 4 2 6 1 5 3 7
         K = 3 of 8        # . # . # . . .      # kept   . streamed

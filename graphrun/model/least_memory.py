@@ -1,10 +1,13 @@
-"""Least device memory of each phase, in exact integer bytes, for one variant per component. Needs no solver.
+"""Minimum device memory of each phase, in exact integer bytes, for one variant per component. Needs
+no solver.
 
-Blocks that a slot uses and that cannot be streamed must be resident. All others pass through a ring with room for the largest of
-them; to keep that block resident would take as much. A load slot never needs more than the first slot.
+Blocks that a slot uses and that cannot be streamed must be resident. All others pass through a ring
+buffer with room for the largest of them; keeping that block resident would take as much. A load
+slot never needs more than the first slot.
 
-    first    | resident: not streamable | ring | first activation  | values + live-in |
-    steady   | resident: not streamable | ring | steady activation | values + live-in |  <= effective budget
+    first    | resident: not streamable | ring buffer | first activation  | values + inputs |
+    steady   | resident: not streamable | ring buffer | steady activation | values + inputs |
+             <= effective budget
 """
 
 from __future__ import annotations
@@ -13,35 +16,37 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from graphrun.model.choices import activation_bytes
-from graphrun.model.plan import Part
+from graphrun.model.plan import SlotPart
 from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Problem, Use
 from graphrun.units import round_up
 
 # The slots of a phase that compute.
-PARTS: tuple[Part, ...] = ("first", "steady")
+PARTS: tuple[SlotPart, ...] = ("first", "steady")
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseMinimum:
-    """Least device bytes of a phase, in whichever slot (``part``: first or steady) needs more.
+    """Minimum device bytes of a phase, in the slot (``part``: first or steady) that needs more.
 
-    ``weights_bytes``: blocks that must be resident because they cannot be streamed. ``values_bytes`` includes the phase's live-in
-    bytes. ``available_bytes``: the effective budget.
+    ``weights_bytes``: blocks that must be resident because they cannot be streamed.
+    ``values_bytes``: includes the inputs of the phase. ``available_bytes``: the effective budget.
     """
 
     stage: str
     phase: str
     part: str
     weights_bytes: int
-    ring_bytes: int
+    ring_buffer_bytes: int
     activation_bytes: int
     values_bytes: int
     available_bytes: int
 
     @property
     def total_bytes(self) -> int:
-        """Weights, ring, activation and values."""
-        return self.weights_bytes + self.ring_bytes + self.activation_bytes + self.values_bytes
+        """Weights, ring buffer, activation and values."""
+        return (
+            self.weights_bytes + self.ring_buffer_bytes + self.activation_bytes + self.values_bytes
+        )
 
     @property
     def short_bytes(self) -> int:
@@ -50,32 +55,42 @@ class PhaseMinimum:
 
 
 def used_components(problem: Problem) -> tuple[ComponentNumbers, ...]:
-    """Components that some phase calls, in the problem's order."""
+    """Return the components that some phase calls, in the problem's order."""
     names = {use.component for phase in problem.phases for use in phase.uses}
     return tuple(component for component in problem.components if component.name in names)
 
 
 def needed_components(problem: Problem) -> tuple[ComponentNumbers, ...]:
-    """Components of which some phase runs a block, in the problem's order. In a session: all that some phase calls.
+    """Return the components of which some phase runs a block, in the problem's order. In a session:
+    all that some phase calls.
 
     The backing store of any other component is dropped before the first slot.
     """
-    names = {use.component for phase in problem.phases for use in phase.uses if any(use.group_calls) or problem.runs > 1}
+    names = {
+        use.component
+        for phase in problem.phases
+        for use in phase.uses
+        if any(use.group_calls) or problem.runs > 1
+    }
     return tuple(component for component in problem.components if component.name in names)
 
 
 def streamable_groups(component: ComponentNumbers, number: int = 0) -> tuple[bool, ...]:
-    """Per block group: whether it may be streamed in variant ``number``. A variant that is not movable cannot be streamed."""
+    """Return for each block group whether it may be streamed in variant ``number``. A variant that
+    is not movable cannot be streamed."""
     variant = component.variants[number]
-    return tuple(of.streamable and variant.streamable and variant.movable for of in component.groups)
+    return tuple(
+        group.streamable and variant.streamable and variant.movable for group in component.groups
+    )
 
 
 def least_memory(problem: Problem) -> tuple[PhaseMinimum, ...]:
-    """Least device memory of each phase, with every component's first variant and no value spilled."""
-    found, held = [], dict[str, set[int]]()
+    """Return the minimum device memory of each phase, with the first variant of every component and
+    no value spilled."""
+    minima, resident_groups = [], dict[str, set[int]]()
     for index, phase in enumerate(problem.phases):
-        values = problem.value_bytes(index) + phase.live_in_bytes
-        weights, rings = 0, {"first": 0, "steady": 0}
+        values = problem.value_bytes(index) + phase.input_bytes
+        weights, ring_buffers = 0, {"first": 0, "steady": 0}
         fixed = {"first": 0, "steady": 0}
         for component in problem.components:
             use = next((use for use in phase.uses if use.component == component.name), None)
@@ -83,50 +98,110 @@ def least_memory(problem: Problem) -> tuple[PhaseMinimum, ...]:
                 continue
             demanded = problem.demanded(component.name)
             if not component.variants[0].movable or "keep" in demanded:
-                here = {k for k, calls in enumerate(use.group_calls if use else ()) if calls}
-                held[component.name] = held.get(component.name, set()) | here
-                weights += _group_bytes(component, held[component.name])
+                called_groups = {
+                    k for k, calls in enumerate(use.group_calls if use else ()) if calls
+                }
+                resident_groups[component.name] = (
+                    resident_groups.get(component.name, set()) | called_groups
+                )
+                weights += _group_bytes(component, resident_groups[component.name])
                 continue
             if use is None:
                 continue
             for part in PARTS:
-                resident, ring = _resident_and_ring(problem, component, use, phase, part)
-                fixed[part], rings[part] = fixed[part] + resident, rings[part] + ring
-        both = [_minimum(problem, phase, part, weights + fixed[part], rings[part], values) for part in ("first", "steady")]
-        found.append(both[1] if phase.steady_calls and both[1].total_bytes > both[0].total_bytes else both[0])
-    return tuple(found)
+                resident, ring_buffer = _resident_and_ring_buffer(
+                    problem, component, use, phase, part
+                )
+                fixed[part], ring_buffers[part] = (
+                    fixed[part] + resident,
+                    ring_buffers[part] + ring_buffer,
+                )
+        part_minima = [
+            _minimum(problem, phase, part, weights + fixed[part], ring_buffers[part], values)
+            for part in ("first", "steady")
+        ]
+        minima.append(
+            part_minima[1]
+            if phase.steady_calls and part_minima[1].total_bytes > part_minima[0].total_bytes
+            else part_minima[0]
+        )
+    return tuple(minima)
 
 
-def least_weights(problem: Problem, component: ComponentNumbers, phase: PhaseNumbers, use: Use, number: int) -> int:
-    """Least bytes of weights, ring and activation that ``phase`` needs for ``use`` of ``component`` in variant ``number``."""
+def least_weights(
+    problem: Problem, component: ComponentNumbers, phase: PhaseNumbers, use: Use, number: int
+) -> int:
+    """Return the minimum bytes of weights, ring buffer and activation that ``phase`` needs for
+    ``use`` of ``component`` in variant ``number``."""
     if component.variants[number].device != "device":
         return 0
-    found = []
+    part_bytes = []
     for part in PARTS:
-        resident, ring = _resident_and_ring(problem, component, use, phase, part, number)
-        found.append(resident + ring + (phase.first_bytes if part == "first" else phase.steady_bytes))
-    return max(found)
+        resident, ring_buffer = _resident_and_ring_buffer(
+            problem, component, use, phase, part, number
+        )
+        part_bytes.append(
+            resident + ring_buffer + (phase.first_bytes if part == "first" else phase.steady_bytes)
+        )
+    return max(part_bytes)
 
 
-def _resident_and_ring(
-    problem: Problem, component: ComponentNumbers, use: Use, phase: PhaseNumbers, part: Part, number: int = 0
+def _resident_and_ring_buffer(
+    problem: Problem,
+    component: ComponentNumbers,
+    use: Use,
+    phase: PhaseNumbers,
+    part: SlotPart,
+    number: int = 0,
 ) -> tuple[int, int]:
-    """Bytes of ``component`` that must be resident for ``use`` in ``part``, and bytes of the ring for the streamed blocks."""
-    sizes, unstreamed = component.variants[number].block_bytes, problem.demanded(component.name) & {"keep", "whole"}
-    streamed = {k for k, yes in enumerate(streamable_groups(component, number)) if yes and not unstreamed}
-    used = {k for k, calls in enumerate(use.group_calls_in(part)) if calls}
-    ring = max((sizes[k] for k in used & streamed), default=0)
-    return _group_bytes(component, used - streamed, number), round_up(ring, ALLOCATION_BYTES)
+    """Return the bytes of ``component`` that must be resident for ``use`` in ``part``, and the
+    bytes of the ring buffer for the streamed blocks."""
+    sizes, unstreamed = (
+        component.variants[number].block_bytes,
+        problem.demanded(component.name) & {"keep", "whole"},
+    )
+    streamed = {
+        k for k, yes in enumerate(streamable_groups(component, number)) if yes and not unstreamed
+    }
+    called_groups = {k for k, calls in enumerate(use.group_calls_in(part)) if calls}
+    ring_buffer = max((sizes[k] for k in called_groups & streamed), default=0)
+    return _group_bytes(component, called_groups - streamed, number), round_up(
+        ring_buffer, ALLOCATION_BYTES
+    )
 
 
-def _minimum(problem: Problem, phase: PhaseNumbers, part: Part, weights: int, ring: int, values: int) -> PhaseMinimum:
+def _minimum(
+    problem: Problem,
+    phase: PhaseNumbers,
+    part: SlotPart,
+    weights: int,
+    ring_buffer: int,
+    values: int,
+) -> PhaseMinimum:
     variants = [problem.component(use.component).variants[0] for use in phase.uses]
-    activation = activation_bytes(phase.first_bytes if part == "first" else phase.steady_bytes, variants, phase.glue_bytes)
-    return PhaseMinimum(phase.stage, phase.name, part, weights, ring, activation, values, problem.effective_bytes)
+    activation = activation_bytes(
+        phase.first_bytes if part == "first" else phase.steady_bytes,
+        variants,
+        phase.pipeline_code_bytes,
+    )
+    return PhaseMinimum(
+        phase.stage,
+        phase.name,
+        part,
+        weights,
+        ring_buffer,
+        activation,
+        values,
+        problem.effective_bytes,
+    )
 
 
 def _group_bytes(component: ComponentNumbers, groups: Iterable[int], number: int = 0) -> int:
-    """Device bytes of all blocks of ``groups``, without those on helpers, each block rounded up to an allocation."""
+    """Return the bytes on the main device of all blocks of ``groups``, each block rounded up to an
+    allocation."""
     sizes = component.variants[number].block_bytes
-    here = (k for k in groups if not component.groups[k].helper)
-    return sum(len(component.groups[k].blocks) * round_up(sizes[k], ALLOCATION_BYTES) for k in here)
+    device_groups = (k for k in groups if not component.groups[k].secondary)
+    return sum(
+        len(component.groups[k].blocks) * round_up(sizes[k], ALLOCATION_BYTES)
+        for k in device_groups
+    )

@@ -1,8 +1,9 @@
-"""What the dry run recorded of a phase's device memory: every allocation and release, in order. Pure data.
+"""Recording of a phase's device memory in the dry run: every allocation and release, in order. Pure
+data.
 
-prelude    before the phase's first call, where no phase came before
-first      the first call of every component, and the code after it
-steady     all further calls
+    prelude    before the phase's first call, if no phase came before
+    first      the first call of every component, and the code after it
+    steady     all further calls
 """
 
 from __future__ import annotations
@@ -18,29 +19,38 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
-# (key, bytes): bytes > 0 allocates, 0 releases. In a `PhaseTrace` also (number of the call's kind, -1): a call.
+# (key, bytes): bytes > 0 allocates, 0 releases. In a `PhaseTrace` also (index of its `CallTrace`,
+# CALL): a call.
 Item = tuple[int, int]
 CALL = -1
-SCRATCH = -(2**40)  # keys of scratch are below; no recording has these
-SHORTEST, DISTANCES = 4, 12  # of what repeats: least events, and how many distances between equal events are tried
+SCRATCH = -(2**40)  # keys of scratch are below; no recording has such keys
+# of repeats: minimum number of events, and number of distances between equal events to try
+SHORTEST, DISTANCES = (
+    4,
+    12,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class CallTrace:
-    """One kind of call into ``component``. Every key is released before the end, except ``kept`` ones, which the component reuses
-    in its further calls and releases when the phase ends. ``results``: keys of what it returns. These stay where they are: behind
-    the call, the phase allocates tensors of their sizes, in this order, which are the same ones."""
+    """One kind of call into ``component``.
+
+    Every key is released before the end of the call, except ``persistent_keys``. The component
+    reuses these in further calls and releases them when the phase ends. ``results``: keys of the
+    returned tensors. They keep their memory: after the call, the phase allocates the same tensors,
+    with these sizes and in this order.
+    """
 
     component: str
     events: tuple[Item, ...]
-    kept: tuple[int, ...] = ()
+    persistent_keys: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseTrace:
-    """One phase; empty where nothing was recorded. Keys are those of the whole recording, so a tensor may be allocated in one phase
-    and released in a later one."""
+    """One phase; empty if nothing was recorded. Keys are unique in the whole recording: a tensor
+    may be allocated in one phase and released in a later one."""
 
     calls: tuple[CallTrace, ...] = ()
     first: tuple[Item, ...] = ()
@@ -48,12 +58,20 @@ class PhaseTrace:
     prelude: tuple[Item, ...] = ()
 
     def with_scratch(self, nbytes: Mapping[str, int]) -> PhaseTrace:
-        """The trace where every call of a component takes so many bytes more while it runs."""
+        """Return the trace with ``nbytes`` more during every call of a component. ``nbytes``:
+        component -> bytes."""
         extra = {name: n for name, n in nbytes.items() if n}
         if not extra:
             return self
         calls = (
-            replace(call, events=((key := SCRATCH - len(call.events), extra[call.component]), *call.events, (key, 0)))
+            replace(
+                call,
+                events=(
+                    (key := SCRATCH - len(call.events), extra[call.component]),
+                    *call.events,
+                    (key, 0),
+                ),
+            )
             if call.component in extra
             else call
             for call in self.calls
@@ -63,7 +81,7 @@ class PhaseTrace:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """From event ``begin`` on, ``times`` times ``period`` events that are alike."""
+    """A sequence of ``period`` events that repeats ``times`` times, from event ``begin`` on."""
 
     begin: int
     period: int
@@ -71,16 +89,20 @@ class Repeat:
 
     @property
     def end(self) -> int:
-        """The first event behind all of them."""
+        """The first event after the repeats."""
         return self.begin + self.period * self.times
 
 
 @functools.lru_cache(maxsize=256)
 def repeats_in(events: tuple[Item, ...]) -> tuple[tuple[int, ...], tuple[Repeat, ...]]:
-    """For each event the number of the one that allocated its tensor, its own where it allocates; and what repeats, in order: the
-    blocks of a transformer do the same, one after another. Events are alike that allocate equally many bytes, or release what was
-    allocated equally many events before."""
-    import numpy as np  # a plan that is known is shown without it
+    """Return for each event the number of the event that allocated its tensor, and the repeats in
+    order.
+
+    The blocks of a transformer repeat the same events one after another. Two events are alike if
+    they allocate the same number of bytes, or if they release tensors allocated the same number of
+    events before.
+    """
+    import numpy as np  # not needed to show a cached plan
 
     born = dict[int, int]()
     numbers = list[int]()
@@ -96,25 +118,37 @@ def repeats_in(events: tuple[Item, ...]) -> tuple[tuple[int, ...], tuple[Repeat,
 
 
 def _longest(alike: np.typing.NDArray[np.int64]) -> tuple[Repeat, ...]:
-    """Of the repeats in ``alike`` those that leave out most, none within another."""
+    """Return the repeats in ``alike`` that skip the most events, without overlaps."""
     last = dict[int, int]()
     distances = Counter[int]()
     for number, kind in enumerate(alike.tolist()):
         if kind in last:
             distances[number - last[kind]] += 1
         last[kind] = number
-    found = list[Repeat]()
+    candidates = list[Repeat]()
     lengths = Counter({period: period * times for period, times in distances.items()})
-    for period in {period for of in (distances, lengths) for period, _ in of.most_common(DISTANCES)}:
+    for period in {
+        period for counter in (distances, lengths) for period, _ in counter.most_common(DISTANCES)
+    }:
         if period < SHORTEST:
             continue
-        breaks = [-1, *(alike[:-period] != alike[period:]).nonzero()[0].tolist(), len(alike) - period]
-        for before, after in pairwise(breaks):
-            if after - before > period:
-                found.append(Repeat(before + 1, period, (after - before - 1 + period) // period))
-    kept = list[Repeat]()  # in order
-    for one in sorted(found, key=lambda of: (of.period - (of.end - of.begin), of.begin)):
-        after = bisect(kept, one.begin, key=lambda of: of.begin)
-        if (not after or kept[after - 1].end <= one.begin) and (after == len(kept) or one.end <= kept[after].begin):
-            kept.insert(after, one)
-    return tuple(kept)
+        breaks = [
+            -1,
+            *(alike[:-period] != alike[period:]).nonzero()[0].tolist(),
+            len(alike) - period,
+        ]
+        for previous, next_break in pairwise(breaks):
+            if next_break - previous > period:
+                candidates.append(
+                    Repeat(previous + 1, period, (next_break - previous - 1 + period) // period)
+                )
+    repeats = list[Repeat]()  # in order
+    for candidate in sorted(
+        candidates, key=lambda repeat: (repeat.period - (repeat.end - repeat.begin), repeat.begin)
+    ):
+        next_break = bisect(repeats, candidate.begin, key=lambda repeat: repeat.begin)
+        if (not next_break or repeats[next_break - 1].end <= candidate.begin) and (
+            next_break == len(repeats) or candidate.end <= repeats[next_break].begin
+        ):
+            repeats.insert(next_break, candidate)
+    return tuple(repeats)

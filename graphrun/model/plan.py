@@ -1,19 +1,20 @@
 """A `Plan`: slots with actions, its text form, and the parser of that text.
 
-A plan stores no peak and no time; `simulate` computes them. Whether a plan is valid for a problem is for `check` to say.
+A plan stores no peak and no time; `simulate` computes them. `check` tests whether a plan is valid
+for a problem.
 
-finds vae all                                on the device when the first slot begins, where that is anything
-leaves vae all                               likewise, when a run of a session ends
-variant transformer nf4 pinned device        chosen variant of a component that has several
-variant vae bfloat16 pinned device1          likewise; it computes on the first helper
-split transformer device1 double[12-18]      blocks in a row that compute on the first helper, as the groups ``double@1``; both are
-                                             numbered anew from 0
-option decode tiling                         chosen option of a stage, if any
-order encode denoise decode                  order of the stages, if not the problem's
-slot denoise/0:transformer steady x27
-  stream transformer keep double[0,8,16] single[0,12,24,36] ring 680 MiB
-  load vae all from pinned
-  run
+    finds vae all                            on the device when the first slot begins, if not empty
+    leaves vae all                           on the device when a run of a session ends
+    variant transformer nf4 pinned device    chosen variant of a component that has several
+    variant vae bfloat16 pinned device1      the same, on the first secondary device
+    split transformer device1 double[12-18]  consecutive blocks on the first secondary device: the
+                                             group ``double@1``; both groups are numbered from 0
+    option decode tiling                     chosen option of a stage, if any
+    order encode denoise decode              order of the stages, if not the problem's
+    slot denoise/0:transformer steady x27
+      stream transformer keep double[0,8,16] single[0,12,24,36] ring buffer 680 MiB
+      load vae all from pinned
+      run
 """
 
 from __future__ import annotations
@@ -31,20 +32,23 @@ from graphrun.limits import require
 from graphrun.reading import quoted
 from graphrun.units import GIB, KIB, MIB
 
-Part = Literal["load", "first", "steady", "end"]
+SlotPart = Literal["load", "first", "steady", "end"]
 
-# Blocks of a component: None means all; else (group name, block indices in ascending order) per block group, in group order.
+# Blocks of a component: None means all; else (group name, block indices in ascending order) per
+# block group, in group order.
 Blocks = tuple[tuple[str, tuple[int, ...]], ...] | None
 
-# A component, the number of a helper, and its blocks that compute there.
+# A component, the number of a secondary device, and its blocks that compute there.
 Split = tuple[str, int, Blocks]
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Copy blocks from the component's backing store to the device, asynchronously on the copy stream.
+    """Copy blocks from the component's backing store to the device, asynchronously on the copy
+    stream.
 
-    The barrier at the slot's end waits for the copies. If the slot itself computes with a block, that compute waits for its copy.
+    The barrier at the slot's end waits for the copies. If the slot itself computes with a block,
+    that compute waits for its copy.
     """
 
     component: str
@@ -62,12 +66,15 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Run the component with the blocks ``keep`` resident; every other block that the slot's calls need is copied through a ring of
-    ``ring_bytes`` in each call. ``keep`` includes the blocks that the same slot loads."""
+    """Run the component with the blocks ``keep`` resident, and stream the others.
+
+    Every other block that the slot's calls need is copied through a ring buffer of
+    ``ring_buffer_bytes`` in each call. ``keep`` includes the blocks that the same slot loads.
+    """
 
     component: str
     keep: Blocks
-    ring_bytes: int
+    ring_buffer_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +98,8 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Read the component from disk into its backing store, concurrently with the other actions of the slot.
+    """Read the component from disk into its backing store, concurrently with the other actions of
+    the slot.
 
     A block may be copied to the device as soon as it has been read.
     """
@@ -113,13 +121,13 @@ Action = Load | Evict | Stream | Run | Spill | Restore | Read | Drop
 class Slot:
     """One part of a phase; it ends with a barrier.
 
-    ``phase``: `PhaseNumbers.name`; "" for the last slot, whose part is ``end`` and which returns the device to its baseline.
-    ``calls``: rounds in the slot; in each, every component with calls left is called once. 0 in load and end, 1 in first, all other
-    rounds in steady.
+    ``phase``: `PhaseNumbers.name`; "" for the last slot, whose part is ``end`` and which returns
+    the device to its baseline. ``calls``: rounds in the slot; in each, every component with calls
+    left is called once. 0 in load and end, 1 in first, all other rounds in steady.
     """
 
     phase: str
-    part: Part
+    part: SlotPart
     calls: int
     actions: tuple[Action, ...]
 
@@ -128,10 +136,12 @@ class Slot:
 class Plan:
     """Slots in order, for the problem whose digest is ``problem``.
 
-    ``variants``: (component, `Variant.name`) for each component that has several. ``options``: (stage, `StageOption.name`).
-    ``order``: stages; empty if it is the problem's order. ``again``: slots of every run of a session after the first.
-    ``finds``: (component, blocks) on the device when ``slots`` begin; ``leaves``: those when any run of a session ends, so that
-    ``again`` begins with them. ``splits``: (component, number of the helper, blocks that compute there).
+    ``variants``: (component, `Variant.name`) for each component that has several. ``options``:
+    (stage, `StageOption.name`). ``order``: stages; empty if it is the problem's order.
+    ``further_slots``: slots of every run of a session after the first. ``finds``: (component,
+    blocks) on the device when ``slots`` begin. ``leaves``: (component, blocks) on the device when
+    any run of a session ends, and so when ``further_slots`` begin. ``splits``: (component, number
+    of the secondary device, blocks that compute there).
     """
 
     problem: str
@@ -139,7 +149,7 @@ class Plan:
     variants: tuple[tuple[str, str], ...] = ()
     options: tuple[tuple[str, str], ...] = ()
     order: tuple[str, ...] = ()
-    again: tuple[Slot, ...] = ()
+    further_slots: tuple[Slot, ...] = ()
     finds: tuple[tuple[str, Blocks], ...] = ()
     leaves: tuple[tuple[str, Blocks], ...] = ()
     splits: tuple[Split, ...] = ()
@@ -148,8 +158,10 @@ class Plan:
         return plan_text(self)
 
     def __repr__(self) -> str:
-        further = f", {len(self.again)} in every further run" if self.again else ""
-        return f"<Plan {self.digest}: {len(self.slots)} slots{further}; str() is its text>"
+        further_text = (
+            f", {len(self.further_slots)} in every further run" if self.further_slots else ""
+        )
+        return f"<Plan {self.digest}: {len(self.slots)} slots{further_text}; str() is its text>"
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -164,7 +176,8 @@ class Plan:
 class Violation:
     """A rule of `check` that a plan breaks.
 
-    ``slot``, ``action``: indices; -1 means the whole plan, or the whole slot. ``detail``: what was expected and found, with bytes.
+    ``slot``, ``action``: indices; -1 means the whole plan, or the whole slot. ``detail``: what was
+    expected and found, with bytes.
     """
 
     rule: str
@@ -180,7 +193,8 @@ UNITS = {"GiB": GIB, "MiB": MIB, "KiB": KIB, "B": 1}
 
 
 def blocks_text(blocks: Blocks) -> str:
-    """``all``, ``none``, or each group with its block indices, three or more in a row as a range: ``double[0,8] single[0-11]``."""
+    """Return ``all``, ``none``, or each group with its block indices: ``double[0,8] single[0-11]``.
+    Three or more consecutive indices are a range."""
     if blocks is None:
         return "all"
     return " ".join(f"{name}[{_indices_text(indices)}]" for name, indices in blocks) or "none"
@@ -193,19 +207,26 @@ def _indices_text(indices: tuple[int, ...]) -> str:
             runs[-1].append(index)
         else:
             runs.append([index])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+    return ",".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs
+    )
 
 
 def action_text(action: Action) -> str:
-    """One line of a plan's text, without indentation; `parse` reads it back."""
+    """Return one line of a plan's text, without indentation; `parse` reads it back."""
     match action:
         case Load(component, blocks, backing_store):
             return f"load {component} {blocks_text(blocks)} from {backing_store}"
         case Evict(component, blocks):
             return f"evict {component} {blocks_text(blocks)}"
-        case Stream(component, keep, ring_bytes):
-            unit = next(unit for unit in ("MiB", "KiB", "B") if ring_bytes % UNITS[unit] == 0)
-            return f"stream {component} keep {blocks_text(keep)} ring {ring_bytes // UNITS[unit]} {unit}"
+        case Stream(component, keep, ring_buffer_bytes):
+            unit = next(
+                unit for unit in ("MiB", "KiB", "B") if ring_buffer_bytes % UNITS[unit] == 0
+            )
+            return (
+                f"stream {component} keep {blocks_text(keep)} ring buffer"
+                f" {ring_buffer_bytes // UNITS[unit]} {unit}"
+            )
         case Run():
             return "run"
         case Spill(name) | Restore(name) | Read(name) | Drop(name):
@@ -213,84 +234,112 @@ def action_text(action: Action) -> str:
 
 
 def slot_text(slot: Slot) -> str:
-    """A slot's first line: ``slot denoise/0:transformer steady x27`` or ``slot end``."""
+    """Return a slot's first line: ``slot denoise/0:transformer steady x27`` or ``slot end``."""
     calls = "" if PART_CALLS.get(slot.part) == slot.calls else f" x{slot.calls}"
     return f"slot {slot.phase}{' ' if slot.phase else ''}{slot.part}{calls}"
 
 
 def plan_text(plan: Plan) -> str:
-    """The text form, without a final newline: the problem's digest, the choices, then each slot with its actions indented."""
+    """Return the text form, without a final newline: the problem's digest, the choices, then each
+    slot with its actions indented."""
     lines = [f"plan {plan.problem}"]
     lines += [f"finds {component} {blocks_text(blocks)}" for component, blocks in plan.finds]
     lines += [f"leaves {component} {blocks_text(blocks)}" for component, blocks in plan.leaves]
     lines += [f"variant {component} {name}" for component, name in plan.variants]
-    lines += [f"split {component} device{helper} {blocks_text(blocks)}" for component, helper, blocks in plan.splits]
+    lines += [
+        f"split {component} device{secondary} {blocks_text(blocks)}"
+        for component, secondary, blocks in plan.splits
+    ]
     lines += [f"option {stage} {name}" for stage, name in plan.options]
     lines += [f"order {' '.join(plan.order)}"] if plan.order else []
-    for number, slot in enumerate((*plan.slots, *plan.again)):
+    for number, slot in enumerate((*plan.slots, *plan.further_slots)):
         lines += ["again"] if number == len(plan.slots) else []
         lines += [slot_text(slot), *(f"  {action_text(action)}" for action in slot.actions)]
     return "\n".join(lines)
 
 
 def parse(text: str, name: str = "plan", lists: BlockLists | None = None) -> Plan:
-    """Parse a plan's text form: ``parse(str(plan)) == plan``. ``#`` starts a comment; blank lines and indentation are ignored.
+    """Parse a plan's text form: ``parse(str(plan)) == plan``. ``#`` starts a comment; blank lines
+    and indentation are ignored.
 
-    Raises PlanError with ``name:line`` and what was expected there, and for more blocks than the limit ``placements``. Checks
-    syntax only; `check` validates the plan. ``lists``: of all plans in a file, which count towards that limit together.
+    Checks syntax only; `check` validates the plan. Raises PlanError with ``name:line`` and the
+    expected text, and for more blocks than the limit ``placements``. ``lists``: shared by all plans
+    of a file, which count towards that limit together.
     """
     digest: str | None = None
     lists = lists or BlockLists()
     choices: dict[str, list[str]] = {verb: [] for verb in CHOICE_LINES}
-    runs: list[list[tuple[str, Part, int, list[Action]]]] = [[]]
+    runs: list[list[tuple[str, SlotPart, int, list[Action]]]] = [[]]
     for number, raw in enumerate(text.splitlines(), start=1):
-        line, where = " ".join(raw.split("#", 1)[0].split()), f"{name}:{number}"
+        line, position = " ".join(raw.split("#", 1)[0].split()), f"{name}:{number}"
         if not line:
             continue
         if digest is None:
             if not (match := re.fullmatch(r"plan (\S+)", line)):
-                raise PlanError(f"expected 'plan DIGEST', the digest of the plan's problem, found {quoted(line)}", where)
+                raise PlanError(
+                    "expected 'plan DIGEST', the digest of the plan's problem,"
+                    f" found {quoted(line)}",
+                    position,
+                )
             digest = match[1]
         elif not runs[0] and (verb := line.split()[0]) in choices:
-            choices[verb].append(_choice(verb, line, where))
+            choices[verb].append(_choice(verb, line, position))
         elif line == "again" and len(runs) == 1 and runs[0]:
             runs.append([])
         elif line.split()[0] == "slot":
-            runs[-1].append((*_parse_slot(line, where), []))
+            runs[-1].append((*_parse_slot(line, position), []))
         elif not runs[-1]:
-            raise PlanError(f"expected a slot, as in 'slot encode/0:text_encoder load', found {quoted(line)}", where)
+            raise PlanError(
+                f"expected a slot, as in 'slot encode/0:text_encoder load', found {quoted(line)}",
+                position,
+            )
         else:
-            runs[-1][-1][3].append(_parse_action(line, where, lists))
+            runs[-1][-1][3].append(_parse_action(line, position, lists))
     if digest is None:
         raise PlanError("expected 'plan DIGEST' as the first line, found no text", f"{name}:1")
-    first, again = (
+    first_slots, further_slots = (
         tuple(Slot(phase, part, calls, tuple(actions)) for phase, part, calls, actions in run)
         for run in (runs[0], runs[1] if len(runs) > 1 else [])
     )
-    variants, options = (tuple(_pair(line) for line in choices[verb]) for verb in ("variant", "option"))
+    variants, options = (
+        tuple(_pair(line) for line in choices[verb]) for verb in ("variant", "option")
+    )
     finds, leaves = (
-        tuple((component, lists.parse(blocks, name)) for component, blocks in map(_pair, choices[verb]))
+        tuple(
+            (component, lists.parse(blocks, name))
+            for component, blocks in map(_pair, choices[verb])
+        )
         for verb in ("finds", "leaves")
     )
     splits = tuple(_split(line, name, lists) for line in choices["split"])
-    return Plan(digest, first, variants, options, tuple(" ".join(choices["order"]).split()), again, finds, leaves, splits)
+    return Plan(
+        digest,
+        first_slots,
+        variants,
+        options,
+        tuple(" ".join(choices["order"]).split()),
+        further_slots,
+        finds,
+        leaves,
+        splits,
+    )
 
 
-def _choice(verb: str, line: str, where: str) -> str:
+def _choice(verb: str, line: str, position: str) -> str:
     pattern, shape = CHOICE_LINES[verb]
     if not (match := re.fullmatch(pattern, line)):
-        raise PlanError(f"expected '{shape}', found {quoted(line)}", where)
+        raise PlanError(f"expected '{shape}', found {quoted(line)}", position)
     return match[1]
 
 
 def _pair(text: str) -> tuple[str, str]:
-    name, _, chosen = text.partition(" ")
-    return name, chosen
+    name, _, value = text.partition(" ")
+    return name, value
 
 
-def _split(text: str, where: str, lists: BlockLists) -> Split:
+def _split(text: str, position: str, lists: BlockLists) -> Split:
     component, device, blocks = text.split(" ", 2)
-    return component, int(device.removeprefix("device")), lists.parse(blocks, where)
+    return component, int(device.removeprefix("device")), lists.parse(blocks, position)
 
 
 # First word of a line before the slots -> its pattern, and the form shown in errors.
@@ -307,24 +356,35 @@ CHOICE_LINES: Mapping[str, tuple[str, str]] = {
 }
 
 
-def _parse_slot(line: str, where: str) -> tuple[str, Part, int]:
+def _parse_slot(line: str, position: str) -> tuple[str, SlotPart, int]:
     match = re.fullmatch(r"slot (?:(\S+) (load|first|steady)|(end))(?: x([0-9]{1,20}))?", line)
     if not match:
-        raise PlanError(f"expected 'slot PHASE load|first|steady [xCALLS]' or 'slot end', found {quoted(line)}", where)
+        raise PlanError(
+            f"expected 'slot PHASE load|first|steady [xCALLS]' or 'slot end', found {quoted(line)}",
+            position,
+        )
     phase, part, calls = match[1] or "", match[2] or match[3], match[4]
     if calls is None and part == "steady":
-        raise PlanError(f"expected the calls of a steady slot, as in 'slot {phase[:100]} steady x27', found {quoted(line)}", where)
-    return phase, cast(Part, part), int(calls) if calls else PART_CALLS[part]
+        raise PlanError(
+            f"expected the calls of a steady slot, as in 'slot {phase[:100]} steady x27',"
+            f" found {quoted(line)}",
+            position,
+        )
+    return phase, cast(SlotPart, part), int(calls) if calls else PART_CALLS[part]
 
 
 # First word of an action's line -> its type, its pattern, and the form shown in errors.
 ACTION_LINES: Mapping[str, tuple[type[Action], str, str]] = {
-    "load": (Load, r"load (\S+) (.+) from (pinned|pageable|disk)", "load COMPONENT BLOCKS from pinned|pageable|disk"),
+    "load": (
+        Load,
+        r"load (\S+) (.+) from (pinned|pageable|disk)",
+        "load COMPONENT BLOCKS from pinned|pageable|disk",
+    ),
     "evict": (Evict, r"evict (\S+) (.+)", "evict COMPONENT BLOCKS"),
     "stream": (
         Stream,
-        r"stream (\S+) keep (.+) ring ([0-9]{1,20}) (GiB|MiB|KiB|B)",
-        "stream COMPONENT keep BLOCKS ring SIZE GiB|MiB|KiB|B",
+        r"stream (\S+) keep (.+) ring buffer ([0-9]{1,20}) (GiB|MiB|KiB|B)",
+        "stream COMPONENT keep BLOCKS ring buffer SIZE GiB|MiB|KiB|B",
     ),
     "run": (Run, r"run", "run"),
     "spill": (Spill, r"spill (\S+)", "spill VALUE"),
@@ -334,43 +394,56 @@ ACTION_LINES: Mapping[str, tuple[type[Action], str, str]] = {
 }
 
 
-def _parse_action(line: str, where: str, lists: BlockLists) -> Action:
+def _parse_action(line: str, position: str, lists: BlockLists) -> Action:
     verb = line.split()[0]
     if verb not in ACTION_LINES:
-        raise PlanError(f"expected slot or one of {', '.join(ACTION_LINES)}, found {quoted(verb)}", where)
+        raise PlanError(
+            f"expected slot or one of {', '.join(ACTION_LINES)}, found {quoted(verb)}", position
+        )
     kind, pattern, shape = ACTION_LINES[verb]
     if not (match := re.fullmatch(pattern, line)):
-        raise PlanError(f"expected '{shape}', found {quoted(line)}", where)
+        raise PlanError(f"expected '{shape}', found {quoted(line)}", position)
     arguments: list[Any] = list(match.groups())
     if len(arguments) > 1:
-        arguments[1] = lists.parse(arguments[1], where)
+        arguments[1] = lists.parse(arguments[1], position)
     if kind is Stream:
         arguments[2:] = [int(arguments[2]) * UNITS[arguments[3]]]
     return kind(*arguments)
 
 
 class BlockLists:
-    """Parses the lists of blocks in one file. Counts the blocks that they name together before it expands a range."""
+    """Parser of the block lists in one file. Counts the blocks of all lists before it expands a
+    range."""
 
     def __init__(self) -> None:
         self._count = 0
 
-    def parse(self, text: str, where: str) -> Blocks:
-        """The blocks that ``text`` lists. Raises PlanError."""
+    def parse(self, text: str, position: str) -> Blocks:
+        """Return the blocks that ``text`` lists. Raises PlanError."""
         if text in ("all", "none"):
             return None if text == "all" else ()
         groups: dict[str, tuple[int, ...]] = {}
         for item in text.split():
-            match = re.fullmatch(r"([^\s\[\]]+)\[(\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*)\]", item)
+            match = re.fullmatch(
+                r"([^\s\[\]]+)\[(\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*)\]", item
+            )
             if not match:
                 expected = "blocks as 'all', 'none' or 'double[0,8,16] single[0-11,24]'"
-                raise PlanError(f"expected {expected}, found {quoted(item)}", where)
+                raise PlanError(f"expected {expected}, found {quoted(item)}", position)
             ends = [[int(end) for end in run.split("-")] for run in match[2].split(",")]
-            ascending = all(run[0] <= run[-1] for run in ends) and all(a[-1] < b[0] for a, b in pairwise(ends))
+            ascending = all(run[0] <= run[-1] for run in ends) and all(
+                a[-1] < b[0] for a, b in pairwise(ends)
+            )
             if match[1] in groups or not ascending:
                 expected = "each block group once and its blocks in ascending order"
-                raise PlanError(f"expected {expected}, found {quoted(item)}", where)
+                raise PlanError(f"expected {expected}, found {quoted(item)}", position)
             self._count += sum(run[-1] - run[0] + 1 for run in ends)
-            require("placements", self._count, f"the plan names {self._count:,} blocks up to here", where, PlanError)
+            require(
+                "placements",
+                self._count,
+                f"the plan names {self._count:,} blocks up to here",
+                position,
+                PlanError,
+            )
             groups[match[1]] = tuple(index for run in ends for index in range(run[0], run[-1] + 1))
         return tuple(groups.items())

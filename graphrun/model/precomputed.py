@@ -1,7 +1,9 @@
-"""Removes work that is already done from a problem: stages whose outputs are precomputed, and finished steps of a loop.
+"""Remove finished work from a problem: stages whose outputs are precomputed, and finished steps of
+a loop.
 
-encode/0 encode/1 denoise/0 decode/0     encode precomputed ->           denoise/0 decode/0
-    embeds ------------------->                                  embeds ----------->           live from the start
+    encode/0 encode/1 denoise/0 decode/0     encode precomputed ->    denoise/0 decode/0
+        embeds ----------------->                                  embeds ------>
+                                                                   live from the start
 """
 
 from __future__ import annotations
@@ -14,46 +16,66 @@ from graphrun.model.choices import stages_of, with_live_range
 from graphrun.model.problem import PhaseNumbers, Problem, Use
 
 
-def without(problem: Problem, kept: Collection[str], precomputed: Collection[str], graph_digest: str) -> Problem:
-    """``problem`` with only the stages ``kept``; the outputs of the stages ``precomputed`` are on the device from the start.
+def without(
+    problem: Problem, stages: Collection[str], precomputed: Collection[str], graph_digest: str
+) -> Problem:
+    """Return ``problem`` with only ``stages``; the outputs of the stages ``precomputed`` are on the
+    device from the start.
 
-    Drops the phases, components, options, directives and values that no kept stage needs. ``graph_digest``: digest of the graph
-    reduced to the same stages.
+    Drops the phases, components, options, directives and values that these stages do not need.
+    ``graph_digest``: digest of the graph reduced to the same stages.
     """
-    order = tuple(stage for stage in stages_of(problem) if stage in kept)
-    phases = tuple(phase for phase in problem.phases if phase.stage in kept)
-    used = {use.component for phase in phases for use in phase.uses}
-    options = tuple(option for option in problem.options if option.stage in kept)
-    used |= {use.component for option in options for phase in option.phases for use in phase.uses}
+    order = tuple(stage for stage in stages_of(problem) if stage in stages)
+    phases = tuple(phase for phase in problem.phases if phase.stage in stages)
+    components = {use.component for phase in phases for use in phase.uses}
+    options = tuple(option for option in problem.options if option.stage in stages)
+    components |= {
+        use.component for option in options for phase in option.phases for use in phase.uses
+    }
     values = (
-        with_live_range(replace(value, consumers=tuple(name for name in value.consumers if name in kept)), order, phases)
+        with_live_range(
+            replace(value, consumers=tuple(name for name in value.consumers if name in stages)),
+            order,
+            phases,
+        )
         for value in problem.values
     )
-    pairs = tuple(pair for pair in problem.precedence or () if set(pair) <= set(kept))
+    pairs = tuple(pair for pair in problem.precedence or () if set(pair) <= set(stages))
     return replace(
         problem,
         graph_digest=graph_digest,
-        components=tuple(component for component in problem.components if component.name in used),
+        components=tuple(
+            component for component in problem.components if component.name in components
+        ),
         phases=phases,
         values=tuple(value for value in values if value.consumers),
         options=options,
-        directives=tuple(directive for directive in problem.directives if directive.component in used),
+        directives=tuple(
+            directive for directive in problem.directives if directive.component in components
+        ),
         precedence=pairs if problem.precedence is not None and len(order) > 1 else None,
         precomputed=tuple(sorted(precomputed)),
     )
 
 
-def shortened(problem: Problem, done: Mapping[str, tuple[int, int]]) -> Problem:
-    """``problem`` without the calls of finished steps. ``done``: stage -> (finished steps, all steps).
+def shortened(problem: Problem, progress: Mapping[str, tuple[int, int]]) -> Problem:
+    """Return ``problem`` without the calls of finished steps.
 
-    Raises InputError if a stage in ``done`` does not make the same number of calls in each step, or if no step remains.
+    ``progress``: stage -> (finished steps, all steps). Raises InputError if such a stage does not
+    make the same number of calls in each step, or if no step is left.
     """
     return replace(
         problem,
-        phases=tuple(_shortened(phase, *done[phase.stage]) if phase.stage in done else phase for phase in problem.phases),
+        phases=tuple(
+            _shortened(phase, *progress[phase.stage]) if phase.stage in progress else phase
+            for phase in problem.phases
+        ),
         options=tuple(
-            replace(option, phases=tuple(_shortened(phase, *done[option.stage]) for phase in option.phases))
-            if option.stage in done
+            replace(
+                option,
+                phases=tuple(_shortened(phase, *progress[option.stage]) for phase in option.phases),
+            )
+            if option.stage in progress
             else option
             for option in problem.options
         ),
@@ -62,8 +84,13 @@ def shortened(problem: Problem, done: Mapping[str, tuple[int, int]]) -> Problem:
 
 def _shortened(phase: PhaseNumbers, finished: int, steps: int) -> PhaseNumbers:
     def remaining(use: Use) -> Use:
-        if not 0 <= finished < steps or any(calls % steps for calls in (use.calls, *use.group_calls)):
-            raise InputError(f"{phase.name}: {use.calls} calls of {use.component} cannot be divided into {steps} steps")
+        if not 0 <= finished < steps or any(
+            calls % steps for calls in (use.calls, *use.group_calls)
+        ):
+            raise InputError(
+                f"{phase.name}: {use.calls} calls of {use.component} cannot be divided into"
+                f" {steps} steps"
+            )
         share = steps - finished
         return replace(
             use,

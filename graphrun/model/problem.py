@@ -1,16 +1,19 @@
-"""A `Problem`: the sizes, times and limits a plan is computed from. Pure, frozen data: no torch, no I/O.
+"""A `Problem`: the sizes, times and limits from which a plan is computed. Pure, frozen data: no
+torch, no I/O.
 
 A problem is complete: its JSON form is enough to reproduce a plan, for example in a bug report.
 
-    components    weights: groups of equal blocks, in call order; tensors outside all blocks form a group of one, the remainder
-    phases        activation: bytes beyond those that are live at the phase's entry
-    values        tensors that flow between stages, with the phases in which they are live on the device
+    components    weights: groups of equal blocks, in call order; tensors outside all blocks form a
+                  group of one, the unblocked weights
+    phases        activation: bytes beyond those that are live at the start of the phase
+    values        tensors that flow between stages, with the phases in which they are live on the
+                  device
 
     bytes on the device while a phase runs
     |                   .-- activation --.
-    |  values + live-in    ___    ___
+    |  values + inputs    ___    ___
     |  __________________|   |__|   |_____
-    |  weights: resident + loaded + ring
+    |  weights: resident + loaded + ring buffer
     +-------------------------------------------> slots: load | first | steady
 """
 
@@ -26,31 +29,45 @@ from typing import Any, Literal, NamedTuple
 from graphrun.model.phase_trace import PhaseTrace
 
 Granularity = Literal["blocks", "layers"]
-Basis = Literal["measured", "traced", "declared", "prior"]
-BackingStore = Literal["pinned", "pageable", "disk"]
-Placement = Literal["pin", "keep", "exclude", "whole", "drop"]
+Basis = Literal["measured", "traced", "graph file", "data sheet", "simulated"]
+BackingStoreKind = Literal["pinned", "pageable", "disk"]
+ComponentPlacement = Literal["pin", "keep", "exclude", "whole", "drop"]
 
-# Device allocations are multiples of this many bytes (kMinBlockSize of PyTorch's CUDA caching allocator; sim uses the same).
+# Device allocations are multiples of this many bytes (kMinBlockSize of PyTorch's CUDA caching
+# allocator; sim uses the same).
 ALLOCATION_BYTES = 512
 
-# Seconds computed with a prior are within this share of most published ones, of sources that it was not fitted on
-# (benchmarks/results/published.json).
-PRIOR_ERROR = 0.25
+# Relative error of seconds computed from a data-sheet estimate, for most published seconds that the
+# estimate was not fitted on (benchmarks/results/published.json).
+DATA_SHEET_ERROR = 0.25
 
-# Fields that the JSON form leaves out where they are empty: those of further devices, and what few calibrations measure.
-_OPTIONAL = ("helpers", "crossing", "helper_bytes", "live_tensors", "helper", "compiled_gain")
+# Fields that the JSON form leaves out if empty: fields of secondary devices, and a rate that few
+# calibrations measure.
+_OPTIONAL = (
+    "secondaries",
+    "transfer",
+    "secondary_bytes",
+    "live_tensors",
+    "secondary",
+    "compiled_gain",
+)
 
 
 def _fields_of(record: Any) -> dict[str, Any]:
-    """A dataclass as `json` writes it; it calls this for each. `dataclasses.asdict` copies every number, which takes seconds."""
-    pairs = ((of.name, getattr(record, of.name)) for of in fields(record))
-    return {name: of for name, of in pairs if of or name not in _OPTIONAL}
+    """Return the fields of a dataclass for `json`, which calls this for each dataclass.
+    `dataclasses.asdict` copies every number, which takes seconds."""
+    pairs = (
+        (record_field.name, getattr(record, record_field.name)) for record_field in fields(record)
+    )
+    return {name: value for name, value in pairs if value or name not in _OPTIONAL}
 
 
 @dataclass(frozen=True, slots=True)
 class KernelRates:
-    """What kernels reach on a card, by class (`graphrun.profile.costs`), beside `Hardware.flops_per_second` and
-    `Hardware.memory_bytes_per_second`. FLOPs per second; matrix products in fp32 do not use TF32, convolutions do, as in PyTorch.
+    """Achieved rates of kernels on a card, by class (`graphrun.profile.costs`), in addition to
+    `Hardware.flops_per_second` and `Hardware.memory_bytes_per_second`.
+
+    In FLOPs per second. As in PyTorch, convolutions in fp32 use TF32, matrix products do not.
     """
 
     fp32_flops_per_second: float
@@ -61,13 +78,14 @@ class KernelRates:
     fp8_flops_per_second: float  # 0: no tensor cores for fp8
     int8_flops_per_second: float
     multiprocessors: int
-    wave_seconds: float  # that a wave of tiles takes beside its multiplications
+    wave_seconds: float  # of a wave of tiles, in addition to its multiplications
     bfloat16: bool = True  # False: products in bfloat16 take as long as in fp32
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A device and its links to host and disk. Units: bytes, bytes per second, floating point operations per second."""
+    """A device and its links to host and disk. Units: bytes, bytes per second, floating point
+    operations per second."""
 
     name: str
     device: str  # "cuda" or "sim"
@@ -79,66 +97,79 @@ class Hardware:
     d2h_bytes_per_second: float
     bidirectional: float  # fraction of h2d bandwidth left while a d2h copy runs
     disk_bytes_per_second: float
-    flops_per_second: float  # of large matrix products in 16 bits, as achieved, not from the data sheet
-    convolution_scratch: bool = True  # whether convolutions use workspace that the dispatcher does not see (cuDNN does)
+    # of large matrix products in 16 bits, as achieved, not from the data sheet
+    flops_per_second: float
+    # whether convolutions use workspace that the dispatcher does not see (cuDNN does)
+    convolution_scratch: bool = True
     caching_allocator: bool = True  # whether a caching allocator reserves more than is allocated
     cpu_flops_per_second: float = 3e11  # of all host cores together, 16-bit
     memory_bytes_per_second: float = 1e12  # device memory, read or write
-    copy_start_seconds: float = 0.0  # latency of one copy between host and device, independent of its size
+    # latency of one copy between host and device, whatever its size
+    copy_start_seconds: float = 0.0
     launch_seconds: float = 0.0  # of the host, to launch a kernel or a copy
     page_lock_seconds: float = 0.0  # to page-lock one byte of host memory
     spares_large_copies: bool = False  # whether convolutions avoid copying outputs of 2 GiB or more
-    page_scale: float = 1.0  # of a caching allocator: size of its pages, relative to those of PyTorch's
-    kernels: KernelRates | None = None  # None: all FLOPs take the same time, and nothing else takes any (sim)
-    d2h_pageable_bytes_per_second: float = 1e9  # to pageable memory that is newly allocated, as ``.to("cpu")`` does
-    compiled_gain: float = 0.0  # seconds of a transformer block over those of its compiled code; 0: not measured
-    basis: Basis = "prior"
+    # of a caching allocator: size of its pages, relative to those of PyTorch's
+    page_scale: float = 1.0
+    # None: all FLOPs take the same time, and nothing else takes any (sim)
+    kernels: KernelRates | None = None
+    # to newly allocated pageable memory, as ``.to("cpu")`` does
+    d2h_pageable_bytes_per_second: float = 1e9
+    # seconds of a transformer block divided by seconds of its compiled code; 0: not measured
+    compiled_gain: float = 0.0
+    basis: Basis = "data sheet"
 
     @property
     def label(self) -> str:
-        """Device and name, as keys of cached outputs have them."""
+        """Device and name, as in the keys of cached outputs."""
         return f"{self.device} {self.name}"
 
     def seconds_range(self, seconds: float) -> tuple[float, float]:
-        """The range in which ``seconds`` computed with these rates probably are; a single number unless they are a prior's."""
-        factor = 1 + PRIOR_ERROR if self.basis == "prior" else 1.0
+        """Return the probable range of ``seconds`` computed with these rates; wider than one number
+        only for a data-sheet estimate."""
+        factor = 1 + DATA_SHEET_ERROR if self.basis == "data sheet" else 1.0
         return seconds / factor, seconds * factor
 
 
 @dataclass(frozen=True, slots=True)
 class BlockGroup:
-    """Blocks of equal size that are called one after another. In a component split into layers: equal layers of one child module,
-    whose calls may alternate with those of the child's other layers.
+    """Blocks of equal size that are called one after another. In a component split into layers:
+    equal layers of one child module, whose calls may alternate with other layers of the child.
 
-    ``blocks``: module paths in the order of their first calls. A tensor belongs to the block with the longest path that is a prefix
-    of the tensor's name; the path ``""`` holds all remaining tensors. A group that is not streamable has one block, which is either
-    resident or absent. ``helper``: number of the helper that the blocks of a split component compute on (`graphrun.model.splits`).
+    ``blocks``: module paths in the order of their first calls. A tensor belongs to the block with
+    the longest path that is a prefix of the tensor's name; the path ``""`` stands for all other
+    tensors. A group that is not streamable has one block, which is either resident or absent.
+    ``secondary``: number of the secondary device on which blocks of a split component compute
+    (`graphrun.model.splits`).
     """
 
     name: str
     blocks: tuple[str, ...]
     streamable: bool
-    helper: int = 0
+    secondary: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How a component is held: precision x backing store x compute device. Tuples have one entry per block group.
+    """Form of a component: precision x backing store x compute device. Tuples have one entry per
+    block group.
 
-    backing store   in RAM                        copying a block to the device       read from disk
-    pinned          host_bytes, page-locked       load_seconds                        by a `Read` action; before the run if
-                                                                                      read_seconds is ()
-    pageable        host_bytes                    load_seconds (slower)               likewise
-    disk            host_bytes of bounce buffer,  disk_seconds to read, overlapping   at every copy; the bounce buffer exists
-                    page-locked                   load_seconds to copy                from the start
+    backing store   in RAM                 copy of a block to device   read from disk
+    pinned          host_bytes,            load_seconds                by a `Read` action; before
+                    page-locked                                        the run if read_seconds is ()
+    pageable        host_bytes             load_seconds (slower)       as pinned
+    disk            bounce buffer of       disk_seconds to read,       at every copy; the bounce
+                    host_bytes,            overlapping load_seconds    buffer exists from the start
+                    page-locked            to copy
 
-    A variant that computes on the CPU is never copied to the device; its backing store is read before the component is called.
-    One that computes on a helper is copied there, is never streamed, and its seconds and rates are those of the helper.
+    A variant on the CPU is never copied to the device; its backing store is read before the
+    component is called. A variant on a secondary device is copied there and never streamed. Its
+    seconds and rates are for that device.
     """
 
     precision: str
-    backing_store: BackingStore
-    device: str  # where it computes: "device", "cpu", or a helper: "device1", "device2"
+    backing_store: BackingStoreKind
+    device: str  # where it computes: "device", "cpu", or a secondary device: "device1", "device2"
     block_bytes: tuple[int, ...]  # of one block on the device
     load_seconds: tuple[float, ...]  # to copy one block to the device
     host_bytes: int
@@ -146,13 +177,15 @@ class Variant:
     streamable: bool = True
     read_seconds: tuple[float, ...] = ()  # to read one block from disk into the backing store
     disk_seconds: tuple[float, ...] = ()  # to read one block from disk for each copy
-    block_seconds: tuple[float, ...] = ()  # extra compute of one block in one call: dequantization; negative: faster
+    # extra compute of one block in one call, such as dequantization; negative: faster
+    block_seconds: tuple[float, ...] = ()
     slowdown: float = 1.0  # factor on compute time: the device's rate over the CPU's
     scratch_bytes: int = 0  # extra activation while the component computes
     transient_bytes: int = 0  # extra RAM while the backing store is read from disk
     stored_bytes: int = 0  # written to disk for this variant
     read_bytes: tuple[int, ...] = ()  # size of one block in the files, if not block_bytes
-    needs: str = ""  # permission required because the output changes: a precision or "cpu"; "": none
+    # permission required because the output changes: a precision or "cpu"; "": none
+    needs: str = ""
 
     @property
     def name(self) -> str:
@@ -160,8 +193,9 @@ class Variant:
         return f"{self.precision} {self.backing_store} {self.device}"
 
     @property
-    def helper(self) -> int:
-        """Number of the helper that it computes on, from 1; 0: the device itself, or the CPU."""
+    def secondary(self) -> int:
+        """Number of the secondary device on which the variant computes, from 1; 0: the main device
+        or the CPU."""
         number = self.device.removeprefix("device")
         return int(number) if number.isdecimal() else 0
 
@@ -173,32 +207,48 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class ComponentNumbers:
-    """A component: number of parameters, block groups in call order, and the variants that the graph offers.
+    """A component: number of parameters, block groups in call order, and the variants of the graph.
 
-    ``granularity``: what the groups consist of. ``layers``: the same component split into layers, None if that is not possible.
+    ``granularity``: whether the groups consist of blocks or layers. ``layers``: the same component
+    split into layers; None if that is not possible.
     """
 
     name: str
     parameters: int
     groups: tuple[BlockGroup, ...]
     variants: tuple[Variant, ...]
-    basis: Basis = "declared"
+    basis: Basis = "graph file"
     granularity: Granularity = "blocks"
     layers: ComponentNumbers | None = None
 
     def weight_bytes(self, variant: int = 0) -> int:
-        """Device bytes of all blocks of variant number ``variant``."""
-        return sum(len(k.blocks) * b for k, b in zip(self.groups, self.variants[variant].block_bytes, strict=True))
+        """Return the device bytes of all blocks of variant number ``variant``."""
+        return sum(
+            len(k.blocks) * b
+            for k, b in zip(self.groups, self.variants[variant].block_bytes, strict=True)
+        )
 
-    def held_as(self, variant: str, *, anywhere: bool = False) -> ComponentNumbers:
-        """The component, and its `layers`, with only the variant of this name, which no longer requires a permission. ``anywhere``:
-        if that computes on the device or a helper, also those that differ from it in which of these they compute on."""
+    def stored_as(self, variant: str, *, anywhere: bool = False) -> ComponentNumbers:
+        """Return the component, and its `layers`, with only the variant of this name, which then
+        requires no permission.
+
+        ``anywhere``: if the variant is not on the CPU, also keep the variants that differ from it
+        only in the device (main or secondary).
+        """
         names, weights = {variant}, variant.rpartition(" ")[0]
         if anywhere and not variant.endswith(" cpu"):
-            names |= {of.name for of in self.variants if of.device != "cpu" and of.name.rpartition(" ")[0] == weights}
-        kept = tuple(replace(of, needs="") for of in self.variants if of.name in names)
-        layers = self.layers and self.layers.held_as(variant, anywhere=anywhere)
-        return replace(self, variants=kept, layers=layers if layers and layers.streamable else None)
+            names |= {
+                candidate.name
+                for candidate in self.variants
+                if candidate.device != "cpu" and candidate.name.rpartition(" ")[0] == weights
+            }
+        variants = tuple(
+            replace(candidate, needs="") for candidate in self.variants if candidate.name in names
+        )
+        layers = self.layers and self.layers.stored_as(variant, anywhere=anywhere)
+        return replace(
+            self, variants=variants, layers=layers if layers and layers.streamable else None
+        )
 
     @property
     def streamable(self) -> bool:
@@ -207,36 +257,40 @@ class ComponentNumbers:
 
 
 class LiveTensor(NamedTuple):
-    """A tensor of ``nbytes`` that blocks of a call get or return.
+    """A tensor of ``nbytes`` that blocks of a call receive or return.
 
-    ``maker``: number of the block that makes it; 0: other code. ``users``: numbers of the blocks that get it, sorted, and 0 first
-    where other code may read it. Blocks are numbered from 1 in call order, without the remainder. ``given``: it is there before the
-    call.
+    ``maker``: number of the block that produces the tensor; 0: other code. ``users``: numbers of
+    the blocks that receive it, sorted; starts with 0 if other code may read it. Blocks are numbered
+    from 1 in call order, without the unblocked weights. ``is_input``: it exists before the call.
 
-        block    1        2       code      3          tensor  maker  users
-        a        makes -> gets                         a       1      (2,)      stays where both are
-        b                 makes --> reads              b       2      (0,)      crosses back
-        c                           makes --> gets     c       0      (3,)      crosses to where 3 is
-        d        gets     gets                gets     d       0      (1, 2, 3) crosses once
+        block    1        2       code      3       tensor  maker  users
+        a        makes -> gets                      a       1      (2,)       stays on one device
+        b                 makes --> reads           b       2      (0,)       is transferred back
+        c                           makes --> gets  c       0      (3,)       to the device of 3
+        d        gets     gets                gets  d       0      (1, 2, 3)  is transferred once
     """
 
     nbytes: int
     maker: int
     users: tuple[int, ...]
-    given: bool = False
+    is_input: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
     """How a phase uses a component. Indices k are block groups.
 
-    ``calls``: calls of the component. ``group_calls[k]``: calls in which the blocks of group k run (0: not needed in this phase).
-    ``seconds[k]``: compute of ONE block of group k in ONE call, all its passes together. ``order``: compute of one call in order,
-    as (group, block within it, seconds), with the remainder's compute before, between and after the blocks; empty: group by
-    group, block by block. ``passes[k]``: how often a block of group k runs in one call; empty: once. ``layers``: the same use
-    with the component split into layers. ``crossing``: bytes of the tensors that one call gets and of those that it returns, which
-    cross to a helper and back where it computes there; only in problems with helpers. ``live_tensors``: those that pass between the
-    blocks of a call, and between them and other code; empty where blocks may not compute on several devices, and without helpers.
+    ``calls``: calls of the component. ``group_calls[k]``: calls in which the blocks of group k run;
+    0: not needed in this phase. ``seconds[k]``: compute of ONE block of group k in ONE call, all
+    its passes together. ``passes[k]``: how often a block of group k runs in one call; empty: once.
+    ``order``: compute of one call in order, as (group, block within it, seconds), with compute of
+    the unblocked weights before, between and after the blocks; empty: group by group, block by
+    block. ``layers``: the same use with the component split into layers.
+
+    Only with secondary devices: ``transfer``: bytes of the tensors that one call receives, and of
+    the tensors it returns. They are transferred if the component computes on a secondary device.
+    ``live_tensors``: tensors passed between the blocks of a call, and between blocks and other
+    code; empty if blocks may not compute on several devices.
     """
 
     component: str
@@ -246,45 +300,53 @@ class Use:
     order: tuple[tuple[int, int, float], ...] = ()
     passes: tuple[int, ...] = ()
     layers: Use | None = None
-    crossing: tuple[int, ...] = ()
+    transfer: tuple[int, ...] = ()
     live_tensors: tuple[LiveTensor, ...] = ()
 
     def passes_of(self, number: int) -> int:
-        """How often a block of group ``number`` runs in one call."""
+        """Return how often a block of group ``number`` runs in one call."""
         return self.passes[number] if self.passes else 1
 
     def calls_in(self, part: str) -> int:
-        """Calls of the component in the slot ``part``."""
+        """Return the calls of the component in the slot ``part``."""
         return {"first": min(1, self.calls), "steady": max(0, self.calls - 1)}.get(part, 0)
 
     def group_calls_in(self, part: str) -> tuple[int, ...]:
-        """Calls per group in the slot ``part``: at most one in ``first``, all others in ``steady``, none elsewhere."""
+        """Return the calls per group in the slot ``part``: at most one in ``first``, all others in
+        ``steady``, none in other parts."""
         if part == "first":
             return tuple(min(1, n) for n in self.group_calls)
-        return tuple(max(0, n - 1) for n in self.group_calls) if part == "steady" else tuple(0 for _ in self.group_calls)
+        return (
+            tuple(max(0, n - 1) for n in self.group_calls)
+            if part == "steady"
+            else tuple(0 for _ in self.group_calls)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseNumbers:
-    """A part of a stage in which the same components are called, from its first call to the first call of the next phase.
+    """A part of a stage in which the same components are called, from its first call to the first
+    call of the next phase.
 
-    ``live_in_bytes``: device bytes live at its entry beyond weights and `values`: the op's inputs and locals. They count in the
-    load slot too. ``first_bytes``, ``steady_bytes``: peak bytes beyond weights, values and live-in bytes, up to the end of every
-    component's first call, and after it. ``glue_bytes``: that peak if all components compute on the CPU: tensors made by the op's
-    own code, and what the calls return. ``helper_bytes``: per helper, bytes of activation and of what crossed to it, in the first
-    and in the steady slot; `apply_choices` sets it.
+    ``input_bytes``: device bytes live at its start beyond weights and `values`: inputs and locals
+    of the op. They count in the load slot too. ``first_bytes``, ``steady_bytes``: peak bytes beyond
+    weights, values and inputs: up to the end of every component's first call, and after it.
+    ``pipeline_code_bytes``: the same peak if all components compute on the CPU: tensors of the op's
+    own code, and results of the calls. ``secondary_bytes``: per secondary device, bytes of
+    activation and of tensors transferred to it, in the first and in the steady slot;
+    `apply_choices` sets them.
     """
 
     stage: str
     index: int
     uses: tuple[Use, ...]
-    live_in_bytes: int
+    input_bytes: int
     first_bytes: int
     steady_bytes: int
     basis: Basis = "traced"
-    glue_bytes: int = 0
+    pipeline_code_bytes: int = 0
     trace: PhaseTrace = PhaseTrace()
-    helper_bytes: tuple[tuple[int, int], ...] = ()
+    secondary_bytes: tuple[tuple[int, int], ...] = ()
 
     @property
     def name(self) -> str:
@@ -293,14 +355,15 @@ class PhaseNumbers:
 
     @property
     def steady_calls(self) -> int:
-        """Calls after the first, of the component with the most; 0 means that the phase has no steady slot."""
+        """Calls after the first, of the component with the most calls; 0 means that the phase has
+        no steady slot."""
         return max((use.calls - 1 for use in self.uses), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class ValueNumbers:
-    """A value that flows between stages. ``nbytes``: on the device. It is live at the entry of the phases ``first_phase`` to
-    ``last_phase`` (inclusive indices into `Problem.phases`)."""
+    """A value that flows between stages. ``nbytes``: on the device. It is live at the start of the
+    phases ``first_phase`` to ``last_phase`` (inclusive indices into `Problem.phases`)."""
 
     name: str
     nbytes: int
@@ -312,9 +375,12 @@ class ValueNumbers:
     storages: tuple[int, ...] = ()  # keys in the phases' traces
 
     def copy_seconds(self, hardware: Hardware, *, to_host: bool) -> float:
-        """To copy it to the host or back. It is not page-locked there. One copy for each storage."""
+        """Return the seconds to copy the value to the host or back: one copy for each storage, to
+        or from pageable memory."""
         rate = hardware.d2h_bytes_per_second if to_host else hardware.h2d_bytes_per_second
-        return len(self.storages) * hardware.copy_start_seconds + self.nbytes / min(rate, hardware.pageable_bytes_per_second)
+        return len(self.storages) * hardware.copy_start_seconds + self.nbytes / min(
+            rate, hardware.pageable_bytes_per_second
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +390,7 @@ class Directive:
     pin       the backing store is pinned
     keep      all blocks stay on the device from their first use to the end of the run
     exclude   no streamable block stays on the device: all are streamed in every call
-    whole     never streamed: all blocks are on the device in every slot that computes with the component
+    whole     never streamed: all blocks are on the device in every slot that uses the component
     drop      on the device during its own phases only, and loaded again for each of them
 
         phase     a        b        a
@@ -334,13 +400,14 @@ class Directive:
         drop      (may)             (may)
     """
 
-    placement: Placement
+    placement: ComponentPlacement
     component: str
 
 
 @dataclass(frozen=True, slots=True)
 class StageOption:
-    """An alternative way to run ``stage``: ``phases`` replace the stage's own if ``name`` (tiling, slicing, ...) is chosen.
+    """An alternative way to run ``stage``: ``phases`` replace the stage's own if ``name`` (tiling,
+    slicing, ...) is chosen.
 
     ``needs``: permission required because the output changes; "": none.
     """
@@ -352,26 +419,34 @@ class StageOption:
 
 
 @dataclass(frozen=True, slots=True)
-class Helper:
-    """A further device of the machine, on which components, or blocks of one, may compute. Nothing is streamed to it."""
+class Secondary:
+    """A further device of the machine, on which components, or blocks of one component, may
+    compute. Nothing is streamed to it."""
 
     hardware: Hardware
     budget_bytes: int
 
     @property
     def effective_bytes(self) -> int:
-        """Bytes for tensors: the smaller of budget and capacity, minus context and workspace; not below 0."""
+        """Bytes for tensors: the smaller of budget and capacity, minus context and workspace; not
+        below 0."""
         hardware = self.hardware
-        return max(0, min(self.budget_bytes, hardware.capacity_bytes) - hardware.context_bytes - hardware.workspace_bytes)
+        return max(
+            0,
+            min(self.budget_bytes, hardware.capacity_bytes)
+            - hardware.context_bytes
+            - hardware.workspace_bytes,
+        )
 
 
 @dataclass(frozen=True)
 class Problem:
     """Everything a plan depends on. Equal problems have equal digests and equal plans.
 
-    A component's first variant, ``phases`` and their order are the graph's defaults; `apply_choices` returns the problem with a
-    plan's choices in their place. ``directives``: sorted, as `directed` returns them. ``runs`` above 1 makes the problem a session:
-    a first run, and ``runs - 1`` runs that start with the device and host state that the previous run left. ``helpers``: further
+    A component's first variant, ``phases`` and their order are the defaults of the graph;
+    `apply_choices` replaces them by a plan's choices. ``directives``: sorted, as `directed` returns
+    them. ``runs`` above 1 makes the problem a session: a first run, and ``runs - 1`` further runs
+    that start with the device and host state of the previous run. ``secondaries``: secondary
     devices, numbered from 1 in `Variant.device`.
     """
 
@@ -388,15 +463,18 @@ class Problem:
     directives: tuple[Directive, ...] = ()
     reserve_bytes: int = 0  # part of the budget left to other programs
     until: str = ""  # last stage of a truncated graph; "": the whole graph
-    precomputed: tuple[str, ...] = ()  # stages whose outputs are precomputed: neither planned nor run
+    # stages whose outputs are precomputed: neither planned nor run
+    precomputed: tuple[str, ...] = ()
     pinned_bytes: int | None = None  # limit of page-locked RAM; None: ram_bytes
     disk_bytes: int | None = None  # limit of bytes written to disk; None: no limit
     runs: int = 1
-    precedence: tuple[tuple[str, str], ...] | None = None  # (earlier, later) stages; None: the order is fixed
+    # (earlier, later) stages; None: the order is fixed
+    precedence: tuple[tuple[str, str], ...] | None = None
     options: tuple[StageOption, ...] = ()
-    allow: tuple[str, ...] = ()  # permissions granted, of those in Variant.needs and StageOption.needs
+    # granted permissions, from Variant.needs and StageOption.needs
+    allow: tuple[str, ...] = ()
     commits: tuple[tuple[str, str], ...] = ()  # (repository, commit) of the weights, where known
-    helpers: tuple[Helper, ...] = ()
+    secondaries: tuple[Secondary, ...] = ()
 
     @property
     def overhead_bytes(self) -> int:
@@ -404,69 +482,93 @@ class Problem:
         return self.hardware.context_bytes + self.hardware.workspace_bytes + self.reserve_bytes
 
     def vram_option(self, nbytes: int) -> str:
-        """``--vram`` with ``nbytes`` for the device, and the budgets of the helpers as they are."""
-        if not self.helpers:
+        """Return the value of ``--vram`` with ``nbytes`` for the device, and unchanged budgets for
+        the secondary devices."""
+        if not self.secondaries:
             return str(nbytes)
-        return ",".join(f"{of}B" for of in (nbytes, *(helper.budget_bytes for helper in self.helpers)))
+        return ",".join(
+            f"{budget}B"
+            for budget in (nbytes, *(secondary.budget_bytes for secondary in self.secondaries))
+        )
 
     @property
     def effective_bytes(self) -> int:
-        """Bytes for tensors: the smaller of budget and capacity, minus context, workspace and reserve."""
+        """Bytes for tensors: the smaller of budget and capacity, minus context, workspace and
+        reserve."""
         return min(self.budget_bytes, self.hardware.capacity_bytes) - self.overhead_bytes
 
     @property
     def counts_pages(self) -> bool:
-        """Whether peaks are in pages: the device's allocator reserves these, and every phase has a trace."""
+        """Whether peaks are counted in pages: the device's allocator reserves pages, and every
+        phase has a trace."""
         return self.hardware.caching_allocator and all(phase.trace.first for phase in self.phases)
 
-    def crossing_seconds(self, helper: int, crossing: Sequence[int]) -> tuple[float, float]:
-        """Seconds in which the two numbers of bytes ``crossing`` get to a helper and back (`Use.crossing`).
+    def transfer_seconds(self, secondary: int, transfer: Sequence[int]) -> tuple[float, float]:
+        """Return the seconds to transfer ``transfer[0]`` bytes to a secondary device, and
+        ``transfer[1]`` bytes back (`Use.transfer`).
 
-        A copy between two cards without direct access to each other passes through the host, a part at a time, at the rate of the
-        slower one (CUDA driver API, ``cuMemcpyPeer``)."""
-        if not crossing:
+        A copy between two cards without direct access to each other passes through the host, a part
+        at a time, at the rate of the slower link (CUDA driver API, ``cuMemcpyPeer``).
+        """
+        if not transfer:
             return 0.0, 0.0
-        one, other = self.hardware, self.helpers[helper - 1].hardware
-        ways = zip(crossing, ((one, other), (other, one)), strict=True)
-        found = [a.copy_start_seconds + n / min(a.d2h_bytes_per_second, b.h2d_bytes_per_second) if n else 0.0 for n, (a, b) in ways]
-        return found[0], found[1]
+        main, secondary_hardware = self.hardware, self.secondaries[secondary - 1].hardware
+        ways = zip(transfer, ((main, secondary_hardware), (secondary_hardware, main)), strict=True)
+        seconds = [
+            a.copy_start_seconds + n / min(a.d2h_bytes_per_second, b.h2d_bytes_per_second)
+            if n
+            else 0.0
+            for n, (a, b) in ways
+        ]
+        return seconds[0], seconds[1]
 
-    def tensors_cross_seconds(self, helper: int, to: Sequence[int], back: Sequence[int]) -> tuple[float, float]:
-        """As `crossing_seconds`, for tensors of so many bytes each, one copy for each."""
-        there = sum(self.crossing_seconds(helper, (nbytes, 0))[0] for nbytes in to)
-        return there, sum(self.crossing_seconds(helper, (0, nbytes))[1] for nbytes in back)
+    def tensors_cross_seconds(
+        self, secondary: int, to_bytes: Sequence[int], back_bytes: Sequence[int]
+    ) -> tuple[float, float]:
+        """Return `transfer_seconds` of tensors with these bytes, one copy for each tensor."""
+        to_seconds = sum(self.transfer_seconds(secondary, (nbytes, 0))[0] for nbytes in to_bytes)
+        return to_seconds, sum(
+            self.transfer_seconds(secondary, (0, nbytes))[1] for nbytes in back_bytes
+        )
 
     def component(self, name: str) -> ComponentNumbers:
-        """The component called ``name``; KeyError if there is none."""
+        """Return the component called ``name``; raises KeyError if there is none."""
         for numbers in self.components:
             if numbers.name == name:
                 return numbers
         raise KeyError(name)
 
     def value_bytes(self, phase: int) -> int:
-        """Bytes of all values that are live on the device at the entry of phase number ``phase``."""
+        """Return the bytes of all values that are live on the device at the start of phase number
+        ``phase``."""
         return sum(v.nbytes for v in self.values if v.first_phase <= phase <= v.last_phase)
 
-    def demanded(self, component: str) -> frozenset[Placement]:
-        """Placements that directives demand of ``component``."""
-        return frozenset(of.placement for of in self.directives if of.component == component)
+    def demanded(self, component: str) -> frozenset[ComponentPlacement]:
+        """Return the placements that directives demand of ``component``."""
+        return frozenset(
+            directive.placement for directive in self.directives if directive.component == component
+        )
 
     def usable(self, component: ComponentNumbers) -> tuple[int, ...]:
-        """Indices of the variants that a plan may choose: permitted, and with a pinned backing store if ``pin`` is demanded."""
+        """Return the indices of the variants that a plan may choose: permitted, and with a pinned
+        backing store if a directive demands ``pin``."""
         pinned = "pin" in self.demanded(component.name)
         return tuple(
             index
             for index, variant in enumerate(component.variants)
-            if (not variant.needs or variant.needs in self.allow) and (variant.backing_store == "pinned" or not pinned)
+            if (not variant.needs or variant.needs in self.allow)
+            and (variant.backing_store == "pinned" or not pinned)
         )
 
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of the canonical JSON form, first 16 hexadecimal digits."""
-        return hashlib.sha256(json.dumps(self, default=_fields_of, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
+        return hashlib.sha256(
+            json.dumps(self, default=_fields_of, sort_keys=True, separators=(",", ":")).encode()
+        ).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-serializable dictionary from which an equal problem can be made. That of a problem with one device does not
-        mention others."""
+        """Return a JSON-serializable dictionary from which an equal problem can be made. With one
+        device it has no fields of secondary devices."""
         plain: dict[str, Any] = json.loads(json.dumps(self, default=_fields_of))
         return plain

@@ -1,4 +1,5 @@
-"""What a simulated plan takes: bytes and seconds per action, slot and stage. `graphrun.verify.simulate` computes it."""
+"""Bytes and seconds of a simulated plan, per action, slot and stage. `graphrun.verify.simulate`
+computes them."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from graphrun.trace import Event
 class Moment:
     """State after action number ``action`` of slot ``slot``.
 
-    ``device_bytes``: weights, rings, values and live-in bytes; after ``run`` the activation too. A load lasts from the start of its
-    first block's copy to the end of its last one's, a read likewise. Slots of a session's further run are numbered after the first
-    run's.
+    ``device_bytes``: weights, ring buffers, values and inputs; after ``run`` the activation too. A
+    load lasts from the start of its first copy to the end of its last copy, and a read likewise.
+    Slots of a session's further run are numbered after those of the first run.
     """
 
     slot: int
@@ -29,12 +30,14 @@ class Moment:
 class SlotReport:
     """Bytes and seconds of one slot.
 
-    ``peak_bytes``: sum of ``resident_bytes`` (blocks resident at its start or loaded in it, each rounded up to an allocation),
-    ``ring_bytes``, ``activation_bytes``, ``values_bytes`` (values between stages, and live-in bytes) and ``pages_bytes`` (what the
-    allocator reserves beyond that). ``streamed_bytes``: copied through rings. ``loaded_bytes``: copied by load actions.
-    ``restored_bytes``: of restored values. ``compute_seconds``: on the device or the CPU. ``host_bytes``: peak in RAM,
-    ``pinned_bytes`` of it page-locked. ``disk_bytes_read``: weights read into backing stores, and fetched for copies.
-    ``helper_peaks``: the highest bytes on each helper, whose loads count in ``loaded_bytes`` too; ``helper_pages``: what its
+    ``peak_bytes``: sum of ``resident_bytes`` (blocks resident at its start or loaded in it, each
+    rounded up to an allocation), ``ring_buffer_bytes``, ``activation_bytes``, ``values_bytes``
+    (values between stages, and inputs) and ``pages_bytes`` (reserved by the allocator beyond
+    tensors). ``streamed_bytes``: copied through ring buffers. ``loaded_bytes``: copied by load
+    actions, also to secondary devices. ``restored_bytes``: of restored values.
+    ``compute_seconds``: on the device or the CPU. ``host_bytes``: peak in RAM, ``pinned_bytes`` of
+    it page-locked. ``disk_bytes_read``: weights read into backing stores or for copies.
+    ``secondary_peaks``: peak bytes on each secondary device. ``secondary_pages``: bytes that its
     allocator reserves beyond tensors.
     """
 
@@ -42,7 +45,7 @@ class SlotReport:
     part: str
     peak_bytes: int
     resident_bytes: int
-    ring_bytes: int
+    ring_buffer_bytes: int
     activation_bytes: int
     values_bytes: int
     streamed_bytes: int
@@ -54,12 +57,12 @@ class SlotReport:
     pinned_bytes: int = 0
     disk_bytes_read: int = 0
     pages_bytes: int = 0
-    helper_peaks: tuple[int, ...] = ()
-    helper_pages: tuple[int, ...] = ()
+    secondary_peaks: tuple[int, ...] = ()
+    secondary_pages: tuple[int, ...] = ()
 
     @property
     def working_bytes(self) -> int:
-        """Activation, with what the allocator reserves beyond tensors."""
+        """Activation, plus bytes that the allocator reserves beyond tensors."""
         return self.activation_bytes + self.pages_bytes
 
     @property
@@ -70,12 +73,13 @@ class SlotReport:
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """Totals of one stage's slots: highest bytes of each kind, sums of bytes moved, seconds of load slots and of the others."""
+    """Totals of the slots of one stage: peak bytes of each kind, sums of bytes moved, seconds of
+    load slots and of the other slots."""
 
     stage: str
     peak_bytes: int
     resident_bytes: int
-    ring_bytes: int
+    ring_buffer_bytes: int
     activation_bytes: int
     values_bytes: int
     streamed_bytes: int
@@ -92,9 +96,10 @@ class StageReport:
 class Simulation:
     """One cold run, or a session of several runs.
 
-    ``problem``: the one simulated, with the plan's choices applied. ``slots``: reports of the first run; ``again``: of each further
-    run, which are all alike. ``moments``: one per action. ``events``: one per block and call, as in a `Trace`. ``seconds``: of the
-    first run; ``again_seconds``: of one further run.
+    ``problem``: the simulated problem, with the plan's choices applied. ``slots``: reports of the
+    first run; ``further_slots``: reports of one further run, all of which are equal. ``moments``:
+    one per action. ``events``: one per block and call, as in a `Trace`. ``seconds``: of the first
+    run; ``further_seconds``: of one further run.
     """
 
     problem: Problem
@@ -102,8 +107,8 @@ class Simulation:
     slots: tuple[SlotReport, ...]
     events: tuple[Event, ...]
     seconds: float
-    again: tuple[SlotReport, ...] = ()
-    again_seconds: float = 0.0
+    further_slots: tuple[SlotReport, ...] = ()
+    further_seconds: float = 0.0
 
     @property
     def moved_bytes(self) -> int:
@@ -111,73 +116,106 @@ class Simulation:
         return _moved(self.slots)
 
     @property
-    def again_moved_bytes(self) -> int:
+    def further_moved_bytes(self) -> int:
         """Bytes copied to the device in one further run."""
-        return _moved(self.again)
+        return _moved(self.further_slots)
 
     @property
     def peak_bytes(self) -> int:
         """The highest peak of any slot of any run."""
-        return max((report.peak_bytes for report in (*self.slots, *self.again)), default=0)
+        return max((report.peak_bytes for report in (*self.slots, *self.further_slots)), default=0)
 
     @property
     def host_peak_bytes(self) -> int:
         """The highest bytes in RAM of any slot of any run."""
-        return max((report.host_bytes for report in (*self.slots, *self.again)), default=0)
+        return max((report.host_bytes for report in (*self.slots, *self.further_slots)), default=0)
 
     @property
     def pinned_peak_bytes(self) -> int:
         """The highest page-locked bytes of any slot of any run."""
-        return max((report.pinned_bytes for report in (*self.slots, *self.again)), default=0)
+        return max(
+            (report.pinned_bytes for report in (*self.slots, *self.further_slots)), default=0
+        )
 
     @property
     def compute_seconds(self) -> float:
-        """Compute time of the first run; the remainder of ``seconds`` is transfer time that is not overlapped."""
+        """Compute time of the first run. The rest of ``seconds`` is waiting for transfers."""
         return sum(slot.compute_seconds for slot in self.slots)
 
     @property
     def total_seconds(self) -> float:
         """Time of all runs."""
-        return self.seconds + (self.problem.runs - 1) * self.again_seconds
+        return self.seconds + (self.problem.runs - 1) * self.further_seconds
 
     @property
     def total_moved_bytes(self) -> int:
         """Bytes copied to the device in all runs."""
-        return self.moved_bytes + (self.problem.runs - 1) * self.again_moved_bytes
+        return self.moved_bytes + (self.problem.runs - 1) * self.further_moved_bytes
 
-    def in_pages(self, reserved_bytes: Sequence[int], *on_helpers: Sequence[int]) -> Simulation:
-        """The same with every slot's peak as an allocator reserves it (`verify.pages`), in the order of slots; those of helpers
-        likewise."""
+    def in_pages(self, reserved_bytes: Sequence[int], *on_secondaries: Sequence[int]) -> Simulation:
+        """Return the simulation with the peak of every slot as an allocator reserves it
+        (`verify.pages`).
+
+        ``reserved_bytes``: in the order of slots; ``on_secondaries``: likewise, for each secondary
+        device.
+        """
         slots = [
             replace(
                 slot,
                 peak_bytes=max(nbytes, slot.peak_bytes),
                 pages_bytes=max(0, nbytes - slot.peak_bytes),
-                helper_peaks=tuple(map(max, slot.helper_peaks, there)),
-                helper_pages=tuple(max(0, of - peak) for of, peak in zip(there, slot.helper_peaks, strict=True)),
+                secondary_peaks=tuple(map(max, slot.secondary_peaks, reserved_secondary)),
+                secondary_pages=tuple(
+                    max(0, nbytes - peak)
+                    for nbytes, peak in zip(reserved_secondary, slot.secondary_peaks, strict=True)
+                ),
             )
-            for slot, nbytes, *there in zip((*self.slots, *self.again), reserved_bytes, *on_helpers, strict=True)
+            for slot, nbytes, *reserved_secondary in zip(
+                (*self.slots, *self.further_slots), reserved_bytes, *on_secondaries, strict=True
+            )
         ]
-        return replace(self, slots=tuple(slots[: len(self.slots)]), again=tuple(slots[len(self.slots) :]))
+        return replace(
+            self,
+            slots=tuple(slots[: len(self.slots)]),
+            further_slots=tuple(slots[len(self.slots) :]),
+        )
 
     def stages(self) -> tuple[StageReport, ...]:
-        """One report per stage of the first run, in order of execution. The end slot belongs to no stage."""
+        """Return one report per stage of the first run, in the order of execution. The end slot
+        belongs to no stage."""
         stage_of = {phase.name: phase.stage for phase in self.problem.phases}
-        stages = dict.fromkeys(stage_of[slot.phase] for slot in self.slots if slot.phase in stage_of)
-        return tuple(_stage(stage, [slot for slot in self.slots if stage_of.get(slot.phase) == stage]) for stage in stages)
+        stages = dict.fromkeys(
+            stage_of[slot.phase] for slot in self.slots if slot.phase in stage_of
+        )
+        return tuple(
+            _stage(stage, [slot for slot in self.slots if stage_of.get(slot.phase) == stage])
+            for stage in stages
+        )
 
 
-PEAKS = ("peak_bytes", "resident_bytes", "ring_bytes", "activation_bytes", "values_bytes", "host_bytes", "pinned_bytes")
+PEAKS = (
+    "peak_bytes",
+    "resident_bytes",
+    "ring_buffer_bytes",
+    "activation_bytes",
+    "values_bytes",
+    "host_bytes",
+    "pinned_bytes",
+)
 SUMS = ("streamed_bytes", "loaded_bytes", "compute_seconds", "disk_bytes_read")
 
 
 def _stage(stage: str, slots: list[SlotReport]) -> StageReport:
     load_seconds = sum(slot.seconds for slot in slots if slot.part == "load")
     run_seconds = sum(slot.seconds for slot in slots if slot.part != "load")
-    of = [asdict(slot) for slot in slots]
-    totals = {name: max(slot[name] for slot in of) for name in PEAKS} | {name: sum(slot[name] for slot in of) for name in SUMS}
+    rows = [asdict(slot) for slot in slots]
+    totals = {name: max(slot[name] for slot in rows) for name in PEAKS} | {
+        name: sum(slot[name] for slot in rows) for name in SUMS
+    }
     return StageReport(stage=stage, load_seconds=load_seconds, run_seconds=run_seconds, **totals)
 
 
 def _moved(reports: Iterable[SlotReport]) -> int:
-    return sum(report.streamed_bytes + report.loaded_bytes + report.restored_bytes for report in reports)
+    return sum(
+        report.streamed_bytes + report.loaded_bytes + report.restored_bytes for report in reports
+    )

@@ -1,6 +1,8 @@
-"""The result of solving: a plan with its bound. Kept apart from the solver, so that loading a saved plan does not import it.
+"""Result of solving: a plan with its bound. Separate from the solver, so that loading a saved plan
+does not import the solver.
 
-``bound_seconds`` and ``objective_seconds`` refer to the integer program; a plan's own seconds and bytes are in ``simulation``.
+``bound_seconds`` and ``objective_seconds`` are of the integer program; the seconds and bytes of the
+plan itself are in ``simulation``.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ SLOW_SHARE, SLOW_SECONDS = 2 / 3, 10.0
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Solution:
-    """A plan, what it takes by `simulate`, and its quality.
+    """A plan, its simulation, and its quality.
 
-    ``objective_seconds``: the integer program's objective for its best solution (the screen prints the simulation's seconds
-    instead). ``bound_seconds``: lower bound on the objective of any plan, 0.0 where none is known; where ``plan`` simulates faster
-    than that, a bound on what any plan simulates. ``plan`` is the best solution, or a plan that simulates faster. In a session,
-    objective and bound cover all runs.
+    ``objective_seconds``: objective of the integer program for its best solution; the screen shows
+    the simulated seconds instead. ``bound_seconds``: lower bound on the objective of any plan; 0.0
+    if none is known. If ``plan`` simulates faster than that bound, it is instead a lower bound on
+    the simulated seconds of any plan. ``plan``: the best solution, or a plan that simulates faster.
+    In a session, objective and bound cover all runs.
     """
 
     problem: Problem
@@ -34,27 +37,32 @@ class Solution:
 
     def __repr__(self) -> str:
         problem, simulation = self.problem, self.simulation
-        again = f", every further run {show_seconds(simulation.again_seconds)}" if simulation.again else ""
+        further_text = (
+            f", every further run {show_seconds(simulation.further_seconds)}"
+            if simulation.further_slots
+            else ""
+        )
         return (
-            f"<Solution {problem.graph}: {show_seconds(simulation.seconds)}{again}, peak {show_size(simulation.peak_bytes)} of"
-            f" {show_size(problem.effective_bytes)}, moves {show_size(simulation.moved_bytes)}>"
+            f"<Solution {problem.graph}: {show_seconds(simulation.seconds)}{further_text},"
+            f" peak {show_size(simulation.peak_bytes)} of {show_size(problem.effective_bytes)},"
+            f" moves {show_size(simulation.moved_bytes)}>"
         )
 
     def _repr_html_(self) -> str:
         rows = [
             (
-                f"{of.phase} {of.part}",
-                show_size(of.peak_bytes),
-                show_size(of.loaded_bytes + of.streamed_bytes),
-                show_seconds(of.seconds),
+                f"{slot.phase} {slot.part}",
+                show_size(slot.peak_bytes),
+                show_size(slot.loaded_bytes + slot.streamed_bytes),
+                show_seconds(slot.seconds),
             )
-            for of in self.simulation.slots
+            for slot in self.simulation.slots
         ]
         return html_table(repr(self), [("slot", "peak", "moves", "takes"), *rows])
 
     @property
     def gap(self) -> float:
-        """How far the simulated time is above the bound, relative to it; 1.0 where no bound is known."""
+        """Share of the simulated time above the bound; 1.0 if no bound is known."""
         seconds = self.simulation.total_seconds
         return max(0.0, 1 - self.bound_seconds / seconds) if seconds else 0.0
 
@@ -71,18 +79,23 @@ class Solution:
 
     @property
     def chosen(self) -> Problem:
-        """``problem`` with the plan's choices applied: order, options, and one variant per component."""
+        """``problem`` with the plan's choices applied: order, options, and one variant per
+        component."""
         return self.simulation.problem
 
     def short_of_pages(self) -> dict[tuple[str, str], int]:
-        """Of the slots that exceed the budget, by phase and part: bytes that the allocator reserves beyond those of tensors. Of the
-        helpers likewise, the most of all slots, by ``deviceN`` and no part."""
-        found: dict[tuple[str, str], int] = {}
-        for slot in (*self.simulation.slots, *self.simulation.again):
+        """Return the bytes reserved beyond tensors in the slots that exceed the budget, by phase
+        and part. For a secondary device: the maximum over all slots, by ``deviceN`` and ""."""
+        excess: dict[tuple[str, str], int] = {}
+        for slot in (*self.simulation.slots, *self.simulation.further_slots):
             if slot.peak_bytes > self.problem.effective_bytes:
-                found[slot.phase, slot.part] = max(slot.pages_bytes, found.get((slot.phase, slot.part), 0))
-            for number, helper in enumerate(self.problem.helpers, 1):
-                if slot.helper_peaks[number - 1] > helper.effective_bytes:
-                    pages = slot.helper_pages[number - 1]
-                    found[f"device{number}", ""] = max(pages, found.get((f"device{number}", ""), 0))
-        return found
+                excess[slot.phase, slot.part] = max(
+                    slot.pages_bytes, excess.get((slot.phase, slot.part), 0)
+                )
+            for number, secondary in enumerate(self.problem.secondaries, 1):
+                if slot.secondary_peaks[number - 1] > secondary.effective_bytes:
+                    pages = slot.secondary_pages[number - 1]
+                    excess[f"device{number}", ""] = max(
+                        pages, excess.get((f"device{number}", ""), 0)
+                    )
+        return excess

@@ -1,14 +1,17 @@
-"""One component over several devices: an interval of its blocks computes on each of some helpers, the others on the device. Pure.
+"""One component over several devices: each of some secondary devices computes an interval of its
+blocks, and the main device computes the others. Pure.
 
-    call       | remainder |  block 0  |  block 1  |  block 2  | remainder |  block 3  | remainder |
+    call       | unblocked |  block 0  |  block 1  |  block 2  | unblocked |  block 3  | unblocked |
     device     |###########|###########|           |           |###########|###########|###########|
-    device1                > crosses   |###########|###########| crosses >
+    device1             transfer there |###########|###########| transfer back
 
-The blocks of an interval form groups of their own, ``NAME@1`` on the first helper. They are not streamed. Which components can be
-split, and how many blocks of each segment go where, is for the solver to decide; where in a segment these are is fixed here.
+The blocks of an interval form groups of their own, ``NAME@1`` on the first secondary device. They
+are not streamed. The solver decides which component is split, and how many blocks of each segment
+are on which device. Which blocks of a segment these are is fixed here.
 
-What crosses follows from `Use.live_tensors`: a tensor that blocks on a helper get crosses to it once a call, unless a block there
-made it; one that a block there makes crosses back where anything else may read it.
+`Use.live_tensors` determine the transfers. A tensor that a block on a secondary device receives is
+transferred to it once a call, unless a block on that device produced it. A tensor that a block on a
+secondary device produces is transferred back if anything else may read it.
 """
 
 from __future__ import annotations
@@ -21,32 +24,54 @@ from typing import Any, NamedTuple
 
 from graphrun.errors import PlanError
 from graphrun.model.plan import Blocks, Split
-from graphrun.model.problem import ALLOCATION_BYTES, BlockGroup, ComponentNumbers, LiveTensor, Problem, Use, Variant
+from graphrun.model.problem import (
+    ALLOCATION_BYTES,
+    BlockGroup,
+    ComponentNumbers,
+    LiveTensor,
+    Problem,
+    Use,
+    Variant,
+)
 from graphrun.units import round_up
 
 
-def helpers_for(problem: Problem, component: ComponentNumbers) -> tuple[int, ...]:
-    """Numbers of the helpers over which ``component`` may be split: of the largest component whose blocks all run in every call
-    (`Use.live_tensors`), where no directive demands that they leave the device."""
+def secondaries_for(problem: Problem, component: ComponentNumbers) -> tuple[int, ...]:
+    """Return the numbers of the secondary devices over which ``component`` may be split.
+
+    Only the largest component whose blocks all run in every call (`Use.live_tensors`) may be split,
+    unless a directive demands that its blocks leave the device.
+    """
     uses = _uses(problem)
-    able = [of for of in problem.components if all(use.live_tensors for use in uses if use.component == of.name)]
-    if not able or component != max(able, key=lambda of: of.weight_bytes()):
+    candidates = [
+        candidate
+        for candidate in problem.components
+        if all(use.live_tensors for use in uses if use.component == candidate.name)
+    ]
+    if not candidates or component != max(
+        candidates, key=lambda candidate: candidate.weight_bytes()
+    ):
         return ()
     if problem.demanded(component.name) & {"exclude", "drop"}:
         return ()
-    if any(group.helper for of in problem.components for group in of.groups):
+    if any(group.secondary for candidate in problem.components for group in candidate.groups):
         return ()
-    numbers = range(1, len(problem.helpers) + 1)
-    return tuple(n for n in numbers if any(twin(component, variant, n) for variant in component.variants))
+    numbers = range(1, len(problem.secondaries) + 1)
+    return tuple(
+        n for n in numbers if any(twin(component, variant, n) for variant in component.variants)
+    )
 
 
-def twin(component: ComponentNumbers, variant: Variant, helper: int) -> Variant | None:
-    """The variant of ``component`` that is ``variant`` on ``helper``; None where it may not be split. One that is copied from disk
-    each time may not, since its bounce buffer serves one device."""
+def twin(component: ComponentNumbers, variant: Variant, secondary: int) -> Variant | None:
+    """Return the variant of ``component`` that equals ``variant`` on ``secondary``; None if it may
+    not be split.
+
+    A variant with its backing store on disk may not: its bounce buffer serves one device.
+    """
     if variant.device != "device" or variant.backing_store == "disk":
         return None
-    name = f"{variant.precision} {variant.backing_store} device{helper}"
-    return next((of for of in component.variants if of.name == name), None)
+    name = f"{variant.precision} {variant.backing_store} device{secondary}"
+    return next((candidate for candidate in component.variants if candidate.name == name), None)
 
 
 def _uses(problem: Problem) -> list[Use]:
@@ -54,218 +79,333 @@ def _uses(problem: Problem) -> list[Use]:
     return [use for phase in phases for use in phase.uses]
 
 
-def slowdown_of(component: ComponentNumbers, helper: int) -> float:
-    """Factor on the compute seconds of a block that computes on ``helper``."""
-    pairs = ((variant, twin(component, variant, helper)) for variant in component.variants)
-    return next(there.slowdown / here.slowdown for here, there in pairs if there is not None)
+def slowdown_of(component: ComponentNumbers, secondary: int) -> float:
+    """Return the factor on the compute seconds of a block that computes on ``secondary``."""
+    pairs = ((variant, twin(component, variant, secondary)) for variant in component.variants)
+    return next(
+        secondary_variant.slowdown / main_variant.slowdown
+        for main_variant, secondary_variant in pairs
+        if secondary_variant is not None
+    )
 
 
-class Segment(NamedTuple):
-    """Blocks ``start`` to ``stop`` (half-open) of group ``group``, for each of which the same crosses: see `segments_of`."""
+class BlockSegment(NamedTuple):
+    """Blocks ``start`` to ``stop`` (half-open) of group ``group``, all with equal transfers: see
+    `segments_of`."""
 
     group: int
     start: int
     stop: int
 
 
-def segments_of(problem: Problem, component: ComponentNumbers) -> list[Segment]:
-    """The blocks of ``component`` in call order. Wherever in a segment an interval begins or ends, as many bytes cross in as many
-    tensors: a block gets what the one before it made, and what all of them get."""
+def segments_of(problem: Problem, component: ComponentNumbers) -> list[BlockSegment]:
+    """Return the blocks of ``component`` in call order, as segments.
+
+    Wherever in a segment an interval begins or ends, the transfers have the same number of tensors
+    and bytes. A block of a segment receives the results of the previous block, and tensors that
+    every block of the segment receives.
+    """
     uses = [_Tensors(use.live_tensors) for use in _uses(problem) if use.component == component.name]
-    number, found = 0, list[Segment]()
+    number, segments = 0, list[BlockSegment]()
     for k, group in enumerate(component.groups):
         for i in range(len(group.blocks) if "" not in group.blocks else 0):
             number += 1
-            if i and all(of.alike(number - 1) for of in uses):
-                found[-1] = found[-1]._replace(stop=i + 1)
+            if i and all(tensors.alike(number - 1) for tensors in uses):
+                segments[-1] = segments[-1]._replace(stop=i + 1)
             else:
-                found.append(Segment(k, i, i + 1))
-    return found
+                segments.append(BlockSegment(k, i, i + 1))
+    return segments
 
 
 class _Tensors:
-    """The tensors of a use by block: ``made`` and ``got`` have their places in ``rows`` by number of the block."""
+    """The tensors of a use by block. ``rows_made``, ``rows_got``: number of a block -> positions in
+    ``rows`` of the tensors that it produces and receives."""
 
     def __init__(self, rows: Sequence[LiveTensor]) -> None:
         self.rows, self.arguments = rows, block_arguments(rows)
-        self.made, self.got = (defaultdict[int, set[int]](set) for _ in range(2))
+        self.rows_made, self.rows_got = (defaultdict[int, set[int]](set) for _ in range(2))
         for place, row in enumerate(rows):
-            self.made[row.maker].add(place)
+            self.rows_made[row.maker].add(place)
             for n in row.users:
-                self.got[n].add(place)
+                self.rows_got[n].add(place)
 
     def alike(self, n: int) -> bool:
-        """Whether blocks n and n + 1 may be in one segment."""
-        made, then = ([self.rows[place] for place in self.made[of]] for of in (n, n + 1))
-        entering = [self.rows[of] for of in self.got[n] if self.rows[of].maker or of not in self.got[n + 1]]
-        later = [of for of in self.got[n + 1] if self.rows[of].maker != n]
+        """Whether blocks ``n`` and ``n`` + 1 may be in one segment."""
+        outputs, next_outputs = (
+            [self.rows[place] for place in self.rows_made[block]] for block in (n, n + 1)
+        )
+        inputs = [
+            self.rows[place]
+            for place in self.rows_got[n]
+            if self.rows[place].maker or place not in self.rows_got[n + 1]
+        ]
+        next_inputs = [place for place in self.rows_got[n + 1] if self.rows[place].maker != n]
         return (
             self.arguments[n] == self.arguments[n + 1]
-            and all(row.users == (n + 1,) for row in made)
-            and all(row.users in ((n,), (0, n)) for row in entering)
-            and all(of in self.got[n] and not self.rows[of].maker for of in later)
-            and sorted(row.nbytes for row in made) == sorted(row.nbytes for row in entering) == sorted(row.nbytes for row in then)
+            and all(row.users == (n + 1,) for row in outputs)
+            and all(row.users in ((n,), (0, n)) for row in inputs)
+            and all(
+                place in self.rows_got[n] and not self.rows[place].maker for place in next_inputs
+            )
+            and sorted(row.nbytes for row in outputs)
+            == sorted(row.nbytes for row in inputs)
+            == sorted(row.nbytes for row in next_outputs)
         )
 
 
 def in_a_row(
-    component: ComponentNumbers, segments: Sequence[Segment], counts: Mapping[int, Mapping[int, int]]
+    component: ComponentNumbers,
+    segments: Sequence[BlockSegment],
+    counts: Mapping[int, Mapping[int, int]],
 ) -> dict[int, Blocks]:
-    """By helper, the blocks of its interval, of which ``counts[helper]`` has the number of each of ``segments``. They are the first
-    ones of a segment if the interval began before it, else the last ones: those of the interval that goes on in the next one at
-    the end, before them intervals within the segment, by helper."""
-    touched = {helper: sorted(k for k, count in own.items() if count) for helper, own in counts.items()}
-    found = {helper: dict[str, tuple[int, ...]]() for helper in touched if touched[helper]}
+    """Return for each secondary device the consecutive blocks of its interval.
+
+    ``counts[secondary]``: index of a segment -> number of its blocks on that device. An interval
+    that started in an earlier segment takes the first blocks of a segment. An interval that starts
+    in the segment takes the last blocks, or the blocks before these if it also ends there.
+    """
+    segment_numbers = {
+        secondary: sorted(k for k, count in own.items() if count)
+        for secondary, own in counts.items()
+    }
+    blocks_by_secondary = {
+        secondary: dict[str, tuple[int, ...]]()
+        for secondary in segment_numbers
+        if segment_numbers[secondary]
+    }
     for k, segment in enumerate(segments):
         stop, name = segment.stop, component.groups[segment.group].name
-        last = [helper for helper, own in touched.items() if own and own[0] == k]
-        taken = {}
-        for helper in sorted(last, key=lambda helper: (touched[helper][-1] == k, -helper)):
-            taken[helper] = range(stop - counts[helper][k], stop)
-            stop -= counts[helper][k]
-        for helper, own in touched.items():
-            if k in own:
-                more = taken.get(helper, range(segment.start, segment.start + counts[helper][k]))
-                found[helper][name] = (*found[helper].get(name, ()), *more)
-    return {helper: tuple(own.items()) for helper, own in sorted(found.items())}
+        last = [
+            secondary
+            for secondary, numbers in segment_numbers.items()
+            if numbers and numbers[0] == k
+        ]
+        indices_by_secondary = {}
+        for secondary in sorted(
+            last, key=lambda secondary: (segment_numbers[secondary][-1] == k, -secondary)
+        ):
+            indices_by_secondary[secondary] = range(stop - counts[secondary][k], stop)
+            stop -= counts[secondary][k]
+        for secondary, numbers in segment_numbers.items():
+            if k in numbers:
+                indices = indices_by_secondary.get(
+                    secondary, range(segment.start, segment.start + counts[secondary][k])
+                )
+                blocks_by_secondary[secondary][name] = (
+                    *blocks_by_secondary[secondary].get(name, ()),
+                    *indices,
+                )
+    return {
+        secondary: tuple(blocks_by_group.items())
+        for secondary, blocks_by_group in sorted(blocks_by_secondary.items())
+    }
 
 
-class Crossing(NamedTuple):
-    """Tensors that cross to ``helper`` before a block there computes, and back after it; bytes of each. ``stay``: of those that the
-    block makes, numbers of the ones that only blocks there get."""
+class DeviceTransfer(NamedTuple):
+    """Bytes of the tensors transferred to ``secondary`` before a block there computes, and back
+    after it. ``stay``: numbers of the results of the block that only blocks there receive."""
 
-    helper: int
-    to: tuple[int, ...]
-    back: tuple[int, ...]
+    secondary: int
+    to_bytes: tuple[int, ...]
+    back_bytes: tuple[int, ...]
     stay: frozenset[int]
 
 
-def crossings(use: Use, component: ComponentNumbers) -> dict[tuple[int, int], Crossing]:
-    """What crosses in one call of ``component``, which has its variant chosen, at each block on a helper, by (group, block)."""
-    helper_of = [group.helper for group in component.groups]
-    if component.variants[0].helper or not any(helper_of) or not use.live_tensors:
+def transfers(use: Use, component: ComponentNumbers) -> dict[tuple[int, int], DeviceTransfer]:
+    """Return the transfers of one call at each block on a secondary device, by (group, block).
+
+    ``component`` has only its chosen variant, here and in the functions below.
+    """
+    secondary_of = [group.secondary for group in component.groups]
+    if component.variants[0].secondary or not any(secondary_of) or not use.live_tensors:
         return {}
     order = _blocks_in_order(use, component)
-    on = {0: 0} | {n: helper_of[k] for n, (k, _) in enumerate(order, 1)}
-    to, back, stay = (defaultdict[int, list[int]](list) for _ in range(3))
+    device_numbers = {0: 0} | {n: secondary_of[k] for n, (k, _) in enumerate(order, 1)}
+    to_bytes, back_bytes, stay = (defaultdict[int, list[int]](list) for _ in range(3))
     makes = Counter[int]()
     for row in use.live_tensors:
-        first = dict[int, int]()  # by helper, the first block there that gets it
+        first = dict[int, int]()  # by secondary device, the first block there that gets it
         for n in row.users:
-            first.setdefault(on[n], n)
-        for helper, n in first.items():
-            if helper not in (0, on[row.maker]):
-                to[n].append(row.nbytes)
+            first.setdefault(device_numbers[n], n)
+        for secondary, n in first.items():
+            if secondary not in (0, device_numbers[row.maker]):
+                to_bytes[n].append(row.nbytes)
         if row.maker:
-            if first.keys() == {on[row.maker]}:
+            if first.keys() == {device_numbers[row.maker]}:
                 stay[row.maker].append(makes[row.maker])
             else:
-                back[row.maker].append(row.nbytes)
+                back_bytes[row.maker].append(row.nbytes)
             makes[row.maker] += 1
-    return {at: Crossing(on[n], tuple(to[n]), tuple(back[n]), frozenset(stay[n])) for n, at in enumerate(order, 1) if on[n]}
+    return {
+        key: DeviceTransfer(
+            device_numbers[n], tuple(to_bytes[n]), tuple(back_bytes[n]), frozenset(stay[n])
+        )
+        for n, key in enumerate(order, 1)
+        if device_numbers[n]
+    }
 
 
 def _blocks_in_order(use: Use, component: ComponentNumbers) -> list[tuple[int, int]]:
-    """(group, block) of each block of ``component``, without the remainder, in call order."""
-    blocks = {k for k, of in enumerate(component.groups) if "" not in of.blocks}
+    """Return (group, block) of each block of ``component`` in call order, without the unblocked
+    weights."""
+    blocks = {k for k, group in enumerate(component.groups) if "" not in group.blocks}
     return list(dict.fromkeys((k, i) for k, i, _ in use.order if k in blocks))
 
 
-def crossing_seconds(problem: Problem, use: Use, component: ComponentNumbers) -> dict[int, float]:
-    """By helper: seconds in which what one call of ``component``, which has its variant chosen, needs crosses to it and back."""
-    if helper := component.variants[0].helper:
-        return {helper: sum(problem.crossing_seconds(helper, use.crossing))}
-    found = defaultdict[int, float](float)
-    for of in crossings(use, component).values():
-        found[of.helper] += sum(problem.tensors_cross_seconds(of.helper, of.to, of.back))
-    return dict(found)
+def transfer_seconds(problem: Problem, use: Use, component: ComponentNumbers) -> dict[int, float]:
+    """Return for each secondary device the seconds of transfers to it and back in one call."""
+    if secondary := component.variants[0].secondary:
+        return {secondary: sum(problem.transfer_seconds(secondary, use.transfer))}
+    seconds = defaultdict[int, float](float)
+    for transfer in transfers(use, component).values():
+        seconds[transfer.secondary] += sum(
+            problem.tensors_cross_seconds(
+                transfer.secondary, transfer.to_bytes, transfer.back_bytes
+            )
+        )
+    return dict(seconds)
 
 
 def arguments_bytes(use: Use, component: ComponentNumbers) -> dict[int, int]:
-    """By helper: bytes there beyond weights and activation as traced while ``component``, which has its variant chosen, computes:
-    of what crosses to it, or the most for any of its blocks there."""
-    if helper := component.variants[0].helper:
-        return {helper: (use.crossing or (0,))[0]}
-    found = dict[int, int]()
+    """Return for each secondary device the bytes beyond weights and traced activation while
+    ``component`` computes there.
+
+    These are the tensors transferred to it: of the whole call, or the maximum over the blocks of a
+    split component.
+    """
+    if secondary := component.variants[0].secondary:
+        return {secondary: (use.transfer or (0,))[0]}
+    totals = dict[int, int]()
     order = _blocks_in_order(use, component)
     for (k, _), nbytes in zip(order, block_arguments(use.live_tensors)[1:], strict=False):
-        if helper := component.groups[k].helper:
-            found[helper] = max(found.get(helper, 0), nbytes)
-    return found
+        if secondary := component.groups[k].secondary:
+            totals[secondary] = max(totals.get(secondary, 0), nbytes)
+    return totals
 
 
 def block_arguments(rows: Sequence[LiveTensor]) -> list[int]:
-    """By number of the block (`LiveTensor`): bytes of what it gets, and of what was given to the call and earlier blocks got. Other
-    tensors are part of the activation as traced."""
+    """Return for each block number (`LiveTensor`) the bytes of the tensors that it receives, and of
+    inputs of the call that earlier blocks received.
+
+    Other tensors are part of the traced activation.
+    """
     count = 1 + max((n for row in rows for n in (row.maker, *row.users)), default=0)
-    found, given = [0] * count, [0] * count  # bytes at a block; bytes from a block on
+    block_bytes, input_bytes = [0] * count, [0] * count  # bytes at a block; bytes from a block on
     for row in rows:
         users = [n for n in row.users if n]
-        for n in users[:1] if row.given else users:
-            (given if row.given else found)[n] += round_up(row.nbytes, ALLOCATION_BYTES)
-    return [nbytes + before for nbytes, before in zip(found, accumulate(given), strict=True)]
+        for n in users[:1] if row.is_input else users:
+            (input_bytes if row.is_input else block_bytes)[n] += round_up(
+                row.nbytes, ALLOCATION_BYTES
+            )
+    return [
+        nbytes + held_bytes
+        for nbytes, held_bytes in zip(block_bytes, accumulate(input_bytes), strict=True)
+    ]
 
 
 def block_seconds(use: Use, component: ComponentNumbers) -> list[float]:
-    """For each group, seconds of one of its blocks in one call, without compute of the remainder that `Use.seconds` has there."""
-    found = [0.0] * len(component.groups)
+    """Return for each group the seconds of one of its blocks in one call, without compute of the
+    unblocked weights that `Use.seconds` includes."""
+    group_seconds = [0.0] * len(component.groups)
     for k, _, seconds in use.order:
-        found[k] += seconds / len(component.groups[k].blocks)
-    return found if use.order else list(use.seconds)
+        group_seconds[k] += seconds / len(component.groups[k].blocks)
+    return group_seconds if use.order else list(use.seconds)
 
 
 def with_splits(problem: Problem, splits: Sequence[Split]) -> Problem:
-    """``problem`` with the blocks of ``splits`` on their helpers. Raises PlanError for a split that cannot be."""
-    found: dict[str, dict[int, Blocks]] = {}
-    for name, helper, blocks in splits:
-        if helper in found.setdefault(name, {}):
-            raise PlanError(f"split: {name} is split twice over device{helper}")
-        found[name][helper] = blocks
-    for name, of in found.items():
-        problem = _split(problem, name, of)
+    """Return ``problem`` with the blocks of ``splits`` on their secondary devices. Raises PlanError
+    for an impossible split."""
+    splits_by_component: dict[str, dict[int, Blocks]] = {}
+    for name, secondary, blocks in splits:
+        if secondary in splits_by_component.setdefault(name, {}):
+            raise PlanError(f"split: {name} is split twice over device{secondary}")
+        splits_by_component[name][secondary] = blocks
+    for name, component_splits in splits_by_component.items():
+        problem = _split(problem, name, component_splits)
     return problem
 
 
 def _split(problem: Problem, name: str, splits: Mapping[int, Blocks]) -> Problem:
-    component = next((of for of in problem.components if of.name == name), None)
-    helpers = helpers_for(problem, component) if component is not None else ()
-    if component is None or not set(splits) <= set(helpers):
-        raise PlanError(f"split: {name} cannot be split over device{min(set(splits) - set(helpers))}")
-    moved = _moved(component, splits)
-    groups, sources, places = list[BlockGroup](), list[tuple[int, int]](), dict[tuple[int, int], tuple[int, int]]()
-    for helper in (0, *sorted(splits)):
-        for k, of in enumerate(component.groups):
-            own = [i for i in range(len(of.blocks)) if moved.get((k, i), 0) == helper]
-            if own:
-                places |= {(k, i): (len(groups), n) for n, i in enumerate(own)}
-                paths = tuple(of.blocks[i] for i in own)
-                groups.append(BlockGroup(f"{of.name}@{helper}", paths, False, helper) if helper else replace(of, blocks=paths))
-                sources.append((k, helper))
-    twins = [[variant, *(twin(component, variant, helper) for helper in sorted(splits))] for variant in component.variants]
-    able = [[of for of in each if of is not None] for each in twins if None not in each]
-    variants = tuple(_variant({of.helper: of for of in each}, sources) for each in able)
-    slowdowns = {0: 1.0} | {helper: slowdown_of(component, helper) for helper in splits}
-    there = replace(component, groups=tuple(groups), variants=variants, layers=None)
+    component = next(
+        (candidate for candidate in problem.components if candidate.name == name), None
+    )
+    secondaries = secondaries_for(problem, component) if component is not None else ()
+    if component is None or not set(splits) <= set(secondaries):
+        raise PlanError(
+            f"split: {name} cannot be split over device{min(set(splits) - set(secondaries))}"
+        )
+    secondary_of = _secondary_of_blocks(component, splits)
+    groups, sources, places = (
+        list[BlockGroup](),
+        list[tuple[int, int]](),
+        dict[tuple[int, int], tuple[int, int]](),
+    )
+    for secondary in (0, *sorted(splits)):
+        for k, block_group in enumerate(component.groups):
+            indices = [
+                i
+                for i in range(len(block_group.blocks))
+                if secondary_of.get((k, i), 0) == secondary
+            ]
+            if indices:
+                places |= {(k, i): (len(groups), n) for n, i in enumerate(indices)}
+                paths = tuple(block_group.blocks[i] for i in indices)
+                groups.append(
+                    BlockGroup(f"{block_group.name}@{secondary}", paths, False, secondary)
+                    if secondary
+                    else replace(block_group, blocks=paths)
+                )
+                sources.append((k, secondary))
+    twins = [
+        [variant, *(twin(component, variant, secondary) for secondary in sorted(splits))]
+        for variant in component.variants
+    ]
+    complete_twins = [
+        [variant for variant in row if variant is not None] for row in twins if None not in row
+    ]
+    variants = tuple(
+        _variant({variant.secondary: variant for variant in row}, sources) for row in complete_twins
+    )
+    slowdowns = {0: 1.0} | {secondary: slowdown_of(component, secondary) for secondary in splits}
+    split_component = replace(component, groups=tuple(groups), variants=variants, layers=None)
 
-    def used(use: Use) -> Use:
+    def split_use(use: Use) -> Use:
         if use.component != name:
             return use
-        order = use.order or [(k, i, use.seconds[k]) for k, of in enumerate(component.groups) for i in range(len(of.blocks))]
+        order = use.order or [
+            (k, i, use.seconds[k])
+            for k, group in enumerate(component.groups)
+            for i in range(len(group.blocks))
+        ]
         return replace(
             use,
             group_calls=tuple(use.group_calls[k] for k, _ in sources),
-            seconds=tuple(_seconds(use, component, moved, sources, slowdowns)),
-            order=tuple((*places[k, i], seconds * slowdowns[moved.get((k, i), 0)]) for k, i, seconds in order),
+            seconds=tuple(_seconds(use, component, secondary_of, sources, slowdowns)),
+            order=tuple(
+                (*places[k, i], seconds * slowdowns[secondary_of.get((k, i), 0)])
+                for k, i, seconds in order
+            ),
             passes=tuple(use.passes[k] for k, _ in sources) if use.passes else (),
             layers=None,
         )
 
     return replace(
         problem,
-        components=tuple(there if of.name == name else of for of in problem.components),
-        phases=tuple(replace(phase, uses=tuple(map(used, phase.uses))) for phase in problem.phases),
+        components=tuple(
+            split_component if candidate.name == name else candidate
+            for candidate in problem.components
+        ),
+        phases=tuple(
+            replace(phase, uses=tuple(map(split_use, phase.uses))) for phase in problem.phases
+        ),
         options=tuple(
-            replace(option, phases=tuple(replace(phase, uses=tuple(map(used, phase.uses))) for phase in option.phases))
+            replace(
+                option,
+                phases=tuple(
+                    replace(phase, uses=tuple(map(split_use, phase.uses)))
+                    for phase in option.phases
+                ),
+            )
             for option in problem.options
         ),
     )
@@ -274,68 +414,132 @@ def _split(problem: Problem, name: str, splits: Mapping[int, Blocks]) -> Problem
 def _seconds(
     use: Use,
     component: ComponentNumbers,
-    moved: Mapping[tuple[int, int], int],
+    secondary_of: Mapping[tuple[int, int], int],
     sources: Sequence[tuple[int, int]],
     slowdowns: Mapping[int, float],
 ) -> Iterator[float]:
-    """`Use.seconds` of the groups ``sources``. The remainder's compute that counts for a group stays with its blocks on the device,
-    or where none is left, with the first group."""
-    own, away = block_seconds(use, component), Counter(k for k, _ in moved)
-    more = [len(of.blocks) * (use.seconds[k] - own[k]) if away[k] else 0.0 for k, of in enumerate(component.groups)]
-    left = sum(of for k, of in enumerate(more) if (k, 0) not in sources)
-    for k, helper in sources:
-        count = len(component.groups[k].blocks) - away[k]
-        if helper or not away[k]:
-            yield own[k] * slowdowns[helper] if helper else use.seconds[k] + left * (k == 0) / len(component.groups[k].blocks)
+    """Yield `Use.seconds` of the groups ``sources``.
+
+    Compute of the unblocked weights that counts for a group stays with its blocks on the main
+    device. If none is left there, the compute counts for the first group.
+    """
+    own_seconds, away_counts = block_seconds(use, component), Counter(k for k, _ in secondary_of)
+    unblocked_seconds = [
+        len(group.blocks) * (use.seconds[k] - own_seconds[k]) if away_counts[k] else 0.0
+        for k, group in enumerate(component.groups)
+    ]
+    unassigned_seconds = sum(
+        seconds for k, seconds in enumerate(unblocked_seconds) if (k, 0) not in sources
+    )
+    for k, secondary in sources:
+        count = len(component.groups[k].blocks) - away_counts[k]
+        if secondary or not away_counts[k]:
+            yield (
+                own_seconds[k] * slowdowns[secondary]
+                if secondary
+                else use.seconds[k]
+                + unassigned_seconds * (k == 0) / len(component.groups[k].blocks)
+            )
         else:
-            yield own[k] + more[k] / count
+            yield own_seconds[k] + unblocked_seconds[k] / count
 
 
-def _moved(component: ComponentNumbers, splits: Mapping[int, Blocks]) -> dict[tuple[int, int], int]:
-    """The helper of each block that computes on one, by (group, index). Raises PlanError where these are not blocks in a row."""
-    number = {of.name: k for k, of in enumerate(component.groups) if "" not in of.blocks}
+def _secondary_of_blocks(
+    component: ComponentNumbers, splits: Mapping[int, Blocks]
+) -> dict[tuple[int, int], int]:
+    """Return the secondary device of each block that computes on one, by (group, index). Raises
+    PlanError if these blocks are not consecutive."""
+    number = {group.name: k for k, group in enumerate(component.groups) if "" not in group.blocks}
     order = [(k, i) for k in number.values() for i in range(len(component.groups[k].blocks))]
-    moved: dict[tuple[int, int], int] = {}
-    for helper, blocks in splits.items():
-        chosen = sorted((number[name], i) for name, indices in blocks or () if name in number for i in indices)
-        begin = order.index(chosen[0]) if chosen and chosen[0] in order else -1
-        if begin < 0 or len({k for k, _ in chosen}) < len(blocks or ()) or order[begin : begin + len(chosen)] != chosen:
-            raise PlanError(f"split: {component.name} is split at blocks that are not in a row, or that it does not have")
-        if moved.keys() & set(chosen):
-            raise PlanError(f"split: {component.name} has blocks that are to compute on two devices")
-        moved |= dict.fromkeys(chosen, helper)
-    return moved
+    secondary_of: dict[tuple[int, int], int] = {}
+    for secondary, blocks in splits.items():
+        blocks_in_order = sorted(
+            (number[name], i) for name, indices in blocks or () if name in number for i in indices
+        )
+        begin = (
+            order.index(blocks_in_order[0])
+            if blocks_in_order and blocks_in_order[0] in order
+            else -1
+        )
+        if (
+            begin < 0
+            or len({k for k, _ in blocks_in_order}) < len(blocks or ())
+            or order[begin : begin + len(blocks_in_order)] != blocks_in_order
+        ):
+            raise PlanError(
+                f"split: {component.name} is split at blocks that are not in a row, or that it does"
+                " not have"
+            )
+        if secondary_of.keys() & set(blocks_in_order):
+            raise PlanError(
+                f"split: {component.name} has blocks that are to compute on two devices"
+            )
+        secondary_of |= dict.fromkeys(blocks_in_order, secondary)
+    return secondary_of
 
 
-def _variant(by_helper: Mapping[int, Variant], sources: Iterable[tuple[int, int]]) -> Variant:
-    """The variant ``by_helper[0]`` with the numbers of the others for the groups on their helpers."""
-    here, pairs = by_helper[0], [(by_helper[helper], k) for k, helper in sources]
-    each: dict[str, Any] = {
-        field: tuple(getattr(of, field)[k] for of, k in pairs) if getattr(here, field) else ()
-        for field in ("block_bytes", "load_seconds", "read_seconds", "disk_seconds", "block_seconds", "read_bytes")
+def _variant(by_secondary: Mapping[int, Variant], sources: Iterable[tuple[int, int]]) -> Variant:
+    """Return the variant ``by_secondary[0]``, with the numbers of its twins for the groups on
+    secondary devices."""
+    main_variant, pairs = (
+        by_secondary[0],
+        [(by_secondary[secondary], k) for k, secondary in sources],
+    )
+    fields_of_groups: dict[str, Any] = {
+        field: tuple(getattr(variant, field)[k] for variant, k in pairs)
+        if getattr(main_variant, field)
+        else ()
+        for field in (
+            "block_bytes",
+            "load_seconds",
+            "read_seconds",
+            "disk_seconds",
+            "block_seconds",
+            "read_bytes",
+        )
     }
-    return replace(here, **each)
+    return replace(main_variant, **fields_of_groups)
 
 
-def splits_of(of: Problem, split: Problem) -> tuple[Split, ...]:
-    """The splits that make ``split`` from ``of``."""
-    found = []
+def splits_of(original: Problem, split: Problem) -> tuple[Split, ...]:
+    """Return the splits that turn ``original`` into ``split``."""
+    splits = []
     for component in split.components:
-        whole = of.component(component.name).groups
-        for helper in sorted({group.helper for group in component.groups} - {group.helper for group in whole}):
-            paths = {path for group in component.groups if group.helper == helper for path in group.blocks}
-            groups = [(group.name, tuple(i for i, path in enumerate(group.blocks) if path in paths)) for group in whole]
-            found.append((component.name, helper, tuple(named for named in groups if named[1])))
-    return tuple(found)
+        whole = original.component(component.name).groups
+        for secondary in sorted(
+            {group.secondary for group in component.groups} - {group.secondary for group in whole}
+        ):
+            paths = {
+                path
+                for group in component.groups
+                if group.secondary == secondary
+                for path in group.blocks
+            }
+            groups = [
+                (group.name, tuple(i for i, path in enumerate(group.blocks) if path in paths))
+                for group in whole
+            ]
+            splits.append(
+                (
+                    component.name,
+                    secondary,
+                    tuple(named_group for named_group in groups if named_group[1]),
+                )
+            )
+    return tuple(splits)
 
 
-def computing_on(problem: Problem, helper: int) -> list[str]:
-    """What computes on ``helper``: names of components, with the number of blocks where it is part of one. ``problem``: with a
-    plan's choices applied."""
-    found = []
+def computing_on(problem: Problem, secondary: int) -> list[str]:
+    """Return the names of the components that compute on ``secondary``, with the number of blocks
+    for a split component. ``problem``: with a plan's choices applied."""
+    texts = []
     for component in problem.components:
-        blocks = sum(len(group.blocks) for group in component.groups if group.helper == helper)
-        every = sum(len(group.blocks) for group in component.groups)
-        if component.variants[0].helper == helper or blocks:
-            found.append(f"{component.name} ({blocks} of {every} blocks)" if blocks else component.name)
-    return found
+        blocks = sum(
+            len(group.blocks) for group in component.groups if group.secondary == secondary
+        )
+        total = sum(len(group.blocks) for group in component.groups)
+        if component.variants[0].secondary == secondary or blocks:
+            texts.append(
+                f"{component.name} ({blocks} of {total} blocks)" if blocks else component.name
+            )
+    return texts

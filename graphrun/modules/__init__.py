@@ -1,1 +1,2 @@
-"""The PyTorch modules of a graph: their classes, the files of their weights, quantized layers, and call interception."""
+"""The PyTorch modules of a graph: their classes, the files of their weights, quantized layers, and
+call interception."""

@@ -1,10 +1,10 @@
-"""IP-Adapters: a projection of image embeddings, and additional key and value weights for cross-attention.
+"""IP-Adapters: a projection of image embeddings, and key and value weights for cross-attention.
 
-diffusers' own loader interprets the files; this module says under which names their tensors belong to the component. For a meta
-module only the header of a file is read.
+diffusers' own loader interprets the files; this module determines the names of their tensors in the
+component. For a meta module only the header of a file is read.
 
-    image_proj.proj.weight         ->   encoder_hid_proj.image_projection_layers.0.image_embeds.weight
-    ip_adapter.1.to_k_ip.weight    ->   down_blocks.1...attn2.processor.to_k_ip.0.weight
+    image_proj.proj.weight      -> encoder_hid_proj.image_projection_layers.0.image_embeds.weight
+    ip_adapter.1.to_k_ip.weight -> down_blocks.1...attn2.processor.to_k_ip.0.weight
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from graphrun.modules.source_files import refuse_uncomputable
 
 
 def add_ip_adapters(component: Component, module: Any) -> Any:
-    """Adds the attention processors and projections of ``component``'s IP-Adapters to ``module``, with tensors on meta. Returns
-    ``module``.
+    """Add the attention processors and projections of the IP-Adapters to ``module``, on meta.
+
+    Returns ``module``.
     """
     if component.ip_adapters:
         with torch.device("meta"):
@@ -38,50 +39,84 @@ def add_ip_adapters(component: Component, module: Any) -> Any:
     return module
 
 
-def adapter_tensors(component: Component, module: Any, *, meta: bool = False) -> dict[str, torch.Tensor]:
-    """The tensors of ``component``'s IP-Adapters, on the CPU in the component's dtype, by their names in ``module``.
+def adapter_tensors(
+    component: Component, module: Any, *, meta: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of ``component``'s IP-Adapters by their names in ``module``.
 
-    ``module`` is one that `add_ip_adapters` returned. ``meta``: without numbers, on the meta device. Empty where the component has
-    no IP-Adapters. Raises GraphError for a file that cannot be read or does not fit.
+    They are on the CPU, in the component's dtype; with ``meta``, on meta without values. ``module``
+    is one that `add_ip_adapters` returned. Empty if the component has no IP-Adapters. Raises
+    GraphError for a file that cannot be read or does not fit.
     """
     if not component.ip_adapters:
         return {}
     with torch.device("meta") if meta else nullcontext():
         attention, layers = _converted(component, module, meta=meta)
-    named: dict[str, nn.Module] = {name: part for name, part in attention.items() if isinstance(part, nn.Module)}
-    named |= {f"encoder_hid_proj.image_projection_layers.{number}": layer for number, layer in enumerate(layers)}
-    found = {f"{name}.{key}": tensor for name, part in named.items() for key, tensor in part.state_dict().items()}
-    return {name: tensor.to(getattr(torch, component.dtype)) for name, tensor in found.items()}
+    adapter_modules: dict[str, nn.Module] = {
+        name: part for name, part in attention.items() if isinstance(part, nn.Module)
+    }
+    adapter_modules |= {
+        f"encoder_hid_proj.image_projection_layers.{number}": layer
+        for number, layer in enumerate(layers)
+    }
+    tensors = {
+        f"{name}.{key}": tensor
+        for name, part in adapter_modules.items()
+        for key, tensor in part.state_dict().items()
+    }
+    return {name: tensor.to(getattr(torch, component.dtype)) for name, tensor in tensors.items()}
 
 
-def _converted(component: Component, module: Any, *, meta: bool) -> tuple[dict[str, Any], list[Any]]:
-    """The attention processors by name and the list of image projections, as diffusers converts them.
+def _converted(
+    component: Component, module: Any, *, meta: bool
+) -> tuple[dict[str, Any], list[Any]]:
+    """Return the attention processors by name and the image projections, from diffusers.
 
-    ``meta``: only the headers of the files are read. Raises GraphError for a file that cannot be read or does not fit the
-    component.
+    ``meta``: only the headers of the files are read. Raises GraphError for a file that cannot be
+    read or does not fit the component.
     """
     from safetensors import safe_open
 
     if not hasattr(module, "_convert_ip_adapter_attn_to_diffusers"):
-        raise refusal(component, f"{component.class_path} does not support IP-Adapters", ".ip_adapters")
+        raise refusal(
+            component, f"{component.class_path} does not support IP-Adapters", ".ip_adapters"
+        )
     states, parts = [], ("image_proj.", "ip_adapter.")
     for adapter in component.ip_adapters:
         try:
-            with safe_open(adapter.file, framework="pt") as opened:
-                named = [key for key in opened.keys() if key.startswith(parts)]  # noqa: SIM118
-                refuse_uncomputable({key: opened.get_slice(key).get_dtype() for key in named})
+            with safe_open(adapter.file, framework="pt") as file:
+                keys = [key for key in file.keys() if key.startswith(parts)]  # noqa: SIM118
+                refuse_uncomputable({key: file.get_slice(key).get_dtype() for key in keys})
                 tensors = {
-                    key: torch.empty(opened.get_slice(key).get_shape(), device="meta") if meta else opened.get_tensor(key)
-                    for key in named
+                    key: torch.empty(file.get_slice(key).get_shape(), device="meta")
+                    if meta
+                    else file.get_tensor(key)
+                    for key in keys
                 }
         except Exception as error:  # noqa: BLE001  (safetensors raises various exception classes)
-            raise refusal(component, f"{adapter.file} cannot be read: {error}", ".ip_adapters") from error
-        states.append({part[:-1]: {k.removeprefix(part): t for k, t in tensors.items() if k.startswith(part)} for part in parts})
+            raise refusal(
+                component, f"{adapter.file} cannot be read: {error}", ".ip_adapters"
+            ) from error
+        states.append(
+            {
+                part[:-1]: {
+                    k.removeprefix(part): t for k, t in tensors.items() if k.startswith(part)
+                }
+                for part in parts
+            }
+        )
     try:
         attention = module._convert_ip_adapter_attn_to_diffusers(states, low_cpu_mem_usage=False)
-        layers = [module._convert_ip_adapter_image_proj_to_diffusers(s["image_proj"], low_cpu_mem_usage=False) for s in states]
+        layers = [
+            module._convert_ip_adapter_image_proj_to_diffusers(
+                s["image_proj"], low_cpu_mem_usage=False
+            )
+            for s in states
+        ]
     except (KeyError, RuntimeError, IndexError, ValueError) as error:
         names = ", ".join(adapter.file for adapter in component.ip_adapters)
         text = " ".join(str(error).split())[:300]
-        raise refusal(component, f"{names} does not fit {component.class_path}: {text}", ".ip_adapters") from error
+        raise refusal(
+            component, f"{names} does not fit {component.class_path}: {text}", ".ip_adapters"
+        ) from error
     return attention, layers

@@ -1,6 +1,7 @@
-"""Assigns every tensor of a module to a block, and computes its offset in the block's buffer.
+"""Assign every tensor of a module to a block, and compute its offset in the block's buffer.
 
-Layout only. The estimator applies it to meta modules and the executor to real ones, so both count the same bytes.
+The estimator applies this layout to meta modules and the executor to real ones, so both count the
+same bytes.
 
     block "transformer_blocks.0"      one buffer, one copy
     | weight        |pad| bias |pad| ... |     every tensor starts at a multiple of ALIGNMENT
@@ -18,15 +19,17 @@ from torch import nn
 
 from graphrun.units import round_up
 
-# Vectorized kernels and cuBLAS choose other code paths below 16-byte alignment. PyTorch's own allocations are aligned to 512 bytes
-# on CUDA and 64 on the CPU. cuBLASLt's heuristics look at alignments of up to 256 bytes, so 256 gives every view the alignment they
-# ask for.
+# Vectorized kernels and cuBLAS choose other code paths below 16-byte alignment. PyTorch's own
+# allocations are aligned to 512 bytes on CUDA and 64 on the CPU. cuBLASLt's heuristics look at
+# alignments of up to 256 bytes, so 256 gives every view the alignment they ask for.
 ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLocation:
-    """Where a module refers to a tensor: an entry of ``owner._parameters``, ``owner._buffers`` or, for the state of a quantized
+    """A place where a module refers to a tensor.
+
+    It is an entry of ``owner._parameters``, ``owner._buffers`` or, for the state of a quantized
     layer, ``owner.__dict__``.
     """
 
@@ -34,17 +37,17 @@ class TensorLocation:
     kind: str  # "_parameters", "_buffers" or "__dict__"
     key: str
 
-    def put(self, tensor: torch.Tensor) -> None:
-        """Sets ``tensor`` at this location."""
+    def assign(self, tensor: torch.Tensor) -> None:
+        """Set ``tensor`` at this location."""
         getattr(self.owner, self.kind)[self.key] = tensor
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One distinct tensor of a block: ``nbytes`` at ``offset``, and every location that refers to it (tied tensors are one entry).
+    """One distinct tensor of a block: ``nbytes`` at ``offset``, and all references to it.
 
-    ``names``: the names of the parameter or buffer in the module. ``field``: which of a quantized weight's tensors this is; "" for
-    a plain tensor.
+    Tied tensors are one entry. ``names``: names of the parameter or buffer in the module.
+    ``field``: which of a quantized weight's tensors this is; "" for a plain tensor.
     """
 
     offset: int
@@ -73,78 +76,102 @@ class _TensorUses:
     owners: set[str]
 
 
-def lay_out(module: nn.Module, paths: Sequence[str], *, split_layers: bool = False) -> dict[str, BlockLayout]:
-    """The layout of every block in ``paths``, by path. The root ``""`` is always included: it has the tensors of no other block.
+def lay_out(
+    module: nn.Module, paths: Sequence[str], *, split_layers: bool = False
+) -> dict[str, BlockLayout]:
+    """Return the layout of every block in ``paths``, by path, and of the root ``""``.
 
-    Parameters and buffers count alike, persistent or not, and so do the statistics of quantized layers. A tensor tied across blocks
-    belongs to the root, which is never streamed. With ``split_layers`` (``paths`` are single layers), a tensor that exactly one of
-    ``paths`` and the root share belongs to that layer, because a layer is a block only where nothing else reads its tensors. Works
-    on meta modules too.
+    The root has the tensors of no other block. Parameters and buffers count alike, persistent or
+    not, and so do the statistics of quantized layers. A tensor tied across blocks belongs to the
+    root, which is never streamed. With ``split_layers`` (``paths`` are single layers), a tensor
+    shared by exactly one of ``paths`` and the root belongs to that layer, because a layer is a
+    block only if nothing else reads its tensors. Works on meta modules too.
     """
-    found: dict[int, _TensorUses] = {}
+    tensor_uses: dict[int, _TensorUses] = {}
     blocks = dict.fromkeys(path for path in paths if path)
-    block_of = {"": ""}  # module path -> the block it belongs to: itself, or the block of its parent
+    # module path -> the block it belongs to: itself, or the block of its parent
+    block_of = {"": ""}
     for prefix, child in module.named_modules(remove_duplicate=False):
-        owner = block_of[prefix] = prefix if prefix in blocks else block_of[prefix.rpartition(".")[0]]
-        for tensor, field, location, key in held(child):
-            uses = found.setdefault(id(tensor), _TensorUses(tensor, field, {}, {}, set()))
+        owner = block_of[prefix] = (
+            prefix if prefix in blocks else block_of[prefix.rpartition(".")[0]]
+        )
+        for tensor, field, location, key in direct_tensors(child):
+            uses = tensor_uses.setdefault(id(tensor), _TensorUses(tensor, field, {}, {}, set()))
             uses.owners.add(owner)
             uses.names[f"{prefix}.{key}" if prefix else key] = None
             uses.locations[id(location.owner), location.kind, location.key] = location
     offsets = dict.fromkeys(("", *blocks), 0)
     entries: dict[str, list[TensorEntry]] = {path: [] for path in offsets}
-    for uses in found.values():
+    for uses in tensor_uses.values():
         owners = uses.owners - {""} if split_layers else uses.owners
         path = next(iter(owners)) if len(owners) == 1 else ""
         nbytes = uses.tensor.numel() * uses.tensor.element_size()
         locations, names = tuple(uses.locations.values()), tuple(uses.names)
-        entries[path].append(TensorEntry(offsets[path], nbytes, uses.tensor, locations, names, uses.field))
+        entries[path].append(
+            TensorEntry(offsets[path], nbytes, uses.tensor, locations, names, uses.field)
+        )
         offsets[path] = round_up(offsets[path] + nbytes, ALIGNMENT)
     return {path: BlockLayout(path, offsets[path], tuple(entries[path])) for path in offsets}
 
 
-def held(child: nn.Module) -> Iterator[tuple[torch.Tensor, str, TensorLocation, str]]:
-    """The tensors that ``child`` itself holds: (tensor, field, location, name of the parameter or buffer that they make up).
+def direct_tensors(child: nn.Module) -> Iterator[tuple[torch.Tensor, str, TensorLocation, str]]:
+    """Yield the tensors of ``child`` itself: (tensor, field, location, parameter or buffer name).
 
-    bitsandbytes keeps a 4-bit weight's statistics in its ``quant_state`` (nested statistics in ``state2``). It refers to an 8-bit
-    weight a second time as ``state.CB``, with the scales in ``state.SCB``.
+    bitsandbytes stores a 4-bit weight's statistics in its ``quant_state`` (nested statistics in
+    ``state2``). It refers to an 8-bit weight a second time as ``state.CB``, with the scales in
+    ``state.SCB``.
     """
     for kind in ("_parameters", "_buffers"):
         for key, tensor in getattr(child, kind).items():
             if tensor is None:
                 continue
-            nf4, int8 = getattr(tensor, "quant_state", None), _int8_state(child) if key == "weight" else None
-            yield tensor, "data" if nf4 is not None else "CB" if int8 is not None else "", TensorLocation(child, kind, key), key
+            nf4, int8 = (
+                getattr(tensor, "quant_state", None),
+                _int8_state(child) if key == "weight" else None,
+            )
+            yield (
+                tensor,
+                "data" if nf4 is not None else "CB" if int8 is not None else "",
+                TensorLocation(child, kind, key),
+                key,
+            )
             if nf4 is not None:
                 for owner, label in ((nf4, ""), (getattr(nf4, "state2", None), "nested_")):
                     for name in ("absmax", "code", "offset"):
                         if isinstance(statistic := getattr(owner, name, None), torch.Tensor):
-                            yield statistic, label + name, TensorLocation(owner, "__dict__", name), key
+                            yield (
+                                statistic,
+                                label + name,
+                                TensorLocation(owner, "__dict__", name),
+                                key,
+                            )
             if int8 is not None:
                 yield tensor, "CB", TensorLocation(int8, "__dict__", "CB"), key
                 yield int8.SCB, "SCB", TensorLocation(int8, "__dict__", "SCB"), key
 
 
 def _int8_state(child: nn.Module) -> Any:
-    """The ``MatmulLtState`` of an 8-bit layer that is already quantized, else None."""
+    """Return the ``MatmulLtState`` of an 8-bit layer that is already quantized, else None."""
     state = child.__dict__.get("state")
     return state if isinstance(getattr(state, "SCB", None), torch.Tensor) else None
 
 
 @contextmanager
 def with_weights_of(live: nn.Module, meta_module: nn.Module) -> Iterator[None]:
-    """Within the context, ``meta_module`` has the tensors of ``live``, cast to its own dtypes where these differ."""
+    """Give ``meta_module`` the tensors of ``live`` within the context, cast to its own dtypes."""
     pairs = [
         (location, tensor, borrowed)
-        for mine, other in zip(meta_module.modules(), live.modules(), strict=True)
-        for (tensor, _, location, _), (borrowed, *_) in zip(held(mine), held(other), strict=True)
+        for meta_child, live_child in zip(meta_module.modules(), live.modules(), strict=True)
+        for (tensor, _, location, _), (borrowed, *_) in zip(
+            direct_tensors(meta_child), direct_tensors(live_child), strict=True
+        )
     ]
     for location, tensor, borrowed in pairs:
         cast = borrowed if borrowed.dtype == tensor.dtype else borrowed.detach().to(tensor.dtype)
         as_parameter = isinstance(borrowed, nn.Parameter) and cast is not borrowed
-        location.put(nn.Parameter(cast, requires_grad=False) if as_parameter else cast)
+        location.assign(nn.Parameter(cast, requires_grad=False) if as_parameter else cast)
     try:
         yield
     finally:
         for location, tensor, _ in pairs:
-            location.put(tensor)
+            location.assign(tensor)

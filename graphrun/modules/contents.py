@@ -1,9 +1,12 @@
-"""Maps the tensors of a component's files to the tensors of its module: as stored, or computed from stored tensors.
+"""Map the tensors in a component's files to the tensors of its module.
 
-Handles every file layout. Reads headers only.
+A tensor is used as stored, or computed from stored tensors. Handles every file layout, and reads
+headers only.
 
-    folder, GGUF or single file --headers--> names --(conversion)--> the module's names, shapes checked
-    fp8 with scales             weight and scale stay separate for precision fp8, else the weight is their product
+    folder, GGUF or single file --headers--> names --(conversion)--> the module's names, shapes
+                                                                     checked
+    fp8 with scales             weight and scale stay separate in precision fp8; otherwise the
+                                weight is their product
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from graphrun.modules.quantize import convert, quantizable_layers
 from graphrun.modules.source_files import Stored, stored_tensors
 
 FP8 = "float8_e4m3fn"
-# Suffixes of the scale of ``x.weight`` in fp8 files: ComfyUI's scaled fp8, and its later quantized layouts.
+# Suffixes of the scale of ``x.weight`` in fp8 files: ComfyUI's scaled fp8, and its later layouts.
 _SCALE_SUFFIXES = (".scale_weight", ".weight_scale")
 # Suffixes of tensors that only ComfyUI's own kernels use: scales of activations, format markers.
 _IGNORED_SUFFIXES = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")
@@ -35,10 +38,10 @@ _IGNORED_SUFFIXES = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The tensors of a component's files for its module.
+    """The tensors in a component's files, for its module.
 
-    ``pieces``: by the module's names, a tied tensor under each of its names. ``scales``: of fp8 weights, [out 1], by the weight's
-    name. ``tensors``: all tensors of the files.
+    ``pieces``: by the module's names; a tied tensor is under each of its names. ``scales``: of fp8
+    weights, [out 1], by the weight's name. ``tensors``: all tensors in the files.
     """
 
     place: Path
@@ -52,38 +55,55 @@ class Content:
         return any(tensor.quant for tensor in self.tensors)
 
     def kind(self, name: str) -> str:
-        """The type of a quantized GGUF tensor; "" for any other."""
+        """Return the type of a quantized GGUF tensor; "" for any other tensor."""
         return next((leaf.quant for leaf in self.pieces[name].leaves if leaf.quant), "")
 
     def plain(self, name: str) -> Piece:
-        """The piece ``name`` as numbers: a quantized GGUF tensor is dequantized when it is read."""
+        """Return the piece ``name`` as numbers: a quantized GGUF tensor is dequantized when it is
+        read."""
         piece, kind = self.pieces[name], self.kind(name)
         if not kind:
             return piece
         return Derivation(
-            name, "float16", shape_of(piece.shape, kind), piece.leaves, lambda values: dequantized(piece.make(values), kind)
+            name,
+            "float16",
+            shape_of(piece.shape, kind),
+            piece.leaves,
+            lambda values: dequantized(piece.make(values), kind),
         )
 
 
 def tensors_in(place: Path, component: Component, precision: str) -> tuple[Stored, ...]:
-    """Every tensor in the files at ``place``, from their headers. Raises GraphError for a broken file."""
+    """Return every tensor in the files at ``place``, from their headers.
+
+    Raises GraphError for a broken file.
+    """
     if precision == "gguf":
-        return gguf_tensors(place, component.where)
-    return stored_tensors(place, component.where, component.variant)
+        return gguf_tensors(place, component.file_line)
+    return stored_tensors(place, component.file_line, component.variant)
 
 
 def content_of(component: Component, module: nn.Module, place: Path, precision: str) -> Content:
-    """The content of ``place`` for ``module``, which is ``component`` before its layers are replaced for ``precision``.
+    """Return the content of ``place`` for ``module``, before its layers are replaced.
 
-    Raises GraphError for a broken file, one of another model, or a tensor of another shape. Missing tensors are not an error here.
+    ``module`` is ``component`` with its original layers. Raises GraphError for a broken file, a
+    file of another model, or a tensor of another shape. Missing tensors are not an error here.
     """
-    stored = tensors_in(place, component, precision)
-    if (odd := next((tensor for tensor in stored if not hasattr(torch, tensor.dtype)), None)) is not None:
-        raise refusal(component, f"{place} stores {odd.name} as {odd.dtype}, which torch cannot compute with")
-    by_name = {tensor.name: tensor for tensor in stored}
+    file_tensors = tensors_in(place, component, precision)
+    if (
+        odd := next((tensor for tensor in file_tensors if not hasattr(torch, tensor.dtype)), None)
+    ) is not None:
+        raise refusal(
+            component, f"{place} stores {odd.name} as {odd.dtype}, which torch cannot compute with"
+        )
+    by_name = {tensor.name: tensor for tensor in file_tensors}
     scaled = _scales(by_name, place, component)
-    symbols = SymbolicTensors({name: tensor for name, tensor in by_name.items() if not name.endswith(_IGNORED_SUFFIXES)})
-    tensors = {name: tensor for name, tensor in symbols.tensors.items() if name not in scaled.values()}
+    symbols = SymbolicTensors(
+        {name: tensor for name, tensor in by_name.items() if not name.endswith(_IGNORED_SUFFIXES)}
+    )
+    tensors = {
+        name: tensor for name, tensor in symbols.tensors.items() if name not in scaled.values()
+    }
     expanded = dict(tensors)
     with symbols:
         for name, scale in scaled.items():
@@ -92,15 +112,28 @@ def content_of(component: Component, module: nn.Module, place: Path, precision: 
                 # One scale per element, so that the conversion moves it with its element.
                 expanded[name] = row.expand(tensors[name].shape)
             else:
-                own = getattr(torch, component.dtype)
-                tensors[name] = tensors[name].to(own) * row.to(own)
-    named = _by_module_name(module, symbols, tensors, place, component)
-    content = Content(place, {name: symbols.piece(name, tensor) for name, tensor in named.items()}, stored)
-    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()}
-    found = {name: content.plain(name).shape for name in content.pieces}
-    differing = [name for name in found if found[name] != shapes[name]]
+                dtype = getattr(torch, component.dtype)
+                tensors[name] = tensors[name].to(dtype) * row.to(dtype)
+    module_tensors = _by_module_name(module, symbols, tensors, place, component)
+    content = Content(
+        place,
+        {name: symbols.piece(name, tensor) for name, tensor in module_tensors.items()},
+        file_tensors,
+    )
+    shapes = {
+        name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()
+    }
+    file_shapes = {name: content.plain(name).shape for name in content.pieces}
+    differing = [name for name in file_shapes if file_shapes[name] != shapes[name]]
     types = {name: content.kind(name) or content.pieces[name].dtype for name in differing}
-    refuse_differing(place, [(name, f"{list(found[name])} {types[name]}", list(shapes[name])) for name in differing], component)
+    refuse_differing(
+        place,
+        [
+            (name, f"{list(file_shapes[name])} {types[name]}", list(shapes[name]))
+            for name in differing
+        ],
+        component,
+    )
     if not scaled or precision != "fp8":
         return content
     scales: dict[str, Piece] = {}
@@ -113,110 +146,164 @@ def content_of(component: Component, module: nn.Module, place: Path, precision: 
 
 
 def as_stored(content: Content, weights: Collection[str]) -> tuple[str, ...]:
-    """The precisions in which the files already store the weights called ``weights``, so that nothing has to be quantized: gguf,
-    fp8 or none.
+    """Return the precisions in which the files already store ``weights``: gguf, fp8 or none.
+
+    Weights in these precisions need no quantization.
     """
     if content.quantized:
         return ("gguf",)
     pieces = [content.pieces.get(name) for name in weights]
-    return ("fp8",) if pieces and all(piece is not None and piece.dtype == FP8 for piece in pieces) else ()
+    return (
+        ("fp8",)
+        if pieces and all(piece is not None and piece.dtype == FP8 for piece in pieces)
+        else ()
+    )
 
 
-def replace_layers(module: nn.Module, precision: str, own: torch.dtype, content: Content) -> None:
-    """Replaces the layers of ``module`` by those of ``precision``, with the shapes that ``content`` has."""
-    rows = {name: (kind, piece.shape[-1]) for name, piece in content.pieces.items() if (kind := content.kind(name))}
-    convert(module, precision, own, rows, content.scales)
+def replace_layers(module: nn.Module, precision: str, dtype: torch.dtype, content: Content) -> None:
+    """Replace the layers of ``module`` for ``precision``, with the shapes in ``content``."""
+    rows = {
+        name: (kind, piece.shape[-1])
+        for name, piece in content.pieces.items()
+        if (kind := content.kind(name))
+    }
+    convert(module, precision, dtype, rows, content.scales)
 
 
-def read_as(content: Content, module: nn.Module, precision: str, own: torch.dtype) -> dict[str, Piece]:
-    """The piece to read for each tensor of ``module`` in ``precision``, by name, before its layers are replaced: raw bytes for
-    layers that hold quantized tensors, else numbers.
+def read_as(
+    content: Content, module: nn.Module, precision: str, dtype: torch.dtype
+) -> dict[str, Piece]:
+    """Return the piece to read for each tensor of ``module`` in ``precision``, by name.
+
+    ``module`` has its original layers. Layers with quantized tensors read raw bytes, others
+    numbers.
     """
-    layers = {f"{path}.weight" for path in quantizable_layers(module, own)} if precision in QUANTIZED else set()
-    found = {
-        name: piece if precision == "gguf" and name in layers else content.plain(name) for name, piece in content.pieces.items()
+    layers = (
+        {f"{path}.weight" for path in quantizable_layers(module, dtype)}
+        if precision in QUANTIZED
+        else set()
+    )
+    pieces = {
+        name: piece if precision == "gguf" and name in layers else content.plain(name)
+        for name, piece in content.pieces.items()
     }
     for name, scale in content.scales.items():
         if name in layers:
-            found[scale_name(name)] = scale
+            pieces[scale_name(name)] = scale
         else:
-            found[name] = _product(found[name], scale, own)
-    return found
+            pieces[name] = _product(pieces[name], scale, dtype)
+    return pieces
 
 
 def scale_name(weight: str) -> str:
-    """The name of the scale of ``weight`` in an fp8 layer."""
+    """Return the name of the scale of ``weight`` in an fp8 layer."""
     return f"{weight.removesuffix('.weight')}.scale"
 
 
-def refuse_missing(content: Content, needed: Collection[str], component: Component) -> None:
-    """Raises GraphError naming the tensors of ``needed`` that the files lack."""
-    if missing := sorted(set(needed) - content.pieces.keys()):
+def refuse_missing(content: Content, names: Collection[str], component: Component) -> None:
+    """Raise GraphError naming the tensors in ``names`` that are missing from the files."""
+    if absent_names := sorted(set(names) - content.pieces.keys()):
         if not content.pieces:
-            raise refusal(component, f"{content.place} has no tensors for it: give it its own source:")
-        raise lacking(component, content.place, missing)
+            raise refusal(
+                component, f"{content.place} has no tensors for it: give it its own source:"
+            )
+        raise missing_tensors(component, content.place, absent_names)
 
 
-def lacking(component: Component, place: Path, missing: Sequence[str]) -> GraphError:
-    """The error for ``missing`` tensors."""
-    return refusal(component, f"{place} lacks {len(missing)} tensors, such as {', '.join(missing[:3])}")
+def missing_tensors(component: Component, place: Path, names: Sequence[str]) -> GraphError:
+    """Return the error for missing tensors ``names``."""
+    return refusal(component, f"{place} lacks {len(names)} tensors, such as {', '.join(names[:3])}")
 
 
-def refuse_differing(place: Path, differing: Sequence[tuple[str, str, object]], component: Component) -> None:
-    """Raises GraphError naming the tensors that differ from the module's: (name, what it is in the files, what it should be)."""
+def refuse_differing(
+    place: Path, differing: Sequence[tuple[str, str, object]], component: Component
+) -> None:
+    """Raise GraphError for tensors that differ from the module's.
+
+    ``differing``: (name, description of the tensor in the files, expected description).
+    """
     if differing:
-        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-        text = "; ".join(f"{name} is {found}, not {wanted}" for name, found, wanted in differing[:3])
-        raise refusal(component, f"{place} does not match its config: {text}{more}")
+        suffix = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        text = "; ".join(
+            f"{name} is {actual}, not {expected}" for name, actual, expected in differing[:3]
+        )
+        raise refusal(component, f"{place} does not match its config: {text}{suffix}")
 
 
-def saved_as(name: str, module: nn.Module, saved: Mapping[str, Any]) -> str:
-    """The name of the module's tensor ``name`` in a file: transformers adds or drops the base model's prefix."""
+def name_in_file(name: str, module: nn.Module, file_names: Mapping[str, Any]) -> str:
+    """Return the name of the module's tensor ``name`` in a file.
+
+    transformers adds or drops the base model's prefix.
+    """
     prefix = getattr(module, "base_model_prefix", "") or ""
-    if name not in saved and prefix:
+    if name not in file_names and prefix:
         for other in (f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
-            if other in saved:
+            if other in file_names:
                 return other
     return name
 
 
 def _by_module_name(
-    module: nn.Module, symbols: SymbolicTensors, tensors: Mapping[str, torch.Tensor], place: Path, component: Component
+    module: nn.Module,
+    symbols: SymbolicTensors,
+    tensors: Mapping[str, torch.Tensor],
+    place: Path,
+    component: Component,
 ) -> dict[str, torch.Tensor]:
-    """``tensors`` by the module's names, a tied tensor under each of its names."""
+    """Return ``tensors`` by the module's names; a tied tensor is under each of its names."""
     state = module.state_dict(keep_vars=True)
-    own = sum(saved_as(name, module, tensors) in tensors for name in state)
-    if place.is_file() and 2 * own <= len(state):  # else the names are the module's, and a missing one is reported as missing
+    match_count = sum(name_in_file(name, module, tensors) in tensors for name in state)
+    # else the names are the module's, and a missing one is reported as missing
+    if place.is_file() and 2 * match_count <= len(state):
         try:
             tensors = converted(module, symbols, tensors)
         except InputError as error:
             raise refusal(component, f"{place} cannot be used: {error}") from error
-    found: dict[int, torch.Tensor] = {}
+    module_tensors: dict[int, torch.Tensor] = {}
     for name, tensor in state.items():
-        if (stored := tensors.get(saved_as(name, module, tensors))) is not None:
-            found.setdefault(id(tensor), stored)
-    return {name: found[id(tensor)] for name, tensor in state.items() if id(tensor) in found}
+        if (file_tensor := tensors.get(name_in_file(name, module, tensors))) is not None:
+            module_tensors.setdefault(id(tensor), file_tensor)
+    return {
+        name: module_tensors[id(tensor)]
+        for name, tensor in state.items()
+        if id(tensor) in module_tensors
+    }
 
 
-def _product(weight: Piece, scale: Piece, own: torch.dtype) -> Derivation:
-    """``weight`` times ``scale``, each cast to ``own`` first, as a layer computes it."""
+def _product(weight: Piece, scale: Piece, dtype: torch.dtype) -> Derivation:
+    """Return ``weight`` times ``scale``, each cast to ``dtype`` first, as a layer computes it."""
     count = len(weight.leaves)
 
     def make(values: Sequence[torch.Tensor]) -> torch.Tensor:
-        return weight.make(values[:count]).to(own) * scale.make(values[count:]).to(own)
+        return weight.make(values[:count]).to(dtype) * scale.make(values[count:]).to(dtype)
 
-    return Derivation(weight.name, str(own).removeprefix("torch."), weight.shape, (*weight.leaves, *scale.leaves), make)
+    return Derivation(
+        weight.name,
+        str(dtype).removeprefix("torch."),
+        weight.shape,
+        (*weight.leaves, *scale.leaves),
+        make,
+    )
 
 
 def _scales(by_name: Mapping[str, Stored], place: Path, component: Component) -> dict[str, str]:
-    """fp8 weight -> its scale, of one element or one per row. Raises GraphError for scales of another shape."""
-    found = {}
+    """Return fp8 weight -> its scale, which has one element or one per row.
+
+    Raises GraphError for scales of another shape.
+    """
+    scales = {}
     for key, scale in by_name.items():
-        weight = next((f"{key.removesuffix(end)}.weight" for end in _SCALE_SUFFIXES if key.endswith(end)), "")
+        weight = next(
+            (f"{key.removesuffix(end)}.weight" for end in _SCALE_SUFFIXES if key.endswith(end)), ""
+        )
         if weight in by_name and by_name[weight].dtype == FP8:
             shape = by_name[weight].shape
             if math.prod(scale.shape) not in (1, shape[0]) or len(shape) != 2:
-                what = f"{key} {list(scale.shape)} is not a supported scale of {weight} {list(shape)}"
-                raise refusal(component, f"{place}: {what}: it must have one element, or one per row")
-            found[weight] = key
-    return found
+                problem = (
+                    f"{key} {list(scale.shape)} is not a supported scale of {weight} {list(shape)}"
+                )
+                raise refusal(
+                    component, f"{place}: {problem}: it must have one element, or one per row"
+                )
+            scales[weight] = key
+    return scales

@@ -1,12 +1,14 @@
-"""Finds the tensors of a module in a checkpoint that has the original authors' names, by running diffusers' conversions on meta
-tensors.
+"""Find the tensors of a module in a checkpoint with the original authors' tensor names.
 
-diffusers' own functions (`diffusers.loaders.single_file_utils`) decide the names. They run once, on tensors without data, and every
-operation on them is recorded. The record says which bytes of which file each converted tensor is, or how to compute it.
+diffusers' own conversions (`diffusers.loaders.single_file_utils`) decide the names. They run once,
+on meta tensors, and every operation is recorded. The record says which bytes of which file each
+converted tensor is, or how to compute it.
 
-    file    | qkv.weight [3n n] ..................... |          meta
-              q = rows 0..n    k = rows n..2n   v = ...          chunk: each is a range of the file's bytes (`Stored`)
-              shift, scale -> cat([scale, shift])                others: repeated on the data when read (`Derivation`)
+    file    | qkv.weight [3n n] ..................... |
+    meta      q = rows 0..n    k = rows n..2n   v = ...    chunk: each is a range of the file's
+                                                           bytes (`Stored`)
+              shift, scale -> cat([scale, shift])          others: repeated on the data when read
+                                                           (`Derivation`)
 """
 
 from __future__ import annotations
@@ -23,13 +25,17 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from graphrun.errors import InputError
 from graphrun.modules.source_files import Stored
 
-# Copies of a whole tensor. A tensor that is read from disk needs no copy, so the tensor itself is returned.
+# Copies of a whole tensor. A tensor that is read from disk needs no copy, so the tensor itself is
+# returned.
 _COPIES = frozenset({"clone", "contiguous", "detach"})
 
 
 @dataclass(frozen=True, slots=True)
 class Derivation:
-    """A tensor computed from others: ``make`` takes the values of ``leaves``, tensors stored in files, in that order."""
+    """A tensor computed from others.
+
+    ``make`` takes the values of ``leaves``, tensors stored in files, in that order.
+    """
 
     name: str
     dtype: str
@@ -47,19 +53,24 @@ Piece = Stored | Derivation
 
 
 class SymbolicTensors(TorchFunctionMode):
-    """Meta tensors in place of the ``stored`` ones, by name in ``tensors``. Records the operations on them inside its context, for
-    `piece`.
+    """Meta tensors for the stored tensors ``leaves``, by name in ``tensors``.
+
+    Records the operations on them inside its context, for `piece`.
     """
 
-    def __init__(self, stored: Mapping[str, Stored]) -> None:
+    def __init__(self, leaves: Mapping[str, Stored]) -> None:
         super().__init__()
         self.tensors = {
-            name: torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype), device="meta") for name, leaf in stored.items()
+            name: torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype), device="meta")
+            for name, leaf in leaves.items()
         }
         self._alive: list[Any] = []  # keeps the tensors whose ids are keys below
-        self._leaves = {id(tensor): stored[name] for name, tensor in self.tensors.items()}
-        self._by_storage = {tensor.untyped_storage()._cdata: stored[name] for name, tensor in self.tensors.items()}
-        # id of a result -> the operation, its arguments, and the result's number among several (None for a single one)
+        self._leaves = {id(tensor): leaves[name] for name, tensor in self.tensors.items()}
+        self._by_storage = {
+            tensor.untyped_storage()._cdata: leaves[name] for name, tensor in self.tensors.items()
+        }
+        # id of a result -> the operation, its arguments, and the result's number among several
+        # (None for a single one)
         self._operations: dict[int, tuple[Callable[..., Any], Any, int | None]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,19 +79,30 @@ class SymbolicTensors(TorchFunctionMode):
             return args[0]
         if func is torch.cat and len(args[0]) == 1:  # FLUX's conversion concatenates single tensors
             return args[0][0]
-        out = func(*args, **kwargs)
-        for index, one in enumerate(out) if isinstance(out, (list, tuple)) else ((None, out),):
-            if isinstance(one, torch.Tensor) and id(one) not in self._leaves:
-                self._operations[id(one)] = func, (args, kwargs), index
-                self._alive.append(one)
-        return out
+        result = func(*args, **kwargs)
+        for index, item in (
+            enumerate(result) if isinstance(result, (list, tuple)) else ((None, result),)
+        ):
+            if isinstance(item, torch.Tensor) and id(item) not in self._leaves:
+                self._operations[id(item)] = func, (args, kwargs), index
+                self._alive.append(item)
+        return result
 
     def piece(self, name: str, tensor: torch.Tensor) -> Piece:
-        """Where the values of ``tensor`` come from; the conversion returned it under ``name``."""
+        """Return where the values of ``tensor``, converted under ``name``, come from."""
         leaf = self._by_storage.get(tensor.untyped_storage()._cdata)
-        if leaf is not None and tensor.is_contiguous() and str(tensor.dtype).removeprefix("torch.") == leaf.dtype:
+        if (
+            leaf is not None
+            and tensor.is_contiguous()
+            and str(tensor.dtype).removeprefix("torch.") == leaf.dtype
+        ):
             begin = leaf.begin + int(tensor.storage_offset()) * tensor.element_size()
-            return replace(leaf, shape=tuple(tensor.shape), nbytes=tensor.numel() * tensor.element_size(), begin=begin)
+            return replace(
+                leaf,
+                shape=tuple(tensor.shape),
+                nbytes=tensor.numel() * tensor.element_size(),
+                begin=begin,
+            )
         leaves = self._leaves_of(tensor)
 
         def make(values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -90,49 +112,63 @@ class SymbolicTensors(TorchFunctionMode):
         return Derivation(name, dtype, tuple(tensor.shape), tuple(leaves.values()), make)
 
     def _leaves_of(self, tensor: torch.Tensor) -> dict[int, Stored]:
-        """The stored tensors that ``tensor`` is computed from, by the ids of their meta tensors."""
+        """Return the stored tensors that ``tensor`` is computed from, by the ids of their meta
+        tensors."""
         if id(tensor) in self._leaves:
             return {id(tensor): self._leaves[id(tensor)]}
-        found: dict[int, Stored] = {}
-        for one in tree_leaves(self._operations[id(tensor)][1]) if id(tensor) in self._operations else ():
-            found |= self._leaves_of(one) if isinstance(one, torch.Tensor) else {}
-        return found
+        leaves: dict[int, Stored] = {}
+        for argument in (
+            tree_leaves(self._operations[id(tensor)][1]) if id(tensor) in self._operations else ()
+        ):
+            leaves |= self._leaves_of(argument) if isinstance(argument, torch.Tensor) else {}
+        return leaves
 
     def _value(self, tensor: torch.Tensor, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """The value of ``tensor``; a constant, which depends on no leaf, is returned as it is."""
+        """Return the value of ``tensor``; a constant, which depends on no leaf, unchanged."""
         if id(tensor) in values or id(tensor) not in self._operations or not tensor.is_meta:
             return values.get(id(tensor), tensor)
         func, arguments, index = self._operations[id(tensor)]
-        args, kwargs = tree_map_only(torch.Tensor, lambda one: self._value(one, values), arguments)
-        out = func(*args, **kwargs)
-        return out if index is None else out[index]  # type: ignore[no-any-return]
+        args, kwargs = tree_map_only(
+            torch.Tensor, lambda operand: self._value(operand, values), arguments
+        )
+        result = func(*args, **kwargs)
+        return result if index is None else result[index]  # type: ignore[no-any-return]
 
 
 Tensors = Mapping[str, torch.Tensor]
 
 
-def converted(module: nn.Module, symbols: SymbolicTensors, tensors: Tensors) -> dict[str, torch.Tensor]:
-    """``tensors`` by the names of ``module``, as diffusers converts them. They are tensors of ``symbols`` or computed from these.
+def converted(
+    module: nn.Module, symbols: SymbolicTensors, tensors: Tensors
+) -> dict[str, torch.Tensor]:
+    """Return ``tensors`` by the names of ``module``, as diffusers converts them.
 
-    Raises InputError where diffusers has no conversion for the class, or the file is of another model.
+    They are tensors of ``symbols`` or computed from these. Raises InputError if diffusers has no
+    conversion for the class, or the file is of another model.
     """
     convert = _conversion(module)
     if convert is None:
         raise InputError(
-            f"its tensor names are not those of {type(module).__name__}, and diffusers has no conversion for that class"
+            f"its tensor names are not those of {type(module).__name__}, and diffusers has no "
+            "conversion for that class"
         )
     try:
         with symbols:
-            found = convert(dict(tensors))
+            module_tensors = convert(dict(tensors))
     except (KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         text = " ".join(str(error).split())[:200]
         raise InputError(
-            f"it is not a {type(module).__name__}: diffusers' conversion fails with {type(error).__name__}: {text}"
+            f"it is not a {type(module).__name__}: diffusers' conversion fails with "
+            f"{type(error).__name__}: {text}"
         ) from error
-    return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
+    return {
+        name: tensor for name, tensor in module_tensors.items() if isinstance(tensor, torch.Tensor)
+    }
 
 
-def _conversion(module: nn.Module) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None:
+def _conversion(
+    module: nn.Module,
+) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None:
     import diffusers
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
     from diffusers.loaders.single_file_utils import convert_sd3_t5_checkpoint_to_diffusers
@@ -140,7 +176,9 @@ def _conversion(module: nn.Module) -> Callable[[dict[str, torch.Tensor]], dict[s
     model: Any = module
     for name, functions in SINGLE_FILE_LOADABLE_CLASSES.items():
         if isinstance(module, getattr(diffusers, name)):
-            return lambda checkpoint: functions["checkpoint_mapping_fn"](config=dict(model.config), checkpoint=checkpoint)
+            return lambda checkpoint: functions["checkpoint_mapping_fn"](
+                config=dict(model.config), checkpoint=checkpoint
+            )
     kinds = {kind.__name__ for kind in type(module).__mro__}
     if kinds & {"CLIPTextModel", "CLIPTextModelWithProjection"}:
         return lambda checkpoint: _clip(module, checkpoint)
@@ -148,8 +186,10 @@ def _conversion(module: nn.Module) -> Callable[[dict[str, torch.Tensor]], dict[s
 
 
 def _clip(module: Any, checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The CLIP of ``module``'s width in ``checkpoint``: of several (SDXL, SD3) the one whose position table fits, as diffusers'
-    `create_diffusers_clip_model_from_ldm` chooses it. Raises ValueError where there is none.
+    """Return the CLIP in ``checkpoint`` that has the width of ``module``.
+
+    With several (SDXL, SD3), it is the one whose position table fits, as diffusers'
+    `create_diffusers_clip_model_from_ldm` chooses it. Raises ValueError if there is none.
     """
     from diffusers.loaders import single_file_utils
 
@@ -163,19 +203,31 @@ def _clip(module: Any, checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.T
     open_clips = (
         (single_file_utils.is_open_clip_model(checkpoint), "cond_stage_model.model."),
         (fits("open_clip_sdxl"), "conditioner.embedders.1.model."),
-        (single_file_utils.is_open_clip_sdxl_refiner_model(checkpoint), "conditioner.embedders.0.model."),
+        (
+            single_file_utils.is_open_clip_sdxl_refiner_model(checkpoint),
+            "conditioner.embedders.0.model.",
+        ),
     )
-    found: dict[str, torch.Tensor]
+    state: dict[str, torch.Tensor]
     if single_file_utils.is_clip_model(checkpoint) or fits("clip_sdxl"):
-        found = single_file_utils.convert_ldm_clip_checkpoint(checkpoint)
+        state = single_file_utils.convert_ldm_clip_checkpoint(checkpoint)
     elif fits("clip_sd3"):
-        found = single_file_utils.convert_ldm_clip_checkpoint(checkpoint, "text_encoders.clip_l.transformer.")
-        found["text_projection.weight"] = torch.eye(width, device="cpu")  # the file has none: diffusers uses the identity
-    elif prefixes := [prefix for there, prefix in open_clips if there]:
-        found = single_file_utils.convert_open_clip_checkpoint(module, checkpoint, prefix=prefixes[0])
+        state = single_file_utils.convert_ldm_clip_checkpoint(
+            checkpoint, "text_encoders.clip_l.transformer."
+        )
+        # the file has none: diffusers uses the identity
+        state["text_projection.weight"] = torch.eye(width, device="cpu")
+    elif prefixes := [prefix for is_present, prefix in open_clips if is_present]:
+        state = single_file_utils.convert_open_clip_checkpoint(
+            module, checkpoint, prefix=prefixes[0]
+        )
     elif fits("open_clip_sd3"):
-        found = single_file_utils.convert_ldm_clip_checkpoint(checkpoint, "text_encoders.clip_g.transformer.")
+        state = single_file_utils.convert_ldm_clip_checkpoint(
+            checkpoint, "text_encoders.clip_g.transformer."
+        )
     else:
         raise ValueError("no CLIP of this width")
     bare = not hasattr(module, "text_model")  # CLIPTextModel is flat from transformers 5.6 on
-    return {name.removeprefix("text_model.") if bare else name: tensor for name, tensor in found.items()}
+    return {
+        name.removeprefix("text_model.") if bare else name: tensor for name, tensor in state.items()
+    }

@@ -1,10 +1,13 @@
-"""The dtypes that a component's tensors have during a run: some pipelines cast a component while they run, and cast it back.
+"""The dtypes of a component's tensors during a run.
+
+Some pipelines cast a component while they run, and cast it back.
 
     variant    vae                      vae@float32                   vae
     pipeline   ... vae.to(float32) ---> ... vae.decode(latents) ... vae.to(float16) --->
 
-Widening is exact, so casting back returns the original variant. Narrowing rounds: widening a rounded component gives a variant of
-its own. The values of every variant are computed from the original ones, so they can be copied to a device before the cast happens.
+Widening is exact, so casting back returns the original variant. Narrowing rounds: widening a
+rounded component gives a variant of its own. The values of every variant are computed from the
+original ones, so they can be copied to a device before the cast happens.
 """
 
 from __future__ import annotations
@@ -27,25 +30,36 @@ Switched = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class DtypeVariant:
-    """A component's current ``dtypes``, and the dtypes that its values were rounded to on the way, oldest first."""
+    """A component's current ``dtypes``, and earlier dtypes that its values were rounded to.
+
+    The oldest is first.
+    """
 
     component: str
     rounded: tuple[Dtypes, ...]
     dtypes: Dtypes
 
     def cast(self, dtypes: Dtypes) -> DtypeVariant:
-        """The variant that a cast to ``dtypes`` leads to."""
-        exact = all(torch.promote_types(one, other) == other for one, other in zip(self.rounded[-1], dtypes, strict=True))
-        return DtypeVariant(self.component, self.rounded if exact else (*self.rounded, dtypes), dtypes)
+        """Return the variant after a cast to ``dtypes``."""
+        exact = all(
+            torch.promote_types(rounded, target) == target
+            for rounded, target in zip(self.rounded[-1], dtypes, strict=True)
+        )
+        return DtypeVariant(
+            self.component, self.rounded if exact else (*self.rounded, dtypes), dtypes
+        )
 
     def to_json(self) -> list[Any]:
-        """The variant as JSON-ready data."""
-        names = [[str(dtype).removeprefix("torch.") for dtype in dtypes] for dtypes in (self.dtypes, *self.rounded)]
+        """Return the variant as JSON-ready data."""
+        names = [
+            [str(dtype).removeprefix("torch.") for dtype in dtypes]
+            for dtypes in (self.dtypes, *self.rounded)
+        ]
         return [self.component, *names]
 
     @staticmethod
     def from_json(data: Any) -> DtypeVariant:
-        """The variant from `to_json`."""
+        """Return the variant from `to_json`."""
         dtypes, *rounded = (tuple(getattr(torch, name) for name in names) for names in data[1:])
         return DtypeVariant(data[0], tuple(rounded), dtypes)
 
@@ -54,131 +68,165 @@ class DtypeVariant:
         """The component's own name for its original variant, else ``component@dtype``."""
         if self.rounded == (self.dtypes,):
             return self.component
-        floating = sorted({str(dtype).removeprefix("torch.") for dtype in self.dtypes if dtype.is_floating_point})
+        floating = sorted(
+            {str(dtype).removeprefix("torch.") for dtype in self.dtypes if dtype.is_floating_point}
+        )
         unambiguous = len(floating) == 1 and len(self.rounded) == 1
-        suffix = "" if unambiguous else "-" + hashlib.sha256(repr((self.rounded, self.dtypes)).encode()).hexdigest()[:4]
+        suffix = (
+            ""
+            if unambiguous
+            else "-" + hashlib.sha256(repr((self.rounded, self.dtypes)).encode()).hexdigest()[:4]
+        )
         return f"{self.component}@{'+'.join(floating)}{suffix}"
 
 
 def _nothing(_: str) -> None:
-    """The default for what `DtypeVariants` calls."""
+    """Do nothing: the default callback of `DtypeVariants`."""
 
 
 class DtypeVariants:
-    """The dtype variants that the components ``modules`` have had. A module's own parameters and buffers are those of its current
-    variant.
+    """The dtype variants that the components ``modules`` have had.
 
-    ``leave(name)`` is called before the tensors of a variant are taken out of its module, ``join(name)`` after those of one were
-    put in.
+    A module's own parameters and buffers are those of its current variant. ``leave(name)`` is
+    called before the tensors of a variant are taken out of its module, ``join(name)`` after the
+    tensors of a variant were put into it.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], leave: Switched = _nothing, join: Switched = _nothing) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        leave: Switched = _nothing,
+        join: Switched = _nothing,
+    ) -> None:
         self._modules = dict(modules)
         self._leave, self._join = leave, join
-        own = {name: tuple(tensor.dtype for tensor in _distinct(module)) for name, module in modules.items()}
-        self._now = {name: DtypeVariant(name, (dtypes,), dtypes) for name, dtypes in own.items()}
-        self.known = dict(self._now)  # variants by name
+        original_dtypes = {
+            name: tuple(tensor.dtype for tensor in _distinct(module))
+            for name, module in modules.items()
+        }
+        self._current = {
+            name: DtypeVariant(name, (dtypes,), dtypes) for name, dtypes in original_dtypes.items()
+        }
+        self.variants = dict(self._current)  # variants by name
         self._tensors: dict[str, list[torch.Tensor]] = {}
         self._computed: set[str] = set()
 
-    def now(self, component: str) -> DtypeVariant:
-        """The current variant of ``component``."""
-        return self._now[component]
+    def current(self, component: str) -> DtypeVariant:
+        """Return the current variant of ``component``."""
+        return self._current[component]
 
     def cast(self, component: str, change: Callable[[], object]) -> DtypeVariant:
-        """Switches ``component`` to the variant that ``change`` casts it to. ``change`` casts in place and gets meta copies of the
-        tensors. Returns the variant.
+        """Switch ``component`` to the variant that ``change`` casts it to, and return the variant.
+
+        ``change`` casts in place, and gets meta copies of the tensors.
         """
         module = self._modules[component]
         originals = _distinct(module)
-        _replace_tensors(module, [_like(tensor, torch.empty_like(tensor, device="meta")) for tensor in originals])
+        _replace_tensors(
+            module, [_like(tensor, torch.empty_like(tensor, device="meta")) for tensor in originals]
+        )
         try:
             change()
             dtypes = tuple(tensor.dtype for tensor in _distinct(module))
         finally:
             _replace_tensors(module, originals)
-        return self.become(self._now[component].cast(dtypes))
+        return self.become(self._current[component].cast(dtypes))
 
     def become(self, dtype_variant: DtypeVariant) -> DtypeVariant:
-        """Switches the variant's component to it, and returns it."""
-        before = self._now[dtype_variant.component]
-        if dtype_variant != before:
-            self.known[dtype_variant.name] = dtype_variant
+        """Switch the variant's component to it, and return it."""
+        previous = self._current[dtype_variant.component]
+        if dtype_variant != previous:
+            self.variants[dtype_variant.name] = dtype_variant
             module = self._modules[dtype_variant.component]
-            self._leave(before.name)
-            self._tensors[before.name] = _distinct(module)
+            self._leave(previous.name)
+            self._tensors[previous.name] = _distinct(module)
             _replace_tensors(module, self._values(dtype_variant))
-            self._now[dtype_variant.component] = dtype_variant
+            self._current[dtype_variant.component] = dtype_variant
             self._join(dtype_variant.name)
         return dtype_variant
 
     @contextmanager
-    def within(self, dtype_variant: DtypeVariant) -> Iterator[None]:
-        """Switches the component to ``dtype_variant`` inside this context."""
-        before = self._now[dtype_variant.component]
+    def using(self, dtype_variant: DtypeVariant) -> Iterator[None]:
+        """Switch the component to ``dtype_variant`` inside this context."""
+        previous = self._current[dtype_variant.component]
         self.become(dtype_variant)
         try:
             yield
         finally:
-            self.become(before)
+            self.become(previous)
 
     @property
     def first(self) -> bool:
         """Whether every component has its original variant."""
-        return all(dtype_variant.name == name for name, dtype_variant in self._now.items())
+        return all(dtype_variant.name == name for name, dtype_variant in self._current.items())
 
     def begin(self) -> None:
-        """Switches every component to its original variant, whose values may have changed since: all other values will be computed
-        again.
+        """Switch every component to its original variant, whose values may have changed since.
+
+        All other values are computed again.
         """
         for name in self._modules:
-            self.become(self.known[name])
+            self.become(self.variants[name])
         self._computed.clear()
 
     def _values(self, dtype_variant: DtypeVariant) -> list[torch.Tensor]:
-        """The tensors of ``dtype_variant``, with values computed from the original ones."""
-        first, found = self._tensors.get(dtype_variant.component, []), self._tensors.get(dtype_variant.name)
-        if found is not None and (dtype_variant.name == dtype_variant.component or dtype_variant.name in self._computed):
-            return found
+        """Return the tensors of ``dtype_variant``, with values computed from the original ones."""
+        originals, tensors = (
+            self._tensors.get(dtype_variant.component, []),
+            self._tensors.get(dtype_variant.name),
+        )
+        if tensors is not None and (
+            dtype_variant.name == dtype_variant.component or dtype_variant.name in self._computed
+        ):
+            return tensors
         self._computed.add(dtype_variant.name)
         steps = (*dtype_variant.rounded[1:], dtype_variant.dtypes)
-        made = [_cast_through(tensor, [dtypes[n] for dtypes in steps]) for n, tensor in enumerate(first)]
-        if found is None:
-            return made
-        for tensor, value in zip(found, made, strict=True):
+        values = [
+            _cast_through(tensor, [dtypes[n] for dtypes in steps])
+            for n, tensor in enumerate(originals)
+        ]
+        if tensors is None:
+            return values
+        for tensor, value in zip(tensors, values, strict=True):
             tensor.data.copy_(value.data)
-        return found
+        return tensors
 
 
 class AtRest:
-    """Casts for components whose weights are all in host memory: the module's own code does them."""
+    """Casts for components with all weights in host memory, by the module's own code."""
 
-    def now(self, component: str) -> DtypeVariant:
-        """The only variant of the component."""
+    def current(self, component: str) -> DtypeVariant:
+        """Return the only variant of the component."""
         return DtypeVariant(component, ((),), ())
 
     def cast(self, component: str, change: Callable[[], object]) -> DtypeVariant:
-        """Calls ``change``."""
+        """Call ``change``."""
         change()
-        return self.now(component)
+        return self.current(component)
 
 
 def _cast_through(tensor: torch.Tensor, steps: list[torch.dtype]) -> torch.Tensor:
-    """``tensor`` cast to each of the dtypes ``steps`` in turn."""
-    made = tensor.detach()
+    """Return ``tensor`` cast to each of the dtypes ``steps`` in turn."""
+    value = tensor.detach()
     for dtype in steps:
-        made = made.to(dtype)
-    return _like(tensor, made)
+        value = value.to(dtype)
+    return _like(tensor, value)
 
 
-def _like(tensor: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    """``made`` as a parameter, if ``tensor`` is one."""
-    return nn.Parameter(made.detach(), requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return ``value`` as a parameter if ``tensor`` is one."""
+    return (
+        nn.Parameter(value.detach(), requires_grad=False)
+        if isinstance(tensor, nn.Parameter)
+        else value
+    )
 
 
 def _entries(module: nn.Module) -> list[TensorEntry]:
-    """The distinct parameters and buffers of ``module``, in order, each with its locations."""
-    return [entry for entry in lay_out(module, ())[""].entries if entry.locations[0].kind != "__dict__"]
+    """Return the distinct parameters and buffers of ``module``, in order, with locations."""
+    return [
+        entry for entry in lay_out(module, ())[""].entries if entry.locations[0].kind != "__dict__"
+    ]
 
 
 def _distinct(module: nn.Module) -> list[torch.Tensor]:
@@ -186,7 +234,7 @@ def _distinct(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _replace_tensors(module: nn.Module, tensors: list[torch.Tensor]) -> None:
-    """Replaces the distinct tensors of ``module`` by ``tensors``, in the same order."""
+    """Replace the distinct tensors of ``module`` by ``tensors``, in the same order."""
     for entry, tensor in zip(_entries(module), tensors, strict=True):
         for location in entry.locations:
-            location.put(tensor)
+            location.assign(tensor)

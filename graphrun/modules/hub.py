@@ -1,7 +1,8 @@
-"""Repositories on the Hugging Face hub: what is in one, whether it may be read, and its download, by huggingface_hub's own client.
+"""Repositories on the Hugging Face hub: their files, access to them, and their download.
 
-Every failure of the client becomes a GraphError that says what to do. The client checks the size of what it downloads; `snapshot`
-checks the SHA-256 too, after which the hub's cache names large files.
+Uses huggingface_hub's own client. Every failure of the client becomes a GraphError that says what
+to do. The client checks the size of what it downloads; `snapshot` also checks the SHA-256, by which
+the hub's cache names large files.
 """
 
 from __future__ import annotations
@@ -17,33 +18,39 @@ from typing import Any
 from graphrun.errors import GraphError, GraphrunError
 
 # Called with what is done ("downloading", "checking"), bytes done, and bytes in all.
-Progress = Callable[[str, int, int], None]
+DownloadCallback = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A repository at a commit: bytes of its files by path, and its licence ("" where its card names none)."""
+    """A repository at a commit: bytes of its files by path, and its licence ("" if not stated)."""
 
     commit: str
     licence: str
     sizes: dict[str, int]
 
 
-def look(repository: str, revision: str | None, where: str = "") -> Listing:
-    """What is in ``repository``. One request, and another one if it is gated: whether this user may read it.
+def look(repository: str, revision: str | None, file_line: str = "") -> Listing:
+    """Return what is in ``repository``.
 
-    Raises GraphError at ``where`` for a repository or revision that is not there or may not be read, and without a network.
+    Takes one request, and another one for a gated repository: whether this user may read it. Raises
+    GraphError at ``file_line`` for a repository or revision that does not exist or may not be read,
+    and without a network.
     """
     from huggingface_hub import HfApi
 
-    with _explained(repository, repository, revision, where):
+    with _explained(repository, repository, revision, file_line):
         api = HfApi()
         info = api.model_info(repository, revision=revision, files_metadata=True)
         if info.gated:
             api.auth_check(repository)
     card: Any = info.card_data or {}
     licence = card.get("license_name") or card.get("license") or ""
-    return Listing(info.sha or "", str(licence), {file.rfilename: file.size or 0 for file in info.siblings or ()})
+    return Listing(
+        info.sha or "",
+        str(licence),
+        {file.rfilename: file.size or 0 for file in info.siblings or ()},
+    )
 
 
 def snapshot(
@@ -52,31 +59,42 @@ def snapshot(
     allow: Sequence[str],
     ignore: Sequence[str],
     *,
-    what: str = "",
-    where: str = "",
-    progress: Progress | None = None,
+    subject: str = "",
+    file_line: str = "",
+    progress: DownloadCallback | None = None,
 ) -> Path:
-    """The folder in the hub's cache with the files of ``repository`` that match ``allow`` and not ``ignore``; those that are not
-    there are downloaded.
+    """Return the folder in the hub's cache with files of ``repository``, downloading missing ones.
 
-    ``what``: what errors say is missing; "": the repository. ``progress``: in place of the client's own bars. Raises GraphError at
-    ``where``. Files that are complete by then stay, and the next call goes on with the others.
+    The files match ``allow`` and not ``ignore``. ``subject``: what errors name; "": the repository.
+    ``progress``: replaces the client's own progress bars. Raises GraphError at ``file_line``. Files
+    that are complete by then stay, and the next call continues with the others.
     """
     from huggingface_hub import constants, snapshot_download
 
     blobs = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "blobs"
-    before = set(_names(blobs))
+    existing_names = set(_names(blobs))
     bar: Any = {} if progress is None else {"tqdm_class": _bar(progress)}
-    with _explained(what or repository, repository, revision, where):
+    with _explained(subject or repository, repository, revision, file_line):
         try:
-            root = snapshot_download(repository, revision=revision, allow_patterns=list(allow), ignore_patterns=list(ignore), **bar)
+            root = snapshot_download(
+                repository,
+                revision=revision,
+                allow_patterns=list(allow),
+                ignore_patterns=list(ignore),
+                **bar,
+            )
         finally:
-            _check([blobs / name for name in _names(blobs) if name not in before], what or repository, where, progress)
+            _check(
+                [blobs / name for name in _names(blobs) if name not in existing_names],
+                subject or repository,
+                file_line,
+                progress,
+            )
     return Path(root)
 
 
 def cached(repository: str, commit: str, file: str) -> bool:
-    """Whether the hub's cache has ``file`` of ``repository`` at ``commit``."""
+    """Return whether the hub's cache has ``file`` of ``repository`` at ``commit``."""
     from huggingface_hub import try_to_load_from_cache
 
     return isinstance(try_to_load_from_cache(repository, file, revision=commit), str)
@@ -86,28 +104,37 @@ def _names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder)) if folder.is_dir() else []
 
 
-def _check(blobs: Sequence[Path], what: str, where: str, progress: Progress | None) -> None:
-    """Deletes those of ``blobs`` whose content is not that of their name, and raises GraphError if there are any. Small files are
-    named after a hash of git's own, and are not checked.
+def _check(
+    blobs: Sequence[Path], subject: str, file_line: str, progress: DownloadCallback | None
+) -> None:
+    """Delete ``blobs`` whose content does not match their name. Raises GraphError for these.
+
+    Small files are named after a hash of git's own, and are not checked.
     """
     sizes = {blob: blob.stat().st_size for blob in blobs if len(blob.name) == 64}
-    done, wrong = 0, dict[str, str]()
+    checked_bytes, wrong = 0, dict[str, str]()
     for blob, size in sizes.items():
         if progress is not None:
-            progress("checking", done, sum(sizes.values()))
+            progress("checking", checked_bytes, sum(sizes.values()))
         with blob.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != blob.name:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != blob.name:
             blob.unlink()
-            wrong[blob.name] = found
-        done += size
-    for expected, found in wrong.items():
-        text = f"{len(wrong)} files of {what} are not what the hub says, and are deleted: SHA-256 is {found} instead of {expected}"
-        raise GraphError(f"{text}; run the command again to download them again", where)
+            wrong[blob.name] = digest
+        checked_bytes += size
+    for expected, digest in wrong.items():
+        text = (
+            f"{len(wrong)} files of {subject} are not what the hub says, and are deleted: SHA-256 "
+            f"is {digest} instead of {expected}"
+        )
+        raise GraphError(f"{text}; run the command again to download them again", file_line)
 
 
-def _bar(progress: Progress) -> type[Any]:
-    """A class with as much of tqdm's interface as `snapshot_download` uses. Of its three bars, the one of bytes written counts."""
+def _bar(progress: DownloadCallback) -> type[Any]:
+    """Return a class with as much of tqdm's interface as `snapshot_download` uses.
+
+    Of its three bars, only the one that counts bytes written reports progress.
+    """
 
     class Bar:
         format_dict: Mapping[str, float] = {}
@@ -136,39 +163,71 @@ def _bar(progress: Progress) -> type[Any]:
 
 
 @contextmanager
-def _explained(what: str, repository: str, revision: str | None, where: str) -> Iterator[None]:
-    """Turns every exception of the hub's client into a GraphError at ``where`` that says what to do."""
+def _explained(
+    subject: str, repository: str, revision: str | None, file_line: str
+) -> Iterator[None]:
+    """Turn every exception of the hub's client into a GraphError that says what to do."""
     try:
         yield
     except GraphrunError:
         raise
     except Exception as error:
-        raise GraphError(f"cannot get {what} from the hub: {_why(error, repository, revision)}", where) from error
+        raise GraphError(
+            f"cannot get {subject} from the hub: {_why(error, repository, revision)}", file_line
+        ) from error
 
 
 def _why(error: Exception, repository: str, revision: str | None) -> str:
     from huggingface_hub import constants
-    from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     chain = [error]
     while (cause := chain[-1].__cause__) is not None and isinstance(cause, Exception):
         chain.append(cause)
     page, login = f"{constants.ENDPOINT}/{repository}", "hf auth login"
-    status = next(filter(None, (getattr(getattr(each, "response", None), "status_code", None) for each in chain)), None)
-    said = next(filter(None, (" ".join(str(each).split()) for each in reversed(chain))), type(error).__name__)[:200].rstrip(".")
-    if any(isinstance(each, OfflineModeIsEnabled) for each in chain):
-        return "HF_HUB_OFFLINE is set, and the hub's cache lacks it; unset it, or give a folder: none is here by this name"
+    status = next(
+        filter(
+            None, (getattr(getattr(link, "response", None), "status_code", None) for link in chain)
+        ),
+        None,
+    )
+    message = next(
+        filter(None, (" ".join(str(link).split()) for link in reversed(chain))),
+        type(error).__name__,
+    )[:200].rstrip(".")
+    if any(isinstance(link, OfflineModeIsEnabled) for link in chain):
+        return (
+            "HF_HUB_OFFLINE is set, and the hub's cache lacks it; unset it, or give a folder: "
+            "none is here by this name"
+        )
     if isinstance(error, GatedRepoError) and status == 403:
-        return f"it is gated, and the account in use has no access; ask for it on {page}, or take another account: {login}"
+        return (
+            f"it is gated, and the account in use has no access; ask for it on {page}, or take "
+            f"another account: {login}"
+        )
     if isinstance(error, GatedRepoError):
         return f"it is gated; accept its licence on {page}, then log in: {login}"
     if isinstance(error, RevisionNotFoundError):
         return f"it has no revision {revision}; {page}/commits has its commits"
     if isinstance(error, RepositoryNotFoundError):
-        return f"there is no such repository, or it is private, and no such folder here; check the name, or log in: {login}"
+        return (
+            "there is no such repository, or it is private, and no such folder here; check the "
+            f"name, or log in: {login}"
+        )
     if status in (401, 403):
         tokens = f"{constants.ENDPOINT}/settings/tokens"
-        return f"it refused the token in use ({status}); make one that may read it on {tokens}, then: {login}"
+        return (
+            f"it refused the token in use ({status}); make one that may read it on {tokens}, "
+            f"then: {login}"
+        )
     if status is None and not isinstance(error, ValueError):
-        return f"{said}; the same command goes on with what is missing; without a network, give a folder"
-    return said
+        return (
+            f"{message}; the same command goes on with what is missing; without a network, give a "
+            "folder"
+        )
+    return message

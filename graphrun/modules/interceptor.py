@@ -1,9 +1,10 @@
-"""Intercepts calls into components from outside, without changing their code.
+"""Intercept calls into components from outside, without changing their code.
 
-While a `CallInterceptor` is active, the class of every component, and of every module inside it, is replaced by a subclass made
-for this purpose. The original class and its `forward` are unchanged, ``isinstance`` gives the same answers, and leaving the
-context restores the classes. Only calls from outside a component are intercepted; calls that it makes inside itself are not. The
-part of the component that is called is named by the call's *entry*:
+While a `CallInterceptor` is active, the class of every component, and of every module inside it, is
+replaced by a subclass made for this purpose. The original class and its `forward` are unchanged,
+``isinstance`` gives the same answers, and leaving the context restores the classes. Only calls from
+outside a component are intercepted, not calls between its own modules. A call's *entry* names the
+part of the component that is called:
 
     code of the pipeline                              entry
     transformer(x)                                    forward
@@ -12,16 +13,18 @@ part of the component that is called is named by the call's *entry*:
     prior.post_process_latents(x)                     post_process_latents
     vae.bn.weight                                     none: not a call, but a read of a weight
 
-- ``module.device`` returns the interceptor's device. Where the parameters are does not matter: the plan decides where a component
-  computes.
-- Parameters and buffers that code outside lists (``next(module.parameters()).device``, as Cosmos 3 does) report that device too.
-- ``module.to(device)`` does nothing if that is the interceptor's device, since pipelines move components there. It does nothing
-  either if code outside a component moves it to the CPU, as pipelines do to offload it. Any other move is refused. A cast is
-  refused unless ``casts`` carries it out.
-- A method that changes weights (``fuse_lora``, ``load_state_dict``) is refused, except for components at rest.
-- A module without weights may compute a floating-point table on the CPU, as those for the rotary embeddings of CogView4 and
-  GLM-Image do. The table is moved once to the device of the module's inputs. Otherwise the model's code would copy it in every
-  attention layer.
+- ``module.device`` returns the interceptor's device, wherever the parameters are: the plan decides
+where a component computes.
+- Parameters and buffers that code outside lists (``next(module.parameters()).device``, as in
+Cosmos 3) report that device too.
+- ``module.to(device)`` does nothing if ``device`` is the interceptor's, since pipelines move
+components there. Code outside a component that moves it to the CPU, as pipelines do to offload, has
+no effect either. Any other move is refused. A cast is refused unless ``casts`` does it.
+- A method that changes weights (``fuse_lora``, ``load_state_dict``) is refused, except for
+components at rest.
+- A module without weights may compute a floating-point table on the CPU, such as the rotary
+embeddings of CogView4 and GLM-Image. The table is moved once to the device of the module's inputs.
+Otherwise the model's code would copy it in every attention layer.
 """
 
 from __future__ import annotations
@@ -41,8 +44,9 @@ from graphrun.modules.compiled import is_compiled
 from graphrun.modules.dtype_variants import AtRest, DtypeVariants
 from graphrun.modules.trees import tensors_in, walk
 
-# Methods besides `__call__` that diffusers' pipelines call on components. A call of one is always intercepted; a call of another
-# public method only if an argument holds a tensor. `forward` is reached through `__call__`.
+# Methods besides `__call__` that diffusers' pipelines call on components. Their calls are always
+# intercepted; calls of other public methods only if an argument contains a tensor. `__call__` calls
+# `forward`.
 ENTRY_POINTS = (
     "encode",
     "decode",
@@ -53,67 +57,76 @@ ENTRY_POINTS = (
     "encode_image",
 )
 
-Around = Callable[[str, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+CallHandler = Callable[[str, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """(component, entry, proceed, args, kwargs) -> the result of the call."""
-Reads = Callable[[str, str, torch.Tensor], torch.Tensor]
+ReadHandler = Callable[[str, str, torch.Tensor], torch.Tensor]
 """(component, name of the weight, its tensor) -> the tensor that the reading code gets."""
 
 
-# Modules of the libraries whose methods with these prefixes add, remove or overwrite weights. Their other methods set what a
-# forward reads.
+# Modules of the libraries whose methods with these prefixes add, remove or overwrite weights. Their
+# other methods set values that a forward reads.
 LOADERS = ("diffusers.loaders", "transformers.integrations.peft", "peft.")
 WEIGHT_CHANGING = ("load_", "unload_", "add_", "delete_", "fuse_", "unfuse_", "merge", "unmerge")
 
 
 def changes_weights(method: Callable[..., Any]) -> bool:
-    """Whether ``method``, of a pipeline or module, adds, removes or overwrites weights."""
+    """Return whether ``method`` of a pipeline or module adds, removes or overwrites weights."""
     loads = method.__module__.startswith(LOADERS) and method.__name__.startswith(WEIGHT_CHANGING)
     return loads or method is nn.Module.load_state_dict
 
 
 def refuse_change(name: str) -> NoReturn:
-    """Raises InputError for a call of the method ``name``, which changes weights."""
-    raise InputError(f"weights cannot change while a call of this pipeline runs: call {name}() before or after it")
+    """Raise InputError for a call of the method ``name``, which changes weights."""
+    raise InputError(
+        f"weights cannot change while a call of this pipeline runs: call {name}() before or after "
+        "it"
+    )
 
 
 class CallInterceptor:
     """A context manager that passes every call into ``modules`` from outside to a function.
 
-    ``around(component, entry, proceed, args, kwargs)`` returns the result of the call; ``proceed(*args, **kwargs)`` runs the
-    component's own code.
+    ``handle_call(component, entry, proceed, args, kwargs)`` returns the result of the call;
+    ``proceed(*args, **kwargs)`` runs the component's own code. ``entry`` is ``forward``, the name
+    of a method, the path of a module inside the component, or ``path:method`` for a method of such
+    a module.
 
-    ``entry`` is ``forward``, the name of a method, the path of a module inside the component, or ``path:method`` for a method
-    of such a module. ``reads(component, name, tensor)`` returns what code outside the component gets when it reads a weight.
-    ``device`` may be changed while the interceptor is active. ``dtypes``: what ``component.dtype`` returns to code outside,
-    for components that compute in another dtype. ``casts`` carries out casts; ``around`` and ``reads`` then get the name of
-    the component's current dtype variant as ``component``."""
+    ``reads(component, name, tensor)`` returns what code outside the component gets when it reads a
+    weight. ``device`` may change while the interceptor is active. ``dtypes``: what
+    ``component.dtype`` returns to code outside, for components that compute in another dtype.
+    ``casts`` carries out casts; ``handle_call`` and ``reads`` then get the name of the component's
+    current dtype variant as ``component``.
+    """
 
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
         device: torch.device,
-        around: Around,
+        handle_call: CallHandler,
         *,
-        reads: Reads | None = None,
+        reads: ReadHandler | None = None,
         dtypes: Mapping[str, torch.dtype] | None = None,
         casts: DtypeVariants | AtRest | None = None,
     ) -> None:
         self.modules = dict(modules)
         self.device = device
-        self._around = around
+        self._handle_call = handle_call
         self._reads = reads
         self._dtypes = dict(dtypes or {})
         self.casts = casts
-        self._inside = False  # whether a component is being called
-        self._casting = False  # whether ``casts`` is carrying out a cast
-        self._classes: list[tuple[nn.Module, type[nn.Module]]] = []  # each module with its original class
+        self._is_in_call = False  # whether a component is being called
+        self._is_casting = False  # whether ``casts`` is carrying out a cast
+        # each module with its original class
+        self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
         self._paths: dict[int, tuple[str, str]] = {}  # id of a module -> component, path in it
         self._without_weights: set[int] = set()  # ids of modules without weights
 
     def __enter__(self) -> CallInterceptor:
         for name, module in self.modules.items():
             self._register(name, "", module)
-        component_classes = {type(module) for module in self.modules.values() if "device" not in vars(module)}
+        component_classes = {
+            type(module) for module in self.modules.values() if "device" not in vars(module)
+        }
         kind: Any
         for child, kind in self._classes:
             intercepted = _intercepted_class(
@@ -130,27 +143,29 @@ class CallInterceptor:
 
     @property
     def outermost(self) -> bool:
-        """Whether this interceptor was entered last, so that it gets calls before any other that is active on its modules."""
+        """Whether this interceptor was entered last, and so gets calls before any other one."""
         return all(intercept(module) is self for module, _ in self._classes)
 
     def _register(self, name: str, path: str, module: nn.Module) -> bool:
-        """Registers ``module`` and the modules inside it, but none that is compiled. Returns whether any of them has weights; True
-        where a module is compiled or was registered before, which is the cautious answer.
+        """Register ``module`` and the modules inside it, except compiled ones.
 
-        Visits the modules as `nn.Module.named_modules` does, but without its nested generators, which are slower.
+        Returns whether any of them has weights. A compiled or already registered module counts as
+        one with weights, which is the cautious answer. Visits the modules in the order of
+        `nn.Module.named_modules`, but without its nested generators, which are slower.
         """
         if id(module) in self._paths or is_compiled(module):
             return True
         if not isinstance(module, torch.jit.ScriptModule):
             self._paths[id(module)] = name, path
             self._classes.append((module, type(module)))
-        held = bool(module._parameters or module._buffers)
+        has_weights = bool(module._parameters or module._buffers)
         for key, child in module._modules.items():
             if child is not None:
-                held |= self._register(name, f"{path}.{key}" if path else key, child)
-        if not held and not type(module).__module__.startswith("torch."):  # torch's own modules compute on their input's device
+                has_weights |= self._register(name, f"{path}.{key}" if path else key, child)
+        # torch's own modules compute on their input's device
+        if not has_weights and not type(module).__module__.startswith("torch."):
             self._without_weights.add(id(module))
-        return held
+        return has_weights
 
     def __exit__(self, *_: object) -> None:
         while self._classes:
@@ -162,125 +177,192 @@ class CallInterceptor:
         self._without_weights.clear()
 
     def __deepcopy__(self, memo: object) -> CallInterceptor:
-        """A copied module is not intercepted, so it needs no copy of the interceptor."""
+        """Return the interceptor itself: a copied module is not intercepted."""
         return self
 
-    # In the following methods, ``own`` is the method of the original class of ``module``.
+    # In the following methods, ``original`` is the method of the original class of ``module``.
 
     def reported_device(self) -> torch.device:
-        """The value of ``module.device``. Raises InputError at rest, where a pipeline that is not attached asks for it in a call:
-        it would compute on a device that no plan has prepared."""
+        """Return the value of ``module.device``.
+
+        Raises InputError at rest if a pipeline that is not attached asks during a call: it would
+        compute on a device that no plan has prepared.
+        """
         if isinstance(self.casts, AtRest) and (name := _calling_pipeline()):
             raise InputError(
-                f"{name} shares components with an attached pipeline and is not attached itself: call graphrun.attach({name}, "
+                f"{name} shares components with an attached pipeline and is not attached itself: "
+                f"call graphrun.attach({name}, "
                 "...), or detach() the other one"
             )
         return self.device
 
-    def dtype(self, own: Callable[..., Any], module: nn.Module) -> Any:
-        """The value of ``module.dtype``."""
+    def dtype(self, original: Callable[..., Any], module: nn.Module) -> Any:
+        """Return the value of ``module.dtype``."""
         component, path = self._paths.get(id(module), ("", ""))
-        outside = not self._inside and not path and component in self._dtypes
-        return self._dtypes[component] if outside else own(module)
+        is_replaced = not self._is_in_call and not path and component in self._dtypes
+        return self._dtypes[component] if is_replaced else original(module)
 
-    def listed(self, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """The results of ``module.named_parameters(...)`` and ``named_buffers(...)``, which all listings of weights use."""
-        found: Iterator[tuple[str, torch.Tensor]] = own(module, *args, **kwargs)
-        if self._inside or self._casting or isinstance(self.casts, AtRest):
-            return found
-        return ((name, _reporting(tensor, self.device)) for name, tensor in found)
+    def listed(
+        self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return the results of ``module.named_parameters(...)`` and ``named_buffers(...)``.
 
-    def move(self, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Carries out or refuses ``module.to(...)``."""
-        if self._casting:
-            return own(module, *args, **kwargs)  # type: ignore[no-any-return]
-        torch_kwargs = {key: value for key, value in kwargs.items() if key in ("device", "dtype", "non_blocking", "memory_format")}
+        All listings of weights use these.
+        """
+        weights: Iterator[tuple[str, torch.Tensor]] = original(module, *args, **kwargs)
+        if self._is_in_call or self._is_casting or isinstance(self.casts, AtRest):
+            return weights
+        return ((name, _reporting(tensor, self.device)) for name, tensor in weights)
+
+    def move(
+        self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+    ) -> nn.Module:
+        """Carry out or refuse ``module.to(...)``."""
+        if self._is_casting:
+            return original(module, *args, **kwargs)  # type: ignore[no-any-return]
+        torch_kwargs = {
+            key: value
+            for key, value in kwargs.items()
+            if key in ("device", "dtype", "non_blocking", "memory_format")
+        }
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **torch_kwargs)
-        same_device = device is None or (device.type == self.device.type and device.index in (None, self.device.index or 0))
-        # Pipelines offload components to the CPU (Cosmos its safety checker). This does nothing, because the plan decides that.
-        same_device = same_device or (device == torch.device("cpu") and not self._inside)
-        same_dtype = dtype is None or all(p.dtype == dtype for p in module.parameters() if p.is_floating_point())
+        same_device = device is None or (
+            device.type == self.device.type and device.index in (None, self.device.index or 0)
+        )
+        # Pipelines offload components to the CPU (Cosmos its safety checker). That has no effect,
+        # because the plan decides the placement.
+        same_device = same_device or (device == torch.device("cpu") and not self._is_in_call)
+        same_dtype = dtype is None or all(
+            p.dtype == dtype for p in module.parameters() if p.is_floating_point()
+        )
         if not same_device or (not same_dtype and self.casts is None):
             self.refuse(module, device if not same_device else dtype)
-        layout = {"memory_format": kwargs["memory_format"]} if kwargs.get("memory_format") is not None else {}
-        return module if same_dtype and not layout else own(module, dtype, **layout)
+        layout = (
+            {"memory_format": kwargs["memory_format"]}
+            if kwargs.get("memory_format") is not None
+            else {}
+        )
+        return module if same_dtype and not layout else original(module, dtype, **layout)
 
-    def change(self, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Carries out or refuses ``module._apply(...)``, through which torch carries out every move and cast (``cuda``,
-        ``half``)."""
-        if self._casting:
-            return own(module, *args, **kwargs)  # type: ignore[no-any-return]
-        if self.casts is None or self._inside:
+    def change(
+        self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+    ) -> nn.Module:
+        """Carry out or refuse ``module._apply(...)``, which torch uses for every move and cast."""
+        if self._is_casting:
+            return original(module, *args, **kwargs)  # type: ignore[no-any-return]
+        if self.casts is None or self._is_in_call:
             self.refuse(module)
-        self._casting = True
+        self._is_casting = True
         try:
-            self.casts.cast(self._paths[id(module)][0], lambda: own(module, *args, **kwargs))
-        except NotImplementedError:  # `DtypeVariants` tries the change on meta tensors, which cannot be moved: not a cast
+            self.casts.cast(self._paths[id(module)][0], lambda: original(module, *args, **kwargs))
+        # `DtypeVariants` tries the change on meta tensors, which cannot be moved: not a cast
+        except NotImplementedError:
             self.refuse(module)
         finally:
-            self._casting = False
+            self._is_casting = False
         return module
 
-    def change_weights(self, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Carries out or refuses a method of ``module`` that changes weights."""
-        if self._inside or isinstance(self.casts, AtRest):
-            return own(module, *args, **kwargs)
-        refuse_change(own.__name__)
+    def change_weights(
+        self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Carry out or refuse a method of ``module`` that changes weights."""
+        if self._is_in_call or isinstance(self.casts, AtRest):
+            return original(module, *args, **kwargs)
+        refuse_change(original.__name__)
 
-    def refuse(self, module: nn.Module, wanted: object = None) -> NoReturn:
-        """Raises BrokenPlan for a move or cast of the component that ``module`` belongs to. ``wanted``: the device or dtype."""
+    def refuse(self, module: nn.Module, destination: object = None) -> NoReturn:
+        """Raise BrokenPlan for a move or cast of the component that contains ``module``.
+
+        ``destination``: the device or dtype.
+        """
         name = self._paths[id(module)][0]
-        target = f" to {wanted}" if isinstance(wanted, (torch.device, torch.dtype)) else ""
+        target = (
+            f" to {destination}" if isinstance(destination, (torch.device, torch.dtype)) else ""
+        )
         raise BrokenPlan(
-            f"something moves or casts {name}{target} during the run, but the plan decides where its weights are: remove the call "
-            f"(.to, .cuda, .half, ...), leave out the argument that asks for it (cpu_offloading=True), or give {name} another "
+            f"something moves or casts {name}{target} during the run, but the plan decides where "
+            "its weights are: remove the call "
+            "(.to, .cuda, .half, ...), leave out the argument that asks for it "
+            f"(cpu_offloading=True), or give {name} another "
             "dtype in the graph"
         )
 
-    def enter(self, module: nn.Module, name: str, method: Callable[..., Any], args: Any, kwargs: Any, *, always: bool) -> Any:
-        """Calls ``method`` of ``module``; through ``around`` if the call comes from outside a component.
+    def enter(
+        self,
+        module: nn.Module,
+        name: str,
+        method: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        *,
+        is_entry_point: bool,
+    ) -> Any:
+        """Call ``method`` of ``module``, through ``handle_call`` if the call comes from outside.
 
-        ``name``: that of the method; empty for ``module(...)`` itself. ``always``: whether the call is intercepted without a tensor
-        among its arguments, too.
+        ``name``: the name of the method; empty for ``module(...)`` itself. ``is_entry_point``:
+        whether the call is intercepted even without a tensor among its arguments.
         """
         location = self._paths.get(id(module))  # None for a copy of a registered module
-        if self._inside or location is None or not (always or _holds_tensor((args, kwargs))):
+        if (
+            self._is_in_call
+            or location is None
+            or not (is_entry_point or _holds_tensor((args, kwargs)))
+        ):
             return method(module, *args, **kwargs)
         component, path = self._dtype_variant(location[0]), location[1]
         entry = f"{path}:{name}" if path and name else path or name or "forward"
-        self._inside = True
+        self._is_in_call = True
         try:
-            return self._around(component, entry, functools.partial(method, module), args, kwargs)
+            return self._handle_call(
+                component, entry, functools.partial(method, module), args, kwargs
+            )
         finally:
-            self._inside = False
+            self._is_in_call = False
 
     def read(self, module: nn.Module, name: str, value: Any) -> Any:
-        """What code gets that looks up the attribute ``name`` of ``module``. ``value``: that attribute's value."""
+        """Return what code gets that reads the attribute ``name`` of ``module``.
+
+        ``value``: the value of the attribute.
+        """
         location = self._paths.get(id(module))
-        if self._inside or self._reads is None or location is None or not isinstance(value, torch.Tensor):
+        if (
+            self._is_in_call
+            or self._reads is None
+            or location is None
+            or not isinstance(value, torch.Tensor)
+        ):
             return value
-        return self._reads(self._dtype_variant(location[0]), f"{location[1]}.{name}" if location[1] else name, value)
+        return self._reads(
+            self._dtype_variant(location[0]),
+            f"{location[1]}.{name}" if location[1] else name,
+            value,
+        )
 
     def _dtype_variant(self, component: str) -> str:
-        """The name of the component's current dtype variant; that of the component if there are no ``casts``."""
-        return component if self.casts is None else str(self.casts.now(component).name)
+        """Return the name of the component's current dtype variant.
+
+        Without ``casts`` it is the component's own name.
+        """
+        return component if self.casts is None else str(self.casts.current(component).name)
 
 
 def intercept(module: nn.Module) -> CallInterceptor | None:
-    """The interceptor on ``module`` that was entered last; None if none is active."""
+    """Return the interceptor on ``module`` that was entered last; None if none is active."""
     return vars(module).get(getattr(type(module), "graphrun_interceptor", ""))
 
 
 @functools.cache
 def _intercepted_class(kind: Any, reads: bool, dtypes: bool, add_device: bool, tables: bool) -> Any:
-    """The subclass of ``kind`` whose instances are intercepted.
+    """Return the subclass of ``kind`` whose instances are intercepted.
 
-    ``reads``, ``dtypes``: whether reads of weights and of ``dtype`` are intercepted. ``add_device``: the class gets a ``device``
-    even if ``kind`` has none. ``tables``: the tables that the module computes are moved to the device (see the top of this file).
+    ``reads``, ``dtypes``: whether reads of weights and of ``dtype`` are intercepted.
+    ``add_device``: the class gets a ``device`` even if ``kind`` has none. ``tables``: the tables
+    that the module computes are moved to the device (see the top of this file).
 
-    An instance holds its interceptor in an attribute; the class attribute ``graphrun_interceptor`` is that attribute's name. An
-    instance without it (a slice of a ModuleList) behaves as one of ``kind``. If an interceptor is entered while another is
-    active, its classes are subclasses of the other's, and its attribute has another name.
+    An instance stores its interceptor in an attribute; the class attribute ``graphrun_interceptor``
+    is that attribute's name. An instance without it (a slice of a ModuleList) behaves like one of
+    ``kind``. If an interceptor is entered while another is active, its classes are subclasses of
+    the other's, and its attribute has another name.
 
     Cached, because creating a class takes longer than the compute of a small component.
     """
@@ -292,7 +374,9 @@ def _intercepted_class(kind: Any, reads: bool, dtypes: bool, add_device: bool, t
         "graphrun_kind": getattr(kind, "graphrun_kind", kind),
         "__call__": _entry_method(key, "", kind.__call__, tables),
         "graphrun_interceptor": key,
-        "__reduce_ex__": lambda module, protocol: reduced_as(kind, super(kind, module).__reduce_ex__(protocol)),
+        "__reduce_ex__": lambda module, protocol: reduced_as(
+            kind, super(kind, module).__reduce_ex__(protocol)
+        ),
         "to": _override(key, kind.to, CallInterceptor.move),
         "_apply": _override(key, kind._apply, CallInterceptor.change),
         "named_parameters": _override(key, kind.named_parameters, CallInterceptor.listed),
@@ -302,34 +386,57 @@ def _intercepted_class(kind: Any, reads: bool, dtypes: bool, add_device: bool, t
         method = inspect.getattr_static(kind, name)
         if isinstance(method, FunctionType) and changes_weights(method):
             members[name] = _override(key, method, CallInterceptor.change_weights)
-        elif isinstance(method, FunctionType) and not name.startswith("_") and not hasattr(nn.Module, name):
+        elif (
+            isinstance(method, FunctionType)
+            and not name.startswith("_")
+            and not hasattr(nn.Module, name)
+        ):
             members[name] = _entry_method(key, name, method)
     if reads:
         members["__getattr__"] = _reading_getattr(key, kind.__getattr__)
     if dtypes and isinstance(getattr(kind, "dtype", None), property):
         members["dtype"] = property(_override(key, kind.dtype.fget, CallInterceptor.dtype))
     if add_device or hasattr(kind, "device"):
-        own = kind.device.fget if isinstance(getattr(kind, "device", None), property) else _device_of
-        members["device"] = property(_override(key, own, lambda interceptor, *_: interceptor.reported_device()))
+        getter = (
+            kind.device.fget if isinstance(getattr(kind, "device", None), property) else _device_of
+        )
+        members["device"] = property(
+            _override(key, getter, lambda interceptor, *_: interceptor.reported_device())
+        )
     return type(kind.__name__, (kind,), members)
 
 
 def _reported_class(kind: type[Any]) -> property:
-    """``module.__class__``: ``kind``, by which diffusers' registries find a module's class; setting it sets the type."""
-    return property(lambda _: kind, lambda module, value: object.__dict__["__class__"].__set__(module, value))
+    """Return ``module.__class__`` as a property that reads ``kind`` and sets the type.
+
+    diffusers' registries find a module's class by it.
+    """
+    return property(
+        lambda _: kind, lambda module, value: object.__dict__["__class__"].__set__(module, value)
+    )
 
 
 def _calling_pipeline() -> str:
-    """The class of the pipeline that asks in its `_execution_device`, which diffusers' pipelines read in their methods that compute
-    and nowhere else; empty where something else asks. Attached pipelines answer without their components."""
+    """Return the class name of the pipeline that is computing; "" if something else asks.
+
+    diffusers' pipelines read `_execution_device` only in methods that compute; its frame on the
+    stack shows the pipeline. Attached pipelines answer without their components.
+    """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "_execution_device":
-        frame = frame.f_back if frame.f_globals["__name__"].startswith((__name__, "diffusers.")) else None
+        frame = (
+            frame.f_back
+            if frame.f_globals["__name__"].startswith((__name__, "diffusers."))
+            else None
+        )
     return type(frame.f_locals["self"]).__name__ if frame is not None else ""
 
 
 class _Reporting(torch.Tensor):
-    """A weight with another ``device`` than where it is. Its memory is the weight's; what is computed from it is a plain tensor."""
+    """A weight that reports another ``device`` than the one it is on.
+
+    It shares the weight's memory. Results computed from it are plain tensors.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     reported: torch.device
@@ -337,55 +444,77 @@ class _Reporting(torch.Tensor):
 
 
 def _reporting(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor``, or where it is a plain one elsewhere, one with its memory that reports ``device``."""
+    """Return a view of a plain ``tensor`` on another device that reports ``device``.
+
+    Any other tensor is returned unchanged.
+    """
     if tensor.device.type == device.type or type(tensor) not in (torch.Tensor, nn.Parameter):
         return tensor
-    found = tensor.detach().as_subclass(_Reporting)
-    found.reported = device
-    return found.requires_grad_(tensor.requires_grad)
+    view = tensor.detach().as_subclass(_Reporting)
+    view.reported = device
+    return view.requires_grad_(tensor.requires_grad)
 
 
 def _device_of(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
 
 
-def _override(key: str, own: Any, change: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that calls ``change(interceptor, own, module, ...)`` for intercepted modules, and ``own(module, ...)`` for others.
-    ``key``: name of the attribute that holds the interceptor."""
+def _override(key: str, original: Any, change: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that calls ``change(interceptor, original, module, ...)`` for intercepted
+    modules.
 
-    @functools.wraps(own)
+    For others it calls ``original(module, ...)``. ``key``: the attribute that stores the
+    interceptor.
+    """
+
+    @functools.wraps(original)
     def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         interceptor: CallInterceptor | None = module.__dict__.get(key)
         if interceptor is None or id(module) not in interceptor._paths:
-            return own(module, *args, **kwargs)
-        return change(interceptor, own, module, *args, **kwargs)
+            return original(module, *args, **kwargs)
+        return change(interceptor, original, module, *args, **kwargs)
 
     return method
 
 
-def _entry_method(key: str, name: str, method: Callable[..., Any], tables: bool = False) -> Callable[..., Any]:
-    """``method`` with its calls passed to the module's interceptor. Arguments as for `_override` and `_intercepted_class`; ``name``
-    is empty for ``__call__``."""
-    always = not name or name in ENTRY_POINTS
+def _entry_method(
+    key: str, name: str, method: Callable[..., Any], tables: bool = False
+) -> Callable[..., Any]:
+    """Return ``method`` with its calls passed to the module's interceptor.
+
+    Arguments as for `_override` and `_intercepted_class`; ``name`` is empty for ``__call__``.
+    """
+    is_entry_point = not name or name in ENTRY_POINTS
 
     @functools.wraps(method)
     def enter(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         interceptor: CallInterceptor | None = module.__dict__.get(key)
-        if interceptor is None or interceptor._inside:
+        if interceptor is None or interceptor._is_in_call:
             result = method(module, *args, **kwargs)
-            return result if interceptor is None or not tables else _move_tables(result, (args, kwargs))
-        return interceptor.enter(module, name, method, args, kwargs, always=always)
+            return (
+                result
+                if interceptor is None or not tables
+                else _move_tables(result, (args, kwargs))
+            )
+        return interceptor.enter(module, name, method, args, kwargs, is_entry_point=is_entry_point)
 
     return enter
 
 
 def _move_tables(result: Any, inputs: Any) -> Any:
-    """``result`` with its floating-point and complex CPU tensors moved to the device of the tensors in ``inputs``, each copied
-    once. Integer tensors stay, since indices and sizes are used on the host. Nothing moves if the inputs are on the CPU, or on
-    several devices."""
+    """Return ``result`` with its tables moved to the device of the tensors in ``inputs``.
+
+    Tables are floating-point and complex CPU tensors; each is copied once. Integer tensors stay,
+    since indices and sizes are used on the host. Nothing moves if the inputs are on the CPU or on
+    more than one device.
+    """
 
     def is_table(tensor: torch.Tensor) -> bool:
-        return tensor.device.type == "cpu" and tensor.dim() > 0 and (tensor.is_floating_point() or tensor.is_complex())
+        return (
+            tensor.device.type == "cpu"
+            and tensor.dim() > 0
+            and (tensor.is_floating_point() or tensor.is_complex())
+        )
 
     tables = {id(tensor): tensor for tensor in tensors_in(result) if is_table(tensor)}
     devices = {tensor.device for tensor in tensors_in(inputs)} if tables else set()
@@ -395,30 +524,46 @@ def _move_tables(result: Any, inputs: Any) -> Any:
     return walk(result, lambda tensor: copies.get(id(tensor), tensor))
 
 
-def _reading_getattr(key: str, own: Callable[[nn.Module, str], Any]) -> Callable[[nn.Module, str], Any]:
-    """``own``, the ``__getattr__`` that looks up a module's parameters and buffers, with reads from outside passed to the
-    interceptor."""
+def _reading_getattr(
+    key: str, original: Callable[[nn.Module, str], Any]
+) -> Callable[[nn.Module, str], Any]:
+    """Return a ``__getattr__`` that passes reads of weights from outside to the interceptor.
+
+    ``original``: the ``__getattr__`` that looks up a module's parameters and buffers.
+    """
 
     def look_up(module: nn.Module, name: str) -> Any:
-        value = own(module, name)
+        value = original(module, name)
         interceptor: CallInterceptor | None = module.__dict__.get(key)
-        return value if interceptor is None or interceptor._inside else interceptor.read(module, name, value)
+        return (
+            value
+            if interceptor is None or interceptor._is_in_call
+            else interceptor.read(module, name, value)
+        )
 
     return look_up
 
 
 def reduced_as(kind: type[Any], reduced: Any) -> Any:
-    """``reduced``, the result of `__reduce_ex__` for an instance of a subclass of ``kind``, changed so that pickles and copies are
+    """Return ``reduced``, a result of `__reduce_ex__`, changed to give instances of ``kind``.
+
+    ``reduced`` describes an instance of a subclass of ``kind``. Pickles and copies are then
     instances of ``kind`` itself, without an interceptor.
     """
     constructor, args, *rest = reduced
     if rest and isinstance(rest[0], dict):  # the instance's attributes
-        rest[0] = {name: value for name, value in rest[0].items() if not isinstance(value, CallInterceptor)}
-    return constructor, tuple(kind if isinstance(arg, type) and issubclass(arg, kind) else arg for arg in args), *rest
+        rest[0] = {
+            name: value for name, value in rest[0].items() if not isinstance(value, CallInterceptor)
+        }
+    return (
+        constructor,
+        tuple(kind if isinstance(arg, type) and issubclass(arg, kind) else arg for arg in args),
+        *rest,
+    )
 
 
 def entry_of(module: nn.Module, entry: str) -> Callable[..., Any]:
-    """The callable in ``module`` that ``entry`` names (see `CallInterceptor`)."""
+    """Return the callable in ``module`` that ``entry`` names (see `CallInterceptor`)."""
     if entry == "forward":
         return module
     path, _, method = entry.rpartition(":")
@@ -428,5 +573,5 @@ def entry_of(module: nn.Module, entry: str) -> Callable[..., Any]:
 
 
 def _holds_tensor(values: Any) -> bool:
-    """Whether a tensor is in ``values``, a nest of lists, tuples and dicts."""
+    """Return whether a tensor is in ``values``, a nest of lists, tuples and dicts."""
     return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(values))

@@ -1,7 +1,8 @@
-"""Finds tensors that modules cache on the device outside their weights, so that they can be freed.
+"""Find tensors that modules cache on the device outside their weights, so that they can be freed.
 
-Three kinds: results in `functools.lru_cache`, the weight that `torch.nn.utils.weight_norm` computes before each call, and the
-position tables of helper objects that are not modules (Z-Image's `RopeEmbedder`).
+Three kinds: results in `functools.lru_cache`, the weight that `torch.nn.utils.weight_norm` computes
+before each call, and the position tables of helper objects that are not modules (Z-Image's
+`RopeEmbedder`).
 """
 
 from __future__ import annotations
@@ -19,49 +20,73 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from graphrun.modules.trees import LIBRARIES, PLAIN, found_in, may_hold, modules_below, replace_in
 
-# The attribute with diffusers' hooks on a module. What they keep is the state of a call, which later calls need until the pipeline
-# resets it.
+# The attribute with diffusers' hooks on a module. Hooks store the state of a call, which later
+# calls need until the pipeline resets it.
 DIFFUSERS_HOOKS = "_diffusers_hook"
 
-# Attributes that every module has. None of them is a tensor that a call left behind.
+# Attributes that every module has. None of them is a tensor left behind by a call.
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 Owned = tuple[str, nn.Module, dict[str, Any]]
-"""A component's name, a module in it, and the attributes of that besides those that every module has."""
+"""A component's name, a module in it, and the module's attributes beyond `MODULE_ATTRIBUTES`."""
 
 
-def owned(modules: Mapping[str, nn.Module]) -> list[Owned]:
-    """Every module in ``modules`` with its attributes now."""
+def attributes_of(modules: Mapping[str, nn.Module]) -> list[Owned]:
+    """Return every module in ``modules`` with its current attributes."""
     return [
-        (name, child, {key: value for key, value in vars(child).items() if key not in MODULE_ATTRIBUTES})
+        (
+            name,
+            child,
+            {key: value for key, value in vars(child).items() if key not in MODULE_ATTRIBUTES},
+        )
         for name, module in modules.items()
         for child in modules_below(module)
     ]
 
 
 def memos(modules: Mapping[str, nn.Module]) -> tuple[Any, ...]:
-    """The caches of ``modules``, each emptied by its ``cache_clear()``: caches of methods, weights of `WeightNorm`, and tensors
-    that helper objects put on the device after this call.
+    """Return the caches of ``modules``, each with a method ``cache_clear()`` that empties it.
+
+    They are caches of methods, weights of `WeightNorm`, and tensors that helper objects put on the
+    device after this call.
     """
-    found = owned(modules)
-    children = [child for _, child, _ in found]
+    owners = attributes_of(modules)
+    children = [child for _, child, _ in owners]
     caches = _method_caches(children)
     hooks = [(child, hook) for child in children for hook in child._forward_pre_hooks.values()]
-    computed = (_NormalizedWeight(child, hook.name) for child, hook in hooks if isinstance(hook, WeightNorm))
-    values = (value for _, _, held in found for key, value in held.items() if type(value) not in PLAIN and key != DIFFUSERS_HOOKS)
+    computed = (
+        _NormalizedWeight(child, hook.name) for child, hook in hooks if isinstance(hook, WeightNorm)
+    )
+    values = (
+        value
+        for _, _, attributes in owners
+        for key, value in attributes.items()
+        if type(value) not in PLAIN and key != DIFFUSERS_HOOKS
+    )
     helpers = {id(value): value for value in values if is_helper(value)}
-    return *caches, *computed, *(HeldAttributes(helper, {**vars(helper)}) for helper in helpers.values())
+    return (
+        *caches,
+        *computed,
+        *(HeldAttributes(helper, {**vars(helper)}) for helper in helpers.values()),
+    )
 
 
 def lru_caches(modules: Mapping[str, nn.Module]) -> tuple[Any, ...]:
-    """Those of the `memos` of ``modules`` that are made by `functools.lru_cache`. All instances of a class share them."""
-    caches = _method_caches([child for module in modules.values() for child in modules_below(module)])
+    """Return the `memos` of ``modules`` made by `functools.lru_cache`.
+
+    All instances of a class share them.
+    """
+    caches = _method_caches(
+        [child for module in modules.values() for child in modules_below(module)]
+    )
     return tuple(cache for cache in caches if isinstance(cache, functools._lru_cache_wrapper))
 
 
 def cached_in(cache: Any) -> list[Any]:
-    """The results, and the dict with results, that a `functools.lru_cache` holds, among other things: it has no method for them,
-    and says to the garbage collector what it refers to."""
+    """Return the results, and the dict of results, in a `functools.lru_cache`, among other objects.
+
+    The cache has no method for them, but reports to the garbage collector what it refers to.
+    """
     return [value for value in gc.get_referents(cache) if not isinstance(value, type)]
 
 
@@ -71,14 +96,19 @@ def _method_caches(children: Iterable[nn.Module]) -> list[Any]:
 
 
 def is_helper(value: Any) -> bool:
-    """Whether ``value`` is an object of diffusers or transformers that is not a module but may hold tensors, such as a table of
-    positions. Objects of other classes may hold the state of a call, which a module needs later on.
+    """Return whether ``value`` is a helper object of the libraries that may hold tensors.
+
+    It is of diffusers or transformers, but not a module; an example is a table of positions.
+    Objects of other classes may hold the state of a call, which a module needs later on.
     """
     return type(value).__module__.startswith(LIBRARIES) and may_hold(value)
 
 
 def forget(modules: Mapping[str, nn.Module]) -> None:
-    """Empties the caches of ``modules`` and of the modules in them, such as Qwen-Image's tables of rotary frequencies."""
+    """Empty the caches of ``modules`` and of the modules in them.
+
+    Qwen-Image's tables of rotary frequencies are such a cache.
+    """
     for memo in memos(modules):
         memo.cache_clear()
 
@@ -91,72 +121,101 @@ class _NormalizedWeight:
     name: str
 
     def cache_clear(self) -> None:
-        """Replaces the weight by a meta tensor of its shape."""
+        """Replace the weight by a meta tensor of its shape."""
         value = vars(self.module).get(self.name)
         if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
-            vars(self.module)[self.name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            vars(self.module)[self.name] = torch.empty(
+                value.shape, dtype=value.dtype, device="meta"
+            )
 
 
 class HeldAttributes:
-    """``attributes`` of ``holder``, a module or a helper object, with the values that they have now. Keeps ``attributes``."""
+    """``attributes`` of ``holder``, a module or a helper object, with their current values.
+
+    Keeps a reference to ``attributes``.
+    """
 
     def __init__(self, holder: Any, attributes: Mapping[str, Any]) -> None:
-        self.holder, self._before = holder, attributes
-        self._contents = {key: value.copy() for key, value in attributes.items() if isinstance(value, (list, dict, deque))}
+        self.holder, self._values = holder, attributes
+        self._contents = {
+            key: value.copy()
+            for key, value in attributes.items()
+            if isinstance(value, (list, dict, deque))
+        }
 
     def restore(self, key: str) -> None:
-        """Gives the attribute its earlier value, or removes it where there was none."""
+        """Give the attribute its earlier value, or remove it if it had none."""
         table = vars(self.holder)
-        if key not in self._before:
+        if key not in self._values:
             del table[key]
             return
-        table[key], content = self._before[key], self._contents.get(key)
+        table[key], content = self._values[key], self._contents.get(key)
         if content is not None:
             table[key].clear()
             table[key].update(content) if isinstance(content, dict) else table[key].extend(content)
 
     def forget(self) -> None:
-        """Restores every attribute that got tensors since."""
+        """Restore every attribute that got tensors since."""
         table = vars(self.holder)
         for key, value in list(table.items()):
             if key in MODULE_ATTRIBUTES or key == DIFFUSERS_HOOKS or type(value) in PLAIN:
                 continue
-            same = value is self._before.get(key) and key not in self._contents
-            if not same and next(found_in(value, torch.Tensor), None) is not None:
+            is_unchanged = value is self._values.get(key) and key not in self._contents
+            if not is_unchanged and next(found_in(value, torch.Tensor), None) is not None:
                 self.restore(key)
 
     def cache_clear(self) -> None:
-        """Restores every attribute that is on the device. What was on the device before, too, moves to the CPU."""
+        """Restore every attribute that is on the device.
+
+        Values that were on the device before, too, move to the CPU.
+        """
         table = vars(self.holder)
-        for key in on_device({key: value for key, value in table.items() if key not in MODULE_ATTRIBUTES}):
+        for key in on_device(
+            {key: value for key, value in table.items() if key not in MODULE_ATTRIBUTES}
+        ):
             self.restore(key)
             if on_device({key: table.get(key)}):
                 table[key] = replace_in(table[key], torch.Tensor.cpu)
 
 
 def on_device(attributes: Mapping[str, Any]) -> list[str]:
-    """Names of those of ``attributes`` that hold tensors on a device."""
-    return [key for key, value in attributes.items() if type(value) not in PLAIN and _on_device(value)]
+    """Return the names of ``attributes`` that hold tensors on a device."""
+    return [
+        key for key, value in attributes.items() if type(value) not in PLAIN and _on_device(value)
+    ]
 
 
 def _on_device(value: Any) -> bool:
-    return any(tensor.device.type not in ("cpu", "meta") for tensor in found_in(value, torch.Tensor))
+    return any(
+        tensor.device.type not in ("cpu", "meta") for tensor in found_in(value, torch.Tensor)
+    )
 
 
 @functools.cache
 def _caches_of(kind: Any) -> tuple[Any, ...]:
-    members = (member for base in kind.__mro__ if base is not nn.Module for member in vars(base).values())
+    members = (
+        member for base in kind.__mro__ if base is not nn.Module for member in vars(base).values()
+    )
     return tuple(cache for member in members for cache in _caches(member))
 
 
 def _caches(member: Any) -> Iterator[Any]:
-    """``member`` itself if it is a cache, or the cache it wraps: diffusers wraps its caches to bypass them during export."""
-    inside = (cell.cell_contents for cell in getattr(member, "__closure__", None) or () if has_value(cell))
-    yield from (found for found in (member, *inside) if callable(getattr(found, "cache_clear", None)))
+    """Yield ``member`` if it is a cache, and the cache it wraps.
+
+    diffusers wraps its caches to bypass them during export.
+    """
+    contents = (
+        cell.cell_contents for cell in getattr(member, "__closure__", None) or () if has_value(cell)
+    )
+    yield from (
+        candidate
+        for candidate in (member, *contents)
+        if callable(getattr(candidate, "cache_clear", None))
+    )
 
 
 def has_value(cell: Any) -> bool:
-    """Whether the closure cell has a value."""
+    """Return whether the closure cell has a value."""
     try:
         return cell.cell_contents is not None
     except ValueError:

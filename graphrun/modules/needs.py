@@ -1,4 +1,4 @@
-"""What a run of a graph takes from the hub and this machine lacks: found, asked for at the hub, downloaded, all before the run."""
+"""Files that a run needs from the hub: found, checked at the hub, and downloaded before the run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from graphrun.modules.source_files import (
     OF_COMPONENT,
     OF_PART,
     WEIGHT_FILES,
-    asked_of,
     complete,
     find_folder,
+    hub_query,
     local_folder,
     split_source,
 )
@@ -26,17 +26,24 @@ from graphrun.units import show_size
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Files of the hub path ``source`` for the component or part at ``where``; of a part, no weights."""
+    """Files of the hub path ``source`` for the component or part at ``file_line``.
+
+    A part needs no weights.
+    """
 
     source: str
-    where: str
+    file_line: str
     patterns: tuple[str, ...] = OF_PART
     variant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """Files of one repository at a commit: ``files`` of ``nbytes`` in all are not here. ``licence`` as its card names it, or ""."""
+    """Files of one repository at a commit that are not on this machine: ``files`` of ``nbytes`` in
+    all.
+
+    ``licence``: as the repository's card states it, or "".
+    """
 
     repository: str
     commit: str
@@ -46,66 +53,111 @@ class Download:
     needs: tuple[Need, ...]
 
 
-def missing(graph: Graph) -> list[Need]:
-    """The needs that the hub's cache does not meet, without a network. Raises GraphError for a folder or file that is not there."""
-    used = {name for stage in graph.stages for name in stage.uses}
-    sources = [(of, of.source_in(of.precision[0])) for name, of in graph.components.items() if name in used]
-    needs = [Need(source, of.where, OF_COMPONENT, of.variant) for of, source in sources if source is not None]
-    needs += [Need(of.source, of.where) for of in graph.parts.values() if of.source and (of.file or not of.has_config)]
+def find_missing(graph: Graph) -> list[Need]:
+    """Return the needs that the hub's cache does not meet, without using the network.
+
+    Raises GraphError for a folder or file that does not exist.
+    """
+    component_names = {name for stage in graph.stages for name in stage.uses}
+    sources = [
+        (component, component.source_in(component.precision[0]))
+        for name, component in graph.components.items()
+        if name in component_names
+    ]
+    needs = [
+        Need(source, component.file_line, OF_COMPONENT, component.variant)
+        for component, source in sources
+        if source is not None
+    ]
+    needs += [
+        Need(part.source, part.file_line)
+        for part in graph.parts.values()
+        if part.source and (part.file or not part.has_config)
+    ]
     for need in needs:
         if Path(need.source).is_absolute():
-            find_folder(need.source, need.patterns, need.where)
+            find_folder(need.source, need.patterns, need.file_line)
     remote = [need for need in needs if not Path(need.source).is_absolute()]
-    return [need for need in remote if not _here(need)]
+    return [need for need in remote if not _is_local(need)]
 
 
-def _here(need: Need) -> bool:
-    """Whether the cache has it: all weights of a component, any file of a part."""
+def _is_local(need: Need) -> bool:
+    """Return whether the cache has all weights of a component, or any file of a part."""
     if need.patterns == OF_PART:
         return local_folder(need.source) is not None
-    return complete(need.source, need.where, need.variant)
+    return complete(need.source, need.file_line, need.variant)
 
 
 def look(needs: Sequence[Need]) -> list[Download]:
-    """One download for each repository of ``needs``: one or two requests each, and nothing is downloaded.
+    """Return one download for each repository of ``needs``, with one or two requests each.
 
-    Raises GraphError where a repository may not be read or lacks what is needed, and where the disk is too small for all of it.
+    Nothing is downloaded. Raises GraphError if a repository may not be read or does not have the
+    files, and if the disk is too small for all of them.
     """
     from huggingface_hub import constants
 
     groups: dict[tuple[str, str | None, str], list[Need]] = {}
     for need in needs:
-        groups.setdefault((split_source(need.source)[0], asked_of(need.source, ())[0], need.variant), []).append(need)
-    found = [_look(repository, revision, of) for (repository, revision, _), of in groups.items()]
+        groups.setdefault(
+            (split_source(need.source)[0], hub_query(need.source, ())[0], need.variant), []
+        ).append(need)
+    downloads = [
+        _look(repository, revision, group) for (repository, revision, _), group in groups.items()
+    ]
     folder = Path(constants.HF_HUB_CACHE)
-    free = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
-    if (total := sum(of.nbytes for of in found)) > free:
+    free = shutil.disk_usage(
+        next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    ).free
+    if (total := sum(download.nbytes for download in downloads)) > free:
         text = f"{show_size(total)} are to be downloaded, and {folder} has {show_size(free)} free"
-        raise GraphError(f"{text}: make room, or name a folder on another disk in HF_HOME", needs[0].where)
-    return found
+        raise GraphError(
+            f"{text}: make room, or name a folder on another disk in HF_HOME", needs[0].file_line
+        )
+    return downloads
 
 
 def _look(repository: str, revision: str | None, needs: Sequence[Need]) -> Download:
-    listing, wanted = hub.look(repository, revision, needs[0].where), set[str]()
+    listing, required_files = hub.look(repository, revision, needs[0].file_line), set[str]()
     for need in needs:
-        _, allow, ignore = asked_of(need.source, need.patterns, need.variant)
-        files = {file for file in listing.sizes if _matches(file, allow) and not _matches(file, ignore)}
+        _, allow, ignore = hub_query(need.source, need.patterns, need.variant)
+        files = {
+            file for file in listing.sizes if _matches(file, allow) and not _matches(file, ignore)
+        }
         if need.patterns == OF_COMPONENT and not any(file.endswith(WEIGHT_FILES) for file in files):
-            inside = split_source(need.source)[2]
-            raise GraphError(f"the repository {repository} has no safetensors{f' in {inside}' if inside else ''}", need.where)
-        wanted |= files
-    lacking = [file for file in wanted if not hub.cached(repository, listing.commit, file)]
-    nbytes = sum(listing.sizes[file] for file in lacking)
-    return Download(repository, listing.commit, listing.licence, len(lacking), nbytes, tuple(needs))
+            subfolder = split_source(need.source)[2]
+            raise GraphError(
+                f"the repository {repository} has no "
+                f"safetensors{f' in {subfolder}' if subfolder else ''}",
+                need.file_line,
+            )
+        required_files |= files
+    absent_files = [
+        file for file in required_files if not hub.cached(repository, listing.commit, file)
+    ]
+    nbytes = sum(listing.sizes[file] for file in absent_files)
+    return Download(
+        repository, listing.commit, listing.licence, len(absent_files), nbytes, tuple(needs)
+    )
 
 
 def _matches(file: str, patterns: Sequence[str]) -> bool:
-    """As huggingface_hub does it: ``*`` matches ``/`` too."""
+    """Return whether ``file`` matches, as in huggingface_hub: ``*`` matches ``/`` too."""
     return any(fnmatch(file, pattern) for pattern in patterns)
 
 
-def download(of: Download, progress: hub.Progress | None = None) -> None:
-    """Downloads it. Raises GraphError; files that are complete by then stay, and the next call goes on with the others."""
-    asked = [asked_of(need.source, need.patterns, need.variant) for need in of.needs]
-    allow = list(dict.fromkeys(pattern for _, patterns, _ in asked for pattern in patterns))
-    hub.snapshot(of.repository, asked[0][0], allow, asked[0][2], where=of.needs[0].where, progress=progress)
+def download(request: Download, progress: hub.DownloadCallback | None = None) -> None:
+    """Download the files of ``request``.
+
+    Raises GraphError; files that are complete by then stay, and the next call continues with the
+    others.
+    """
+    queries = [hub_query(need.source, need.patterns, need.variant) for need in request.needs]
+    allow = list(dict.fromkeys(pattern for _, patterns, _ in queries for pattern in patterns))
+    hub.snapshot(
+        request.repository,
+        queries[0][0],
+        allow,
+        queries[0][2],
+        file_line=request.needs[0].file_line,
+        progress=progress,
+    )

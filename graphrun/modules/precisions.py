@@ -1,4 +1,7 @@
-"""Names of the precisions that replace linear layers by quantized ones. Imports nothing, so that reading a plan needs no torch."""
+"""Names of the precisions that replace linear layers by quantized ones.
+
+Imports nothing, so that reading a plan needs no torch.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,18 @@
-"""Finds the files of a component's source, checks that its safetensors are complete, and lists their tensors and their origin.
+"""Find the files of a component's source, check that its safetensors are complete, list tensors.
 
-Pickled weights are never read, and of safetensors only the headers: names, dtypes and shapes. The origin of weights for a trace is
-their source, commit, and each file's size, modification time and, where the hub's cache has it, SHA-256.
+Pickled weights are never read. Of safetensors, only the headers are read: names, dtypes and shapes.
+A trace records the origin of weights: source, commit, and each file's size, modification time and,
+if the hub's cache has it, SHA-256.
 
-    /folder                     owner/name/transformer          a component's folder, in the layout of diffusers
-    /model.safetensors          owner/name/model.safetensors    one file; its tensors in any order
-                                owner/name@revision/...         at a commit, branch or tag ("/" in its name as %2F)
+    source
+    /folder                     owner/name/transformer       a component's folder, as diffusers
+                                                             lays it out
+    /model.safetensors          owner/name/model.safetensors one file; its tensors in any order
+                                owner/name@revision/...      a commit, branch or tag, with "/" in
+                                                             its name as %2F
 
-    file.safetensors    | header's length, 8 bytes | header: {name: {dtype, shape, data_offsets}} | data ............ |
+    file.safetensors
+    | header's length, 8 bytes | header: {name: {dtype, shape, data_offsets}} | data ............ |
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from graphrun.errors import GraphError, InputError
 from graphrun.graph.graph import Component
 from graphrun.limits import require
 from graphrun.modules import hub
-from graphrun.reading import inside, opened, parse_json, read_json
+from graphrun.reading import open_regular, parse_json, path_inside, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -32,17 +37,39 @@ if TYPE_CHECKING:
 # Files of a component's folder, and of a tokenizer's, scheduler's or processor's.
 OF_COMPONENT, OF_PART = ("*.json", "*.safetensors"), ("*.json", "*.txt", "*.model")
 
-# Half-precision copies and exports for other frameworks that many repositories have beside the weights.
+# Half-precision copies and exports for other frameworks, which many repositories have too.
 _IGNORED_PATTERNS = ["*.fp16.*", "*.fp16-*", "*.non_ema.*", "*openvino*", "*onnx*"]
 _PICKLED = (".bin", ".ckpt", ".pt", ".pth")
 
 # Bits per element of each dtype of the format, and torch's name for it (safetensors' own `Dtype`).
 _DTYPES = {
-    **{"F64": (64, "float64"), "F32": (32, "float32"), "F16": (16, "float16"), "BF16": (16, "bfloat16"), "BOOL": (8, "bool")},
-    **{"I64": (64, "int64"), "I32": (32, "int32"), "I16": (16, "int16"), "I8": (8, "int8"), "U8": (8, "uint8")},
-    **{"U64": (64, "uint64"), "U32": (32, "uint32"), "U16": (16, "uint16"), "C64": (64, "complex64")},
+    **{
+        "F64": (64, "float64"),
+        "F32": (32, "float32"),
+        "F16": (16, "float16"),
+        "BF16": (16, "bfloat16"),
+        "BOOL": (8, "bool"),
+    },
+    **{
+        "I64": (64, "int64"),
+        "I32": (32, "int32"),
+        "I16": (16, "int16"),
+        "I8": (8, "int8"),
+        "U8": (8, "uint8"),
+    },
+    **{
+        "U64": (64, "uint64"),
+        "U32": (32, "uint32"),
+        "U16": (16, "uint16"),
+        "C64": (64, "complex64"),
+    },
     **{"F6_E2M3": (6, "float6_e2m3fn"), "F6_E3M2": (6, "float6_e3m2fn")},
-    **{"F8_E4M3": (8, "float8_e4m3fn"), "F8_E5M2": (8, "float8_e5m2"), "F8_E8M0": (8, "float8_e8m0fnu"), "F4": (4, "float4")},
+    **{
+        "F8_E4M3": (8, "float8_e4m3fn"),
+        "F8_E5M2": (8, "float8_e5m2"),
+        "F8_E8M0": (8, "float8_e8m0fnu"),
+        "F4": (4, "float4"),
+    },
 }
 _COMPUTABLE = re.compile(r"B?F(16|32|64)|F8_\w+")
 _INDEX, _WEIGHTS = "*.safetensors.index*.json", "*.safetensors"
@@ -52,9 +79,10 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file, as a header describes it: ``dtype`` by torch's name, ``nbytes`` from offset ``begin`` of ``file``.
+    """A tensor in a file, as a header describes it.
 
-    ``quant``: the type of a quantized GGUF tensor, whose rows are bytes; "" for others.
+    ``dtype``: torch's name. The data are ``nbytes`` from offset ``begin`` of ``file``. ``quant``:
+    the type of a quantized GGUF tensor, whose rows are bytes; "" for others.
     """
 
     name: str
@@ -67,70 +95,89 @@ class Stored:
 
     @property
     def leaves(self) -> tuple[Stored, ...]:
-        """The tensors in files that it is made of: itself."""
+        """The tensors in files that this tensor is made of: itself."""
         return (self,)
 
     def make(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The tensor, from the values of its leaves."""
+        """Return the tensor from the values of its leaves."""
         return values[0]
 
 
-def find_folder(source: str, patterns: tuple[str, ...], where: str, variant: str = "") -> Path:
-    """The local path of ``source`` with the files that match ``patterns``, from the hub's cache or downloaded to it.
+def find_folder(source: str, patterns: tuple[str, ...], file_line: str, variant: str = "") -> Path:
+    """Return the local path of ``source`` with the files that match ``patterns``.
 
-    ``source`` is an absolute path or ``owner/repo[@revision][/subfolder or file]``. ``variant``: which variant of the files is
-    wanted. Raises GraphError at ``where``.
+    Files come from the hub's cache or are downloaded to it. ``source`` is an absolute path or
+    ``owner/repo[@revision][/subfolder or file]``. ``variant``: which variant of the files to use.
+    Raises GraphError at ``file_line``.
     """
     if Path(source).is_absolute():
         if not os.path.exists(source):
-            raise GraphError(f"no such folder: {source}; give the path of a folder, or remove source: for random weights", where)
+            raise GraphError(
+                f"no such folder: {source}; give the path of a folder, or remove source: for "
+                "random weights",
+                file_line,
+            )
         return Path(source)
-    repository, _, inside = split_source(source)
-    revision, allow, ignore = asked_of(source, patterns, variant)
-    root = hub.snapshot(repository, revision, allow, ignore, what=source, where=where)
-    place = root / inside
+    repository, _, subpath = split_source(source)
+    revision, allow, ignore = hub_query(source, patterns, variant)
+    root = hub.snapshot(repository, revision, allow, ignore, subject=source, file_line=file_line)
+    place = root / subpath
     if not place.exists():
-        kind = "file" if inside.endswith(WEIGHT_FILES) else "folder"
-        raise GraphError(f"the repository {repository} has no {kind} {inside}", where)
+        kind = "file" if subpath.endswith(WEIGHT_FILES) else "folder"
+        raise GraphError(f"the repository {repository} has no {kind} {subpath}", file_line)
     return place
 
 
-def asked_of(source: str, patterns: Sequence[str], variant: str = "") -> tuple[str | None, list[str], list[str]]:
-    """(revision, patterns of paths, patterns to leave out) of the files of the hub path ``source`` that match ``patterns``.
+def hub_query(
+    source: str, patterns: Sequence[str], variant: str = ""
+) -> tuple[str | None, list[str], list[str]]:
+    """Return (revision, patterns of paths, patterns to leave out) for files of a hub path.
 
-    The revision is the commit in the local cache where there is one, even if the branch has moved since.
+    ``source``: the hub path; ``patterns``: which of its files. The revision is the commit in the
+    local cache if there is one, even if the branch has moved since.
     """
-    _, revision, inside = split_source(source)
-    allow = [inside] if inside.endswith(WEIGHT_FILES) else [f"{inside}/{pattern}" if inside else pattern for pattern in patterns]
+    _, revision, subpath = split_source(source)
+    allow = (
+        [subpath]
+        if subpath.endswith(WEIGHT_FILES)
+        else [f"{subpath}/{pattern}" if subpath else pattern for pattern in patterns]
+    )
     commit = commit_of(source)
     ignore = [pattern for pattern in _IGNORED_PATTERNS if not variant or variant not in pattern]
     return commit if len(commit) == 40 else revision, allow, ignore
 
 
 def split_source(source: str) -> tuple[str, str | None, str]:
-    """(``owner/name``, revision or None, path inside the repository) of a hub path."""
-    owner, repository, *below = source.split("/")
-    name, at, revision = repository.partition("@")
-    return f"{owner}/{name}", revision.replace("%2F", "/") if at else None, "/".join(below)
+    """Return (``owner/name``, revision or None, path inside the repository) of a hub path."""
+    owner, repository, *steps = source.split("/")
+    name, separator, revision = repository.partition("@")
+    return f"{owner}/{name}", revision.replace("%2F", "/") if separator else None, "/".join(steps)
 
 
 def commit_of(source: str) -> str:
-    """The commit of a hub path's revision in the local hub cache; "" for an absolute path or a revision that is not cached."""
+    """Return the commit of a hub path's revision in the local hub cache.
+
+    "" for an absolute path or a revision that is not cached.
+    """
     return snapshot.name if (snapshot := _snapshot(source)) is not None else ""
 
 
 def local_place(source: str) -> Path | None:
-    """The local folder or file of ``source``: an absolute path itself, or the repository's snapshot in the hub's cache.
+    """Return the local folder or file of ``source``, without using the network; None if not local.
 
-    No network. A snapshot may be incomplete. None where nothing is local.
+    An absolute path is returned itself; a hub path gives the snapshot in the hub's cache, which may
+    be incomplete.
     """
     snapshot = Path("/") if Path(source).is_absolute() else _snapshot(source)
-    inside = source if Path(source).is_absolute() else split_source(source)[2]
-    return place if snapshot is not None and os.path.exists(place := snapshot / inside) else None
+    subpath = source if Path(source).is_absolute() else split_source(source)[2]
+    return place if snapshot is not None and os.path.exists(place := snapshot / subpath) else None
 
 
 def _snapshot(source: str) -> Path | None:
-    """The folder of a hub path's revision in the local hub cache, named after the commit; None for an absolute path."""
+    """Return the folder of a hub path's revision in the local hub cache, named after the commit.
+
+    None for an absolute path.
+    """
     from huggingface_hub import constants
 
     repository, revision, _ = split_source(source)
@@ -143,42 +190,59 @@ def _snapshot(source: str) -> Path | None:
 
 
 def local_folder(source: str | None) -> Path | None:
-    """`local_place`, if it is a folder."""
+    """Return `local_place` if it is a folder, else None."""
     place = local_place(source) if source is not None else None
     return place if place is not None and place.is_dir() else None
 
 
 def config_file(source: str | None) -> Path | None:
-    """The ``config.json`` of a component in its source's folder, if that is local."""
+    """Return the ``config.json`` of a component in its source's folder, if that is local."""
     folder = local_folder(source)
     return file if folder is not None and (file := folder / "config.json").is_file() else None
 
 
 def has_weights(place: Path, variant: str = "") -> bool:
-    """Whether ``place`` is a file, or a folder with safetensors or an index of them, complete or not."""
-    return place.is_file() or bool(_of_variant(place, _INDEX, variant) or _of_variant(place, _WEIGHTS, variant))
+    """Return whether ``place`` is a file, or a folder with safetensors or an index of them.
+
+    The files may be incomplete.
+    """
+    return place.is_file() or bool(
+        _of_variant(place, _INDEX, variant) or _of_variant(place, _WEIGHTS, variant)
+    )
 
 
-def complete(source: str, where: str, variant: str = "") -> bool:
-    """Whether all files of weights of ``source`` are local."""
+def complete(source: str, file_line: str, variant: str = "") -> bool:
+    """Return whether all weight files of ``source`` are local."""
     place = local_place(source)
-    return place is not None and has_weights(place, variant) and all(file.exists() for file in _listed(place, where, variant))
+    return (
+        place is not None
+        and has_weights(place, variant)
+        and all(file.exists() for file in _listed(place, file_line, variant))
+    )
 
 
-def stored_tensors(place: Path, where: str, variant: str = "") -> tuple[Stored, ...]:
-    """Every tensor in the safetensors of ``place``, from their headers. Raises
-    GraphError where there is none, a shard of the index is missing, or a file is truncated or corrupt."""
-    return tuple(tensor for file in _listed(place, where, variant) for tensor in _header(file, where))
+def stored_tensors(place: Path, file_line: str, variant: str = "") -> tuple[Stored, ...]:
+    """Return every tensor in the safetensors of ``place``, from their headers.
+
+    Raises GraphError if there is none, a shard of the index is missing, or a file is truncated or
+    corrupt.
+    """
+    return tuple(
+        tensor for file in _listed(place, file_line, variant) for tensor in _header(file, file_line)
+    )
 
 
-def file_stamps(place: Path, where: str, variant: str = "") -> list[list[Any]]:
-    """Name, bytes and modification time (ns) of each safetensors file; the name only where a file is missing."""
-    files = _listed(place, where, variant) if has_weights(place, variant) else ()
+def file_stamps(place: Path, file_line: str, variant: str = "") -> list[list[Any]]:
+    """Return name, bytes and modification time (ns) of each safetensors file.
+
+    A missing file has only its name.
+    """
+    files = _listed(place, file_line, variant) if has_weights(place, variant) else ()
     return [[file.name, *_stamp(file)] for file in files]
 
 
 def _stamp(file: Path) -> tuple[int, ...]:
-    """Bytes and modification time (ns) of ``file``; nothing where it is missing."""
+    """Return bytes and modification time (ns) of ``file``; nothing if it is missing."""
     try:
         status = file.stat()
     except OSError:
@@ -186,22 +250,35 @@ def _stamp(file: Path) -> tuple[int, ...]:
     return status.st_size, status.st_mtime_ns
 
 
-def _listed(place: Path, where: str, variant: str) -> list[Path]:
+def _listed(place: Path, file_line: str, variant: str) -> list[Path]:
     if place.is_file():
         return [place]
     indices = _of_variant(place, _INDEX, variant)
-    if files := _shards(indices[0], where) if indices else _of_variant(place, _WEIGHTS, variant):
+    if (
+        files := _shards(indices[0], file_line)
+        if indices
+        else _of_variant(place, _WEIGHTS, variant)
+    ):
         return files
-    others = sorted({name for path in place.glob("*.safetensors*") if (name := _variant_of(path.name)) != variant})
+    variants = sorted(
+        {
+            name
+            for path in place.glob("*.safetensors*")
+            if (name := _variant_of(path.name)) != variant
+        }
+    )
     pickled = sorted(path.name for path in place.glob("*") if path.suffix in _PICKLED)
     text = f"no safetensors{f' of variant {variant}' if variant else ''} in {place}"
-    if others:
-        have = ", ".join(f"variant: {name}" if name else "no variant" for name in others)
+    if variants:
+        have = ", ".join(f"variant: {name}" if name else "no variant" for name in variants)
         text += f"; it has files of {have}: set variant:, or give the component its own source:"
     elif pickled:
         names = ", ".join(pickled[:3])
-        text += f", only {names}: nothing is unpickled; convert it to safetensors (save_pretrained does)"
-    raise GraphError(text, where)
+        text += (
+            f", only {names}: nothing is unpickled; convert it to safetensors (save_pretrained "
+            "does)"
+        )
+    raise GraphError(text, file_line)
 
 
 def _of_variant(folder: Path, pattern: str, variant: str) -> list[Path]:
@@ -209,77 +286,133 @@ def _of_variant(folder: Path, pattern: str, variant: str) -> list[Path]:
 
 
 def _variant_of(name: str) -> str:
-    """``fp16`` for ``model.fp16.safetensors``, ``model.fp16-00001-of-00002.safetensors`` and ``model.safetensors.index.fp16.json``
-    (diffusers' `_add_variant`).
+    """Return the variant in a file name, as diffusers' `_add_variant` writes it.
+
+    ``fp16`` for ``model.fp16.safetensors``, ``model.fp16-00001-of-00002.safetensors`` and
+    ``model.safetensors.index.fp16.json``.
     """
     stem, _, index = name.partition(".safetensors")
-    return _SHARD.sub("", stem.partition(".")[2]) or index.removeprefix(".index").removesuffix(".json").strip(".")
+    return _SHARD.sub("", stem.partition(".")[2]) or index.removeprefix(".index").removesuffix(
+        ".json"
+    ).strip(".")
 
 
-def _shards(index: Path, where: str) -> list[Path]:
+def _shards(index: Path, file_line: str) -> list[Path]:
     try:
         names = sorted(set(read_json(index)["weight_map"].values()))
     except (InputError, KeyError, TypeError, AttributeError) as error:
-        raise GraphError(f"{index} is not a safetensors index: {_first_line(error)}", where) from error
-    return [inside(index.parent, name, f"{index} is not a safetensors index: it names", where, GraphError) for name in names]
+        raise GraphError(
+            f"{index} is not a safetensors index: {_first_line(error)}", file_line
+        ) from error
+    return [
+        path_inside(
+            index.parent,
+            name,
+            f"{index} is not a safetensors index: it names",
+            file_line,
+            GraphError,
+        )
+        for name in names
+    ]
 
 
-def _header(file: Path, where: str) -> list[Stored]:
-    """The tensors in the header of ``file``, checked against itself and the file's size."""
+def _header(file: Path, file_line: str) -> list[Stored]:
+    """Return the tensors in the header of ``file``, which must cover the file without overlap."""
     try:
-        with opened(file) as content:
-            size, length = os.fstat(content.fileno()).st_size, int.from_bytes(content.read(8), "little")
+        with open_regular(file) as content:
+            size, length = (
+                os.fstat(content.fileno()).st_size,
+                int.from_bytes(content.read(8), "little"),
+            )
             if size < 8 or length > size - 8:
-                raise broken(file, f"is truncated or corrupt: its header should have {length} bytes and the file has {size}", where)
-            require("text_bytes", length, f"{file} has a header of {length:,} bytes", where, GraphError)
+                raise broken(
+                    file,
+                    f"is truncated or corrupt: its header should have {length} bytes and the file "
+                    f"has {size}",
+                    file_line,
+                )
+            require(
+                "text_bytes",
+                length,
+                f"{file} has a header of {length:,} bytes",
+                file_line,
+                GraphError,
+            )
             header = parse_json(content.read(length))
-        tensors = [_stored(name, item, str(file), 8 + length) for name, item in header.items() if name != "__metadata__"]
+        tensors = [
+            _stored(name, item, str(file), 8 + length)
+            for name, item in header.items()
+            if name != "__metadata__"
+        ]
     except GraphError:
         raise
     except InputError as error:
-        raise broken(file, "is missing" if not os.path.lexists(file) else str(error).removeprefix(f"{file}: "), where) from error
+        raise broken(
+            file,
+            "is missing" if not os.path.lexists(file) else str(error).removeprefix(f"{file}: "),
+            file_line,
+        ) from error
     except OSError as error:
-        raise broken(file, f"cannot be read: {error.strerror}", where) from error
+        raise broken(file, f"cannot be read: {error.strerror}", file_line) from error
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise broken(file, "is corrupt: its header is not a safetensors header", where) from error
-    end = 8 + length  # tensors lie end to end: a tensor may have no bytes in common with another one, and no bytes are unused
+        raise broken(
+            file, "is corrupt: its header is not a safetensors header", file_line
+        ) from error
+    # tensors are stored end to end, without overlap or unused bytes
+    end = 8 + length
     for tensor in sorted(tensors, key=lambda tensor: (tensor.begin, tensor.nbytes)):
         if tensor.begin != end:
-            raise broken(file, f"is corrupt: {tensor.name} is not where the tensor before it ends", where)
+            raise broken(
+                file, f"is corrupt: {tensor.name} is not where the tensor before it ends", file_line
+            )
         end += tensor.nbytes
     if end != size:
-        raise broken(file, f"is truncated or corrupt: its header describes {end} bytes and the file has {size}", where)
+        raise broken(
+            file,
+            f"is truncated or corrupt: its header describes {end} bytes and the file has {size}",
+            file_line,
+        )
     return tensors
 
 
 def _stored(name: str, item: Any, file: str, start: int) -> Stored:
-    """The tensor that ``item`` describes. Raises ValueError, or another exception for a wrong type, where it describes none."""
+    """Return the tensor that ``item`` describes.
+
+    Raises ValueError, or another exception for a wrong type, if it describes none.
+    """
     bits, dtype = _DTYPES[item["dtype"]]
     shape, (begin, end) = tuple(item["shape"]), item["data_offsets"]
-    if any(type(n) is not int or n < 0 for n in (*shape, begin, end)) or 8 * (end - begin) != bits * math.prod(shape):
+    if any(type(n) is not int or n < 0 for n in (*shape, begin, end)) or 8 * (
+        end - begin
+    ) != bits * math.prod(shape):
         raise ValueError(name)
     refuse_overflow(shape)
     return Stored(name, dtype, shape, end - begin, file, start + begin)
 
 
 def refuse_overflow(shape: Sequence[int]) -> None:
-    """Raises ValueError where torch cannot hold ``shape``, whose strides must fit 64 bits even where it has no elements."""
+    """Raise ValueError if torch cannot represent ``shape``.
+
+    Strides must fit 64 bits, even for a tensor without elements.
+    """
     if math.prod(max(1, n) for n in shape) >= 2**63:
         raise ValueError(f"a tensor of shape {list(shape)}")
 
 
 def refuse_uncomputable(kinds: Mapping[str, str]) -> None:
-    """Raise ValueError for a tensor of a safetensors type that torch cannot cast to another floating-point type.
+    """Raise ValueError for a tensor of a safetensors type that torch cannot cast to floating point.
 
     ``kinds``: name of a tensor -> its type, such as ``BF16``.
     """
-    if odd := [f"{name} is {kind}" for name, kind in kinds.items() if not _COMPUTABLE.fullmatch(kind)]:
+    if odd := [
+        f"{name} is {kind}" for name, kind in kinds.items() if not _COMPUTABLE.fullmatch(kind)
+    ]:
         raise ValueError(f"{odd[0]}, and torch needs floating-point numbers of 8 bits or more")
 
 
-def broken(file: Path, what: str, where: str) -> GraphError:
-    """The error for a damaged ``file``."""
-    return GraphError(f"{file} {what}; download it again", where)
+def broken(file: Path, problem: str, file_line: str) -> GraphError:
+    """Return the error for a damaged ``file``."""
+    return GraphError(f"{file} {problem}; download it again", file_line)
 
 
 def _first_line(error: Exception) -> str:
@@ -287,39 +420,52 @@ def _first_line(error: Exception) -> str:
 
 
 def origin_of(component: Component, precision: str) -> dict[str, Any] | None:
-    """The origin of ``component``'s weights for a trace, JSON-ready; None for random weights.
+    """Return the origin of ``component``'s weights for a trace; None for random weights.
 
-    ``source``; ``commit`` ("" for a path); ``files``: each with ``name``, ``bytes``, ``mtime_ns`` and, where the hub's cache names
-    the file by its content, ``sha256``.
+    JSON-ready: ``source``; ``commit`` ("" for a path); ``files``: each with ``name``, ``bytes``,
+    ``mtime_ns`` and, if the hub's cache names the file by its content, ``sha256``.
     """
     source = component.source_in(precision)
     place = local_place(source) if source is not None else None
     if source is None or place is None:
         return None
-    files = [place] if place.is_file() else _listed(place, component.where, component.variant)
-    read = [*files, *(Path(lora.file) for lora in component.loras)]
-    return {"component": component.name, "source": source, "commit": commit_of(source), "files": [_origin(path) for path in read]}
+    files = [place] if place.is_file() else _listed(place, component.file_line, component.variant)
+    paths = [*files, *(Path(lora.file) for lora in component.loras)]
+    return {
+        "component": component.name,
+        "source": source,
+        "commit": commit_of(source),
+        "files": [_origin(path) for path in paths],
+    }
 
 
 def commits_of(components: Iterable[Component]) -> tuple[tuple[str, str], ...]:
-    """(``owner/name`` or ``owner/name@revision``, commit) for each repository that ``components`` have weights from and whose
-    commit the local hub cache has.
+    """Return (repository, commit) for each repository that ``components`` have weights from.
+
+    A repository is ``owner/name`` or ``owner/name@revision``. Repositories whose commit is not in
+    the local hub cache are left out.
     """
-    found = {}
+    commits = {}
     for component in components:
         for source in (component.source, component.gguf):
             if source and (commit := commit_of(source)):
                 repository, revision, _ = split_source(source)
-                found[f"{repository}@{revision.replace('/', '%2F')}" if revision else repository] = commit
-    return tuple(sorted(found.items()))
+                commits[
+                    f"{repository}@{revision.replace('/', '%2F')}" if revision else repository
+                ] = commit
+    return tuple(sorted(commits.items()))
 
 
 def blob(path: Path) -> str:
-    """The SHA-256 of the file's content, where the hub's cache names the file by it; else ""."""
+    """Return the SHA-256 of the file's content if the hub's cache names the file by it; else ""."""
     name = path.resolve().name
-    return name if path.is_symlink() and len(name) == 64 and path.resolve().parent.name == "blobs" else ""
+    return (
+        name
+        if path.is_symlink() and len(name) == 64 and path.resolve().parent.name == "blobs"
+        else ""
+    )
 
 
 def _origin(path: Path) -> dict[str, Any]:
-    named = dict(zip(("name", "bytes", "mtime_ns"), (path.name, *_stamp(path)), strict=True))
-    return {**named, "sha256": content} if (content := blob(path)) else named
+    origin = dict(zip(("name", "bytes", "mtime_ns"), (path.name, *_stamp(path)), strict=True))
+    return {**origin, "sha256": content} if (content := blob(path)) else origin

@@ -1,12 +1,14 @@
-"""Reads or generates a component's values, tensor by tensor: from its files, from a random generator, or from a module in memory.
+"""Read or generate a component's values, tensor by tensor.
 
-Host memory only; knows no plans. A source holds no more of a checkpoint than the tensor being read, except `LoadedSource`, which is
-used where the files name their tensors differently than the module.
+Values come from files, from a random generator, or from a module in memory. Host memory only;
+independent of plans. A source holds no more of a checkpoint than the tensor being read, except
+`LoadedSource`, which is used if the files name their tensors differently than the module.
 
-    name --Source--> value in the component's dtype --(quantized)--> the fields of the block's layout
+    name --Source--> value in the component's dtype --(quantized)--> the fields of the block's
+    layout
 
-Random weights depend on name and seed only, whatever is built before. They keep activations near 1 at any depth, so that images are
-finite and not flat in 16 bits.
+Random weights depend on name and seed only, whatever is built before. They keep activations near 1
+at any depth, so that images are finite and not flat in 16 bits.
 """
 
 from __future__ import annotations
@@ -30,47 +32,70 @@ from graphrun.modules.quantize import quantized
 from graphrun.modules.source_files import Stored
 from graphrun.systems import read_at
 
-# Tensors with more elements repeat a tile of this many: 12 billion parameters then fill at memory speed instead of that of the
-# generator (one thread, about 10**8 numbers a second). The number is odd, so that rows of usual lengths differ.
+# Larger tensors repeat a tile of this many elements: 12 billion parameters then fill at memory
+# speed instead of the generator's speed (one thread, about 10**8 numbers a second). The number is
+# odd, so that rows of usual lengths differ.
 TILE = 2**20 - 3
 
 
-def values_of(owner: nn.Module, key: str, like: torch.Tensor, seed: str) -> torch.Tensor:
-    """Random values on the CPU for ``owner``'s parameter ``key``, with the shape and dtype of ``like``, from ``seed``."""
-    if like.dim() == 1 and "Norm" in type(owner).__name__:
-        return torch.full(like.shape, 0.0 if key == "bias" else 1.0, dtype=like.dtype, device="cpu")
-    generator = torch.Generator("cpu").manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big"))
-    tile = torch.randn(min(like.numel(), TILE), generator=generator, device="cpu").mul_(scale(owner, key, like)).to(like.dtype)
-    values = torch.empty(like.shape, dtype=like.dtype, device="cpu")
+def values_of(owner: nn.Module, key: str, template: torch.Tensor, seed: str) -> torch.Tensor:
+    """Return random values on the CPU for the parameter ``key`` of ``owner``.
+
+    They have the shape and dtype of ``template``, and depend on ``seed``.
+    """
+    if template.dim() == 1 and "Norm" in type(owner).__name__:
+        return torch.full(
+            template.shape, 0.0 if key == "bias" else 1.0, dtype=template.dtype, device="cpu"
+        )
+    generator = torch.Generator("cpu").manual_seed(
+        int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big")
+    )
+    tile = (
+        torch.randn(min(template.numel(), TILE), generator=generator, device="cpu")
+        .mul_(standard_deviation(owner, key, template))
+        .to(template.dtype)
+    )
+    values = torch.empty(template.shape, dtype=template.dtype, device="cpu")
     for piece in torch.split(values.view(-1), TILE):
         piece.copy_(tile[: piece.numel()])
     return values
 
 
-def scale(owner: nn.Module, key: str, like: torch.Tensor) -> float:
-    """Standard deviation: 1 for embeddings, 1/sqrt(fan in) for weights (LeCun et al. 1998, Efficient BackProp, 4.6), 0.02 for
-    biases.
+def standard_deviation(owner: nn.Module, key: str, template: torch.Tensor) -> float:
+    """Return the standard deviation of random values.
+
+    1 for embeddings, 1/sqrt(fan in) for weights (LeCun et al. 1998, Efficient BackProp, 4.6), 0.02
+    for biases.
     """
     if isinstance(owner, nn.Embedding):
         return 1.0
-    if key == "bias" or like.dim() == 0:
+    if key == "bias" or template.dim() == 0:
         return 0.02
-    return 1 / math.sqrt(like.numel() / like.shape[0] if like.dim() > 1 else like.numel())
+    return 1 / math.sqrt(
+        template.numel() / template.shape[0] if template.dim() > 1 else template.numel()
+    )
 
 
-PIECE_BYTES = 16 << 20  # read at a time where the dtype differs
+PIECE_BYTES = 16 << 20  # read at a time if the dtype differs
 
 
 class Source(Protocol):
-    """Values by name. ``plain``: whether values are read as stored in files, so that reading them again takes no extra work."""
+    """Values by name.
+
+    ``plain``: whether values are read as stored in files, so that reading them again takes no extra
+    work.
+    """
 
     plain: bool
 
-    def into(self, name: str, target: torch.Tensor) -> int:
-        """Writes the tensor ``name`` to ``target``, which has its shape and dtype. Returns the bytes read from disk."""
+    def read_into(self, name: str, target: torch.Tensor) -> int:
+        """Write the tensor ``name`` to ``target``, which has its shape and dtype.
+
+        Returns the bytes read from disk.
+        """
 
     def close(self) -> None:
-        """Closes what is open. The next `into` opens it again."""
+        """Close open files. The next `read_into` opens them again."""
 
 
 class RandomSource:
@@ -84,45 +109,54 @@ class RandomSource:
         first: dict[int, str] = {}  # tied parameters have the values of the first
         for name, parameter in module.named_parameters(remove_duplicate=False):
             path, _, key = name.rpartition(".")
-            self._makers[name] = module.get_submodule(path), key, parameter, first.setdefault(id(parameter), f"{path}.{key}")
+            self._makers[name] = (
+                module.get_submodule(path),
+                key,
+                parameter,
+                first.setdefault(id(parameter), f"{path}.{key}"),
+            )
 
-    def into(self, name: str, target: torch.Tensor) -> int:
-        """Counts as if it had been read."""
-        owner, key, like, first = self._makers[name]
-        target.copy_(values_of(owner, key, like, f"{self._seed}/{first}"))
+    def read_into(self, name: str, target: torch.Tensor) -> int:
+        """Write random values, whose bytes count as read."""
+        owner, key, template, first = self._makers[name]
+        target.copy_(values_of(owner, key, template, f"{self._seed}/{first}"))
         return target.nbytes
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 class FileSource:
-    """Tensors of files, read directly into their target and cast on the way where dtypes differ.
+    """Tensors of files, read directly into their target, and cast on the way if dtypes differ.
 
-    ``stored``: pieces by the module's names. A derived tensor is computed from its leaves, which are in memory meanwhile. Raises
-    InputError where a file was changed or truncated since its header was read.
+    ``pieces``: by the module's names. A derived tensor is computed from its leaves, which are in
+    memory meanwhile. Raises InputError if a file was changed or truncated since its header was
+    read.
     """
 
     plain = True
 
-    def __init__(self, stored: Mapping[str, Piece]) -> None:
-        self._stored = dict(stored)
-        files = {leaf.file for piece in self._stored.values() for leaf in piece.leaves}
+    def __init__(self, pieces: Mapping[str, Piece]) -> None:
+        self._pieces = dict(pieces)
+        files = {leaf.file for piece in self._pieces.values() for leaf in piece.leaves}
         self._stamps = {file: _stamp(os.stat(file)) for file in files}
-        self._opened: dict[str, io.FileIO] = {}
+        self._handles: dict[str, io.FileIO] = {}
 
-    def into(self, name: str, target: torch.Tensor) -> int:
-        """Writes the tensor ``name`` to ``target``. Returns the bytes as stored in the file."""
-        piece = self._stored[name]
+    def read_into(self, name: str, target: torch.Tensor) -> int:
+        """Write the tensor ``name`` to ``target``. Returns the bytes as stored in the file."""
+        piece = self._pieces[name]
         if isinstance(piece, Stored):
-            return self._plain_into(piece, target)
-        values = [torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype), device="cpu") for leaf in piece.leaves]
+            return self._read_plain(piece, target)
+        values = [
+            torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype), device="cpu")
+            for leaf in piece.leaves
+        ]
         for leaf, value in zip(piece.leaves, values, strict=True):
-            self._plain_into(leaf, value)
+            self._read_plain(leaf, value)
         target.copy_(piece.make(values).reshape(target.shape))
         return piece.nbytes
 
-    def _plain_into(self, tensor: Stored, target: torch.Tensor) -> int:
+    def _read_plain(self, tensor: Stored, target: torch.Tensor) -> int:
         flat, dtype = target.view(-1), getattr(torch, tensor.dtype)
         if dtype == target.dtype:
             self._read(tensor, 0, flat.view(torch.uint8))
@@ -136,9 +170,9 @@ class FileSource:
         return tensor.nbytes
 
     def close(self) -> None:
-        """Closes the files."""
-        while self._opened:
-            self._opened.popitem()[1].close()
+        """Close the files."""
+        while self._handles:
+            self._handles.popitem()[1].close()
 
     def _read(self, tensor: Stored, skip: int, target: torch.Tensor) -> None:
         handle = self._open(tensor.file)
@@ -152,23 +186,29 @@ class FileSource:
             except OSError as error:
                 raise InputError(f"{tensor.file} cannot be read: {error.strerror}") from error
             if count == 0:
-                raise InputError(f"{tensor.file} is truncated: it ends at {offset} bytes, inside {tensor.name}; download it again")
+                raise InputError(
+                    f"{tensor.file} is truncated: it ends at {offset} bytes, inside "
+                    f"{tensor.name}; download it again"
+                )
             view, offset = view[count:], offset + count
 
     def _open(self, file: str) -> io.FileIO:
-        if file not in self._opened:
+        if file not in self._handles:
             try:
-                self._opened[file] = io.FileIO(file)
+                self._handles[file] = io.FileIO(file)
             except OSError as error:
                 raise InputError(f"{file} can no longer be opened: {error.strerror}") from error
-        return self._opened[file]
+        return self._handles[file]
 
     def __del__(self) -> None:
         self.close()
 
 
 class LoadedSource:
-    """The tensors that ``load`` returns by name. It is called for the first tensor; `close` releases them."""
+    """The tensors that ``load`` returns by name.
+
+    ``load`` is called for the first tensor; `close` releases the tensors.
+    """
 
     plain = False
 
@@ -176,24 +216,25 @@ class LoadedSource:
         self._load = load
         self._tensors: Mapping[str, torch.Tensor] = {}
 
-    def into(self, name: str, target: torch.Tensor) -> int:
-        """Writes the tensor ``name`` to ``target``. Returns its bytes, as if they were read now."""
+    def read_into(self, name: str, target: torch.Tensor) -> int:
+        """Write the tensor ``name`` to ``target``. Returns its bytes, which count as read now."""
         self._tensors = self._tensors or self._load()
         target.copy_(self._tensors[name])
         return target.nbytes
 
     def close(self) -> None:
-        """Releases the tensors."""
+        """Release the tensors."""
         self._tensors = {}
 
 
 @dataclass(slots=True)
 class Writer:
-    """Writes a component's blocks. Values come from ``source``, unless they are in memory: ``buffers``, which were computed when
-    the module was built, and ``adapters``, tensors of IP-Adapters.
+    """Writes a component's blocks.
 
-    ``shapes``: shape and dtype of the weights that are quantized to ``precision`` after reading, by name. ``deltas``: what LoRAs
-    add to weights, by name.
+    Values come from ``source``, or from memory: ``buffers``, computed when the module was built,
+    and ``adapters``, tensors of IP-Adapters. ``shapes``: shape and dtype of the weights that are
+    quantized to ``precision`` after reading, by name. ``deltas``: what LoRAs add to weights, by
+    name.
     """
 
     source: Source
@@ -205,48 +246,62 @@ class Writer:
 
     @property
     def plain(self) -> bool:
-        """Whether all values are read as stored in files, so that reading them again takes no extra work."""
+        """Whether all values are read as stored in files, so that reading them again takes no extra
+        work."""
         return self.source.plain and not (self.shapes or self.adapters or self.deltas)
 
-    def into(self, name: str, target: torch.Tensor) -> int:
-        """Writes the tensor ``name`` to ``target``, before it is quantized. Returns the bytes read; 0 for a buffer."""
+    def read_into(self, name: str, target: torch.Tensor) -> int:
+        """Write the tensor ``name`` to ``target``, before it is quantized.
+
+        Returns the bytes read; 0 for a buffer.
+        """
         if name in self.buffers:
             target.copy_(self.buffers[name])
             return 0
         if name in self.adapters:
             target.copy_(self.adapters[name])
             return target.nbytes
-        nbytes = self.source.into(name, target)
+        nbytes = self.source.read_into(name, target)
         for delta in self.deltas.get(name, ()):
             delta.add_to(target)
         return nbytes
 
-    def write(self, layout: BlockLayout, buffer: torch.Tensor, count: Callable[[torch.Tensor], Any] = lambda _: None) -> int:
-        """Writes the block to ``buffer`` (flat uint8, in host memory). Returns the bytes read. ``count(tensor)`` is called for each
-        temporary tensor.
+    def write(
+        self,
+        layout: BlockLayout,
+        buffer: torch.Tensor,
+        count: Callable[[torch.Tensor], Any] = lambda _: None,
+    ) -> int:
+        """Write the block to ``buffer`` (flat uint8, in host memory). Returns the bytes read.
+
+        ``count(tensor)`` is called for each temporary tensor.
         """
         read_bytes, fields = 0, dict[str, dict[str, torch.Tensor]]()
         for entry in layout.entries:
-            view = buffer[entry.offset : entry.offset + entry.nbytes].view(entry.tensor.dtype).view(entry.tensor.shape)
+            view = (
+                buffer[entry.offset : entry.offset + entry.nbytes]
+                .view(entry.tensor.dtype)
+                .view(entry.tensor.shape)
+            )
             name = entry.names[0]
             if not entry.field:
-                read_bytes += self.into(name, view)
+                read_bytes += self.read_into(name, view)
                 continue
             if name not in fields:
                 shape, dtype = self.shapes[name]
                 weight = torch.empty(shape, dtype=dtype, device="cpu")
                 count(weight)
-                read_bytes += self.into(name, weight)
+                read_bytes += self.read_into(name, weight)
                 fields = {name: quantized(weight, self.precision)}
                 del weight
             view.copy_(fields[name][entry.field].view(entry.tensor.shape))
         return read_bytes
 
     def close(self) -> None:
-        """Closes files and releases modules."""
+        """Close files and release modules."""
         self.source.close()
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int]:
-    """(size, modification time in ns) of a file."""
+    """Return (size, modification time in ns) of a file."""
     return status.st_size, status.st_mtime_ns

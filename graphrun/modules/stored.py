@@ -1,4 +1,7 @@
-"""Compares the tensors in a component's files with the module that its config describes. Reads headers only, before any data."""
+"""Compare the tensors in a component's files with the module that its config describes.
+
+Reads headers only, before any data.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ from graphrun.modules.source_files import has_weights, local_place
 class Holding:
     """The tensors in a component's files: their number, bytes as stored, and bytes by dtype.
 
-    ``used_bytes``: of those that the module has under the same name. ``missing``: the number of saved tensors of the module that
-    the files lack.
+    ``used_bytes``: bytes of tensors that the module has under the same name. ``absent_count``:
+    number of saved tensors of the module that are missing from the files.
     """
 
     folder: str
@@ -27,27 +30,37 @@ class Holding:
     nbytes: int
     dtypes: tuple[tuple[str, int], ...]
     used_bytes: int
-    missing: int
+    absent_count: int
 
 
 def local_weights(component: Component, precision: str) -> Path | None:
-    """The local path of ``component``'s weights in ``precision``, None where they are not local.
+    """Return the local path of ``component``'s weights in ``precision``, or None.
 
-    Raises GraphError for a GGUF file that is not local: the sizes of its tensors are in its header only.
+    Raises GraphError for a GGUF file that is not local, because only its header has the tensor
+    sizes.
     """
     source = component.source_in(precision)
     place = local_place(source) if source is not None else None
     if place is None and precision == "gguf":
-        text = f"{source} is not on this machine, and its header is needed to plan: get it, or leave gguf out of precision:"
+        text = (
+            f"{source} is not on this machine, and its header is needed to plan: get it, or leave "
+            "gguf out of precision:"
+        )
         raise refusal(component, text)
-    return place if place is not None and (precision == "gguf" or has_weights(place, component.variant)) else None
+    return (
+        place
+        if place is not None and (precision == "gguf" or has_weights(place, component.variant))
+        else None
+    )
 
 
 def holding(component: Component, module: nn.Module) -> Holding | None:
-    """What the files of ``component`` hold, compared with its meta module ``module``. None where they are not local.
+    """Return what the files of ``component`` contain, compared with its meta module; None if not
+    local.
 
-    Raises GraphError where a file is broken, or has a tensor of the module's name in another shape: running a plan for this module
-    would fail when its weights are read. Names that a library changes while it reads a folder are not checked.
+    Raises GraphError if a file is broken, or has a tensor of the module's name in another shape: a
+    plan for this module would fail when its weights are read. Names that a library changes while it
+    reads a folder are not checked.
     """
     place = local_weights(component, "")
     if place is None:
@@ -59,7 +72,14 @@ def holding(component: Component, module: nn.Module) -> Holding | None:
     sizes = Counter[str]()
     for tensor in content.tensors:
         sizes[tensor.dtype] += tensor.nbytes
-    used = {id(state[name]): piece.nbytes for name, piece in content.pieces.items()}
-    missing = {id(tensor) for tensor in state.values()} - used.keys()
+    piece_bytes = {id(state[name]): piece.nbytes for name, piece in content.pieces.items()}
+    absent_ids = {id(tensor) for tensor in state.values()} - piece_bytes.keys()
     dtypes = tuple(sorted(sizes.items()))
-    return Holding(str(place), len(content.tensors), sizes.total(), dtypes, sum(used.values()), len(missing))
+    return Holding(
+        str(place),
+        len(content.tensors),
+        sizes.total(),
+        dtypes,
+        sum(piece_bytes.values()),
+        len(absent_ids),
+    )

@@ -1,4 +1,4 @@
-"""Limits the length that tokenizers pad texts to, names their files in errors, and pads unpadded texts while planning."""
+"""Limit the padding of tokenizers, name their files in errors, and pad texts for planning."""
 
 from __future__ import annotations
 
@@ -11,73 +11,128 @@ from typing import Any
 from graphrun.errors import GraphError
 from graphrun.reading import LibraryPanic, panics_as_errors
 
-# Far longer than what the text encoders of diffusion pipelines take (77 to 1024 tokens); its ids take 8 MiB. The tokenizers library
-# ends the process where it cannot allocate the padding of a text.
-MOST_TOKENS = 1 << 20
+# Far more than the text encoders of diffusion pipelines accept (77 to 1024 tokens); the ids take
+# 8 MiB. The tokenizers library ends the process if it cannot allocate the padding of a text.
+MAX_TOKENS = 1 << 20
 
 
-def measured(made: Any, place: str, said: str, where: str, file: Path, *, longest: bool = False) -> Any:
-    """``made`` changed to refuse padding a text to more than `MOST_TOKENS`, if it is a tokenizer or has one.
+def with_length_limit(
+    tokenizer: Any,
+    place: str,
+    length_source: str,
+    file_line: str,
+    file: Path,
+    *,
+    longest: bool = False,
+) -> Any:
+    """Return ``tokenizer`` changed to refuse padding a text to more than `MAX_TOKENS`.
 
-    The GraphError is raised at ``where``, about ``place``; ``said`` is where its ``model_max_length`` comes from. ``file``: the
-    tokenizer's file or folder, for errors of the tokenizers library. ``longest``: unpadded texts get their maximum length.
+    An object that contains a tokenizer is changed too; any other object is returned unchanged. The
+    GraphError is raised at ``file_line``, about ``place``. ``length_source``: where
+    ``model_max_length`` comes from. ``file``: the tokenizer's file or folder, for errors of the
+    tokenizers library. ``longest``: unpadded texts get their maximum length.
     """
     from transformers import PreTrainedTokenizerBase
 
-    inner = getattr(made, "tokenizer", None)
+    inner = getattr(tokenizer, "tokenizer", None)
     if isinstance(inner, PreTrainedTokenizerBase):
-        made.tokenizer = measured(inner, place, said, where, file, longest=longest)
-    if not isinstance(made, PreTrainedTokenizerBase):
-        return made
-    own = type(made)
+        tokenizer.tokenizer = with_length_limit(
+            inner, place, length_source, file_line, file, longest=longest
+        )
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        return tokenizer
+    tokenizer_class = type(tokenizer)
 
     def call(self: Any, text: Any = None, *args: Any, padding: Any = False, **settings: Any) -> Any:
         length = settings.get("max_length")
-        stretched = longest and padding in (True, "longest") and text is not None and settings.get("truncation")
+        stretched = (
+            longest
+            and padding in (True, "longest")
+            and text is not None
+            and settings.get("truncation")
+        )
         if padding == "max_length" or (stretched and length):
-            _refuse_long(self, length, place, said, where)
+            _refuse_long(self, length, place, length_source, file_line)
         if stretched and length:
-            more = " a" * length  # at least one token each in any vocabulary
-            text = [one + more if isinstance(one, str) else one for one in text] if isinstance(text, list) else text + more
-        with _library_errors(place, file, where):
-            return own.__call__(self, text, *args, padding=padding, **settings)
+            filler = " a" * length  # at least one token each in any vocabulary
+            text = (
+                [item + filler if isinstance(item, str) else item for item in text]
+                if isinstance(text, list)
+                else text + filler
+            )
+        with _library_errors(place, file, file_line):
+            return tokenizer_class.__call__(self, text, *args, padding=padding, **settings)
 
-    def typed(name: str) -> Any:
-        """The method ``name`` with errors that name the file."""
-        method = getattr(own, name)
+    def with_file_errors(name: str) -> Any:
+        """Return the method ``name`` with errors that name the file."""
+        method = getattr(tokenizer_class, name)
 
         @wraps(method)
         def run(*args: Any, **settings: Any) -> Any:
-            with _library_errors(place, file, where):
+            with _library_errors(place, file, file_line):
                 return method(*args, **settings)
 
         return run
 
-    methods = {"__call__": call, **{name: typed(name) for name in ("tokenize", "encode", "decode", "batch_decode")}}
-    made.__class__ = type(own.__name__, (own,), {"__module__": own.__module__, **methods})
-    return made
+    methods = {
+        "__call__": call,
+        **{
+            name: with_file_errors(name)
+            for name in ("tokenize", "encode", "decode", "batch_decode")
+        },
+    }
+    tokenizer.__class__ = type(
+        tokenizer_class.__name__,
+        (tokenizer_class,),
+        {"__module__": tokenizer_class.__module__, **methods},
+    )
+    return tokenizer
 
 
 @contextmanager
-def _library_errors(place: str, file: Path, where: str) -> Iterator[None]:
-    """Turn an error of the tokenizers library, a panic or a bare Exception, into a GraphError that names ``file``."""
+def _library_errors(place: str, file: Path, file_line: str) -> Iterator[None]:
+    """Turn errors of the tokenizers library into a GraphError that names ``file``.
+
+    Its errors are panics and bare Exceptions.
+    """
     try:
         with panics_as_errors():
             yield
     except Exception as error:
-        if type(error) not in (LibraryPanic, Exception):  # the caller's error, such as a number in place of a text
+        # the caller's error, such as a number in place of a text
+        if type(error) not in (
+            LibraryPanic,
+            Exception,
+        ):
             raise
         text = " ".join(str(error).split())[:400]
-        raise GraphError(f"{place}: {file} cannot encode a text: {text}; download it again", where) from error
+        raise GraphError(
+            f"{place}: {file} cannot encode a text: {text}; download it again", file_line
+        ) from error
 
 
-def _refuse_long(tokenizer: Any, asked: Any, place: str, said: str, where: str) -> None:
+def _refuse_long(
+    tokenizer: Any, max_length: Any, place: str, length_source: str, file_line: str
+) -> None:
     from transformers.tokenization_utils_base import LARGE_INTEGER
 
-    own = tokenizer.model_max_length
-    if asked is None and isinstance(own, (int, float)) and own > LARGE_INTEGER:  # not set: transformers does not pad then
+    model_length = tokenizer.model_max_length
+    # model_max_length is not set: transformers does not pad
+    if (
+        max_length is None
+        and isinstance(model_length, (int, float))
+        and model_length > LARGE_INTEGER
+    ):
         return
-    length = own if asked is None else asked
-    if not isinstance(length, int) or not 0 < length <= MOST_TOKENS:
-        source = f"model_max_length in {said}" if length == own else "max_length of its call: an input such as max_sequence_length"
-        raise GraphError(f"{place}: a text cannot be padded to {length!r} tokens ({source}); give 1 to {MOST_TOKENS}", where)
+    length = model_length if max_length is None else max_length
+    if not isinstance(length, int) or not 0 < length <= MAX_TOKENS:
+        source = (
+            f"model_max_length in {length_source}"
+            if length == model_length
+            else "max_length of its call: an input such as max_sequence_length"
+        )
+        raise GraphError(
+            f"{place}: a text cannot be padded to {length!r} tokens ({source}); give 1 to "
+            f"{MAX_TOKENS}",
+            file_line,
+        )

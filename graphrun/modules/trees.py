@@ -1,4 +1,4 @@
-"""Finds and replaces tensors in nested containers and in objects that hold tensors, such as the output classes of models."""
+"""Find and replace tensors in nested containers and in objects, such as the outputs of models."""
 
 from __future__ import annotations
 
@@ -18,49 +18,57 @@ Change = Callable[[Any], Any]
 
 
 def modules_below(module: nn.Module) -> list[nn.Module]:
-    """``module`` and the modules inside it, each once, in the order of `nn.Module.modules`, but without its nested
-    generators, which take most of the time of a loop."""
-    found: dict[int, nn.Module] = {}
+    """Return ``module`` and the modules inside it, each once, in the order of `nn.Module.modules`.
+
+    Avoids its nested generators, which take most of the time of a loop.
+    """
+    modules: dict[int, nn.Module] = {}
 
     def add(module: nn.Module) -> None:
-        if id(module) not in found:
-            found[id(module)] = module
+        if id(module) not in modules:
+            modules[id(module)] = module
             for child in module._modules.values():
                 if child is not None:
                     add(child)
 
     add(module)
-    return list(found.values())
+    return list(modules.values())
 
 
 def walk(value: Any, change: Change, kind: type[Any] = torch.Tensor) -> Any:
-    """A copy of ``value`` with ``change`` applied to every tensor in it, or to every instance of ``kind``.
+    """Return a copy of ``value`` with ``change`` applied to every instance of ``kind`` in it.
 
-    Objects of diffusers and transformers are copied, those of other classes where they hold an instance of ``kind``; modules are
-    not. An object that is there twice is copied once.
+    Objects of diffusers and transformers are copied; objects of other classes if they contain an
+    instance of ``kind``; modules are not. An object that occurs twice is copied once.
     """
     return _walk(value, change, kind, {})
 
 
 def holders_in(arguments: Any) -> list[Any]:
-    """The outermost lists, dicts, deques and objects in ``arguments``, the ``(args, kwargs)`` of a call: what the called code may
-    put tensors in."""
-    found = []
+    """Return the outermost lists, dicts, deques and objects in the arguments of a call.
+
+    ``arguments``: ``(args, kwargs)``. The called code may put tensors in them.
+    """
+    holders = []
     for item in (*arguments[0], *arguments[1].values()):
         if isinstance(item, tuple):
-            found += holders_in((item, {}))
+            holders += holders_in((item, {}))
         elif isinstance(item, (list, dict, deque)) or may_hold(item):
-            found.append(item)
-    return found
+            holders.append(item)
+    return holders
 
 
 def content_of(holder: Any) -> Any:
-    """What `holders_in` found holds: its items or attributes, as a list or dict."""
-    return list(holder) if isinstance(holder, (list, deque)) else dict(holder if isinstance(holder, dict) else vars(holder))
+    """Return the items or attributes of a result of `holders_in`, as a list or dict."""
+    return (
+        list(holder)
+        if isinstance(holder, (list, deque))
+        else dict(holder if isinstance(holder, dict) else vars(holder))
+    )
 
 
 def put_content(holder: Any, content: Any) -> None:
-    """Gives ``holder`` the ``content`` that `content_of` returned of another like it."""
+    """Give ``holder`` the ``content`` that `content_of` returned for a similar holder."""
     if isinstance(holder, (list, deque)):
         holder.clear()
         holder.extend(content)
@@ -70,93 +78,119 @@ def put_content(holder: Any, content: Any) -> None:
         table.update(content)
 
 
-def _walk(value: Any, change: Change, kind: type[Any], made: dict[int, Any]) -> Any:
+def _walk(value: Any, change: Change, kind: type[Any], copies: dict[int, Any]) -> Any:
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, (list, tuple)):
-        items = [_walk(item, change, kind, made) for item in value]
-        return items if isinstance(value, list) else type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        items = [_walk(item, change, kind, copies) for item in value]
+        return (
+            items
+            if isinstance(value, list)
+            else type(value)(*items)
+            if hasattr(value, "_fields")
+            else tuple(items)
+        )
     if isinstance(value, deque):
-        return deque((_walk(item, change, kind, made) for item in value), value.maxlen)
+        return deque((_walk(item, change, kind, copies) for item in value), value.maxlen)
     if isinstance(value, dict) and not hasattr(value, "to_tuple"):
-        return {key: _walk(item, change, kind, made) for key, item in value.items()}
-    if id(value) in made:
-        return made[id(value)]
+        return {key: _walk(item, change, kind, copies) for key, item in value.items()}
+    if id(value) in copies:
+        return copies[id(value)]
     if isinstance(value, dict):
-        twin = made[id(value)] = copy.copy(value)
+        twin = copies[id(value)] = copy.copy(value)
         for key, item in value.items():
-            setattr(twin, key, _walk(item, change, kind, made))
+            setattr(twin, key, _walk(item, change, kind, copies))
         return twin
-    if may_hold(value) and (type(value).__module__.startswith(LIBRARIES) or next(found_in(value, kind), None) is not None):
-        twin = made[id(value)] = copy.copy(value)
+    if may_hold(value) and (
+        type(value).__module__.startswith(LIBRARIES)
+        or next(found_in(value, kind), None) is not None
+    ):
+        twin = copies[id(value)] = copy.copy(value)
         for key, item in vars(value).items():
-            vars(twin)[key] = _walk(item, change, kind, made)
+            vars(twin)[key] = _walk(item, change, kind, copies)
         return twin
     return value
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in ``value``, in the order of `walk`."""
+    """Return every tensor in ``value``, in the order of `walk`."""
     return list(found_in(value, torch.Tensor))
 
 
-def found_in(value: Any, kind: type[Any], seen: set[int] | None = None) -> Iterator[Any]:
-    """Every instance of ``kind`` in ``value``, in the order of `walk`. ``seen``: ids of objects that are left out."""
+def found_in(value: Any, kind: type[Any], visited_ids: set[int] | None = None) -> Iterator[Any]:
+    """Yield every instance of ``kind`` in ``value``, in the order of `walk`.
+
+    ``visited_ids``: ids of objects that are left out.
+    """
     if isinstance(value, kind):
         yield value
         return
-    seen = set() if seen is None else seen
+    visited_ids = set() if visited_ids is None else visited_ids
     if isinstance(value, (list, tuple, deque)):
         items: Any = value
     elif isinstance(value, dict) and not hasattr(value, "to_tuple"):
         items = value.values()
-    elif id(value) not in seen and (isinstance(value, dict) or may_hold(value)):
-        seen.add(id(value))
+    elif id(value) not in visited_ids and (isinstance(value, dict) or may_hold(value)):
+        visited_ids.add(id(value))
         items = (value if isinstance(value, dict) else vars(value)).values()
     else:
         return
     for item in items:
         if type(item) not in PLAIN:
-            yield from found_in(item, kind, seen)
+            yield from found_in(item, kind, visited_ids)
 
 
-def replace_in(value: Any, change: Callable[[torch.Tensor], torch.Tensor], seen: set[int] | None = None) -> Any:
-    """``value`` with ``change`` applied to every tensor in it, in place: containers and objects stay the same ones, except tuples
-    and ``value`` itself if it is a tensor."""
+def replace_in(
+    value: Any, change: Callable[[torch.Tensor], torch.Tensor], visited_ids: set[int] | None = None
+) -> Any:
+    """Return ``value`` with ``change`` applied to every tensor in it, in place.
+
+    Containers and objects stay the same, except tuples, and ``value`` itself if it is a tensor.
+    """
     if isinstance(value, torch.Tensor):
         return change(value)
-    seen = set() if seen is None else seen
+    visited_ids = set() if visited_ids is None else visited_ids
     if isinstance(value, tuple):
-        items = [replace_in(item, change, seen) for item in value]
+        items = [replace_in(item, change, visited_ids) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if id(value) in seen or type(value) in PLAIN:
+    if id(value) in visited_ids or type(value) in PLAIN:
         return value
-    seen.add(id(value))
+    visited_ids.add(id(value))
     if isinstance(value, (list, deque)):
         for number, item in enumerate(list(value)):
-            value[number] = replace_in(item, change, seen)
+            value[number] = replace_in(item, change, visited_ids)
     elif isinstance(value, dict) or may_hold(value):
         table = value if isinstance(value, dict) else vars(value)
         for key, item in list(table.items()):
-            if type(item) not in PLAIN and (new := replace_in(item, change, seen)) is not item:
+            if (
+                type(item) not in PLAIN
+                and (new := replace_in(item, change, visited_ids)) is not item
+            ):
                 table[key] = new
     return value
 
 
-def computing_on(place: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with every device except the CPU replaced by ``place``."""
-    there = walk((args, kwargs), lambda own: own if own.type == "cpu" else place, torch.device)
-    return there  # type: ignore[no-any-return]
+def computing_on(
+    place: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with every device except the CPU replaced by ``place``."""
+    arguments = walk(
+        (args, kwargs), lambda device: device if device.type == "cpu" else place, torch.device
+    )
+    return arguments  # type: ignore[no-any-return]
 
 
 PLAIN = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 
 
 def may_hold(value: Any) -> bool:
-    """Whether ``value`` is an object, neither a module nor a container, whose attributes may hold tensors: a cache of keys and
-    values, a distribution, a table of positions. Objects of Python's own library hold none, except simple namespaces."""
+    """Return whether ``value`` is an object whose attributes may hold tensors.
+
+    It is neither a module nor a container; examples are a cache of keys and values, a distribution,
+    a table of positions. Objects of Python's own library hold none, except simple namespaces.
+    """
     kind: Any = type(value)
     return _may_hold(kind) and hasattr(value, "__dict__")
 
@@ -166,4 +200,6 @@ def _may_hold(kind: Any) -> bool:
     if issubclass(kind, (nn.Module, type, torch.Tensor, list, tuple, dict, deque)):
         return False
     package = kind.__module__.partition(".")[0]
-    return kind is types.SimpleNamespace or (package not in sys.stdlib_module_names and package not in ("graphrun", "numpy", "PIL"))
+    return kind is types.SimpleNamespace or (
+        package not in sys.stdlib_module_names and package not in ("graphrun", "numpy", "PIL")
+    )

@@ -1,6 +1,7 @@
-"""The operations that stages of a graph run. An op is one function; the same code runs in the dry run and in a real run.
+"""The operations (ops) of the stages of a graph.
 
-An op gets its pipeline, its device and its arguments. It knows nothing of memory or plans.
+An op is one function, which runs in dry runs and in real runs. It gets its pipeline, device and
+arguments, and does not depend on memory or plans.
 """
 
 from graphrun.ops.runner import Stages

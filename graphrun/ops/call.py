@@ -1,4 +1,4 @@
-"""The op `call`: runs a pipeline's own `__call__`, or the method that the stage names, and returns its outputs by name.
+"""The op `call`: runs a pipeline's `__call__`, or the stage's method, and names its outputs.
 
 image    the pictures                 one, or a list of several
 video    the frames                   a list of pictures, or a list of videos
@@ -24,120 +24,168 @@ from graphrun.graph.ops import MEDIA_KINDS
 from graphrun.graph.values import did_you_mean
 from graphrun.ops.diffusion import StageContext, set_tiling, without_pictures
 
-# Names of the fields in diffusers' output classes for each output, the most common first.
+# For each output, the names of its field in diffusers' output classes, the most common first.
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "image": ("images", "image"),
     "video": ("frames", "videos", "video"),
     "audio": ("audios", "audio"),
 }
-# Names in diffusers' models and pipelines for the samples per second of what they make.
+# Names of the sample rate in diffusers' models and pipelines, in samples per second.
 RATES = ("sampling_rate", "output_sampling_rate", "sample_rate")
-# Arguments of `__call__` that a stage does not pass through: graphrun sets them itself or has another word for them.
-RESERVED = frozenset({"self", "generator", "return_dict", "callback", "callback_steps", "callback_on_step_end"})
+# Arguments of `__call__` that a stage cannot pass: graphrun sets them, or has another name for
+# them.
+RESERVED = frozenset(
+    {"self", "generator", "return_dict", "callback", "callback_steps", "callback_on_step_end"}
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Sound:
-    """``samples`` [channels samples] in float32, at ``rate`` samples per second."""
+    """Sound: ``samples`` [channels samples] in float32, at ``rate`` samples per second."""
 
     samples: Any
     rate: int
 
 
-def call(context: StageContext, *, seed: int | None = None, tiling: bool | None = None, **arguments: Any) -> dict[str, Any]:
-    """The outputs that the graph reads of this stage, by name.
+def call(
+    context: StageContext, *, seed: int | None = None, tiling: bool | None = None, **arguments: Any
+) -> dict[str, Any]:
+    """Return by name the outputs of this stage that the graph reads.
 
-    Random numbers come from a CPU generator seeded with ``seed``, default 0. For a class that is no pipeline of diffusers torch's
-    own is seeded likewise, and the one output is what the method returns. ``tiling``: whether the VAE decodes tile by tile; None
-    keeps its setting. Raises GraphError at the stage's line for an argument that the method does not have, an output that it does
-    not return, and for errors of the pipeline's own code. Raises InputError for a mask whose size differs from the image's.
+    Random numbers come from a CPU generator seeded with ``seed``, default 0. For a method other
+    than `__call__`, torch's global generator is seeded, and the result of the method is the one
+    output unless it is a mapping. ``tiling``: whether the VAE decodes tile by tile; None keeps its
+    setting.
+
+    Raises GraphError at the stage's line for an unknown argument, an output that the method does
+    not return, and errors of the pipeline's own code; InputError if mask and image differ in size.
     """
-    pipeline, wanted = context.pipeline, context.stage.outputs
+    pipeline, output_names = context.pipeline, context.stage.outputs
     function = getattr(type(pipeline), context.stage.method, None)
     if not callable(function):
         refuse(context, f"method: {_class_of(context)} has no method {context.stage.method}")
-    known = inspect.signature(function).parameters
-    _refuse_unknown(context, known, arguments, seed)
+    parameters = inspect.signature(function).parameters
+    _refuse_unknown(context, parameters, arguments, seed)
     _refuse_mask_size(context, arguments)
     if tiling is not None and not hasattr(getattr(pipeline, "vae", None), "enable_tiling"):
-        refuse(context, f"with.tiling: {_class_of(context)} has no VAE that decodes in tiles: remove it")
+        refuse(
+            context,
+            f"with.tiling: {_class_of(context)} has no VAE that decodes in tiles: remove it",
+        )
     set_tiling(getattr(pipeline, "vae", None), tiling)
     # Optional inputs that are not set.
-    unset = {name for name, value in arguments.items() if value is None and context.stage.arguments.get(name) is not None}
-    inputs = {name: value for name, value in arguments.items() if name not in unset}
-    if "generator" in known:
+    unset_names = {
+        name
+        for name, value in arguments.items()
+        if value is None and context.stage.arguments.get(name) is not None
+    }
+    inputs = {name: value for name, value in arguments.items() if name not in unset_names}
+    if "generator" in parameters:
         inputs["generator"] = torch.Generator("cpu").manual_seed(seed or 0)
-    if "output_type" in known and "output_type" not in inputs and (kind := _output_type(context, wanted)) is not None:
+    if (
+        "output_type" in parameters
+        and "output_type" not in inputs
+        and (kind := _output_type(context, output_names)) is not None
+    ):
         inputs["output_type"] = kind
-    if not context.pictures and inputs.get("output_type") == "pil" and "padding_mask_crop" not in inputs:
+    if (
+        not context.pictures
+        and inputs.get("output_type") == "pil"
+        and "padding_mask_crop" not in inputs
+    ):
         without_pictures(pipeline)
-    own = context.stage.method != "__call__"
-    with torch.no_grad(), _seeded(seed or 0) if own else nullcontext():
-        made = function(pipeline, **inputs)
-    fields = made if isinstance(made, Mapping) else getattr(made, "__dict__", {})
-    if own and not isinstance(made, Mapping):
-        fields = {wanted[0]: made}
-    return {name: output_field(context, fields, name) for name in wanted}
+    is_own_method = context.stage.method != "__call__"
+    with torch.no_grad(), _seed_torch(seed or 0) if is_own_method else nullcontext():
+        result = function(pipeline, **inputs)
+    fields = result if isinstance(result, Mapping) else getattr(result, "__dict__", {})
+    if is_own_method and not isinstance(result, Mapping):
+        fields = {output_names[0]: result}
+    return {name: output_field(context, fields, name) for name in output_names}
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Within the context torch's own generator (CPU) is seeded with ``seed``."""
+def _seed_torch(seed: int) -> Iterator[None]:
+    """Seed torch's global CPU generator within the context."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
 
 
 def _refuse_unknown(
-    context: StageContext, known: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any], seed: int | None
+    context: StageContext,
+    parameters: Mapping[str, inspect.Parameter],
+    arguments: Mapping[str, Any],
+    seed: int | None,
 ) -> None:
-    """Raises GraphError for unknown and missing arguments of `__call__`, and for a seed where it takes no generator."""
-    takes = {name for name, p in known.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)} - RESERVED
-    what = f"{_class_of(context)}.{context.stage.method}"
+    """Raise GraphError for unknown or missing arguments, or a seed without a generator."""
+    argument_names = {
+        name for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    } - RESERVED
+    label = f"{_class_of(context)}.{context.stage.method}"
     for name in arguments:
         if name == "generator":
             refuse(context, f"with.{name}: use seed: instead")
-        if name not in takes:
-            refuse(context, f"with.{name}: {what} has no argument {name!r}{did_you_mean(name, takes)}")
-    if seed is not None and "generator" not in known and context.stage.method == "__call__":
-        refuse(context, f"with.seed: {what} takes no generator, so it has no seed: remove it")
-    missing = [name for name in takes if known[name].default is inspect.Parameter.empty and name not in arguments]
-    if missing:
-        refuse(context, f"{what} needs {', '.join(sorted(missing))}: add it to with:")
+        if name not in argument_names:
+            refuse(
+                context,
+                f"with.{name}: {label} has no argument "
+                f"{name!r}{did_you_mean(name, argument_names)}",
+            )
+    if seed is not None and "generator" not in parameters and context.stage.method == "__call__":
+        refuse(context, f"with.seed: {label} takes no generator, so it has no seed: remove it")
+    missing_names = [
+        name
+        for name in argument_names
+        if parameters[name].default is inspect.Parameter.empty and name not in arguments
+    ]
+    if missing_names:
+        refuse(context, f"{label} needs {', '.join(sorted(missing_names))}: add it to with:")
 
 
 def _refuse_mask_size(context: StageContext, arguments: Mapping[str, Any]) -> None:
-    """Raises InputError where image and mask are both pictures, and the mask has the size of no picture among the arguments: an
-    upscaler takes the small picture as ``image`` and the masked one as ``original_image``."""
+    """Raise InputError if the mask has the size of no picture among the arguments.
+
+    It need not be the size of ``image``: an upscaler takes the small picture as ``image`` and the
+    masked one as ``original_image``.
+    """
     image, mask = (size_of(arguments.get(name)) for name in ("image", "mask_image"))
     pictures = {size_of(value) for name, value in arguments.items() if name != "mask_image"}
     if image is not None and mask is not None and mask not in pictures:
         names = "x".join(map(str, mask)), "x".join(map(str, image))
-        raise InputError(f"stages.{context.stage.name}: the mask is {names[0]} and the image {names[1]}: make them the same size")
+        raise InputError(
+            f"stages.{context.stage.name}: the mask is {names[0]} and the image {names[1]}: make "
+            "them the same size"
+        )
 
 
-def _output_type(context: StageContext, wanted: tuple[str, ...]) -> str | None:
-    """The argument ``output_type`` for the outputs ``wanted``, None for the pipeline's default. Raises GraphError for latents with
-    others.
+def _output_type(context: StageContext, output_names: tuple[str, ...]) -> str | None:
+    """Return the argument ``output_type`` for ``output_names``, None for the pipeline's default.
+
+    Raises GraphError for latents together with other media.
     """
-    if "latents" in wanted:
-        if others := [name for name in wanted if name in MEDIA_KINDS]:
-            refuse(context, f"a call returns either latents or {others[0]}: read only one of them")
+    if "latents" in output_names:
+        if media_names := [name for name in output_names if name in MEDIA_KINDS]:
+            refuse(
+                context, f"a call returns either latents or {media_names[0]}: read only one of them"
+            )
         return "latent"
-    return "pil" if "image" in wanted or "video" in wanted else None
+    return "pil" if "image" in output_names or "video" in output_names else None
 
 
 def output_field(context: StageContext, fields: Mapping[str, Any], name: str) -> Any:
-    """The output ``name`` in ``fields``; a list of one picture, video or sound as that one. Raises GraphError where it is
-    missing.
+    """Return the output ``name`` in ``fields``; a list with one picture or sound as its item.
+
+    Raises GraphError if the output is missing.
     """
     if name == "latents" and name not in fields and fields:
         return next(iter(fields.values()))
-    field = next((each for each in FIELDS.get(name, (name,)) if each in fields), None)
+    field = next(
+        (field_name for field_name in FIELDS.get(name, (name,)) if field_name in fields), None
+    )
     if field is None:
-        output_of = {each: output for output, names in FIELDS.items() for each in names}
-        known = {output_of.get(each, each) for each in fields}
-        refuse(context, f"{_class_of(context)} returns no {name}{did_you_mean(name, known)}")
+        output_of = {key: output for output, names in FIELDS.items() for key in names}
+        output_names = {output_of.get(key, key) for key in fields}
+        refuse(context, f"{_class_of(context)} returns no {name}{did_you_mean(name, output_names)}")
     value = fields[field]
     if name == "audio":
         sounds = [Sound(samples, _rate(context)) for samples in _samples(value)]
@@ -146,21 +194,36 @@ def output_field(context: StageContext, fields: Mapping[str, Any], name: str) ->
 
 
 def _samples(value: Any) -> Iterator[np.ndarray[Any, Any]]:
-    """Each sound of the batch ``value``: [channels samples] in float32 on the host."""
+    """Yield each sound of the batch ``value``: [channels samples] in float32 on the host."""
     for sound in value:
-        samples = sound.detach().float().cpu().numpy() if isinstance(sound, torch.Tensor) else np.asarray(sound, dtype=np.float32)
+        samples = (
+            sound.detach().float().cpu().numpy()
+            if isinstance(sound, torch.Tensor)
+            else np.asarray(sound, dtype=np.float32)
+        )
         yield samples if samples.ndim == 2 else samples.reshape(1, -1)
 
 
 def _rate(context: StageContext) -> int:
-    """Samples per second: of the pipeline's vocoder or VAE, or its own. Raises GraphError where none has it."""
+    """Return the samples per second of the pipeline's vocoder, VAE, or the pipeline itself.
+
+    Raises GraphError if none of them has a rate.
+    """
     components = (getattr(context.pipeline, name, None) for name in ("vocoder", "vae", "audio_vae"))
-    owners = [owner for each in components for owner in (each, getattr(each, "config", None))]
+    owners = [
+        owner
+        for component in components
+        for owner in (component, getattr(component, "config", None))
+    ]
     for owner in (*owners, context.pipeline):
         rates = (getattr(owner, name, None) for name in RATES)
         if (rate := next((rate for rate in rates if isinstance(rate, int)), None)) is not None:
             return rate
-    refuse(context, f"the components of {_class_of(context)} have no sampling_rate, which its audio output needs")
+    refuse(
+        context,
+        f"the components of {_class_of(context)} have no sampling_rate, which its audio output "
+        "needs",
+    )
 
 
 def _class_of(context: StageContext) -> str:
@@ -168,5 +231,5 @@ def _class_of(context: StageContext) -> str:
 
 
 def refuse(context: StageContext, text: str) -> NoReturn:
-    """Raises GraphError at the stage's line."""
-    raise GraphError(f"stages.{context.stage.name}: {text}", context.stage.where)
+    """Raise GraphError at the stage's line."""
+    raise GraphError(f"stages.{context.stage.name}: {text}", context.stage.file_line)

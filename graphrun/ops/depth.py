@@ -1,4 +1,4 @@
-"""The op `depth`: the picture of a picture's depth, such as a ControlNet follows."""
+"""The op `depth`: a depth picture of a picture, for a ControlNet."""
 
 from __future__ import annotations
 
@@ -13,15 +13,24 @@ from graphrun.graph.ops import op
 
 
 @op()
-def depth(image: Image.Image, depth_estimator: nn.Module, depth_processor: Any, device: torch.device) -> dict[str, Image.Image]:
-    """``image``: the depth of ``image`` in its size, from black (far) to white (near), as transformers' `DepthEstimationPipeline`
-    makes it, in RGB. All black where every pixel is equally far.
+def depth(
+    image: Image.Image, depth_estimator: nn.Module, depth_processor: Any, device: torch.device
+) -> dict[str, Image.Image]:
+    """Return ``image``: the depth of ``image`` in its size, in RGB, black (far) to white (near).
 
-    ``depth_estimator``: a model of transformers for depth estimation. ``depth_processor``: its image processor.
+    The result equals that of transformers' `DepthEstimationPipeline`; it is all black if every
+    pixel has the same depth. ``depth_estimator``: a depth estimation model of transformers.
+    ``depth_processor``: its image processor.
     """
     pixels = depth_processor(images=image, return_tensors="pt").pixel_values
-    found = depth_estimator(pixel_values=pixels.to(device, depth_estimator.dtype))
-    made = depth_processor.post_process_depth_estimation(found, [(image.height, image.width)])[0]["predicted_depth"]
-    far = made.float().cpu().numpy()
-    far = far - far.min()
-    return {"image": Image.fromarray((far / (far.max() or 1) * 255).astype(np.uint8)).convert("RGB")}
+    prediction = depth_estimator(pixel_values=pixels.to(device, depth_estimator.dtype))
+    depth_map = depth_processor.post_process_depth_estimation(
+        prediction, [(image.height, image.width)]
+    )[0]["predicted_depth"]
+    pixels_far = depth_map.float().cpu().numpy()
+    pixels_far = pixels_far - pixels_far.min()
+    return {
+        "image": Image.fromarray(
+            (pixels_far / (pixels_far.max() or 1) * 255).astype(np.uint8)
+        ).convert("RGB")
+    }

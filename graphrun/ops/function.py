@@ -1,6 +1,9 @@
-"""Ops of trusted packages: runs a function that `graphrun.op` declares, with values, components and parts by its parameters' names.
+"""Ops of trusted packages: functions that `graphrun.op` declares.
 
-with: {image: $decode.image, amount: 0.5}, uses: [vae]      sharpen(image, vae, amount=0.5) -> {"image": ...}
+Values, components and parts are passed by the names of the function's parameters.
+
+with: {image: $decode.image, amount: 0.5}, uses: [vae]      sharpen(image, vae, amount=0.5) ->
+{"image": ...}
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from graphrun.graph.graph import Stage
 from graphrun.graph.ops import DECLARED
 from graphrun.graph.values import did_you_mean
 from graphrun.modules.trees import tensors_in, walk
-from graphrun.ops.modular import fresh
+from graphrun.ops.modular import recreate
 
 
 def call_function(
@@ -29,49 +32,84 @@ def call_function(
     parts: Mapping[str, Any],
     device: torch.device,
 ) -> dict[str, Any]:
-    """The outputs of ``run`` that the graph reads of ``stage``, by name. Schedulers among ``parts`` are new ones.
+    """Return by name the outputs of ``run`` that the graph reads from ``stage``.
 
-    Raises GraphError at the stage's line for arguments that are missing, unknown, or not of the annotated class, for outputs that
-    it does not return, and for tensors that it changes in place without declaring it.
+    ``run`` gets new schedulers, made from those in ``parts``. Raises GraphError at the stage's line
+    for arguments that are missing, unknown, or not of the annotated class, for missing outputs, and
+    for tensors that ``run`` changes in place without declaring it.
     """
-    known, hints = inspect.signature(run).parameters, typing.get_type_hints(run)
-    given: dict[str, Any] = {**components, **arguments}
-    for name in given:
-        if name not in known:
+    parameters, hints = inspect.signature(run).parameters, typing.get_type_hints(run)
+    values: dict[str, Any] = {**components, **arguments}
+    for name in values:
+        if name not in parameters:
             key = f"with.{name}" if name in arguments else f"uses {name}"
-            _refuse(stage, f"{key}: {stage.op} has no parameter {name!r}{did_you_mean(name, known)}")
+            _refuse(
+                stage,
+                f"{key}: {stage.op} has no parameter {name!r}{did_you_mean(name, parameters)}",
+            )
     changes: frozenset[str] = getattr(run, DECLARED)
-    given |= {name: walk(given[name], torch.Tensor.clone) for name in sorted(changes & given.keys())}
-    given |= {name: fresh(part) for name, part in parts.items() if name in known}
-    given |= {"device": device} if "device" in known else {}
-    if missing := [name for name, of in known.items() if name not in given and of.default is of.empty]:
-        _refuse(stage, f"{stage.op} needs {', '.join(missing)}: values belong to with:, components to uses:")
-    for name, value in given.items():
-        if not _is(value, hints.get(name, Any)):
-            _refuse(stage, f"{name}: {stage.op} takes {hints[name]}, and it is a {type(value).__name__}")
-    before = [(name, tensor, tensor._version) for name in arguments if name not in changes for tensor in tensors_in(given[name])]
-    made = run(**given)
-    for name, tensor, version in before:
+    values |= {
+        name: walk(values[name], torch.Tensor.clone) for name in sorted(changes & values.keys())
+    }
+    values |= {name: recreate(part) for name, part in parts.items() if name in parameters}
+    values |= {"device": device} if "device" in parameters else {}
+    if missing_names := [
+        name
+        for name, parameter in parameters.items()
+        if name not in values and parameter.default is parameter.empty
+    ]:
+        _refuse(
+            stage,
+            f"{stage.op} needs {', '.join(missing_names)}: values belong to with:, components to "
+            "uses:",
+        )
+    for name, value in values.items():
+        if not _is_instance(value, hints.get(name, Any)):
+            _refuse(
+                stage, f"{name}: {stage.op} takes {hints[name]}, and it is a {type(value).__name__}"
+            )
+    versions = [
+        (name, tensor, tensor._version)
+        for name in arguments
+        if name not in changes
+        for tensor in tensors_in(values[name])
+    ]
+    outputs = run(**values)
+    for name, tensor, version in versions:
         if tensor._version != version:
-            what = f"declare it with @graphrun.op(changes=[{name!r}]), which gives it a copy"
-            _refuse(stage, f"{stage.op} changes {name} in place, which other stages may read: {what}")
-    if not isinstance(made, Mapping):
-        _refuse(stage, f"{stage.op} returns a {type(made).__name__}: return its outputs by name, such as {{'image': image}}")
+            suggestion = f"declare it with @graphrun.op(changes=[{name!r}]), which gives it a copy"
+            _refuse(
+                stage,
+                f"{stage.op} changes {name} in place, which other stages may read: {suggestion}",
+            )
+    if not isinstance(outputs, Mapping):
+        _refuse(
+            stage,
+            f"{stage.op} returns a {type(outputs).__name__}: return its outputs by name, such as "
+            f"{{'image': image}}",
+        )
     for name in stage.outputs:
-        if name not in made:
-            _refuse(stage, f"{stage.op} returns no {name}{did_you_mean(name, made)}")
-    return {name: made[name] for name in stage.outputs}
+        if name not in outputs:
+            _refuse(stage, f"{stage.op} returns no {name}{did_you_mean(name, outputs)}")
+    return {name: outputs[name] for name in stage.outputs}
 
 
-def _is(value: Any, hint: Any) -> bool:
-    """Whether ``value`` is an instance of what ``hint`` annotates; True where that is no class. An int is a float too."""
+def _is_instance(value: Any, hint: Any) -> bool:
+    """Return whether ``value`` matches the annotation ``hint``; True if ``hint`` has no class.
+
+    An int counts as a float.
+    """
     if hint is Any:  # a class that refuses isinstance
         return True
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return any(_is(value, each) for each in typing.get_args(hint))
+        return any(_is_instance(value, member) for member in typing.get_args(hint))
     kind = typing.get_origin(hint) or hint
-    return not isinstance(kind, type) or isinstance(value, kind) or (kind is float and isinstance(value, int))
+    return (
+        not isinstance(kind, type)
+        or isinstance(value, kind)
+        or (kind is float and isinstance(value, int))
+    )
 
 
 def _refuse(stage: Stage, text: str) -> NoReturn:
-    raise GraphError(f"stages.{stage.name}: {text}", stage.where)
+    raise GraphError(f"stages.{stage.name}: {text}", stage.file_line)

@@ -1,7 +1,9 @@
-"""Assembles diffusers' modular pipelines for one stage, and the state that their blocks pass on.
+"""Assembly of diffusers' modular pipelines for one stage, and the state of their blocks.
 
-FluxAutoBlocks   text_encoder | vae_encoder | denoise | decode          top-level blocks: a graph is split between them
-state            prompt ... prompt_embeds, image_latents ... latents, images      values by name, some of them in a group
+FluxAutoBlocks   text_encoder | vae_encoder | denoise | decode    top-level blocks: stages are
+                                                                  split between them
+state            prompt, prompt_embeds, image_latents, latents,   values by name, some in groups
+                 images
 """
 
 from __future__ import annotations
@@ -18,50 +20,67 @@ from graphrun.graph.graph import Graph, Pipeline
 from graphrun.graph.values import did_you_mean
 from graphrun.modules.classes import resolve_class
 
-# Key of a modular pipeline's `pipeline_config`: the class of its blocks, where it is not the pipeline's default.
+# Key of a modular pipeline's `pipeline_config`: the class of its blocks, if not the default.
 BLOCKS = "blocks"
-# Loggers that print tracebacks of errors which are raised as well, and a message for each new guider.
+# Loggers that repeat raised errors as tracebacks, and print a message for each new guider.
 _NOISY_LOGGERS = ("diffusers.modular_pipelines.modular_pipeline", "diffusers.guiders.guider_utils")
 
 
 def is_modular_class(kind: type[Any]) -> bool:
-    """Whether ``kind`` is one of diffusers' modular pipelines, which do not inherit from `DiffusionPipeline`."""
+    """Return whether ``kind`` is a modular pipeline class (not a `DiffusionPipeline`)."""
     from diffusers import ModularPipeline
 
     return issubclass(kind, ModularPipeline)
 
 
 def blocks_in(block: Any) -> Iterator[Any]:
-    """``block`` and the blocks in it, at any depth."""
+    """Yield ``block`` and the blocks in it, at any depth."""
     yield block
     for inner in block.sub_blocks.values():
         yield from blocks_in(inner)
 
 
 def assemble_blocks(
-    graph: Graph, own: Pipeline, kind: type[Any], modules: Mapping[str, Any], parts: Mapping[str, Any], device: torch.device
+    graph: Graph,
+    description: Pipeline,
+    kind: type[Any],
+    modules: Mapping[str, Any],
+    parts: Mapping[str, Any],
+    device: torch.device,
 ) -> Any:
-    """The modular pipeline ``own`` of ``graph`` over ``modules`` and ``parts``, computing on ``device``.
+    """Return the modular pipeline ``description`` of ``graph``, with ``device`` as its device.
 
-    Parts with state (schedulers, guiders) are created again from their configuration. Components that the blocks expect and the
-    graph does not have are None, or the blocks' defaults. Raises GraphError for components, parts and settings that the blocks do
-    not know.
+    Parts with state (schedulers, guiders) are created again from their configuration. Components
+    that are missing in the graph are None or the blocks' defaults. Raises GraphError for
+    components, parts and settings that the blocks do not have.
     """
-    where = str(graph.path or "")
-    settings = dict(own.config)
+    graph_path = str(graph.path or "")
+    settings = dict(description.config)
     blocks = settings.pop(BLOCKS, None)
-    with quietly():
-        pipeline = kind(blocks=resolve_class(str(blocks), graph.trust, own.where, "blocks")() if blocks is not None else None)
+    with silence_diffusers():
+        pipeline = kind(
+            blocks=resolve_class(str(blocks), graph.trust, description.file_line, "blocks")()
+            if blocks is not None
+            else None
+        )
     expected = list(pipeline._component_specs)
     if unknown := sorted((modules.keys() | parts.keys()) - set(expected)):
-        raise GraphError(f"{type(pipeline._blocks).__name__} do not take {unknown[0]}{did_you_mean(unknown[0], expected)}", where)
+        raise GraphError(
+            f"{type(pipeline._blocks).__name__} do not take "
+            f"{unknown[0]}{did_you_mean(unknown[0], expected)}",
+            graph_path,
+        )
     if unknown := sorted(settings.keys() - pipeline._config_specs.keys()):
-        known = [BLOCKS, *pipeline._config_specs]
-        raise GraphError(f"pipeline_config: {kind.__name__} has no {unknown[0]}{did_you_mean(unknown[0], known)}", where)
+        setting_names = [BLOCKS, *pipeline._config_specs]
+        raise GraphError(
+            f"pipeline_config: {kind.__name__} has no "
+            f"{unknown[0]}{did_you_mean(unknown[0], setting_names)}",
+            graph_path,
+        )
     pipeline.update_components(**settings)
-    with quietly():
+    with silence_diffusers():
         for name, value in {**parts, **modules}.items():
-            setattr(pipeline, name, value if name in modules else fresh(value))
+            setattr(pipeline, name, value if name in modules else recreate(value))
     for block in blocks_in(pipeline._blocks):
         if hasattr(block, "set_progress_bar_config"):
             block.set_progress_bar_config(disable=True)
@@ -70,21 +89,37 @@ def assemble_blocks(
 
 
 def fix_device(pipeline: Any, device: torch.device) -> None:
-    """Gives ``pipeline`` a subclass of its class that computes on ``device``, wherever its modules' parameters are."""
-    kind, fixed = type(pipeline), property(lambda _: device)
-    pipeline.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "_execution_device": fixed, "device": fixed})
+    """Give ``pipeline`` a subclass whose device is ``device``, wherever its parameters are."""
+    kind, device_property = type(pipeline), property(lambda _: device)
+    pipeline.__class__ = type(
+        kind.__name__,
+        (kind,),
+        {
+            "__module__": kind.__module__,
+            "_execution_device": device_property,
+            "device": device_property,
+        },
+    )
 
 
-def fresh(part: Any) -> Any:
-    """A new part with the configuration of ``part``, without the state of other stages; ``part`` itself for tokenizers."""
-    return type(part).from_config(part.config) if hasattr(part, "from_config") and hasattr(part, "config") else part
+def recreate(part: Any) -> Any:
+    """Return a new part with the configuration of ``part``, without the state of other stages.
+
+    Returns ``part`` itself if it has no configuration, such as a tokenizer.
+    """
+    return (
+        type(part).from_config(part.config)
+        if hasattr(part, "from_config") and hasattr(part, "config")
+        else part
+    )
 
 
-def begun(pipeline: Any, inputs: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
-    """The initial `PipelineState` for blocks of ``pipeline``.
+def initial_state(pipeline: Any, inputs: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
+    """Return the initial `PipelineState` for blocks of ``pipeline``.
 
-    It has the inputs of the call as its own `__call__` sets them, with ``inputs`` instead of defaults, and the ``values`` that
-    earlier blocks computed, in the groups (`kwargs_type`) that these blocks put them in.
+    It has the inputs of the call as its `__call__` sets them, with ``inputs`` in place of defaults.
+    It also has ``values`` that earlier blocks computed, in the groups (`kwargs_type`) of those
+    blocks.
     """
     from diffusers.modular_pipelines import PipelineState
 
@@ -108,14 +143,14 @@ def begun(pipeline: Any, inputs: Mapping[str, Any], values: Mapping[str, Any]) -
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
-    """Silences the log messages of diffusers' modular pipelines that repeat what their exceptions say."""
+def silence_diffusers() -> Iterator[None]:
+    """Silence log messages of diffusers' modular pipelines that repeat their exceptions."""
     loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
-    before = [logger.disabled for logger in loggers]
+    disabled_flags = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True
     try:
         yield
     finally:
-        for logger, disabled in zip(loggers, before, strict=True):
+        for logger, disabled in zip(loggers, disabled_flags, strict=True):
             logger.disabled = disabled

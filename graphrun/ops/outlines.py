@@ -1,10 +1,11 @@
-"""Replaces tensors that are no longer read by their shape and dtype, so that their memory can be freed.
+"""Replace tensors whose values are no longer read by their shape and dtype, to free their memory.
 
-    denoise                  decode
-    embeds [b s d] bf16  ->  outline  ->  zeros [b 1 d] bf16         masks [b s] int64  ->  ones [b 1]
+    after denoise                     for decode
+    embeds [b s d] bf16  ->  outline  ->  zeros [b 1 d] bf16
+    masks [b s] int64    ->  outline  ->  ones [b 1] int64
 
-The tail of a pipeline reads batch size, dtype and width of the embeddings, and copies them before it decodes. Embeddings of full
-length, and these copies, would add to the memory peak of the VAE.
+The end of a pipeline reads batch size, dtype and width of the embeddings, and copies them before
+decoding. Full-length embeddings and their copies would add to the memory peak of the VAE.
 """
 
 from __future__ import annotations
@@ -19,30 +20,34 @@ from graphrun.modules.trees import walk
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """Shape and dtype of a tensor, with its sequence dimension, if any, reduced to 1."""
+    """Shape and dtype of a tensor, with the sequence dimension, if any, reduced to 1."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-def outlined(value: Any) -> Any:
-    """``value`` with an `Outline` in place of every tensor in it, through mappings, lists and tuples."""
-    return walk(value, lambda tensor: Outline(_short(tensor), tensor.dtype))
+def outline_tensors(value: Any) -> Any:
+    """Return ``value`` with an `Outline` in place of every tensor in mappings, lists and tuples."""
+    return walk(value, lambda tensor: Outline(_outline_shape(tensor), tensor.dtype))
 
 
-def materialized(value: Any, device: torch.device) -> Any:
-    """``value`` with a tensor on ``device`` for every `Outline` in it: zeros for floating point, ones where it may be a mask."""
+def materialize_outlines(value: Any, device: torch.device) -> Any:
+    """Return ``value`` with a tensor on ``device`` for every `Outline`.
+
+    Floating-point tensors are zeros; others may be masks and are ones.
+    """
 
     def tensor_of(outline: Outline) -> torch.Tensor:
-        make = torch.zeros if outline.dtype.is_floating_point else torch.ones
-        return make(outline.shape, dtype=outline.dtype, device=device)
+        fill = torch.zeros if outline.dtype.is_floating_point else torch.ones
+        return fill(outline.shape, dtype=outline.dtype, device=device)
 
     return walk(value, tensor_of, Outline)
 
 
-def _short(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape of ``tensor`` with a sequence of 1: embeddings are [... s d], masks [b s]; pooled embeddings [b d] keep their
-    width.
+def _outline_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of ``tensor`` with a sequence length of 1.
+
+    Embeddings are [... s d], masks [b s]. Pooled embeddings [b d] keep their width.
     """
     shape = list(tensor.shape)
     dim = len(shape) - 2 if tensor.dtype.is_floating_point else len(shape) - 1

@@ -1,6 +1,7 @@
-"""Runs the stages of a graph in order, each on a pipeline of its own.
+"""Run the stages of a graph in order, each on its own pipeline.
 
-Knows nothing of memory: to act when a component is called, enter a `CallInterceptor` around the modules.
+This module does not manage memory. To act on calls into components, enter a `CallInterceptor`
+around the modules.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from graphrun.ops.call import call
 from graphrun.ops.depth import depth
 from graphrun.ops.diffusion import StageContext, decode, denoise, encode_prompt
 from graphrun.ops.function import call_function
-from graphrun.ops.outlines import materialized, outlined
+from graphrun.ops.outlines import materialize_outlines, outline_tensors
 from graphrun.ops.pipeline import assemble
 from graphrun.ops.stage_options import apply_option
-from graphrun.ops.steps import Journal, Steps
+from graphrun.ops.steps import StepJournal, Steps
 from graphrun.reading import panics_as_errors
 
 OPS: Mapping[str, Callable[..., dict[str, Any]]] = {
@@ -42,7 +43,8 @@ OPS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "call": call,
     "block": block,
 }
-# These need no pipeline and run as functions of trusted packages do, with components and parts by name.
+# Ops without a pipeline. They run like functions of trusted packages, with components and parts by
+# name.
 FUNCTIONS: Mapping[str, Callable[..., Mapping[str, Any]]] = {"depth": depth}
 
 Observer = Callable[[str, Mapping[str, Any]], None]
@@ -51,19 +53,23 @@ Before = Callable[[str], None]
 
 @dataclass
 class Stages:
-    """The stages of a graph in execution: `run` continues with the first that is not done.
+    """The stages of a graph in execution: `run` continues with the first remaining stage.
 
-    ``inputs``: resolved input values. ``modules``: every component that a stage uses. ``meta_modules``: of all components.
-    ``order``: stage names, instead of the graph's order. ``options``: stage -> run option (`graphrun.ops.stage_options`).
-    ``before_stage(stage)`` is called before a stage's arguments are looked up, ``after_stage(stage, outputs)`` with its outputs on
-    the device. ``precomputed``: values of stages that are not run, by name such as ``encode.embeds``, on the device from the start.
-    ``inputs_of``: by stage, in place of ``inputs``; with it only these stages run, and the others of the graph are ``left_out``.
-    ``outlines_of``: by stage, outlines of values that it reads in place of what another stage of the graph makes now.
-    ``journal`` saves the states of denoising loops; ``steps`` has the latest. ``planning``: work that costs host time only is
-    skipped.
+    ``inputs``: resolved input values. ``modules``: all components that stages use.
+    ``meta_modules``: of all components. ``order``: stage names, in place of the graph's order.
+    ``options``: by stage, the run option (`graphrun.ops.stage_options`).
 
-    A value is dropped after its last consumer, and replaced by an outline (`graphrun.ops.outlines`) after the last consumer that
-    reads its numbers.
+    ``before_stage(stage)`` is called before a stage's arguments are looked up;
+    ``after_stage(stage, outputs)`` is called with its outputs on the device.
+
+    ``precomputed``: values of stages that do not run, on the device from the start, by name such as
+    ``encode.embeds``. ``inputs_of``: by stage, replaces ``inputs``; then only these stages run, and
+    the others are ``excluded_stages``. ``outlines_of``: by stage, outlines that replace values of
+    other stages. ``journal``: saves the states of denoising loops; ``steps`` has the latest one.
+    ``planning``: skip work that only costs host time.
+
+    A value is dropped after its last consumer. After the last consumer that reads its numbers, it
+    is replaced by an outline (`graphrun.ops.outlines`).
     """
 
     graph: Graph
@@ -78,132 +84,219 @@ class Stages:
     inputs_of: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     outlines_of: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     precomputed: InitVar[Mapping[str, Any] | None] = None
-    journal: InitVar[Journal | None] = None
+    journal: InitVar[StepJournal | None] = None
     planning: bool = False
     before_stage: Before | None = None
     after_stage: Observer | None = None
 
-    def __post_init__(self, order: Sequence[str], precomputed: Mapping[str, Any] | None, journal: Journal | None) -> None:
+    def __post_init__(
+        self,
+        order: Sequence[str],
+        precomputed: Mapping[str, Any] | None,
+        journal: StepJournal | None,
+    ) -> None:
         self.steps = Steps(journal)
         # Stage outputs that later stages need, by name such as ``encode.embeds``.
-        self.named: dict[str, Any] = dict(precomputed or {})
-        self._outputs = {name: self.named[str(of)[1:]] for name, of in self.graph.outputs.items() if str(of)[1:] in self.named}
-        every = order or [stage.name for stage in self.graph.stages]
-        self.left_out = frozenset(name for name in every if self.inputs_of and name not in self.inputs_of)
-        self.todo = [self.graph.stage(name) for name in every if name not in self.left_out]
+        self.values: dict[str, Any] = dict(precomputed or {})
+        self._outputs = {
+            name: self.values[str(reference)[1:]]
+            for name, reference in self.graph.outputs.items()
+            if str(reference)[1:] in self.values
+        }
+        stage_names = order or [stage.name for stage in self.graph.stages]
+        self.excluded_stages = frozenset(
+            name for name in stage_names if self.inputs_of and name not in self.inputs_of
+        )
+        self.remaining_stages = [
+            self.graph.stage(name) for name in stage_names if name not in self.excluded_stages
+        ]
         self._drop()
 
     def run(self) -> dict[str, Any]:
-        """The graph's outputs, on the host. Raises GraphError when a stage enters a component that it does not list."""
+        """Run the remaining stages, and return the graph's outputs on the host.
+
+        Raises GraphError if a stage calls a component that it does not list.
+        """
         self.enter()
-        while self.todo:
-            self._stage(self.todo[0])
+        while self.remaining_stages:
+            self._stage(self.remaining_stages[0])
         return self._outputs
 
     def leave(self) -> None:
-        """Moves the values that later stages need, and the last state of a loop, to the host. If a value cannot be copied any more,
-        all are lost.
+        """Move the values that later stages need, and the last state of a loop, to the host.
+
+        If a value can no longer be copied, all values are lost.
         """
         self.steps.leave()
         try:
-            self.named = walk(self.named, torch.Tensor.cpu)
+            self.values = walk(self.values, torch.Tensor.cpu)
         except RuntimeError:
-            self.named.clear()
+            self.values.clear()
 
     @property
-    def lost(self) -> list[str]:
-        """Values that the remaining stages need, and that are neither stored nor computed by one of them."""
-        made = {f"{stage.name}." for stage in self.todo}
-        needed = {str(value)[1:] for stage in self.todo for value in stage.references if value.kind == "stage"}
-        needed -= {name for found in self.outlines_of.values() for name in found}
-        return sorted(name for name in needed - self.named.keys() if not name.startswith(tuple(made)))
+    def lost_values(self) -> list[str]:
+        """Values that the remaining stages need but that are neither stored nor to be computed."""
+        output_prefixes = {f"{stage.name}." for stage in self.remaining_stages}
+        value_names = {
+            str(value)[1:]
+            for stage in self.remaining_stages
+            for value in stage.references
+            if value.kind == "stage"
+        }
+        value_names -= {name for outlines in self.outlines_of.values() for name in outlines}
+        return sorted(
+            name
+            for name in value_names - self.values.keys()
+            if not name.startswith(tuple(output_prefixes))
+        )
 
     def enter(self) -> None:
-        """Moves the values back to the device; a tensor that occurs twice is copied once."""
-        moved: dict[int, torch.Tensor] = {}
+        """Move the values back to the device; a tensor that occurs twice is copied once."""
+        device_copies: dict[int, torch.Tensor] = {}
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in moved:
-                moved[id(tensor)] = tensor.to(self.device)
-            return moved[id(tensor)]
+            if id(tensor) not in device_copies:
+                device_copies[id(tensor)] = tensor.to(self.device)
+            return device_copies[id(tensor)]
 
-        before = self.named  # keeps the tensors alive, so that their ids stay unique
-        self.named = walk(before, move)
+        host_values = self.values  # keeps the tensors alive, so that their ids stay unique
+        self.values = walk(host_values, move)
 
     def _stage(self, stage: Stage) -> None:
-        """Runs ``stage`` and stores its outputs."""
+        """Run ``stage`` and store its outputs."""
         graph, device = self.graph, self.device
         if self.before_stage is not None:
             self.before_stage(stage.name)
-        used = {name: self.modules[name] for name in graph.components if name in stage.uses}
-        absent = {name: module for name, module in self.meta_modules.items() if name not in used}
+        components = {name: self.modules[name] for name in graph.components if name in stage.uses}
+        absent_modules = {
+            name: module for name, module in self.meta_modules.items() if name not in components
+        }
         partial = all(stage.op == "encode_prompt" for stage in graph.stages)
         arguments = {key: self._value(value) for key, value in stage.arguments.items()}
-        own = resolve_function(stage.op, graph.trust, stage.where) if stage.operation.own else FUNCTIONS.get(stage.op)
-        called = graph.pipeline_called(stage.pipeline)
-        failing = _typed_errors(stage, stage.op if own else called.class_path.rpartition(".")[2], _plain(arguments), own)
-        with failing, CallInterceptor(absent, device, self._refuse), torch.no_grad():
-            if own is not None:
-                made = call_function(own, stage, arguments, used, self.parts, device)
+        function = (
+            resolve_function(stage.op, graph.trust, stage.file_line)
+            if stage.operation.is_function
+            else FUNCTIONS.get(stage.op)
+        )
+        pipeline_description = graph.pipeline_called(stage.pipeline)
+        error_context = _typed_errors(
+            stage,
+            stage.op if function else pipeline_description.class_path.rpartition(".")[2],
+            _plain(arguments),
+            function,
+        )
+        with error_context, CallInterceptor(absent_modules, device, self._refuse), torch.no_grad():
+            if function is not None:
+                stage_outputs = call_function(
+                    function, stage, arguments, components, self.parts, device
+                )
             else:
-                pipeline = assemble(graph, {**absent, **used}, self.parts, device, called, partial=partial)
+                pipeline = assemble(
+                    graph,
+                    {**absent_modules, **components},
+                    self.parts,
+                    device,
+                    pipeline_description,
+                    partial=partial,
+                )
                 option = self.options.get(stage.name)
-                with apply_option(option, pipeline, used, device) if option else nullcontext():
-                    pictures = not self.planning or any(stage.name == of.name for later in self.todo for of in later.references)
-                    context = StageContext(stage, pipeline, device, None if self.planning else self.steps, pictures)
-                    made = OPS[stage.op](context, **arguments)
+                with (
+                    apply_option(option, pipeline, components, device) if option else nullcontext()
+                ):
+                    pictures = not self.planning or any(
+                        stage.name == reference.name
+                        for later_stage in self.remaining_stages
+                        for reference in later_stage.references
+                    )
+                    context = StageContext(
+                        stage, pipeline, device, None if self.planning else self.steps, pictures
+                    )
+                    stage_outputs = OPS[stage.op](context, **arguments)
         del arguments
         self.steps.forget(stage.name)
         if self.after_stage is not None:
-            self.after_stage(stage.name, made)
-        self.named.update({f"{stage.name}.{output}": value for output, value in made.items()})
-        outputs = {name: self._value(of) for name, of in graph.outputs.items() if of.name == stage.name}
+            self.after_stage(stage.name, stage_outputs)
+        self.values.update(
+            {f"{stage.name}.{output}": value for output, value in stage_outputs.items()}
+        )
+        outputs = {
+            name: self._value(reference)
+            for name, reference in graph.outputs.items()
+            if reference.name == stage.name
+        }
         self._outputs |= walk(outputs, torch.Tensor.cpu)
-        self.todo.remove(stage)
+        self.remaining_stages.remove(stage)
         self._drop()
 
     def _drop(self) -> None:
-        """Drops values that no later stage needs, and replaces those by outlines whose numbers no later stage reads."""
-        needed = {str(value)[1:] for later in self.todo for value in later.references}
-        read = {str(value)[1:] for later in self.todo for value in read_by(later)}
-        self.named = {key: value if key in read else outlined(value) for key, value in self.named.items() if key in needed}
+        """Drop values that no later stage needs; outline values whose numbers none reads."""
+        value_names = {
+            str(value)[1:] for stage in self.remaining_stages for value in stage.references
+        }
+        read_names = {str(value)[1:] for stage in self.remaining_stages for value in read_by(stage)}
+        self.values = {
+            key: value if key in read_names else outline_tensors(value)
+            for key, value in self.values.items()
+            if key in value_names
+        }
 
-    def _refuse(self, component: str, entry: str, *_: object) -> NoReturn:
-        """Raises GraphError for a call of a component that the current stage does not list."""
-        stage = self.todo[0].name
-        raise GraphError(f"stage {stage} calls {component}.{entry} but does not list {component}: add it to stages.{stage}.uses")
+    def _refuse(self, component: str, method: str, *_: object) -> NoReturn:
+        """Raise GraphError for a call of a component that the current stage does not list."""
+        stage = self.remaining_stages[0].name
+        raise GraphError(
+            f"stage {stage} calls {component}.{method} but does not list {component}: add it to "
+            f"stages.{stage}.uses"
+        )
 
     def _value(self, value: Any) -> Any:
-        """The value of a stage argument: references resolved, outlines materialized."""
+        """Return a stage argument with references resolved and outlines materialized."""
         if isinstance(value, list):
             return [self._value(item) for item in value]
         if not isinstance(value, Reference):
             return value
         if value.kind == "input":
-            given = opened(self.inputs_of.get(self.todo[0].name, self.inputs)[value.name])
-            declared = self.graph.inputs.get(value.name)  # a trial of an import declares none
-            if declared is not None and declared.type == "tensor" and isinstance(given, np.ndarray):
-                return torch.from_numpy(given)
-            return _sound_as_tensor(given) if declared is None or declared.type == "audio" else given
-        found = {**self.named, **self.outlines_of.get(self.todo[0].name, {})}
-        return materialized(found[f"{value.name}.{value.output}"], self.device)
+            input_value = opened(
+                self.inputs_of.get(self.remaining_stages[0].name, self.inputs)[value.name]
+            )
+            graph_input = self.graph.inputs.get(value.name)  # None in a trial of an import
+            if (
+                graph_input is not None
+                and graph_input.type == "tensor"
+                and isinstance(input_value, np.ndarray)
+            ):
+                return torch.from_numpy(input_value)
+            return (
+                _sound_as_tensor(input_value)
+                if graph_input is None or graph_input.type == "audio"
+                else input_value
+            )
+        stage_values = {**self.values, **self.outlines_of.get(self.remaining_stages[0].name, {})}
+        return materialize_outlines(stage_values[f"{value.name}.{value.output}"], self.device)
 
 
 def _sound_as_tensor(value: Any) -> Any:
-    """Samples [channels samples] as the tensor [1 channels samples] that pipelines take; any other value unchanged."""
+    """Return sound [channels samples] as a tensor [1 channels samples], other values as is."""
     is_sound = isinstance(value, np.ndarray) and value.ndim == 2 and value.dtype == np.float32
     return torch.from_numpy(value)[None] if is_sound else value
 
 
 def _plain(arguments: Mapping[str, Any]) -> str:
-    """The numbers and texts among ``arguments``, for an error message."""
-    return ", ".join(f"{name}={str(value)[:60]}" for name, value in arguments.items() if isinstance(value, str | int | float))
+    """Return the numbers and texts among ``arguments``, for an error message."""
+    return ", ".join(
+        f"{name}={str(value)[:60]}"
+        for name, value in arguments.items()
+        if isinstance(value, str | int | float)
+    )
 
 
 @contextmanager
-def _typed_errors(stage: Stage, runs: str, inputs: str, own: Callable[..., Any] | None) -> Iterator[None]:
-    """Turns every error of what the stage ``runs`` into a StageError at the stage, with its ``inputs`` and where it was raised: in
-    the file of the function ``own``, where there is one.
+def _typed_errors(
+    stage: Stage, label: str, inputs: str, function: Callable[..., Any] | None
+) -> Iterator[None]:
+    """Turn every error within the context into a StageError at the stage.
+
+    ``label``: what the stage runs. ``inputs``: its inputs, as text. The message names the line that
+    raised the error, in the file of ``function`` if there is one.
     """
     try:
         with panics_as_errors():
@@ -212,7 +305,12 @@ def _typed_errors(stage: Stage, runs: str, inputs: str, own: Callable[..., Any] 
         raise
     except Exception as error:
         frames, text = traceback.extract_tb(error.__traceback__), " ".join(str(error).split())
-        file = inspect.getsourcefile(own) if own is not None else None
+        file = inspect.getsourcefile(function) if function is not None else None
         last = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
-        what = f"{runs} fails: {type(error).__name__}: {text[:600]} ({Path(last.filename).name}:{last.lineno})"
-        raise StageError(f"stages.{stage.name}: {what}; its inputs are {inputs or 'tensors'}", stage.where) from error
+        failure = (
+            f"{label} fails: {type(error).__name__}: {text[:600]} "
+            f"({Path(last.filename).name}:{last.lineno})"
+        )
+        raise StageError(
+            f"stages.{stage.name}: {failure}; its inputs are {inputs or 'tensors'}", stage.file_line
+        ) from error

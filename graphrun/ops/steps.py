@@ -1,11 +1,12 @@
-"""Saves the state of a denoising loop after each step, and resumes a pipeline's loop from such a state.
+"""Save the state of a denoising loop after each step, and resume a pipeline's loop from a state.
 
-The state is latents, scheduler and random numbers. A `Journal` keeps states beyond a run.
+The state is latents, scheduler and random numbers. A `StepJournal` stores states beyond a run.
 
-    unbroken   set_timesteps, noise   for i, t in enumerate(timesteps):  0,t0  1,t1  2,t2  3,t3  4,t4     state after 2: latents,
-    resumed    set_timesteps, noise   for i, t in enumerate(timesteps):                    3,t3  4,t4     scheduler, generator
+    unbroken   set_timesteps, noise   for i, t in enumerate(timesteps): 0,t0 1,t1 2,t2 3,t3 4,t4
+    resumed    set_timesteps, noise   for i, t in enumerate(timesteps):                3,t3 4,t4
 
-`Steps` always has the state of the last step. It takes no memory: the loop itself holds these tensors until its next step ends.
+Here the loop resumes from the state after step 2. `Steps` always has the state of the last step.
+This takes no memory: the loop itself keeps these tensors until its next step ends.
 """
 
 from __future__ import annotations
@@ -25,50 +26,59 @@ import torch
 
 from graphrun.errors import BrokenPlan
 from graphrun.modules.trees import tensors_in, walk
-from graphrun.ops.loops import CALLBACKS, REMEMBERED, why_not
-from graphrun.ops.pipeline import changed_scheduler
+from graphrun.ops.loops import CALLBACKS, PREVIOUS_PREDICTION, resume_obstacle
+from graphrun.ops.pipeline import derive_scheduler
 
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """A loop after ``done`` of its ``steps`` steps. ``scheduler``: attribute -> (value, whether it was on the device)."""
+    """A loop after ``finished_steps`` of its ``steps`` steps.
 
-    done: int
+    ``scheduler``: by attribute name, (value, whether it was on the device).
+    """
+
+    finished_steps: int
     steps: int
     latents: torch.Tensor
     generator: torch.Tensor
     scheduler: Mapping[str, tuple[Any, bool]]
 
     def on_host(self) -> StepState:
-        """A copy on the host."""
-        return replace(self, latents=_copied(self.latents, "cpu"), scheduler=_copied(self.scheduler, "cpu"))
+        """Return a copy on the host."""
+        return replace(
+            self,
+            latents=_copy_tensors(self.latents, "cpu"),
+            scheduler=_copy_tensors(self.scheduler, "cpu"),
+        )
 
 
-class Journal(Protocol):
+class StepJournal(Protocol):
     """Saves the states of loops, by stage."""
 
     def state(self, stage: str) -> StepState | None:
         """The state from which the loop of ``stage`` resumes; None to start at its first step."""
 
-    def wants(self, stage: str, done: int, steps: int) -> bool:
-        """Whether to save the state after step ``done``."""
+    def wants(self, stage: str, step: int, steps: int) -> bool:
+        """Return whether to save the state after ``step``."""
 
     def save(self, stage: str, state: StepState) -> None:
-        """Saves ``state``, which is on the host, in place of earlier ones."""
+        """Save ``state``, which is on the host, in place of earlier states."""
 
 
 class Steps:
-    """The state of a loop after its last finished step. Passes states on to ``journal``, and takes the first one from it.
+    """The state of a loop after its last finished step.
 
-    The state refers to the loop's own tensors, so keeping it copies nothing and takes no memory while a component computes. `leave`
-    copies it to the host when a run ends in the middle of a step.
+    The first state comes from ``journal``; each new state goes to it. A state refers to the loop's
+    own tensors, so it needs no copy and no memory while a component computes. `leave` copies it to
+    the host when a run ends in the middle of a step.
     """
 
-    def __init__(self, journal: Journal | None = None) -> None:
+    def __init__(self, journal: StepJournal | None = None) -> None:
         self._journal = journal
-        self._stage = ""  # the stage whose loop ``_last`` is the state of
+        self._stage = ""  # the stage of ``_last``
         self._last: StepState | None = None
-        self._versions: list[tuple[torch.Tensor, int]] = []  # of the state's tensors: their version counters
+        # version counters of the state's tensors
+        self._versions: list[tuple[torch.Tensor, int]] = []
 
     def state(self, stage: str) -> StepState | None:
         """The state from which the loop of ``stage`` resumes; None to start at its first step."""
@@ -77,19 +87,28 @@ class Steps:
         return self._journal.state(stage) if self._journal is not None else None
 
     def finish(self, stage: str, state: StepState) -> None:
-        """Stores the state of ``stage`` after a step that is not its last."""
+        """Store the state of ``stage`` after a step that is not its last."""
         tensors = tensors_in([state.latents, state.scheduler])
-        self._stage, self._last, self._versions = stage, state, [(tensor, tensor._version) for tensor in tensors]
-        if self._journal is not None and self._journal.wants(stage, state.done, state.steps):
+        self._stage, self._last, self._versions = (
+            stage,
+            state,
+            [(tensor, tensor._version) for tensor in tensors],
+        )
+        if self._journal is not None and self._journal.wants(
+            stage, state.finished_steps, state.steps
+        ):
             self._journal.save(stage, state.on_host())
 
     def forget(self, stage: str) -> None:
-        """Drops the state of ``stage``, whose loop is done or starts at its first step."""
+        """Drop the state of ``stage``, whose loop is finished or starts at its first step."""
         if stage == self._stage:
             self._last, self._versions = None, []
 
     def leave(self) -> None:
-        """Copies the state to the host. Drops it if the unfinished step has changed it in place, or if it cannot be copied."""
+        """Copy the state to the host.
+
+        Drops it if the unfinished step changed it in place, or if it cannot be copied.
+        """
         state, versions = self._last, self._versions
         self._last, self._versions = None, []
         if state is not None and all(tensor._version == version for tensor, version in versions):
@@ -98,22 +117,24 @@ class Steps:
 
 
 @contextlib.contextmanager
-def journaled(pipeline: Any, stage: str, generator: torch.Generator, keeper: Steps | None) -> Iterator[dict[str, Any]]:
-    """A context in which ``pipeline``'s call reports each step to ``keeper`` and resumes its loop from the keeper's state.
+def journal_steps(
+    pipeline: Any, stage: str, generator: torch.Generator, keeper: Steps | None
+) -> Iterator[dict[str, Any]]:
+    """Resume ``pipeline``'s loop from the state in ``keeper``, and report each step to it.
 
-    Yields arguments to add to the call. They are empty where there is no keeper or the pipeline's loop cannot be resumed; then
-    nothing is saved.
+    Yields arguments to add to the call. They are empty, and nothing is saved, without a keeper or
+    if the pipeline's loop cannot resume.
     """
     kind = type(pipeline)
-    if keeper is None or why_not(kind):
+    if keeper is None or resume_obstacle(kind):
         yield {}
         return
     pipeline.scheduler = _storing_scheduler(pipeline.scheduler)
     loop = _Loop(pipeline, stage, generator, keeper)
-    takes = inspect.signature(kind.__call__).parameters
+    parameters = inspect.signature(kind.__call__).parameters
     _replace_enumerate(pipeline, loop.resumed_enumerate)
     callbacks = {"callback_on_step_end": loop.on_step_end, "callback": loop.on_step}
-    name = next(name for name in CALLBACKS if name in takes)
+    name = next(name for name in CALLBACKS if name in parameters)
     try:
         yield {name: callbacks[name]}
     finally:  # breaks reference cycles, which would keep the pipeline's tensors alive
@@ -123,21 +144,21 @@ def journaled(pipeline: Any, stage: str, generator: torch.Generator, keeper: Ste
 
 @dataclass
 class _Loop:
-    """A pipeline's loop over timesteps, resumed from ``keeper``'s state and reported to it step by step."""
+    """A pipeline's loop over timesteps: resumes from ``keeper``'s state, reports each step."""
 
     pipeline: Any
     stage: str
     generator: torch.Generator
     keeper: Steps
     steps: int = 0
-    shape: torch.Size | None = None  # of the latents at the start; only these can be replaced
+    shape: torch.Size | None = None  # of the initial latents; only this shape can resume
 
     def resumed_enumerate(self, values: Any, start: int = 0) -> Any:
-        """Replaces ``enumerate`` in the pipeline's call. It is called where the loop begins, after the code before the loop has run
-        as usual.
+        """Replacement for ``enumerate`` in the pipeline's call, called where the loop begins.
 
-        Restores the scheduler's attributes, the latents and the generator. The timesteps stay complete, since the last steps of
-        multistep methods, and of some pipelines, are recognized by their number.
+        The code before the loop has already run as usual. This restores the scheduler's attributes,
+        the latents and the generator. The timesteps stay complete, since multistep methods and some
+        pipelines recognize the last steps by their number.
         """
         if not isinstance(values, torch.Tensor):
             return enumerate(values, start)
@@ -146,118 +167,152 @@ class _Loop:
         state = self.keeper.state(self.stage)
         if state is None:
             return enumerate(values, start)
-        before, now = (state.steps, state.latents.shape), (self.steps, self.shape)
-        if latents is None or now != before:
+        saved_state, loop_state = (state.steps, state.latents.shape), (self.steps, self.shape)
+        if latents is None or loop_state != saved_state:
             raise BrokenPlan(
-                f"{self.stage}: steps and shape of latents are {now}, but {before} in the saved state: remove it and start again"
+                f"{self.stage}: steps and shape of latents are {loop_state}, but {saved_state} "
+                "in the saved state: remove it and start again"
             )
         device = latents.device
-        # The state's dtype may differ from that of the noise, so the tensors are swapped instead of copied.
+        # swap instead of copy, since state and noise may differ in dtype
         torch.utils.swap_tensors(latents, state.latents.to(device, copy=True))  # type: ignore[no-untyped-call]
         for name, (value, on_device) in state.scheduler.items():
-            setattr(self.pipeline.scheduler, name, _copied(value, device if on_device else "cpu"))
+            setattr(
+                self.pipeline.scheduler, name, _copy_tensors(value, device if on_device else "cpu")
+            )
         self.generator.set_state(state.generator)
-        return itertools.islice(enumerate(values, start), state.done, None)
+        return itertools.islice(enumerate(values, start), state.finished_steps, None)
 
     def on_step_end(self, _: Any, index: int, __: Any, values: dict[str, Any]) -> dict[str, Any]:
-        """The current form of the step callback."""
+        """Step callback of diffusers, current form."""
         latents = values["latents"]
-        values.clear()  # else its tensors stay on the device until the end of the next step
+        values.clear()  # otherwise the tensors stay on the device until the next step ends
         _clear_locals(sys._getframe(1).f_locals)
-        self._keep(index + 1, latents)
+        self._report(index + 1, latents)
         return values
 
     def on_step(self, index: int, _: Any, latents: torch.Tensor) -> None:
-        """The older form, which counts steps of the picture: a scheduler of second order takes two for one."""
-        self._keep((index + 1) * getattr(self.pipeline.scheduler, "order", 1), latents)
+        """Step callback of diffusers, older form.
 
-    def _keep(self, done: int, latents: torch.Tensor) -> None:
-        """Passes the state after step ``done`` to the keeper, unless it was the last one or cannot be saved."""
+        It counts steps of the picture: a second-order scheduler takes two steps per count.
+        """
+        self._report((index + 1) * getattr(self.pipeline.scheduler, "order", 1), latents)
+
+    def _report(self, step: int, latents: torch.Tensor) -> None:
+        """Pass the state after ``step`` to the keeper, unless it is the last or cannot be saved."""
         scheduler = _scheduler_state(self.pipeline.scheduler)
-        if done < self.steps and latents.shape == self.shape and scheduler is not None:
-            self.keeper.finish(self.stage, StepState(done, self.steps, latents, self.generator.get_state(), scheduler))
+        if step < self.steps and latents.shape == self.shape and scheduler is not None:
+            self.keeper.finish(
+                self.stage,
+                StepState(step, self.steps, latents, self.generator.get_state(), scheduler),
+            )
         else:
             self.keeper.forget(self.stage)
 
 
-def _clear_locals(seen: Any) -> None:
-    """Clears a frame's copy of its local variables.
+def _clear_locals(local_values: Any) -> None:
+    """Clear a frame's copy of its local variables.
 
-    The pipeline's loop calls ``locals()`` for its callback's arguments. Before Python 3.13 (PEP 667) the frame keeps that dict: all
-    tensors of this step, beside those of the next. The variables themselves stay.
+    The pipeline's loop calls ``locals()`` for its callback's arguments. Before Python 3.13 (PEP
+    667) the frame keeps that dict, and so all tensors of this step during the next. The variables
+    themselves are not changed.
     """
-    if type(seen) is dict:
-        seen.clear()
+    if type(local_values) is dict:
+        local_values.clear()
 
 
 def _replace_enumerate(pipeline: Any, resumed_enumerate: Callable[..., Any]) -> None:
-    """Gives ``pipeline`` a class whose `__call__` has the same code but ``resumed_enumerate`` for ``enumerate``.
+    """Replace ``enumerate`` in the `__call__` of ``pipeline`` by ``resumed_enumerate``.
 
-    Other pipelines are not affected.
+    ``pipeline`` gets its own class with the same code; other pipelines are not affected.
     """
     kind = type(pipeline)
-    plain = inspect.unwrap(kind.__call__)
-    names = {**plain.__globals__, "enumerate": resumed_enumerate}
-    call = types.FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
-    call.__kwdefaults__ = plain.__kwdefaults__
-    members = {"__module__": kind.__module__, "__call__": functools.wraps(plain)(torch.no_grad()(call))}
+    function = inspect.unwrap(kind.__call__)
+    names = {**function.__globals__, "enumerate": resumed_enumerate}
+    call = types.FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
+    call.__kwdefaults__ = function.__kwdefaults__
+    members = {
+        "__module__": kind.__module__,
+        "__call__": functools.wraps(function)(torch.no_grad()(call)),
+    }
     pipeline.__class__ = type(kind.__name__, (kind,), members)
 
 
 def _latents_of(frame: Any) -> torch.Tensor | None:
-    """The loop's latents before its first step; None where there are none, or another variable refers to them too."""
+    """Return the latents before the loop's first step.
+
+    None if there are none, or if another variable refers to them too.
+    """
     names = frame.f_locals
     latents = names.get("latents")
-    references = [v for v in names.values() if any(one is latents for one in (v if isinstance(v, (list, tuple)) else (v,)))]
+    references = [
+        value
+        for value in names.values()
+        if any(
+            item is latents for item in (value if isinstance(value, (list, tuple)) else (value,))
+        )
+    ]
     _clear_locals(names)
     return latents if isinstance(latents, torch.Tensor) and len(references) == 1 else None
 
 
 def _storing_scheduler(scheduler: Any) -> Any:
-    """A scheduler like ``scheduler`` that stores the value its `step` returns for the next `step`, which the pipeline otherwise
-    passes on.
+    """Return a copy of ``scheduler`` that stores the value that `step` returns for the next `step`.
+
+    Otherwise the pipeline passes this value on, outside the scheduler's state.
     """
     kind, signature = type(scheduler), inspect.signature(type(scheduler).step)
-    if REMEMBERED not in signature.parameters:
+    if PREVIOUS_PREDICTION not in signature.parameters:
         return scheduler
 
     @functools.wraps(kind.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
-        if bound.arguments[REMEMBERED] is None:
-            bound.arguments[REMEMBERED] = vars(self).get(REMEMBERED)
-        found = kind.step(*bound.args, **bound.kwargs)
-        setattr(self, REMEMBERED, found[1])
-        return found
+        if bound.arguments[PREVIOUS_PREDICTION] is None:
+            bound.arguments[PREVIOUS_PREDICTION] = vars(self).get(PREVIOUS_PREDICTION)
+        result = kind.step(*bound.args, **bound.kwargs)
+        setattr(self, PREVIOUS_PREDICTION, result[1])
+        return result
 
-    return changed_scheduler(scheduler, step=step)
+    return derive_scheduler(scheduler, step=step)
 
 
 def _scheduler_state(scheduler: Any) -> dict[str, tuple[Any, bool]] | None:
-    """All attributes of ``scheduler``, as (copy of the containers with the same tensors, whether on the device); None where one is
-    not plain data.
+    """Return the attributes of ``scheduler`` as (value, whether on the device).
+
+    Containers are copied, tensors are not. None if an attribute is not plain data.
     """
-    found = {}
+    attributes = {}
     for name, value in vars(scheduler).items():
-        if name in ("_internal_dict", "timesteps"):  # the configuration; the result of `set_timesteps`
+        # the configuration; the result of `set_timesteps`
+        if name in ("_internal_dict", "timesteps"):
             continue
         if not _is_plain(value):
             return None
         tensors = tensors_in(value)
-        copied = copy.deepcopy(value, {id(tensor): tensor for tensor in tensors})
-        found[name] = copied, any(tensor.device.type != "cpu" for tensor in tensors)
-    return found
+        copied_value = copy.deepcopy(value, {id(tensor): tensor for tensor in tensors})
+        attributes[name] = copied_value, any(tensor.device.type != "cpu" for tensor in tensors)
+    return attributes
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether ``value`` is plain data: numbers, texts, numpy arrays, tensors and containers of these."""
+    """Return whether ``value`` is plain data.
+
+    That is numbers, texts, numpy arrays, tensors and containers of these.
+    """
     if isinstance(value, dict):
         return all(isinstance(key, str) for key in value) and all(map(_is_plain, value.values()))
     if type(value) in (list, tuple):
         return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str, torch.Tensor)) or type(value).__module__ == "numpy"
+    return (
+        value is None
+        or isinstance(value, (bool, int, float, str, torch.Tensor))
+        or type(value).__module__ == "numpy"
+    )
 
 
-def _copied(value: Any, device: torch.device | str) -> Any:
-    """A copy of ``value`` with its tensors copied to ``device``."""
+def _copy_tensors(value: Any, device: torch.device | str) -> Any:
+    """Return a copy of ``value`` with its tensors copied to ``device``."""
     return walk(value, lambda tensor: tensor.to(device, copy=True))

@@ -1,4 +1,4 @@
-"""The precisions and the number of pictures that a command line asks of a graph, as another graph and as an input's value."""
+"""Options of a command line as graphs and inputs: precisions, number of pictures, stage options."""
 
 from __future__ import annotations
 
@@ -16,51 +16,69 @@ DTYPES = {
     "fp32": "float32",
     **{name: name for name in ("bfloat16", "float16", "float32")},
 }
-# Weight-only formats of other libraries, which `graphrun.survey` estimates and graphrun does not run: bytes per output feature, for
-# scales, beside one byte per weight. torchao's int8_weight_only (16-bit scale, 64-bit zero point), float8_weight_only and
+# Weight-only formats of other libraries, which `graphrun.survey` estimates and graphrun does not
+# run: bytes of scales per output feature, in addition to one byte per weight. torchao's
+# int8_weight_only (16-bit scale, 64-bit zero point), float8_weight_only and
 # float8_dynamic_activation (fp32 scale), quanto's qint8 and qfloat8 (16-bit scale).
 FORMATS = {"int8wo": 10, "fp8wo": 4, "fp8dq": 4, "quanto": 2}
 
-# Arguments with the number of pictures, by op.
+# Op -> argument with the number of pictures.
 COUNTS = {"encode_prompt": "num_images", "call": "num_images_per_prompt"}
 
 
-def in_precision(graph: Graph, texts: Iterable[str]) -> tuple[Graph, dict[str, str]]:
-    """``graph`` with its components in the precisions that ``texts`` ask for, ``PRECISION`` or ``COMPONENT=PRECISION`` each, and
-    the formats of other libraries (`FORMATS`) by component, which graphrun does not run.
+def with_precisions(graph: Graph, texts: Iterable[str]) -> tuple[Graph, dict[str, str]]:
+    """Return ``graph`` in the precisions of ``texts``, and formats by component.
 
-    Without a component, a 16-bit dtype is that of all components that the graph holds in 16 bits, fp32 that of all, and a quantized
-    precision or a format that of all for which the graph lists a quantized precision. Raises InputError for anything else.
+    Each text is ``PRECISION`` or ``COMPONENT=PRECISION``. The formats of other libraries
+    (`FORMATS`) are returned separately, since graphrun does not run them. Without a component, a
+    16-bit dtype applies to all components that the graph has in 16 bits, fp32 to all components,
+    and a quantized precision or a format to all components for which the graph lists a quantized
+    precision. Raises InputError for anything else.
     """
     components, formats = dict(graph.components), dict[str, str]()
     for text in strings(texts):
-        named, _, asked = text.rpartition("=")
-        precision = DTYPES.get(asked, asked)
-        known = [*DTYPES, *QUANTIZED, *FORMATS]
-        if asked not in known:
-            raise InputError(f"precision {asked!r} is not known{did_you_mean(asked, known)}: it is one of {', '.join(known)}")
-        if named and named not in components:
-            raise InputError(f"precision {text}: no such component{did_you_mean(named, components)}")
-        for name in [named] if named else [name for name in components if _meant(graph, name, precision)]:
+        component_name, _, precision_name = text.rpartition("=")
+        precision = DTYPES.get(precision_name, precision_name)
+        choices = [*DTYPES, *QUANTIZED, *FORMATS]
+        if precision_name not in choices:
+            raise InputError(
+                f"precision {precision_name!r} is not "
+                f"known{did_you_mean(precision_name, choices)}: it is one of "
+                f"{', '.join(choices)}"
+            )
+        if component_name and component_name not in components:
+            raise InputError(
+                f"precision {text}: no such component{did_you_mean(component_name, components)}"
+            )
+        for name in (
+            [component_name]
+            if component_name
+            else [name for name in components if _applies_to(graph, name, precision)]
+        ):
             if precision in FORMATS:
                 formats[name] = precision
             elif precision in QUANTIZED:
                 components[name] = replace(components[name], precision=(precision,))
             else:
-                components[name] = replace(components[name], dtype=precision, precision=(precision,))
+                components[name] = replace(
+                    components[name], dtype=precision, precision=(precision,)
+                )
     return replace(graph, components=components), formats
 
 
-def _meant(graph: Graph, name: str, precision: str) -> bool:
-    """Whether a precision without a component means the component ``name``."""
+def _applies_to(graph: Graph, name: str, precision: str) -> bool:
+    """Return whether a precision without a component applies to the component ``name``."""
     component = graph.components[name]
     if precision in QUANTIZED or precision in FORMATS:
-        return any(listed in QUANTIZED for listed in component.precision)
+        return any(candidate in QUANTIZED for candidate in component.precision)
     return precision == "float32" or component.dtype != "float32"
 
 
 def pictures_input(graph: Graph) -> str:
-    """The name of the input with the number of pictures. Raises InputError where the graph has none."""
+    """Return the name of the input with the number of pictures.
+
+    Raises InputError if the graph has none.
+    """
     for stage in graph.stages:
         value = stage.arguments.get(COUNTS.get(stage.op, ""))
         if isinstance(value, Reference) and value.kind == "input":
@@ -72,15 +90,22 @@ def pictures_input(graph: Graph) -> str:
 
 
 def options_by_stage(graph: Graph, texts: Iterable[str]) -> dict[str, str]:
-    """The stage options in ``texts``, ``STAGE=OPTION`` each, by stage. Raises InputError for an unknown stage or option."""
-    found = {}
+    """Return the stage options in ``texts``, ``STAGE=OPTION`` each, by stage.
+
+    Raises InputError for an unknown stage or option.
+    """
+    options = {}
     stages = {stage.name: stage for stage in graph.stages}
     for text in strings(texts):
         name, _, option = text.partition("=")
         if name not in stages:
-            raise InputError(f"option {text}: no such stage{did_you_mean(name, stages)}; write STAGE=OPTION")
-        known = stages[name].operation.options
-        if option not in known:
-            raise InputError(f"option {text}: {stages[name].op} has {', '.join(known) or 'no options'}")
-        found[name] = option
-    return found
+            raise InputError(
+                f"option {text}: no such stage{did_you_mean(name, stages)}; write STAGE=OPTION"
+            )
+        choices = stages[name].operation.options
+        if option not in choices:
+            raise InputError(
+                f"option {text}: {stages[name].op} has {', '.join(choices) or 'no options'}"
+            )
+        options[name] = option
+    return options

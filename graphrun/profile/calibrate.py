@@ -1,13 +1,16 @@
-"""Measures this machine in seconds: the bandwidths to a device and to the disk, and the compute rate. Independent of any
-graph.
+"""Measure this machine: bandwidths to a device and to the disk, and the compute rate.
 
-    cuda   the card                              wall clock, with the card synchronized before and after
-    sim    the simulated accelerator             its virtual clock, so the result equals what it declares
+The figures do not depend on any graph.
+
+    cuda   the card                              wall clock, with the card synchronized before and
+                                                 after
+    sim    the simulated accelerator             virtual clock, so the result equals its settings
     cpu    this processor, treated like a card   copies within RAM
 
-Every figure is the best of several repetitions within a share of the time allowed, since disturbances only make a measurement
-worse. The compute rate weights operations as FLUX's transformer does at 1024 x 1024: 59.5 TFLOP in matrix products of [4608
-3072] with [3072 12288], and 14.9 TFLOP in attention over 4608 tokens.
+Every figure is the best of several repetitions within a share of the allowed time, since
+disturbances only make a measurement worse. The compute rate weights operations as FLUX's
+transformer does at 1024 x 1024: 59.5 TFLOP in matrix products of [4608 3072] with [3072 12288], and
+14.9 TFLOP in attention over 4608 tokens.
 """
 
 from __future__ import annotations
@@ -36,44 +39,53 @@ from graphrun.profile.recording import Kernel
 from graphrun.systems import forget_cached
 from graphrun.units import MIB
 
-Kind = Literal["cuda", "sim", "cpu"]
+CalibrationDevice = Literal["cuda", "sim", "cpu"]
 
 LINEAR_SHARE = 59.5 / (59.5 + 14.9)
 CHUNK_BYTES = 4 * MIB
 DISK_BYTES = 256 * MIB
-LAUNCHED = 128  # operators of the chain with which launches are measured
-SMALL_BYTES, SMALL_COPIES = 512, 256  # for the start-up time of a copy
+LAUNCHED = 128  # operators in the chain that measures launches
+SMALL_BYTES, SMALL_COPIES = 512, 256  # small copies measure the start-up time of a copy
 
-# Plausible size of a CUDA context. Outside of this range another process started or ended meanwhile, or NVML read another card.
+# Plausible size of a CUDA context. A figure outside of this range means that another process
+# started or ended meanwhile, or that NVML read another card.
 CONTEXT_BYTES = range(32 * MIB, 2048 * MIB)
 
 
 def calibrate(
-    kind: Kind, folder: Path, name: str = "", allowed_seconds: float = 20.0, *, compiled: bool = False
+    kind: CalibrationDevice,
+    folder: Path,
+    name: str = "",
+    allowed_seconds: float = 20.0,
+    *,
+    compiled: bool = False,
 ) -> tuple[Hardware, dict[str, float]]:
-    """Measures this machine. Returns a `Hardware` with basis ``measured``, and the single figures, by name, from which it was
-    computed.
+    """Measure this machine, and return a `Hardware` with basis ``measured`` and single figures.
 
-    Takes about ``allowed_seconds``, plus imports. ``folder``: a folder on the disk to be measured. ``compiled``: measures what
-    compiling blocks gains too (`compiled_gain`), once the compiler is done. Raises InputError if there is no such device, or no
-    compiler for it.
+    The measurement takes about ``allowed_seconds``, plus imports. ``folder``: a folder on the disk
+    to measure. ``compiled``: also measure the gain of compiling blocks (`compiled_gain`), after the
+    compiler is done. Raises InputError if there is no such device, or no compiler for it.
     """
     if compiled and kind == "sim":
-        raise InputError("there is no compiler for the simulated accelerator: leave out --compiled, or take --device cuda or cpu")
-    before = _cards_used_bytes() if kind == "cuda" else {}  # before torch initializes the driver
+        raise InputError(
+            "there is no compiler for the simulated accelerator: leave out --compiled, or "
+            "take --device cuda or cpu"
+        )
+    # Read before torch initializes the driver.
+    initial_used_bytes = _cards_used_bytes() if kind == "cuda" else {}
     base, target = _open(kind)
     share = allowed_seconds / 15
 
-    def copied(kind: str) -> float:
+    def run_copies(kind: str) -> float:
         target.copy(kind)
         return SMALL_COPIES if kind == "small" else target.nbytes
 
     copies = ("h2d", "d2h", "pageable", "fresh pages", "both", "small")
-    rates = {kind: _rate(target, copied, kind, share) for kind in copies}
+    rates = {kind: _rate(target, run_copies, kind, share) for kind in copies}
     flops = {kind: _rate(target, target.compute, kind, share) for kind in ("matmul", "attention")}
     if kind == "cuda":
-        base = _with_context(base, before, target)
-    measured = replace(
+        base = _with_context(base, initial_used_bytes, target)
+    measured_hardware = replace(
         base,
         name=name or base.name,
         h2d_bytes_per_second=rates["h2d"],
@@ -83,74 +95,111 @@ def calibrate(
         bidirectional=min(1.0, rates["both"] / rates["h2d"]),
         disk_bytes_per_second=disk_rate(folder, share),
         copy_start_seconds=max(0.0, 1 / rates.pop("small") - SMALL_BYTES / rates["h2d"]),
-        flops_per_second=1 / (LINEAR_SHARE / flops["matmul"] + (1 - LINEAR_SHARE) / flops["attention"]),
+        flops_per_second=1
+        / (LINEAR_SHARE / flops["matmul"] + (1 - LINEAR_SHARE) / flops["attention"]),
         basis="measured",
     )
     if base.kernels is not None:
-        others = ("convolution", "fp32 matmul", "fp32 convolution", "elementwise", "launch")
-        classes = flops | {kind: _rate(target, target.compute, kind, share) for kind in others}
-        measured = with_kernels(replace(measured, flops_per_second=base.flops_per_second), target.kernels(), classes)
+        kernel_kinds = ("convolution", "fp32 matmul", "fp32 convolution", "elementwise", "launch")
+        kernel_rates = flops | {
+            kind: _rate(target, target.compute, kind, share) for kind in kernel_kinds
+        }
+        measured_hardware = with_kernels(
+            replace(measured_hardware, flops_per_second=base.flops_per_second),
+            target.kernels(),
+            kernel_rates,
+        )
     if compiled:
-        measured = replace(measured, compiled_gain=compiled_gain(target, share))
+        measured_hardware = replace(measured_hardware, compiled_gain=compiled_gain(target, share))
     figures = {f"{kind.replace(' ', '_')}_bytes_per_second": rate for kind, rate in rates.items()}
-    figures |= {name: float(getattr(measured, name)) for name in ("copy_start_seconds", "disk_bytes_per_second")}
+    figures |= {
+        name: float(getattr(measured_hardware, name))
+        for name in ("copy_start_seconds", "disk_bytes_per_second")
+    }
     figures |= {f"{kind}_flops_per_second": rate for kind, rate in flops.items()}
-    return measured, {**figures, "context_bytes": float(measured.context_bytes)}
+    return measured_hardware, {**figures, "context_bytes": float(measured_hardware.context_bytes)}
 
 
-def with_kernels(base: Hardware, kernels: Mapping[str, Kernel], measured: Mapping[str, float]) -> Hardware:
-    """``base`` with the rates of its classes of kernels changed so that ``kernels`` take what was ``measured``: FLOPs per second,
-    of elementwise work bytes per second, and operators launched per second. Formats of 8 bits change as matrix products do."""
+def with_kernels(
+    base: Hardware, kernels: Mapping[str, Kernel], measured_rates: Mapping[str, float]
+) -> Hardware:
+    """Return ``base`` with kernel rates changed so that ``kernels`` run at ``measured_rates``.
+
+    ``measured_rates``: FLOPs per second; bytes per second for elementwise work; launches per
+    second. Rates of 8-bit formats change in proportion to matrix products.
+    """
     rates = base.kernels
     assert rates is not None
-    base = replace(base, memory_bytes_per_second=measured["elementwise"], launch_seconds=1 / measured["launch"])
-    faster = {kind: kernel_seconds(kernel, base) * measured[kind] / kernel.flops for kind, kernel in kernels.items()}
+    base = replace(
+        base,
+        memory_bytes_per_second=measured_rates["elementwise"],
+        launch_seconds=1 / measured_rates["launch"],
+    )
+    speedups = {
+        kind: kernel_seconds(kernel, base) * measured_rates[kind] / kernel.flops
+        for kind, kernel in kernels.items()
+    }
     return replace(
         base,
-        flops_per_second=faster["matmul"] * base.flops_per_second,
+        flops_per_second=speedups["matmul"] * base.flops_per_second,
         kernels=replace(
             rates,
-            fp32_flops_per_second=faster["fp32 matmul"] * rates.fp32_flops_per_second,
-            convolution_flops_per_second=faster["convolution"] * rates.convolution_flops_per_second,
-            fp32_convolution_flops_per_second=faster["fp32 convolution"] * rates.fp32_convolution_flops_per_second,
-            attention_flops_per_second=faster["attention"] * rates.attention_flops_per_second,
-            exponentials_per_second=faster["attention"] * rates.exponentials_per_second,
-            fp8_flops_per_second=faster["matmul"] * rates.fp8_flops_per_second,
-            int8_flops_per_second=faster["matmul"] * rates.int8_flops_per_second,
+            fp32_flops_per_second=speedups["fp32 matmul"] * rates.fp32_flops_per_second,
+            convolution_flops_per_second=speedups["convolution"]
+            * rates.convolution_flops_per_second,
+            fp32_convolution_flops_per_second=speedups["fp32 convolution"]
+            * rates.fp32_convolution_flops_per_second,
+            attention_flops_per_second=speedups["attention"] * rates.attention_flops_per_second,
+            exponentials_per_second=speedups["attention"] * rates.exponentials_per_second,
+            fp8_flops_per_second=speedups["matmul"] * rates.fp8_flops_per_second,
+            int8_flops_per_second=speedups["matmul"] * rates.int8_flops_per_second,
         ),
     )
 
 
 def compiled_gain(target: Processor, seconds: float) -> float:
-    """Seconds of FLUX's single transformer block as it is written, over those of its code compiled by `torch.compile` with its
-    default settings: how many times as fast compiled blocks are. Each is measured for ``seconds``. A block of another architecture
-    gains more the more of its time goes to elementwise work, which the compiler fuses.
+    """Return how many times faster compiled blocks are than uncompiled ones.
 
-    Raises InputError where blocks cannot be compiled.
+    The measured block is FLUX's single transformer block: plain code, and code compiled by
+    `torch.compile` with default settings, ``seconds`` each. The compiler fuses elementwise work, so
+    blocks of other architectures gain more if more of their time is elementwise work. Raises
+    InputError if blocks cannot be compiled.
     """
     if torch._dynamo.config.disable:
-        raise InputError("torch.compile is switched off by TORCHDYNAMO_DISABLE=1: unset it, or leave out --compiled")
+        raise InputError(
+            "torch.compile is switched off by TORCHDYNAMO_DISABLE=1: unset it, or leave out "
+            "--compiled"
+        )
     try:
-        compiled = _rate(target, target.compute, "compiled block", seconds)
-    except RuntimeError as error:  # of Dynamo, of Inductor, and of the compilers that this runs
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"blocks cannot be compiled here ({why}): install a C++ compiler, or leave out --compiled") from error
-    return compiled / _rate(target, target.compute, "block", seconds)
+        compiled_rate = _rate(target, target.compute, "compiled block", seconds)
+    except RuntimeError as error:  # from Dynamo, Inductor, or their compilers
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(
+            f"blocks cannot be compiled here ({reason}): install a C++ compiler, or leave out "
+            "--compiled"
+        ) from error
+    return compiled_rate / _rate(target, target.compute, "block", seconds)
 
 
 def measure_and_keep(
-    kind: Kind | None, cache: Path, name: str = "", allowed_seconds: float = 20.0, *, compiled: bool = False
+    kind: CalibrationDevice | None,
+    cache: Path,
+    name: str = "",
+    allowed_seconds: float = 20.0,
+    *,
+    compiled: bool = False,
 ) -> dict[str, Any]:
-    """Calibrates, writes the hardware profile to ``cache`` and returns the results, JSON-ready. ``kind`` None: the card, else
-    the processor. ``compiled``: as for `calibrate`.
+    """Calibrate, write the hardware profile to ``cache``, and return the results, JSON-ready.
 
-    Raises InputError if ``name`` is the name of a prior (`hardware.priors`), or if the device cannot be measured.
+    ``kind`` None: the card, else the processor. ``compiled``: as for `calibrate`. Raises InputError
+    if ``name`` is the name of a data-sheet estimate (`hardware.data_sheet_estimates`), or if the
+    device cannot be measured.
     """
     kind = kind or ("cuda" if any(Path(node).exists() for node in hardware.DEVICE_NODES) else "cpu")
     profiles.refuse_taken(name)
     start = time.perf_counter()
-    measured, figures = calibrate(kind, cache, name, allowed_seconds, compiled=compiled)
-    card = hardware.found() if kind == "cuda" else None
+    measured_hardware, figures = calibrate(kind, cache, name, allowed_seconds, compiled=compiled)
+    card = hardware.detect_card() if kind == "cuda" else None
     assumed = card or (hardware.simulated() if kind == "sim" else None)
     record = {
         "figures": figures,
@@ -158,25 +207,30 @@ def measure_and_keep(
         "versions": {"torch": version("torch")},
         "measured_in_seconds": time.perf_counter() - start,
     }
-    path = profiles.keep(cache, measured, card.name if card is not None else kind, record)
-    return {**record, "hardware": asdict(measured), "path": str(path)}
+    path = profiles.keep(cache, measured_hardware, card.name if card is not None else kind, record)
+    return {**record, "hardware": asdict(measured_hardware), "path": str(path)}
 
 
-def _open(kind: Kind) -> tuple[Hardware, Processor]:
+def _open(kind: CalibrationDevice) -> tuple[Hardware, Processor]:
     if kind == "cuda":
-        found = hardware.found()
-        if found is None:
+        card = hardware.detect_card()
+        if card is None:
             raise InputError("no CUDA device here to calibrate; use --device cpu or --device sim")
-        is_prior = found.name in hardware.priors()
-        return (replace(found, name=f"{found.name}-measured") if is_prior else found), _Cuda()
+        has_data_sheet = card.name in hardware.data_sheet_estimates()
+        return (replace(card, name=f"{card.name}-measured") if has_data_sheet else card), _Cuda()
     if kind == "sim":
         return replace(hardware.simulated(), name="sim-measured"), _Sim()
     capacity_bytes = total_ram_bytes()
-    return replace(hardware.simulated(), name="cpu", device="cpu", capacity_bytes=capacity_bytes), Processor()
+    return replace(
+        hardware.simulated(), name="cpu", device="cpu", capacity_bytes=capacity_bytes
+    ), Processor()
 
 
 def _rate(target: Processor, work: Callable[[str], float], kind: str, seconds: float) -> float:
-    """The best amount per second of ``work(kind)``, which returns its amount: at least three repetitions after one to warm up."""
+    """Return the best amount per second of ``work(kind)``, which returns its amount.
+
+    At least three repetitions, after one warm-up.
+    """
     work(kind)
     best, repetitions, end = 0.0, 0, time.perf_counter() + seconds
     while repetitions < 3 or (time.perf_counter() < end and repetitions < 50):
@@ -188,25 +242,27 @@ def _rate(target: Processor, work: Callable[[str], float], kind: str, seconds: f
 
 
 def disk_rate(folder: Path, seconds: float) -> float:
-    """Bytes per second of a sequential read of a file that is not in the page cache, from as many bytes as are read in
-    ``seconds``.
+    """Return bytes per second of a sequential read of a file that is not in the page cache.
 
-    Where the file cannot be dropped from the page cache (`graphrun.systems.forget_cached`), the figure is too high.
+    The read takes at most ``seconds``. The figure is too high if the file cannot be dropped from
+    the page cache (`graphrun.systems.forget_cached`).
     """
     folder.mkdir(parents=True, exist_ok=True)
     block = os.urandom(CHUNK_BYTES)
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".disk-") as file:
             end = time.perf_counter() + seconds
-            written = 0
-            while written < DISK_BYTES and (written == 0 or time.perf_counter() < end):
-                written += file.write(block)
+            written_bytes = 0
+            while written_bytes < DISK_BYTES and (written_bytes == 0 or time.perf_counter() < end):
+                written_bytes += file.write(block)
             file.flush()
             os.fsync(file.fileno())
             forget_cached(file.fileno())
             file.seek(0)
             nbytes, begin = 0, time.perf_counter()
-            while (chunk := os.read(file.fileno(), CHUNK_BYTES)) and time.perf_counter() < begin + seconds:
+            while (
+                chunk := os.read(file.fileno(), CHUNK_BYTES)
+            ) and time.perf_counter() < begin + seconds:
                 nbytes += len(chunk)
             return max(nbytes, 1) / max(time.perf_counter() - begin, 1e-9)
     except OSError as error:
@@ -214,26 +270,34 @@ def disk_rate(folder: Path, seconds: float) -> float:
 
 
 class Processor:
-    """A device to be measured: this processor. Host and device are both RAM, so pinned and pageable memory are the same.
+    """A device to measure: this processor.
 
-    ``nbytes``: bytes of one copy. Work may be queued; `now` waits until all of it is done.
+    Host and device are both RAM, so pinned and pageable memory are the same. ``nbytes``: bytes of
+    one copy. Work may be queued; `now` waits until it is done.
     """
 
     nbytes = 64 * MIB
 
     def __init__(self) -> None:
-        self._source, self._destination = (torch.empty(self.nbytes, dtype=torch.uint8, device="cpu").fill_(n) for n in range(2))
+        self._source, self._destination = (
+            torch.empty(self.nbytes, dtype=torch.uint8, device="cpu").fill_(n) for n in range(2)
+        )
         shapes = ((512, 512), (512, 2048), (1, 8, 512, 64))
-        self._left, self._right, self._heads = (torch.randn(shape, dtype=torch.bfloat16, device="cpu") for shape in shapes)
+        self._left_matrix, self._right_matrix, self._heads = (
+            torch.randn(shape, dtype=torch.bfloat16, device="cpu") for shape in shapes
+        )
 
     def now(self) -> float:
-        """Seconds on the device's clock, after all queued work is done: wall-clock seconds."""
+        """Return seconds on the device's clock (here wall-clock) after all queued work is done."""
         return time.perf_counter()
 
     def copy(self, kind: str) -> None:
-        """One copy of ``nbytes``: ``h2d``, ``d2h``, ``pageable``, ``fresh pages`` (to newly allocated pageable memory), or ``both``
-        (one in each direction at the same time; here one after the other). ``small``: instead ``SMALL_COPIES`` copies of
-        ``SMALL_BYTES`` from pinned memory to the device."""
+        """Run one copy of ``nbytes``.
+
+        ``kind``: ``h2d``, ``d2h``, ``pageable``, ``fresh pages`` (to newly allocated pageable
+        memory), or ``both`` (one in each direction at the same time; here one after the other).
+        ``small``: ``SMALL_COPIES`` copies of ``SMALL_BYTES`` from pinned memory to the device.
+        """
         if kind == "fresh pages":
             self._source.clone()
             return
@@ -242,17 +306,24 @@ class Processor:
             _transfer(self._source, self._destination)
 
     def kernels(self) -> dict[str, Kernel]:
-        """What `compute` runs, by kind; of a card alone."""
+        """Return the kernels that `compute` runs on a card, by kind; {} here."""
         return {}
 
     @functools.cached_property
     def blocks(self) -> dict[str, Callable[[], Any]]:
-        """FLUX's single transformer block with random weights, as wide as the tensors of `compute` and with as many tokens, a ninth
-        of them text as at 1024 x 1024. As it is written, and as `torch.compile` compiles it."""
+        """FLUX's single transformer block with random weights, plain and compiled.
+
+        The block has the width and the token count of the tensors of `compute`. A ninth of the
+        tokens are text, as at 1024 x 1024.
+        """
         from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
 
-        heads, features, rows = self._heads.shape[1], self._heads.shape[3], self._left.shape[0]
-        device, dtype, width = self._left.device, self._left.dtype, heads * features
+        heads, features, rows = (
+            self._heads.shape[1],
+            self._heads.shape[3],
+            self._left_matrix.shape[0],
+        )
+        device, dtype, width = self._left_matrix.device, self._left_matrix.dtype, heads * features
         text, picture, modulation = (
             torch.randn(shape, dtype=dtype, device=device)
             for shape in ((1, rows // 9, width), (1, rows - rows // 9, width), (1, width))
@@ -267,19 +338,25 @@ class Processor:
         }
 
     def compute(self, kind: str) -> float:
-        """Runs one kernel and returns its FLOPs: a ``matmul`` [m k] [k n], 2 m k n; a fused ``attention`` [b h s d], 4 b h s s d;
-        or a ``convolution`` of [b h s d] with 3 x 3 filters, h to h channels, 18 b h h s d. Tensors are smaller than a card's.
-        ``block`` and ``compiled block`` run one of `blocks` and return 1."""
+        """Run one kernel and return its FLOPs. Tensors are smaller than a card's.
+
+        matmul                   [m k] [k n], 2 m k n
+        attention                fused, [b h s d], 4 b h s s d
+        convolution              [b h s d] with 3 x 3 filters, h to h channels, 18 b h h s d
+        block, compiled block    one of `blocks`; returns 1
+        """
         if kind.endswith("block"):
             self.blocks[kind]()
             return 1.0
         heads, channels = self._heads, self._heads.shape[1]
         with torch.no_grad():
             if kind == "matmul":
-                torch.mm(self._left, self._right)
-                return float(2 * self._left.numel() * self._right.shape[1])
+                torch.mm(self._left_matrix, self._right_matrix)
+                return float(2 * self._left_matrix.numel() * self._right_matrix.shape[1])
             if kind == "convolution":
-                weight = self._left.flatten()[: 9 * channels**2].view(channels, channels, 3, 3)
+                weight = self._left_matrix.flatten()[: 9 * channels**2].view(
+                    channels, channels, 3, 3
+                )
                 torch.nn.functional.conv2d(heads, weight, padding=1)
                 return float(18 * channels * heads.numel())
             torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
@@ -297,16 +374,18 @@ class _Sim(Processor):
         super().__init__()
         self._machine = sim.Machine()
         with self._machine:
-            tensors = (self._source, self._left, self._right, self._heads)
-            self._on_sim, self._left, self._right, self._heads = (tensor.to(sim.device) for tensor in tensors)
+            tensors = (self._source, self._left_matrix, self._right_matrix, self._heads)
+            self._on_sim, self._left_matrix, self._right_matrix, self._heads = (
+                tensor.to(sim.device) for tensor in tensors
+            )
 
     def now(self) -> float:
-        """Seconds on the virtual clock."""
+        """Return seconds on the virtual clock."""
         self._machine.synchronize()
         return self._machine.seconds()
 
     def copy(self, kind: str) -> None:
-        """Copies by the single copy engine of the simulated accelerator."""
+        """Copy with the single copy engine of the simulated accelerator."""
         with self._machine, self._machine.on_copy_stream():
             if kind == "fresh pages":
                 self._on_sim.cpu()
@@ -317,154 +396,215 @@ class _Sim(Processor):
                 _transfer(self._destination, self._on_sim)
 
     def compute(self, kind: str) -> float:
-        """The kernels, timed by the virtual clock."""
+        """Run a kernel, timed by the virtual clock."""
         with self._machine:
             return super().compute(kind)
 
 
 class _Cuda(Processor):
-    """The first CUDA device. Copies on two side streams, so that both directions can run at once."""
+    """The first CUDA device. Copies run on two side streams, so both directions can run at once."""
 
     nbytes = 256 * MIB
     repeats = 10
 
     def __init__(self) -> None:
         device = torch.device("cuda", 0)
-        self._pinned = [torch.empty(self.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).fill_(n) for n in range(2)]
+        self._pinned = [
+            torch.empty(self.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).fill_(n)
+            for n in range(2)
+        ]
         self._pageable = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu").fill_(1)
-        self._device = [torch.empty(self.nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._device = [
+            torch.empty(self.nbytes, dtype=torch.uint8, device=device) for _ in range(2)
+        ]
         self._streams = [torch.cuda.Stream(device=device) for _ in range(2)]  # type: ignore[no-untyped-call]
-        half = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+        half = (
+            torch.bfloat16
+            if torch.cuda.is_bf16_supported(including_emulation=False)
+            else torch.float16
+        )
         shapes = ((4608, 3072), (3072, 12288), (1, 24, 4608, 128))
-        self._left, self._right, self._heads = (torch.randn(shape, dtype=half, device=device) for shape in shapes)
+        self._left_matrix, self._right_matrix, self._heads = (
+            torch.randn(shape, dtype=half, device=device) for shape in shapes
+        )
         self._picture = torch.randn(1, 256, 512, 512, dtype=half, device=device)
         self._filters = torch.randn(256, 256, 3, 3, dtype=half, device=device)
-        self._floats = [tensor.float() for tensor in (self._left, self._right, self._picture, self._filters)]
+        self._floats = [
+            tensor.float()
+            for tensor in (self._left_matrix, self._right_matrix, self._picture, self._filters)
+        ]
         layers = (nn.Linear(64, 64), nn.LayerNorm(64)) * (LAUNCHED // 2)
         self._small = nn.Sequential(*layers).to(device, half)
         torch.cuda.synchronize(device)
 
     def now(self) -> float:
-        """Wall-clock seconds, after synchronizing the card."""
+        """Return wall-clock seconds, after synchronizing the card."""
         torch.cuda.synchronize(0)
         return super().now()
 
     def copy(self, kind: str) -> None:
-        """Copies between pinned memory and the card on side streams; from pageable memory on the current stream."""
+        """Copy between pinned memory and the card on side streams.
+
+        Copies from pageable memory run on the current stream.
+        """
         if kind == "pageable":
             _transfer(self._device[0], self._pageable)
         if kind == "fresh pages":
             self._device[0].cpu()
         if kind in ("h2d", "both", "small"):
             with torch.cuda.stream(self._streams[0]):
-                _transfer(self._device[0], self._pinned[0], small=kind == "small", non_blocking=True)
+                _transfer(
+                    self._device[0], self._pinned[0], small=kind == "small", non_blocking=True
+                )
         if kind in ("d2h", "both"):
             with torch.cuda.stream(self._streams[1]):
                 _transfer(self._pinned[1], self._device[1], non_blocking=True)
 
     def compute(self, kind: str) -> float:
-        """The kernels, repeated until they take milliseconds, so that synchronization does not matter. ``elementwise``: the bytes
-        of an addition. ``launch``: the number of operators in a chain of small layers."""
+        """Run kernels until they take milliseconds, so that synchronization does not matter.
+
+        Return FLOPs; for ``elementwise`` the bytes of an addition, for ``launch`` the number of
+        operators in a chain of small layers.
+        """
         return sum(self._compute(kind) for _ in range(self.repeats))
 
     @torch.no_grad()
     def _compute(self, kind: str) -> float:
         if kind == "launch":
-            self._small(self._left[:1, :64])
+            self._small(self._left_matrix[:1, :64])
             return LAUNCHED
         if kind == "elementwise":
             torch.add(self._picture, 1.0)
             return 2.0 * self._picture.nbytes
         if kind in ("matmul", "attention", "block", "compiled block"):
             return super().compute(kind)
-        left, right, picture, filters = (
-            self._floats if kind.startswith("fp32") else (self._left, self._right, self._picture, self._filters)
+        left_matrix, right_matrix, picture, filters = (
+            self._floats
+            if kind.startswith("fp32")
+            else (self._left_matrix, self._right_matrix, self._picture, self._filters)
         )
         if kind.endswith("convolution"):
             torch.nn.functional.conv2d(picture, filters, padding=1)
         else:
-            torch.mm(left, right)
+            torch.mm(left_matrix, right_matrix)
         return self.kernels()[kind].flops
 
     def kernels(self) -> dict[str, Kernel]:
-        """What `compute` runs, by kind."""
-        rows, inner, columns = *self._left.shape, self._right.shape[1]
+        """Return the kernels that `compute` runs, by kind."""
+        rows, inner, columns = *self._left_matrix.shape, self._right_matrix.shape[1]
         heads, tokens, features = self._heads.shape[1:]
         channels, pixels = self._picture.shape[1], self._picture.shape[2] * self._picture.shape[3]
-        found = {}
+        kernels = {}
         for prefix, dtype, size in (("", "float16", 2), ("fp32 ", "float32", 4)):
             nbytes = size * (rows * inner + inner * columns + rows * columns)
-            found[f"{prefix}matmul"] = Kernel("matmul", dtype, 2.0 * rows * inner * columns, nbytes, tiles(rows, columns))
+            kernels[f"{prefix}matmul"] = Kernel(
+                "matmul", dtype, 2.0 * rows * inner * columns, nbytes, tiles(rows, columns)
+            )
             nbytes = size * (2 * channels * pixels + self._filters.numel())
             flops = 2.0 * pixels * self._filters.numel()
-            found[f"{prefix}convolution"] = Kernel("convolution", dtype, flops, nbytes, tiles(pixels, channels))
+            kernels[f"{prefix}convolution"] = Kernel(
+                "convolution", dtype, flops, nbytes, tiles(pixels, channels)
+            )
         scores = heads * tokens * tokens
         size = 4 * self._heads.nbytes
-        found["attention"] = Kernel("attention", "float16", 4.0 * scores * features, size, heads * tiles(tokens, 1), scores)
-        return found
+        kernels["attention"] = Kernel(
+            "attention", "float16", 4.0 * scores * features, size, heads * tiles(tokens, 1), scores
+        )
+        return kernels
 
 
-def _transfer(destination: Any, source: Any, *, small: bool = False, non_blocking: bool = False) -> None:
-    """Copies ``source`` once; ``small``: its first `SMALL_BYTES`, `SMALL_COPIES` times."""
+def _transfer(
+    destination: Any, source: Any, *, small: bool = False, non_blocking: bool = False
+) -> None:
+    """Copy ``source`` once; with ``small``, copy its first `SMALL_BYTES` `SMALL_COPIES` times."""
     end = SMALL_BYTES if small else None
     for _ in range(SMALL_COPIES if small else 1):
         destination[:end].copy_(source[:end], non_blocking=non_blocking)
 
 
-def _with_context(base: Hardware, before: Mapping[str, int], target: Processor) -> Hardware:
-    """``base`` with the measured size of the CUDA context: what the card's free memory lost since before the driver was
-    initialized, without what torch reserved.
+def _with_context(
+    base: Hardware, initial_used_bytes: Mapping[str, int], target: Processor
+) -> Hardware:
+    """Return ``base`` with the measured size of the CUDA context.
 
-    Measured after matrix products, attention and a convolution, since kernels are loaded when they first run and stay loaded.
-    At least the value in ``base``, since a run may load further kernels.
+    The size is the growth of the card's used memory since ``initial_used_bytes``, before the driver
+    was initialized, without what torch reserved. It is measured after matrix products, attention
+    and a convolution, since kernels are loaded at their first run and stay loaded. It is at least
+    the value in ``base``, since a run may load further kernels.
     """
     target.compute("convolution")
     target.now()
-    measured = context_bytes_taken(before, _cards_used_bytes(), _uuid(), torch.cuda.memory_reserved(0))
-    return replace(base, context_bytes=max(base.context_bytes, measured or 0))
+    context_bytes = context_bytes_taken(
+        initial_used_bytes, _cards_used_bytes(), _uuid(), torch.cuda.memory_reserved(0)
+    )
+    return replace(base, context_bytes=max(base.context_bytes, context_bytes or 0))
 
 
-def context_bytes_taken(before: Mapping[str, int], after: Mapping[str, int], uuid: str, reserved_bytes: int) -> int | None:
-    """By how much the used memory of the card ``uuid`` grew from ``before`` to ``after``, without ``reserved_bytes``.
+def context_bytes_taken(
+    initial_used_bytes: Mapping[str, int],
+    final_used_bytes: Mapping[str, int],
+    uuid: str,
+    reserved_bytes: int,
+) -> int | None:
+    """Return the growth of the used memory of the card ``uuid``, without ``reserved_bytes``.
 
-    Cards are identified by UUID, or taken to be the only one: NVML numbers cards differently than torch and ignores
-    CUDA_VISIBLE_DEVICES. None if the card cannot be identified, or the figure is outside of `CONTEXT_BYTES`.
+    A card is identified by its UUID, or is the only one. NVML numbers cards differently than torch
+    and ignores CUDA_VISIBLE_DEVICES. None if the card cannot be identified, or if the figure is
+    outside of `CONTEXT_BYTES`.
     """
-    name = uuid if uuid in before else next(iter(before)) if len(before) == 1 else ""
-    if name not in before or name not in after:
+    name = (
+        uuid
+        if uuid in initial_used_bytes
+        else next(iter(initial_used_bytes))
+        if len(initial_used_bytes) == 1
+        else ""
+    )
+    if name not in initial_used_bytes or name not in final_used_bytes:
         return None
-    context_bytes = after[name] - before[name] - reserved_bytes
+    context_bytes = final_used_bytes[name] - initial_used_bytes[name] - reserved_bytes
     return context_bytes if context_bytes in CONTEXT_BYTES else None
 
 
 def _uuid() -> str:
-    """The first device's UUID in NVML's form; without the number itself where torch does not report it."""
+    """Return the first device's UUID in NVML's form; only ``GPU-`` if torch does not report it."""
     properties: Any = torch.cuda.get_device_properties(0)
     return f"GPU-{getattr(properties, 'uuid', '')}"
 
 
 class _Memory(ctypes.Structure):
-    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+    _fields_ = [
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    ]
 
 
 def _cards_used_bytes() -> dict[str, int]:
-    """UUID -> bytes in use on the card by all processes, from the driver's management library (NVML); {} without that library."""
+    """Return UUID -> bytes in use on the card by all processes, from the driver's library NVML.
+
+    {} without that library.
+    """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return {}
-    found: dict[str, int] = {}
-    count, handle, memory, name = ctypes.c_uint(), ctypes.c_void_p(), _Memory(), ctypes.create_string_buffer(96)
+    used_bytes: dict[str, int] = {}
+    count, handle, memory, name = (
+        ctypes.c_uint(),
+        ctypes.c_void_p(),
+        _Memory(),
+        ctypes.create_string_buffer(96),
+    )
     if nvml.nvmlInit_v2() != 0:
         return {}
     try:
         if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
             return {}
         for index in range(count.value):
-            known = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == 0
-            named = known and nvml.nvmlDeviceGetUUID(handle, name, len(name)) == 0
-            if named and nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0:
-                found[name.value.decode()] = int(memory.used)
+            has_handle = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == 0
+            has_name = has_handle and nvml.nvmlDeviceGetUUID(handle, name, len(name)) == 0
+            if has_name and nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0:
+                used_bytes[name.value.decode()] = int(memory.used)
     finally:
         nvml.nvmlShutdown()
-    return found
+    return used_bytes

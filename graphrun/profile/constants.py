@@ -1,12 +1,14 @@
-"""Constant values of meta tensors: small tensors that the code writes out and what is computed from them, the counts of masks,
-and the worst case of a top-k selection.
+"""Constant values of meta tensors: which values a dry run may read.
 
-Decides which values a dry run may read. Sees operators and tensors only, no components.
+Constant are small literal tensors and results computed from them, counts of masks, and the worst
+case of a top-k selection. The rules see operators and tensors only, no components.
 
-    torch.tensor([64, 64])                 constant, and so is what is computed from it (an image's size in patches)
-    mask.sum(dim=1).tolist()               number of ones: the number of elements, since the mask may be all ones
-    text[mask], text[~mask]                likewise: every row, and none
-    topk(scores, 2).indices.bincount()     a selection that depends on data (experts): worst case, all tokens select the same two
+    torch.tensor([64, 64])             constant, as are results computed from it (an image's size in
+                                       patches)
+    mask.sum(dim=1).tolist()           the number of elements, since the mask may be all ones
+    text[mask], text[~mask]            every row, and no row
+    topk(scores, 2).indices.bincount() a selection that depends on data (experts); worst case: all
+                                       tokens select the same two
 """
 
 from __future__ import annotations
@@ -43,53 +45,67 @@ class Storages:
         return tensor.untyped_storage() in self._notes
 
     def get(self, tensor: torch.Tensor) -> Any:
-        """The note about ``tensor``'s storage, None if there is none."""
+        """Return the note about ``tensor``'s storage, None if there is none."""
         return self._notes.get(tensor.untyped_storage())
 
 
 class ConstantValues:
-    """The values of those meta tensors that have a constant value, as CPU tensors."""
+    """The values of meta tensors with a constant value, as CPU tensors."""
 
     def __init__(self) -> None:
         self._values: Any = WeakTensorKeyDictionary()
-        self._topk = Storages()  # of indices: (number of experts, number selected per token)
-        self._complements = Storages()  # complements of masks that are taken to be all ones
+        self._topk = Storages()  # indices -> (experts, selected experts per token)
+        self._complements = Storages()  # complements of masks, which count as all ones
 
-    def from_literal(self, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Returns ``out``, the result of ``torch.tensor(*args, **kwargs)``, and stores its value."""
-        if out.is_meta and out.numel() <= MAX_ELEMENTS:
-            self._values[out] = torch.tensor(*args, **{**kwargs, "device": "cpu"})
-        return out
+    def from_literal(self, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Store the value of ``result``, a tensor from ``torch.tensor``, and return ``result``."""
+        if result.is_meta and result.numel() <= MAX_ELEMENTS:
+            self._values[result] = torch.tensor(*args, **{**kwargs, "device": "cpu"})
+        return result
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The value of ``tensor`` on the CPU, None if it is not constant."""
+        """Return the value of ``tensor`` on the CPU, None if it is not constant."""
         value: torch.Tensor | None = self._values.get(tensor)
         return value
 
-    def propagate(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Update the constant values after ``func(*args, **kwargs)`` has returned ``out`` on meta."""
+    def propagate(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        """Update the constant values after an operator has returned ``result`` on meta."""
         if func is aten.topk.default:
-            self._topk[out[1]] = args[0].shape[args[2] if len(args) > 2 else -1], args[1]
-        if func in COMPLEMENTS and out.dtype == torch.bool and args[0] not in self._complements:
-            self._complements[out] = True
-        if func in SUMS and args[0].is_meta and args[0] not in self._values and not args[0].is_floating_point():
-            if 0 < out.numel() <= MAX_ELEMENTS:
-                self._values[out] = torch.full(out.shape, args[0].numel() // out.numel(), dtype=out.dtype, device="cpu")
+            self._topk[result[1]] = args[0].shape[args[2] if len(args) > 2 else -1], args[1]
+        if func in COMPLEMENTS and result.dtype == torch.bool and args[0] not in self._complements:
+            self._complements[result] = True
+        if (
+            func in SUMS
+            and args[0].is_meta
+            and args[0] not in self._values
+            and not args[0].is_floating_point()
+        ):
+            if 0 < result.numel() <= MAX_ELEMENTS:
+                self._values[result] = torch.full(
+                    result.shape,
+                    args[0].numel() // result.numel(),
+                    dtype=result.dtype,
+                    device="cpu",
+                )
             return
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         if not tensors or not self._values:
             return
         if all(tensor in self._values for tensor in tensors):
-            self._compute(func, args, kwargs, out)
+            self._compute(func, args, kwargs, result)
         elif tensors[0] in self._values and func._schema.is_mutable:
             del self._values[tensors[0]]
 
-    def index_columns(self, index: torch.Tensor | None, on_new: Callable[[torch.Tensor], object]) -> Sequence[torch.Tensor | None]:
-        """``index`` as indexing kernels use it: a boolean mask becomes the positions of its ones, one column for each
-        dimension.
+    def index_columns(
+        self, index: torch.Tensor | None, on_new: Callable[[torch.Tensor], object]
+    ) -> Sequence[torch.Tensor | None]:
+        """Return ``index`` as indexing kernels use it.
 
-        A mask is taken to be all ones, the complement of one to be all zeros. ``on_new`` is called with the tensor that holds
-        the positions.
+        A boolean mask becomes the positions of its ones, one column per dimension. A mask counts as
+        all ones, the complement of a mask as all zeros. ``on_new`` is called with the tensor of
+        positions.
         """
         if index is None or index.dtype != torch.bool:
             return (index,)
@@ -99,24 +115,37 @@ class ConstantValues:
         return positions.unbind(1)
 
     def worst_bincount(self, indices: torch.Tensor) -> torch.Tensor | None:
-        """``indices.bincount()`` on meta with the largest memory; None unless ``indices`` come from a top-k selection.
+        """Return ``indices.bincount()`` on meta with the largest memory.
 
-        All tokens select the same experts, which makes the largest single call. The work in total is the same for every
-        selection.
+        None unless ``indices`` come from a top-k selection. All tokens select the same experts,
+        which makes the largest single call. The total work is the same for every selection.
         """
         if (topk := self._topk.get(indices)) is None:
             return None
         experts, per_token = topk
-        counts = torch.tensor([indices.numel() // per_token] * per_token + [0] * (experts - per_token), device="cpu")
-        out = torch.empty_like(counts, device="meta")
-        self._values[out] = counts
-        return out
+        counts = torch.tensor(
+            [indices.numel() // per_token] * per_token + [0] * (experts - per_token), device="cpu"
+        )
+        result = torch.empty_like(counts, device="meta")
+        self._values[result] = counts
+        return result
 
-    def _compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        outs = out if isinstance(out, (list, tuple)) else (out,)
-        if not all(isinstance(one, torch.Tensor) and one.is_meta and one.numel() <= MAX_ELEMENTS for one in outs):
+    def _compute(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        results = result if isinstance(result, (list, tuple)) else (result,)
+        if not all(
+            isinstance(tensor, torch.Tensor) and tensor.is_meta and tensor.numel() <= MAX_ELEMENTS
+            for tensor in results
+        ):
             return
-        on_cpu = {key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()}
-        value = func(*tree_map_only(torch.Tensor, lambda tensor: self._values[tensor], tuple(args)), **on_cpu)
-        for one, found in zip(outs, value if isinstance(value, (list, tuple)) else (value,), strict=True):
-            self._values[one] = found
+        on_cpu = {
+            key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()
+        }
+        value = func(
+            *tree_map_only(torch.Tensor, lambda tensor: self._values[tensor], tuple(args)), **on_cpu
+        )
+        for tensor, constant in zip(
+            results, value if isinstance(value, (list, tuple)) else (value,), strict=True
+        ):
+            self._values[tensor] = constant

@@ -1,9 +1,9 @@
-"""Device memory that a card takes beyond what the dispatcher sees: one small named rule for each kind, with its source. Pure
-arithmetic, no torch.
+"""Device memory that a card takes beyond what the dispatcher sees, as named rules with sources.
 
-All amounts are bytes unless stated otherwise. Rules about a component's own tensors are applied where the tensors are created:
-T5's ``wo`` in fp32, persistent buffers and tied weights in `graphrun.modules.build` and `graphrun.modules.blocks`. An fp32 VAE
-is one that the graph declares as float32.
+Pure arithmetic, no torch. All amounts are bytes unless stated otherwise. Rules about a component's
+own tensors are applied where the tensors are created: T5's ``wo`` in fp32, persistent buffers and
+tied weights in `graphrun.modules.build` and `graphrun.modules.blocks`. An fp32 VAE is a VAE with
+dtype float32 in the graph file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from graphrun.units import GIB, MIB
 # Tensors of this size or more exceed 32-bit signed byte offsets.
 LARGE_BYTES = 1 << 31
 
-# Tensor cores take channels in multiples of 8 (16 bit). For fewer, as in a network's first layer, cuDNN has separate kernels.
+# Tensor cores take channels in multiples of 8 (16 bit). For fewer, as in a network's first layer,
+# cuDNN has separate kernels.
 FEW_CHANNELS = 8
 MANY_CHANNELS = 512
 PART_BYTES = GIB
@@ -23,7 +24,7 @@ PART_BYTES = GIB
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """A named rule: what it adds, and its source."""
+    """A named rule: the memory that it adds, and its source."""
 
     name: str
     adds: str
@@ -33,28 +34,55 @@ class Correction:
 CORRECTIONS = (
     Correction(
         "convolution scratch, 16 bit",
-        "bytes(input) + bytes(output) + bytes(weight) during the kernel: copies to channels-last and back",
-        "ten VAE decodes on an RTX 4090, InvokeAI's VAE benchmark report: -20 % without, 0.2 % with",
+        (
+            "bytes(input) + bytes(output) + bytes(weight) during the kernel: copies to "
+            "channels-last and back"
+        ),
+        (
+            "ten VAE decodes on an RTX 4090, InvokeAI's VAE benchmark report: -20 % without, 0.2 "
+            "% with"
+        ),
     ),
     Correction(
         "convolution scratch, 32 bit",
-        "bytes(input) + bytes(weight): the output is written in place; nothing where the stride is more than 1",
-        "the same report, SDXL in fp32: decode at 1024 (allocated), encode at 512 (reserved); validated on other sizes and FLUX",
+        (
+            "bytes(input) + bytes(weight): the output is written in place; nothing where the "
+            "stride is more than 1"
+        ),
+        (
+            "the same report, SDXL in fp32: decode at 1024 (allocated), encode at 512 (reserved); "
+            "validated on other sizes and FLUX"
+        ),
     ),
     Correction(
         "convolution scratch, 32 bit, 512 channels or more in and out",
-        "2 bytes(input) + 2 bytes(output) + bytes(weight) + 1 MiB; the second copies in parts where a tensor has more than 1 GiB",
-        "that report, FLUX encode in fp32 at 512 (allocated), decode at 1536 and 2048 (reserved); validated on its other fp32 rows",
+        (
+            "2 bytes(input) + 2 bytes(output) + bytes(weight) + 1 MiB; the second copies in parts "
+            "where a tensor has more than 1 GiB"
+        ),
+        (
+            "that report, FLUX encode in fp32 at 512 (allocated), decode at 1536 and 2048 "
+            "(reserved); validated on its other fp32 rows"
+        ),
     ),
     Correction(
         "convolution scratch, compute capability 9.0",
         "bytes(input) + bytes(weight) where input or output has 2 GiB or more, in 16 bit too",
-        "FLUX.1-dev on an H100 with 16 images, diffusers-torchao; validated on its rows with 4 and 8 images",
+        (
+            "FLUX.1-dev on an H100 with 16 images, diffusers-torchao; validated on its rows with "
+            "4 and 8 images"
+        ),
     ),
     Correction(
         "convolution of a picture",
-        "no scratch with fewer than 8 input channels: kernels for first layers read the tensors in their own layout",
-        "the same report, reserved bytes of SDXL's encoder in fp16 at 512 x 512; validated on its other sizes and FLUX's encoder",
+        (
+            "no scratch with fewer than 8 input channels: kernels for first layers read the "
+            "tensors in their own layout"
+        ),
+        (
+            "the same report, reserved bytes of SDXL's encoder in fp16 at 512 x 512; validated on "
+            "its other sizes and FLUX's encoder"
+        ),
     ),
     Correction(
         "fused attention",
@@ -63,7 +91,10 @@ CORRECTIONS = (
     ),
     Correction(
         "math attention",
-        "scores and probabilities, 2 b h s_q s_k in the inputs' dtype, and scaled copies of query and key",
+        (
+            "scores and probabilities, 2 b h s_q s_k in the inputs' dtype, and scaled copies of "
+            "query and key"
+        ),
         "PyTorch's _scaled_dot_product_attention_math",
     ),
     Correction(
@@ -73,22 +104,38 @@ CORRECTIONS = (
     ),
     Correction(
         "int8 forward",
-        "the input in int8 with one fp32 scale a row, the product in int32 before it is scaled, and in fp16 before it is cast",
-        "bitsandbytes.autograd.MatMul8bitLt: int8_vectorwise_quant, int8_linear_matmul, int8_mm_dequant of its CUDA backend",
+        (
+            "the input in int8 with one fp32 scale a row, the product in int32 before it is "
+            "scaled, and in fp16 before it is cast"
+        ),
+        (
+            "bitsandbytes.autograd.MatMul8bitLt: int8_vectorwise_quant, int8_linear_matmul, "
+            "int8_mm_dequant of its CUDA backend"
+        ),
     ),
     Correction(
         "cuBLAS workspace",
-        "8.125 MiB per handle and stream, 32 MiB on compute capability 9.0; it comes from the allocator, so it counts as allocated",
+        (
+            "8.125 MiB per handle and stream, 32 MiB on compute capability 9.0; it comes from the "
+            "allocator, so it counts as allocated"
+        ),
         "PyTorch's CUDABlas default workspace (:4096:2:16:8, :4096:8 on 9.0)",
     ),
-    Correction("context", "0.62 GiB outside of the allocator, as nvidia-smi shows", "measured 287 MB (lazy) to 667 MB (eager)"),
+    Correction(
+        "context",
+        "0.62 GiB outside of the allocator, as nvidia-smi shows",
+        "measured 287 MB (lazy) to 667 MB (eager)",
+    ),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """One convolution: bytes of its tensors and of one element, its channels, the number of weights per filter and channel
-    (``taps``), and whether its stride is more than 1."""
+    """One convolution: bytes of its tensors and of one element, its channels, taps and stride.
+
+    ``taps``: number of weights per filter and channel. ``strided``: whether the stride is more than
+    1.
+    """
 
     input_bytes: int
     output_bytes: int
@@ -100,45 +147,58 @@ class Convolution:
     strided: bool = False
 
 
-def convolution_scratch(of: Convolution) -> tuple[int, int]:
-    """(bytes of scratch of a convolution, how many of them are not needed on cards that avoid large copies of the output)."""
-    if of.inputs < FEW_CHANNELS:
+def convolution_scratch(convolution: Convolution) -> tuple[int, int]:
+    """Return (bytes of scratch of a convolution, bytes spared on cards that avoid large copies).
+
+    The spared bytes are copies of the output.
+    """
+    if convolution.inputs < FEW_CHANNELS:
         return 0, 0
-    if of.element_bytes > 2:
-        if of.strided:
+    if convolution.element_bytes > 2:
+        if convolution.strided:
             return 0, 0
-        if of.taps > 1 and min(of.inputs, of.outputs) >= MANY_CHANNELS:
-            whole = of.input_bytes + of.output_bytes + of.weight_bytes + MIB
-            return whole + _part(of.input_bytes) + _part(of.output_bytes), 0
-        return of.input_bytes + of.weight_bytes, 0
-    large = max(of.input_bytes, of.output_bytes) >= LARGE_BYTES
-    return of.input_bytes + of.output_bytes + of.weight_bytes, of.output_bytes if large else 0
+        if convolution.taps > 1 and min(convolution.inputs, convolution.outputs) >= MANY_CHANNELS:
+            whole = (
+                convolution.input_bytes + convolution.output_bytes + convolution.weight_bytes + MIB
+            )
+            return whole + _part(convolution.input_bytes) + _part(convolution.output_bytes), 0
+        return convolution.input_bytes + convolution.weight_bytes, 0
+    large = max(convolution.input_bytes, convolution.output_bytes) >= LARGE_BYTES
+    return (
+        convolution.input_bytes + convolution.output_bytes + convolution.weight_bytes,
+        convolution.output_bytes if large else 0,
+    )
 
 
 def _part(nbytes: int) -> int:
-    """Bytes of a tensor that are processed at a time: all up to 1 GiB, else as many quarters as fit into 1 GiB, at least 1
-    GiB."""
+    """Return the bytes of a tensor that are processed at a time.
+
+    A tensor up to 1 GiB is processed whole; otherwise as many quarters as fit into 1 GiB, at least
+    1 GiB.
+    """
     if nbytes <= PART_BYTES:
         return nbytes
     return PART_BYTES * 4 // nbytes * nbytes // 4 or PART_BYTES
 
 
 def attention_scratch(rows: int, keys: int, width: int, element_bytes: int, *, fused: bool) -> int:
-    """Bytes of scratch of one attention with ``rows`` = b h s_q query rows of ``width`` elements and ``keys`` = s_k keys for
-    each."""
+    """Return bytes of scratch of one attention.
+
+    ``rows``: query rows, b h s_q, of ``width`` elements. ``keys``: keys per row, s_k.
+    """
     if fused:
         return 4 * rows
     return element_bytes * (2 * rows * keys + 2 * rows * width)
 
 
 def int8_scratch(rows: int, inputs: int, outputs: int, half: bool = False) -> tuple[int, int]:
-    """Bytes of scratch of one int8 layer for ``rows`` tokens of ``inputs`` features: (before its result is allocated, beside
-    the result).
+    """Return scratch of one int8 layer: (bytes before its result, bytes next to the result).
 
-    ``half``: it computes in fp16. First the input in fp16 (unless it is already), its absolute values, which determine the
-    outliers, and the input in int8; then the input in int8, the product in int32 and, unless that is the result, the product
-    in fp16.
+    ``rows``: tokens of ``inputs`` features. ``half``: the layer computes in fp16. The first figure
+    has the input in fp16 (unless it is already), its absolute values, which determine the outliers,
+    and the input in int8. The second has the input in int8, the product in int32 and, unless that
+    is the result, the product in fp16.
     """
-    kept = rows * (inputs + 4)
-    first = kept + rows * inputs * (3 if half else 5)
-    return first, kept + rows * outputs * (4 if half else 6)
+    int8_bytes = rows * (inputs + 4)
+    first_bytes = int8_bytes + rows * inputs * (3 if half else 5)
+    return first_bytes, int8_bytes + rows * outputs * (4 if half else 6)

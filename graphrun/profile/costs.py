@@ -1,16 +1,20 @@
 """Seconds of kernels on a card, by class. Pure arithmetic, no torch.
 
-    matrix product   FLOPs at the rate of the dtype, in full waves: the multiprocessors take one tile of 128 x 128 outputs each, and
-                     the last wave takes as long as a full one; and `KernelRates.wave_seconds` for each wave (filling the pipeline
-                     and writing the tile); or its bytes, if they take longer
-    convolution      likewise; in 16 bits also two passes over its tensors, since cuDNN copies them to channels-last and back
-                     (the copies in `corrections.convolution_scratch`)
-    attention        FLOPs, and one exponential for each query and key, which the multiprocessors' special function units compute
-    wide attention   heads of more than 256 features (the middle of VAEs), which the memory-efficient kernel computes
+    matrix product   FLOPs at the rate of the dtype, in full waves: each multiprocessor takes one
+                     tile of 128 x 128 outputs, and the last wave takes as long as a full one. Each
+                     wave adds `KernelRates.wave_seconds` (filling the pipeline and writing the
+                     tile). If moving the bytes takes longer, that time counts.
+    convolution      the same; in 16 bits also two passes over its tensors, since cuDNN copies them
+                     to channels-last and back (the copies in `corrections.convolution_scratch`)
+    attention        FLOPs, and one exponential per query and key, which the multiprocessors'
+                     special function units compute
+    wide attention   heads of more than 256 features (the middle of VAEs), which the
+                     memory-efficient kernel computes
     elementwise      bytes read and written
 
-A call takes as long as its kernels, or as the host takes to launch them, if that is longer. On `sim` (no `KernelRates`) FLOPs
-take their time at one rate, and the device waits for the host wherever it is ahead of the launches.
+A call takes as long as its kernels, or as the host takes to launch them, if that is longer. On
+`sim` (no `KernelRates`) FLOPs take their time at one rate, and the device waits for launches that
+the host has not issued yet.
 """
 
 from __future__ import annotations
@@ -24,17 +28,19 @@ from graphrun.profile.recording import Call, Kernel
 
 TILE = 128
 
-# Rate of the memory-efficient attention kernel with wide heads over that of flash attention. Fitted (`hardware`).
+# Rate of the memory-efficient attention kernel with wide heads over the rate of flash attention.
+# Fitted (`hardware`).
 WIDE_ATTENTION = 0.385
 
-# bitsandbytes' int8 layers (LLM.int8): bytes moved per element of input (cast to fp16, search for outliers, quantization) and of
-# output (int32 sums scaled to fp16, cast), as MatMul8bitLt's kernels do.
+# bitsandbytes' int8 layers (LLM.int8): bytes that MatMul8bitLt's kernels move per element of input
+# (cast to fp16, search for outliers, quantization) and of output (int32 sums scaled to fp16, cast).
 INT8_INPUT_BYTES, INT8_OUTPUT_BYTES = 10, 14
-# Seconds for which the device waits in each of these layers while the host asks whether there are outliers. Fitted (`hardware`).
+# Seconds that the device waits in each int8 layer while the host checks for outliers. Fitted
+# (`hardware`).
 INT8_WAIT_SECONDS = 0.571e-3
 
-# torchao's and quanto's weight-only layers: bytes moved per element of output in formats that scale the product (int8), and
-# per weight in those that scale the weight (fp8). Fitted (`hardware`).
+# torchao's and quanto's weight-only layers: bytes moved per element of output in formats that scale
+# the product (int8), and per weight in formats that scale the weight (fp8). Fitted (`hardware`).
 SCALED_OUTPUT_BYTES = 15.2
 SCALED_WEIGHT_BYTES = 15.8
 # Casting a weight of one byte to 16 bits: read and written.
@@ -44,17 +50,30 @@ DYNAMIC_INPUT_BYTES = 5
 
 
 def work_seconds(call: Call, hardware: Hardware) -> list[float]:
-    """Seconds of each entry of ``call.work``. Where launching takes longer than computing, in proportion to the latter."""
-    each = [kernel_seconds(kernel, hardware) for kernel in call.kernels]
-    found = [sum((each[number] for number in numbers), 0.0) for _, numbers in call.work]
+    """Return the seconds of each entry of ``call.work``.
+
+    If launching takes longer than computing, the launch time is divided in proportion to the
+    compute time.
+    """
+    kernel_durations = [kernel_seconds(kernel, hardware) for kernel in call.kernels]
+    durations = [
+        sum((kernel_durations[number] for number in numbers), 0.0) for _, numbers in call.work
+    ]
     if hardware.kernels is None:
-        return _played(found, [len(numbers) for _, numbers in call.work], hardware)
-    total, launching = sum(found), hardware.launch_seconds * sum(len(numbers) for _, numbers in call.work)
-    return [seconds * launching / total for seconds in found] if 0 < total < launching else found
+        return _simulated_seconds(durations, [len(numbers) for _, numbers in call.work], hardware)
+    total, launching = (
+        sum(durations),
+        hardware.launch_seconds * sum(len(numbers) for _, numbers in call.work),
+    )
+    return (
+        [seconds * launching / total for seconds in durations]
+        if 0 < total < launching
+        else durations
+    )
 
 
 def kernel_seconds(kernel: Kernel, hardware: Hardware) -> float:
-    """Seconds of one kernel on the device."""
+    """Return the seconds of one kernel on the device."""
     rates = hardware.kernels
     if rates is None:
         return kernel.flops / hardware.flops_per_second
@@ -63,36 +82,50 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware) -> float:
         return moving
     half = kernel.dtype == "float16" or (kernel.dtype == "bfloat16" and rates.bfloat16)
     waves = -(-kernel.tiles // rates.multiprocessors)
-    full = waves * rates.multiprocessors / kernel.tiles  # FLOPs of full waves over those of the kernel
+    # FLOPs of full waves over FLOPs of the kernel.
+    full = waves * rates.multiprocessors / kernel.tiles
     if kernel.kind == "matmul":
         rate = hardware.flops_per_second if half else rates.fp32_flops_per_second
         return max(full * kernel.flops / rate + waves * rates.wave_seconds, moving)
     if kernel.kind == "convolution":
-        rate = rates.convolution_flops_per_second if half else rates.fp32_convolution_flops_per_second
-        return max(full * kernel.flops / rate + waves * rates.wave_seconds, moving) + (2 * moving if half else 0.0)
+        rate = (
+            rates.convolution_flops_per_second if half else rates.fp32_convolution_flops_per_second
+        )
+        return max(full * kernel.flops / rate + waves * rates.wave_seconds, moving) + (
+            2 * moving if half else 0.0
+        )
     rate = rates.attention_flops_per_second if half else rates.fp32_flops_per_second
     if kernel.kind == "wide attention":
         rate *= WIDE_ATTENTION if half else 0.5
     return full * max(kernel.flops / rate + kernel.scores / rates.exponentials_per_second, moving)
 
 
-def extra_seconds(call: Call, shapes: Mapping[str, tuple[int, int]], precision: str, hardware: Hardware) -> dict[str, float]:
-    """By path, the seconds that each quantized layer's products take more in ``precision`` during ``call``.
+def extra_seconds(
+    call: Call, shapes: Mapping[str, tuple[int, int]], precision: str, hardware: Hardware
+) -> dict[str, float]:
+    """Return, by path, the additional seconds of quantized layers' products in ``precision``.
 
-    ``shapes``: (outputs, inputs) of each weight that is quantized.
+    ``shapes``: (outputs, inputs) of each quantized weight.
     """
-    found: dict[str, float] = defaultdict(float)
+    seconds_by_path: dict[str, float] = defaultdict(float)
     for path, numbers in call.work:
         if (shape := shapes.get(f"{path}.weight")) is not None:
-            products = (call.kernels[number] for number in numbers if call.kernels[number].kind == "matmul")
-            found[path] += sum(quantized_seconds(kernel, shape, precision, hardware) for kernel in products)
-    return found
+            products = (
+                call.kernels[number] for number in numbers if call.kernels[number].kind == "matmul"
+            )
+            seconds_by_path[path] += sum(
+                quantized_seconds(kernel, shape, precision, hardware) for kernel in products
+            )
+    return seconds_by_path
 
 
-def quantized_seconds(kernel: Kernel, shape: tuple[int, int], precision: str, hardware: Hardware) -> float:
-    """Seconds that ``kernel``, the product of a layer with a weight [outputs inputs], takes more in ``precision``.
+def quantized_seconds(
+    kernel: Kernel, shape: tuple[int, int], precision: str, hardware: Hardware
+) -> float:
+    """Return the additional seconds of ``kernel`` in ``precision``.
 
-    0 on `sim`, whose clock charges FLOPs and copies only.
+    ``kernel``: the product of a layer with a weight [outputs inputs]. 0 on `sim`, whose clock
+    charges FLOPs and copies only.
     """
     rates, bandwidth = hardware.kernels, hardware.memory_bytes_per_second
     if rates is None:
@@ -103,34 +136,48 @@ def quantized_seconds(kernel: Kernel, shape: tuple[int, int], precision: str, ha
         case "nf4" | "fp8":
             return dequantization_seconds(ELEMENT_BYTES[kernel.dtype] * weights, bandwidth)
         case "int8":
-            moved = rows * (INT8_INPUT_BYTES * inputs + INT8_OUTPUT_BYTES * outputs)
-            return INT8_WAIT_SECONDS + moved / bandwidth - _saved(kernel, rates.int8_flops_per_second, hardware)
+            moved_bytes = rows * (INT8_INPUT_BYTES * inputs + INT8_OUTPUT_BYTES * outputs)
+            return (
+                INT8_WAIT_SECONDS
+                + moved_bytes / bandwidth
+                - _saved_seconds(kernel, rates.int8_flops_per_second, hardware)
+            )
         case "int8wo" | "quanto":
             return (CAST_BYTES * weights + SCALED_OUTPUT_BYTES * rows * outputs) / bandwidth
         case "fp8wo":
             return SCALED_WEIGHT_BYTES * weights / bandwidth
         case "fp8dq":
-            return DYNAMIC_INPUT_BYTES * rows * inputs / bandwidth - _saved(kernel, rates.fp8_flops_per_second, hardware)
+            return DYNAMIC_INPUT_BYTES * rows * inputs / bandwidth - _saved_seconds(
+                kernel, rates.fp8_flops_per_second, hardware
+            )
     return 0.0
 
 
-def _played(computing: Sequence[float], launches: Sequence[int], hardware: Hardware) -> list[float]:
-    """Seconds of each entry on the simulated accelerator, whose clock charges every launch: the host launches ahead, and the device
-    waits for it where kernels take less time than their launches."""
-    found = []
+def _simulated_seconds(
+    computing: Sequence[float], launches: Sequence[int], hardware: Hardware
+) -> list[float]:
+    """Return the seconds of each entry on `sim`, whose clock charges every launch.
+
+    The host launches ahead. The device waits for the host where kernels take less time than their
+    launches.
+    """
+    durations = []
     host_seconds = device_seconds = 0.0
     for seconds, launched in zip(computing, launches, strict=True):
         host_seconds += launched * hardware.launch_seconds
-        found.append(seconds + max(0.0, host_seconds - (device_seconds + seconds)))
-        device_seconds += found[-1]
-    return found
+        durations.append(seconds + max(0.0, host_seconds - (device_seconds + seconds)))
+        device_seconds += durations[-1]
+    return durations
 
 
 def tiles(rows: int, columns: int) -> int:
-    """Tiles of 128 x 128 that cover ``rows`` x ``columns`` outputs: what cuBLAS' most common kernels compute at a time."""
+    """Return the number of 128 x 128 tiles that cover ``rows`` x ``columns`` outputs.
+
+    cuBLAS' most common kernels compute one such tile at a time.
+    """
     return -(-rows // TILE) * -(-columns // TILE)
 
 
-def _saved(kernel: Kernel, rate: float, hardware: Hardware) -> float:
-    """Seconds that ``kernel`` takes less at ``rate``; 0 where that is no faster."""
+def _saved_seconds(kernel: Kernel, rate: float, hardware: Hardware) -> float:
+    """Return the seconds that ``kernel`` saves at ``rate``; 0 if ``rate`` is no faster."""
     return max(0.0, kernel.flops / hardware.flops_per_second - kernel.flops / rate) if rate else 0.0

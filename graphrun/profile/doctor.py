@@ -1,6 +1,7 @@
-"""Checks this machine for what graphrun needs: a verdict for each thing, and what to type. Measures nothing: `calibrate` does.
+"""Check this machine for what graphrun needs: a verdict per thing, and what to type.
 
-Returns plain data; `graphrun.report.machine_screens` formats it.
+Nothing is measured here (`calibrate` measures). The result is plain data;
+`graphrun.report.machine_screens` formats it.
 """
 
 from __future__ import annotations
@@ -26,19 +27,33 @@ from graphrun.units import GIB, show_size
 
 
 class Rule(NamedTuple):
-    """What a ``package`` ``provides`` from the version ``since`` on, and what is so ``before`` it."""
+    """A feature of a package from a version on.
+
+    ``provides``: the feature. ``limitation``: what applies to versions before ``first_version``.
+    """
 
     package: str
-    since: str
+    first_version: str
     provides: str
-    before: str
+    limitation: str
 
 
-# Sources: bitsandbytes' release notes 0.43.2 (4-bit modules move between devices) and 0.48 (8-bit ones do; accelerate and
-# transformers blocked that on some paths); the others are the versions that graphrun's own code needs and is tested with.
+# Sources: bitsandbytes' release notes 0.43.2 (4-bit modules move between devices) and 0.48 (8-bit
+# modules move; accelerate and transformers blocked that on some paths). The others are the versions
+# that graphrun needs and is tested with.
 RULES = (
-    Rule("torch", "2.11", "a device written in Python (sim), expandable segments", "older versions are untested"),
-    Rule("diffusers", "0.42", "the pipelines that the reference graphs name", "older versions are untested"),
+    Rule(
+        "torch",
+        "2.11",
+        "a device written in Python (sim), expandable segments",
+        "older versions are untested",
+    ),
+    Rule(
+        "diffusers",
+        "0.42",
+        "the pipelines that the reference graphs name",
+        "older versions are untested",
+    ),
     Rule(
         "transformers",
         "5.20",
@@ -46,10 +61,23 @@ RULES = (
         "older versions are untested",
     ),
     Rule("transformers", "4.58", "8-bit modules move", "8-bit text encoders may refuse to move"),
-    Rule("accelerate", "1.13", "8-bit modules move", "8-bit modules that accelerate dispatched may refuse to move"),
-    Rule("bitsandbytes", "0.43.2", "4-bit modules (nf4) move", "4-bit modules stay on the device where they are made"),
     Rule(
-        "bitsandbytes", "0.48", "8-bit modules move", "8-bit modules stay on the device where they are made until they are deleted"
+        "accelerate",
+        "1.13",
+        "8-bit modules move",
+        "8-bit modules that accelerate dispatched may refuse to move",
+    ),
+    Rule(
+        "bitsandbytes",
+        "0.43.2",
+        "4-bit modules (nf4) move",
+        "4-bit modules stay on the device where they are made",
+    ),
+    Rule(
+        "bitsandbytes",
+        "0.48",
+        "8-bit modules move",
+        "8-bit modules stay on the device where they are made until they are deleted",
     ),
 )
 WITHOUT = {
@@ -65,8 +93,11 @@ TORCH_BUILDS = "https://pytorch.org/get-started/locally"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The verdict on one thing. ``note``: it limits something, or is missing and not needed. ``fix``: what to type or
-    do, or empty."""
+    """The verdict on one thing.
+
+    ``verdict``: ``note`` means a limit, or something missing that is not needed. ``fix``: what to
+    type or do, or empty.
+    """
 
     name: str
     verdict: Literal["ok", "note", "problem"]
@@ -75,17 +106,22 @@ class Check:
 
 
 def examine(cache: Path | None) -> dict[str, Any]:
-    """Everything that was found, JSON-ready: device, versions, memory, disk, cache, and ``checks``, a `Check` for each.
-    ``problems``: the texts of those that are a problem."""
-    versions = [about(name, _version(name)) for name in WITHOUT]
+    """Return all findings, JSON-ready: device, versions, memory, disk, cache, checks and problems.
+
+    ``checks``: a `Check` for each thing. ``problems``: texts of the checks that are a problem.
+    """
+    versions = [package_status(name, _version(name)) for name in WITHOUT]
     device, memory, disk = _device(), _memory(), _disk(cache)
     store = Store(cache).entries() if cache is not None else []
-    found = {
+    findings = {
         "python": sys.version.split()[0],
         "platform": sys.platform,
         "device": device,
         "versions": versions,
-        "precisions": {name: asdict(flags(name, {of["name"]: of["version"] for of in versions})) for name in NEEDS},
+        "precisions": {
+            name: asdict(flags(name, {package["name"]: package["version"] for package in versions}))
+            for name in NEEDS
+        },
         "memory": memory,
         "disk": disk,
         "cache": {
@@ -93,41 +129,67 @@ def examine(cache: Path | None) -> dict[str, Any]:
             "entries": len(store),
             "nbytes": sum(path.stat().st_size for path in store if path.is_file()),
         },
-        "profiles": list(profiles.kept(cache)),
+        "profiles": list(profiles.stored_profiles(cache)),
     }
-    checks = list(_checks(found))
+    checks = list(_checks(findings))
     problems = [f"{check.name}: {check.text}" for check in checks if check.verdict == "problem"]
-    return {**found, "checks": [asdict(check) for check in checks], "problems": problems}
+    return {**findings, "checks": [asdict(check) for check in checks], "problems": problems}
 
 
-def _checks(found: Mapping[str, Any]) -> Iterator[Check]:
-    yield Check("python", "ok", f"{found['python']} on {found['platform']}")
-    yield device_check(found["device"])
-    if (card := found["device"]["card"]) is not None and float(card["capability"]) < 8:
-        text = f"{card['name']} (compute capability {card['capability']}) has no bfloat16 units: use float16"
-        yield Check("bfloat16", "problem", text, "write dtype: float16 for each component of the graph file")
-    if found["device"]["sim"]:
+def _checks(findings: Mapping[str, Any]) -> Iterator[Check]:
+    yield Check("python", "ok", f"{findings['python']} on {findings['platform']}")
+    yield device_check(findings["device"])
+    if (card := findings["device"]["card"]) is not None and float(card["capability"]) < 8:
+        text = (
+            f"{card['name']} (compute capability {card['capability']}) has no bfloat16 units: use "
+            "float16"
+        )
+        yield Check(
+            "bfloat16", "problem", text, "write dtype: float16 for each component of the graph file"
+        )
+    if findings["device"]["sim"]:
         yield Check("simulated", "ok", "--device sim works")
     else:
-        text = "--device sim does not work: torch has no Python devices, or another backend uses PrivateUse1"
-        yield Check("simulated", "problem", text, f"pip install -U 'torch>={RULES[0].since}'")
-    yield from memory_checks(found["memory"], card=card is not None)
-    yield from map(_disk_check, found["disk"])
-    yield _cache_check(found["cache"])
-    yield from _profile_checks(found["profiles"], card=card is not None)
-    yield from (_precision_check(name, of) for name, of in found["precisions"].items())
-    yield from map(_version_check, found["versions"])
+        text = (
+            "--device sim does not work: torch has no Python devices, or another backend uses "
+            "PrivateUse1"
+        )
+        yield Check(
+            "simulated", "problem", text, f"pip install -U 'torch>={RULES[0].first_version}'"
+        )
+    yield from memory_checks(findings["memory"], card=card is not None)
+    yield from map(_disk_check, findings["disk"])
+    yield _cache_check(findings["cache"])
+    yield from _profile_checks(findings["profiles"], card=card is not None)
+    yield from (
+        _precision_check(name, precision_flags)
+        for name, precision_flags in findings["precisions"].items()
+    )
+    yield from map(_version_check, findings["versions"])
 
 
-def about(name: str, installed: str | None) -> dict[str, Any]:
-    """What version ``installed`` of the package ``name`` supports (``allows``) and does not (``breaks``); ``needs``: the version
-    that supports everything. None: it is not installed."""
+def package_status(name: str, installed: str | None) -> dict[str, Any]:
+    """Return what version ``installed`` of the package ``name`` supports, and what it does not.
+
+    ``allows``: supported. ``breaks``: unsupported. ``needs``: the version that supports everything.
+    ``installed`` None: not installed.
+    """
     rules = [rule for rule in RULES if rule.package == name]
-    needs = rules[-1].since
+    needs = rules[-1].first_version
     if installed is None:
-        return {"name": name, "version": None, "allows": [], "breaks": [WITHOUT[name]], "needs": needs}
-    allows = [rule.provides for rule in rules if new_enough(installed, rule.since)]
-    breaks = [f"{rule.before} (needs {rule.since})" for rule in rules if not new_enough(installed, rule.since)]
+        return {
+            "name": name,
+            "version": None,
+            "allows": [],
+            "breaks": [WITHOUT[name]],
+            "needs": needs,
+        }
+    allows = [rule.provides for rule in rules if new_enough(installed, rule.first_version)]
+    breaks = [
+        f"{rule.limitation} (needs {rule.first_version})"
+        for rule in rules
+        if not new_enough(installed, rule.first_version)
+    ]
     return {"name": name, "version": installed, "allows": allows, "breaks": breaks, "needs": needs}
 
 
@@ -147,31 +209,41 @@ def _version(name: str) -> str | None:
 
 
 def _device() -> dict[str, Any]:
-    """The device that torch opens, its driver, what torch is built for, signs of a card, and whether the simulated accelerator
-    works here."""
+    """Return the device that torch opens, its driver, signs of a card, and `sim` support."""
     import torch
 
     from graphrun import sim
 
-    found = hardware.found()
+    hardware_data = hardware.detect_card()
     card: dict[str, Any] | None = None
-    if found is not None:
+    if hardware_data is not None:
         free_bytes, total_bytes = torch.cuda.mem_get_info(0)
         major, minor = torch.cuda.get_device_capability(0)
-        card = {**asdict(found), "free_bytes": free_bytes, "total_bytes": total_bytes, "capability": f"{major}.{minor}"}
+        card = {
+            **asdict(hardware_data),
+            "free_bytes": free_bytes,
+            "total_bytes": total_bytes,
+            "capability": f"{major}.{minor}",
+        }
     tool = shutil.which("nvidia-smi")
     return {
         "card": card,
         "driver": driver(),
         "cuda": torch.version.cuda,
         "build": torch_build(torch.version),
-        "signs": [*(node for node in hardware.DEVICE_NODES if Path(node).exists()), *([tool] if tool else [])],
+        "signs": [
+            *(node for node in hardware.DEVICE_NODES if Path(node).exists()),
+            *([tool] if tool else []),
+        ],
         "sim": sim.available(),
     }
 
 
 def torch_build(versions: Any) -> str:
-    """What torch is built for, by `torch.version`: ``CUDA 12.8``, ``ROCm 6.4``, ``XPU 2025``, or ``the CPU``."""
+    """Return what torch is built for: ``CUDA 12.8``, ``ROCm 6.4``, ``XPU 2025``, or ``the CPU``.
+
+    ``versions``: `torch.version`.
+    """
     for attribute, name in (("hip", "ROCm"), ("xpu", "XPU"), ("cuda", "CUDA")):
         if number := getattr(versions, attribute, None):
             return f"{name} {number}"
@@ -179,19 +251,40 @@ def torch_build(versions: Any) -> str:
 
 
 def device_check(device: Mapping[str, Any]) -> Check:
-    """Whether torch opens a device. Where it does not although there are signs of a card: why, and what to install or try."""
+    """Return whether torch opens a device.
+
+    If it does not although there are signs of a card, the check says why, and what to install or
+    try.
+    """
     build, card, signs = device["build"], device["card"], device["signs"]
     if card is not None:
         free = f"{show_size(card['free_bytes'])} of {show_size(card['total_bytes'])} free"
         driver_text = f"driver {device['driver']}, " if device["driver"] else ""
-        return Check("device", "ok", f"{card['name']}, {free}, compute capability {card['capability']}, {driver_text}{build}")
+        return Check(
+            "device",
+            "ok",
+            (
+                f"{card['name']}, {free}, compute capability {card['capability']}, "
+                f"{driver_text}{build}"
+            ),
+        )
     if not signs:
         ignored = ", whose devices graphrun does not use" if build.startswith("XPU") else ""
-        return Check("device", "note", f"no CUDA device; this torch is built for {build}{ignored}", PLAN_ANYWAY)
+        return Check(
+            "device",
+            "note",
+            f"no CUDA device; this torch is built for {build}{ignored}",
+            PLAN_ANYWAY,
+        )
     kinds = _kinds_of_card(signs)
     if build.partition(" ")[0] not in kinds:
         fix = f"install torch for {' or '.join(kinds)}: {TORCH_BUILDS}"
-        return Check("device", "problem", f"there is a device ({', '.join(signs)}), and this torch is built for {build}", fix)
+        return Check(
+            "device",
+            "problem",
+            f"there is a device ({', '.join(signs)}), and this torch is built for {build}",
+            fix,
+        )
     text = f"there is a device ({', '.join(signs)}), and torch, built for {build}, cannot open it"
     if build.startswith("ROCm"):
         text += ": may this user open it? Log in again afterwards"
@@ -200,14 +293,15 @@ def device_check(device: Mapping[str, Any]) -> Check:
 
 
 def _kinds_of_card(signs: Sequence[str]) -> tuple[str, ...]:
-    """The builds of torch that open the card with these ``signs``."""
-    if all(sign == "/dev/dxg" for sign in signs):  # of Windows' subsystem for Linux, which does not say whose card it is
+    """Return the builds of torch that open the card with these ``signs``."""
+    # The Windows Subsystem for Linux does not say which vendor's card it is.
+    if all(sign == "/dev/dxg" for sign in signs):
         return "CUDA", "ROCm"
     return ("ROCm",) if all(sign in ("/dev/kfd", "/dev/dxg") for sign in signs) else ("CUDA",)
 
 
 def driver(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """The version of the NVIDIA kernel module, such as ``570.86.15``; None without one."""
+    """Return the version of the NVIDIA kernel module, such as ``570.86.15``; None without one."""
     try:
         words = path.read_text(encoding="utf-8").split()
     except (OSError, ValueError):
@@ -228,12 +322,20 @@ def _memory() -> dict[str, Any]:
 
 
 def memory_checks(memory: Mapping[str, Any], *, card: bool) -> Iterator[Check]:
-    """RAM, swap, the limits of cgroups and of page-locked memory. ``card``: there is a device that copies from locked pages."""
-    usable, available, total, swap = (show_size(memory[f"{name}_bytes"]) for name in ("usable", "available", "total", "swap"))
+    """Check RAM, swap, and the limits of cgroups and of page-locked memory.
+
+    ``card``: whether there is a device that copies from locked pages.
+    """
+    usable, available, total, swap = (
+        show_size(memory[f"{name}_bytes"]) for name in ("usable", "available", "total", "swap")
+    )
     yield Check("RAM", "ok", f"{usable} for --ram auto, {available} of {total} available")
     yield Check("swap", "ok", f"{swap}: ignored")
     for limit in memory["limits"]:
-        text = f"v{limit['version']}: {show_size(limit['nbytes'])} ({show_size(limit['used_bytes'])} used) {limit['path']}"
+        text = (
+            f"v{limit['version']}: {show_size(limit['nbytes'])} ({show_size(limit['used_bytes'])} "
+            f"used) {limit['path']}"
+        )
         if limit["nbytes"] < memory["total_bytes"]:
             yield Check("cgroup", "note", f"{text}; --ram auto uses what is left of it")
         else:
@@ -244,43 +346,70 @@ def memory_checks(memory: Mapping[str, Any], *, card: bool) -> Iterator[Check]:
     if pinned is None:
         yield Check("pinned", "ok", "no limit")
     elif card and pinned < memory["usable_bytes"] // 2:
-        text = f"this process may lock {show_size(pinned)}; raise it if a run reports that pinning was refused"
+        text = (
+            f"this process may lock {show_size(pinned)}; raise it if a run reports that pinning "
+            "was refused"
+        )
         yield Check("pinned", "note", text, "ulimit -l unlimited")
     else:
         yield Check("pinned", "ok", f"{show_size(pinned)} (RLIMIT_MEMLOCK)")
 
 
 def _disk(cache: Path | None) -> list[dict[str, Any]]:
-    """Free bytes on the disks of the working directory and of the cache."""
-    found = []
+    """Return the free bytes on the disks of the working directory and of the cache."""
+    disks = []
     for folder in (Path.cwd(), *([cache] if cache is not None else [])):
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         usage = shutil.disk_usage(existing)
-        found.append({"folder": str(folder), "free_bytes": usage.free, "total_bytes": usage.total, "low": usage.free < 2 * GIB})
-    return found
+        disks.append(
+            {
+                "folder": str(folder),
+                "free_bytes": usage.free,
+                "total_bytes": usage.total,
+                "low": usage.free < 2 * GIB,
+            }
+        )
+    return disks
 
 
 def _disk_check(disk: Mapping[str, Any]) -> Check:
     text = f"{show_size(disk['free_bytes'])} free at {disk['folder']}"
-    return Check("disk", "problem", text, "graphrun cache rm --all") if disk["low"] else Check("disk", "ok", text)
+    return (
+        Check("disk", "problem", text, "graphrun cache rm --all")
+        if disk["low"]
+        else Check("disk", "ok", text)
+    )
 
 
 def _cache_check(cache: Mapping[str, Any]) -> Check:
     if cache["folder"] is None:
         return Check("cache", "note", "off (--no-cache)")
-    return Check("cache", "ok", f"{cache['entries']} entries, {show_size(cache['nbytes'])} in {cache['folder']}")
+    return Check(
+        "cache",
+        "ok",
+        f"{cache['entries']} entries, {show_size(cache['nbytes'])} in {cache['folder']}",
+    )
 
 
 def _profile_checks(names: Sequence[str], *, card: bool) -> Iterator[Check]:
     yield from (Check("profile", "ok", name) for name in names)
     if card and not names:
-        yield Check("profile", "note", "none: seconds are data-sheet estimates until this card is measured", "graphrun calibrate")
+        yield Check(
+            "profile",
+            "note",
+            "none: seconds are data-sheet estimates until this card is measured",
+            "graphrun calibrate",
+        )
 
 
-def _precision_check(name: str, of: Mapping[str, Any]) -> Check:
-    if not of["available"]:
+def _precision_check(name: str, precision_flags: Mapping[str, Any]) -> Check:
+    if not precision_flags["available"]:
         fix = install_command("gguf") if name == "gguf" else ""
-        return Check(name, "note", f"unavailable: {of['reason']}", fix)
-    may = {"movable": "moves", "streamable": "is streamed by blocks", "disk_able": "may stay on disk"}
-    text = ", ".join(text for key, text in may.items() if of[key])
-    return Check(name, "ok", text) if text else Check(name, "note", of["reason"])
+        return Check(name, "note", f"unavailable: {precision_flags['reason']}", fix)
+    may = {
+        "movable": "moves",
+        "streamable": "is streamed by blocks",
+        "disk_able": "may stay on disk",
+    }
+    text = ", ".join(text for key, text in may.items() if precision_flags[key])
+    return Check(name, "ok", text) if text else Check(name, "note", precision_flags["reason"])

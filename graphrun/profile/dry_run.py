@@ -1,8 +1,9 @@
-"""Runs a graph's ops without weights and without a GPU, and returns a recording of what they would allocate and compute.
+"""Run a graph's ops without weights and without a GPU, and record memory and compute.
 
-The ops' own code runs on an unlimited simulated accelerator that reports every allocation; schedulers, tokenizers and image
-processors work as usual. Components are meta modules: a call into one is traced on the meta device once for each signature of
-argument shapes, and returns zeros of the right shape. The 28 denoising steps of an image therefore cost one traced call.
+The ops' own code runs on an unlimited simulated accelerator that reports every allocation.
+Schedulers, tokenizers and image processors work as usual. Components are meta modules. A call into
+a component is traced on the meta device once per signature of argument shapes, and returns zeros of
+the right shape. So the 28 denoising steps of an image cost one traced call.
 """
 
 from __future__ import annotations
@@ -16,48 +17,81 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from graphrun.errors import GraphrunError
 from graphrun.graph.graph import Component, Graph
 from graphrun.limits import require
 from graphrun.model.allocator import ROUND_BYTES
 from graphrun.modules.blocks import with_weights_of
-from graphrun.modules.build import build, build_part, held_meta_module, leave_behind, meta_module, on_host
+from graphrun.modules.build import (
+    build,
+    build_part,
+    held_meta_module,
+    leave_behind,
+    meta_module,
+    on_host,
+)
 from graphrun.modules.contents import as_stored
 from graphrun.modules.dtype_variants import DtypeVariants
 from graphrun.modules.interceptor import CallInterceptor
 from graphrun.modules.memos import DIFFUSERS_HOOKS, forget
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.stored import holding, local_weights
-from graphrun.modules.trees import PLAIN, computing_on, content_of, found_in, holders_in, may_hold, tensors_in, walk
+from graphrun.modules.trees import (
+    PLAIN,
+    computing_on,
+    content_of,
+    found_in,
+    holders_in,
+    may_hold,
+    tensors_in,
+    walk,
+)
 from graphrun.ops import Stages
 from graphrun.profile.block_groups import block_paths, group_blocks, group_layers, routed_lists
 from graphrun.profile.host_ram import host_ram_bytes
 from graphrun.profile.meta_ops import META
-from graphrun.profile.quantized import block_bytes_by_precision, laid_out_bytes, quantized_shapes, widened
+from graphrun.profile.quantized import (
+    block_bytes_by_precision,
+    dequantization_bytes,
+    laid_out_bytes,
+    quantized_shapes,
+)
 from graphrun.profile.recorder import FusedAttention, Recorder
-from graphrun.profile.recording import Call, ComponentProfile, DryRun, Event, Recording, StageEnd
+from graphrun.profile.recording import (
+    Call,
+    ComponentProfile,
+    DryRun,
+    MemoryEvent,
+    Recording,
+    StageEnd,
+)
 from graphrun.profile.repeats import Repeats
-from graphrun.profile.returned import Returned, returned
+from graphrun.profile.returned import Returned, capture_result
 from graphrun.sim.active import active
-from graphrun.sim.casts import dtype_on, following
-from graphrun.sim.dry import PLANNED, DryMachine
+from graphrun.sim.casts import dtype_on, follow_autocast
+from graphrun.sim.dry import PLANNED, DryMachine, without_planned_device
 from graphrun.sim.tensor import SimTensor
 from graphrun.units import MIB, round_up, show_size
 
-# Larger tensors are output images or videos; no code depends on their values, so they are not computed.
+# Larger tensors are output images or videos; no code depends on their values, so they are not
+# computed.
 HOLLOW_BYTES = 64 * MIB
 
 
 @on_host()
-def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None) -> DryRun:
-    """The dry run of ``graph`` for resolved ``inputs``. ``options``: stage -> name of the stage option to run it with.
+def probe(
+    graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None
+) -> DryRun:
+    """Return the dry run of ``graph`` for resolved ``inputs``.
 
-    Raises what the pipeline's own code raises for these inputs, and GraphError where a component's files are on this machine
-    but are damaged or belong to another model.
+    ``options``: stage -> name of its stage option. Raises what the pipeline's own code raises for
+    these inputs, and GraphError if a component's local files are damaged or belong to another
+    model.
     """
-    meta_modules = {name: meta_module(component, graph.trust) for name, component in graph.components.items()}
+    meta_modules = {
+        name: meta_module(component, graph.trust) for name, component in graph.components.items()
+    }
     for name, component in graph.components.items():
         holding(component, meta_modules[name])
     parts = {part.name: build_part(part, graph, planning=True) for part in graph.parts.values()}
@@ -68,30 +102,46 @@ def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | 
 
         def after_stage(stage: str, outputs: Mapping[str, Any]) -> None:
             for name, value in outputs.items():
-                keys = (tensor.allocation.key for tensor in tensors_in(value) if isinstance(tensor, SimTensor))
+                keys = (
+                    tensor.allocation.key
+                    for tensor in tensors_in(value)
+                    if isinstance(tensor, SimTensor)
+                )
                 prober.recording.values[f"{stage}.{name}"] = frozenset(keys)
             prober.recording.items.append(StageEnd(stage))
 
-        stages = Stages(graph, meta_modules, PLANNED, inputs, parts, meta_modules, options=options or {}, planning=True)
+        stages = Stages(
+            graph,
+            meta_modules,
+            PLANNED,
+            inputs,
+            parts,
+            meta_modules,
+            options=options or {},
+            planning=True,
+        )
         stages.after_stage = after_stage
         stages.run()
-    probed = DryRun(prober.recording, prober.profiles(graph))
+    dry_run = DryRun(prober.recording, prober.profiles(graph))
     leave_behind(graph, meta_modules)
-    return probed
+    return dry_run
 
 
 def random_weights(graph: Graph) -> Callable[[str], nn.Module]:
-    """A function that returns a component of ``graph`` by name with random weights, on the CPU. No files are read for it."""
+    """Return a function: name -> component of ``graph`` with random weights, on the CPU.
+
+    No files are read.
+    """
     return lambda name: build(replace(graph.components[name], source=None, gguf=""), graph)
 
 
 class Prober:
-    """Intercepts calls into ``meta_modules``, traces each kind of call once, and appends a mark for every call to
-    ``recording``.
+    """Intercept calls into ``meta_modules``, trace each kind of call once, and record every call.
 
-    Traces are reused by later dry runs with the same prober. An entry that cannot be traced on meta, as its code reads numbers, is
-    computed once on the CPU, with what ``weights(component)`` returns, a module like that on meta. Without ``weights``, or RAM for
-    it, the error on meta is raised.
+    Every call appends an item to ``recording``. Later dry runs with the same prober reuse the
+    traces. A call whose code reads numbers cannot be traced on meta. It is computed once on the
+    CPU, with the module from ``weights(component)``, which has the structure of the meta module.
+    Without ``weights``, or without enough RAM, the error on meta is raised.
     """
 
     def __init__(
@@ -103,22 +153,46 @@ class Prober:
         self.meta_modules = dict(meta_modules)
         self._weights = weights
         self.recording = Recording()
-        self.interceptor = CallInterceptor(meta_modules, PLANNED, around=self.answer, reads=_device_zeros, casts=casts)
-        self.routed: dict[str, set[str]] = defaultdict(set)  # see `routed_lists`
+        self.interceptor = CallInterceptor(
+            meta_modules, PLANNED, handle_call=self.answer, reads=_device_zeros, casts=casts
+        )
+        self.routed: dict[str, set[str]] = defaultdict(set)  # component -> `routed_lists`
         self._traces: dict[Any, tuple[Call, Returned]] = {}
-        self._hook_state: dict[str, list[torch.Tensor]] = {}  # by component, what its hooks hold between its calls
+        # Component -> tensors that its hooks hold between calls.
+        self._hook_state: dict[str, list[torch.Tensor]] = {}
 
     def signature(
-        self, component: str, entry: str, args: Any, kwargs: Any, device_type: str = PLANNED.type, *, texts: bool = True
+        self,
+        component: str,
+        entry: str,
+        args: Any,
+        kwargs: Any,
+        device_type: str = PLANNED.type,
+        *,
+        texts: bool = True,
     ) -> Any:
-        """A key that is equal for calls that one trace can serve: same component, entry point and argument shapes, under the same
-        autocast for ``device_type``. Without ``texts`` it is equal for calls that differ in texts only."""
-        host = "cpu" if device_type != "cpu" else ""  # a device of tests computes on the CPU itself
-        return component, entry, _signature(args, host, texts), _signature(kwargs, host, texts), dtype_on(device_type)
+        """Return a key that is equal for calls that share one trace.
 
-    def trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, Returned]:
-        """The call as traced for its signature, and what it returns. Where hooks with a state decide what is computed (diffusers'
-        caches), no call is like another, and each is traced."""
+        Such calls have the same component, entry point, argument shapes and autocast for
+        ``device_type``. Without ``texts``, calls that differ only in texts have equal keys.
+        """
+        host = "cpu" if device_type != "cpu" else ""  # in tests the device may be the CPU
+        return (
+            component,
+            entry,
+            _signature(args, host, texts),
+            _signature(kwargs, host, texts),
+            dtype_on(device_type),
+        )
+
+    def trace(
+        self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Call, Returned]:
+        """Return the traced call for this signature, and its result.
+
+        Where hooks with a state decide what is computed (diffusers' caches), calls may differ, so
+        each is traced.
+        """
         signature = self.signature(component, entry, args, kwargs)
         if stateful_hooks(self.meta_modules[component]):
             signature = *signature, len(self._traces)
@@ -126,95 +200,146 @@ class Prober:
             self._traces[signature] = self._trace(component, entry, proceed, args, kwargs)
         return self._traces[signature]
 
-    def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replaces a call into a component: appends a mark to the recording and returns zeros on `sim`."""
-        made = len(self.recording.items) + 1
-        require("calls", made, f"it makes {made:,} calls of components or more")
-        self._hook_state.pop(component, None)  # the call's own events have it
+    def answer(
+        self,
+        component: str,
+        entry: str,
+        proceed: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Replace a call into a component: append it to the recording and return zeros on `sim`."""
+        call_count = len(self.recording.items) + 1
+        require("calls", call_count, f"it makes {call_count:,} calls of components or more")
+        self._hook_state.pop(component, None)  # the call's own events include it
         call, result = self.trace(component, entry, proceed, args, kwargs)
         self.recording.items.append(call)
-        if held := _held_by_hooks(self.meta_modules[component]):
-            self._hook_state[component] = [torch.empty(each.nbytes(), dtype=torch.uint8, device=PLANNED) for each in held]
+        if storages := _hook_storages(self.meta_modules[component]):
+            self._hook_state[component] = [
+                torch.empty(storage.nbytes(), dtype=torch.uint8, device=PLANNED)
+                for storage in storages
+            ]
         return result.materialize((args, kwargs), PLANNED)
 
     def begin(self, recording: Recording) -> Recording:
-        """Begins another dry run, which is appended to ``recording``."""
+        """Begin another dry run, which is appended to ``recording``."""
         self.recording = recording
         self._hook_state.clear()
         return recording
 
     def profiles(self, graph: Graph | None = None) -> dict[str, ComponentProfile]:
-        """The profile of every component, with block groups in the order in which blocks were entered. With ``graph``, in
-        every precision that it allows."""
-        found = {}
+        """Return the profile of every component.
+
+        Block groups are in the order in which the blocks were entered. With ``graph``, profiles
+        cover every precision that it allows.
+        """
+        profiles = {}
         for name in self.meta_modules:
             with self.as_traced(name):
-                found[name] = self._profile_of(name, graph)
-        return found
+                profiles[name] = self._profile_of(name, graph)
+        return profiles
 
     def as_traced(self, name: str) -> AbstractContextManager[None]:
-        """A context in which the meta module ``name`` is in the state in which its calls were traced. Overridden for dtype
-        variants."""
+        """A context with the meta module ``name`` in the state in which its calls were traced.
+
+        Overridden for dtype variants.
+        """
         return nullcontext()
 
     def _profile_of(self, name: str, graph: Graph | None) -> ComponentProfile:
         module = self.meta_modules[name]
         calls = [call for call, _ in self._traces.values() if call.component == name]
-        groups, layers = group_blocks(module, calls, self.routed[name]), group_layers(module, calls, self.routed[name])
-        profile = ComponentProfile(sum(p.numel() for p in module.parameters()), groups, laid_out_bytes(module, groups))
+        groups, layers = (
+            group_blocks(module, calls, self.routed[name]),
+            group_layers(module, calls, self.routed[name]),
+        )
+        profile = ComponentProfile(
+            sum(p.numel() for p in module.parameters()), groups, laid_out_bytes(module, groups)
+        )
         if layers:
-            split = replace(profile, groups=layers, block_bytes=laid_out_bytes(module, layers, by_layer=True))
+            split = replace(
+                profile, groups=layers, block_bytes=laid_out_bytes(module, layers, by_layer=True)
+            )
             profile = replace(profile, layer_split=split)
-        return _in_every_precision(profile, graph, graph.components[name], module) if graph else profile
+        return (
+            _in_every_precision(profile, graph, graph.components[name], module)
+            if graph
+            else profile
+        )
 
-    def _trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, Returned]:
-        """Traces the call on meta, or where that fails on the CPU. Raises what `_untraceable` returns where both fail."""
+    def _trace(
+        self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Call, Returned]:
+        """Trace the call on meta, or on the CPU if that fails.
+
+        If both fail, raises the exception from `_untraceable`.
+        """
         try:
             return self._trace_on(META, component, entry, proceed, args, kwargs)
         except GraphrunError:
             raise
         except Exception as error:  # noqa: BLE001  (a component's code may raise anything where tensors have no values)
-            first = error
+            meta_error = error
         module = self.meta_modules[component]
         nbytes = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
         if self._weights is None or nbytes > host_ram_bytes():
-            raise first
+            raise meta_error
         try:
             with with_weights_of(self._weights(component), module):
-                made = self._trace_on(torch.device("cpu"), component, entry, proceed, args, kwargs)
+                trace = self._trace_on(torch.device("cpu"), component, entry, proceed, args, kwargs)
         except Exception as error:
-            raise self._untraceable(component, entry, args, kwargs, first, error) from error
-        text = (str(first).splitlines() or [""])[0]
+            raise self._untraceable(component, entry, args, kwargs, meta_error, error) from error
+        text = (str(meta_error).splitlines() or [""])[0]
         warnings.warn(
-            f"{component}.{entry} needs tensor values ({type(first).__name__}: {text}): it is computed once on the CPU, with all "
+            f"{component}.{entry} needs tensor values ({type(meta_error).__name__}: {text}): "
+            "it is computed once on the CPU, with all "
             f"{show_size(nbytes)} of its weights, to plan the call",
             RuntimeWarning,
             stacklevel=2,
         )
-        return made
+        return trace
 
-    def _untraceable(self, component: str, entry: str, args: Any, kwargs: Any, on_meta: Exception, on_cpu: Exception) -> Exception:
-        """The error for an entry that neither meta nor the CPU can trace."""
+    def _untraceable(
+        self,
+        component: str,
+        entry: str,
+        args: Any,
+        kwargs: Any,
+        on_meta: Exception,
+        on_cpu: Exception,
+    ) -> Exception:
+        """Return the error for a call that neither meta nor the CPU can trace."""
         return on_meta
 
     def _trace_on(
-        self, device: torch.device, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        device: torch.device,
+        component: str,
+        entry: str,
+        proceed: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
     ) -> tuple[Call, Returned]:
-        """Traces the call on ``device``: on meta, or on the CPU if ``component`` has its weights there."""
+        """Trace the call on ``device``: meta, or the CPU if ``component`` has its weights there."""
         module = self.meta_modules[component]
         units = block_paths(module, self.routed[component])
         try:
-            call, result, kept = self._record(module, units, proceed, args, kwargs, device)
-            if picked := routed_lists(units, call.entered):
-                self.routed[component] |= picked
+            call, result, leftover_storages = self._record(
+                module, units, proceed, args, kwargs, device
+            )
+            if routed_paths := routed_lists(units, call.entered_blocks):
+                self.routed[component] |= routed_paths
                 forget({"": module})
                 units = block_paths(module, self.routed[component])
-                call, result, kept = self._record(module, units, proceed, args, kwargs, device)
-            if (
-                call.kept and _holds_tensors(module) and not stateful_hooks(module)
-            ):  # are they reused by the next call, or replaced?
-                again, *_ = self._record(module, units, proceed, args, kwargs, device, kept)
-                call = _with_state_before(call, again)
+                call, result, leftover_storages = self._record(
+                    module, units, proceed, args, kwargs, device
+                )
+            # A second call shows whether the next call reuses the tensors or replaces them.
+            if call.persistent_keys and _holds_tensors(module) and not stateful_hooks(module):
+                repeated_call, *_ = self._record(
+                    module, units, proceed, args, kwargs, device, leftover_storages
+                )
+                call = _with_state_before(call, repeated_call)
         finally:
             forget({"": module})
         input_bytes = sum(
@@ -222,9 +347,17 @@ class Prober:
             for t in {id(t): t for t in tensors_in((args, kwargs))}.values()
             if t.device.type != "cpu"
         )
-        results = {id(t): round_up(t.nbytes, ROUND_BYTES) for t in tensors_in(result.template) if t.is_meta}
-        made = replace(call, component=component, entry=entry, input_bytes=input_bytes, output_bytes=sum(results.values()))
-        return made, result
+        results = {
+            id(t): round_up(t.nbytes, ROUND_BYTES) for t in tensors_in(result.template) if t.is_meta
+        }
+        complete_call = replace(
+            call,
+            component=component,
+            entry=entry,
+            input_bytes=input_bytes,
+            output_bytes=sum(results.values()),
+        )
+        return complete_call, result
 
     def _record(
         self,
@@ -234,39 +367,59 @@ class Prober:
         args: Any,
         kwargs: Any,
         device: torch.device,
-        before: Collection[torch.UntypedStorage] = (),
+        earlier_storages: Collection[torch.UntypedStorage] = (),
     ) -> tuple[Call, Returned, list[torch.UntypedStorage]]:
-        """The call, what it returns, and what it leaves in the component, where an earlier call left ``before``."""
+        """Return the call, its result, and the storages that it leaves in the component.
+
+        ``earlier_storages``: storages that an earlier call left there.
+        """
         on_meta = device == META
         self.interceptor.device = device
         recorder = Recorder(module, blocks, device)
         try:
-            with _disable_current_modes():
-                arguments = computing_on(device, *walk((args, kwargs), _to_meta if on_meta else torch.Tensor.cpu))
-                given, holders = tensors_in(arguments), holders_in(arguments)
-                held = [list(map(id, found_in(holder, torch.Tensor))) for holder in holders]
-                recorder.ignore(given, before)
-                recorder.hold(_held_by_hooks(module))
+            with without_planned_device():
+                arguments = computing_on(
+                    device, *walk((args, kwargs), _to_meta if on_meta else torch.Tensor.cpu)
+                )
+                argument_tensors, holders = tensors_in(arguments), holders_in(arguments)
+                initial_ids = [list(map(id, found_in(holder, torch.Tensor))) for holder in holders]
+                recorder.ignore(argument_tensors, earlier_storages)
+                recorder.record_existing(_hook_storages(module))
                 repeats = Repeats(module, recorder) if on_meta else nullcontext()
                 fused = FusedAttention(recorder) if on_meta else nullcontext()
-                with torch.no_grad(), repeats, fused, recorder, following(dtype_on(PLANNED.type)), _beside(recorder):
-                    out = proceed(*arguments[0], **arguments[1])
-                recorder.returns(out)
-                put = {n: content_of(holder) for n, holder in enumerate(holders) if list(map(id, tensors_in(holder))) != held[n]}
-                result = returned(out, given, put, recorder.weights, device)
-                recorder.note_results(tensors_in((out, put)))
-                del out, put, holders, arguments
-                recorder.end(besides=_held_by_hooks(module))
-                kept = recorder.live
+                with (
+                    torch.no_grad(),
+                    repeats,
+                    fused,
+                    recorder,
+                    follow_autocast(dtype_on(PLANNED.type)),
+                    _record_hook_tensors(recorder),
+                ):
+                    result = proceed(*arguments[0], **arguments[1])
+                recorder.returns(result)
+                argument_contents = {
+                    number: content_of(holder)
+                    for number, holder in enumerate(holders)
+                    if list(map(id, tensors_in(holder))) != initial_ids[number]
+                }
+                returned_value = capture_result(
+                    result, argument_tensors, argument_contents, recorder.weights, device
+                )
+                recorder.note_results(tensors_in((result, argument_contents)))
+                del result, argument_contents, holders, arguments
+                recorder.end(excluded_storages=_hook_storages(module))
+                leftover_storages = recorder.live
         finally:
             self.interceptor.device = PLANNED
             recorder.close()
-        return recorder.record, result, kept
+        return recorder.record, returned_value, leftover_storages
 
 
-class _Beside:
-    """A listener of `sim` that notes tensors which hooks' callbacks make during a call as ones of the call. ``outer``: the listener
-    that is told of what was there before the call, or stays after it."""
+class _HookListener:
+    """A listener of `sim` that records tensors made by hooks' callbacks as part of the call.
+
+    ``outer``: the listener for storages from before the call and for those that outlive it.
+    """
 
     def __init__(self, recorder: Recorder, outer: Any) -> None:
         self.recorder, self.outer, self.live = recorder, outer, dict[int, int]()
@@ -283,101 +436,165 @@ class _Beside:
 
 
 @contextmanager
-def _beside(recorder: Recorder) -> Iterator[None]:
-    """A context in which tensors on `sim` are noted by ``recorder`` (see `_Beside`)."""
+def _record_hook_tensors(recorder: Recorder) -> Iterator[None]:
+    """A context in which ``recorder`` records tensors on `sim` (see `_HookListener`)."""
     machine = active.get()
     outer = machine.listener if machine is not None else None
     if outer is None:
         yield
         return
-    machine.listener = own = _Beside(recorder, outer)
+    machine.listener = hook_listener = _HookListener(recorder, outer)
     try:
         yield
     finally:
         machine.listener = outer
-        for key, nbytes in own.live.items():
+        for key, nbytes in hook_listener.live.items():
             recorder.freed(key)
             outer.allocated(key, nbytes)
 
 
 def stateful_hooks(module: nn.Module) -> list[Any]:
-    """The hooks of diffusers on ``module``, and on those inside it, that keep a state from call to call: its caches."""
+    """Return diffusers' hooks in ``module`` that keep a state between calls (caches)."""
     registries = (vars(child).get(DIFFUSERS_HOOKS) for child in module.modules())
     hooks = (hook for registry in registries for hook in getattr(registry, "hooks", {}).values())
     return [hook for hook in hooks if getattr(hook, "_is_stateful", False)]
 
 
-def _held_by_hooks(module: nn.Module) -> list[torch.UntypedStorage]:
-    """The storages on meta of the tensors in `stateful_hooks`."""
-    tensors = (tensor for tensor in found_in(stateful_hooks(module), torch.Tensor) if tensor.is_meta)
-    return [*{storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}.values()]
+def _hook_storages(module: nn.Module) -> list[torch.UntypedStorage]:
+    """Return the meta storages of the tensors in `stateful_hooks`."""
+    tensors = (
+        tensor for tensor in found_in(stateful_hooks(module), torch.Tensor) if tensor.is_meta
+    )
+    return [
+        *{
+            storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)
+        }.values()
+    ]
 
 
 def _holds_tensors(module: nn.Module) -> bool:
-    """Whether ``module`` or one inside it holds a tensor beside its weights."""
+    """Return whether ``module`` or a submodule has a tensor attribute that is not a weight."""
     tables = vars(nn.Module()).keys()
-    held = (value for child in module.modules() for key, value in vars(child).items() if key not in tables)
-    return any(next(found_in(value, torch.Tensor), None) is not None for value in held if type(value) not in PLAIN)
-
-
-def _with_state_before(call: Call, again: Call) -> Call:
-    """``call`` beside what the call before it left in the component and it replaces: what ``again``, the same call once more, keeps
-    too (frames that causal convolutions see in the next piece). Tables of positions are reused instead, so ``again`` keeps none."""
-    sizes = {event.key: event.nbytes for event in again.events if event.nbytes}
-    first = 1 + max((event.key for event in call.events), default=0)
-    before = [Event(first + number, sizes[key]) for number, key in enumerate(again.kept)]
-    shift = len(before)
-    return replace(
-        call,
-        events=[*before, *call.events, *(Event(event.key, 0) for event in before)],
-        products=[product._replace(event=product.event + shift) for product in call.products],
-        spans=[span._replace(begin=span.begin + shift, end=span.end + shift) for span in call.spans],
-        kept=[*call.kept, *(event.key for event in before)],
+    values = (
+        value
+        for child in module.modules()
+        for key, value in vars(child).items()
+        if key not in tables
+    )
+    return any(
+        next(found_in(value, torch.Tensor), None) is not None
+        for value in values
+        if type(value) not in PLAIN
     )
 
 
-def _in_every_precision(profile: ComponentProfile, graph: Graph, component: Component, module: nn.Module) -> ComponentProfile:
-    """``profile`` with the bytes of the blocks of ``component`` in every precision that ``graph`` allows.
+def _with_state_before(call: Call, repeated_call: Call) -> Call:
+    """Return ``call`` with the state that it replaces: tensors that the call before it left.
 
-    Which tensors stay in fp32 depends on the dtype in which the module is created. Where the files are quantized, the bytes
-    are those of the files.
+    ``repeated_call``: the same call once more. What it keeps too is replaced state, such as the
+    frames that causal convolutions see in the next piece. Position tables are reused instead, so
+    ``repeated_call`` keeps none of them.
     """
-    profiles = [profile, profile.layer_split] if profile.layer_split is not None else [profile]
-    sizes = [block_bytes_by_precision(module, of.groups, component.dtype, by_layer=of is not profile) for of in profiles]
+    sizes = {event.key: event.nbytes for event in repeated_call.events if event.nbytes}
+    first = 1 + max((event.key for event in call.events), default=0)
+    state_events = [
+        MemoryEvent(first + number, sizes[key])
+        for number, key in enumerate(repeated_call.persistent_keys)
+    ]
+    shift = len(state_events)
+    return replace(
+        call,
+        events=[
+            *state_events,
+            *call.events,
+            *(MemoryEvent(event.key, 0) for event in state_events),
+        ],
+        products=[product._replace(event=product.event + shift) for product in call.products],
+        spans=[
+            span._replace(begin=span.begin + shift, end=span.end + shift) for span in call.spans
+        ],
+        persistent_keys=[*call.persistent_keys, *(event.key for event in state_events)],
+    )
+
+
+def _in_every_precision(
+    block_profile: ComponentProfile, graph: Graph, component: Component, module: nn.Module
+) -> ComponentProfile:
+    """Return ``block_profile`` with block bytes in every precision of ``graph``.
+
+    Which tensors stay in fp32 depends on the dtype in which the module is created. Where the files
+    are quantized, the bytes are those of the files.
+    """
+    profiles = (
+        [block_profile, block_profile.layer_split]
+        if block_profile.layer_split is not None
+        else [block_profile]
+    )
+    block_bytes = [
+        block_bytes_by_precision(
+            module,
+            current_profile.groups,
+            component.dtype,
+            by_layer=current_profile is not block_profile,
+        )
+        for current_profile in profiles
+    ]
     layers = quantized_shapes(module, component.dtype)
-    stored: list[str] = []
+    stored_precisions: list[str] = []
     kinds: dict[str, tuple[str, int, tuple[int, int]]] = {}
     for precision in dict.fromkeys(component.precision):
         if precision in ("fp8", "gguf") and local_weights(component, precision) is not None:
-            held, content = held_meta_module(component, graph.trust, precision)
+            precision_module, content = held_meta_module(component, graph.trust, precision)
             if precision == "gguf":
-                rows = {name: held.get_parameter(name).shape[1] for name in layers if content.kind(name)}
-                kinds = {name: (content.kind(name), row_bytes, layers[name]) for name, row_bytes in rows.items()}
+                rows = {
+                    name: precision_module.get_parameter(name).shape[1]
+                    for name in layers
+                    if content.kind(name)
+                }
+                kinds = {
+                    name: (content.kind(name), row_bytes, layers[name])
+                    for name, row_bytes in rows.items()
+                }
             if precision not in as_stored(content, layers):
                 continue
-            stored.append(precision)
+            stored_precisions.append(precision)
         elif precision not in (component.dtype, *QUANTIZED):
-            held = meta_module(replace(component, dtype=precision), graph.trust)
+            precision_module = meta_module(replace(component, dtype=precision), graph.trust)
         else:
             continue
-        for of, found in zip(profiles, sizes, strict=True):
-            found[precision] = laid_out_bytes(held, of.groups, by_layer=of is not profile)
-    dequantized = widened(kinds, component.dtype)
+        for current_profile, bytes_by_precision in zip(profiles, block_bytes, strict=True):
+            bytes_by_precision[precision] = laid_out_bytes(
+                precision_module,
+                current_profile.groups,
+                by_layer=current_profile is not block_profile,
+            )
+    dequantized = dequantization_bytes(kinds, component.dtype)
     blocks, *split = (
-        replace(of, precisions=found, layers=layers, widened=dequantized, as_stored=tuple(stored))
-        for of, found in zip(profiles, sizes, strict=True)
+        replace(
+            current_profile,
+            precisions=bytes_by_precision,
+            layers=layers,
+            widened=dequantized,
+            as_stored=tuple(stored_precisions),
+        )
+        for current_profile, bytes_by_precision in zip(profiles, block_bytes, strict=True)
     )
     return replace(blocks, layer_split=split[0] if split else None)
 
 
 def _device_zeros(component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros on the device for a weight that the pipeline's own code reads: the code copies it there, which takes memory."""
+    """Return zeros on the device for a weight that the pipeline's own code reads.
+
+    The code copies the weight there, which takes memory.
+    """
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=PLANNED)
 
 
 def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` of the device on meta. A host tensor is cloned and stays on the host: copying it to the device takes memory
-    of its own."""
+    """Return ``tensor`` of the device on meta.
+
+    A host tensor is cloned and stays on the host: copying it to the device takes memory of its own.
+    """
     if tensor.device.type == "cpu":
         return tensor.clone()
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
@@ -392,4 +609,8 @@ def _signature(value: Any, host: str, texts: bool) -> Any:
         return tuple(_signature(item, host, texts) for item in value)
     if isinstance(value, (bool, int, type(None))) or (texts and isinstance(value, str)):
         return value
-    return (type(value), *(_signature(tensor, host, texts) for tensor in tensors_in(value))) if may_hold(value) else type(value)
+    return (
+        (type(value), *(_signature(tensor, host, texts) for tensor in tensors_in(value)))
+        if may_hold(value)
+        else type(value)
+    )

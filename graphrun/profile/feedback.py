@@ -1,25 +1,31 @@
-"""Stores what runs measured for later plans: activation bytes per phase and slot part, seconds per call and component.
+"""Store what runs measured for later plans: activation bytes and seconds.
 
-    planned peak    | weights | ring | values, live-in bytes | activation    |
-    measured peak   | weights | ring | values, live-in bytes | activation'   |
+Activation bytes are stored per phase and slot part, seconds per call and component.
 
-Everything but the activation is known exactly (except for blocks smaller than the largest of their group), so the difference
-of the peaks is the difference of the activations.
+    planned peak    | weights | ring buffer | values, inputs bytes | activation    |
+    measured peak   | weights | ring buffer | values, inputs bytes | activation'   |
 
-Of several runs the largest activation counts, and never less than the traced one: a plan counts every block with the bytes of
-its group's largest, so a run of many blocks takes less than planned, which is not due to the activation and does not hold for
-a plan that keeps few blocks. Seconds are taken from streamed blocks, group by group, and from calls of which no block was
-copied in the slot (a streamed call also waits for copies); the seconds of a call are divided among its blocks in proportion to
-their FLOPs. A stored figure is replaced when it changed by more than `TOLERANCE`, so that plans do not change with the noise
-of every run.
+Everything but the activation is known exactly (except for blocks smaller than the largest of their
+group). So the difference of the peaks is the difference of the activations.
 
-Measurements are keyed by the component and the shapes of its calls (`keep_shapes`), not by the graph:
+Activations: the largest of several runs counts, and at least the traced one. A plan counts every
+block with the bytes of its group's largest. A run of many blocks therefore takes less than planned.
+That is not due to the activation, and does not apply to a plan that keeps few blocks.
+
+Seconds are measured for streamed blocks, group by group, and for calls without block copies in the
+slot, since a streamed call also waits for copies. The seconds of a call are divided among its
+blocks in proportion to their FLOPs. A new figure replaces a stored one if they differ by more than
+`TOLERANCE`, so plans do not change with the noise of every run.
+
+Measurements are keyed by the component and the shapes of its calls (`store_measurement_keys`), not
+by the graph:
 
     seconds      device, versions, component (class, config, dtype), its distinct calls in the phase
-    activation   device, versions, components of the phase with their calls, and the activation that was traced there
+    activation   device, versions, components of the phase with their calls, traced activation
 
-Another graph with the same component at the same size has the same keys and uses the same measurements. If the dry run is no
-longer available, the keys are derived from the graph, and nothing is shared.
+Another graph with the same component at the same size has the same keys and uses the same
+measurements. If the dry run is no longer available, keys are derived from the graph, and nothing is
+shared.
 """
 
 from __future__ import annotations
@@ -44,61 +50,94 @@ from graphrun.trace import Trace
 TOLERANCE = 0.02
 PARTS = ("first_bytes", "steady_bytes")
 
-# Largest plausible ratio between measured and expected seconds, either way. Figures beyond it are not used.
+# Largest plausible ratio between measured and expected seconds, either way. Figures beyond it are
+# not used.
 PLAUSIBLE = 100.0
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
-    """The keys of a phase's measurements: of its ``activation``, and of the ``seconds`` of each component."""
+class MeasurementKeys:
+    """Keys of a phase's measurements: ``activation``, and component -> key of its ``seconds``."""
 
     activation: str
     seconds: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """What was measured of a phase. ``sizes``: its activation in bytes, in the first call and in later ones, by `PARTS`.
-    ``seconds``: of one call by component, of one block by ``component/group``."""
+class Measurements:
+    """Measurements of a phase.
+
+    ``sizes``: activation bytes in the first call and in later ones, by `PARTS`. ``seconds``: of one
+    call by component, of one block by ``component/group``.
+    """
 
     sizes: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def keep_shapes(graph: Graph, probed: DryRun, problem: Problem, store: Store) -> None:
-    """Store the measurement keys of ``problem``'s phases, for later use without the dry run. ``problem`` was made from ``probed``
-    without measurements."""
-    entries = probed.recording.entries()
-    found = {}
+def store_measurement_keys(graph: Graph, dry_run: DryRun, problem: Problem, store: Store) -> None:
+    """Store the measurement keys of ``problem``'s phases, for later use without the dry run.
+
+    ``problem`` was made from ``dry_run`` without measurements.
+    """
+    entries = dry_run.recording.entries()
+    keys_by_phase = {}
     for phase, (begin, end) in zip(problem.phases, phase_spans(entries), strict=True):
         calls = [call for _, call in entries[begin:end]]
-        digests = {use.component: _component_digest(graph.components[use.component], calls, problem.allow) for use in phase.uses}
-        activation = digest_of([_environment(problem), sorted(digests.values()), phase.first_bytes, phase.steady_bytes])
-        found[phase.name] = asdict(Keys(activation, {name: digest_of([_environment(problem), of]) for name, of in digests.items()}))
-    store.put("shapes", _graph_key(problem), found)
+        digests = {
+            use.component: _component_digest(graph.components[use.component], calls, problem.allow)
+            for use in phase.uses
+        }
+        activation = digest_of(
+            [_environment(problem), sorted(digests.values()), phase.first_bytes, phase.steady_bytes]
+        )
+        keys_by_phase[phase.name] = asdict(
+            MeasurementKeys(
+                activation,
+                {
+                    name: digest_of([_environment(problem), digest])
+                    for name, digest in digests.items()
+                },
+            )
+        )
+    store.put("shapes", _graph_key(problem), keys_by_phase)
 
 
-def _known_keys(problem: Problem, store: Store) -> dict[str, Keys]:
-    """By phase, the measurement keys stored for ``problem``'s graph and settings, else keys that only this graph with these
-    settings has."""
+def _measurement_keys(problem: Problem, store: Store) -> dict[str, MeasurementKeys]:
+    """Return the measurement keys of each phase: those stored for ``problem``, or derived ones.
+
+    Derived keys are unique to this graph with these settings.
+    """
     graph_key = _graph_key(problem)
     try:
-        stored = TypeAdapter(dict[str, Keys]).validate_python(store.get("shapes", graph_key))
+        stored_keys = TypeAdapter(dict[str, MeasurementKeys]).validate_python(
+            store.get("shapes", graph_key)
+        )
     except ValidationError:
-        stored = {}
-    return {phase.name: stored.get(phase.name) or _derived_keys([graph_key, phase.name], phase) for phase in problem.phases}
+        stored_keys = {}
+    return {
+        phase.name: stored_keys.get(phase.name) or _derived_keys([graph_key, phase.name], phase)
+        for phase in problem.phases
+    }
 
 
-def _derived_keys(base: list[str], phase: PhaseNumbers) -> Keys:
-    return Keys(digest_of(base), {use.component: digest_of([*base, use.component]) for use in phase.uses})
+def _derived_keys(base: list[str], phase: PhaseNumbers) -> MeasurementKeys:
+    return MeasurementKeys(
+        digest_of(base), {use.component: digest_of([*base, use.component]) for use in phase.uses}
+    )
 
 
 def _component_digest(component: Component, calls: Sequence[Call], allow: Collection[str]) -> str:
-    own = {id(call): call for call in calls if call.component == component.name}.values()
-    kinds = {digest_of(replace(call, component="").plain()) for call in own}  # a component's name depends on the graph
-    made_of = component.config if component.has_config else component.source
-    compiled = [component.compile] if component.is_compiled(allow) else []
-    return digest_of([component.class_path, made_of, component.dtype, sorted(kinds), *compiled])
+    component_calls = {
+        id(call): call for call in calls if call.component == component.name
+    }.values()
+    # The name is left out, since it depends on the graph.
+    kinds = {digest_of(replace(call, component="").plain()) for call in component_calls}
+    origin = component.config if component.has_config else component.source
+    compile_settings = [component.compile] if component.is_compiled(allow) else []
+    return digest_of(
+        [component.class_path, origin, component.dtype, sorted(kinds), *compile_settings]
+    )
 
 
 def _environment(problem: Problem) -> list[Any]:
@@ -106,43 +145,70 @@ def _environment(problem: Problem) -> list[Any]:
 
 
 def _graph_key(problem: Problem) -> str:
-    compiled = [of for of in problem.allow if of == "compile"]
-    return digest_of([_environment(problem), problem.graph_digest, problem.settings, *compiled])
+    permissions = [permission for permission in problem.allow if permission == "compile"]
+    return digest_of([_environment(problem), problem.graph_digest, problem.settings, *permissions])
 
 
 def remember(solution: Solution, trace: Trace, store: Store) -> None:
-    """Store what ``trace``, a run by ``solution``, measured, merged with the results of earlier runs."""
-    keys, earlier = _known_keys(solution.problem, store), measurements(solution.problem, store)
-    for name, new in measured_in(solution, trace).items():
-        before = earlier.get(name, Measured())
-        sizes = before.sizes | {part: max(nbytes, before.sizes.get(part, 0)) for part, nbytes in new.sizes.items()}
-        if sizes != before.sizes:
+    """Store the measurements of ``trace``, a run of ``solution``, merged with earlier ones."""
+    keys, measurements_by_phase = (
+        _measurement_keys(solution.problem, store),
+        measurements(solution.problem, store),
+    )
+    for name, new in measure_phases(solution, trace).items():
+        previous = measurements_by_phase.get(name, Measurements())
+        sizes = previous.sizes | {
+            part: max(nbytes, previous.sizes.get(part, 0)) for part, nbytes in new.sizes.items()
+        }
+        if sizes != previous.sizes:
             store.put("activation", keys[name].activation, sizes)
-        old = {of: before.seconds.get(of, 0.0) for of in new.seconds}
-        changed = {of: seconds for of, seconds in new.seconds.items() if abs(seconds - old[of]) > TOLERANCE * old[of]}
-        for component in {of.partition("/")[0] for of in changed}:
-            merged = {of: seconds for of, seconds in (before.seconds | changed).items() if of.partition("/")[0] == component}
-            found = {of.removeprefix(component): seconds for of, seconds in merged.items()}
-            store.put("seconds", keys[name].seconds[component], found)
+        old_seconds = {key: previous.seconds.get(key, 0.0) for key in new.seconds}
+        changed_seconds = {
+            key: seconds
+            for key, seconds in new.seconds.items()
+            if abs(seconds - old_seconds[key]) > TOLERANCE * old_seconds[key]
+        }
+        for component in {key.partition("/")[0] for key in changed_seconds}:
+            merged_seconds = {
+                key: seconds
+                for key, seconds in (previous.seconds | changed_seconds).items()
+                if key.partition("/")[0] == component
+            }
+            entry = {
+                key.removeprefix(component): seconds for key, seconds in merged_seconds.items()
+            }
+            store.put("seconds", keys[name].seconds[component], entry)
 
 
-def informed(problem: Problem, store: Store | None) -> Problem:
-    """``problem`` with measured figures in place of traced ones where there are any; these phases have basis ``measured``."""
-    earlier = measurements(problem, store) if store is not None else {}
-    phases = (_measured_phase(problem, phase, earlier[phase.name]) if phase.name in earlier else phase for phase in problem.phases)
-    return replace(problem, phases=tuple(phases)) if earlier else problem
+def with_measurements(problem: Problem, store: Store | None) -> Problem:
+    """Return ``problem`` with measured figures in place of traced ones where they exist.
 
-
-def measurements(problem: Problem, store: Store) -> dict[str, Measured]:
-    """The measurements stored for ``problem``'s phases, by phase.
-
-    They may come from any graph with the same components at the same shapes, on the same device with the same versions.
-    Entries that are not valid measurements are ignored.
+    Phases with measurements have basis ``measured``.
     """
-    found: dict[str, Measured] = {}
-    for phase, keys in zip(problem.phases, _known_keys(problem, store).values(), strict=True):
-        stored = _items(store.get("activation", keys.activation))
-        sizes = {part: nbytes for part, nbytes in stored if part in PARTS and type(nbytes) is int and nbytes >= 0}
+    measurements_by_phase = measurements(problem, store) if store is not None else {}
+    phases = (
+        _measured_phase(problem, phase, measurements_by_phase[phase.name])
+        if phase.name in measurements_by_phase
+        else phase
+        for phase in problem.phases
+    )
+    return replace(problem, phases=tuple(phases)) if measurements_by_phase else problem
+
+
+def measurements(problem: Problem, store: Store) -> dict[str, Measurements]:
+    """Return the measurements stored for ``problem``'s phases, by phase.
+
+    They may come from any graph with the same components at the same shapes, on the same device
+    with the same versions. Invalid entries are ignored.
+    """
+    measurements_by_phase: dict[str, Measurements] = {}
+    for phase, keys in zip(problem.phases, _measurement_keys(problem, store).values(), strict=True):
+        items = _items(store.get("activation", keys.activation))
+        sizes = {
+            part: nbytes
+            for part, nbytes in items
+            if part in PARTS and type(nbytes) is int and nbytes >= 0
+        }
         seconds = {
             f"{use.component}{part}": figure
             for use in phase.uses
@@ -150,96 +216,142 @@ def measurements(problem: Problem, store: Store) -> dict[str, Measured]:
             if part[:1] in ("", "/") and type(figure) is float and figure > 0
         }
         if sizes or seconds:
-            found[phase.name] = Measured(sizes, seconds)
-    return found
+            measurements_by_phase[phase.name] = Measurements(sizes, seconds)
+    return measurements_by_phase
 
 
 def _items(entry: Any) -> list[tuple[str, Any]]:
     return [*entry.items()] if isinstance(entry, dict) else []
 
 
-def measured_in(solution: Solution, trace: Trace) -> dict[str, Measured]:
-    """What ``trace`` measured, by phase, of the phases that ran as they were traced."""
-    problem, found = solution.problem, dict[str, Measured]()
-    comparable = _as_traced(solution)
-    for planned, slot in trace.beside(solution.simulation.slots):
-        if slot.part in ("first", "steady") and slot.phase in comparable:
-            activation = max(0, planned.activation_bytes + slot.peak_bytes - planned.peak_bytes)
-            found.setdefault(slot.phase, Measured()).sizes[f"{slot.part}_bytes"] = activation
+def measure_phases(solution: Solution, trace: Trace) -> dict[str, Measurements]:
+    """Return the measurements in ``trace``, by phase, for phases that ran as they were traced."""
+    problem, measured_phases = solution.problem, dict[str, Measurements]()
+    comparable_phases = _phases_as_traced(solution)
+    for planned_slot, measured_slot in trace.pairs_with(solution.simulation.slots):
+        if measured_slot.part in ("first", "steady") and measured_slot.phase in comparable_phases:
+            activation = max(
+                0,
+                planned_slot.activation_bytes + measured_slot.peak_bytes - planned_slot.peak_bytes,
+            )
+            measured_phases.setdefault(measured_slot.phase, Measurements()).sizes[
+                f"{measured_slot.part}_bytes"
+            ] = activation
     durations: dict[tuple[str, str], list[float]] = defaultdict(list)
-    groups = {(c.name, path): group.name for c in problem.components for group in c.groups for path in group.blocks}
+    groups = {
+        (c.name, path): group.name
+        for c in problem.components
+        for group in c.groups
+        for path in group.blocks
+    }
     for event in trace.events:
         slot_plan = solution.plan.slots[event.slot]
-        copied = {action.component for action in slot_plan.actions if isinstance(action, (Load, Stream))}
+        copied_components = {
+            action.component for action in slot_plan.actions if isinstance(action, (Load, Stream))
+        }
         name = event.component
         if event.kind == "block":
             if problem.component(name).granularity == "layers":
-                continue  # its layer groups are not those of its blocks
+                continue  # layer groups differ from block groups
             name = f"{name}/{groups[event.component, event.detail]}"
-        elif event.kind != "run" or name in copied:
+        elif event.kind != "run" or name in copied_components:
             continue
         durations[slot_plan.phase, name].append(event.end_seconds - event.start_seconds)
     for (phase, name), seconds in durations.items():
-        if phase in found and (median := statistics.median(seconds)) > 0:
-            found[phase].seconds[name] = median
-    return found
+        if phase in measured_phases and (median := statistics.median(seconds)) > 0:
+            measured_phases[phase].seconds[name] = median
+    return measured_phases
 
 
-def _as_traced(solution: Solution) -> set[str]:
-    """Names of the phases that ran as traced: without a stage option, on the device, each component in the precision of the
-    trace."""
-    problem, other = solution.problem, dict(solution.plan.options)
-    chosen = {component.name: component.variants[0] for component in solution.chosen.components}
-    changed = {
+def _phases_as_traced(solution: Solution) -> set[str]:
+    """Return the names of the phases that ran as traced.
+
+    Such phases have no stage option, and all components on the device in the precision of the
+    trace.
+    """
+    problem, options = solution.problem, dict(solution.plan.options)
+    variants = {component.name: component.variants[0] for component in solution.chosen.components}
+    changed_components = {
         component.name
         for component in problem.components
-        if (chosen[component.name].precision, chosen[component.name].device) != (component.variants[0].precision, "device")
+        if (variants[component.name].precision, variants[component.name].device)
+        != (component.variants[0].precision, "device")
     }
-    return {p.name for p in problem.phases if p.stage not in other and not changed & {use.component for use in p.uses}}
+    return {
+        p.name
+        for p in problem.phases
+        if p.stage not in options and not changed_components & {use.component for use in p.uses}
+    }
 
 
-def _measured_phase(problem: Problem, phase: PhaseNumbers, earlier: Measured) -> PhaseNumbers:
-    """What was measured beyond the traced bytes counts in every call of the phase's trace."""
-    first_bytes = max(phase.first_bytes, earlier.sizes.get("first_bytes", 0))
-    steady_bytes = max(phase.steady_bytes, earlier.sizes.get("steady_bytes", 0))
-    more = max(first_bytes - phase.first_bytes, steady_bytes - phase.steady_bytes)
+def _measured_phase(
+    problem: Problem, phase: PhaseNumbers, measurement: Measurements
+) -> PhaseNumbers:
+    """Return ``phase`` with measured figures.
+
+    Measured bytes beyond the traced ones are added to every call in the phase's trace.
+    """
+    first_bytes = max(phase.first_bytes, measurement.sizes.get("first_bytes", 0))
+    steady_bytes = max(phase.steady_bytes, measurement.sizes.get("steady_bytes", 0))
+    extra_bytes = max(first_bytes - phase.first_bytes, steady_bytes - phase.steady_bytes)
     return replace(
         phase,
-        uses=tuple(_measured_use(problem, use, earlier.seconds) for use in phase.uses),
+        uses=tuple(_measured_use(problem, use, measurement.seconds) for use in phase.uses),
         first_bytes=first_bytes,
         steady_bytes=steady_bytes,
-        trace=phase.trace.with_scratch({use.component: more for use in phase.uses}),
+        trace=phase.trace.with_scratch({use.component: extra_bytes for use in phase.uses}),
         basis="measured",
     )
 
 
-def _measured_use(problem: Problem, use: Use, earlier: Mapping[str, float]) -> Use:
-    """``use`` with its seconds scaled so that a call, or a block of a group, takes what was measured."""
+def _measured_use(problem: Problem, use: Use, measured_seconds: Mapping[str, float]) -> Use:
+    """Return ``use`` with seconds scaled to measured seconds, per call or per block of a group."""
     groups = problem.component(use.component).groups
     rows = zip(groups, use.group_calls, use.seconds, strict=True)
-    call_seconds = sum(len(group.blocks) * calls * seconds for group, calls, seconds in rows) / max(1, use.calls)
-    factors = [_ratio(earlier.get(use.component), call_seconds)] * len(groups)
+    call_seconds = sum(len(group.blocks) * calls * seconds for group, calls, seconds in rows) / max(
+        1, use.calls
+    )
+    factors = [_ratio(measured_seconds.get(use.component), call_seconds)] * len(groups)
     for number, group in enumerate(groups):
-        traced = [seconds for of, _, seconds in use.order if of == number] or [use.seconds[number]]
-        if (block_seconds := earlier.get(f"{use.component}/{group.name}")) is not None:
+        traced = [seconds for group_number, _, seconds in use.order if group_number == number] or [
+            use.seconds[number]
+        ]
+        if (block_seconds := measured_seconds.get(f"{use.component}/{group.name}")) is not None:
             factors[number] = _ratio(block_seconds, statistics.median(traced))
     if use.layers is not None:
         total = sum(seconds for _, _, seconds in use.order)
-        mean = sum(factors[number] * seconds for number, _, seconds in use.order) / max(total, 1e-12)
+        mean = sum(factors[number] * seconds for number, _, seconds in use.order) / max(
+            total, 1e-12
+        )
         layer_factors = [mean or factors[0]] * len(use.layers.seconds)
         use = replace(use, layers=_scaled(use.layers, layer_factors))
     return _scaled(use, factors)
 
 
 def _scaled(use: Use, factors: Sequence[float]) -> Use:
-    """``use`` with the seconds of each group multiplied by its factor."""
-    order = tuple((number, block, seconds * factors[number]) for number, block, seconds in use.order)
-    return replace(use, seconds=tuple(seconds * factor for seconds, factor in zip(use.seconds, factors, strict=True)), order=order)
+    """Return ``use`` with the seconds of each group multiplied by the group's factor."""
+    order = tuple(
+        (number, block, seconds * factors[number]) for number, block, seconds in use.order
+    )
+    return replace(
+        use,
+        seconds=tuple(
+            seconds * factor for seconds, factor in zip(use.seconds, factors, strict=True)
+        ),
+        order=order,
+    )
 
 
-def _ratio(measured: float | None, expected: float) -> float:
-    """The factor for expected seconds: 1 if nothing plausible was measured, or if the difference is only clock rounding."""
-    if measured is None or expected <= 0 or not 1 / PLAUSIBLE < measured / expected < PLAUSIBLE:
+def _ratio(measured_seconds: float | None, expected_seconds: float) -> float:
+    """Return the factor for expected seconds.
+
+    The factor is 1 if nothing plausible was measured, or if the difference is only clock rounding.
+    """
+    if (
+        measured_seconds is None
+        or expected_seconds <= 0
+        or not 1 / PLAUSIBLE < measured_seconds / expected_seconds < PLAUSIBLE
+    ):
         return 1.0
-    factor = measured / expected
+    factor = measured_seconds / expected_seconds
     return factor if abs(factor - 1) > 1e-6 else 1.0

@@ -1,28 +1,36 @@
-"""Built-in hardware descriptions (priors), and detection of this machine's CUDA device.
+"""Built-in hardware descriptions (data-sheet estimates), and detection of this machine's card.
 
-A prior is a card's data sheet (`SHEETS`) times the share that kernels reach of it (`SHARES`, `MEMORY_SHARE`), by class of kernel
-(`costs`). Data sheets: NVIDIA's architecture papers GA102, Ada and RTX Blackwell (dense tensor rates with fp32 accumulation),
-data sheets of V100, T4, A100, H100, H200, B200, A10, L4, L40S and RTX A6000, AMD's of MI300X. Laptops' rates are those of the
-highest power limit.
+An estimate is a card's data sheet (`SHEETS`) times the share that kernels reach of it (`SHARES`,
+`MEMORY_SHARE`), by class of kernel (`costs`). Data sheets: NVIDIA's architecture papers GA102, Ada
+and RTX Blackwell (dense tensor rates with fp32 accumulation), data sheets of V100, T4, A100, H100,
+H200, B200, A10, L4, L40S and RTX A6000, and AMD's of MI300X. Laptop rates are for the highest power
+limit.
 
-Shares are fitted by ``benchmarks/fit_costs.py`` on published seconds (``benchmarks/data/published.csv``), as are the constants so
-named in `costs`; errors of rows whose source was left out are in ``benchmarks/results/published.json``. V100 takes the shares of
-A100, B200 and MI300X those of H100. Exponentials: 16 per multiprocessor and clock (CUDA programming guide, throughput of native
-arithmetic instructions); softmax costs about three of them per score.
+Shares: fitted by ``benchmarks/fit_costs.py`` on published seconds
+(``benchmarks/data/published.csv``), like the constants marked "Fitted" in `costs`. Errors of rows
+whose source was left out of the fit are in ``benchmarks/results/published.json``. V100 uses the
+shares of A100; B200 and MI300X use those of H100. Exponentials: 16 per multiprocessor and clock
+(CUDA programming guide, throughput of native arithmetic instructions); softmax costs about three of
+them per score.
 
-Launches: from PyTorch's dispatch to the driver, a kernel takes the host about 5 us (2 to 9 us are measured for the driver's part);
-`sim` charges these (`DISPATCH_SECONDS`). `LAUNCH_SECONDS`, fitted to times of whole pipelines, has diffusers' Python code around an
-operator as well. On `sim` tools are compared, each of which has code of its own around an operator and a copy; it is not timed
-there, and a flat 17 us for it would charge a tool's hooks nothing, and its copies as much as an operator of diffusers.
+Launches: from PyTorch's dispatch to the driver, a kernel takes the host about 5 us (2 to 9 us are
+measured for the driver's part). `sim` charges this (`DISPATCH_SECONDS`). `LAUNCH_SECONDS`, fitted
+to times of whole pipelines, includes diffusers' Python code around an operator. On `sim`, tools are
+compared that each have code of their own around an operator and a copy, and `sim` does not time
+that code. A flat 17 us for it would charge nothing for a tool's hooks, and as much for its copies
+as for an operator of diffusers.
 
-Copies: pinned rates (GB/s) are what PCIe reaches: 3.0 x16 12, 4.0 x8 12, x16 25, 5.0 x8 25, x16 50 to 55. Pageable copies to the
-device reach `PAGEABLE_SHARE` of that. Copies to newly allocated pageable memory are bound by page faults (`FRESH_PAGES_RATE`). Both
-are fitted on diffusers' offload modes. Host-to-device copies fall to 11 to 16 GB/s on PCIe 4 while the other direction is in use
-(0.5 here). Submitting a copy takes 5 to 7 us, independent of its size (arXiv:2602.21548, 5.2); 7 here. Allocating host memory and
-locking its pages takes 0.2 to 0.4 s for a GB (rapidsai/dask-cuda, pull request 98 and issue 106); 0.2 here. Disk: safetensors
-through mmap 1.0 to 1.3 GB/s (1.2 here). A CUDA context takes 287 MB (lazy loading) to 667 MB (eager); the larger is used. A host
-computes 0.3 TFLOP/s in 16 bits (about what eight cores with AVX2 reach in fp32). cuBLAS workspace: 8.125 MiB, 32 MiB from compute
-capability 9.0.
+Copies: pinned rates (GB/s) are what PCIe reaches: 3.0 x16 12, 4.0 x8 12, x16 25, 5.0 x8 25, x16 50
+to 55. Pageable copies to the device reach `PAGEABLE_SHARE` of that. Page faults limit copies to
+newly allocated pageable memory (`FRESH_PAGES_RATE`). Both are fitted on diffusers' offload modes.
+Host-to-device copies fall to 11 to 16 GB/s on PCIe 4 while the other direction is in use (0.5
+here). Submitting a copy takes 5 to 7 us, independent of its size (arXiv:2602.21548, 5.2); 7 here.
+
+Host: allocating host memory and locking its pages takes 0.2 to 0.4 s per GB (rapidsai/dask-cuda,
+pull request 98 and issue 106); 0.2 here. Disk: safetensors through mmap 1.0 to 1.3 GB/s (1.2 here).
+A CUDA context takes 287 MB (lazy loading) to 667 MB (eager); the larger is used. A host computes
+0.3 TFLOP/s in 16 bits (about what eight cores with AVX2 reach in fp32). cuBLAS workspace: 8.125
+MiB, 32 MiB from compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -42,23 +50,26 @@ CONTEXT_BYTES = 667_000_000
 COPY_START_SECONDS = 7e-6
 DISPATCH_SECONDS = 5e-6
 PAGE_LOCK_SECONDS = 0.2e-9
-SMALL = 0.0005  # weights of graphs in small (flux-tiny, wan-tiny) over those of the models that they stand for
+# Weights of tiny graphs (flux-tiny, wan-tiny) over the weights of the models that they represent.
+SMALL = 0.0005
 DEFAULT = "rtx4090"
 
-LAUNCH_SECONDS = 21.8e-6  # of the host for one operator in eager PyTorch, with the Python code of diffusers around it
+# Host seconds for one operator in eager PyTorch, with the Python code of diffusers around it.
+LAUNCH_SECONDS = 21.8e-6
 WAVE_SECONDS = 8.7e-6
 MEMORY_SHARE = 0.874
 SOFTMAX_EXPONENTIALS = 2.68
 PAGEABLE_SHARE = 0.263
 FRESH_PAGES_RATE = 2.65e9
 
-# Without one of these, Linux has no card that torch.cuda could open (NVIDIA, WSL, ROCm), so torch is not imported to check.
+# Without one of these, Linux has no card that torch.cuda could open (NVIDIA, WSL, ROCm). torch is
+# then not imported for the check.
 DEVICE_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The part of a data sheet's rates that kernels reach: matrix products, attention, convolutions."""
+    """Shares of a data sheet's rates that kernels reach, by class of kernel."""
 
     matmul: float
     attention: float
@@ -71,15 +82,19 @@ SHARES = {
     "hopper": Shares(0.724, 0.675, 0.48),
     "geforce": Shares(0.977, 1.023, 0.849),
 }
-# Cards whose power limit (72, 70 and 150 W) is far below what their tensor cores would draw: the part of the sheet's clock that is
-# assumed to remain. No published row is of these.
+# Cards whose power limit (72, 70 and 150 W) is far below the draw of their tensor cores: the
+# assumed share of the sheet's clock. No published row is of these cards.
 THROTTLED = {"l4": 0.55, "t4": 0.6, "a10": 0.7}
 
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """What a data sheet says: GiB of memory; TFLOP/s of tensor cores in 16 bits (dense, fp32 accumulation) and of fp32;
-    multiprocessors; GB/s of memory; then what PCIe reaches in GB/s; architecture, and the kind of `SHARES`."""
+    """A data sheet.
+
+    ``gib``: GiB of memory. ``tensor``, ``fp32``: TFLOP/s of tensor cores in 16 bits (dense, fp32
+    accumulation) and of fp32. ``memory``: GB/s. ``pcie``: GB/s that PCIe reaches. ``shares``: the
+    kind of `SHARES`.
+    """
 
     gib: int
     tensor: float
@@ -128,18 +143,21 @@ HOPPER = ("h100", "h200")  # compute capability 9.0
 
 
 def _card(name: str, sheet: Sheet) -> Hardware:
-    """The prior of the card with this data sheet."""
-    tera, shares, kept = 1e12, SHARES[sheet.shares], THROTTLED.get(name, 1.0)
-    tensor, fp32 = kept * sheet.tensor * tera, kept * sheet.fp32 * tera
+    """Return the data-sheet estimate of a card."""
+    tera, shares, clock_share = 1e12, SHARES[sheet.shares], THROTTLED.get(name, 1.0)
+    tensor, fp32 = clock_share * sheet.tensor * tera, clock_share * sheet.fp32 * tera
     old = sheet.architecture in ("volta", "turing")
-    # FLOPs in fp32 per exponential: 64 lanes per multiprocessor on V100, T4 and A100, 128 on others, for 16 special function units
+    # FLOPs in fp32 per exponential: 64 lanes per multiprocessor on V100, T4 and A100, 128 on
+    # others, for 16 special function units
     per_exponential = 8 if old or sheet.architecture == "ampere" else 16
     return Hardware(
         name=name,
         device="cuda",
         capacity_bytes=sheet.gib * GIB,
         context_bytes=CONTEXT_BYTES,
-        workspace_bytes=32 * MIB if sheet.architecture in ("hopper", "blackwell") else 8 * MIB + 128 * KIB,
+        workspace_bytes=32 * MIB
+        if sheet.architecture in ("hopper", "blackwell")
+        else 8 * MIB + 128 * KIB,
         h2d_bytes_per_second=sheet.pcie * 1e9,
         pageable_bytes_per_second=PAGEABLE_SHARE * sheet.pcie * 1e9,
         d2h_bytes_per_second=sheet.pcie * 1e9,
@@ -169,21 +187,28 @@ def _card(name: str, sheet: Sheet) -> Hardware:
     )
 
 
-def priors() -> dict[str, Hardware]:
-    """The built-in devices by name. ``sim``, the simulated accelerator, has no context, no scratch and no caching allocator."""
+def data_sheet_estimates() -> dict[str, Hardware]:
+    """Return the built-in devices by name.
+
+    ``sim``, the simulated accelerator, has no context, no scratch and no caching allocator.
+    """
     return {name: _card(name, sheet) for name, sheet in SHEETS.items()} | {"sim": simulated()}
 
 
-PAGES = "sim:pages="  # begins the name of a simulated accelerator that counts in pages; the factor on their size follows
+# Prefix of the name of a simulated accelerator that counts in pages; the scale of pages follows.
+PAGES = "sim:pages="
 
 
 def simulated(page_scale: float | None = None) -> Hardware:
-    """The simulated accelerator: unlimited capacity, 1 GB/s in each direction, 100 GFLOP/s on its virtual clock.
+    """Return the simulated accelerator.
 
-    ``page_scale``: memory counts in the pages of PyTorch's allocator, their size times this; None: in bytes of tensors.
+    It has unlimited capacity, and on its virtual clock 1 GB/s in each direction and 100 GFLOP/s.
+    ``page_scale``: memory counts in pages of PyTorch's allocator, scaled by this factor; None: in
+    bytes of tensors.
 
-    Copies and launches start faster than on an rtx4090, so that they take a similar part of a run of a small graph. In the time of
-    a start, a card copies so many bytes; `sim` copies ``page_scale`` (None: `SMALL`) times as many, as its pages are smaller.
+    Copies and launches start faster than on an rtx4090, so that they take a similar share of a run
+    of a small graph. During the start time of a copy, a card copies a certain number of bytes;
+    `sim` copies ``page_scale`` (None: `SMALL`) times as many, as its pages are smaller.
     """
     h2d_bytes_per_second = 1e9
     scale = (page_scale or SMALL) * SHEETS["rtx4090"].pcie * 1e9 / h2d_bytes_per_second
@@ -207,19 +232,22 @@ def simulated(page_scale: float | None = None) -> Hardware:
         page_lock_seconds=PAGE_LOCK_SECONDS,
         caching_allocator=page_scale is not None,
         page_scale=page_scale or 1.0,
-        basis="declared",
+        basis="simulated",
     )
 
 
 def hardware(name: str, profiles: Mapping[str, Hardware] | None = None) -> Hardware:
-    """The device called ``name``, of ``profiles`` or a prior; ``sim:pages=FACTOR``: the simulated accelerator, counting in pages.
-    Raises InputError, with the most similar name, if there is none."""
+    """Return the device called ``name``, from ``profiles`` or the data-sheet estimates.
+
+    ``sim:pages=FACTOR``: the simulated accelerator, counting in pages. For an unknown name, raises
+    InputError with the most similar name.
+    """
     if name.startswith(PAGES):
         return simulated(_page_scale(name))
-    devices = {**(profiles or {}), **priors()}
+    devices = {**(profiles or {}), **data_sheet_estimates()}
     if name not in devices:
-        near = difflib.get_close_matches(name, devices, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        similar_names = difflib.get_close_matches(name, devices, 1)
+        hint = f"did you mean {similar_names[0]!r}? " if similar_names else ""
         raise InputError(f"hardware {name!r} is not known; {hint}known: {', '.join(devices)}")
     return devices[name]
 
@@ -229,14 +257,20 @@ def _page_scale(name: str) -> float:
         scale = float(name.removeprefix(PAGES))
     except ValueError:
         scale = 0.0
-    if not 1e-6 <= scale <= 1:  # smaller pages than of 512 bytes are rounded up to these
-        raise InputError(f"hardware {name!r}: write a factor from 0.000001 to 1 behind {PAGES}, such as {PAGES}0.0005")
+    if not 1e-6 <= scale <= 1:  # pages below 512 bytes are rounded up to 512
+        raise InputError(
+            f"hardware {name!r}: write a factor from 0.000001 to 1 behind {PAGES}, such as "
+            f"{PAGES}0.0005"
+        )
     return scale
 
 
-def found() -> Hardware | None:
-    """This machine's CUDA device: its own capacity, and the rates of the prior with the longest name that its name contains. None
-    without a device."""
+def detect_card() -> Hardware | None:
+    """Return this machine's CUDA device, or None.
+
+    It has its own capacity, and the rates of the data-sheet estimate with the longest name that the
+    device's name contains.
+    """
     if sys.platform == "linux" and not any(Path(node).exists() for node in DEVICE_NODES):
         return None
 
@@ -247,7 +281,7 @@ def found() -> Hardware | None:
     properties: Any = torch.cuda.get_device_properties(0)
     plain = properties.name.lower().replace(" ", "").replace("-", "")
     names = [name for name in SHEETS if name in plain]
-    base = priors()[max(names, key=len, default=DEFAULT)]
+    base = data_sheet_estimates()[max(names, key=len, default=DEFAULT)]
     workspace_bytes = 32 * MIB if properties.major >= 9 else base.workspace_bytes
     return replace(
         base,
@@ -258,30 +292,40 @@ def found() -> Hardware | None:
     )
 
 
-# What a desktop takes of the card that drives it: 0.5 GiB when idle, 1 GiB with a browser (docs/howto/fit-a-card.md has sources).
+# Memory that a desktop takes from the card that drives it: 1 GiB with a browser, 0.5 GiB when idle
+# (docs/howto/fit-a-card.md has sources).
 DESKTOP_BYTES = (GIB, GIB // 2)
-NEARLY_ALL = 0.9  # of a card's memory, from which on a budget leaves too little for a desktop
+NEARLY_ALL = 0.9  # a budget above this share of a card's memory leaves too little for a desktop
 
 
-def free_beside_a_desktop(hardware: Hardware, budget_bytes: int) -> tuple[int, int] | None:
-    """The least and the most bytes that a consumer card usually has free where it drives a desktop, for a budget of nearly all of
-    its memory. None for a smaller budget, and where the card is no consumer's or was measured."""
+def free_range_with_desktop(hardware: Hardware, budget_bytes: int) -> tuple[int, int] | None:
+    """Return the minimum and maximum bytes usually free on a consumer card that drives a desktop.
+
+    None if the budget is not nearly all of the card's memory, if the card is not a consumer card,
+    or if it was measured.
+    """
     consumer = hardware.name in SHEETS and hardware.name.startswith("rtx")
-    if not consumer or hardware.basis != "prior" or budget_bytes < NEARLY_ALL * hardware.capacity_bytes:
+    if (
+        not consumer
+        or hardware.basis != "data sheet"
+        or budget_bytes < NEARLY_ALL * hardware.capacity_bytes
+    ):
         return None
-    most, least = DESKTOP_BYTES
-    return hardware.capacity_bytes - most, hardware.capacity_bytes - least
+    maximum_bytes, minimum_bytes = DESKTOP_BYTES
+    return hardware.capacity_bytes - maximum_bytes, hardware.capacity_bytes - minimum_bytes
 
 
 def budget_of(free_bytes: int) -> int:
-    """The VRAM budget where none is given: what the card has free, less a twentieth for what other programs take later."""
+    """Return the default VRAM budget: free bytes less a twentieth for other programs."""
     return int(0.95 * free_bytes)
 
 
 def free_bytes() -> int | None:
-    """Bytes that this machine's CUDA device has free, down to whole 256 MiB, so that the next plan is for as many; None without a
-    device."""
-    if found() is None:
+    """Return the free bytes of this machine's CUDA device; None without a device.
+
+    Rounded down to whole 256 MiB, so that the next plan gets the same number.
+    """
+    if detect_card() is None:
         return None
 
     import torch

@@ -1,8 +1,10 @@
-"""Hardware profiles of measured devices, stored as files in the cache folder; found by name, or for this machine's device.
+"""Hardware profiles of measured devices, stored as files in the cache folder.
 
-    <cache>/profiles/<name>.json     {"hardware": {...}, "device": name of the card it was measured on, "figures": {...}, ...}
+    <cache>/profiles/<name>.json     {"hardware": {...}, "device": name of the measured card,
+                                     "figures": {...}, ...}
 
-A file that cannot be read as a profile is ignored. Measures nothing: see `calibrate`.
+A profile is found by its name, or for this machine's device. A file that cannot be read as a
+profile is ignored. Nothing is measured here: see `calibrate`.
 """
 
 from __future__ import annotations
@@ -23,20 +25,22 @@ from graphrun.profile import hardware as devices
 from graphrun.reading import read_json
 
 
-def kept(cache: Path | None) -> dict[str, Hardware]:
-    """All profiles by name, the most recently written first."""
+def stored_profiles(cache: Path | None) -> dict[str, Hardware]:
+    """Return all profiles by name, the most recently written first."""
     return {profile["hardware"].name: profile["hardware"] for profile in _profiles(cache)}
 
 
 def keep(cache: Path, hardware: Hardware, device: str, record: Mapping[str, Any]) -> Path:
     """Write a profile that was measured on the card called ``device``, and return its path.
 
-    Raises InputError for a name that is taken or not valid as a file name, or if the file cannot be written.
+    Raises InputError for a name that is taken or not valid as a file name, or if the file cannot be
+    written.
     """
     refuse_taken(hardware.name)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", hardware.name):
         raise InputError(
-            f"{hardware.name!r} is no valid profile name: use letters, digits, dots, dashes and underscores, at most 64"
+            f"{hardware.name!r} is no valid profile name: use letters, digits, dots, dashes "
+            "and underscores, at most 64"
         )
     path = cache / "profiles" / f"{hardware.name}.json"
     text = json.dumps({**record, "device": device, "hardware": asdict(hardware)}, indent=1) + "\n"
@@ -49,45 +53,63 @@ def keep(cache: Path, hardware: Hardware, device: str, record: Mapping[str, Any]
 
 
 def refuse_taken(name: str) -> None:
-    """Raises InputError if ``name`` is that of a prior (`hardware.priors`)."""
-    if name in devices.priors():
-        raise InputError(f"{name} is the name of a prior: choose another name with --name")
+    """Raise InputError if ``name`` is the name of a data-sheet estimate (`hardware`)."""
+    if name in devices.data_sheet_estimates():
+        raise InputError(f"{name} is the name of a built-in card: choose another name with --name")
 
 
 def hardware(name: str, cache: Path | None) -> Hardware:
-    """The profile called ``name``, else the prior. Raises InputError, with the most similar name, if there is neither."""
-    profiles_by_name = kept(cache)
-    return profiles_by_name[name] if name in profiles_by_name else devices.hardware(name, profiles_by_name)
+    """Return the profile called ``name``, else the data-sheet estimate.
+
+    If there is neither, raises InputError with the most similar name.
+    """
+    profiles_by_name = stored_profiles(cache)
+    return (
+        profiles_by_name[name]
+        if name in profiles_by_name
+        else devices.hardware(name, profiles_by_name)
+    )
 
 
-def found(cache: Path | None) -> Hardware | None:
-    """This machine's CUDA device: its most recent profile, else what `hardware.found` returns. None without a device."""
-    card = devices.found()
+def detect_card(cache: Path | None) -> Hardware | None:
+    """Return this machine's CUDA device, from its most recent profile if any, or None."""
+    card = devices.detect_card()
     if card is None:
         return None
     for profile in _profiles(cache):
-        measured: Hardware = profile["hardware"]
-        if profile["device"] == card.name and measured.device == "cuda" and measured.capacity_bytes == card.capacity_bytes:
-            return measured
+        profile_hardware: Hardware = profile["hardware"]
+        if (
+            profile["device"] == card.name
+            and profile_hardware.device == "cuda"
+            and profile_hardware.capacity_bytes == card.capacity_bytes
+        ):
+            return profile_hardware
     return card
 
 
 def _profiles(cache: Path | None) -> list[dict[str, Any]]:
-    """The contents of all valid profile files, the most recently written first."""
-    loaded: list[tuple[int, dict[str, Any]]] = []
+    """Return the contents of all valid profile files, the most recently written first."""
+    dated_profiles: list[tuple[int, dict[str, Any]]] = []
     for path in sorted((cache / "profiles").glob("*.json")) if cache is not None else []:
         try:
             data = read_json(path)
-            profile = {**data, "hardware": TypeAdapter(Hardware).validate_python(data["hardware"]), "device": str(data["device"])}
-            loaded.append((path.stat().st_mtime_ns, profile))
+            profile = {
+                **data,
+                "hardware": TypeAdapter(Hardware).validate_python(data["hardware"]),
+                "device": str(data["device"]),
+            }
+            dated_profiles.append((path.stat().st_mtime_ns, profile))
         except (InputError, OSError, TypeError, ValueError, KeyError):
             continue
-    return [profile for _, profile in reversed(sorted(loaded, key=lambda item: item[0]))]
+    return [profile for _, profile in reversed(sorted(dated_profiles, key=lambda item: item[0]))]
 
 
-def chosen(requested: str | Hardware | None, cache: Path | None) -> Hardware:
-    """The requested hardware: itself, or by name (a profile or a prior); for None the card of this machine, else the default
-    prior."""
+def resolve_hardware(requested: str | Hardware | None, cache: Path | None) -> Hardware:
+    """Return the requested hardware, or the hardware of this name.
+
+    The name is that of a profile or of a data-sheet estimate. None: the card of this machine, else
+    the default data-sheet estimate.
+    """
     if requested is None:
-        return found(cache) or devices.hardware(devices.DEFAULT)
+        return detect_card(cache) or devices.hardware(devices.DEFAULT)
     return hardware(requested, cache) if isinstance(requested, str) else requested

@@ -21,8 +21,11 @@ UNLIMITED_BYTES = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A cgroup's memory limit. ``path``: the file it is from. ``version``: of cgroups. ``nbytes``: the limit. ``used_bytes``:
-    memory in use without inactive file cache, which the kernel reclaims first."""
+    """A cgroup's memory limit.
+
+    ``path``: the file with the limit. ``version``: of cgroups. ``nbytes``: the limit.
+    ``used_bytes``: memory in use without inactive file cache, which the kernel reclaims first.
+    """
 
     path: str
     version: int
@@ -35,79 +38,110 @@ class Limit:
         return max(0, self.nbytes - self.used_bytes)
 
 
-def memory_limits(root: Path = CGROUP_ROOT, own: Path = MEMBERSHIP) -> tuple[Limit, ...]:
-    """The memory limits of this process's cgroup and of all its parents, v2 and v1, the smallest first.
+def memory_limits(root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) -> tuple[Limit, ...]:
+    """Return the memory limits of this process's cgroup and its parents, smallest first.
 
-    ``own``: the file that lists this process's groups as ``number:controllers:path``. A container may see its group's
-    files at ``root`` itself.
+    ``membership``: the file that lists this process's groups as ``number:controllers:path``. In a
+    container, the group's files may be at ``root`` itself.
     """
     groups: dict[int, tuple[str, ...]] = {2: ("/",), 1: ("/",)}
-    for line in _read(own).splitlines():
+    for line in _read(membership).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, name = rest.partition(":")
         if not controllers or "memory" in controllers.split(","):
             inner = Path(name.strip() or "/")
             groups[1 if controllers else 2] = tuple(str(group) for group in (inner, *inner.parents))
-    found = []
-    for number, folder, limit, used, inactive in (
+    limits = []
+    for number, folder, limit_file, usage_file, inactive_key in (
         (2, root, "memory.max", "memory.current", "inactive_file"),
-        (1, root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        (
+            1,
+            root / "memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
     ):
         for group in groups[number]:
             path = folder / group.lstrip("/")
-            text = _read(path / limit).strip()
+            text = _read(path / limit_file).strip()
             if text.isdigit() and int(text) < UNLIMITED_BYTES:
-                usage = _number(_read(path / used)) - _number(_read(path / "memory.stat"), inactive)
-                found.append(Limit(str(path / limit), number, int(text), max(0, usage)))
-    return tuple(sorted(found, key=lambda item: item.nbytes))
+                usage = _number(_read(path / usage_file)) - _number(
+                    _read(path / "memory.stat"), inactive_key
+                )
+                limits.append(Limit(str(path / limit_file), number, int(text), max(0, usage)))
+    return tuple(sorted(limits, key=lambda item: item.nbytes))
 
 
 def available_bytes(meminfo: Path = MEMINFO) -> int:
-    """Bytes that can be taken without swapping: the kernel's MemAvailable, or psutil's estimate where there is none.
+    """Return the bytes that can be taken without swapping.
 
-    MemTotal is not used: a virtual machine may start with less memory than it gets later, and other processes use a part of
-    it.
+    That is the kernel's MemAvailable, or psutil's estimate if there is none. MemTotal is not used:
+    a virtual machine may start with less memory than it gets later, and other processes use a part
+    of it.
     """
     return _number(_read(meminfo), "MemAvailable:") * 1024 or int(psutil.virtual_memory().available)
 
 
-def host_ram_bytes(root: Path = CGROUP_ROOT, own: Path = MEMBERSHIP, meminfo: Path = MEMINFO) -> int:
-    """The smaller of the machine's available memory and what this process's cgroups have left.
+def host_ram_bytes(
+    root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP, meminfo: Path = MEMINFO
+) -> int:
+    """Return the smaller of the machine's available memory and the rest of the cgroup limits.
 
-    Swap is not counted, and neither is what this process holds already.
+    Swap and memory that this process already uses are not counted.
     """
-    return min([available_bytes(meminfo), *(limit.left_bytes for limit in memory_limits(root, own))])
+    return min(
+        [available_bytes(meminfo), *(limit.left_bytes for limit in memory_limits(root, membership))]
+    )
 
 
-def total_ram_bytes(root: Path = CGROUP_ROOT, own: Path = MEMBERSHIP) -> int:
-    """The smaller of the machine's RAM and its cgroups' limits, including what is in use."""
-    return min([int(psutil.virtual_memory().total), *(limit.nbytes for limit in memory_limits(root, own))])
+def total_ram_bytes(root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) -> int:
+    """Return the smaller of the machine's RAM and its cgroups' limits, including memory in use."""
+    return min(
+        [
+            int(psutil.virtual_memory().total),
+            *(limit.nbytes for limit in memory_limits(root, membership)),
+        ]
+    )
 
 
-def ram_budget(ram: str | int, modules: Iterable[Any] = (), left_bytes: Callable[[], int] = host_ram_bytes) -> int:
-    """The host RAM budget in bytes for ``ram``: ``auto``, a size, or a share of ``auto``.
+def ram_budget(
+    ram: str | int, modules: Iterable[Any] = (), left_bytes: Callable[[], int] = host_ram_bytes
+) -> int:
+    """Return the host RAM budget in bytes for ``ram``: ``auto``, a size, or a share of ``auto``.
 
-    ``auto`` is the RAM left plus the weights of ``modules``, which are in memory already. The RAM left is rounded down by at
-    most 1/32, so that small changes of free memory give the same plans. Raises InputError for an invalid size.
+    ``auto`` is the RAM left plus the weights of ``modules``, which are already in memory. The RAM
+    left is rounded down by at most 1/32, so that small changes of free memory give the same plans.
+    Raises InputError for an invalid size.
     """
-    left = left_bytes()
-    step = 1 << max(0, left.bit_length() - 6)
-    auto_bytes = left // step * step + taken_bytes(modules)
+    free_bytes = left_bytes()
+    step = 1 << max(0, free_bytes.bit_length() - 6)
+    auto_bytes = free_bytes // step * step + taken_bytes(modules)
     return auto_bytes if ram == "auto" else parse_size(ram, whole_bytes=auto_bytes, name="ram")
 
 
 def taken_bytes(modules: Iterable[Any]) -> int:
-    """Bytes of host RAM that the weights of ``modules`` take, each storage counted once."""
-    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers()) if tensor.device.type == "cpu"]
+    """Return the host RAM of the weights of ``modules`` in bytes, each storage once."""
+    tensors = [
+        tensor
+        for module in modules
+        for tensor in (*module.parameters(), *module.buffers())
+        if tensor.device.type == "cpu"
+    ]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): int(storage.nbytes()) for storage in storages}.values())
 
 
 def _number(text: str, name: str = "") -> int:
-    """The first number in ``text``, or the one after ``name`` at the start of a line; 0 if there is none."""
+    """Return the first number in ``text``, or the one after ``name`` at the start of a line.
+
+    0 if there is none.
+    """
     rows = (line.split() for line in text.splitlines())
-    found = (row[1:] if name else row for row in rows if row and (not name or row[0] == name))
-    return next((int(row[0]) for row in found if row and row[0].isdigit()), 0)
+    matching_rows = (
+        row[1:] if name else row for row in rows if row and (not name or row[0] == name)
+    )
+    return next((int(row[0]) for row in matching_rows if row and row[0].isdigit()), 0)
 
 
 def _read(path: Path) -> str:

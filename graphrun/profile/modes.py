@@ -1,15 +1,20 @@
-"""What diffusers' own ways of placing a pipeline take: bytes on the device, bytes copied, seconds of a warm call.
+"""Estimate diffusers' own ways of placing a pipeline.
+
+An estimate has bytes on the device, bytes copied, and seconds of a warm call.
 
     resident     ``pipe.to("cuda")``
-    model        ``enable_model_cpu_offload()``: a component is copied to the device when it is called, and back when the next one
-                 in ``model_cpu_offload_seq`` is called, or at the end; from and to pageable memory, before computing goes on
-    sequential   ``enable_sequential_cpu_offload()``: every layer's tensors are copied from pageable memory before it computes
-    group        ``enable_group_offload(offload_type="block_level", use_stream=True)``: a block is copied while the one before it
-                 computes; tensors outside of blocks are copied from pageable memory before the component computes
+    model        ``enable_model_cpu_offload()``: a component is copied to the device when it is
+                 called, and back when the next one in ``model_cpu_offload_seq`` is called, or at
+                 the end. Copies use pageable memory, and computing waits for them.
+    sequential   ``enable_sequential_cpu_offload()``: every layer's tensors are copied from pageable
+                 memory before the layer computes.
+    group        ``enable_group_offload(offload_type="block_level", use_stream=True)``: a block is
+                 copied while the block before it computes. Tensors outside of blocks are copied
+                 from pageable memory before the component computes.
     leaf         the same with ``"leaf_level"``: layers in place of blocks
 
-In the last two, blocks lie in page-locked memory; with ``pinned=False`` in pageable memory. Hooks are those of accelerate 1.15 and
-diffusers 0.42.
+In group and leaf, blocks are in page-locked memory; with ``pinned=False`` in pageable memory. Hooks
+are those of accelerate 1.15 and diffusers 0.42.
 """
 
 from __future__ import annotations
@@ -34,14 +39,19 @@ from graphrun.profile.recording import Call, ComponentProfile, DryRun
 ModeName = Literal["resident", "model", "sequential", "group", "leaf"]
 MODES: tuple[ModeName, ...] = get_args(ModeName)
 
-# accelerate's hooks place every tensor of a layer by itself, in Python: seconds for each. Fitted (`hardware`).
+# Seconds per tensor: accelerate's hooks place every tensor of a layer separately, in Python. Fitted
+# (`hardware`).
 TENSOR_SECONDS = 0.569e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """A way of placing a pipeline: ``formats`` of other libraries by component, components that stay on the device (``keep``, as
-    ``exclude_modules``) or compute on the CPU (``cpu``), and whether group offloading's blocks are page-locked."""
+    """A way of placing a pipeline.
+
+    ``formats``: component -> format of another library. ``keep``: components that stay on the
+    device, as ``exclude_modules``. ``cpu``: components that compute on the CPU. ``pinned``: whether
+    blocks of group offloading are page-locked.
+    """
 
     name: ModeName = "resident"
     formats: Mapping[str, str] = field(default_factory=dict)
@@ -50,33 +60,58 @@ class Mode:
     pinned: bool = True
 
 
-def mode(
-    name: str, graph: Graph, formats: Mapping[str, str], keep: Iterable[str], cpu: Iterable[str], *, pinned: bool = True
+def parse_mode(
+    name: str,
+    graph: Graph,
+    formats: Mapping[str, str],
+    keep: Iterable[str],
+    cpu: Iterable[str],
+    *,
+    pinned: bool = True,
 ) -> Mode:
-    """The mode called ``name``. Raises InputError for an unknown one, and for components that ``graph`` does not have."""
+    """Return the mode called ``name``.
+
+    Raises InputError for an unknown mode, and for components that ``graph`` does not have.
+    """
     if name not in MODES:
-        raise InputError(f"mode {name!r} is not known{did_you_mean(name, MODES)}: it is one of {', '.join(MODES)}")
+        raise InputError(
+            f"mode {name!r} is not known{did_you_mean(name, MODES)}: it is one of "
+            f"{', '.join(MODES)}"
+        )
     for option, names in (("keep", strings(keep)), ("cpu", strings(cpu))):
         for component in names:
             if component not in graph.components:
-                raise InputError(f"{option} {component}: no such component{did_you_mean(component, graph.components)}")
+                raise InputError(
+                    f"{option} {component}: no such "
+                    f"component{did_you_mean(component, graph.components)}"
+                )
     return Mode(name, dict(formats), strings(keep), strings(cpu), pinned)
 
 
 def weight_bytes(graph: Graph, name: str, module: nn.Module, formats: Mapping[str, str]) -> int:
-    """Bytes that a component's weights are allocated with, in its first precision or in a format of another library."""
+    """Return the allocated bytes of a component's weights.
+
+    The weights are in the component's first precision, or in a format of another library.
+    """
     component = graph.components[name]
     sizes = weights_by_precision(module, component.dtype, allocated=True)
     if name not in formats:
         return sizes.get(component.precision[0], sizes[component.dtype])
-    weights = {id(layer.weight): layer.weight for layer in module.modules() if isinstance(layer, nn.Linear)}.values()
+    weights = {
+        id(layer.weight): layer.weight for layer in module.modules() if isinstance(layer, nn.Linear)
+    }.values()
     scales = FORMATS[formats[name]] * sum(weight.shape[0] for weight in weights)
-    return sizes[component.dtype] - sum(weight.nbytes - weight.numel() for weight in weights) + scales
+    return (
+        sizes[component.dtype] - sum(weight.nbytes - weight.numel() for weight in weights) + scales
+    )
 
 
 @dataclass(slots=True)
 class Estimate:
-    """Seconds by stage, bytes copied to the device and back, and for each call in order the bytes of weights on the device."""
+    """An estimate of a warm call: seconds by stage, copied bytes, weight bytes on the device.
+
+    ``on_device``: bytes of weights on the device for each call, in order.
+    """
 
     seconds: dict[str, float] = field(default_factory=dict)
     copied_in_bytes: float = 0
@@ -84,95 +119,136 @@ class Estimate:
     on_device: list[float] = field(default_factory=list)
 
 
-def estimated(graph: Graph, probed: DryRun, hardware: Hardware, chosen: Mode, weights: Mapping[str, int]) -> Estimate:
-    """A warm call of ``graph``'s pipeline, as recorded in ``probed``, with components of ``weights`` bytes placed as ``chosen``
-    says."""
-    return _Walk(graph, probed, hardware, chosen, weights).walked()
+def estimate_mode(
+    graph: Graph, dry_run: DryRun, hardware: Hardware, mode: Mode, weights: Mapping[str, int]
+) -> Estimate:
+    """Estimate a warm call of ``graph``'s pipeline, placed as in ``mode``.
+
+    ``weights``: component -> bytes.
+    """
+    return _Walk(graph, dry_run, hardware, mode, weights).walk()
 
 
 class _Walk:
-    """Walks through the calls of a recording with the state of the device."""
+    """Walk through the calls of a recording with the state of the device."""
 
-    def __init__(self, graph: Graph, probed: DryRun, hardware: Hardware, chosen: Mode, weights: Mapping[str, int]) -> None:
-        self.graph, self.probed, self.hardware, self.mode = graph, probed, hardware, chosen
-        self.weights = {name: nbytes for name, nbytes in weights.items() if name not in chosen.cpu}
+    def __init__(
+        self,
+        graph: Graph,
+        dry_run: DryRun,
+        hardware: Hardware,
+        mode: Mode,
+        weights: Mapping[str, int],
+    ) -> None:
+        self.graph, self.dry_run, self.hardware, self.mode = graph, dry_run, hardware, mode
+        self.weights = {name: nbytes for name, nbytes in weights.items() if name not in mode.cpu}
         pipeline = pipeline_class(graph.pipeline_called(""), graph.trust)
         order = str(getattr(pipeline, "model_cpu_offload_seq", None) or "").split("->")
-        chain = [name for name in order if name in self.weights and name not in chosen.keep]
-        self.before = dict(zip(chain[1:], chain, strict=False))  # component -> the one that leaves when it is called
-        self.loaded = dict.fromkeys(self.weights if chosen.name == "resident" else chosen.keep)
-        self.found = Estimate()
-        # by the id of a call, which a loop repeats
-        self._computing: dict[int, float] = {}
-        self._read: dict[int, tuple[list[float], float, float]] = {}
+        chain = [name for name in order if name in self.weights and name not in mode.keep]
+        # component -> component that leaves the device when this one is called
+        self.predecessors = dict(zip(chain[1:], chain, strict=False))
+        self.resident = dict.fromkeys(self.weights if mode.name == "resident" else mode.keep)
+        self.estimate = Estimate()
+        # By the id of a call, since a loop repeats calls.
+        self._call_seconds: dict[int, float] = {}
+        self._read_sizes: dict[int, tuple[list[float], float, float]] = {}
 
-    def walked(self) -> Estimate:
+    def walk(self) -> Estimate:
         seconds: dict[str, float] = defaultdict(float)
-        for stage, call in self.probed.recording.entries():
+        for stage, call in self.dry_run.recording.entries():
             seconds[stage] += self._call(call)
-        if self.mode.name == "model":  # the pipeline puts all of them back at its end
-            seconds[next(reversed(seconds))] += sum(self._moved_out(name) for name in self.loaded if name not in self.mode.keep)
-        self.found.seconds = dict(seconds)
-        return self.found
+        if self.mode.name == "model":  # the pipeline copies all back at its end
+            seconds[next(reversed(seconds))] += sum(
+                self._copy_out(name) for name in self.resident if name not in self.mode.keep
+            )
+        self.estimate.seconds = dict(seconds)
+        return self.estimate
 
     def _call(self, call: Call) -> float:
-        """Seconds of one call with its copies."""
+        """Return the seconds of one call with its copies."""
         name = call.component
-        resident = sum(self.weights[other] for other in self.loaded)
+        resident_bytes = sum(self.weights[other] for other in self.resident)
         if name in self.mode.cpu:
-            self.found.on_device.append(resident)
+            self.estimate.on_device.append(resident_bytes)
             return call.flops / self.hardware.cpu_flops_per_second
-        computing = self._compute_seconds(call)
-        if name in self.loaded and self.mode.name != "model":
-            self.found.on_device.append(resident)
-            return computing
+        compute_seconds = self._compute_seconds(call)
+        if name in self.resident and self.mode.name != "model":
+            self.estimate.on_device.append(resident_bytes)
+            return compute_seconds
         if self.mode.name == "model":
-            moved = 0.0
-            if (last := self.before.get(name)) in self.loaded and last is not None:
-                del self.loaded[last]
-                moved += self._moved_out(last)
-            if name not in self.loaded:
-                self.loaded[name] = None
-                moved += self._moved_in(self.weights[name], self.hardware.pageable_bytes_per_second)
-            self.found.on_device.append(sum(self.weights[other] for other in self.loaded))
-            return computing + moved
-        profile = self.probed.profiles[name]
-        split = profile.layer_split if self.mode.name != "group" and profile.layer_split is not None else profile
-        if id(call) not in self._read:
-            self._read[id(call)] = _touched(call, split, self.weights[name])
-        pieces, remainder, largest = self._read[id(call)]
+            copy_seconds = 0.0
+            if (
+                predecessor := self.predecessors.get(name)
+            ) in self.resident and predecessor is not None:
+                del self.resident[predecessor]
+                copy_seconds += self._copy_out(predecessor)
+            if name not in self.resident:
+                self.resident[name] = None
+                copy_seconds += self._copy_in(
+                    self.weights[name], self.hardware.pageable_bytes_per_second
+                )
+            self.estimate.on_device.append(sum(self.weights[other] for other in self.resident))
+            return compute_seconds + copy_seconds
+        profile = self.dry_run.profiles[name]
+        split = (
+            profile.layer_split
+            if self.mode.name != "group" and profile.layer_split is not None
+            else profile
+        )
+        if id(call) not in self._read_sizes:
+            self._read_sizes[id(call)] = _block_sizes_read(call, split, self.weights[name])
+        pieces, unblocked, largest = self._read_sizes[id(call)]
         if self.mode.name == "sequential":
-            self.found.on_device.append(resident + largest)
-            moved = self._moved_in(sum(pieces) + remainder, self.hardware.pageable_bytes_per_second)
-            return computing + moved + TENSOR_SECONDS * len(call.touched)
-        self.found.on_device.append(resident + (remainder if self.mode.name == "group" else 0) + 2 * largest)
-        rate = self.hardware.h2d_bytes_per_second if self.mode.pinned else self.hardware.pageable_bytes_per_second
-        moved = self._moved_in(sum(pieces), rate) + len(pieces) * self.hardware.copy_start_seconds
+            self.estimate.on_device.append(resident_bytes + largest)
+            copy_seconds = self._copy_in(
+                sum(pieces) + unblocked, self.hardware.pageable_bytes_per_second
+            )
+            return compute_seconds + copy_seconds + TENSOR_SECONDS * len(call.read_weights)
+        self.estimate.on_device.append(
+            resident_bytes + (unblocked if self.mode.name == "group" else 0) + 2 * largest
+        )
+        rate = (
+            self.hardware.h2d_bytes_per_second
+            if self.mode.pinned
+            else self.hardware.pageable_bytes_per_second
+        )
+        copy_seconds = (
+            self._copy_in(sum(pieces), rate) + len(pieces) * self.hardware.copy_start_seconds
+        )
         first = pieces[0] / rate if pieces else 0.0
-        return max(computing, moved) + first + self._moved_in(remainder, self.hardware.pageable_bytes_per_second)
+        return (
+            max(compute_seconds, copy_seconds)
+            + first
+            + self._copy_in(unblocked, self.hardware.pageable_bytes_per_second)
+        )
 
     def _compute_seconds(self, call: Call) -> float:
-        if id(call) not in self._computing:
+        if id(call) not in self._call_seconds:
             name = call.component
             precision = self.mode.formats.get(name, self.graph.components[name].precision[0])
-            shapes = self.probed.profiles[name].layers
+            shapes = self.dry_run.profiles[name].layers
             extra = extra_seconds(call, shapes, precision, self.hardware)
-            self._computing[id(call)] = sum(work_seconds(call, self.hardware)) + sum(extra.values())
-        return self._computing[id(call)]
+            self._call_seconds[id(call)] = sum(work_seconds(call, self.hardware)) + sum(
+                extra.values()
+            )
+        return self._call_seconds[id(call)]
 
-    def _moved_in(self, nbytes: float, rate: float) -> float:
-        self.found.copied_in_bytes += nbytes
+    def _copy_in(self, nbytes: float, rate: float) -> float:
+        self.estimate.copied_in_bytes += nbytes
         return nbytes / rate
 
-    def _moved_out(self, name: str) -> float:
-        self.found.copied_out_bytes += self.weights[name]
+    def _copy_out(self, name: str) -> float:
+        self.estimate.copied_out_bytes += self.weights[name]
         return self.weights[name] / self.hardware.d2h_pageable_bytes_per_second
 
 
-def _touched(call: Call, profile: ComponentProfile, weights: int) -> tuple[list[float], float, float]:
-    """Bytes of each block that ``call`` reads, in order; of the tensors outside of blocks; and of the largest block.
+def _block_sizes_read(
+    call: Call, profile: ComponentProfile, weights: int
+) -> tuple[list[float], float, float]:
+    """Return bytes of each block that ``call`` reads, of unblocked tensors, of the largest block.
 
-    Scaled so that all blocks together have ``weights`` bytes, which depend on the precision.
+    Sizes are scaled so that all blocks together have ``weights`` bytes, which depend on the
+    precision.
     """
     sizes: dict[str, int] = {}
     total = 0
@@ -180,15 +256,15 @@ def _touched(call: Call, profile: ComponentProfile, weights: int) -> tuple[list[
         sizes |= dict.fromkeys(group.blocks, nbytes)
         total += nbytes * len(group.blocks)
     share = weights / total if total else 0.0
-    owners = [_owner(name, sizes) for name in call.touched]
-    read = dict.fromkeys(path for path in owners if path)
-    remainder = sizes.get("", 0) * share if "" in owners else 0.0
-    pieces = [sizes[path] * share for path in read]
-    return pieces, remainder, max(pieces, default=0.0)
+    owners = [_owner(name, sizes) for name in call.read_weights]
+    read_blocks = dict.fromkeys(path for path in owners if path)
+    unblocked = sizes.get("", 0) * share if "" in owners else 0.0
+    pieces = [sizes[path] * share for path in read_blocks]
+    return pieces, unblocked, max(pieces, default=0.0)
 
 
 def _owner(name: str, paths: Mapping[str, int]) -> str:
-    """The path among ``paths`` of the block that holds the tensor ``name``; "" if there is none."""
+    """Return which of ``paths`` is the block with the tensor ``name``; "" if none is."""
     while name and name not in paths:
         name = name.rpartition(".")[0]
     return name

@@ -1,4 +1,4 @@
-"""The allocations of each phase of a dry run, as a problem keeps them (`PhaseTrace`)."""
+"""The allocations of each phase of a dry run, as a problem stores them (`PhaseTrace`)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 
 from graphrun.model.phase_trace import CALL, CallTrace, Item, PhaseTrace
 from graphrun.model.problem import Hardware
-from graphrun.profile.recording import Call, Event, Recording
+from graphrun.profile.recording import Call, MemoryEvent, Recording
 
 
 @dataclass(slots=True)
 class _Phase:
-    """A phase in the making. ``kinds``: id of a call -> its number in ``calls``."""
+    """A phase under construction. ``kinds``: id of a call -> its index in ``calls``."""
 
     calls: list[CallTrace] = field(default_factory=list)
     kinds: dict[int, int] = field(default_factory=dict)
@@ -21,17 +21,20 @@ class _Phase:
     steady: list[Item] = field(default_factory=list)
 
 
-def phase_traces_of(recording: Recording, spans: Sequence[tuple[int, int]], hardware: Hardware) -> list[PhaseTrace]:
-    """The trace of each phase. ``spans``: half-open ranges of ``recording.entries()``, one for each phase.
+def phase_traces_of(
+    recording: Recording, spans: Sequence[tuple[int, int]], hardware: Hardware
+) -> list[PhaseTrace]:
+    """Return the trace of each phase.
 
-    The first part ends where every component has been called and one is called again, as in `phase_memories_of`.
+    ``spans``: half-open ranges of ``recording.entries()``, one for each phase. The first part ends
+    when every component has been called and one is called again, as in `phase_memories_of`.
     """
     entries = recording.entries()
     starts = {begin: {call.component for _, call in entries[begin:end]} for begin, end in spans}
     phases = [_Phase()]
     part, position, not_entered = phases[0].prelude, 0, set[str]()
     for item in recording.items:
-        if isinstance(item, Event):
+        if isinstance(item, MemoryEvent):
             part.append((item.key, item.nbytes))
         elif isinstance(item, Call):
             if position in starts:
@@ -47,37 +50,58 @@ def phase_traces_of(recording: Recording, spans: Sequence[tuple[int, int]], hard
                 phase.calls.append(_call(item, hardware))
             part.append((phase.kinds[id(item)], CALL))
             position += 1
-    traces = [PhaseTrace(tuple(of.calls), tuple(of.first), tuple(of.steady), tuple(of.prelude)) for of in phases]
+    traces = [
+        PhaseTrace(
+            tuple(phase.calls), tuple(phase.first), tuple(phase.steady), tuple(phase.prelude)
+        )
+        for phase in phases
+    ]
     return traces if position else []
 
 
 def _call(call: Call, hardware: Hardware) -> CallTrace:
-    """``call`` as it allocates on ``hardware``: kernel scratch is a tensor that is released at once, or absent."""
+    """Return ``call`` as it allocates on ``hardware``.
+
+    Kernel scratch is a tensor that is released immediately, or is absent.
+    """
     events: list[Item] = []
     for number, (key, nbytes, scratch, spared_bytes) in enumerate(call.events, start=1):
         if not scratch:
             events.append((key, nbytes))
         elif hardware.convolution_scratch:
-            events += [(-number, nbytes - spared_bytes * hardware.spares_large_copies), (-number, 0)]
-    results = tuple(key for key in call.results if key not in call.kept)
-    return CallTrace(call.component, tuple(events), tuple(call.kept), results)
+            events += [
+                (-number, nbytes - spared_bytes * hardware.spares_large_copies),
+                (-number, 0),
+            ]
+    results = tuple(key for key in call.results if key not in call.persistent_keys)
+    return CallTrace(call.component, tuple(events), tuple(call.persistent_keys), results)
 
 
 def traces_of_option(traces: Sequence[PhaseTrace], names: Mapping[int, int]) -> list[PhaseTrace]:
-    """The traces of a stage's phases from the dry run with a stage option, to stand among those of the dry run without it.
+    """Return the traces of a stage's phases with a stage option, to use in the dry run without it.
 
-    ``names``: key of a storage of the stage's values -> its key in the dry run without the option. Up to the stage, both have equal
-    keys. Everything else that the stage allocates gets keys of its own, and is released at its end.
+    ``names``: key of a storage of the stage's values -> its key in the dry run without the option.
+    Keys are equal in both dry runs up to the stage. Everything else that the stage allocates gets
+    new keys, and is released at its end.
     """
-    own: dict[int, int] = {}
+    new_keys: dict[int, int] = {}
     renamed = []
     for trace in traces:
         parts = []
         for items in (trace.prelude, trace.first, trace.steady):
-            own |= {key: names.get(key, -1 - key) for key, nbytes in items if nbytes > 0}
-            parts.append(tuple((own.get(key, key) if nbytes != CALL else key, nbytes) for key, nbytes in items))
+            new_keys |= {key: names.get(key, -1 - key) for key, nbytes in items if nbytes > 0}
+            parts.append(
+                tuple(
+                    (new_keys.get(key, key) if nbytes != CALL else key, nbytes)
+                    for key, nbytes in items
+                )
+            )
         renamed.append(replace(trace, prelude=parts[0], first=parts[1], steady=parts[2]))
     last = renamed[-1]
-    left = tuple((key, 0) for key in sorted(own.values()) if key < 0)
-    renamed[-1] = replace(last, steady=last.steady + left) if last.steady else replace(last, first=last.first + left)
+    releases = tuple((key, 0) for key in sorted(new_keys.values()) if key < 0)
+    renamed[-1] = (
+        replace(last, steady=last.steady + releases)
+        if last.steady
+        else replace(last, first=last.first + releases)
+    )
     return renamed

@@ -1,4 +1,7 @@
-"""Turns a dry run into a `Problem` for one device: phases, activations, blocks, values and seconds, each with its basis."""
+"""Turn a dry run into a `Problem` for one device.
+
+The problem has phases, activations, blocks, values and seconds, each with its basis.
+"""
 
 from __future__ import annotations
 
@@ -18,32 +21,35 @@ from graphrun.model.directives import directed
 from graphrun.model.phase_trace import PhaseTrace
 from graphrun.model.problem import (
     ComponentNumbers,
+    ComponentPlacement,
     Directive,
     Granularity,
     Hardware,
-    Helper,
     PhaseNumbers,
-    Placement,
     Problem,
+    Secondary,
     StageOption,
     ValueNumbers,
 )
 from graphrun.modules.source_files import commits_of
-from graphrun.profile.phase_memory import glue_of, phase_memories_of
+from graphrun.profile.phase_memory import phase_memories_of, pipeline_code_of
 from graphrun.profile.phase_traces import phase_traces_of, traces_of_option
-from graphrun.profile.recording import Call, ComponentProfile, DryRun, Event, Recording
+from graphrun.profile.recording import Call, ComponentProfile, DryRun, MemoryEvent, Recording
 from graphrun.profile.uses import splittable_components, use_of
 from graphrun.profile.variants import variants_of
 from graphrun.units import round_up
 
-LONGEST_PATTERN = 6  # most calls in a pattern of alternating components
+LONGEST_PATTERN = 6  # maximum number of calls in a pattern of alternating components
 ALTERNATIONS = 3  # components that alternate at least this many times are one phase
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What a problem depends on besides graph, inputs and hardware: budgets in bytes (None: no limit), the number of runs in a
-    session, the output changes that are allowed, and further devices."""
+class ProblemLimits:
+    """What a problem depends on besides graph, inputs and hardware.
+
+    Budgets in bytes (None: no limit), the number of runs in a session, the allowed output changes,
+    and further devices.
+    """
 
     budget_bytes: int
     ram_bytes: int
@@ -51,38 +57,44 @@ class Limits:
     disk_bytes: int | None = None
     runs: int = 1
     allow: tuple[str, ...] = ()
-    helpers: tuple[Helper, ...] = ()
+    secondaries: tuple[Secondary, ...] = ()
 
     @property
     def backing_stores(self) -> tuple[str, ...]:
-        """The backing stores worth considering: pageable memory only where page-locked memory is limited."""
+        """Backing stores to consider: pageable memory only if pinned memory is limited."""
         return ("pinned", "disk") if self.pinned_bytes is None else ("pinned", "pageable", "disk")
 
 
 def problem_of(
     graph: Graph,
-    probed: DryRun,
+    dry_run: DryRun,
     hardware: Hardware,
-    limits: Limits,
+    limits: ProblemLimits,
     inputs: Mapping[str, Any],
     stage_options: Iterable[tuple[str, str, DryRun]] = (),
 ) -> Problem:
-    """The problem of running ``graph``, as recorded in ``probed``, on ``hardware`` within ``limits``.
+    """Return the problem of running ``graph``, as recorded in ``dry_run``, on ``hardware``.
 
-    ``stage_options``: (stage, option, dry run with it) for each stage option that a plan may choose. Raises InputError for
-    directives that cannot be obeyed.
+    ``stage_options``: (stage, option, dry run with it) for each stage option that a plan may
+    choose. Raises InputError for directives that cannot be obeyed.
     """
-    components = _components(graph, probed, hardware, limits)
-    phases, values = _phases(graph, probed, components, hardware, limits.allow)
+    components = _components(graph, dry_run, hardware, limits)
+    phases, values = _phases(graph, dry_run, components, hardware, limits.allow)
     options = []
     for stage, name, option_run in stage_options:
-        own = _option_phases(graph, stage, option_run, components, hardware, values, limits.allow)
-        if [replace(of, trace=PhaseTrace()) for of in own] != [
-            replace(of, trace=PhaseTrace()) for of in phases if of.stage == stage
+        option_phases = _option_phases(
+            graph, stage, option_run, components, hardware, values, limits.allow
+        )
+        if [replace(phase, trace=PhaseTrace()) for phase in option_phases] != [
+            replace(phase, trace=PhaseTrace()) for phase in phases if phase.stage == stage
         ]:
-            options.append(StageOption(stage, name, own, graph.stage(stage).operation.options[name]))
-    used = {use.component for phase in phases for use in phase.uses}
-    splittable = splittable_components((*phases, *(phase for option in options for phase in option.phases)))
+            options.append(
+                StageOption(stage, name, option_phases, graph.stage(stage).operation.options[name])
+            )
+    component_names = {use.component for phase in phases for use in phase.uses}
+    splittable = splittable_components(
+        (*phases, *(phase for option in options for phase in option.phases))
+    )
     problem = Problem(
         graph=graph.name,
         graph_digest=graph.digest,
@@ -90,7 +102,11 @@ def problem_of(
         hardware=hardware,
         budget_bytes=limits.budget_bytes,
         ram_bytes=limits.ram_bytes,
-        components=tuple(of if name in splittable else replace(of, layers=None) for name, of in components.items() if name in used),
+        components=tuple(
+            component if name in splittable else replace(component, layers=None)
+            for name, component in components.items()
+            if name in component_names
+        ),
         phases=phases,
         values=values,
         versions=tuple((name, version(name)) for name in ("torch", "diffusers", "transformers")),
@@ -101,73 +117,135 @@ def problem_of(
         precedence=precedence_of(graph),
         options=tuple(options),
         allow=tuple(sorted(limits.allow)),
-        helpers=limits.helpers,
-        commits=commits_of(graph.components[name] for name in sorted(used)),
+        secondaries=limits.secondaries,
+        commits=commits_of(graph.components[name] for name in sorted(component_names)),
     )
-    placements: tuple[Placement, ...] = ("keep", "exclude", "pin")
+    placements: tuple[ComponentPlacement, ...] = ("keep", "exclude", "pin")
     return directed(
-        problem, [Directive(placement, name) for placement in placements for name in getattr(graph.directives, placement)]
+        problem,
+        [
+            Directive(placement, name)
+            for placement in placements
+            for name in getattr(graph.directives, placement)
+        ],
     )
 
 
-def _components(graph: Graph, probed: DryRun, hardware: Hardware, limits: Limits) -> dict[str, ComponentNumbers]:
+def _components(
+    graph: Graph, dry_run: DryRun, hardware: Hardware, limits: ProblemLimits
+) -> dict[str, ComponentNumbers]:
     calls: dict[str, list[Call]] = defaultdict(list)
-    for call in {id(call): call for _, call in probed.recording.entries()}.values():
+    for call in {id(call): call for _, call in dry_run.recording.entries()}.values():
         calls[call.component].append(call)
 
     def numbers(name: str, profile: ComponentProfile, granularity: Granularity) -> ComponentNumbers:
         variants = variants_of(
-            graph.components[name], profile, calls[name], hardware, limits.backing_stores, limits.allow, granularity, limits.helpers
+            graph.components[name],
+            profile,
+            calls[name],
+            hardware,
+            limits.backing_stores,
+            limits.allow,
+            granularity,
+            limits.secondaries,
         )
         compiled = graph.components[name].is_compiled(limits.allow)
         if compiled and not any(group.streamable for group in profile.groups):
-            what = "has no repeated blocks, and a component is not compiled as a whole, since its weights are placed block by block"
-            raise InputError(f"components.{name}.compile: {name} {what}: leave it out", graph.components[name].where)
+            reason = (
+                "has no repeated blocks, and a component is not compiled as a whole, since its "
+                "weights are placed block by block"
+            )
+            raise InputError(
+                f"components.{name}.compile: {name} {reason}: leave it out",
+                graph.components[name].file_line,
+            )
         split = None if compiled else profile.layer_split
         layers = numbers(name, split, "layers") if split is not None else None
         layers = layers if layers is not None and layers.streamable else None
-        return ComponentNumbers(name, profile.parameters, profile.groups, variants, granularity=granularity, layers=layers)
+        return ComponentNumbers(
+            name,
+            profile.parameters,
+            profile.groups,
+            variants,
+            granularity=granularity,
+            layers=layers,
+        )
 
-    return {name: numbers(name, profile, "blocks") for name, profile in probed.profiles.items()}
+    return {name: numbers(name, profile, "blocks") for name, profile in dry_run.profiles.items()}
 
 
 def option_phases_of(graph: Graph, allow: Collection[str]) -> tuple[tuple[str, str], ...]:
-    """(stage, option) for each stage option that ``graph`` lists and that does not change the output or is in ``allow``."""
-    listed = [(stage.name, name, stage.operation.options[name]) for stage in graph.stages for name in stage.options]
-    return tuple((stage, name) for stage, name, needs in listed if not needs or needs in allow)
+    """Return (stage, option) for each stage option of ``graph`` that a plan may choose.
+
+    Such an option does not change the output, or its change is in ``allow``.
+    """
+    stage_options = [
+        (stage.name, name, stage.operation.options[name])
+        for stage in graph.stages
+        for name in stage.options
+    ]
+    return tuple(
+        (stage, name) for stage, name, needs in stage_options if not needs or needs in allow
+    )
 
 
 def _phases(
-    graph: Graph, probed: DryRun, components: Mapping[str, ComponentNumbers], hardware: Hardware, allow: Collection[str]
+    graph: Graph,
+    dry_run: DryRun,
+    components: Mapping[str, ComponentNumbers],
+    hardware: Hardware,
+    allow: Collection[str],
 ) -> tuple[tuple[PhaseNumbers, ...], tuple[ValueNumbers, ...]]:
-    entries = probed.recording.entries()
+    entries = dry_run.recording.entries()
     spans = phase_spans(entries)
     stages = [entries[begin][0] for begin, _ in spans]
-    values = _values(graph, probed.recording, stages)
-    memories = phase_memories_of(probed.recording, spans, hardware)
-    of = components.items()
-    elsewhere = {name for name, component in of if any(variant.device != "device" for variant in component.variants)}
-    on_helpers = {name for name, component in of if any(variant.helper for variant in component.variants)}
-    compiled = {name for name in components if graph.components[name].is_compiled(allow)}
-    glue = glue_of(probed.recording, spans, hardware) if elsewhere else [0] * len(spans)
-    traces = phase_traces_of(probed.recording, spans, hardware)
+    values = _values(graph, dry_run.recording, stages)
+    memories = phase_memories_of(dry_run.recording, spans, hardware)
+    component_items = components.items()
+    off_device_names = {
+        name
+        for name, component in component_items
+        if any(variant.device != "device" for variant in component.variants)
+    }
+    secondary_names = {
+        name
+        for name, component in component_items
+        if any(variant.secondary for variant in component.variants)
+    }
+    compiled_names = {name for name in components if graph.components[name].is_compiled(allow)}
+    pipeline_code = (
+        pipeline_code_of(dry_run.recording, spans, hardware)
+        if off_device_names
+        else [0] * len(spans)
+    )
+    traces = phase_traces_of(dry_run.recording, spans, hardware)
     phases = []
-    for number, (stage, (begin, end), memory) in enumerate(zip(stages, spans, memories, strict=True)):
+    for number, (stage, (begin, end), memory) in enumerate(
+        zip(stages, spans, memories, strict=True)
+    ):
         calls: dict[str, list[Call]] = defaultdict(list)
         for _, call in entries[begin:end]:
             calls[call.component].append(call)
-        value_bytes = sum(value.nbytes for value in values if value.first_phase <= number <= value.last_phase)
+        value_bytes = sum(
+            value.nbytes for value in values if value.first_phase <= number <= value.last_phase
+        )
         phase = PhaseNumbers(
             stage=stage,
             index=stages[:number].count(stage),
             uses=tuple(
-                use_of(components[name], made, hardware, crossing=name in on_helpers, compiled=name in compiled)
-                for name, made in calls.items()
+                use_of(
+                    components[name],
+                    component_calls,
+                    hardware,
+                    transfer=name in secondary_names,
+                    compiled=name in compiled_names,
+                )
+                for name, component_calls in calls.items()
             ),
-            live_in_bytes=max(0, memory.entry_bytes - value_bytes),
+            input_bytes=max(0, memory.entry_bytes - value_bytes),
             first_bytes=max(0, memory.first_bytes - memory.entry_bytes),
             steady_bytes=max(0, memory.steady_bytes - memory.entry_bytes),
-            glue_bytes=glue[number] if calls.keys() <= elsewhere else 0,
+            pipeline_code_bytes=pipeline_code[number] if calls.keys() <= off_device_names else 0,
             trace=traces[number],
         )
         phases.append(phase)
@@ -183,58 +261,98 @@ def _option_phases(
     values: Sequence[ValueNumbers],
     allow: Collection[str],
 ) -> tuple[PhaseNumbers, ...]:
-    """The phases of ``stage`` in a dry run with one of its options. ``values``: those of the dry run without it."""
-    phases, made = _phases(graph, option_run, components, hardware, allow)
-    own = [phase for phase in phases if phase.stage == stage]
+    """Return the phases of ``stage`` in a dry run with one of its options.
+
+    ``values``: the values of the dry run without the option.
+    """
+    phases, option_values = _phases(graph, option_run, components, hardware, allow)
+    stage_phases = [phase for phase in phases if phase.stage == stage]
     storages = {value.name: value.storages for value in values}
-    keys = [zip(value.storages, storages.get(value.name, ()), strict=False) for value in made if value.producer == stage]
-    traces = traces_of_option([phase.trace for phase in own], dict(chain.from_iterable(keys)))
-    return tuple(replace(phase, trace=trace) for phase, trace in zip(own, traces, strict=True))
+    keys = [
+        zip(value.storages, storages.get(value.name, ()), strict=False)
+        for value in option_values
+        if value.producer == stage
+    ]
+    traces = traces_of_option(
+        [phase.trace for phase in stage_phases], dict(chain.from_iterable(keys))
+    )
+    return tuple(
+        replace(phase, trace=trace) for phase, trace in zip(stage_phases, traces, strict=True)
+    )
 
 
 def precedence_of(graph: Graph) -> tuple[tuple[str, str], ...] | None:
-    """Pairs of stages of which the first must run before the second; None if only one order of the stages is possible."""
-    pairs = tuple((producer, stage.name) for stage in graph.stages for producer in graph.producers(stage.name))
+    """Return pairs of stages of which the first must run before the second.
+
+    None if only one order of the stages is possible.
+    """
+    pairs = tuple(
+        (producer, stage.name) for stage in graph.stages for producer in graph.producers(stage.name)
+    )
     names = [stage.name for stage in graph.stages]
     return None if all(pair in pairs for pair in pairwise(names)) else pairs
 
 
 def phase_spans(entries: Sequence[tuple[str, Call]]) -> list[tuple[int, int]]:
-    """Half-open ranges of ``entries``, one for each phase: consecutive calls of one component, or a loop that alternates
-    several."""
+    """Return half-open ranges of ``entries``, one for each phase.
+
+    A phase is a run of consecutive calls of one component, or a loop that alternates several.
+    """
     names = [(stage, call.component) for stage, call in entries]
     spans: list[tuple[int, int]] = []
     begin = 0
     while begin < len(names):
-        lengths = {period: _run_length(names, begin, period) for period in range(1, LONGEST_PATTERN + 1)}
-        end = begin + max(length for period, length in lengths.items() if period == 1 or length >= ALTERNATIONS * period)
+        lengths = {
+            period: _run_length(names, begin, period) for period in range(1, LONGEST_PATTERN + 1)
+        }
+        end = begin + max(
+            length
+            for period, length in lengths.items()
+            if period == 1 or length >= ALTERNATIONS * period
+        )
         spans.append((begin, end))
         begin = end
     return spans
 
 
 def _run_length(names: Sequence[Any], begin: int, period: int) -> int:
-    """How many entries, from ``begin`` on and within one stage, repeat their first ``period``."""
+    """Return how many entries from ``begin`` on repeat the first ``period``, within one stage."""
     end = begin + period
-    while end < len(names) and names[end] == names[end - period] and names[end][0] == names[begin][0]:
+    while (
+        end < len(names) and names[end] == names[end - period] and names[end][0] == names[begin][0]
+    ):
         end += 1
     return min(end, len(names)) - begin
 
 
 def _values(graph: Graph, recording: Recording, stages: Sequence[str]) -> tuple[ValueNumbers, ...]:
-    """The values that later stages consume. ``stages``: the stage of each phase."""
-    sizes = {item.key: round_up(item.nbytes, ROUND_BYTES) for item in recording.items if isinstance(item, Event) and item.nbytes}
+    """Return the values that later stages consume. ``stages``: the stage of each phase."""
+    sizes = {
+        item.key: round_up(item.nbytes, ROUND_BYTES)
+        for item in recording.items
+        if isinstance(item, MemoryEvent) and item.nbytes
+    }
     order = {stage.name: number for number, stage in enumerate(graph.stages)}
-    found = []
+    values = []
     for name, keys in recording.values.items():
         producer, output = name.split(".", 1)
-        wanted = Reference("stage", producer, output)
-        consumers = tuple(stage.name for stage in graph.stages if wanted in read_by(stage))
-        phases = [n for n, stage in enumerate(stages) if consumers and order[producer] < order[stage] <= order[consumers[-1]]]
+        reference = Reference("stage", producer, output)
+        consumers = tuple(stage.name for stage in graph.stages if reference in read_by(stage))
+        phases = [
+            n
+            for n, stage in enumerate(stages)
+            if consumers and order[producer] < order[stage] <= order[consumers[-1]]
+        ]
         if phases and keys:
-            found.append(
+            values.append(
                 ValueNumbers(
-                    name, sum(sizes[key] for key in keys), producer, consumers, phases[0], phases[-1], storages=tuple(sorted(keys))
+                    name,
+                    sum(sizes[key] for key in keys),
+                    producer,
+                    consumers,
+                    phases[0],
+                    phases[-1],
+                    storages=tuple(sorted(keys)),
                 )
             )
-    return tuple(found)
+    return tuple(values)

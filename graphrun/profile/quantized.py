@@ -1,15 +1,15 @@
-"""Bytes of a component's weights in each precision that a graph may allow, layer by layer, without quantizing anything.
+"""Bytes of a component's weights in each precision, layer by layer, without quantizing anything.
 
-The formulas are those of bitsandbytes 0.50, checked byte for byte against its layers quantized on a CPU:
+The formulas are those of bitsandbytes 0.50, checked byte for byte against its layers quantized on a
+CPU:
 
     int8   one byte per element; one fp32 scale per output feature
     nf4    half a byte per element; one fp32 maximum per 64 elements; the 16 values of the code
     fp8    one byte per element, no statistics
 
-For files that are quantized already (GGUF, fp8 with scales) there is no formula: the layers are created on meta, and their
-bytes are summed.
-
-Which layers are quantized is decided by `graphrun.modules.quantize`: linear layers only. Biases stay as they are.
+For files that are already quantized (GGUF, fp8 with scales) there is no formula: the layers are
+created on meta, and their bytes are summed. `graphrun.modules.quantize` decides which layers are
+quantized: linear layers only. Biases are not quantized.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from graphrun.profile.recorder import Recorder
 from graphrun.units import round_up
 
 PRECISIONS = ("float32", "bfloat16", "float16", "fp8", "int8", "nf4")
-BLOCK = 64  # elements to a maximum
+BLOCK = 64  # elements per maximum
 CODE_BYTES = 16 * 4
 
 
 def layer_tensors(outputs: int, inputs: int, precision: str) -> tuple[int, ...]:
-    """Bytes of each tensor that holds a linear layer's weight [outputs inputs] in fp8, int8 or nf4: elements, then statistics.
+    """Return the bytes of each tensor of a linear layer's weight in fp8, int8 or nf4.
 
-    ValueError for other precisions.
+    The weight is [outputs inputs]. The order is elements, then statistics. Raises ValueError for
+    other precisions.
     """
     count = outputs * inputs
     match precision:
@@ -49,82 +50,115 @@ def layer_tensors(outputs: int, inputs: int, precision: str) -> tuple[int, ...]:
     raise ValueError(f"{precision} is not a precision of quantized layers")
 
 
-def weights_by_precision(module: nn.Module, dtype: str, *, allocated: bool = False) -> dict[str, int]:
-    """Bytes of ``module``'s distinct tensors in each of `PRECISIONS`; ``dtype`` is the one the module was created in.
+def weights_by_precision(
+    module: nn.Module, dtype: str, *, allocated: bool = False
+) -> dict[str, int]:
+    """Return the bytes of ``module``'s distinct tensors in each of `PRECISIONS`.
 
-    Tensors of another dtype stay as they are in every precision: T5's ``wo`` in fp32, integer buffers, position tables.
-    ``allocated``: round each tensor up to the size of its allocation.
+    ``dtype``: the dtype that the module was created in. Tensors of another dtype are the same in
+    every precision: T5's ``wo`` in fp32, integer buffers, position tables. ``allocated``: round
+    each tensor up to the size of its allocation.
     """
     step = ROUND_BYTES if allocated else 1
     return {
-        precision: sum(round_up(nbytes, step) for held in tensors.values() for nbytes in held)
+        precision: sum(
+            round_up(nbytes, step) for tensor_sizes in tensors.values() for nbytes in tensor_sizes
+        )
         for precision, tensors in _tensor_bytes(module, dtype).items()
     }
 
 
 def _tensor_bytes(module: nn.Module, dtype: str) -> dict[str, dict[int, tuple[int, ...]]]:
-    """In each of `PRECISIONS`, for each distinct tensor of ``module``, by its `id`, the bytes of each tensor that holds it."""
-    own: torch.dtype = getattr(torch, dtype)
-    layers = {id(layer.weight): layer for layer in quantizable_layers(module, own).values()}
-    found: dict[str, dict[int, tuple[int, ...]]] = {}
+    """Return, in each precision, the bytes of the tensors that store each tensor of ``module``.
+
+    Tensors are distinct, by their `id`.
+    """
+    module_dtype: torch.dtype = getattr(torch, dtype)
+    layers = {
+        id(layer.weight): layer for layer in quantizable_layers(module, module_dtype).values()
+    }
+    bytes_by_precision: dict[str, dict[int, tuple[int, ...]]] = {}
     for precision in PRECISIONS:
         quantized = precision in QUANTIZED
-        wanted: torch.dtype = own if quantized else getattr(torch, precision)
-        found[precision] = {
+        target_dtype: torch.dtype = module_dtype if quantized else getattr(torch, precision)
+        bytes_by_precision[precision] = {
             id(tensor): layer_tensors(layer.out_features, layer.in_features, precision)
             if quantized and (layer := layers.get(id(tensor))) is not None
-            else (tensor.numel() * (wanted if tensor.dtype == own else tensor.dtype).itemsize,)
+            else (
+                tensor.numel()
+                * (target_dtype if tensor.dtype == module_dtype else tensor.dtype).itemsize,
+            )
             for tensor in (*module.parameters(), *module.buffers())
         }
-    return found
+    return bytes_by_precision
 
 
 def block_bytes_by_precision(
     module: nn.Module, groups: Sequence[BlockGroup], dtype: str, *, by_layer: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """In each of `PRECISIONS`, for each group, the bytes of its largest block in the layout of `graphrun.modules.blocks`.
+    """Return, in each of `PRECISIONS`, the bytes of each group's largest block.
 
-    Every tensor, including statistics, is at a multiple of `ALIGNMENT`; the block is rounded up to the size of its allocation.
+    The layout is that of `graphrun.modules.blocks`: every tensor, including statistics, is at a
+    multiple of `ALIGNMENT`, and the block is rounded up to the size of its allocation.
     """
-    layouts = lay_out(module, [path for group in groups for path in group.blocks], split_layers=by_layer)
+    layouts = lay_out(
+        module, [path for group in groups for path in group.blocks], split_layers=by_layer
+    )
 
-    def nbytes(path: str, held: Mapping[int, tuple[int, ...]]) -> int:
-        sizes = (nbytes for entry in layouts[path].entries for nbytes in held[id(entry.tensor)])
+    def nbytes(path: str, tensor_sizes: Mapping[int, tuple[int, ...]]) -> int:
+        sizes = (
+            nbytes for entry in layouts[path].entries for nbytes in tensor_sizes[id(entry.tensor)]
+        )
         return round_up(sum(round_up(size, ALIGNMENT) for size in sizes), ROUND_BYTES)
 
     return {
-        precision: tuple(max(nbytes(path, held) for path in group.blocks) for group in groups)
-        for precision, held in _tensor_bytes(module, dtype).items()
+        precision: tuple(
+            max(nbytes(path, tensor_sizes) for path in group.blocks) for group in groups
+        )
+        for precision, tensor_sizes in _tensor_bytes(module, dtype).items()
     }
 
 
-def laid_out_bytes(module: nn.Module, groups: Sequence[BlockGroup], *, by_layer: bool = False) -> tuple[int, ...]:
-    """For each group, the bytes of its largest block of ``module`` as it is."""
-    layouts = lay_out(module, [path for group in groups for path in group.blocks], split_layers=by_layer)
-    return tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in group.blocks) for group in groups)
+def laid_out_bytes(
+    module: nn.Module, groups: Sequence[BlockGroup], *, by_layer: bool = False
+) -> tuple[int, ...]:
+    """Return, for each group, the bytes of its largest block of ``module`` as it is."""
+    layouts = lay_out(
+        module, [path for group in groups for path in group.blocks], split_layers=by_layer
+    )
+    return tuple(
+        max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in group.blocks)
+        for group in groups
+    )
 
 
-def widened(kinds: Mapping[str, tuple[str, int, tuple[int, int]]], dtype: str) -> dict[str, tuple[int, int]]:
-    """By name, what dequantizing GGUF weights takes: (peak bytes before the weight exists in ``dtype``, bytes written, the
-    result included).
+def dequantization_bytes(
+    kinds: Mapping[str, tuple[str, int, tuple[int, int]]], dtype: str
+) -> dict[str, tuple[int, int]]:
+    """Return, by name, the memory to dequantize GGUF weights: (peak before, bytes written).
 
-    ``kinds``: (GGUF type, bytes of a row, (outputs, inputs)) of each weight. Traced on meta from diffusers' own functions,
-    which make half a dozen tensors of the weight's size.
+    ``kinds``: (GGUF type, bytes of a row, (outputs, inputs)) of each weight. ``dtype``: of the
+    dequantized weight, which is included in the bytes written. Traced on meta from diffusers' own
+    functions, which make half a dozen tensors of the weight's size.
     """
     by_shape: dict[tuple[str, int, tuple[int, int]], tuple[int, int]] = {}
-    own: torch.dtype = getattr(torch, dtype)
+    compute_dtype: torch.dtype = getattr(torch, dtype)
     for kind, row_bytes, (outputs, inputs) in set(kinds.values()):
-        layer = gguf_linear(nn.Linear(inputs, outputs, bias=False, device="meta"), own, kind, row_bytes)
+        layer = gguf_linear(
+            nn.Linear(inputs, outputs, bias=False, device="meta"), compute_dtype, kind, row_bytes
+        )
         recorder = Recorder(layer, ())
         with _disable_current_modes(), torch.no_grad(), recorder:
-            layer(torch.empty(1, inputs, dtype=own, device="meta"))
+            layer(torch.empty(1, inputs, dtype=compute_dtype, device="meta"))
         recorder.close()
-        written = sum(event.nbytes for event in recorder.record.events if not event.scratch)
-        by_shape[kind, row_bytes, (outputs, inputs)] = recorder.record.peak_bytes, written
-    return {name: by_shape[of] for name, of in kinds.items()}
+        written_bytes = sum(event.nbytes for event in recorder.record.events if not event.scratch)
+        by_shape[kind, row_bytes, (outputs, inputs)] = recorder.record.peak_bytes, written_bytes
+    return {name: by_shape[kind] for name, kind in kinds.items()}
 
 
 def quantized_shapes(module: nn.Module, dtype: str) -> dict[str, tuple[int, int]]:
-    """The weights of ``module`` that int8, nf4 and fp8 quantize: name -> (outputs, inputs)."""
+    """Return the weights that int8, nf4 and fp8 quantize: name -> (outputs, inputs)."""
     layers = quantizable_layers(module, getattr(torch, dtype))
-    return {f"{path}.weight": (layer.out_features, layer.in_features) for path, layer in layers.items()}
+    return {
+        f"{path}.weight": (layer.out_features, layer.in_features) for path, layer in layers.items()
+    }

@@ -1,14 +1,18 @@
-"""Records what one call into a component would allocate, read and compute. The call runs on the meta device, or where that is
-not possible on the CPU with real weights.
+"""Record what one call into a component would allocate, read and compute.
 
-`Recorder` sees every operator that PyTorch dispatches. Two operators allocate differently on meta than on a GPU:
+The call runs on the meta device. If that is impossible, it runs on the CPU with real weights.
+`Recorder` sees every operator that PyTorch dispatches. Two operators allocate differently on meta
+than on a GPU:
 
-    attention      on meta the math backend runs, which allocates the scores, S x S for S tokens. Fused kernels do not allocate
-                   them, so `FusedAttention` intercepts attention before dispatch. It records the output, and as scratch the fp32
-                   logsumexp that the fused kernels return.
-    convolution    on a GPU takes scratch that the dispatcher does not see: copies of its tensors in another memory layout.
+    attention      On meta the math backend runs and allocates the scores, S x S for S tokens.
+                   Fused kernels do not allocate them. `FusedAttention` intercepts attention before
+                   dispatch and records the output, and as scratch the fp32 logsumexp that the
+                   fused kernels return.
+    convolution    A GPU takes scratch that the dispatcher does not see: copies of the tensors in
+                   another memory layout.
 
-Scratch is memory that is allocated and freed within one operator. `graphrun.profile.corrections` has the amounts.
+Scratch is memory that is allocated and freed within one operator. Amounts:
+`graphrun.profile.corrections`.
 """
 
 from __future__ import annotations
@@ -35,66 +39,93 @@ from graphrun.profile.constants import ConstantValues, Storages
 from graphrun.profile.corrections import Convolution, attention_scratch, convolution_scratch
 from graphrun.profile.costs import tiles
 from graphrun.profile.meta_ops import META, on_meta
-from graphrun.profile.recording import Call, Event, Hop, Kernel, KernelClass, Product, Span
+from graphrun.profile.recording import (
+    Call,
+    Hop,
+    Kernel,
+    KernelClass,
+    LayerSpan,
+    MemoryEvent,
+    Product,
+)
 from graphrun.sim.casts import KIND, dtype_on
 from graphrun.sim.flops import launches_kernel
 from graphrun.units import round_up
 
 aten = torch.ops.aten
-FLASH_FEATURES = 256  # most features per head in FlashAttention 2 and cuDNN
+FLASH_FEATURES = 256  # maximum features per head in FlashAttention 2 and cuDNN
 MATRIX_PRODUCTS = (aten.mm.default, aten.addmm.default)
 
-# Operators of which `_host_value` may know the result: they copy values from the device to the host, or their output's size depends
-# on values.
-_HOST_READS = frozenset({aten._local_scalar_dense.default, aten._to_copy.default, aten.bincount.default})
+# Operators whose result `_host_value` may return: they copy values from the device to the host, or
+# their output's size depends on values.
+_HOST_READS = frozenset(
+    {aten._local_scalar_dense.default, aten._to_copy.default, aten.bincount.default}
+)
 
 # Operators that read as many elements of their first argument as they return.
 _GATHERS = frozenset({aten.embedding, aten.index, aten.index_select, aten.gather})
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that records the allocations and releases of storages, the weights read, and the kernels of each block.
+    """A dispatch mode that records allocations and releases of storages, weights read, and kernels.
 
-    ``record``: what was recorded so far.
+    ``module``: the component. ``blocks``: paths of its blocks. ``device``: meta, or the device on
+    which the call runs with real weights. ``record``: the recording so far.
 
-    Meta tensors have no values, so results that depend on values are fixed: ``item()`` returns True for a bool and 1 for a
-    number, ``nonzero`` returns as many rows as are possible, and a copy to the host returns zeros. Tensors with a constant value
-    (see `ConstantValues`) give that value. ``mask.all()`` is False: encoders drop a mask that is all ones, so this is the case
-    that takes more memory.
-
-    ``blocks``: paths of the blocks in ``module``. ``device``: meta, or the device on which the call runs with real weights.
+    Meta tensors have no values, so results that depend on values are fixed: ``item()`` returns True
+    for a bool and 1 for a number, ``nonzero`` returns as many rows as possible, and a copy to the
+    host returns zeros. Tensors with a constant value (`ConstantValues`) return that value.
+    ``mask.all()`` is False: encoders drop a mask that is all ones, so False is the case that takes
+    more memory.
     """
 
-    def __init__(self, module: nn.Module, blocks: Iterable[str], device: torch.device = META) -> None:
+    def __init__(
+        self, module: nn.Module, blocks: Iterable[str], device: torch.device = META
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.record = Call()
-        self._numbers: dict[Kernel, int] = {}  # of each kernel in ``record.kernels``
-        self._running = ""  # path of the layer that runs
+        self._kernel_numbers: dict[Kernel, int] = {}  # kernel -> its index in ``record.kernels``
+        self._current_layer = ""  # path of the layer that runs
         self._device_type = device.type
         self.constants = ConstantValues()
-        self._last_key = 0  # keys in events number the storages
-        self._beside: dict[int, int] = {}  # see `allocated`
-        # Below, ``cdata`` is the address of a storage's C++ object, by which it is recognized while it is alive.
+        self._last_key = 0  # storages are numbered by their keys in events
+        self._external_keys: dict[int, int] = {}  # key given to `allocated` -> key in events
+        # ``cdata``: the address of a storage's C++ object, which identifies a live storage.
         self._live: dict[int, tuple[int, Any]] = {}  # cdata -> (key, weak reference)
         self._stack = [""]  # paths of the blocks and layers that are running, innermost last
-        self._names: dict[int, str] = {}  # cdata of a weight -> its first name; tied weights have several
-        self._owners: dict[str, set[str]] = defaultdict(set)  # first name of a weight -> paths of the modules that have it
-        weights = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-        if self._device_type != "meta":  # weights may share a storage, so which are read is unknown: all are noted
-            self.record.touched |= {name for name, _ in weights}
-            self.record.outside |= set(layer_paths(module))
-        # Storages that exist before the call. Holding them keeps new storages from reusing their addresses.
+        # cdata of a weight -> its first name (tied weights have several).
+        self._names: dict[int, str] = {}
+        # first name of a weight -> paths of the modules that have it
+        self._owners: dict[str, set[str]] = defaultdict(set)
+        named_weights = (
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        )
+        # Weights may share a storage, so which ones are read is unknown: all count as read.
+        if self._device_type != "meta":
+            self.record.read_weights |= {name for name, _ in named_weights}
+            self.record.externally_read_layers |= set(layer_paths(module))
+        # Storages that exist before the call. Holding them keeps new storages from reusing their
+        # addresses.
         self._existing: dict[int, torch.UntypedStorage] = {}
-        self.ignore(tensor for _, tensor in weights)
-        for name, tensor in weights:
-            first = self._names.setdefault(tensor.untyped_storage()._cdata, name)
-            self._owners[first].add(name.rpartition(".")[0])
+        self.ignore(tensor for _, tensor in named_weights)
+        for name, tensor in named_weights:
+            first_name = self._names.setdefault(tensor.untyped_storage()._cdata, name)
+            self._owners[first_name].add(name.rpartition(".")[0])
         blocks = list(blocks)
         self._blocks = frozenset(blocks)
-        self._hooks = [hook for path in blocks for hook in self._watch(module.get_submodule(path), path)]
-        self._hooks += [hook for path in layer_paths(module) for hook in self._watch_layer(module.get_submodule(path), path)]
-        self._passed: dict[int, tuple[Any, int]] = {}  # by id, tensors that have a number in `Hop`: weak reference, number
-        self._passed_in: dict[int, set[int]] = defaultdict(set)  # cdata -> numbers of the tensors in that storage
+        self._hooks = [
+            hook for path in blocks for hook in self._watch(module.get_submodule(path), path)
+        ]
+        self._hooks += [
+            hook
+            for path in layer_paths(module)
+            for hook in self._watch_layer(module.get_submodule(path), path)
+        ]
+        # id of a tensor -> (weak reference, number in `Hop`).
+        self._hop_numbers: dict[int, tuple[Any, int]] = {}
+        # cdata -> numbers of the tensors in that storage
+        self._storage_numbers: dict[int, set[int]] = defaultdict(set)
         self._last_number = 0
         self._all_true = Storages()  # results of ``mask.all()`` or ``mask.sum() == mask.numel()``
         self._mask_sums = Storages()  # results of ``mask.sum()``
@@ -104,44 +135,69 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Addresses of the storages of the module's weights."""
         return self._names.keys()
 
-    def hold(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Records ``storages``, which are there before the call and may be released in it, as allocated at its start."""
+    def record_existing(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Record ``storages``, which exist before the call, as allocated at its start.
+
+        The call may release them.
+        """
         for storage in storages:
             self._note_storage(storage)
 
     def allocated(self, key: int, nbytes: int) -> None:
-        """Records a storage on the device that no operator of the call returns on meta; ``key`` names it for `freed`."""
+        """Record a device storage that no operator of the call returns on meta.
+
+        ``key`` identifies the storage for `freed`.
+        """
         self._last_key += 1
-        self._beside[key] = self._last_key
-        self.record.events.append(Event(self._last_key, nbytes))
+        self._external_keys[key] = self._last_key
+        self.record.events.append(MemoryEvent(self._last_key, nbytes))
 
     def freed(self, key: int) -> None:
-        self.record.events.append(Event(self._beside.pop(key), 0))
+        """Record the release of a storage from `allocated`."""
+        self.record.events.append(MemoryEvent(self._external_keys.pop(key), 0))
 
     def note_results(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Sets ``record.results``: of ``tensors``, the call's results, those with a storage that it allocated."""
-        found = (self._live.get(tensor.untyped_storage()._cdata) for tensor in tensors)
-        self.record.results = [*dict.fromkeys(live[0] for live in found if live is not None)]
+        """Set ``record.results``: keys of the results' storages that the call allocated.
 
-    def end(self, besides: Iterable[torch.UntypedStorage] = ()) -> None:
-        """Sets ``record.kept``. To be called when the call has returned and its results are released: what is still live then is
-        kept by the component, apart from ``besides``."""
-        others = {storage._cdata for storage in besides}
-        self.record.kept = [key for cdata, (key, _) in self._live.items() if cdata not in others]
+        ``tensors``: the results of the call.
+        """
+        entries = (self._live.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        self.record.results = [*dict.fromkeys(live[0] for live in entries if live is not None)]
+
+    def end(self, excluded_storages: Iterable[torch.UntypedStorage] = ()) -> None:
+        """Set ``record.persistent_keys``: keys of the storages that are still live.
+
+        Call this after the call has returned and its results are released: the component keeps what
+        is still live, except ``excluded_storages``.
+        """
+        excluded_addresses = {storage._cdata for storage in excluded_storages}
+        self.record.persistent_keys = [
+            key for cdata, (key, _) in self._live.items() if cdata not in excluded_addresses
+        ]
 
     @property
     def live(self) -> list[torch.UntypedStorage]:
-        """The storages that the call allocated and that are there now."""
-        return [storage for _, reference in self._live.values() if (storage := reference()) is not None]
+        """Live storages that the call allocated."""
+        return [
+            storage for _, reference in self._live.values() if (storage := reference()) is not None
+        ]
 
-    def ignore(self, tensors: Iterable[torch.Tensor], storages: Iterable[torch.UntypedStorage] = ()) -> None:
-        """Leaves out the storages of ``tensors``, the inputs or weights of the call, and ``storages``: they exist before it. Their
-        release is not recorded either."""
-        every = (*(tensor.untyped_storage() for tensor in tensors), *storages)
-        self._existing |= {storage._cdata: storage for storage in every}
+    def ignore(
+        self, tensors: Iterable[torch.Tensor], storages: Iterable[torch.UntypedStorage] = ()
+    ) -> None:
+        """Leave out storages that exist before the call, and their release.
+
+        ``tensors``: inputs or weights of the call, whose storages are left out. ``storages``:
+        further ones.
+        """
+        existing_storages = (*(tensor.untyped_storage() for tensor in tensors), *storages)
+        self._existing |= {storage._cdata: storage for storage in existing_storages}
 
     def close(self) -> None:
-        """Removes the hooks, and records the release of everything that is still live: outputs, and what the component keeps."""
+        """Remove the hooks, and record the release of everything that is still live.
+
+        Outputs and tensors that the component keeps are still live here.
+        """
         for hook in self._hooks:
             hook.remove()
         for cdata in list(self._live):
@@ -150,98 +206,151 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def section(self) -> Iterator[Call]:
-        """A context in which ``record`` is the section that it yields; at its end, ``record`` is extended by the section."""
-        whole, self.record = self.record, Call(kernels=self.record.kernels)
+        """Open a section: inside the context, ``record`` is the yielded section.
+
+        At the end, ``record`` is the outer record again, extended by the section.
+        """
+        outer_record, self.record = self.record, Call(kernels=self.record.kernels)
         self.record.work.append((self._stack[-1], []))
         try:
             yield self.record
         finally:
-            whole.extend(self.record)
-            self.record = whole
+            outer_record.extend(self.record)
+            self.record = outer_record
 
-    def repeatable(self, section: Call, outs: Sequence[torch.Tensor]) -> Call | None:
-        """``section`` for `replay`: without releases of storages from before it, and with the keys of ``outs`` as ``kept``.
+    def repeatable(self, section: Call, results: Sequence[torch.Tensor]) -> Call | None:
+        """Return ``section`` in the form that `replay` needs, or None if it cannot be replayed.
 
-        None if, of the storages allocated in it, other than those of ``outs`` are still live, or not one for each.
+        The returned section has no releases of older storages, and ``persistent_keys`` are the keys
+        of ``results``. None: the storages that the section allocated and that are still live are
+        not exactly one for each result.
         """
         allocated = {event.key for event in section.events if event.nbytes and not event.scratch}
         live = {cdata: key for cdata, (key, _) in self._live.items() if key in allocated}
-        kept = [live.get(out.untyped_storage()._cdata, 0) for out in outs]
-        if sorted(kept) != sorted(live.values()):
+        result_keys = [live.get(result.untyped_storage()._cdata, 0) for result in results]
+        if sorted(result_keys) != sorted(live.values()):
             return None
-        own = [event.scratch or event.key in allocated for event in section.events]
-        numbers = [0, *accumulate(own)]  # of each event, without those left out
-        products = [product._replace(event=numbers[product.event]) for product in section.products]
-        spans = [span._replace(begin=numbers[span.begin], end=numbers[span.end]) for span in section.spans]
-        return replace(section, events=[*compress(section.events, own)], products=products, spans=spans, kept=kept)
+        event_mask = [event.scratch or event.key in allocated for event in section.events]
+        event_numbers = [0, *accumulate(event_mask)]  # new index of each event
+        products = [
+            product._replace(event=event_numbers[product.event]) for product in section.products
+        ]
+        spans = [
+            span._replace(begin=event_numbers[span.begin], end=event_numbers[span.end])
+            for span in section.spans
+        ]
+        return replace(
+            section,
+            events=[*compress(section.events, event_mask)],
+            products=products,
+            spans=spans,
+            persistent_keys=result_keys,
+        )
 
-    def replay(self, section: Call, outs: Sequence[torch.Tensor], numbers: Mapping[int, int], since: int) -> None:
-        """Records a `repeatable` section once more. ``outs``: new tensors, not yet recorded, in the place of its results.
-        ``numbers``: of the tensors that it gets and gives, by those in ``section``; ``since``: the last one before it."""
+    def replay(
+        self,
+        section: Call,
+        results: Sequence[torch.Tensor],
+        numbers: Mapping[int, int],
+        base_number: int,
+    ) -> None:
+        """Record a `repeatable` section again.
+
+        ``results``: new tensors, not yet recorded, in place of the section's results. ``numbers``:
+        tensor number in ``section`` -> number of the tensor that replaces it, for arguments and
+        results. ``base_number``: the last tensor number before the section.
+        """
         allocated = [event.key for event in section.events if event.nbytes and not event.scratch]
-        shift = self._last_key + 1 - allocated[0] if allocated else 0  # keys are numbered in the order of allocation
+        # Keys are numbered in the order of allocation.
+        shift = self._last_key + 1 - allocated[0] if allocated else 0
         self._last_key += len(allocated)
-        events = [event if event.scratch else event._replace(key=event.key + shift) for event in section.events]
-        new = {number for hop in section.hops for number, _ in hop.tensors if abs(number) > since}
-        inside = sorted(new - numbers.keys(), key=abs)
-        later = {number: self._new_number() * (1 if number > 0 else -1) for number in inside} | dict(numbers)
-        hops = [hop.numbered(lambda number: later.get(number, number)) for hop in section.hops]
+        events = [
+            event if event.scratch else event._replace(key=event.key + shift)
+            for event in section.events
+        ]
+        section_numbers = {
+            number for hop in section.hops for number, _ in hop.tensors if abs(number) > base_number
+        }
+        internal_numbers = sorted(section_numbers - numbers.keys(), key=abs)
+        new_numbers = {
+            number: self._new_number() * (1 if number > 0 else -1) for number in internal_numbers
+        } | dict(numbers)
+        hops = [
+            hop.numbered(lambda number: new_numbers.get(number, number)) for hop in section.hops
+        ]
         self.record.extend(replace(section, events=events, hops=hops))
-        for key, out in zip(section.kept, outs, strict=True):
-            self._track(out.untyped_storage(), key + shift)
-        for name in section.touched:
-            self._note_loose(self._owners[name], section.entered)
+        for key, result in zip(section.persistent_keys, results, strict=True):
+            self._track(result.untyped_storage(), key + shift)
+        for name in section.read_weights:
+            self._note_loose(self._owners[name], section.entered_blocks)
 
     def scratch(self, nbytes: int, spared_bytes: int = 0) -> None:
-        """Records ``nbytes`` of scratch. GPUs that avoid large copies (`Hardware.spares_large_copies`) need ``spared_bytes``
-        less."""
+        """Record ``nbytes`` of scratch.
+
+        GPUs that avoid large copies (`Hardware.spares_large_copies`) need ``spared_bytes`` less.
+        """
         if nbytes:
-            self.record.events.append(Event(0, nbytes, True, spared_bytes))
+            self.record.events.append(MemoryEvent(0, nbytes, True, spared_bytes))
 
     def _watch(self, block: nn.Module, path: str) -> tuple[Any, Any]:
-        """Hooks that record when the block at ``path`` runs."""
+        """Register hooks that record when the block at ``path`` runs."""
 
         def begin(_: Any, args: Any, kwargs: Any) -> None:
             self._note_hop("gets", path, (args, kwargs))
             self._stack.append(path)
-            self.record.entered.append(path)
-            # An entry even for a block without kernels, since the order of blocks matters.
+            self.record.entered_blocks.append(path)
+            # A block without kernels gets an entry too, since the order of blocks matters.
             self.record.work.append((path, []))
 
         def end(_: Any, __: Any, results: Any) -> None:
             self._stack.pop()
             self._note_hop("gives", path, results)
 
-        return block.register_forward_pre_hook(begin, with_kwargs=True), block.register_forward_hook(end)
+        return block.register_forward_pre_hook(
+            begin, with_kwargs=True
+        ), block.register_forward_hook(end)
 
     def returns(self, value: Any) -> None:
-        """To be called with what the call returns, while that is alive."""
+        """Record the tensors that the call returns, while they are alive."""
         self._note_hop("gives", "", value)
 
     def _note_hop(self, kind: Literal["gets", "gives"], path: str, value: Any) -> None:
-        found = {id(tensor): tensor for tensor in tensors_in(value) if self.number_of(tensor)}
-        if kind == "gives" and not path:  # also as views
-            numbers = {n: tensor.nbytes for tensor in found.values() for n in self._numbers_in(tensor)}
+        tensors = {id(tensor): tensor for tensor in tensors_in(value) if self.number_of(tensor)}
+        if kind == "gives" and not path:  # views of the results count too
+            numbers = {
+                number: tensor.nbytes
+                for tensor in tensors.values()
+                for number in self._numbers_in(tensor)
+            }
             self.record.hops.append(Hop(kind, path, tuple(sorted(numbers.items()))))
         else:
-            self.record.hops.append(Hop(kind, path, tuple((self.number_of(of), of.nbytes) for of in found.values())))
+            self.record.hops.append(
+                Hop(
+                    kind,
+                    path,
+                    tuple((self.number_of(tensor), tensor.nbytes) for tensor in tensors.values()),
+                )
+            )
 
     def number_of(self, tensor: torch.Tensor) -> int:
-        """The number of ``tensor`` in `Hop`, a new one if it has none yet; 0 for one that is empty or on the host."""
+        """Return the number of ``tensor`` in `Hop`, a new one if it has none yet.
+
+        0 for a tensor that is empty or on the host.
+        """
         if tensor.device.type != self._device_type or not tensor.nbytes:
             return 0
-        known = self._passed.get(id(tensor))
-        if known is not None and known[0]() is tensor:
-            return known[1]
+        entry = self._hop_numbers.get(id(tensor))
+        if entry is not None and entry[0]() is tensor:
+            return entry[1]
         cdata = tensor.untyped_storage()._cdata
         number = self._new_number() * (-1 if cdata in self._existing else 1)
-        self._passed[id(tensor)] = weakref.ref(tensor), number
-        self._passed_in[cdata].add(number)
+        self._hop_numbers[id(tensor)] = weakref.ref(tensor), number
+        self._storage_numbers[cdata].add(number)
         return number
 
     @property
     def last_number(self) -> int:
-        """The largest number of a tensor so far, without its sign."""
+        """The largest tensor number so far, without its sign."""
         return self._last_number
 
     def _new_number(self) -> int:
@@ -249,112 +358,178 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._last_number
 
     def _numbers_in(self, tensor: torch.Tensor) -> Collection[int]:
-        return self._passed_in.get(tensor.untyped_storage()._cdata, ())
+        return self._storage_numbers.get(tensor.untyped_storage()._cdata, ())
 
     def _note_access(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Records which of the numbered tensors ``func`` reads, and writes."""
-        read = {number for tensor in _tensors(args) for number in self._numbers_in(tensor)}
-        last = self.record.hops[-1] if self.record.hops else None
-        if last is None or last.kind != "reads" or not read <= {number for number, _ in last.tensors}:
-            self.record.hops.append(Hop("reads", "", tuple((number, 0) for number in sorted(read))))
+        """Record which numbered tensors ``func`` reads and writes."""
+        read_numbers = {number for tensor in _tensors(args) for number in self._numbers_in(tensor)}
+        last_hop = self.record.hops[-1] if self.record.hops else None
+        if (
+            last_hop is None
+            or last_hop.kind != "reads"
+            or not read_numbers <= {number for number, _ in last_hop.tensors}
+        ):
+            self.record.hops.append(
+                Hop("reads", "", tuple((number, 0) for number in sorted(read_numbers)))
+            )
         if func._schema.is_mutable:
-            given = {of.name: value for of, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-            written_to = {of.name for of in func._schema.arguments if of.alias_info and of.alias_info.is_write}
-            changed = [given[name] for name in written_to & given.keys()]
-            if written := {number for tensor in _tensors(changed) for number in self._numbers_in(tensor)}:
-                self.record.hops.append(Hop("writes", "", tuple((number, 0) for number in sorted(written))))
+            arguments = {
+                parameter.name: value
+                for parameter, value in zip(func._schema.arguments, args, strict=False)
+            } | kwargs
+            written_names = {
+                parameter.name
+                for parameter in func._schema.arguments
+                if parameter.alias_info and parameter.alias_info.is_write
+            }
+            written_values = [arguments[name] for name in written_names & arguments.keys()]
+            if written_numbers := {
+                number for tensor in _tensors(written_values) for number in self._numbers_in(tensor)
+            }:
+                self.record.hops.append(
+                    Hop("writes", "", tuple((number, 0) for number in sorted(written_numbers)))
+                )
 
     def _watch_layer(self, layer: nn.Module, path: str) -> tuple[Any, Any]:
-        """Hooks that record when the layer at ``path`` runs, and its `Span`."""
+        """Register hooks that record when the layer at ``path`` runs, and its `LayerSpan`."""
         first_event = 0
 
         def begin(*_: Any) -> None:
             nonlocal first_event
-            first_event, self._running = len(self.record.events), path
+            first_event, self._current_layer = len(self.record.events), path
             self._note_loose((path,))
-            if self._stack[-1] != path:  # for a layer that is a block too, `_watch` has made the entry
+            # For a layer that is also a block, `_watch` has added the entry.
+            if self._stack[-1] != path:
                 self.record.work.append((path, []))
             self._stack.append(path)
 
         def end(*_: Any) -> None:
-            self._running = ""
+            self._current_layer = ""
             self._stack.pop()
-            self.record.spans.append(Span(path, first_event, len(self.record.events)))
+            self.record.spans.append(LayerSpan(path, first_event, len(self.record.events)))
 
         return layer.register_forward_pre_hook(begin), layer.register_forward_hook(end)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # otherwise `FusedAttention` intercepts every attribute access of a tensor
+        # Otherwise `FusedAttention` intercepts every attribute access of a tensor.
+        with torch._C.DisableTorchFunction():
             return self._operator(func, args, kwargs or {})
 
     def _operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func in _HOST_READS and args[0].is_meta and (answer := self._host_value(func, args, kwargs)) is not None:
+        if (
+            func in _HOST_READS
+            and args[0].is_meta
+            and (answer := self._host_value(func, args, kwargs)) is not None
+        ):
             return answer
         if func is aten._local_scalar_dense.default and args[0].is_meta:
             return args[0] not in self._all_true if args[0].dtype == torch.bool else 1
         if func is aten.index.Tensor and args[0].is_meta:
-            args = args[0], [column for index in args[1] for column in self.constants.index_columns(index, self._note_new)]
+            args = (
+                args[0],
+                [
+                    column
+                    for index in args[1]
+                    for column in self.constants.index_columns(index, self._note_new)
+                ],
+            )
         if func is aten.nonzero.default and args[0].is_meta:
-            out = torch.empty(args[0].numel(), args[0].dim(), dtype=torch.long, device="meta")
-        elif func is aten._to_copy.default and args[0].is_meta and (kwargs.get("device") or META).type != "meta":
-            out = torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs["device"])
+            result = torch.empty(args[0].numel(), args[0].dim(), dtype=torch.long, device="meta")
+        elif (
+            func is aten._to_copy.default
+            and args[0].is_meta
+            and (kwargs.get("device") or META).type != "meta"
+        ):
+            result = torch.zeros(
+                args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs["device"]
+            )
         else:
-            out = on_meta(func, args, kwargs)
-            if func is not aten.eq.Scalar or args[0] not in self._mask_sums:  # that comparison means "all true": see ``_all_true``
-                self.constants.propagate(func, args, kwargs, out)
+            result = on_meta(func, args, kwargs)
+            # A comparison with a mask sum means "all true": see ``_all_true``.
+            if func is not aten.eq.Scalar or args[0] not in self._mask_sums:
+                self.constants.propagate(func, args, kwargs, result)
         self._note_access(func, args, kwargs)
-        for tensor in _tensors(args):
-            if (name := self._names.get(tensor.untyped_storage()._cdata)) is not None:
-                self.record.touched.add(name)
-                self.record.outside |= self._owners[name] - {self._running} if self._running else self._owners[name]
+        for result_tensor in _tensors(args):
+            if (name := self._names.get(result_tensor.untyped_storage()._cdata)) is not None:
+                self.record.read_weights.add(name)
+                self.record.externally_read_layers |= (
+                    self._owners[name] - {self._current_layer}
+                    if self._current_layer
+                    else self._owners[name]
+                )
                 self._note_loose(self._owners[name])
-        for tensor in _tensors((out,)):
-            if self._note_new(tensor) and func in MATRIX_PRODUCTS:
-                self._note_product(args, tensor)
+        for result_tensor in _tensors((result,)):
+            if self._note_new(result_tensor) and func in MATRIX_PRODUCTS:
+                self._note_product(args, result_tensor)
             if func is aten.all.default or (func is aten.eq.Scalar and args[0] in self._mask_sums):
-                self._all_true[tensor] = True
+                self._all_true[result_tensor] = True
             elif func is aten.sum.default and args[0].dtype == torch.bool:
-                self._mask_sums[tensor] = True
+                self._mask_sums[result_tensor] = True
         if func is aten.convolution.default:
-            self.scratch(*convolution_scratch(_convolution(args[0], args[1], out, args[3])))
-        if launches_kernel(func) and (kernel := self._kernel(func, args, kwargs, out)) is not None:
+            self.scratch(*convolution_scratch(_convolution(args[0], args[1], result, args[3])))
+        if (
+            launches_kernel(func)
+            and (kernel := self._kernel(func, args, kwargs, result)) is not None
+        ):
             self.count(kernel)
-        return out
+        return result
 
-    def _kernel(self, func: Any, args: Any, kwargs: Any, out: Any) -> Kernel | None:
-        """The kernel of ``func``, which launches one; None on the host. A copy to the host is a launch without work."""
-        outs = [tensor for tensor in _tensors((out,)) if tensor.device.type == self._device_type]
-        if not outs:
-            read_here = [tensor for tensor in _tensors(args) if tensor.device.type == self._device_type]
-            return Kernel("elementwise", _name(read_here[0].dtype), 0.0, 0) if read_here else None
-        result, packet = outs[0], func._overloadpacket
-        written = sum(map(_touched_bytes, outs))
-        read = written
+    def _kernel(self, func: Any, args: Any, kwargs: Any, result: Any) -> Kernel | None:
+        """Return the kernel that ``func`` launches, or None on the host.
+
+        A copy to the host is a launch without work.
+        """
+        result_tensors = [
+            tensor for tensor in _tensors((result,)) if tensor.device.type == self._device_type
+        ]
+        if not result_tensors:
+            device_arguments = [
+                tensor for tensor in _tensors(args) if tensor.device.type == self._device_type
+            ]
+            return (
+                Kernel("elementwise", _name(device_arguments[0].dtype), 0.0, 0)
+                if device_arguments
+                else None
+            )
+        first_tensor, packet = result_tensors[0], func._overloadpacket
+        written_bytes = sum(map(_touched_bytes, result_tensors))
+        read_bytes = written_bytes
         if packet not in _GATHERS:
-            read = sum(_touched_bytes(tensor) for tensor in _tensors(args) if tensor.device.type == self._device_type)
-        dtype, nbytes = _name(result.dtype), read + written
+            read_bytes = sum(
+                _touched_bytes(tensor)
+                for tensor in _tensors(args)
+                if tensor.device.type == self._device_type
+            )
+        dtype, moved_bytes = _name(first_tensor.dtype), read_bytes + written_bytes
         if (formula := flop_registry.get(packet)) is None:
-            return Kernel("elementwise", dtype, 0.0, nbytes)
-        flops = float(formula(*args, **kwargs, out_val=out))
+            return Kernel("elementwise", dtype, 0.0, moved_bytes)
+        flops = float(formula(*args, **kwargs, out_val=result))
         if func is aten.convolution.default:
-            covered = tiles(result.numel() // result.shape[1], result.shape[1])
-            return Kernel("convolution", dtype, flops, nbytes, covered)
-        *batch, rows, columns = result.shape
-        return Kernel("matmul", dtype, flops, nbytes, math.prod(batch) * tiles(rows, columns))
+            tile_count = tiles(first_tensor.numel() // first_tensor.shape[1], first_tensor.shape[1])
+            return Kernel("convolution", dtype, flops, moved_bytes, tile_count)
+        *batch, rows, columns = first_tensor.shape
+        return Kernel("matmul", dtype, flops, moved_bytes, math.prod(batch) * tiles(rows, columns))
 
-    def _note_loose(self, owners: Collection[str], entered: Collection[str] = ()) -> None:
-        """Adds ``owners`` to ``loose`` if they are inside a block that neither runs nor is among the ``entered`` ones.
-        ``owners``: paths of the modules that have one weight.
+    def _note_loose(self, owners: Collection[str], entered_blocks: Collection[str] = ()) -> None:
+        """Add ``owners`` to ``loose_modules`` if their block does not run and was not entered.
 
-        A weight that several blocks share is skipped: it belongs to the remainder in any case.
+        ``owners``: paths of the modules that have one weight. A weight that several blocks share is
+        skipped: it is an unblocked weight in any case.
         """
         blocks = {_block_at(owner, self._blocks) for owner in owners}
-        if len(blocks) == 1 and (block := blocks.pop()) and block not in self._stack and block not in entered:
-            self.record.loose.update(owners)
+        if (
+            len(blocks) == 1
+            and (block := blocks.pop())
+            and block not in self._stack
+            and block not in entered_blocks
+        ):
+            self.record.loose_modules.update(owners)
 
     def _host_value(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Result of one of `_HOST_READS`: for ``bincount`` the worst case, for the others the value on the CPU if it is
-        constant. None if unknown."""
+        """Return the result of a `_HOST_READS` operator: the value on the CPU, or None if unknown.
+
+        For ``bincount`` the result is the worst case.
+        """
         if func is aten.bincount.default:
             return self.constants.worst_bincount(args[0])
         if (value := self.constants.value(args[0])) is None:
@@ -364,8 +539,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value.clone() if torch.device(kwargs.get("device") or "meta").type == "cpu" else None
 
     def count(self, kernel: Kernel) -> None:
-        """Adds a kernel of the running block or layer: to the last entry if that is its own, else in a new entry."""
-        number = self._numbers.setdefault(kernel, len(self._numbers))
+        """Add a kernel to the running block or layer.
+
+        The kernel goes to the last entry of ``work`` if that is of the same block or layer, else to
+        a new entry.
+        """
+        number = self._kernel_numbers.setdefault(kernel, len(self._kernel_numbers))
         if number == len(self.record.kernels):
             self.record.kernels.append(kernel)
         if not self.record.work or self.record.work[-1][0] != self._stack[-1]:
@@ -373,69 +552,99 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.record.work[-1][1].append(number)
 
     def _note_product(self, args: Any, result: torch.Tensor) -> None:
-        """Records a matrix product with a weight. To be called directly after the allocation of ``result``, the last event."""
+        """Record a matrix product with a weight.
+
+        Call this directly after the allocation of ``result``, which is the last event.
+        """
         for factor in _tensors(args):
             name = self._names.get(factor.untyped_storage()._cdata)
             if name is not None and factor.dim() == 2:
-                self.record.products.append(Product(len(self.record.events) - 1, name, result.numel() // result.shape[-1]))
+                self.record.products.append(
+                    Product(len(self.record.events) - 1, name, result.numel() // result.shape[-1])
+                )
 
     def _note_new(self, tensor: torch.Tensor) -> bool:
-        """Records the allocation of ``tensor`` if its storage is new. Returns whether it is; the allocation is then the last
-        event."""
-        return tensor.device.type == self._device_type and self._note_storage(tensor.untyped_storage())
+        """Record the allocation of ``tensor`` if its storage is new, and return whether it is.
+
+        The allocation is then the last event.
+        """
+        return tensor.device.type == self._device_type and self._note_storage(
+            tensor.untyped_storage()
+        )
 
     def _note_storage(self, storage: torch.UntypedStorage) -> bool:
         cdata = storage._cdata
-        if cdata in self._live or cdata in self._existing or not storage.nbytes():  # in events, 0 bytes mean a release
+        # In events, 0 bytes mean a release.
+        if cdata in self._live or cdata in self._existing or not storage.nbytes():
             return False
         self._last_key += 1
         self._track(storage, self._last_key)
-        self.record.events.append(Event(self._last_key, round_up(storage.nbytes(), ROUND_BYTES)))
+        self.record.events.append(
+            MemoryEvent(self._last_key, round_up(storage.nbytes(), ROUND_BYTES))
+        )
         return True
 
     def _track(self, storage: torch.UntypedStorage, key: int) -> None:
-        """Notes ``storage`` as live until it is garbage-collected, which records its release."""
+        """Note ``storage`` as live until it is garbage-collected, which records its release."""
         cdata = storage._cdata
         self._live[cdata] = key, weakref.ref(storage, functools.partial(self._release, cdata))
 
     def _release(self, cdata: int, _: object = None) -> None:
-        self._passed_in.pop(cdata, None)
-        if (found := self._live.pop(cdata, None)) is not None:
-            self.record.events.append(Event(found[0], 0))
+        self._storage_numbers.pop(cdata, None)
+        if (entry := self._live.pop(cdata, None)) is not None:
+            self.record.events.append(MemoryEvent(entry[0], 0))
 
 
 def own_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """The parameters and buffers of ``module`` itself, without those of its children."""
-    return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+    """Return the parameters and buffers of ``module`` itself, without those of its children."""
+    return [
+        tensor
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None
+    ]
 
 
 def layer_paths(module: nn.Module) -> list[str]:
-    """Paths of the layers of ``module``: modules that have parameters or buffers of their own, and nothing inside that has."""
-    found = []
+    """Return the paths of the layers of ``module``.
+
+    A layer has parameters or buffers of its own, and no module inside it has any.
+    """
+    paths = []
     for path, child in module.named_modules():
         if (
             path
             and own_tensors(child)
-            and all(inner is child or not (inner._parameters or inner._buffers) for inner in child.modules())
+            and all(
+                inner is child or not (inner._parameters or inner._buffers)
+                for inner in child.modules()
+            )
         ):
-            found.append(path)
-    return found
+            paths.append(path)
+    return paths
 
 
 def _block_at(path: str, blocks: Collection[str]) -> str:
-    """The innermost of ``blocks`` that is at ``path`` or contains it; "" if there is none."""
+    """Return the innermost block that is at ``path`` or contains it; "" if there is none."""
     while path and path not in blocks:
         path = path.rpartition(".")[0]
     return path
 
 
 class FusedAttention(TorchFunctionMode):
-    """Replaces `scaled_dot_product_attention` by what it allocates on a GPU, and gives ``torch.tensor([...])`` a constant value.
+    """Record `scaled_dot_product_attention` as a GPU allocates it.
 
-    Recorded for b batches, h heads, s_q queries, s_k keys, and features d_k of keys and d_v of values: the output ``[b h s_q
-    d_v]``, in memory as ``[b s_q h d_v]`` as fused kernels write it, so that heads are joined without a copy; as scratch the fp32
-    logsumexp ``[b h s_q]``; FLOPs of two matrix products, 2 b h s_q s_k (d_k + d_v).
-    ``fused=False``: the scratch of the math backend, with its scores ``[b h s_q s_k]``."""
+    Also gives ``torch.tensor([...])`` a constant value.
+
+    Recorded for b batches, h heads, s_q queries, s_k keys, and features d_k of keys and d_v of
+    values:
+
+        output     ``[b h s_q d_v]``, in memory ``[b s_q h d_v]`` as fused kernels write it, so that
+                   heads are joined without a copy
+        scratch    the fp32 logsumexp ``[b h s_q]``
+        FLOPs      of two matrix products, 2 b h s_q s_k (d_k + d_v)
+
+    ``fused=False``: the scratch of the math backend, with its scores ``[b h s_q s_k]``.
+    """
 
     def __init__(self, recorder: Recorder, *, fused: bool = True) -> None:
         super().__init__()
@@ -448,21 +657,32 @@ class FusedAttention(TorchFunctionMode):
             return self.recorder.constants.from_literal(func(*args, **kwargs), args, kwargs)
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        query, key, value = (*args, *(kwargs[name] for name in ("query", "key", "value")[len(args) :]))[:3]
-        if (lower := dtype_on(KIND)) is not None:
-            query, key, value = (tensor.to(lower) for tensor in (query, key, value))
+        query, key, value = (
+            *args,
+            *(kwargs[name] for name in ("query", "key", "value")[len(args) :]),
+        )[:3]
+        if (lower_dtype := dtype_on(KIND)) is not None:
+            query, key, value = (tensor.to(lower_dtype) for tensor in (query, key, value))
         shape = (*query.shape[:-1], value.shape[-1])
-        by_head = query.new_empty(*shape[:-3], shape[-2], shape[-3], shape[-1]).transpose(-3, -2) if len(shape) > 3 else None
-        out = query.new_empty(shape) if by_head is None else by_head
+        head_major = (
+            query.new_empty(*shape[:-3], shape[-2], shape[-3], shape[-1]).transpose(-3, -2)
+            if len(shape) > 3
+            else None
+        )
+        result = query.new_empty(shape) if head_major is None else head_major
         rows = query.numel() // query.shape[-1]  # b h s_q
         width, keys = query.shape[-1], key.shape[-2]  # d_k, s_k
-        self.recorder.scratch(attention_scratch(rows, keys, width, query.element_size(), fused=self.fused))
-        nbytes = sum(map(_touched_bytes, (query, key, value, out)))
-        covered = rows // query.shape[-2] * tiles(query.shape[-2], 1)
+        self.recorder.scratch(
+            attention_scratch(rows, keys, width, query.element_size(), fused=self.fused)
+        )
+        nbytes = sum(map(_touched_bytes, (query, key, value, result)))
+        tile_count = rows // query.shape[-2] * tiles(query.shape[-2], 1)
         kind: KernelClass = "attention" if width <= FLASH_FEATURES else "wide attention"
         flops = 2.0 * rows * keys * (width + value.shape[-1])
-        self.recorder.count(Kernel(kind, _name(out.dtype), flops, nbytes, covered, rows * keys))
-        return out
+        self.recorder.count(
+            Kernel(kind, _name(result.dtype), flops, nbytes, tile_count, rows * keys)
+        )
+        return result
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -470,18 +690,23 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of device memory that a kernel reads or writes for ``tensor``; an expanded one is smaller in memory."""
+    """Return the bytes of device memory that a kernel reads or writes for ``tensor``.
+
+    An expanded tensor is smaller in memory.
+    """
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
-def _convolution(source: torch.Tensor, weight: torch.Tensor, result: torch.Tensor, stride: Sequence[int]) -> Convolution:
+def _convolution(
+    source: torch.Tensor, weight: torch.Tensor, result: torch.Tensor, stride: Sequence[int]
+) -> Convolution:
     sizes = source.nbytes, result.nbytes, weight.nbytes, result.itemsize
     taps = weight.numel() // (weight.shape[0] * weight.shape[1])
     return Convolution(*sizes, source.shape[1], result.shape[1], taps, max(stride) > 1)
 
 
 def _tensors(items: Any) -> Iterable[torch.Tensor]:
-    """The tensors in ``items``, and in lists and tuples inside it."""
+    """Yield the tensors in ``items``, and in lists and tuples inside it."""
     for item in items:
         if isinstance(item, torch.Tensor):
             yield item

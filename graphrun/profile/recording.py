@@ -1,6 +1,7 @@
-"""The recording of a dry run: every allocation and release in order, with marks where components are entered and stages end.
+"""The recording of a dry run: every allocation and release, calls into components, ends of stages.
 
-Independent of hardware: what a card adds (kernel scratch, reserved memory, seconds) is computed from it afterwards.
+The recording does not depend on hardware. What a card adds (kernel scratch, reserved memory,
+seconds) is computed from the recording afterwards.
 """
 
 from __future__ import annotations
@@ -13,20 +14,23 @@ from pydantic import PlainSerializer, TypeAdapter
 
 from graphrun.model.problem import BlockGroup
 
-Names = Annotated[set[str], PlainSerializer(sorted)]
-"""Names in no order; sorted in JSON, so that equal recordings have equal digests."""
+SortedNames = Annotated[set[str], PlainSerializer(sorted)]
+"""An unordered set of names; sorted in JSON, so that equal recordings have equal digests."""
 
 
 KernelClass = Literal["matmul", "convolution", "attention", "wide attention", "elementwise"]
-"""Matrix products; convolutions; fused attention, also with more features per head than flash kernels take; all other kernels,
-such as normalisation, activations, copies and casts."""
+"""Classes of kernels.
+
+Matrix products; convolutions; fused attention; fused attention with more features per head than
+flash kernels support; all other kernels, such as normalization, activations, copies and casts.
+"""
 
 
-class Event(NamedTuple):
+class MemoryEvent(NamedTuple):
     """Storage ``key`` is allocated with ``nbytes``, or released (0).
 
-    ``scratch``: instead, a kernel takes ``nbytes`` while it runs, of which ``spared_bytes`` are not needed on cards that avoid
-    large copies (`Hardware.spares_large_copies`).
+    ``scratch``: instead, a kernel takes ``nbytes`` while it runs. Cards that avoid large copies
+    (`Hardware.spares_large_copies`) need ``spared_bytes`` less.
     """
 
     key: int
@@ -36,7 +40,10 @@ class Event(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A matrix product of ``rows`` tokens with the weight ``name``. Event number ``event`` of its call allocates the result."""
+    """A matrix product of ``rows`` tokens with the weight ``name``.
+
+    Event number ``event`` of the call allocates the result.
+    """
 
     event: int
     name: str
@@ -46,9 +53,10 @@ class Product(NamedTuple):
 class Kernel(NamedTuple):
     """An operator's work on the device, which `graphrun.profile.costs` turns into seconds.
 
-    ``dtype``: of its output. ``nbytes``: bytes of the tensors that it reads and writes. ``tiles``: tiles of 128 x 128 outputs
-    (attention: of 128 queries), which the multiprocessors take one at a time; 0 for elementwise work. ``scores``: exponentials
-    that attention takes, one per query and key.
+    ``dtype``: of the output. ``nbytes``: bytes of the tensors that the kernel reads and writes.
+    ``tiles``: tiles of 128 x 128 outputs (attention: of 128 queries), one at a time per
+    multiprocessor; 0 for elementwise work. ``scores``: exponentials that attention computes, one
+    per query and key.
     """
 
     kind: KernelClass
@@ -59,8 +67,11 @@ class Kernel(NamedTuple):
     scores: int = 0
 
 
-class Span(NamedTuple):
-    """A call of the layer ``path`` during a call of its component: events ``begin`` to ``end`` (half-open)."""
+class LayerSpan(NamedTuple):
+    """A call of the layer ``path`` during a call of its component: events ``begin`` to ``end``.
+
+    The range is half-open.
+    """
 
     path: str
     begin: int
@@ -68,57 +79,71 @@ class Span(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """Tensors on the device that the block ``path`` gets or gives back, or that operators read or write, apart from weights.
+    """Device tensors, except weights, that pass into or out of a block or are read or written.
 
-    ``tensors``: number and bytes of each. The same tensor object has the same number, negative if it was there before the call; an
-    operator that reads its storage, also through a view, reads it. ``path`` is "" for operators, of blocks and of other code;
-    those that read none of the numbered tensors are noted too.
+    ``path``: the block; "" for operators, in blocks and in other code. ``tensors``: (number, bytes)
+    of each tensor. One tensor object has one number, negative if the tensor exists before the call.
+    An operator that reads a tensor's storage, also through a view, reads the tensor. Operators that
+    read none of the numbered tensors are recorded too.
     """
 
     kind: Literal["gets", "gives", "reads", "writes"]
     path: str
     tensors: tuple[tuple[int, int], ...]
 
-    def numbered(self, numbers: Callable[[int], int]) -> Hop:
-        """The same with other numbers of tensors."""
-        return self._replace(tensors=tuple((numbers(number), nbytes) for number, nbytes in self.tensors))
+    def numbered(self, new_number: Callable[[int], int]) -> Hop:
+        """Return the hop with other tensor numbers."""
+        return self._replace(
+            tensors=tuple((new_number(number), nbytes) for number, nbytes in self.tensors)
+        )
 
 
 @dataclass(slots=True)
 class Call:
-    """One kind of call into a component, traced once for each signature of argument shapes; or a section of one.
+    """One kind of call into a component, traced once per signature of argument shapes.
 
-    ``events``: what it allocates and releases. Every key is released before the end. ``work``: kernels in execution order, as
-    numbers in ``kernels``, with the path of the layer or block that ran (``""`` outside of all). ``kernels``: the distinct ones;
-    sections of one call share it. ``products``: matrix products with a weight.
-    ``spans``: calls of layers, in order. ``entered``: paths of the blocks that were called, in order. ``touched``: names of the
-    parameters and buffers that an operator read. ``outside``: layers with a tensor that was read outside of their own calls.
-    ``loose``: modules inside a block that were called, or of which a tensor was read, while the block did not run.
-    ``input_bytes``: bytes of the device tensors among the arguments; ``output_bytes``: among the results. ``kept``: keys of tensors
-    that the component keeps after the call and reuses (position tables) or replaces (frames for the next piece) in later calls; of
-    a section, keys of its results. ``results``: keys of the results' storages, in their order. ``hops``: in order, what passes
-    between blocks and other code; at the end, what is returned.
+    Also a section of a call. Fields:
+
+        events                  allocations and releases; every key is released before the end
+        work                    kernels in execution order, as indices into ``kernels``, with the
+                                path of the layer or block that runs (``""`` outside of all)
+        kernels                 the distinct kernels; sections of one call share the list
+        products                matrix products with a weight
+        spans                   calls of layers, in order
+        entered_blocks          paths of the called blocks, in order
+        read_weights            names of the parameters and buffers that an operator read
+        externally_read_layers  layers with a tensor that is read outside of their own calls
+        loose_modules           modules inside a block that are called, or have a tensor read,
+                                while the block does not run
+        input_bytes             bytes of the device tensors among the arguments
+        output_bytes            bytes of the device tensors among the results
+        persistent_keys         keys of tensors that the component keeps after the call, and reuses
+                                (position tables) or replaces (frames for the next piece) in later
+                                calls; in a section, keys of its results
+        results                 keys of the results' storages, in their order
+        hops                    tensors that pass between blocks and other code, in order; at the
+                                end, the returned tensors
     """
 
     component: str = ""
     entry: str = ""
-    events: list[Event] = field(default_factory=list)
+    events: list[MemoryEvent] = field(default_factory=list)
     work: list[tuple[str, list[int]]] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
     products: list[Product] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    entered: list[str] = field(default_factory=list)
-    touched: Names = field(default_factory=set)
-    outside: Names = field(default_factory=set)
-    loose: Names = field(default_factory=set)
+    spans: list[LayerSpan] = field(default_factory=list)
+    entered_blocks: list[str] = field(default_factory=list)
+    read_weights: SortedNames = field(default_factory=set)
+    externally_read_layers: SortedNames = field(default_factory=set)
+    loose_modules: SortedNames = field(default_factory=set)
     input_bytes: int = 0
     output_bytes: int = 0
-    kept: list[int] = field(default_factory=list)
+    persistent_keys: list[int] = field(default_factory=list)
     results: list[int] = field(default_factory=list)
     hops: list[Hop] = field(default_factory=list)
 
     def levels(self) -> list[int]:
-        """The bytes allocated before the first event and after each, without scratch."""
+        """Return the allocated bytes before the first and after each event, without scratch."""
         sizes, levels = dict[int, int](), [0]
         for key, nbytes, scratch, _ in self.events:
             change = 0 if scratch else nbytes or -sizes[key]
@@ -134,43 +159,54 @@ class Call:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes allocated at once, without scratch."""
+        """Peak of the allocated bytes, without scratch."""
         return max(self.levels())
 
     def extend(self, section: Call) -> None:
-        """Appends what was recorded in ``section``, whose kernels have the same numbers."""
+        """Append the recording of ``section``, which shares this call's ``kernels``."""
         start = len(self.events)
         self.events += section.events
-        self.work += [(path, [*numbers]) for path, numbers in section.work]  # the recorder appends to the last entry
-        self.products += [product._replace(event=start + product.event) for product in section.products]
-        self.spans += [span._replace(begin=start + span.begin, end=start + span.end) for span in section.spans]
-        self.entered += section.entered
-        self.touched |= section.touched
-        self.outside |= section.outside
-        self.loose |= section.loose
+        # Copies, since the recorder appends to the last entry.
+        self.work += [(path, [*numbers]) for path, numbers in section.work]
+        self.products += [
+            product._replace(event=start + product.event) for product in section.products
+        ]
+        self.spans += [
+            span._replace(begin=start + span.begin, end=start + span.end) for span in section.spans
+        ]
+        self.entered_blocks += section.entered_blocks
+        self.read_weights |= section.read_weights
+        self.externally_read_layers |= section.externally_read_layers
+        self.loose_modules |= section.loose_modules
         self.hops += section.hops
 
-    def renamed(self, path: str, other: str) -> Call:
-        """This section, of the block at ``path``, as the equal block at ``other`` would give it: with its names of modules and
-        tensors."""
+    def renamed(self, path: str, new_path: str) -> Call:
+        """Return this section as the equal block at ``new_path`` would record it.
+
+        The section is of the block at ``path``. Names of modules and tensors change.
+        """
 
         def rename(name: str) -> str:
-            return other + name[len(path) :] if name == path or name.startswith(f"{path}.") else name
+            return (
+                new_path + name[len(path) :]
+                if name == path or name.startswith(f"{path}.")
+                else name
+            )
 
         return replace(
             self,
             work=[(rename(name), numbers) for name, numbers in self.work],
             products=[product._replace(name=rename(product.name)) for product in self.products],
             spans=[span._replace(path=rename(span.path)) for span in self.spans],
-            entered=[*map(rename, self.entered)],
-            touched={*map(rename, self.touched)},
-            outside={*map(rename, self.outside)},
-            loose={*map(rename, self.loose)},
+            entered_blocks=[*map(rename, self.entered_blocks)],
+            read_weights={*map(rename, self.read_weights)},
+            externally_read_layers={*map(rename, self.externally_read_layers)},
+            loose_modules={*map(rename, self.loose_modules)},
             hops=[hop._replace(path=rename(hop.path)) for hop in self.hops],
         )
 
     def plain(self) -> Any:
-        """The call as JSON-ready data."""
+        """Return the call as JSON-ready data."""
         return TypeAdapter(Call).dump_python(self, mode="json")
 
 
@@ -182,44 +218,47 @@ class StageEnd(NamedTuple):
 
 @dataclass(slots=True)
 class Recording:
-    """Allocations, releases, entries into components and ends of stages of a whole dry run, in order.
+    """Allocations, releases, calls into components and ends of stages of a whole dry run, in order.
 
-    ``values``: per stage output, the keys of the storages that it holds when its stage ends. ``keeps``: components keep the
-    tensors in `Call.kept` until the end, as those of a live pipeline may, and not for a phase.
+    ``values``: stage output -> keys of the storages that it contains when its stage ends.
+    ``keeps``: components keep the tensors in `Call.persistent_keys` until the end, as in a live
+    pipeline, and not for one phase.
     """
 
-    items: list[Event | Call | StageEnd] = field(default_factory=list)
+    items: list[MemoryEvent | Call | StageEnd] = field(default_factory=list)
     values: dict[str, frozenset[int]] = field(default_factory=dict)
     keeps: bool = False
 
     def allocated(self, key: int, nbytes: int) -> None:
-        """Called by the simulated accelerator for every new storage."""
-        self.items.append(Event(key, nbytes))
+        """Record a new storage. Called by the simulated accelerator."""
+        self.items.append(MemoryEvent(key, nbytes))
 
     def freed(self, key: int) -> None:
-        """Called by the simulated accelerator for every released storage."""
-        self.items.append(Event(key, 0))
+        """Record a released storage. Called by the simulated accelerator."""
+        self.items.append(MemoryEvent(key, 0))
 
     def entries(self) -> list[tuple[str, Call]]:
-        """(stage, call) for every entry into a component, in order."""
-        found: list[tuple[str, Call]] = []
+        """Return (stage, call) for every call into a component, in order."""
+        entries: list[tuple[str, Call]] = []
         for item in self.items:
             if isinstance(item, Call):
-                found.append(("", item))
+                entries.append(("", item))
             elif isinstance(item, StageEnd):
-                found = [(stage or item.name, call) for stage, call in found]
-        return [(stage, call) for stage, call in found if stage]
+                entries = [(stage or item.name, call) for stage, call in entries]
+        return [(stage, call) for stage, call in entries if stage]
 
 
 @dataclass(frozen=True, slots=True)
 class ComponentProfile:
-    """What is known of a component from its structure and its traced calls.
+    """Facts about a component from its structure and its traced calls.
 
-    ``parameters``: their number. ``groups``: its block groups. ``block_bytes``: for each group, bytes of its largest block in
-    the dtype that the graph declares; ``precisions``: the same in every precision. ``layers``: (outputs, inputs) of each
-    weight that int8, nf4 and fp8 quantize. ``widened``: for each weight of a GGUF file, (peak bytes before its dequantized
-    form exists, bytes written while it is dequantized). ``as_stored``: the quantized precisions in which the source files
-    already hold the component. ``layer_split``: the profile with the component split into layers, None where it cannot be.
+    ``parameters``: their number. ``groups``: the block groups. ``block_bytes``: for each group,
+    bytes of its largest block in the dtype from the graph file. ``precisions``: the same in every
+    precision. ``layers``: (outputs, inputs) of each weight that int8, nf4 and fp8 quantize.
+    ``widened``: for each weight of a GGUF file, (peak bytes before its dequantized form exists,
+    bytes written while it is dequantized). ``as_stored``: the quantized precisions in which the
+    source files already store the component. ``layer_split``: the profile with the component split
+    into layers, None where it cannot be split.
     """
 
     parameters: int
@@ -240,26 +279,28 @@ class DryRun:
     profiles: Mapping[str, ComponentProfile]
 
     def to_json(self) -> Any:
-        """The dry run as JSON-ready data, without its modules."""
+        """Return the dry run as JSON-ready data, without its modules."""
         calls = {id(item): item for item in self.recording.items if isinstance(item, Call)}
         numbers = {key: number for number, key in enumerate(calls)}
-        items = [numbers[id(item)] if isinstance(item, Call) else item for item in self.recording.items]
-        stored = _Stored([*calls.values()], items, self.recording.values, self.profiles)
-        return TypeAdapter(_Stored).dump_python(stored, mode="json")
+        items = [
+            numbers[id(item)] if isinstance(item, Call) else item for item in self.recording.items
+        ]
+        document = _DryRunDocument([*calls.values()], items, self.recording.values, self.profiles)
+        return TypeAdapter(_DryRunDocument).dump_python(document, mode="json")
 
     @staticmethod
     def from_json(data: Any) -> DryRun:
-        """The dry run from `to_json`. Raises ValueError or IndexError for any other ``data``."""
-        stored = TypeAdapter(_Stored).validate_python(data)
-        items = [stored.calls[item] if isinstance(item, int) else item for item in stored.items]
-        return DryRun(Recording(items, stored.values), stored.profiles)
+        """Return the dry run from `to_json`. Raises ValueError or IndexError for other data."""
+        document = TypeAdapter(_DryRunDocument).validate_python(data)
+        items = [document.calls[item] if isinstance(item, int) else item for item in document.items]
+        return DryRun(Recording(items, document.values), document.profiles)
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
-    """A dry run as it is written: every call once, with its number in its place."""
+class _DryRunDocument:
+    """A dry run as it is written: ``calls`` has every call once, and ``items`` has its index."""
 
     calls: list[Call]
-    items: list[Event | int | StageEnd]
+    items: list[MemoryEvent | int | StageEnd]
     values: dict[str, frozenset[int]]
     profiles: Mapping[str, ComponentProfile]

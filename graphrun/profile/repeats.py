@@ -1,10 +1,10 @@
-"""Replays repeated calls inside a component, such as equal blocks and tiles of one shape, from the record of the first.
+"""Replay repeated calls inside a component, such as equal blocks and tiles of one shape.
 
-Decides which calls are equal; independent of what they record (see `graphrun.profile.recorder`).
-
-Two calls are equal if their tensors have the same shapes, strides and dtypes and all other arguments are equal. A call is
-replayed only if the first one had no side effects besides its result: Wan's decoder stores frames for its next call in a list
-argument, and a causal convolution may keep its input in an attribute, so these always run.
+This module decides which calls are equal. `graphrun.profile.recorder` records them. Two calls are
+equal if their tensors have the same shapes, strides and dtypes, and all other arguments are equal.
+A call is replayed only if the first call has no side effects besides its result. Wan's decoder
+stores frames for its next call in a list argument, and a causal convolution may keep its input in
+an attribute, so these always run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from graphrun.profile.recording import Call
 
 PLAIN_TYPES = (bool, int, float, str, type(None))
 
-# Attributes not compared between blocks: the block's index, and those of `nn.Module` itself.
+# Attributes that are not compared between blocks: the block's index, and attributes of `nn.Module`.
 INDEX_ATTRIBUTES = frozenset({"layer_idx", "layer_index", *vars(nn.Module())})
 
 # Methods that diffusers' autoencoders call once for each tile.
@@ -34,28 +34,31 @@ TILE_METHODS = re.compile(r"blend_[a-z]|_?(temporal_)?tiled_decode")
 
 
 @dataclass(frozen=True, slots=True)
-class Argument:
-    """In a stored result: the argument number ``index``, which the call returned unchanged."""
+class ReturnedArgument:
+    """In a stored result: argument number ``index``, which the call returns unchanged."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Repeatable:
-    """A call that can be replayed: the ``section`` that it recorded for the module at ``path``, and its result, flattened by
-    pytree as ``spec`` says, with empty tensors. ``numbers``: those of the tensors in its arguments and results (`Hop`), ``since``:
-    the last one before it."""
+    """A call that can be replayed.
+
+    ``section``: what it recorded for the module at ``path``. ``results``: its result with empty
+    tensors, flattened by pytree as in ``spec``. ``numbers``: numbers of the tensors in its
+    arguments and results (`Hop`). ``base_number``: the last number before the call.
+    """
 
     path: str
     section: Call
     results: Sequence[Any]
     spec: Any
     numbers: Sequence[int]
-    since: int
+    base_number: int
 
 
 class Repeats:
-    """A context in which repeated calls into ``module``'s children and tile methods are replayed from ``recorder``'s record."""
+    """A context that replays repeated calls into children and tile methods of ``module``."""
 
     def __init__(self, module: nn.Module, recorder: Recorder) -> None:
         self.module = module
@@ -67,10 +70,19 @@ class Repeats:
         for name, child in self.module.named_children():
             self._wrap(child, name, name, ["__call__"])
         for path, blocks in list(self.module.named_modules()):
-            if isinstance(blocks, nn.ModuleList) and len(blocks) > 1 and not any(block is None for block in blocks):
+            if (
+                isinstance(blocks, nn.ModuleList)
+                and len(blocks) > 1
+                and not any(block is None for block in blocks)
+            ):
                 for index, block in enumerate(blocks):
                     self._wrap(block, f"{path}.{index}", (path, _structure(block)), ["__call__"])
-        self._wrap(self.module, "", "", [name for name in dir(type(self.module)) if TILE_METHODS.fullmatch(name)])
+        self._wrap(
+            self.module,
+            "",
+            "",
+            [name for name in dir(type(self.module)) if TILE_METHODS.fullmatch(name)],
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -79,43 +91,69 @@ class Repeats:
             module.__class__ = kind
 
     def _wrap(self, module: nn.Module, path: str, structure: Any, methods: Sequence[str]) -> None:
-        """Make ``methods`` of ``module`` replayable. ``structure``: a key that is equal for modules that compute the same. Where
-        ``forward`` is replaced on an instance, as hooks of diffusers do, calls may differ, and none is replayed."""
+        """Make ``methods`` of ``module`` replayable.
+
+        ``structure``: a key that is equal for modules that compute the same. If ``forward`` is
+        replaced on an instance, as diffusers' hooks do, calls may differ, and none is replayed.
+        """
         if any("forward" in vars(inner) for inner in module.modules()):
             return
         kind = type(module)
         self._classes.append((module, kind))
-        members: dict[str, Any] = {method: self._repeated(path, (structure, method), getattr(kind, method)) for method in methods}
+        members: dict[str, Any] = {
+            method: self._replayable(path, (structure, method), getattr(kind, method))
+            for method in methods
+        }
         module.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **members})
 
-    def _repeated(self, path: str, structure: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    def _replayable(self, path: str, structure: Any, run: Callable[..., Any]) -> Callable[..., Any]:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             leaves, spec = tree_flatten((args, kwargs))
-            if _has_foreign_hooks(module) or not all(isinstance(leaf, (torch.Tensor, *PLAIN_TYPES)) for leaf in leaves):
+            if _has_foreign_hooks(module) or not all(
+                isinstance(leaf, (torch.Tensor, *PLAIN_TYPES)) for leaf in leaves
+            ):
                 return run(module, *args, **kwargs)
             key = structure, str(spec), tuple(_key_of(leaf) for leaf in leaves)
             if (first := self._first.get(key)) is not None:
                 return self._replay(path, leaves, first)
             references, numbers = [_reference(leaf) for leaf in leaves], self._numbers_of(leaves)
-            since = self.recorder.last_number
+            base_number = self.recorder.last_number
             del leaves  # tensors that the call removes from a container must be released
-            before = _held(module)
+            initial_tensors = _attribute_tensors(module)
             with self.recorder.section() as section:
-                out = run(module, *args, **kwargs)
-            outs, out_spec = tree_flatten(out)
-            now = tree_leaves((args, kwargs))
-            same = len(now) == len(references) and all(leaf is ref() for leaf, ref in zip(now, references, strict=True))
+                output = run(module, *args, **kwargs)
+            outputs, out_spec = tree_flatten(output)
+            final_leaves = tree_leaves((args, kwargs))
+            has_same_arguments = len(final_leaves) == len(references) and all(
+                leaf is ref() for leaf, ref in zip(final_leaves, references, strict=True)
+            )
             results = [
-                next((Argument(n) for n, ref in enumerate(references) if isinstance(leaf, torch.Tensor) and leaf is ref()), leaf)
-                for leaf in outs
+                next(
+                    (
+                        ReturnedArgument(n)
+                        for n, ref in enumerate(references)
+                        if isinstance(leaf, torch.Tensor) and leaf is ref()
+                    ),
+                    leaf,
+                )
+                for leaf in outputs
             ]
             new_tensors = [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
             repeatable = self.recorder.repeatable(section, new_tensors)
-            if repeatable is not None and same and _held(module) == before:
+            if (
+                repeatable is not None
+                and has_same_arguments
+                and _attribute_tensors(module) == initial_tensors
+            ):
                 with _disable_current_modes():
-                    empty, numbers = [_empty_like(leaf) for leaf in results], [*numbers, *self._numbers_of(new_tensors)]
-                    self._first[key] = Repeatable(path, repeatable, empty, out_spec, numbers, since)
-            return out
+                    empty, numbers = (
+                        [_empty_like(leaf) for leaf in results],
+                        [*numbers, *self._numbers_of(new_tensors)],
+                    )
+                    self._first[key] = Repeatable(
+                        path, repeatable, empty, out_spec, numbers, base_number
+                    )
+            return output
 
         return call
 
@@ -124,21 +162,39 @@ class Repeats:
 
     def _replay(self, path: str, leaves: Sequence[Any], first: Repeatable) -> Any:
         with _disable_current_modes():
-            outs = [leaves[leaf.index] if isinstance(leaf, Argument) else _empty_like(leaf) for leaf in first.results]
-        new = [out for out, leaf in zip(outs, first.results, strict=True) if isinstance(leaf, torch.Tensor)]
-        numbers = dict(zip(first.numbers, [*self._numbers_of(leaves), *self._numbers_of(new)], strict=True))
+            outputs = [
+                leaves[leaf.index] if isinstance(leaf, ReturnedArgument) else _empty_like(leaf)
+                for leaf in first.results
+            ]
+        new_tensors = [
+            output
+            for output, leaf in zip(outputs, first.results, strict=True)
+            if isinstance(leaf, torch.Tensor)
+        ]
+        numbers = dict(
+            zip(
+                first.numbers,
+                [*self._numbers_of(leaves), *self._numbers_of(new_tensors)],
+                strict=True,
+            )
+        )
         section = first.section if path == first.path else first.section.renamed(first.path, path)
-        self.recorder.replay(section, new, numbers, first.since)
-        return tree_unflatten(outs, first.spec)
+        self.recorder.replay(section, new_tensors, numbers, first.base_number)
+        return tree_unflatten(outputs, first.spec)
 
 
 def _has_foreign_hooks(module: nn.Module) -> bool:
-    """Whether other code hooks every call: transformers collects hidden states by hooks on the layers."""
-    return any(not hook.__module__.startswith("graphrun.") for hook in module._forward_hooks.values())
+    """Return whether other code hooks every call, as transformers does for hidden states."""
+    return any(
+        not hook.__module__.startswith("graphrun.") for hook in module._forward_hooks.values()
+    )
 
 
-def _held(module: nn.Module) -> list[tuple[int, str, int]]:
-    """Which tensors ``module`` and the modules inside it hold beside weights, as (module, attribute, address of the tensor)."""
+def _attribute_tensors(module: nn.Module) -> list[tuple[int, str, int]]:
+    """Return the tensors in attributes of ``module`` and its submodules, without weights.
+
+    Each is (module, attribute, address of the tensor).
+    """
     return [
         (id(inner), key, id(tensor))
         for inner in module.modules()
@@ -149,14 +205,23 @@ def _held(module: nn.Module) -> list[tuple[int, str, int]]:
 
 
 def _structure(block: nn.Module) -> Any:
-    """A key that is equal for blocks that compute the same: classes, tensors and plain attributes of all modules, without the
-    index."""
+    """Return a key that is equal for blocks that compute the same.
+
+    It has classes, tensors and plain attributes of all modules, without the index.
+    """
     return tuple(
         (
             name,
             type(inner).__qualname__,
-            tuple((key, _key_of(tensor)) for key, tensor in (*inner._parameters.items(), *inner._buffers.items())),
-            tuple((key, _attribute_key(value)) for key, value in vars(inner).items() if key not in INDEX_ATTRIBUTES),
+            tuple(
+                (key, _key_of(tensor))
+                for key, tensor in (*inner._parameters.items(), *inner._buffers.items())
+            ),
+            tuple(
+                (key, _attribute_key(value))
+                for key, value in vars(inner).items()
+                if key not in INDEX_ATTRIBUTES
+            ),
         )
         for name, inner in block.named_modules()
     )
@@ -165,15 +230,23 @@ def _structure(block: nn.Module) -> Any:
 def _attribute_key(value: Any) -> Any:
     if isinstance(value, PLAIN_TYPES):
         return type(value), value
-    return repr(value) if isinstance(value, (tuple, list)) and len(repr(value)) < 200 else type(value).__qualname__
+    return (
+        repr(value)
+        if isinstance(value, (tuple, list)) and len(repr(value)) < 200
+        else type(value).__qualname__
+    )
 
 
 def _key_of(leaf: Any) -> Any:
-    return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device.type) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
+    return (
+        (leaf.shape, leaf.stride(), leaf.dtype, leaf.device.type)
+        if isinstance(leaf, torch.Tensor)
+        else (type(leaf), leaf)
+    )
 
 
 def _reference(leaf: Any) -> Callable[[], Any]:
-    """Returns a function that returns ``leaf``, without keeping a tensor alive: None if the tensor was released."""
+    """Return a function that returns ``leaf``, or None if it is a tensor that was released."""
     return weakref.ref(leaf) if isinstance(leaf, torch.Tensor) else lambda: leaf
 
 

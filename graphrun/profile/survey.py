@@ -1,7 +1,7 @@
-"""The data of ``graphrun estimate``: every size and time of a graph on a device, each with its basis, without any budget.
+"""The data of ``graphrun estimate``: sizes and times of a graph on a device, without any budget.
 
-Combines what the dry run, the configurations and the allocator models give into JSON-ready data; `graphrun.report.estimate_screen`
-formats it.
+Combines the dry run, the configurations and the allocator models into JSON-ready data, each figure
+with its basis. `graphrun.report.estimate_screen` formats it.
 """
 
 from __future__ import annotations
@@ -21,119 +21,183 @@ from graphrun.modules.build import meta_modules
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.stored import holding
 from graphrun.profile.corrections import CORRECTIONS
-from graphrun.profile.feedback import Measured, informed, keep_shapes, measurements
-from graphrun.profile.modes import Mode, estimated, weight_bytes
+from graphrun.profile.feedback import (
+    Measurements,
+    measurements,
+    store_measurement_keys,
+    with_measurements,
+)
+from graphrun.profile.modes import Mode, estimate_mode, weight_bytes
 from graphrun.profile.phase_memory import phase_memories_of
-from graphrun.profile.problems import Limits, phase_spans, problem_of
+from graphrun.profile.problems import ProblemLimits, phase_spans, problem_of
 from graphrun.profile.quantized import PRECISIONS, weights_by_precision
 from graphrun.profile.recording import DryRun
 
 
 def survey(
     graph: Graph,
-    probed: DryRun,
+    dry_run: DryRun,
     hardware: Hardware,
     inputs: Mapping[str, Any],
     store: Store | None = None,
-    chosen: Mode | None = None,
+    mode: Mode | None = None,
 ) -> dict[str, Any]:
-    """Components (weights by precision, host bytes), phases (activation, values, FLOPs, seconds), the totals of keeping all on the
-    device, and those of the mode ``chosen`` (by default the same).
+    """Return the estimate of ``graph`` on ``hardware``, JSON-ready.
 
-    ``allocated_bytes`` of a phase: peak of the bytes allocated beside weights. ``reserved_bytes``: the same as reserved with
-    expandable segments, ``reserved_native_bytes`` with native ones. All three include what is live at the phase's entry.
-    Measurements of runs in ``store`` replace reserved bytes and seconds; ``traced`` then has the original figures.
+    It has components (weights by precision, host bytes), phases (activation, values, FLOPs,
+    seconds), the totals with everything resident, and the totals of ``mode`` (by default the same).
+    Per phase, ``allocated_bytes`` is the peak of allocated bytes without weights,
+    ``reserved_bytes`` the same as reserved with expandable segments, and ``reserved_native_bytes``
+    with native segments. All three include storages that are live at the phase's entry.
+    Measurements of runs in ``store`` replace reserved bytes and seconds; ``traced`` then has the
+    original figures.
     """
-    problem = problem_of(graph, probed, hardware, Limits(hardware.capacity_bytes, 1), inputs)
-    phases = _phases(problem, probed, hardware)
+    problem = problem_of(
+        graph, dry_run, hardware, ProblemLimits(hardware.capacity_bytes, 1), inputs
+    )
+    phases = _phases(problem, dry_run, hardware)
     if store is not None:
-        keep_shapes(graph, probed, problem, store)
-        measured, with_measurements = measurements(problem, store), informed(problem, store)
-        phases = [_measured(row, with_measurements, n, measured.get(row["phase"])) for n, row in enumerate(phases)]
-    chosen = chosen or Mode()
+        store_measurement_keys(graph, dry_run, problem, store)
+        measurements_by_phase, measured_problem = (
+            measurements(problem, store),
+            with_measurements(problem, store),
+        )
+        phases = [
+            _measured(row, measured_problem, n, measurements_by_phase.get(row["phase"]))
+            for n, row in enumerate(phases)
+        ]
+    mode = mode or Mode()
     with meta_modules(graph) as modules:
-        components = [_component(graph, name, modules[name], probed, problem) for name in probed.profiles]
-        held = {name: weight_bytes(graph, name, modules[name], chosen.formats) for name in probed.profiles}
-    weights = sum(held.values())
-    outside = hardware.context_bytes + hardware.workspace_bytes
+        components = [
+            _component(graph, name, modules[name], dry_run, problem) for name in dry_run.profiles
+        ]
+        component_bytes = {
+            name: weight_bytes(graph, name, modules[name], mode.formats)
+            for name in dry_run.profiles
+        }
+    weights = sum(component_bytes.values())
+    overhead_bytes = hardware.context_bytes + hardware.workspace_bytes
     return {
         "graph": graph.name,
         "settings": dict(problem.settings),
         "versions": dict(problem.versions),
         "hardware": {
-            name: getattr(hardware, name) for name in ("name", "basis", "capacity_bytes", "context_bytes", "workspace_bytes")
+            name: getattr(hardware, name)
+            for name in ("name", "basis", "capacity_bytes", "context_bytes", "workspace_bytes")
         },
         "components": components,
         "phases": phases,
-        "values": [{"name": value.name, "bytes": value.nbytes, "basis": value.basis} for value in problem.values],
+        "values": [
+            {"name": value.name, "bytes": value.nbytes, "basis": value.basis}
+            for value in problem.values
+        ],
         "all_resident": {
             "weights_bytes": weights,
-            "peak_bytes": weights + outside + max(row["reserved_bytes"] for row in phases),
-            "allocated_bytes": weights + hardware.workspace_bytes + max(row["allocated_bytes"] for row in phases),
+            "peak_bytes": weights + overhead_bytes + max(row["reserved_bytes"] for row in phases),
+            "allocated_bytes": weights
+            + hardware.workspace_bytes
+            + max(row["allocated_bytes"] for row in phases),
             "seconds": sum(row["seconds"] for row in phases),
         },
-        "mode": _mode(graph, probed, hardware, chosen, held, phases),
+        "mode": _mode(graph, dry_run, hardware, mode, component_bytes, phases),
         "corrections": [c.name for c in CORRECTIONS] if hardware.convolution_scratch else [],
     }
 
 
 def _mode(
-    graph: Graph, probed: DryRun, hardware: Hardware, chosen: Mode, held: Mapping[str, int], phases: Sequence[Mapping[str, Any]]
+    graph: Graph,
+    dry_run: DryRun,
+    hardware: Hardware,
+    mode: Mode,
+    component_bytes: Mapping[str, int],
+    phases: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """What the mode takes in all and by stage. ``held``: bytes of each component's weights."""
-    found = estimated(graph, probed, hardware, chosen, held)
-    entries = probed.recording.entries()
-    weights = [max(map(int, found.on_device[begin:end])) for begin, end in phase_spans(entries)]
-    own = [row["allocated_bytes"] for row in phases]
-    outside = hardware.context_bytes + hardware.workspace_bytes
+    """Return the totals of the mode, and its seconds by stage.
+
+    ``component_bytes``: bytes of each component's weights.
+    """
+    estimate = estimate_mode(graph, dry_run, hardware, mode, component_bytes)
+    entries = dry_run.recording.entries()
+    weights = [max(map(int, estimate.on_device[begin:end])) for begin, end in phase_spans(entries)]
+    phase_bytes = [row["allocated_bytes"] for row in phases]
+    overhead_bytes = hardware.context_bytes + hardware.workspace_bytes
     rows = list(zip(phases, weights, strict=True))
-    seconds = sum(found.seconds.values())
+    seconds = sum(estimate.seconds.values())
     return {
-        "name": chosen.name,
-        "formats": dict(chosen.formats),
-        "weights_bytes": sum(nbytes for name, nbytes in held.items() if name not in chosen.cpu),
-        "allocated_bytes": hardware.workspace_bytes + max(a + b for a, b in zip(own, weights, strict=True)),
-        "peak_bytes": outside + max(row["reserved_bytes"] + nbytes for row, nbytes in rows),
-        "copied_in_bytes": int(found.copied_in_bytes),
-        "copied_out_bytes": int(found.copied_out_bytes),
+        "name": mode.name,
+        "formats": dict(mode.formats),
+        "weights_bytes": sum(
+            nbytes for name, nbytes in component_bytes.items() if name not in mode.cpu
+        ),
+        "allocated_bytes": hardware.workspace_bytes
+        + max(a + b for a, b in zip(phase_bytes, weights, strict=True)),
+        "peak_bytes": overhead_bytes + max(row["reserved_bytes"] + nbytes for row, nbytes in rows),
+        "copied_in_bytes": int(estimate.copied_in_bytes),
+        "copied_out_bytes": int(estimate.copied_out_bytes),
         "seconds": seconds,
         "seconds_range": hardware.seconds_range(seconds),
-        "stages": found.seconds,
+        "stages": estimate.seconds,
     }
 
 
-def _component(graph: Graph, name: str, module: nn.Module, probed: DryRun, problem: Problem) -> dict[str, Any]:
-    component, profile = graph.components[name], probed.profiles[name]
+def _component(
+    graph: Graph, name: str, module: nn.Module, dry_run: DryRun, problem: Problem
+) -> dict[str, Any]:
+    component, profile = graph.components[name], dry_run.profiles[name]
     sizes = weights_by_precision(module, component.dtype, allocated=True)
     files = holding(component, module)
-    basis = {precision: "formula" if precision in QUANTIZED else "declared" for precision in PRECISIONS}
-    basis[component.dtype] = "files" if files is not None and not files.missing else "declared"
-    allowed = {component.dtype, *component.precision}
-    planned = next((c for c in problem.components if c.name == name), None)
+    basis = {
+        precision: "formula" if precision in QUANTIZED else "graph file" for precision in PRECISIONS
+    }
+    basis[component.dtype] = (
+        "files" if files is not None and not files.absent_count else "graph file"
+    )
+    precisions = {component.dtype, *component.precision}
+    numbers = next((c for c in problem.components if c.name == name), None)
     return {
         "name": name,
         "class": component.class_path,
         "parameters": profile.parameters,
         "dtype": component.dtype,
         "weights": {
-            precision: {"bytes": sizes[precision], "allowed": precision in allowed, "basis": basis[precision]}
+            precision: {
+                "bytes": sizes[precision],
+                "allowed": precision in precisions,
+                "basis": basis[precision],
+            }
             for precision in PRECISIONS
         },
-        "source": {**asdict(files), "dtypes": dict(files.dtypes), "read_as": component.dtype} if files is not None else None,
-        "host_bytes": planned.variants[0].host_bytes if planned else 0,
-        "blocks": [{"group": group.name, "count": len(group.blocks), "streamable": group.streamable} for group in profile.groups],
-        "basis": planned.basis if planned else "declared",
+        "source": {**asdict(files), "dtypes": dict(files.dtypes), "read_as": component.dtype}
+        if files is not None
+        else None,
+        "host_bytes": numbers.variants[0].host_bytes if numbers else 0,
+        "blocks": [
+            {"group": group.name, "count": len(group.blocks), "streamable": group.streamable}
+            for group in profile.groups
+        ],
+        "basis": numbers.basis if numbers else "graph file",
     }
 
 
-def _phases(problem: Problem, probed: DryRun, hardware: Hardware) -> list[dict[str, Any]]:
-    entries = probed.recording.entries()
+def _phases(problem: Problem, dry_run: DryRun, hardware: Hardware) -> list[dict[str, Any]]:
+    entries = dry_run.recording.entries()
     spans = phase_spans(entries)
-    counting = phase_memories_of(probed.recording, spans, hardware)
-    expandable = phase_memories_of(probed.recording, spans, hardware, Caching) if hardware.caching_allocator else counting
-    native = phase_memories_of(probed.recording, spans, hardware, Native) if hardware.caching_allocator else counting
-    # of quantized layers, in the components' first precision
-    scratch = [max(problem.component(use.component).variants[0].scratch_bytes for use in phase.uses) for phase in problem.phases]
+    counting = phase_memories_of(dry_run.recording, spans, hardware)
+    expandable = (
+        phase_memories_of(dry_run.recording, spans, hardware, Caching)
+        if hardware.caching_allocator
+        else counting
+    )
+    native = (
+        phase_memories_of(dry_run.recording, spans, hardware, Native)
+        if hardware.caching_allocator
+        else counting
+    )
+    # Scratch of quantized layers, in the components' first precision.
+    scratch = [
+        max(problem.component(use.component).variants[0].scratch_bytes for use in phase.uses)
+        for phase in problem.phases
+    ]
     return [
         {
             "stage": phase.stage,
@@ -144,7 +208,7 @@ def _phases(problem: Problem, probed: DryRun, hardware: Hardware) -> list[dict[s
             "reserved_bytes": expandable[n].peak_bytes + scratch[n],
             "reserved_native_bytes": native[n].peak_bytes + scratch[n],
             "values_bytes": problem.value_bytes(n),
-            "live_in_bytes": phase.live_in_bytes,
+            "input_bytes": phase.input_bytes,
             "flops": sum(call.flops for _, call in entries[begin:end]),
             "seconds": _seconds(problem, phase),
             "basis": phase.basis,
@@ -159,19 +223,28 @@ def _seconds(problem: Problem, phase: PhaseNumbers) -> float:
     for traced in phase.uses:
         component = problem.component(traced.component)
         groups, use = component.groups, use_with(traced, component, component.variants[0])
-        result += sum(n * len(group.blocks) * s for n, group, s in zip(use.group_calls, groups, use.seconds, strict=True))
+        result += sum(
+            n * len(group.blocks) * s
+            for n, group, s in zip(use.group_calls, groups, use.seconds, strict=True)
+        )
     return result
 
 
-def _measured(row: dict[str, Any], problem: Problem, number: int, measured: Measured | None) -> dict[str, Any]:
-    """``row`` with the measurements of its phase, taken from ``problem``, where there are any."""
-    if measured is None:
+def _measured(
+    row: dict[str, Any], problem: Problem, number: int, measurement: Measurements | None
+) -> dict[str, Any]:
+    """Return ``row`` with its phase's measurements, taken from ``problem``, if there are any."""
+    if measurement is None:
         return row
     phase, result = problem.phases[number], dict(row)
-    if measured.sizes:
-        result["reserved_bytes"] = problem.value_bytes(number) + phase.live_in_bytes + max(phase.first_bytes, phase.steady_bytes)
+    if measurement.sizes:
+        result["reserved_bytes"] = (
+            problem.value_bytes(number)
+            + phase.input_bytes
+            + max(phase.first_bytes, phase.steady_bytes)
+        )
         result["basis"] = "measured"
-    if {name.partition("/")[0] for name in measured.seconds} >= set(row["components"]):
+    if {name.partition("/")[0] for name in measurement.seconds} >= set(row["components"]):
         result["seconds"] = _seconds(problem, phase)
         result["seconds_basis"] = "measured"
     return {**result, "traced": {name: row[name] for name in ("reserved_bytes", "seconds")}}

@@ -1,12 +1,15 @@
-"""The variants of a component: precision x backing store x where it computes, each with its bytes and seconds.
+"""The variants of a component: precision x backing store x device, each with bytes and seconds.
 
-Decides which variants exist and what must be allowed for each; independent of budgets. The first variant is the graph's own:
-its first precision in page-locked memory.
+The module decides which variants exist and what must be allowed for each, without regard to
+budgets. The first variant is the graph's own: its first precision in page-locked memory.
 
-    precision       those in the graph's list; all but the first change the output and must be allowed
-    backing store   pinned, pageable (slower to copy from), disk where a file's tensors can be read one by one
-    helper          computes on a further device, at its rates
-    cpu             computes on the CPU, for small or rarely used components; the last bits of the output change
+    precision          those in the graph's list; all but the first change the output and must be
+                       allowed
+    backing store      pinned, pageable (slower to copy from), disk if a file's tensors can be read
+                       one by one
+    secondary device   computes on a further device, at its rates
+    cpu                computes on the CPU, for small or rarely used components; the last bits of
+                       the output change
 """
 
 from __future__ import annotations
@@ -15,7 +18,14 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from graphrun.graph.graph import Component
-from graphrun.model.problem import ALLOCATION_BYTES, BackingStore, Granularity, Hardware, Helper, Variant
+from graphrun.model.problem import (
+    ALLOCATION_BYTES,
+    BackingStoreKind,
+    Granularity,
+    Hardware,
+    Secondary,
+    Variant,
+)
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.profile.costs import extra_seconds, work_seconds
 from graphrun.profile.precision import (
@@ -23,16 +33,16 @@ from graphrun.profile.precision import (
     ELEMENT_BYTES,
     dequantization_seconds,
     quantizing_bytes,
-    requantized,
+    with_quantization_scratch,
 )
 from graphrun.profile.recording import Call, ComponentProfile
 from graphrun.units import round_up
 
-BACKING_STORES: tuple[BackingStore, ...] = ("pinned", "pageable", "disk")
+BACKING_STORES: tuple[BackingStoreKind, ...] = ("pinned", "pageable", "disk")
 ON_CPU = "cpu"
 
-# bitsandbytes 0.50 quantizes a weight on a CPU core at about these rates, in bytes of 16-bit weights per second (idle 2.10 GHz
-# Xeon core). A cast to fp8 runs at memory speed.
+# bitsandbytes 0.50 quantizes a weight on a CPU core at about these rates, in bytes of 16-bit
+# weights per second (idle 2.10 GHz Xeon core). A cast to fp8 runs at memory speed.
 QUANTIZING_RATES = {"int8": 0.2e9, "nf4": 0.07e9, "fp8": 5e9}
 
 
@@ -44,34 +54,55 @@ def variants_of(
     backing_stores: Collection[str],
     allow: Collection[str] = (),
     granularity: Granularity = "blocks",
-    helpers: Sequence[Helper] = (),
+    secondaries: Sequence[Secondary] = (),
 ) -> tuple[Variant, ...]:
-    """All variants of ``component``, the graph's own first.
+    """Return all variants of ``component``, the graph's own first.
 
-    ``calls``: its distinct calls. ``backing_stores``: those worth considering here. ``allow``: only determines whether
-    computing on the CPU is offered. ``granularity``: whether ``profile`` is split into blocks or layers. ``helpers``: further
-    devices that it may compute on.
+    ``calls``: its distinct calls. ``backing_stores``: those to consider here. ``allow``: only
+    determines whether computing on the CPU is offered. ``granularity``: whether ``profile`` is
+    split into blocks or layers. ``secondaries``: further devices that the component may compute on.
     """
-    found = [
+    variants = [
         variant
         for precision in component.precision
-        for variant in _in_backing_stores(component, precision, profile, calls, hardware, component.backing_store or backing_stores)
+        for variant in _in_backing_stores(
+            component,
+            precision,
+            profile,
+            calls,
+            hardware,
+            component.backing_store or backing_stores,
+        )
     ]
     if granularity == "layers":
-        found = [replace(variant, streamable=variant.precision not in BLOCK_GRANULARITY_ONLY) for variant in found]
-    for number, helper in enumerate(helpers, 1):
-        there = replace(helper.hardware, disk_bytes_per_second=hardware.disk_bytes_per_second)
-        slowdown = _seconds(calls, there) / on_device if (on_device := _seconds(calls, hardware)) else 1.0
-        found += [
+        variants = [
+            replace(variant, streamable=variant.precision not in BLOCK_GRANULARITY_ONLY)
+            for variant in variants
+        ]
+    for number, secondary in enumerate(secondaries, 1):
+        secondary_hardware = replace(
+            secondary.hardware, disk_bytes_per_second=hardware.disk_bytes_per_second
+        )
+        slowdown = (
+            _seconds(calls, secondary_hardware) / main_seconds
+            if (main_seconds := _seconds(calls, hardware))
+            else 1.0
+        )
+        variants += [
             replace(variant, device=f"device{number}", streamable=False, slowdown=slowdown)
             for precision in component.precision
             for variant in _in_backing_stores(
-                component, precision, profile, calls, there, component.backing_store or backing_stores
+                component,
+                precision,
+                profile,
+                calls,
+                secondary_hardware,
+                component.backing_store or backing_stores,
             )
         ]
-    if ON_CPU in allow and found[0].precision not in QUANTIZED:
-        found.append(_on_cpu(found[0], calls, hardware))
-    return tuple(found)
+    if ON_CPU in allow and variants[0].precision not in QUANTIZED:
+        variants.append(_on_cpu(variants[0], calls, hardware))
+    return tuple(variants)
 
 
 def _in_backing_stores(
@@ -82,98 +113,146 @@ def _in_backing_stores(
     hardware: Hardware,
     backing_stores: Collection[str],
 ) -> Iterator[Variant]:
-    dtype, quantized = component.dtype, precision in QUANTIZED
+    dtype, is_quantized = component.dtype, precision in QUANTIZED
     block_bytes = profile.block_bytes if precision == dtype else profile.precisions[precision]
-    weight_bytes = sum(len(group.blocks) * nbytes for group, nbytes in zip(profile.groups, block_bytes, strict=True))
-    stored = precision in profile.as_stored
-    extra = _extra_block_seconds(profile, calls, precision, hardware) if quantized else ()
-    in_files = block_bytes if stored else profile.block_bytes
-    read = _read_seconds(component, precision, in_files, hardware, stored)
-    for backing_store in (backing_store for backing_store in BACKING_STORES if backing_store in backing_stores):
-        if backing_store == "disk" and not (stored or (not quantized and component.source is not None)):
+    weight_bytes = sum(
+        len(group.blocks) * nbytes
+        for group, nbytes in zip(profile.groups, block_bytes, strict=True)
+    )
+    is_stored = precision in profile.as_stored
+    extra = _extra_block_seconds(profile, calls, precision, hardware) if is_quantized else ()
+    file_block_bytes = block_bytes if is_stored else profile.block_bytes
+    read_seconds = _read_seconds(component, precision, file_block_bytes, hardware, is_stored)
+    for backing_store in (
+        backing_store for backing_store in BACKING_STORES if backing_store in backing_stores
+    ):
+        if backing_store == "disk" and not (
+            is_stored or (not is_quantized and component.source is not None)
+        ):
             continue  # no file whose tensors can be read block by block
-        bytes_per_second = hardware.pageable_bytes_per_second if backing_store == "pageable" else hardware.h2d_bytes_per_second
-        start = hardware.copy_start_seconds
+        bytes_per_second = (
+            hardware.pageable_bytes_per_second
+            if backing_store == "pageable"
+            else hardware.h2d_bytes_per_second
+        )
+        start_seconds = hardware.copy_start_seconds
         yield Variant(
             precision=precision,
             backing_store=backing_store,
             device="device",
             block_bytes=block_bytes,
-            load_seconds=tuple(start + nbytes / bytes_per_second if nbytes else 0.0 for nbytes in block_bytes),
+            load_seconds=tuple(
+                start_seconds + nbytes / bytes_per_second if nbytes else 0.0
+                for nbytes in block_bytes
+            ),
             host_bytes=2 * max(block_bytes) if backing_store == "disk" else weight_bytes,
-            read_seconds=() if backing_store == "disk" else read,
-            disk_seconds=read if backing_store == "disk" else (),
+            read_seconds=() if backing_store == "disk" else read_seconds,
+            disk_seconds=read_seconds if backing_store == "disk" else (),
             block_seconds=extra,
             scratch_bytes=_scratch_bytes(profile, calls, precision, dtype),
-            transient_bytes=quantizing_bytes(profile.layers.values(), precision, ELEMENT_BYTES[dtype])
-            if quantized and not stored
+            transient_bytes=quantizing_bytes(
+                profile.layers.values(), precision, ELEMENT_BYTES[dtype]
+            )
+            if is_quantized and not is_stored
             else 0,
-            read_bytes=() if component.source_in(precision) is None or in_files == block_bytes else in_files,
+            read_bytes=()
+            if component.source_in(precision) is None or file_block_bytes == block_bytes
+            else file_block_bytes,
             needs=component.permission(precision) or "",
         )
 
 
-def _extra_block_seconds(profile: ComponentProfile, calls: Sequence[Call], precision: str, hardware: Hardware) -> tuple[float, ...]:
-    """For each group, seconds that a block's products take more in ``precision``, in the call with the most FLOPs.
+def _extra_block_seconds(
+    profile: ComponentProfile, calls: Sequence[Call], precision: str, hardware: Hardware
+) -> tuple[float, ...]:
+    """Return, for each group, the additional seconds of a block's products in ``precision``.
 
-    () on `sim`, whose clock charges FLOPs and copies, but no memory bandwidth."""
+    Taken from the call with the most FLOPs. () on `sim`, whose clock charges FLOPs and copies, but
+    no memory bandwidth.
+    """
     if hardware.kernels is None or not calls:
         return ()
-    by_layer = extra_seconds(max(calls, key=lambda call: call.flops), profile.layers, precision, hardware)
+    by_layer = extra_seconds(
+        max(calls, key=lambda call: call.flops), profile.layers, precision, hardware
+    )
     if precision == "gguf":
         bandwidth = hardware.memory_bytes_per_second
-        by_layer = {name: dequantization_seconds(written, bandwidth) for name, (_, written) in profile.widened.items()}
+        by_layer = {
+            name: dequantization_seconds(written_bytes, bandwidth)
+            for name, (_, written_bytes) in profile.widened.items()
+        }
     groups = {path: number for number, group in enumerate(profile.groups) for path in group.blocks}
-    found = [0.0] * len(profile.groups)
+    group_seconds = [0.0] * len(profile.groups)
     for path, seconds in by_layer.items():
         while path and path not in groups:
             path = path.rpartition(".")[0]
-        found[groups.get(path, 0)] += seconds
-    return tuple(total / len(group.blocks) for total, group in zip(found, profile.groups, strict=True))
+        group_seconds[groups.get(path, 0)] += seconds
+    return tuple(
+        total / len(group.blocks)
+        for total, group in zip(group_seconds, profile.groups, strict=True)
+    )
 
 
-def _scratch_bytes(profile: ComponentProfile, calls: Sequence[Call], precision: str, dtype: str) -> int:
-    """The largest increase of a call's peak with quantized layers, of all calls."""
+def _scratch_bytes(
+    profile: ComponentProfile, calls: Sequence[Call], precision: str, dtype: str
+) -> int:
+    """Return the largest increase of a call's peak with quantized layers, over all calls."""
     if precision not in QUANTIZED:
         return 0
-    extra = (requantized(call, profile.layers, precision, dtype, profile.widened).peak_bytes - call.peak_bytes for call in calls)
+    extra = (
+        with_quantization_scratch(
+            call, profile.layers, precision, dtype, profile.widened
+        ).peak_bytes
+        - call.peak_bytes
+        for call in calls
+    )
     return round_up(max((0, *extra)), ALLOCATION_BYTES)
 
 
 def _read_seconds(
-    component: Component, precision: str, in_files: tuple[int, ...], hardware: Hardware, stored: bool
+    component: Component,
+    precision: str,
+    file_block_bytes: tuple[int, ...],
+    hardware: Hardware,
+    is_stored: bool,
 ) -> tuple[float, ...]:
-    """For each group, seconds to read one block into its backing store; () without a source, since such weights are created
-    before the run.
+    """Return, for each group, the seconds to read one block into its backing store.
 
-    What is read are the files' bytes. Quantized weights are then quantized, unless the files hold them so (``stored``); on
-    `sim` that takes no time, since its clock is not the host's.
+    () without a source, since such weights are created before the run. The files' bytes are read.
+    Quantized weights are then quantized, unless the files are already in that precision
+    (``is_stored``). On `sim` quantizing takes no time, since its clock is not the host's.
     """
     if component.source_in(precision) is None:
         return ()
     bytes_per_second = hardware.disk_bytes_per_second
-    if precision in QUANTIZED and not stored and hardware.device != "sim":
+    if precision in QUANTIZED and not is_stored and hardware.device != "sim":
         bytes_per_second = 1 / (1 / bytes_per_second + 1 / QUANTIZING_RATES[precision])
-    return tuple(nbytes / bytes_per_second for nbytes in in_files)
+    return tuple(nbytes / bytes_per_second for nbytes in file_block_bytes)
 
 
 def _seconds(calls: Sequence[Call], hardware: Hardware) -> float:
-    """Seconds of one call of each kind on ``hardware``. The simulated clock charges FLOPs at one rate; launches do not count."""
+    """Return the seconds of one call of each kind on ``hardware``.
+
+    The simulated clock charges FLOPs at one rate; launches do not count.
+    """
     if hardware.kernels is None:
         return sum(call.flops for call in calls) / hardware.flops_per_second
     return sum(sum(work_seconds(call, hardware)) for call in calls)
 
 
 def _on_cpu(variant: Variant, calls: Sequence[Call], hardware: Hardware) -> Variant:
-    """``variant`` computing on the CPU at the host's rate. Nothing is copied to the device, so its backing store is pageable."""
-    flops, on_device = sum(call.flops for call in calls), _seconds(calls, hardware)
-    on_host = flops / hardware.cpu_flops_per_second
+    """Return ``variant`` computing on the CPU at the host's rate.
+
+    Nothing is copied to the device, so its backing store is pageable.
+    """
+    flops, device_seconds = sum(call.flops for call in calls), _seconds(calls, hardware)
+    cpu_seconds = flops / hardware.cpu_flops_per_second
     return replace(
         variant,
         backing_store="pageable",
         device="cpu",
         load_seconds=tuple(0.0 for _ in variant.load_seconds),
         streamable=False,
-        slowdown=on_host / on_device if on_device else 1.0,
+        slowdown=cpu_seconds / device_seconds if device_seconds else 1.0,
         needs=ON_CPU,
     )

@@ -1,4 +1,4 @@
-"""A run over time as an SVG drawing: disk reads, copies, compute, and device memory against its budget.
+"""A run over time as an SVG drawing: disk reads, copies, compute, and device memory.
 
     disk      |== t5 ==|=== transformer ===|
     copies      |= t5 =| |==|==|==|==|==|==|
@@ -6,7 +6,8 @@
     memory    __|--------|____|------------|__   .... budget; by component
               +---------------------------------> seconds
 
-Colours are CSS classes ``c0`` ``c1`` ..., one per component; the page defines them for its dark and light themes.
+Each component has a colour, the CSS class ``c0``, ``c1`` and so on. The page defines these classes
+for its dark and light themes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
-from graphrun.report.memory import Part
+from graphrun.report.memory import MemoryPart
 from graphrun.report.svg import block, element, round_ticks, tick_seconds
 from graphrun.report.table import Units
 from graphrun.trace import Event, SlotTrace
@@ -33,88 +34,164 @@ TRACKS: Mapping[str, tuple[str, ...]] = {
 def timeline_svg(
     events: Sequence[Event],
     slots: Sequence[SlotTrace],
-    planned: Mapping[str, tuple[float, Sequence[Part]]],
+    slot_plans: Mapping[str, tuple[float, Sequence[MemoryPart]]],
     budget_bytes: int,
     colours: Mapping[str, int],
     title: str,
 ) -> str:
-    """The drawing as SVG text. ``slots`` in order of time; ``colours``: the number of each component's CSS class.
+    """Return the drawing as SVG text.
 
-    ``planned``: by the name of a slot its planned seconds of compute and the parts of its peak. A call is as high as the share of
-    its time in which it computes; the rest of the track, in which nothing does, is hatched.
+    ``slots``: in order of time. ``colours``: the number of each component's CSS class.
+    ``slot_plans``: by slot name, the planned seconds of compute and the parts of the peak.
+
+    The height of a call is the share of its time in which it computes. Time without compute is
+    hatched.
     """
-    tracks = {track: own for track, kinds in TRACKS.items() if (own := [event for event in events if event.kind in kinds])}
+    tracks = {
+        track: track_events
+        for track, kinds in TRACKS.items()
+        if (track_events := [event for event in events if event.kind in kinds])
+    }
     start = min((slot.start_seconds for slot in slots), default=0.0)
     seconds = max((slot.end_seconds for slot in slots), default=1.0) - start or 1.0
-    most = max([budget_bytes, *(slot.peak_bytes for slot in slots)]) or 1
+    maximum_bytes = max([budget_bytes, *(slot.peak_bytes for slot in slots)]) or 1
     memory = 3 * GAP + len(tracks) * (ROW + GAP)
     height = memory + MEMORY + 24
-    busy = _shares(tracks.get("compute", ()), slots, planned)
+    busy = _shares(tracks.get("compute", ()), slots, slot_plans)
 
     def x(moment: float) -> float:
         return LABEL + (WIDTH - LABEL - RIGHT) * (moment - start) / seconds
 
     def y(nbytes: float) -> float:
-        return memory + MEMORY - MEMORY * nbytes / most
+        return memory + MEMORY - MEMORY * nbytes / maximum_bytes
 
     def elements() -> Iterator[str]:
         lines = element("path", d="M0 6L6 0M-1 1L1 -1M5 7L7 5", class_="hatching")
-        yield element("defs", element("pattern", lines, id="waits", width=6, height=6, patternUnits="userSpaceOnUse"))
-        for top, (track, own) in zip(count(GAP, ROW + GAP), tracks.items()):
+        yield element(
+            "defs",
+            element("pattern", lines, id="waits", width=6, height=6, patternUnits="userSpaceOnUse"),
+        )
+        for top, (track, lane_events) in zip(count(GAP, ROW + GAP), tracks.items()):
             yield element("text", track, x=0, y=top + ROW - 7)
             lane = f"lane{' waits' if track == 'compute' else ''}"
-            yield element("rect", class_=lane, x=LABEL, y=top, width=WIDTH - LABEL - RIGHT, height=ROW)
-            for event in merged(own, seconds / (WIDTH - LABEL - RIGHT)):
-                what = f"{event.kind} {event.component or event.detail}: {show_seconds(event.end_seconds - event.start_seconds)}"
-                what += f", {show_size(event.nbytes)}" if event.nbytes else ""
+            yield element(
+                "rect", class_=lane, x=LABEL, y=top, width=WIDTH - LABEL - RIGHT, height=ROW
+            )
+            for event in merged(lane_events, seconds / (WIDTH - LABEL - RIGHT)):
+                label = (
+                    f"{event.kind} {event.component or event.detail}: "
+                    f"{show_seconds(event.end_seconds - event.start_seconds)}"
+                )
+                label += f", {show_size(event.nbytes)}" if event.nbytes else ""
                 share = busy.get(event.slot, 1.0) if event.kind == "run" else 1.0
-                what += f", {share:.0%} of it computes" if share < 0.995 else ""
+                label += f", {share:.0%} of it computes" if share < 0.995 else ""
                 kind = f"c{colours.get(event.component, 0)} {event.kind}"
-                yield block(x(event.start_seconds), x(event.end_seconds), top + ROW * (1 - share), ROW * share, kind, what)
+                yield block(
+                    x(event.start_seconds),
+                    x(event.end_seconds),
+                    top + ROW * (1 - share),
+                    ROW * share,
+                    kind,
+                    label,
+                )
         yield element("text", "memory", x=0, y=memory + MEMORY - 2)
         for slot in slots:
-            left, right, below = x(slot.start_seconds), x(slot.end_seconds), 0
-            for part in planned.get(slot.name, (0.0, ()))[1]:
-                nbytes = min(part.nbytes, slot.peak_bytes - below)
+            x_start, x_end, stacked_bytes = x(slot.start_seconds), x(slot.end_seconds), 0
+            for part in slot_plans.get(slot.name, (0.0, ()))[1]:
+                nbytes = min(part.nbytes, slot.peak_bytes - stacked_bytes)
                 kind = f"c{colours[part.component]} {part.kind}" if part.component else part.kind
-                what = f"{slot.name}: {part.component} {part.kind} {show_size(part.nbytes)} of {show_size(slot.peak_bytes)}"
-                yield block(left, right, y(below + nbytes), y(below) - y(below + nbytes), kind, what)
-                below += nbytes
-            what = f"{slot.name}: {show_size(slot.peak_bytes)}"
-            yield block(left, right, y(slot.peak_bytes), y(below) - y(slot.peak_bytes), "other", what)
-        units = Units(most)
-        for tick in round_ticks(most / units.size_bytes, 4)[1:]:
-            up = y(tick * units.size_bytes) + 4
-            yield element("text", f"{tick:g} {units.size}", class_="tick", x=LABEL - 6, y=up, text_anchor="end")
+                label = (
+                    f"{slot.name}: {part.component} {part.kind} {show_size(part.nbytes)} of "
+                    f"{show_size(slot.peak_bytes)}"
+                )
+                yield block(
+                    x_start,
+                    x_end,
+                    y(stacked_bytes + nbytes),
+                    y(stacked_bytes) - y(stacked_bytes + nbytes),
+                    kind,
+                    label,
+                )
+                stacked_bytes += nbytes
+            label = f"{slot.name}: {show_size(slot.peak_bytes)}"
+            yield block(
+                x_start,
+                x_end,
+                y(slot.peak_bytes),
+                y(stacked_bytes) - y(slot.peak_bytes),
+                "other",
+                label,
+            )
+        units = Units(maximum_bytes)
+        for tick in round_ticks(maximum_bytes / units.size_bytes, 4)[1:]:
+            text_y = y(tick * units.size_bytes) + 4
+            yield element(
+                "text",
+                f"{tick:g} {units.size}",
+                class_="tick",
+                x=LABEL - 6,
+                y=text_y,
+                text_anchor="end",
+            )
         budget = element("title", f"budget: {show_size(budget_bytes)}")
-        yield element("path", budget, class_="budget", d=f"M{LABEL} {y(budget_bytes):.1f}H{WIDTH - RIGHT}")
+        yield element(
+            "path", budget, class_="budget", d=f"M{LABEL} {y(budget_bytes):.1f}H{WIDTH - RIGHT}"
+        )
         for second in round_ticks(seconds):
-            yield element("text", tick_seconds(second), class_="tick", x=x(start + second), y=height - 4, text_anchor="middle")
+            yield element(
+                "text",
+                tick_seconds(second),
+                class_="tick",
+                x=x(start + second),
+                y=height - 4,
+                text_anchor="middle",
+            )
 
-    return element("svg", "".join(elements()), viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=title)
+    return element(
+        "svg", "".join(elements()), viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=title
+    )
 
 
 def _shares(
-    runs: Iterable[Event], slots: Sequence[SlotTrace], planned: Mapping[str, tuple[float, Sequence[Part]]]
+    runs: Iterable[Event],
+    slots: Sequence[SlotTrace],
+    slot_plans: Mapping[str, tuple[float, Sequence[MemoryPart]]],
 ) -> dict[int, float]:
-    """By slot the share of the time of its calls in which it computes, by the planned seconds of compute."""
+    """Return, for each slot, the share of its calls' time that is planned compute."""
     calls = dict[int, float]()
     for event in runs:
         calls[event.slot] = calls.get(event.slot, 0.0) + event.end_seconds - event.start_seconds
-    computes = {number: planned[slot.name][0] for number, slot in enumerate(slots) if slot.name in planned}
-    return {number: min(1.0, computes[number] / seconds) for number, seconds in calls.items() if seconds and number in computes}
+    computes = {
+        number: slot_plans[slot.name][0]
+        for number, slot in enumerate(slots)
+        if slot.name in slot_plans
+    }
+    return {
+        number: min(1.0, computes[number] / seconds)
+        for number, seconds in calls.items()
+        if seconds and number in computes
+    }
 
 
 def merged(events: Iterable[Event], pixel_seconds: float) -> list[Event]:
-    """Merges consecutive events of one kind, component and slot with gaps below a pixel, and adds their bytes."""
-    found: list[Event] = []
-    for event in sorted(events, key=lambda each: each.start_seconds):
-        if found:
-            last = found[-1]
-            alike = (last.kind, last.component, last.slot) == (event.kind, event.component, event.slot)
-            if alike and event.start_seconds - last.end_seconds <= pixel_seconds:
+    """Merge consecutive events of one kind, component and slot.
+
+    Events are merged across gaps shorter than a pixel; their bytes are added.
+    """
+    merged_events: list[Event] = []
+    for event in sorted(events, key=lambda entry: entry.start_seconds):
+        if merged_events:
+            last = merged_events[-1]
+            is_same_operation = (last.kind, last.component, last.slot) == (
+                event.kind,
+                event.component,
+                event.slot,
+            )
+            if is_same_operation and event.start_seconds - last.end_seconds <= pixel_seconds:
                 end = max(last.end_seconds, event.end_seconds)
-                found[-1] = replace(last, end_seconds=end, nbytes=last.nbytes + event.nbytes)
+                merged_events[-1] = replace(
+                    last, end_seconds=end, nbytes=last.nbytes + event.nbytes
+                )
                 continue
-        found.append(event)
-    return found
+        merged_events.append(event)
+    return merged_events

@@ -1,4 +1,7 @@
-"""Commands on a screen, folded so that they can still be copied: a backslash ends every line but the last."""
+"""Commands on a screen, folded so that they can still be copied.
+
+Every line but the last ends in a backslash.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,16 @@ _WORD = re.compile(r"""(?:"[^"]*"|'[^']*'|[^\s"'])+""")
 
 
 def folded_command(line: str, width: int) -> str:
-    """``line``, which ends in a command (``next: graphrun plan ...``), folded between options where it is wider than ``width``."""
+    """Fold ``line`` between options if it is wider than ``width``.
+
+    ``line`` ends in a command, such as ``next: graphrun plan ...``.
+    """
     if len(line) <= width:
         return line
-    first, *others = _options(line)
+    first, *options = _options(line)
     lines = [first]
-    for number, option in enumerate(others, 1):
-        end = 0 if number == len(others) else 2  # the space and the backslash
+    for number, option in enumerate(options, 1):
+        end = 0 if number == len(options) else 2  # the space and the backslash
         if len(lines[-1]) + 1 + len(option) + end <= width:
             lines[-1] += f" {option}"
         else:
@@ -25,7 +31,7 @@ def folded_command(line: str, width: int) -> str:
 
 
 def folded_options(options: str, width: int) -> list[str]:
-    """``options`` as lines of at most ``width`` columns; an option stays beside its value."""
+    """Fold ``options`` into lines of at most ``width`` columns, each option next to its value."""
     lines = [""]
     for option in _options(options):
         if lines[-1] and len(lines[-1]) + 1 + len(option) > width:
@@ -35,11 +41,11 @@ def folded_options(options: str, width: int) -> list[str]:
 
 
 def _options(text: str) -> Iterator[str]:
-    """What comes before the first option of ``text``, then each option with its value."""
-    held = list[str]()
+    """Yield the text before the first option, then each option with its value."""
+    words = list[str]()
     for word in _WORD.findall(text):
-        if word.startswith("-") and held:
-            yield " ".join(held)
-            held = []
-        held.append(word)
-    yield " ".join(held)
+        if word.startswith("-") and words:
+            yield " ".join(words)
+            words = []
+        words.append(word)
+    yield " ".join(words)

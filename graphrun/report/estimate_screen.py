@@ -1,4 +1,4 @@
-"""The screen of ``graphrun estimate``, from the estimate's JSON form: weights by precision, then memory and time per phase."""
+"""The screen of ``graphrun estimate``, made from the JSON form of the estimate."""
 
 from __future__ import annotations
 
@@ -6,32 +6,43 @@ from typing import Any
 
 from graphrun.report.screen import Look
 from graphrun.report.table import Units, table
-from graphrun.report.verdicts import MODES, needs
+from graphrun.report.verdicts import MODES, estimate_verdict
 from graphrun.units import show_range, show_size
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def estimate_screen(estimate: dict[str, Any], look: Look | None = None) -> str:
-    """The graph with its totals, a row per component, a row per phase."""
+    """Return the graph with its totals, a row per component, and a row per phase."""
     look = look or Look()
     phases = (_phases if look.verbose else _phases_in_short)(estimate["phases"])
     return "\n\n".join(
-        (look.first(needs(estimate)), look.folded(*_head(estimate)), _components(estimate["components"], look), phases)
+        (
+            look.first(estimate_verdict(estimate)),
+            look.folded(*_head(estimate)),
+            _components(estimate["components"], look),
+            phases,
+        )
     )
 
 
 def _head(estimate: dict[str, Any]) -> tuple[str, ...]:
     hardware, mode = estimate["hardware"], estimate["mode"]
     settings = " ".join(f"{name}={value}" for name, value in estimate["settings"].items())
-    outside = hardware["context_bytes"] + hardware["workspace_bytes"]
-    copied = mode["copied_in_bytes"], mode["copied_out_bytes"]
-    copies = f"; copies {show_size(copied[0])} to the device, {show_size(copied[1])} back" if any(copied) else ""
-    formats = "".join(f"  {name} in {of}" for name, of in mode["formats"].items())
+    overhead_bytes = hardware["context_bytes"] + hardware["workspace_bytes"]
+    copy_bytes = mode["copied_in_bytes"], mode["copied_out_bytes"]
+    copies = (
+        f"; copies {show_size(copy_bytes[0])} to the device, {show_size(copy_bytes[1])} back"
+        if any(copy_bytes)
+        else ""
+    )
+    formats = "".join(f"  {name} in {precision}" for name, precision in mode["formats"].items())
     return (
         f"estimate {estimate['graph']}  {settings}{formats}",
-        f"hardware {hardware['name']} ({hardware['basis']})  context and workspace {show_size(outside)}",
-        f"with {MODES[mode['name']]}: peak {show_size(mode['peak_bytes'])} with context and workspace, reserved;"
+        f"hardware {hardware['name']} ({hardware['basis']})  context and workspace "
+        f"{show_size(overhead_bytes)}",
+        f"with {MODES[mode['name']]}: peak {show_size(mode['peak_bytes'])} with context and "
+        "workspace, reserved;"
         f" weights {show_size(mode['weights_bytes'])}{copies}",
         f"predicted {show_range(mode['seconds'], mode['seconds_range'])}",
     )
@@ -39,40 +50,101 @@ def _head(estimate: dict[str, Any]) -> tuple[str, ...]:
 
 def _components(components: list[dict[str, Any]], look: Look) -> str:
     units = Units(max(row["weights"][row["dtype"]]["bytes"] for row in components))
-    rows, sources = [["component", "millions", "16 bit", "32 bit", "int8", "nf4", "host", "blocks"]], []
+    rows, sources = (
+        [["component", "millions", "16 bit", "32 bit", "int8", "nf4", "host", "blocks"]],
+        [],
+    )
     for row in components:
         half = row["dtype"] if row["dtype"] != "float32" else "bfloat16"
         weights = [row["weights"][precision] for precision in (half, "float32", "int8", "nf4")]
-        shown = [units.row(of["bytes"])[0] + ("*" if of["allowed"] else " ") for of in weights]
+        cells = [
+            units.row(weight["bytes"])[0] + ("*" if weight["allowed"] else " ")
+            for weight in weights
+        ]
         blocks = " + ".join(str(k["count"]) for k in row["blocks"] if k["streamable"]) or "-"
-        rows.append(units.row(row["name"], f"{row['parameters'] / 1e6:,.1f}", *shown, row["host_bytes"], blocks))
+        rows.append(
+            units.row(
+                row["name"], f"{row['parameters'] / 1e6:,.1f}", *cells, row["host_bytes"], blocks
+            )
+        )
         if source := row["source"]:
-            dtypes = ", ".join(f"{SHORT.get(dtype, dtype)} {show_size(nbytes)}" for dtype, nbytes in source["dtypes"].items())
-            missing = f"; {source['missing']} of its tensors are missing by name" if source["missing"] else ""
-            read_as = f"read as {SHORT.get(source['read_as'], source['read_as'])}{missing}"
-            sources.append(f" {row['name']} on disk: {source['tensors']} tensors, {dtypes}, {read_as}  {source['folder']}")
-    what = "millions: of parameters; *: allowed by the graph; 16 and 32 bit from the configuration, int8 and nf4 by formula"
-    note = look.folded(f"weights and host in {units.size}; {what}")
-    return "\n".join([table(rows, left=(0,), width=look.width), f" {note}", *sources])
+            dtypes = ", ".join(
+                f"{SHORT.get(dtype, dtype)} {show_size(nbytes)}"
+                for dtype, nbytes in source["dtypes"].items()
+            )
+            missing_note = (
+                f"; {source['missing']} of its tensors are missing by name"
+                if source["missing"]
+                else ""
+            )
+            read_as = f"read as {SHORT.get(source['read_as'], source['read_as'])}{missing_note}"
+            sources.append(
+                f" {row['name']} on disk: {source['tensors']} tensors, {dtypes}, {read_as} "
+                f" {source['folder']}"
+            )
+    legend = (
+        "millions: of parameters; *: allowed by the graph; 16 and 32 bit from the "
+        "configuration, int8 and nf4 by formula"
+    )
+    note = look.folded(f"weights and host in {units.size}; {legend}")
+    return "\n".join([table(rows, left_columns=(0,), width=look.width), f" {note}", *sources])
 
 
 def _phases_in_short(phases: list[dict[str, Any]]) -> str:
-    units = Units(max(row["reserved_bytes"] for row in phases), sum(row["seconds"] for row in phases))
+    units = Units(
+        max(row["reserved_bytes"] for row in phases), sum(row["seconds"] for row in phases)
+    )
     rows = [["phase", "calls", "allocated", "reserved", "values", "TFLOP", f"compute {units.time}"]]
     for row in phases:
         sizes = [row[f"{name}_bytes"] for name in ("allocated", "reserved", "values")]
-        rows.append(units.row(row["phase"], str(row["calls"]), *sizes, f"{row['flops'] / 1e12:.2f}", float(row["seconds"])))
-    return f"{table(rows, left=(0,))}\n sizes in {units.size}, without weights; -v shows all figures and their basis"
+        rows.append(
+            units.row(
+                row["phase"],
+                str(row["calls"]),
+                *sizes,
+                f"{row['flops'] / 1e12:.2f}",
+                float(row["seconds"]),
+            )
+        )
+    return (
+        f"{table(rows, left_columns=(0,))}\n sizes in {units.size}, without weights; -v shows "
+        "all figures and their basis"
+    )
 
 
 def _phases(phases: list[dict[str, Any]]) -> str:
-    units = Units(max(row["reserved_bytes"] for row in phases), sum(row["seconds"] for row in phases))
-    head = ["phase", "calls", "allocated", "reserved", "native", "values", "live-in", "TFLOP", f"compute {units.time}", "basis"]
+    units = Units(
+        max(row["reserved_bytes"] for row in phases), sum(row["seconds"] for row in phases)
+    )
+    head = [
+        "phase",
+        "calls",
+        "allocated",
+        "reserved",
+        "native",
+        "values",
+        "inputs",
+        "TFLOP",
+        f"compute {units.time}",
+        "basis",
+    ]
     rows = []
     for row in phases:
-        sizes = [row[f"{name}_bytes"] for name in ("allocated", "reserved", "reserved_native", "values", "live_in")]
-        basis = row["basis"] if row["basis"] == row["seconds_basis"] else f"{row['basis']}, {row['seconds_basis']}"
+        sizes = [
+            row[f"{name}_bytes"]
+            for name in ("allocated", "reserved", "reserved_native", "values", "input")
+        ]
+        basis = (
+            row["basis"]
+            if row["basis"] == row["seconds_basis"]
+            else f"{row['basis']}, {row['seconds_basis']}"
+        )
         flops = f"{row['flops'] / 1e12:.2f}"
-        rows.append(units.row(row["phase"], str(row["calls"]), *sizes, flops, float(row["seconds"]), basis))
-    what = "without weights; reserved: with expandable segments, native: without; basis: of sizes, of seconds"
-    return f"{table([head, *rows], left=(0, 9))}\n sizes in {units.size}, {what}"
+        rows.append(
+            units.row(row["phase"], str(row["calls"]), *sizes, flops, float(row["seconds"]), basis)
+        )
+    legend = (
+        "without weights; reserved: with expandable segments, native: without; basis: of "
+        "sizes, of seconds"
+    )
+    return f"{table([head, *rows], left_columns=(0, 9))}\n sizes in {units.size}, {legend}"

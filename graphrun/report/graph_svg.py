@@ -1,16 +1,20 @@
-"""A graph as one self-contained SVG picture, readable in dark and light: no script, no font, nothing from outside.
+"""A graph as one self-contained SVG picture for dark and light themes.
 
     +--------+  +--------------+
-    | prompt |  | text_encoder |      layer 0   data flow is on the left, in a straight line where it is a chain;
-    +---+----+  +------+-------+                components are on the right, one layer above their first stage
+    | prompt |  | text_encoder |      layer 0
+    +---+----+  +------+-------+
         |   ...........:
     +---v--:-+
     | encode |                       layer 1
     +---+----+
         v
 
-Layers are the topological generations of the graph. An edge that spans several layers gets a bend in each. The order within
-layers comes from barycentre sweeps (Sugiyama, Tagawa and Toda, 1981); the one with the fewest crossings is kept.
+The picture needs no script, no font and no other file. Data flow is on the left; a chain is a
+straight line. Components are on the right, one layer above the first stage that uses them.
+
+Layers are the topological generations of the graph. An edge that spans several layers bends in
+each. The order within layers comes from barycentre sweeps (Sugiyama, Tagawa and Toda, 1981); the
+order with the fewest crossings is kept.
 """
 
 from __future__ import annotations
@@ -26,8 +30,19 @@ import networkx
 from graphrun.report.graph_text import lines
 from graphrun.report.svg import element, picture
 
-LINE, PADDING, GAP, BETWEEN, MARGIN = 17, 9.0, 18, 46, 20  # GAP: between boxes of a layer; BETWEEN: between layers
-CHARACTER, SMALLEST = 7.3, 76.0  # width of a character at 12 px, rather too wide than too narrow; width of the smallest box
+# In pixels. GAP: between boxes of a layer; BETWEEN: between layers.
+LINE, PADDING, GAP, BETWEEN, MARGIN = (
+    17,
+    9.0,
+    18,
+    46,
+    20,
+)
+# Width of a character at 12 px, estimated a little too wide; width of the smallest box.
+CHARACTER, SMALLEST = (
+    7.3,
+    76.0,
+)
 SWEEPS = 12
 
 _STYLE = """
@@ -51,14 +66,20 @@ text { fill: var(--soft); font: 12px system-ui, sans-serif; text-anchor: middle 
 .arrow { fill: var(--soft) }
 """
 _ROUND = {"stage": 8, "component": 2, "value": 22, "input": 0, "output": 0}
-_KEY = {"stage": "stage", "value": "value", "component": "component, its weights", "input": "input or output"}
+_KEY = {
+    "stage": "stage",
+    "value": "value",
+    "component": "component, its weights",
+    "input": "input or output",
+}
 
 
 @dataclass(slots=True, eq=False)
 class _Box:
-    """A node, or a bend of an edge (no text, no size), with the coordinates of its centre.
+    """A node, or a bend of an edge, with the coordinates of its centre.
 
-    ``side``: on the right, beside the data flow: a component or a bend of its edge. ``top``, ``bottom``: those of its layer.
+    A bend has no text and no size. ``side``: whether the box is right of the data flow, as
+    components and the bends of their edges are. ``top``, ``bottom``: the bounds of its layer.
     """
 
     side: bool
@@ -72,58 +93,91 @@ class _Box:
     bottom: float = 0.0
 
 
-def _box(node: str, of: dict[str, Any]) -> _Box:
-    name, *others = lines(of)
-    text = max(SMALLEST, 1.1 * (CHARACTER * len(name)), *(CHARACTER * len(line) for line in others))
-    width = text + 2 * PADDING + (PADDING if of["kind"] == "value" else 0)
-    return _Box(of["kind"] == "component", node, [name, *others], width, LINE * (1 + len(others)) + 2 * PADDING - 4)
+def _box(node: str, attributes: dict[str, Any]) -> _Box:
+    name, *details = lines(attributes)
+    text = max(
+        SMALLEST, 1.1 * (CHARACTER * len(name)), *(CHARACTER * len(line) for line in details)
+    )
+    width = text + 2 * PADDING + (PADDING if attributes["kind"] == "value" else 0)
+    return _Box(
+        attributes["kind"] == "component",
+        node,
+        [name, *details],
+        width,
+        LINE * (1 + len(details)) + 2 * PADDING - 4,
+    )
 
 
 Layers = list[list[_Box]]
-Joined = Mapping[_Box, Mapping[_Box, object]]  # the neighbours of each box in the layer above, or in the layer below
+# The neighbours of each box in the layer above, or in the layer below.
+Joined = Mapping[_Box, Mapping[_Box, object]]
 
 
 def graph_svg(graph: networkx.DiGraph, note: str = "") -> str:
-    """The picture of ``graph``, as `graphrun.report.graph_text.drawn` makes it, with ``note`` as a line below its title.
+    """Return the picture of ``graph`` with ``note`` as a line below its title.
 
-    Each node is a ``<g data-node="stage:encode">``, with its exact bytes as ``data-bytes`` where they are known.
+    ``graph`` comes from `graphrun.report.graph_text.drawing_graph`. Each node is a ``<g
+    data-node="stage:encode">``; its exact bytes, if known, are in ``data-bytes``.
     """
     layers, paths = _layered(graph)
     boxes = [box for layer in layers for box in layer]
-    joined = networkx.DiGraph(pair for path in paths.values() for pair in pairwise(path))
-    joined.add_nodes_from(boxes)
-    _order(layers, joined)
-    _place(layers, joined)
-    top, left = MARGIN + 2 * LINE + 10.0, min(box.x - box.width / 2 for box in boxes) - MARGIN
+    box_graph = networkx.DiGraph(pair for path in paths.values() for pair in pairwise(path))
+    box_graph.add_nodes_from(boxes)
+    _order(layers, box_graph)
+    _place(layers, box_graph)
+    top, left_edge = MARGIN + 2 * LINE + 10.0, min(box.x - box.width / 2 for box in boxes) - MARGIN
     for layer in layers:
         height = max((box.height for box in layer), default=0.0)
         for box in layer:
-            box.x, box.y, box.top, box.bottom = box.x - left, top + height / 2, top, top + height
+            box.x, box.y, box.top, box.bottom = (
+                box.x - left_edge,
+                top + height / 2,
+                top,
+                top + height,
+            )
         top += height + BETWEEN
     right = max(box.x + box.width / 2 for box in boxes)
-    size = {"width": f"{max(right, CHARACTER * len(note), 480.0) + MARGIN:.0f}", "height": f"{top + MARGIN:.0f}"}
-    name, named = escape(graph.graph["name"]), {box.node: box for box in boxes}
+    size = {
+        "width": f"{max(right, CHARACTER * len(note), 480.0) + MARGIN:.0f}",
+        "height": f"{top + MARGIN:.0f}",
+    }
+    name, boxes_by_node = escape(graph.graph["name"]), {box.node: box for box in boxes}
     parts = [
-        f'<title id="title">{name}</title><desc id="desc">{escape(_described(graph))}</desc><style>{_STYLE}</style>',
-        '<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+        f'<title id="title">{name}</title><desc '
+        f'id="desc">{escape(_described(graph))}</desc><style>{_STYLE}</style>',
+        '<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
+        'markerHeight="7" orient="auto">'
         '<path class="arrow" d="M0 0L8 4L0 8z"/></marker></defs>',
         element("rect", class_="paper", **size),
         element("text", name, class_="name title", x=MARGIN, y=MARGIN + 10),
         element("text", escape(note), class_="note", x=MARGIN, y=MARGIN + 10 + LINE),
-        *(_edge(path, joined, tail, graph.edges[tail, head]["relation"], head) for (tail, head), path in paths.items()),
-        *(_drawn(named[node], of) for node, of in graph.nodes(data=True)),
+        *(
+            _edge(path, box_graph, tail, graph.edges[tail, head]["relation"], head)
+            for (tail, head), path in paths.items()
+        ),
+        *(_drawn(boxes_by_node[node], attributes) for node, attributes in graph.nodes(data=True)),
         *_key(top),
     ]
-    return picture(parts, f"0 0 {size['width']} {size['height']}", **size, role="img", aria_labelledby="title desc")
+    return picture(
+        parts,
+        f"0 0 {size['width']} {size['height']}",
+        **size,
+        role="img",
+        aria_labelledby="title desc",
+    )
 
 
 def _layered(graph: networkx.DiGraph) -> tuple[Layers, dict[tuple[str, str], list[_Box]]]:
-    """The boxes and bends of each layer, and those along each edge."""
-    number = {node: layer for layer, nodes in enumerate(networkx.topological_generations(graph)) for node in nodes}
+    """Return the boxes and bends of each layer, and the boxes along each edge."""
+    number = {
+        node: layer
+        for layer, nodes in enumerate(networkx.topological_generations(graph))
+        for node in nodes
+    }
     for node in graph:
         if not graph.pred[node] and graph.succ[node]:  # one layer above its first reader
             number[node] = min(number[head] for head in graph.succ[node]) - 1
-    boxes = {node: _box(node, of) for node, of in graph.nodes(data=True)}
+    boxes = {node: _box(node, attributes) for node, attributes in graph.nodes(data=True)}
     layers: Layers = [[] for _ in range(max(number.values(), default=0) + 1)]
     for node, box in boxes.items():
         layers[number[node]].append(box)
@@ -137,111 +191,179 @@ def _layered(graph: networkx.DiGraph) -> tuple[Layers, dict[tuple[str, str], lis
     return layers, paths
 
 
-def _sweeps(layers: Layers, joined: networkx.DiGraph) -> Iterator[tuple[Layers, Joined]]:
-    """Layers downwards with the edges above each box, then upwards with those below it, and so on."""
+def _sweeps(layers: Layers, box_graph: networkx.DiGraph) -> Iterator[tuple[Layers, Joined]]:
+    """Yield layers and neighbours for each sweep: downwards with edges above, then upwards."""
     for sweep in range(SWEEPS):
-        yield (layers[::-1], joined.succ) if sweep % 2 else (layers, joined.pred)
+        yield (layers[::-1], box_graph.succ) if sweep % 2 else (layers, box_graph.pred)
 
 
-def _order(layers: Layers, joined: networkx.DiGraph) -> None:
-    """Sorts each layer so that few edges cross: data flow first, then components."""
-    place, found = dict[_Box, int](), []
-    for swept, neighbours in ((layers, {}), *_sweeps(layers, joined)):
-        for layer in swept:
-            means = {box: _mean([place[other] for other in neighbours.get(box, ())], place.get(box, 0)) for box in layer}
+def _order(layers: Layers, box_graph: networkx.DiGraph) -> None:
+    """Sort each layer so that few edges cross; data flow comes before components."""
+    place, orders = dict[_Box, int](), []
+    for sweep_layers, neighbours in ((layers, {}), *_sweeps(layers, box_graph)):
+        for layer in sweep_layers:
+            means = {
+                box: _mean([place[other] for other in neighbours.get(box, ())], place.get(box, 0))
+                for box in layer
+            }
             layer.sort(key=lambda box, means=means: (box.side, means[box]))  # type: ignore[misc]
             place |= {box: number for number, box in enumerate(layer)}
-        ends = ([(place[box], place[other]) for box in layer for other in joined.succ[box]] for layer in layers)
-        crossings = sum((a - c) * (b - d) < 0 for own in ends for (a, b), (c, d) in combinations(own, 2))
-        found.append((crossings, [list(layer) for layer in layers]))
-    layers[:] = min(found, key=lambda each: each[0])[1]
+        edge_places = (
+            [(place[box], place[other]) for box in layer for other in box_graph.succ[box]]
+            for layer in layers
+        )
+        transfers = sum(
+            (a - c) * (b - d) < 0
+            for layer_ends in edge_places
+            for (a, b), (c, d) in combinations(layer_ends, 2)
+        )
+        orders.append((transfers, [list(layer) for layer in layers]))
+    layers[:] = min(orders, key=lambda order: order[0])[1]
 
 
-def _place(layers: Layers, joined: networkx.DiGraph) -> None:
-    """Sets ``x`` of each box: data flow close to its neighbours in other layers, components to the right of it."""
-    for swept, neighbours in _sweeps(layers, joined):
-        for layer in swept:
+def _place(layers: Layers, box_graph: networkx.DiGraph) -> None:
+    """Set ``x`` of each box.
+
+    Data flow is close to its neighbours in other layers. Components are right of it.
+    """
+    for sweep_layers, neighbours in _sweeps(layers, box_graph):
+        for layer in sweep_layers:
             flow = [box for box in layer if not box.side]
-            wanted = [_mean([other.x for other in neighbours[box] if not other.side], box.x) for box in flow]
-            for box, x in zip(flow, _apart(flow, wanted), strict=True):
+            targets = [
+                _mean([other.x for other in neighbours[box] if not other.side], box.x)
+                for box in flow
+            ]
+            for box, x in zip(flow, _apart(flow, targets), strict=True):
                 box.x = x
     for layer in reversed(layers):
-        right = max((box.x + box.width / 2 + GAP for box in layer if not box.side), default=float("-inf"))
+        right = max(
+            (box.x + box.width / 2 + GAP for box in layer if not box.side), default=float("-inf")
+        )
         for box in layer:
             if box.side:
-                box.x = max(_mean([other.x for other in joined.succ[box]], box.x), right + box.width / 2)
+                box.x = max(
+                    _mean([other.x for other in box_graph.succ[box]], box.x), right + box.width / 2
+                )
                 right = box.x + box.width / 2 + GAP
 
 
-def _apart(boxes: Sequence[_Box], wanted: Sequence[float]) -> list[float]:
-    """Coordinates near ``wanted``, in the order of ``boxes``, at least `GAP` apart: the mean of pushing right and pushing left."""
-    right, left = _pushed(boxes, wanted), _pushed(boxes[::-1], [-x for x in wanted[::-1]])
-    return [(one - other) / 2 for one, other in zip(right, left[::-1], strict=True)]
+def _apart(boxes: Sequence[_Box], targets: Sequence[float]) -> list[float]:
+    """Return coordinates near ``targets``, in the order of ``boxes``, at least `GAP` apart.
+
+    They are the mean of pushing boxes to the right and pushing them to the left.
+    """
+    right_pass, left_pass = (
+        _pushed(boxes, targets),
+        _pushed(boxes[::-1], [-x for x in targets[::-1]]),
+    )
+    return [
+        (right_x - left_x) / 2 for right_x, left_x in zip(right_pass, left_pass[::-1], strict=True)
+    ]
 
 
-def _pushed(boxes: Sequence[_Box], wanted: Sequence[float]) -> list[float]:
-    found = list(wanted[:1])
-    for (one, other), x in zip(pairwise(boxes), wanted[1:], strict=True):
-        found.append(max(x, found[-1] + (one.width + other.width) / 2 + GAP))
-    return found
+def _pushed(boxes: Sequence[_Box], targets: Sequence[float]) -> list[float]:
+    positions = list(targets[:1])
+    for (box, next_box), x in zip(pairwise(boxes), targets[1:], strict=True):
+        positions.append(max(x, positions[-1] + (box.width + next_box.width) / 2 + GAP))
+    return positions
 
 
-def _edge(path: Sequence[_Box], joined: networkx.DiGraph, tail: str, relation: str, head: str) -> str:
-    """The edge along ``path``: vertical within a layer, curved between layers."""
+def _edge(
+    path: Sequence[_Box], box_graph: networkx.DiGraph, tail: str, relation: str, head: str
+) -> str:
+    """Return the edge along ``path``: vertical within a layer, curved between layers."""
     drawing = ""
     for upper, lower in pairwise(path):
-        x, to_x = _port(upper, lower, joined.succ[upper]), _port(lower, upper, joined.pred[lower])
+        x, to_x = (
+            _port(upper, lower, box_graph.succ[upper]),
+            _port(lower, upper, box_graph.pred[lower]),
+        )
         middle = (upper.bottom + lower.top) / 2
         drawing = drawing or f"M{x:.1f} {upper.y + upper.height / 2:.1f}"
-        drawing += f"V{upper.bottom:.1f}C{x:.1f} {middle:.1f} {to_x:.1f} {middle:.1f} {to_x:.1f} {lower.top:.1f}"
+        drawing += (
+            f"V{upper.bottom:.1f}C{x:.1f} {middle:.1f} {to_x:.1f} {middle:.1f} {to_x:.1f} "
+            f"{lower.top:.1f}"
+        )
     if (end := lower.y - lower.height / 2) > lower.top:
         drawing += f"V{end:.1f}"
     arrow = {} if relation == "uses" else {"marker_end": "url(#arrow)"}
-    told = element("title", escape(f"{tail} {relation} {head}"))
-    return element("path", told, class_=f"edge {relation}", d=drawing, **arrow)
+    tooltip = element("title", escape(f"{tail} {relation} {head}"))
+    return element("path", tooltip, class_=f"edge {relation}", d=drawing, **arrow)
 
 
-def _port(box: _Box, other: _Box, joined: Mapping[_Box, object]) -> float:
-    """The ``x`` at which the edge to ``other``, one of the ``joined`` neighbours on a side of ``box``, meets that side.
+def _port(box: _Box, target: _Box, neighbours: Mapping[_Box, object]) -> float:
+    """Return the ``x`` at which the edge to ``target`` meets a side of ``box``.
 
-    Data flow meets it around the middle, the components of a stage on the right.
+    ``neighbours``: the boxes connected to that side. Data flow meets it around the middle, the
+    components of a stage on the right.
     """
-    alike = sorted((each for each in joined if each.side == other.side), key=lambda each: each.x)
-    low, high = (0.16, 0.46) if other.side and not box.side else (-0.25, 0.25)
-    return box.x + box.width * (low + (high - low) * (alike.index(other) + 0.5) / len(alike))
+    same_side = sorted(
+        (neighbour for neighbour in neighbours if neighbour.side == target.side),
+        key=lambda neighbour: neighbour.x,
+    )
+    low, high = (0.16, 0.46) if target.side and not box.side else (-0.25, 0.25)
+    return box.x + box.width * (
+        low + (high - low) * (same_side.index(target) + 0.5) / len(same_side)
+    )
 
 
 def _key(top: float) -> Iterator[str]:
-    """The legend: one line at the bottom."""
-    left = float(MARGIN)
+    """Yield the legend, one line at the bottom."""
+    x = float(MARGIN)
     for kind, meaning in _KEY.items():
-        yield element("rect", class_=f"box {kind}", x=left, y=top - 14, width=14, height=12, rx=f"{_ROUND[kind] / 4:g}")
-        yield element("text", meaning, class_="key", x=left + 20, y=top - 4)
-        left += 20 + CHARACTER * len(meaning) + GAP
+        yield element(
+            "rect",
+            class_=f"box {kind}",
+            x=x,
+            y=top - 14,
+            width=14,
+            height=12,
+            rx=f"{_ROUND[kind] / 4:g}",
+        )
+        yield element("text", meaning, class_="key", x=x + 20, y=top - 4)
+        x += 20 + CHARACTER * len(meaning) + GAP
 
 
-def _drawn(box: _Box, of: Mapping[str, Any]) -> str:
-    top, nbytes = box.y - box.height / 2, {"data_bytes": str(of["bytes"])} if "bytes" in of else {}
-    told = ", ".join(f"{name} {value}" for name, value in of.items() if name not in ("kind", "name", "also_read_by", "only"))
+def _drawn(box: _Box, attributes: Mapping[str, Any]) -> str:
+    top, nbytes = (
+        box.y - box.height / 2,
+        {"data_bytes": str(attributes["bytes"])} if "bytes" in attributes else {},
+    )
+    tooltip = ", ".join(
+        f"{name} {value}"
+        for name, value in attributes.items()
+        if name not in ("kind", "name", "also_read_by", "only")
+    )
     place = {"x": box.x - box.width / 2, "y": top, "width": box.width, "height": box.height}
-    parts = [element("title", escape(told)), element("rect", class_=f"box {of['kind']}", **place, rx=_ROUND[of["kind"]])]
+    parts = [
+        element("title", escape(tooltip)),
+        element("rect", class_=f"box {attributes['kind']}", **place, rx=_ROUND[attributes["kind"]]),
+    ]
     for number, line in enumerate(box.lines):
         name = {} if number else {"class_": "name"}
-        parts.append(element("text", escape(line), **name, x=box.x, y=top + PADDING + 9 + number * LINE))
+        parts.append(
+            element("text", escape(line), **name, x=box.x, y=top + PADDING + 9 + number * LINE)
+        )
     return element("g", "".join(parts), data_node=box.node, **nbytes)
 
 
 def _described(graph: networkx.DiGraph) -> str:
-    """The picture in words: each stage with what it reads, uses and makes."""
-    found, names = [], graph.nodes(data="name")
+    """Describe the picture in words: what each stage reads, uses and makes."""
+    sentences, names = [], graph.nodes(data="name")
     for node, kind in graph.nodes(data="kind"):
         if kind == "stage":
-            words: dict[str, list[str]] = {"reads": [], "uses": [], "makes": [names[head] for head in graph.successors(node)]}
+            words: dict[str, list[str]] = {
+                "reads": [],
+                "uses": [],
+                "makes": [names[head] for head in graph.successors(node)],
+            }
             for tail, _, relation in graph.in_edges(node, data="relation"):
                 words[relation].append(names[tail])
-            told = "; ".join(f"{verb} {', '.join(of)}" for verb, of in words.items() if of)
-            found.append(f"Stage {names[node]} {told}.")
-    return " ".join(found)
+            clauses = "; ".join(
+                f"{verb} {', '.join(objects)}" for verb, objects in words.items() if objects
+            )
+            sentences.append(f"Stage {names[node]} {clauses}.")
+    return " ".join(sentences)
 
 
 def _mean(numbers: Sequence[float], otherwise: float) -> float:

@@ -1,4 +1,4 @@
-"""Screens about this machine: ``graphrun doctor``, a verdict per row, and ``graphrun calibrate``, measured beside assumed."""
+"""Screens about this machine: ``graphrun doctor`` and ``graphrun calibrate``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from graphrun.report.table import table
 from graphrun.units import show_size
 
 
-def calibrate_screen(found: Mapping[str, Any]) -> str:
-    """The result of `graphrun.profile.calibrate.measure_and_keep` as text. For a CPU there are no assumed figures."""
-    rows, figures = [["", "measured", "assumed"]], found["figures"]
+def calibrate_screen(calibration: Mapping[str, Any]) -> str:
+    """Return the result of `graphrun.profile.calibrate.measure_and_keep` as text.
+
+    A CPU has no assumed figures.
+    """
+    rows, figures = [["", "measured", "assumed"]], calibration["figures"]
     for name, title, show in (
         ("h2d_bytes_per_second", "host to device, pinned", _bandwidth),
         ("pageable_bytes_per_second", "host to device, pageable", _bandwidth),
@@ -23,12 +26,34 @@ def calibrate_screen(found: Mapping[str, Any]) -> str:
         ("flops_per_second", "compute", _compute),
         ("context_bytes", "context", show_size),
     ):
-        rows.append([title, *(show(of[name]) if of is not None else "-" for of in (found["hardware"], found["assumed"]))])
-    single = ", ".join(f"{name} {_compute(figures[f'{name}_flops_per_second'])}" for name in ("matmul", "attention"))
-    if found["hardware"]["compiled_gain"]:
-        rows.append(["compiled blocks", f"{found['hardware']['compiled_gain']:.2f} times as fast", "-"])
-    title = f"profile {found['hardware']['name']}  measured in {found['measured_in_seconds']:.1f} s"
-    return "\n".join([title, "", table(rows, {0}), "", f" compute: {single}", f" saved in {found['path']}"])
+        rows.append(
+            [
+                title,
+                *(
+                    show(source[name]) if source is not None else "-"
+                    for source in (calibration["hardware"], calibration["assumed"])
+                ),
+            ]
+        )
+    single = ", ".join(
+        f"{name} {_compute(figures[f'{name}_flops_per_second'])}"
+        for name in ("matmul", "attention")
+    )
+    if calibration["hardware"]["compiled_gain"]:
+        rows.append(
+            [
+                "compiled blocks",
+                f"{calibration['hardware']['compiled_gain']:.2f} times as fast",
+                "-",
+            ]
+        )
+    title = (
+        f"profile {calibration['hardware']['name']}  measured in "
+        f"{calibration['measured_in_seconds']:.1f} s"
+    )
+    return "\n".join(
+        [title, "", table(rows, {0}), "", f" compute: {single}", f" saved in {calibration['path']}"]
+    )
 
 
 def _bandwidth(bytes_per_second: float) -> str:
@@ -39,24 +64,45 @@ def _compute(flops: float) -> str:
     return f"{flops / 1e12:.2f} TFLOP/s" if flops >= 1e11 else f"{flops / 1e9:.2f} GFLOP/s"
 
 
-def doctor_screen(found: Mapping[str, Any], width: int = 80) -> str:
-    """The result of `graphrun.profile.doctor.examine` as text: a row per check with its verdict, and below it what to do."""
-    checks = found["checks"]
-    wide = max(len(check["name"]) for check in checks)
+def doctor_screen(findings: Mapping[str, Any], width: int = 80) -> str:
+    """Return the result of `graphrun.profile.doctor.examine` as text.
+
+    Each check has a row with its verdict, and below it what to do.
+    """
+    checks = findings["checks"]
+    name_columns = max(len(check["name"]) for check in checks)
     lines = []
     for check in checks:
-        head = f" {check['verdict']:7}  {check['name']:{wide}}  "
-        fold = textwrap.TextWrapper(width, head, " " * len(head), break_long_words=False, break_on_hyphens=False)
+        head = f" {check['verdict']:7}  {check['name']:{name_columns}}  "
+        fold = textwrap.TextWrapper(
+            width, head, " " * len(head), break_long_words=False, break_on_hyphens=False
+        )
         lines.append(fold.fill(check["text"]))
         lines += [f"{' ' * 10}next: {check['fix']}"] if check["fix"] else []
-    return "\n".join([*_verdict(found["device"], [check["name"] for check in checks if check["verdict"] == "problem"]), "", *lines])
+    return "\n".join(
+        [
+            *_verdict(
+                findings["device"],
+                [check["name"] for check in checks if check["verdict"] == "problem"],
+            ),
+            "",
+            *lines,
+        ]
+    )
 
 
 def _verdict(device: Mapping[str, Any], problems: Sequence[str]) -> Iterator[str]:
-    """Whether runs are possible here, and the checks that found problems."""
+    """Yield whether runs are possible here, and the checks that found problems."""
     if (card := device["card"]) is not None:
-        yield f"ready: {card['name']}, {show_size(card['free_bytes'])} of {show_size(card['total_bytes'])} free"
+        yield (
+            f"ready: {card['name']}, {show_size(card['free_bytes'])} of "
+            f"{show_size(card['total_bytes'])} free"
+        )
     else:
-        runs = "run on the simulated accelerator (--device sim)" if device["sim"] else "do not run here"
+        runs = (
+            "run on the simulated accelerator (--device sim)"
+            if device["sim"]
+            else "do not run here"
+        )
         yield f"no CUDA device: graphs can be planned for any card (--hardware),\nand {runs}"
     yield f"problems: {', '.join(problems)}" if problems else "no problems found"

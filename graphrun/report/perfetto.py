@@ -1,12 +1,15 @@
-"""A trace as a file for trace viewers (ui.perfetto.dev, chrome://tracing). Pure: no torch, no I/O.
+"""A trace as a file for trace viewers (ui.perfetto.dev, chrome://tracing).
 
-    slots     | encode/0:text_encoder load | first | ...            the plan's slots
-    compute   |        text_encoder.forward        | ...            calls into components, stalls included
-    copies    | transformer_blocks.0 | .1 | .2 | ...                blocks on the copy stream (loaded or streamed); values
-    disk      | transformer_blocks.1 | .2 | ...                     blocks read into a backing store, or for their own copy
-    counters  device weights; peaks per slot on the device, on the host and in page-locked memory; memory tiers; in bytes
+    slots     | encode/0:text_encoder load | first | ...    the plan's slots
+    compute   | text_encoder.forward | ...                  calls into components, stalls included
+    copies    | transformer_blocks.0 | .1 | .2 | ...        blocks loaded or streamed; values
+    disk      | transformer_blocks.1 | .2 | ...             blocks read into a backing store,
+                                                            or for their own copy
+    counters  device weights; peaks per slot on the device, on the host and in page-locked
+              memory; memory tiers; in bytes
 
-Format: "Trace Event Format" (Google, 2016), complete (X), instant (i), counter (C) and metadata (M) events; times in microseconds.
+Format: "Trace Event Format" (Google, 2016), complete (X), instant (i), counter (C) and metadata (M)
+events; times in microseconds. This module imports no torch and does no I/O.
 """
 
 from __future__ import annotations
@@ -23,19 +26,38 @@ TRACKS = ("slots", "compute", "copies", "disk")
 TRACK_OF = {kind: track for track, kinds in chart.TRACKS.items() for kind in kinds}
 
 
-def trace_json(name: str, trace: Trace, plan: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of the trace file ``name``: for a viewer if it ends in ``.perfetto.json``, else the trace, its ``plan``, and what
-    was ``made``: the files, their date, and what they were made of."""
-    return perfetto(trace) if name.endswith(SUFFIX) else {**trace.to_json(), "plan": plan, "made": made}
+def trace_json(
+    name: str, trace: Trace, plan: Mapping[str, Any], product: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the content of the trace file ``name``.
+
+    A name that ends in ``.perfetto.json`` gets the format of trace viewers. Any other name gets the
+    trace, its ``plan``, and ``product``: the output files, their date and their inputs.
+    """
+    return (
+        perfetto(trace)
+        if name.endswith(SUFFIX)
+        else {**trace.to_json(), "plan": plan, "made": product}
+    )
 
 
 def perfetto(trace: Trace) -> dict[str, Any]:
-    """``trace`` in the Trace Event Format: four tracks and a counter per memory tier, events in order of time."""
-    timed = [*_slots(trace), *_events(trace), *_counters(trace)]
+    """Return ``trace`` in the Trace Event Format: four tracks and a counter per memory tier.
+
+    Events are in order of time.
+    """
+    timed_events = [*_slots(trace), *_events(trace), *_counters(trace)]
     return {
-        "traceEvents": [*_names(trace), *sorted(timed, key=lambda event: float(event["ts"]))],
+        "traceEvents": [
+            *_names(trace),
+            *sorted(timed_events, key=lambda event: float(event["ts"])),
+        ],
         "displayTimeUnit": "ms",
-        "otherData": {"plan": trace.plan_digest, "device": trace.device, "left_bytes": trace.left_bytes},
+        "otherData": {
+            "plan": trace.plan_digest,
+            "device": trace.device,
+            "left_bytes": trace.left_bytes,
+        },
     }
 
 
@@ -54,13 +76,17 @@ def _slots(trace: Trace) -> Iterator[dict[str, Any]]:
 def _events(trace: Trace) -> Iterator[dict[str, Any]]:
     for event in trace.events:
         arguments = {"component": event.component, "slot": event.slot, "bytes": event.nbytes}
-        name = f"{event.kind} {event.component} {event.detail or 'remainder'}"
+        name = f"{event.kind} {event.component} {event.detail or 'unblocked'}"
         if event.kind == "run":
             name = f"{event.component}.{event.detail}"
         if event.kind in TRACK_OF:
             yield _span(TRACK_OF[event.kind], name, event, arguments)
         else:
-            yield {"ph": "i", "s": "t", **_event("i", name, arguments, tid=0, ts=event.start_seconds * 1e6)}
+            yield {
+                "ph": "i",
+                "s": "t",
+                **_event("i", name, arguments, tid=0, ts=event.start_seconds * 1e6),
+            }
 
 
 def _counters(trace: Trace) -> Iterator[dict[str, Any]]:
@@ -82,8 +108,13 @@ def _counters(trace: Trace) -> Iterator[dict[str, Any]]:
             yield _counter(tier.name, end, tier.after_bytes)
 
 
-def _span(track: str, name: str, of: Event | SlotTrace, arguments: dict[str, Any]) -> dict[str, Any]:
-    times = {"ts": of.start_seconds * 1e6, "dur": max(0.0, of.end_seconds - of.start_seconds) * 1e6}
+def _span(
+    track: str, name: str, interval: Event | SlotTrace, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    times = {
+        "ts": interval.start_seconds * 1e6,
+        "dur": max(0.0, interval.end_seconds - interval.start_seconds) * 1e6,
+    }
     return _event("X", name, arguments, tid=TRACKS.index(track), **times)
 
 
@@ -91,6 +122,9 @@ def _counter(name: str, seconds: float, nbytes: int) -> dict[str, Any]:
     return _event("C", name, {"bytes": nbytes}, ts=seconds * 1e6)
 
 
-def _event(phase: str, name: str, arguments: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """An event of the format: its type (``phase``), with fields such as its track (``tid``) and microseconds (``ts``, ``dur``)."""
-    return {"ph": phase, "pid": 1, **more, "name": name, "args": arguments}
+def _event(phase: str, name: str, arguments: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """Return an event of the format with its type, ``phase``.
+
+    ``fields``: other fields, such as the track (``tid``) and microseconds (``ts``, ``dur``).
+    """
+    return {"ph": phase, "pid": 1, **fields, "name": name, "args": arguments}

@@ -1,6 +1,7 @@
-"""Reads and writes plan and trace files. A plan file is the JSON summary plus the whole problem, so it runs on any machine.
+"""Read and write plan and trace files.
 
-Files are written to a temporary name and renamed, so that they are complete or absent.
+A plan file is the JSON summary and the whole problem, so it can be read on any machine. Files are
+written to a temporary name and renamed, so that they are complete or absent.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,65 +30,101 @@ from graphrun.model.solution import Solution
 from graphrun.reading import read_json, shortened
 from graphrun.verify.solution import broken_rules, solution_of
 
-VERSION = 2  # of plan files; others are refused: 1 had other names for backing stores, block groups and actions
+# The version of plan files; other versions are refused. Version 2 had other names for unblocked
+# weights, ring buffers, secondary devices and the inputs of phases.
+VERSION = 3
+# A list of numbers in indented JSON, a number per line.
+_NUMBERS = re.compile(r"\[\n\s*((?:-?[\d.eE+-]+,\n\s*)*-?[\d.eE+-]+)\n\s*\]")
 
 
 def save(path: Path, graph: Path, solution: Solution, summary: Mapping[str, Any]) -> None:
-    """Writes ``solution`` to ``path``, with the name of a shipped graph, or the path of the graph file relative to it. Raises
-    InputError."""
+    """Write ``solution`` to ``path``.
+
+    The file has the name of a shipped graph, or the path of the graph file relative to ``path``.
+    Raises InputError.
+    """
     write_json(path, content(path, graph, solution, summary))
 
 
-def content(path: Path, graph: Path, solution: Solution, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a plan file at ``path``; a trace file has the same under ``plan``."""
-    return {"graphrun": VERSION, "graph_file": graph_name(path, graph), **summary, "problem": solution.problem.to_json()}
+def content(
+    path: Path, graph: Path, solution: Solution, summary: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the content of a plan file at ``path``; a trace file has the same under ``plan``."""
+    return {
+        "graphrun": VERSION,
+        "graph_file": graph_name(path, graph),
+        **summary,
+        "problem": solution.problem.to_json(),
+    }
 
 
 def graph_name(path: Path, graph: Path) -> str:
-    """How a plan file at ``path`` names the graph file ``graph``; `graph_path` reads it."""
+    """Return the name of the graph file ``graph`` in a plan file at ``path``.
+
+    `graph_path` reads that name.
+    """
     file, folder = graph.resolve(), path.resolve().parent
-    relative = Path(os.path.relpath(file, folder)) if file.drive == folder.drive else file  # drives are of Windows
+    # drives exist on Windows only; there is no relative path between two drives
+    relative = Path(os.path.relpath(file, folder)) if file.drive == folder.drive else file
     return shipped_name(graph) or relative.as_posix()
 
 
 def read(path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
-    """The problem, the plan and all entries of the plan file at ``path``. Raises PlanError saying what is wrong with it."""
+    """Return the problem, the plan and all keys of the plan file at ``path``.
+
+    Raises PlanError, which says what is wrong with the file.
+    """
     return plan_in(read_json(path, PlanError), path)
 
 
 def plan_in(data: Any, path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
-    """The problem, the plan and all entries of ``data``, the content of the plan file ``path``.
+    """Return the problem, the plan and all keys of ``data``, the content of the plan file ``path``.
 
-    Raises PlanError where it is not a plan file, is one of another version, is damaged, or is beyond a limit.
+    Raises PlanError if the data is not a plan, has another version, is damaged, or is beyond a
+    limit.
     """
-    again = "plan again: graphrun plan GRAPH -o FILE"
+    suggestion = "plan again: graphrun plan GRAPH -o FILE"
     if not isinstance(data, dict) or "graphrun" not in data:
-        raise PlanError(f"is not a plan; {again}", str(path))
+        raise PlanError(f"is not a plan; {suggestion}", str(path))
     if data["graphrun"] != VERSION:
-        raise PlanError(f"is a plan of version {data['graphrun']!r}, and this graphrun reads version {VERSION}; {again}", str(path))
+        raise PlanError(
+            f"is a plan of version {data['graphrun']!r}, and this graphrun reads version "
+            f"{VERSION}; {suggestion}",
+            str(path),
+        )
     try:
         text = "\n".join(data["actions"])
         problem, plan = problem_from(data["problem"]), parse(text)
     except PlanError as error:
         raise PlanError(f"actions: {error}", str(path)) from error
     except ValidationError as error:
-        wrong = "; ".join(f"problem.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
-        raise PlanError(f"is damaged: {wrong}; {again}", str(path)) from error
+        problems = "; ".join(
+            f"problem.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3]
+        )
+        raise PlanError(f"is damaged: {problems}; {suggestion}", str(path)) from error
     except (KeyError, TypeError) as error:
-        raise PlanError(f"is damaged: {type(error).__name__} {error}; {again}", str(path)) from error
+        raise PlanError(
+            f"is damaged: {type(error).__name__} {error}; {suggestion}", str(path)
+        ) from error
     refuse_large([(problem, plan)], str(path))
     return problem, plan, data
 
 
 def problem_from(data: Any) -> Problem:
-    """The problem that `Problem.to_json` wrote. Raises pydantic's ValidationError, which names wrong fields."""
+    """Return the problem that `Problem.to_json` wrote.
+
+    Raises pydantic's ValidationError, which names the wrong fields.
+    """
     return cast(Problem, validator(Problem).validate_python(data))
 
 
 @cache
 def validator(kind: Any) -> SchemaValidator:
-    """Validate data of a plan file as ``kind``. A list is read up to its first wrong entry: an error takes 500 bytes, and a file
-    may have millions."""
+    """Return a validator of plan-file data for ``kind``.
+
+    A list is read up to its first wrong item: an error takes 500 bytes, and a file may have
+    millions.
+    """
     return SchemaValidator(_up_to_errors(TypeAdapter(kind).core_schema))
 
 
@@ -95,107 +133,164 @@ def _up_to_errors(schema: Any) -> Any:
         return [_up_to_errors(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    ends = {"fail_fast": True} if schema.get("type") == "tuple" else {}
-    return {name: part if name in ("metadata", "default") else _up_to_errors(part) for name, part in schema.items()} | ends
+    options = {"fail_fast": True} if schema.get("type") == "tuple" else {}
+    return {
+        name: part if name in ("metadata", "default") else _up_to_errors(part)
+        for name, part in schema.items()
+    } | options
 
 
-def refuse_large(sections: Sequence[tuple[Problem, Plan]], where: str = "") -> None:
-    """Raises PlanError if the plan file ``where`` with these problems and plans is beyond the limit ``entries``, ``placements``
-    or ``block_calls``."""
+def refuse_large(sections: Sequence[tuple[Problem, Plan]], source: str = "") -> None:
+    """Raise PlanError if the plan file ``source`` is beyond a limit.
+
+    The limits are ``entries``, ``placements`` and ``block_calls``. ``sections``: the problems and
+    plans in the file.
+    """
     placements = block_calls = 0
     for problem, plan in sections:
-        phases = (*problem.phases, *(phase for option in problem.options for phase in option.phases))
-        components = [of for c in problem.components for of in (c, c.layers) if of is not None]
+        phases = (
+            *problem.phases,
+            *(phase for option in problem.options for phase in option.phases),
+        )
+        components = [
+            component
+            for c in problem.components
+            for component in (c, c.layers)
+            if component is not None
+        ]
         calls = [call for phase in phases for call in phase.trace.calls]
         short: dict[str, Sequence[Sequence[Any]]] = {
             "components": [problem.components],
-            "block groups": [[group for of in components for group in of.groups]],
-            "variants of one component": [of.variants for of in components],
+            "block groups": [[group for component in components for group in component.groups]],
+            "variants of one component": [component.variants for component in components],
             "phases": [phases],
             "values": [problem.values],
-            "consumers of one value": [of.consumers for of in problem.values],
-            "results and kept tensors of one call": [(*call.results, *call.kept) for call in calls],
+            "consumers of one value": [value.consumers for value in problem.values],
+            "results and kept tensors of one call": [
+                (*call.results, *call.persistent_keys) for call in calls
+            ],
             "options": [problem.options],
             "directives": [problem.directives],
             "permissions": [problem.allow],
             "pairs of ordered stages": [problem.precedence or ()],
-            "actions in one slot": [slot.actions for slot in (*plan.slots, *plan.again)],
+            "actions in one slot": [slot.actions for slot in (*plan.slots, *plan.further_slots)],
         }
-        for what, lists in short.items():
+        for description, lists in short.items():
             count = max((len(entries) for entries in lists), default=0)
-            require("entries", count, f"it has {count:,} {what}", where, PlanError)
-        blocks = {id(of): sum(len(group.blocks) for group in of.groups) for of in components}
-        slots = max(len(plan.slots) + len(plan.again), 3 * len(phases))
+            require("entries", count, f"it has {count:,} {description}", source, PlanError)
+        blocks = {
+            id(component): sum(len(group.blocks) for group in component.groups)
+            for component in components
+        }
+        slots = max(len(plan.slots) + len(plan.further_slots), 3 * len(phases))
         placements += slots * sum(blocks.values())
-        most = {of.name: max(blocks[id(of)], blocks.get(id(of.layers), 0)) for of in problem.components}
+        block_maxima = {
+            component.name: max(blocks[id(component)], blocks.get(id(component.layers), 0))
+            for component in problem.components
+        }
         for phase in phases:
-            uses = [use for of in phase.uses for use in (of, of.layers) if use is not None]
-            lengths = [max(1, len(use.order), most.get(use.component, 0)) for use in uses]
+            uses = [
+                use
+                for phase_use in phase.uses
+                for use in (phase_use, phase_use.layers)
+                if use is not None
+            ]
+            lengths = [max(1, len(use.order), block_maxima.get(use.component, 0)) for use in uses]
             block_calls += max((use.calls for use in uses), default=0) * sum(lengths)
-    for limit, count, what in (
+    for limit, count, description in (
         ("placements", placements, "its slots times its problem's blocks are {:,}"),
         ("block_calls", block_calls, "its calls compute {:,} blocks"),
     ):
-        require(limit, count, what.format(count), where, PlanError)
+        require(limit, count, description.format(count), source, PlanError)
 
 
-def graph_path(path: Path, saved: Mapping[str, Any]) -> Path:
-    """The path, or a shipped graph's name, of the graph file of the plan file at ``path``. Raises PlanError where it names none."""
-    if not isinstance(name := saved.get("graph_file"), str):
+def graph_path(path: Path, entries: Mapping[str, Any]) -> Path:
+    """Return the path, or a shipped graph's name, of the graph file of the plan file at ``path``.
+
+    Raises PlanError if the plan file names no graph.
+    """
+    if not isinstance(name := entries.get("graph_file"), str):
         raise PlanError('names no graph: add "graph_file"', str(path))
     return Path(name) if name in shipped_graphs() else path.parent / name
 
 
 class BrokenRules(PlanError):
-    """A saved plan breaks rules; ``violations`` are these."""
+    """A saved plan breaks the rules in ``violations``."""
 
     violations: tuple[Violation, ...] = ()
 
 
 def refuse_violations(path: Path, problem: Problem, plan: Plan) -> None:
-    """Raises BrokenRules listing every rule that ``plan`` breaks, with slot, action and bytes."""
-    broken = broken_rules(problem, plan)
-    more = " or more" if len(broken) == LIMITS.problems else ""
-    lines = [f"{path}: {len(broken)}{more} {'rule is' if len(broken) == 1 else 'rules are'} broken; the plan is refused"]
+    """Raise BrokenRules if ``plan`` breaks rules, listing each with slot, action and bytes."""
+    violations = broken_rules(problem, plan)
+    suffix = " or more" if len(violations) == LIMITS.problems else ""
+    lines = [
+        f"{path}: {len(violations)}{suffix} "
+        f"{'rule is' if len(violations) == 1 else 'rules are'} broken; the plan is refused"
+    ]
     names = [shortened(f"{slot.phase} {slot.part}".strip(), 200) for slot in plan.slots]
-    for violation in broken:
-        where = f" in slot {violation.slot} ({names[violation.slot]})" if 0 <= violation.slot < len(names) else ""
+    for violation in violations:
+        location = (
+            f" in slot {violation.slot} ({names[violation.slot]})"
+            if 0 <= violation.slot < len(names)
+            else ""
+        )
         action = f", action {violation.action}" if violation.action >= 0 else ""
-        lines.append(f"  {violation.rule}{where}{action}: {violation.detail}")
-    if broken:
+        lines.append(f"  {violation.rule}{location}{action}: {violation.detail}")
+    if violations:
         error = BrokenRules("\n".join(lines))
-        error.violations = broken
+        error.violations = violations
         raise error
 
 
 def read_solution(path: Path) -> tuple[Solution, dict[str, Any]]:
-    """The solution in the plan file at ``path``, checked and simulated, and all entries of the file. Raises PlanError."""
+    """Return the solution in the plan file at ``path``, and all keys of the file.
+
+    The plan is checked and simulated. Raises PlanError.
+    """
     return solution_in(read_json(path, PlanError), path)
 
 
 def solution_in(data: Any, path: Path) -> tuple[Solution, dict[str, Any]]:
-    """As `read_solution` for ``data``, the content of ``path``. The proof is taken from it unchecked."""
-    problem, plan, saved = plan_in(data, path)
+    """Return what `read_solution` does, for ``data``, the content of ``path``.
+
+    The proof in the file is trusted.
+    """
+    problem, plan, entries = plan_in(data, path)
     refuse_violations(path, problem, plan)
-    bound, objective = (saved.get(name) or 0.0 for name in ("bound_seconds", "objective_seconds"))
+    bound, objective = (entries.get(name) or 0.0 for name in ("bound_seconds", "objective_seconds"))
     if not (isinstance(bound, int | float) and isinstance(objective, int | float)):
-        raise PlanError("is damaged: bound_seconds and objective_seconds are numbers; plan again", str(path))
+        raise PlanError(
+            "is damaged: bound_seconds and objective_seconds are numbers; plan again", str(path)
+        )
     solution = solution_of(problem, plan, float(bound), float(objective))
-    return (solution if objective else replace(solution, objective_seconds=solution.simulation.total_seconds)), saved
+    return (
+        solution
+        if objective
+        else replace(solution, objective_seconds=solution.simulation.total_seconds)
+    ), entries
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Writes ``data`` as JSON to ``path``, completely or not at all. Raises InputError."""
-    write_text(path, json.dumps(data, indent=1) + "\n")
+    """Write ``data`` as JSON to ``path``, completely or not at all. Raises InputError.
+
+    A list of numbers takes one line: plans of videos have half a million numbers, and would exceed
+    the limit of their own files (`graphrun.limits`).
+    """
+    indented = json.dumps(data, indent=1)
+    write_text(path, _NUMBERS.sub(lambda numbers: "".join(numbers[0].split()), indented) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes ``text`` to ``path``, completely or not at all. Raises InputError."""
+    """Write ``text`` to ``path``, completely or not at all. Raises InputError."""
     write_with(path, lambda target: target.write_text(text, encoding="utf-8"))
 
 
 def require_writable(*paths: Path | None) -> None:
-    """Raises InputError unless a file can be written at each of ``paths``. Called before a run, not after it."""
+    """Raise InputError unless a file can be written at each of ``paths``.
+
+    Call it before a run, so that no run is lost.
+    """
     for path in paths:
         if path is not None:
             with writing(path):
@@ -203,7 +298,10 @@ def require_writable(*paths: Path | None) -> None:
 
 
 def write_with(path: Path, write: Callable[[Path], Any]) -> Path:
-    """``write(temporary)`` writes the file, which is then renamed to ``path``. Returns ``path``. Raises InputError."""
+    """Write a temporary file with ``write(temporary)``, rename it to ``path``, and return ``path``.
+
+    Raises InputError.
+    """
     with writing(path):
         write_whole(path, write)
     return path
@@ -211,7 +309,7 @@ def write_with(path: Path, write: Callable[[Path], Any]) -> Path:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """A context in which ``path`` is written: its folder exists, and an OSError becomes an InputError about it."""
+    """Create the folder of ``path``, and turn an OSError inside the context into an InputError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield

@@ -1,7 +1,8 @@
-"""The progress of a run or a batch, with the remaining time: a bar on a terminal, lines elsewhere.
+"""The progress of a run or a batch: a bar on a terminal, lines elsewhere.
 
-Remaining time = predicted seconds of the remaining work * (measured / predicted seconds of the work done); in a loop the measured
-seconds of a step * remaining steps, and so for the work after it.
+Remaining time = predicted seconds of the remaining work * (measured / predicted seconds of the
+finished work). In a loop, the remaining time is the measured seconds of a step * remaining steps,
+plus the work after the loop at the pace so far.
 """
 
 from __future__ import annotations
@@ -21,18 +22,22 @@ from graphrun.reading import printable
 from graphrun.units import show_seconds, show_size
 
 Say = Callable[[str], None]
-Clock = Callable[[], float]
-STATE = ".value"  # of the files in which outputs of an item wait for those of the others (`graphrun.batch.items`)
+ClockFunction = Callable[[], float]
+# Suffix of files for outputs of an item, until the other items are done (`graphrun.batch.items`).
+STATE = ".value"
 
 
 class Shown:
-    """Predicted work beside a clock, as a bar on a terminal and as lines elsewhere. A context manager.
+    """Progress through predicted work, as a bar on a terminal and as lines elsewhere.
 
-    ``total_seconds`` and ``done_seconds`` are predicted seconds of work. ``say`` gets the lines; None: nothing is shown. What is
-    written to stderr while the bar is there goes above it.
+    A context manager. ``total_seconds`` and ``done_seconds`` are predicted seconds of work. ``say``
+    gets the lines; None: nothing is shown. Text written to stderr while the bar is shown goes above
+    it.
     """
 
-    def __init__(self, total_seconds: float, say: Say | None, clock: Clock = time.perf_counter) -> None:
+    def __init__(
+        self, total_seconds: float, say: Say | None, clock: ClockFunction = time.perf_counter
+    ) -> None:
         self.say, self._clock, console = say, clock, Console(stderr=True)
         self.begin(total_seconds)
         hidden = say is None or not console.is_terminal
@@ -48,16 +53,19 @@ class Shown:
         self._bar.stop()
 
     def begin(self, total_seconds: float) -> None:
-        """Starts the clock: what happened before (building modules) is not part of the prediction."""
+        """Start the clock. Earlier work, such as building modules, was not predicted."""
         self.total_seconds, self.done_seconds, self._start = total_seconds, 0.0, self._clock()
 
     def seconds_for(self, predicted_seconds: float) -> float:
-        """Seconds that work of so many predicted seconds takes at the pace so far, or as predicted where nothing is done yet."""
+        """Return the seconds that work takes at the pace so far.
+
+        Before any work is done, they are ``predicted_seconds``.
+        """
         pace = (self._clock() - self._start) / self.done_seconds if self.done_seconds > 0 else 1.0
         return max(0.0, predicted_seconds) * pace
 
     @property
-    def left(self) -> str:
+    def remaining_time(self) -> str:
         """The remaining time: ``1:06 left``."""
         return f"{clocked(self.seconds_for(self.total_seconds - self.done_seconds))} left"
 
@@ -66,160 +74,226 @@ class Shown:
         share = done_seconds / max(self.total_seconds, 1e-12)
         self._bar.update(self._task, completed=share, description=printable(text))
 
-    def _line(self, text: str, *, always: bool = False) -> None:
-        if self.say is not None and (always or self._bar.disable):
+    def _line(self, text: str, *, is_forced: bool = False) -> None:
+        if self.say is not None and (is_forced or self._bar.disable):
             self.say(text)
 
 
-STEPS = ("steps", "num_inference_steps")  # inputs that say how many steps a loop has
-LINE_SECONDS = 10.0  # at most so often a step is said where there is no terminal
+STEPS = ("steps", "num_inference_steps")  # inputs with the number of steps of a loop
+LINE_SECONDS = 10.0  # minimum time between lines about steps, without a terminal
 
 
 class Progress(Shown):
-    """The progress of one run by ``plan``, called with (slot, call, calls) at the start of each call.
+    """The progress of one run by ``plan``.
 
-    ``simulation`` predicts the seconds. ``say`` gets a line for each phase, and for its steps at most every `LINE_SECONDS`.
-    Seconds per step are measured from the second step on, since the first one may wait for weights. On the simulated device
-    predictions are in virtual seconds: only steps have a remaining time.
+    It is called with (slot, call, calls) at the start of each call. ``simulation`` predicts the
+    seconds. ``say`` gets a line for each phase, and for its steps at most every `LINE_SECONDS`.
+    Seconds per step are measured from the second step on, since the first step may wait for
+    weights. On the simulated device, predictions are in virtual seconds, so only steps have a
+    remaining time.
     """
 
-    def __init__(self, plan: Plan, simulation: Simulation, say: Say | None, clock: Clock = time.perf_counter) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        simulation: Simulation,
+        say: Say | None,
+        clock: ClockFunction = time.perf_counter,
+    ) -> None:
         self.slots, self.seconds = plan.slots, [slot.seconds for slot in simulation.slots]
         self._virtual = simulation.problem.hardware.device == "sim"
-        self.last, self._at = "", ("", -1)  # the phase and the step shown last
-        self._steps = {int(text) for name, text in simulation.problem.settings if name in STEPS and text.isdigit()}
-        self._said = self._second = 0.0  # when the last line was said, and when the phase's second step began
+        self.last, self._position = "", ("", -1)  # the phase and the step shown last
+        self._steps = {
+            int(text)
+            for name, text in simulation.problem.settings
+            if name in STEPS and text.isdigit()
+        }
+        # when the last line was printed, and when the phase's second step began
+        self._line_time = self._second = 0.0
         super().__init__(sum(self.seconds), say, clock)
 
     def __call__(self, slot: int, call: int, calls: int) -> None:
         slot = min(slot, len(self.slots) - 1)  # a replan of the remainder may have more slots
-        if self._at[1] < 0:
+        if self._position[1] < 0:
             self.begin(self.total_seconds)
-        phase, now = self.slots[slot].phase, self._clock()
+        phase, clock_seconds = self.slots[slot].phase, self._clock()
         step, steps = self._step(slot, call)
-        begins = phase != self._at[0]
-        if self._at == (phase, step):
+        is_new_phase = phase != self._position[0]
+        if self._position == (phase, step):
             return
-        self._at, self.done_seconds = (phase, step), seconds_before(self.seconds, slot, call, calls)
-        self.last, left = (f"step {step}/{steps}" if steps > 1 and step else phase or "end"), ""
+        self._position, self.done_seconds = (
+            (phase, step),
+            seconds_before(self.seconds, slot, call, calls),
+        )
+        self.last, left_text = (
+            (f"step {step}/{steps}" if steps > 1 and step else phase or "end"),
+            "",
+        )
         if steps > 1 and step == 2:
-            self._second = now
+            self._second = clock_seconds
         elif steps > 1 and step > 2:
-            each = (now - self._second) / (step - 2)
-            after = sum(of for of, own in zip(self.seconds[slot:], self.slots[slot:], strict=True) if own.phase != phase)
-            rest = 0.0 if self._virtual else self.seconds_for(after)
-            left = f", {each:.1f} s/it, {clocked((steps - step + 1) * each + rest)} left"
-        left = left or ("" if self._virtual else f", {self.left}")
-        self._reach(self.done_seconds, self.last + left)
-        if phase and (begins or step == steps > 1 or now - self._said >= LINE_SECONDS):
-            self._said = now
-            self._line(f"  {self.last}{left}")
+            step_seconds = (clock_seconds - self._second) / (step - 2)
+            predicted_seconds = sum(
+                slot_seconds
+                for slot_seconds, plan_slot in zip(
+                    self.seconds[slot:], self.slots[slot:], strict=True
+                )
+                if plan_slot.phase != phase
+            )
+            rest_seconds = 0.0 if self._virtual else self.seconds_for(predicted_seconds)
+            left_text = (
+                f", {step_seconds:.1f} s/it, "
+                f"{clocked((steps - step + 1) * step_seconds + rest_seconds)} left"
+            )
+        left_text = left_text or ("" if self._virtual else f", {self.remaining_time}")
+        self._reach(self.done_seconds, self.last + left_text)
+        if phase and (
+            is_new_phase or step == steps > 1 or clock_seconds - self._line_time >= LINE_SECONDS
+        ):
+            self._line_time = clock_seconds
+            self._line(f"  {self.last}{left_text}")
 
     def _step(self, slot: int, call: int) -> tuple[int, int]:
-        """The step that this call of the slot belongs to, 0 before the first one, and the steps of its phase.
+        """Return the step that this call of the slot belongs to, and the steps of its phase.
 
-        They are as many as the graph's input says where the phase's calls are a multiple of them, else its calls.
+        The step is 0 before the first one. The number of steps comes from the graph's input if the
+        phase's calls are a multiple of it; otherwise it is the number of calls.
         """
-        of_phase = [(number, of.calls) for number, of in enumerate(self.slots) if of.phase == self.slots[slot].phase]
-        done = sum(calls for number, calls in of_phase if number < slot) + call
+        of_phase = [
+            (number, plan_slot.calls)
+            for number, plan_slot in enumerate(self.slots)
+            if plan_slot.phase == self.slots[slot].phase
+        ]
+        call_number = sum(calls for number, calls in of_phase if number < slot) + call
         total = sum(calls for _, calls in of_phase)
         steps = next((steps for steps in self._steps if steps and total % steps == 0), total)
-        return (-(-done * steps // total) if total else 0), steps
+        return (-(-call_number * steps // total) if total else 0), steps
 
 
 class DownloadProgress(Shown):
-    """The progress of a download, called with what is done, the bytes done, and the bytes in all (`graphrun.modules.hub.Progress`).
+    """The progress of a download, called as `graphrun.modules.hub.Progress` says.
 
-    Bytes per second and the time left are of this call of the command: what an earlier one had downloaded took no time.
+    The rate and the remaining time ignore bytes that an earlier command downloaded.
     """
 
-    def __init__(self, name: str, say: Say | None, clock: Clock = time.perf_counter) -> None:
-        self.name, self._said, self._doing = name, clock(), ""
+    def __init__(
+        self, name: str, say: Say | None, clock: ClockFunction = time.perf_counter
+    ) -> None:
+        self.name, self._line_time, self._activity = name, clock(), ""
         super().__init__(0.0, say, clock)
 
-    def __call__(self, doing: str, done: int, total: int) -> None:
-        if doing != self._doing:
-            self._doing = doing
-            self.begin(total)
-        self.total_seconds, now = total, self._clock()
-        text = f"{doing} {self.name}: {show_size(done)} of {show_size(total)}"
-        if done and now > self._start:
-            self.done_seconds = done
-            text += f", {show_size(done / (now - self._start))}/s, {self.left}"
-        self._reach(done, text)
-        if now - self._said >= LINE_SECONDS:
-            self._said = now
+    def __call__(self, activity: str, done_bytes: int, total_bytes: int) -> None:
+        if activity != self._activity:
+            self._activity = activity
+            self.begin(total_bytes)
+        self.total_seconds, clock_seconds = total_bytes, self._clock()
+        text = f"{activity} {self.name}: {show_size(done_bytes)} of {show_size(total_bytes)}"
+        if done_bytes and clock_seconds > self._start:
+            self.done_seconds = done_bytes
+            text += (
+                f", {show_size(done_bytes / (clock_seconds - self._start))}/s, "
+                f"{self.remaining_time}"
+            )
+        self._reach(done_bytes, text)
+        if clock_seconds - self._line_time >= LINE_SECONDS:
+            self._line_time = clock_seconds
             self._line(f"  {text}")
 
 
 class BatchProgress(Shown):
     """The progress of a batch, with the methods of `graphrun.batch.watch.Watcher`.
 
-    Shows a line per run with its stages, the mean seconds of a run and the remaining time; on a terminal a bar.
+    Shows a line per run with its stages, the mean seconds of a run and the remaining time; on a
+    terminal a bar.
     """
 
-    def __init__(self, requests: int, say: Say | None, clock: Clock = time.perf_counter) -> None:
+    def __init__(
+        self, requests: int, say: Say | None, clock: ClockFunction = time.perf_counter
+    ) -> None:
         super().__init__(0.0, say, clock)
         self.requests, self.finished = requests, 0
-        self._runs = self._begun = 0
+        self._runs = self._run_number = 0
         self._segment_start = 0.0
 
     def schedule(self, schedule: Any, counts: Mapping[str, int]) -> None:
-        """A schedule begins."""
+        """Show that a schedule begins."""
         self.begin(schedule.seconds)
         predicted = show_seconds(schedule.seconds)
-        self._line(f"  {schedule.requests} of {self.requests} requests, {schedule.name}: predicted {predicted}")
+        self._line(
+            f"  {schedule.requests} of {self.requests} requests, {schedule.name}: predicted "
+            f"{predicted}"
+        )
 
     def segment(self, segment: Any, runs: int) -> None:
-        """A session of ``runs`` runs begins."""
-        self._runs, self._begun, self._segment_start = runs, 0, self._clock()
+        """Note that a session of ``runs`` runs begins."""
+        self._runs, self._run_number, self._segment_start = runs, 0, self._clock()
         if not self.done_seconds:
             self.begin(self.total_seconds)
 
     def run(self, segment: Any, request: Any) -> Callable[[int, int, int], None]:
-        """A run begins. Returns its progress callback."""
-        rate = f", {show_seconds((self._clock() - self._segment_start) / self._begun)} each" if self._begun else ""
+        """Show that a run begins, and return its progress callback."""
+        rate = (
+            f", {show_seconds((self._clock() - self._segment_start) / self._run_number)} each"
+            if self._run_number
+            else ""
+        )
         simulation = segment.solution.simulation
-        slots = simulation.again if self._begun and simulation.again else simulation.slots
-        self._begun += 1
-        before, seconds = self.done_seconds, [slot.seconds for slot in slots]
-        run = f"{' '.join(segment.stages)} {self._begun}/{self._runs}"
-        self._line(f"  {run}{rate}, {self.left}")
+        slots = (
+            simulation.further_slots
+            if self._run_number and simulation.further_slots
+            else simulation.slots
+        )
+        self._run_number += 1
+        base_seconds, seconds = self.done_seconds, [slot.seconds for slot in slots]
+        run = f"{' '.join(segment.stages)} {self._run_number}/{self._runs}"
+        self._line(f"  {run}{rate}, {self.remaining_time}")
 
         def called(slot: int, call: int, calls: int) -> None:
             slot = min(slot, len(slots) - 1)  # a replan of the remainder may have more slots
             step = f" {slots[slot].phase} {call}/{calls}" if calls > 1 else ""
-            self._reach(before + seconds_before(seconds, slot, call, calls), f"{run}{step}{rate}, {self.left}")
+            self._reach(
+                base_seconds + seconds_before(seconds, slot, call, calls),
+                f"{run}{step}{rate}, {self.remaining_time}",
+            )
 
         return called
 
     def ran_on(self, device: str, stages: Sequence[str], request: Any, share: float) -> None:
-        """A device of a cluster ran ``stages``, and a share of the batch is done."""
+        """Show that a device of a cluster ran ``stages``, and the finished share of the batch."""
         text = f"{device}: {' '.join(stages)} of request {request.number}, {share:.0%} done"
         self._reach(share * self.total_seconds, text)
-        self._line(f"  {text}, {self.left}")
+        self._line(f"  {text}, {self.remaining_time}")
 
     def done(self, request: Any, files: Sequence[Path]) -> None:
-        """All outputs of a request are written."""
+        """Show that all outputs of a request are written."""
         self.finished += 1
-        if shown := [path for path in map(str, files) if not path.endswith(STATE)]:
-            self._line(f"  done {self.finished}/{self.requests}: {', '.join(shown)}")
+        if paths := [path for path in map(str, files) if not path.endswith(STATE)]:
+            self._line(f"  done {self.finished}/{self.requests}: {', '.join(paths)}")
 
     def left_out(self, request: Any) -> None:
-        """A request cannot be run, or its run failed."""
-        self._line(f"graphrun: {request.where}: {request.error}", always=True)
+        """Show that a request cannot be run, or that its run failed."""
+        self._line(f"graphrun: {request.location}: {request.error}", is_forced=True)
 
-    def restarts(self, stage: str, why: str) -> None:
-        """A loop restarts at its first step after an interruption."""
-        self._line(f"  {stage} restarts at its first step after an interruption: {why}", always=True)
+    def restarts(self, stage: str, reason: str) -> None:
+        """Show that a loop restarts at its first step after an interruption."""
+        self._line(
+            f"  {stage} restarts at its first step after an interruption: {reason}", is_forced=True
+        )
 
 
 def seconds_before(seconds: Sequence[float], slot: int, call: int, calls: int) -> float:
-    """Predicted seconds before call ``call`` (from 1) of ``calls`` in slot number ``slot``; ``seconds`` are those of the slots."""
+    """Return the predicted seconds before call ``call`` (from 1) of ``calls`` in slot ``slot``.
+
+    ``seconds``: the predicted seconds of each slot.
+    """
     return sum(seconds[:slot]) + (seconds[slot] * max(0, call - 1) / calls if calls else 0.0)
 
 
 def clocked(seconds: float) -> str:
-    """``1:06``, ``0:04``, ``2:05:00``."""
+    """Return ``seconds`` as ``1:06``, ``0:04`` or ``2:05:00``."""
     minutes, second = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{second:02}" if minutes >= 60 else f"{minutes}:{second:02}"
+    return (
+        f"{minutes // 60}:{minutes % 60:02}:{second:02}"
+        if minutes >= 60
+        else f"{minutes}:{second:02}"
+    )

@@ -1,4 +1,7 @@
-"""The JSON form of a plan, and of a run of it. All figures are in bytes or seconds; names match the plan screen."""
+"""The JSON form of a plan and of a run.
+
+All figures are in bytes or seconds. Names match the plan screen.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,20 @@ from graphrun.model.splits import computing_on
 from graphrun.trace import Trace
 
 
-def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | None = None) -> dict[str, Any]:
-    """What ``--json`` prints. With a ``trace`` it has measured figures too (``measured``): in all, per stage and per slot."""
+def summarize(
+    solution: Solution, solve_seconds: float | None, trace: Trace | None = None
+) -> dict[str, Any]:
+    """Return the data that ``--json`` prints.
+
+    With a ``trace``, ``measured`` has measured figures: in total, per stage and per slot.
+    """
     problem, plan, simulation = solution.problem, solution.plan, solution.simulation
     summary: dict[str, Any] = {
         "feasible": True,
         "proven_optimal": solution.proven_optimal,
         "regime": "cold" if problem.runs == 1 else f"session of {problem.runs}",
         "predicted_seconds": simulation.seconds,
-        "again_seconds": simulation.again_seconds if problem.runs > 1 else None,
+        "again_seconds": simulation.further_seconds if problem.runs > 1 else None,
         **figures(simulation, "total_seconds", "compute_seconds"),
         **figures(solution, "bound_seconds", "objective_seconds"),
         "solve_seconds": solve_seconds,
@@ -38,7 +46,7 @@ def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | No
         **figures(simulation, "peak_bytes", "moved_bytes"),
         **figures(problem, "digest", "graph"),
         "hardware": problem.hardware.name,
-        **({"helpers": _helpers(solution)} if problem.helpers else {}),
+        **({"secondaries": _secondaries(solution)} if problem.secondaries else {}),
         "until": problem.until,
         "precomputed": list(problem.precomputed),
         "settings": dict(problem.settings),
@@ -55,49 +63,63 @@ def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | No
             "overruns": [asdict(overrun) for overrun in trace.overruns],
             "slots": [
                 {
-                    **figures(measured, "phase", "part"),
-                    "planned_peak_bytes": planned.peak_bytes,
-                    **figures(measured, "peak_bytes", "moved_bytes"),
-                    "planned_host_bytes": planned.host_bytes,
-                    "host_bytes": measured.host_bytes,
+                    **figures(slot, "phase", "part"),
+                    "planned_peak_bytes": report.peak_bytes,
+                    **figures(slot, "peak_bytes", "moved_bytes"),
+                    "planned_host_bytes": report.host_bytes,
+                    "host_bytes": slot.host_bytes,
                 }
-                for planned, measured in trace.beside(simulation.slots)
+                for report, slot in trace.pairs_with(simulation.slots)
             ],
         }
     return summary
 
 
-def _helpers(solution: Solution) -> list[dict[str, Any]]:
-    """Each helper with its budget, its peak and the components that compute on it."""
+def _secondaries(solution: Solution) -> list[dict[str, Any]]:
+    """Return each secondary device with its budget, its peak and its components."""
     simulation = solution.simulation
     return [
         {
-            "hardware": helper.hardware.name,
-            **figures(helper, "budget_bytes", "effective_bytes"),
-            "peak_bytes": max(slot.helper_peaks[number - 1] for slot in (*simulation.slots, *simulation.again)),
+            "hardware": secondary.hardware.name,
+            **figures(secondary, "budget_bytes", "effective_bytes"),
+            "peak_bytes": max(
+                slot.secondary_peaks[number - 1]
+                for slot in (*simulation.slots, *simulation.further_slots)
+            ),
             "components": computing_on(solution.chosen, number),
         }
-        for number, helper in enumerate(solution.problem.helpers, 1)
+        for number, secondary in enumerate(solution.problem.secondaries, 1)
     ]
 
 
-def figures(of: object, *names: str) -> dict[str, Any]:
-    """The attributes ``names`` of ``of``, which are called the same in JSON."""
-    return {name: getattr(of, name) for name in names}
+def figures(source: object, *names: str) -> dict[str, Any]:
+    """Return the attributes ``names`` of ``source``; they have the same names in JSON."""
+    return {name: getattr(source, name) for name in names}
 
 
 def directives(problem: Problem) -> list[str]:
-    """The directives of ``problem`` as text, such as ``keep vae``."""
-    return [f"{of.placement} {of.component}" for of in problem.directives]
+    """Return the directives of ``problem`` as text, such as ``keep vae``."""
+    return [f"{directive.placement} {directive.component}" for directive in problem.directives]
 
 
 def stages(simulation: Simulation, trace: Trace | None = None) -> list[dict[str, Any]]:
-    """One row per stage; ``measured`` in it where there is a trace."""
+    """Return one row per stage, with ``measured`` if there is a trace."""
     stage_of = {phase.name: phase.stage for phase in simulation.problem.phases}
-    sizes = ("peak_bytes", "resident_bytes", "streamed_bytes", "loaded_bytes", "activation_bytes", "host_bytes")
+    sizes = (
+        "peak_bytes",
+        "resident_bytes",
+        "streamed_bytes",
+        "loaded_bytes",
+        "activation_bytes",
+        "host_bytes",
+    )
     rows = []
     for report in simulation.stages():
-        row = {"name": report.stage, **figures(report, *sizes), "seconds": report.load_seconds + report.run_seconds}
+        row = {
+            "name": report.stage,
+            **figures(report, *sizes),
+            "seconds": report.load_seconds + report.run_seconds,
+        }
         if trace is not None:
             slots = [slot for slot in trace.slots if stage_of.get(slot.phase) == report.stage]
             row["measured"] = {

@@ -11,56 +11,93 @@ from graphrun.model.solution import Solution
 from graphrun.trace import Trace
 from graphrun.units import GIB, KIB, MIB, roughly
 
-MADE = (("video", "video"), ("image", "picture"), ("audio", "sound"))  # kind of an output, what it is called
-COUNTS = ("batch", "num_images_per_prompt", "num_videos_per_prompt")  # inputs that say how many of them a run makes
+# (kind of an output, its name on screens)
+PRODUCTS = (
+    ("video", "video"),
+    ("image", "picture"),
+    ("audio", "sound"),
+)
+# inputs with the number of outputs of a run
+COUNTS = (
+    "batch",
+    "num_images_per_prompt",
+    "num_videos_per_prompt",
+)
 
 
-def made_by(kinds: Mapping[str, str], settings: Mapping[str, str]) -> str:
-    """What a run makes: ``a picture``, ``4 pictures``, ``a video``, ``a run`` for tensors. ``kinds``: `Graph.kinds`."""
-    what = next((name for kind, name in MADE if kind in kinds.values()), "run")
+def product_name(kinds: Mapping[str, str], settings: Mapping[str, str]) -> str:
+    """Return what a run makes: ``a picture``, ``4 pictures``, ``a video``; ``a run`` for tensors.
+
+    ``kinds``: `Graph.kinds`.
+    """
+    product = next((name for kind, name in PRODUCTS if kind in kinds.values()), "run")
     count = next((settings[name] for name in COUNTS if name in settings), "1")
-    return f"a {what}" if count == "1" or not count.isdigit() or what == "run" else f"{count} {what}s"
-
-
-def fits(solution: Solution, made: str = "a run") -> str:
-    """Whether the plan fits, its time, its memory as nvidia-smi would show it, and what it waits for."""
-    problem, simulation = solution.problem, solution.simulation
-    time = f"{roughly(simulation.seconds)} {made}"
-    if problem.runs > 1:
-        time = f"{roughly(simulation.seconds)} for {made} at first, then {roughly(simulation.again_seconds)} each"
     return (
-        f"fits: yes. {time} on {_device(problem, simulation.seconds)}, {_used(problem, simulation.peak_bytes)}{_waits(simulation)}"
+        f"a {product}"
+        if count == "1" or not count.isdigit() or product == "run"
+        else f"{count} {product}s"
     )
 
 
-def done(solution: Solution, trace: Trace) -> str:
-    """The time and the memory of a run, each beside the plan's, and whether the run matched the plan."""
-    problem, planned = solution.problem, roughly(solution.simulation.seconds)
+def plan_verdict(solution: Solution, product: str = "a run") -> str:
+    """Return whether the plan fits, its time, its memory, and what it waits for.
+
+    The memory is counted as nvidia-smi would show it.
+    """
+    problem, simulation = solution.problem, solution.simulation
+    time = f"{roughly(simulation.seconds)} {product}"
+    if problem.runs > 1:
+        time = (
+            f"{roughly(simulation.seconds)} for {product} at first, then "
+            f"{roughly(simulation.further_seconds)} each"
+        )
+    return (
+        f"fits: yes. {time} on {_device(problem, simulation.seconds)}, "
+        f"{_used(problem, simulation.peak_bytes)}{_waits(simulation)}"
+    )
+
+
+def run_verdict(solution: Solution, trace: Trace) -> str:
+    """Return the measured and planned time and memory of a run, and whether it matched the plan."""
+    problem, planned_time = solution.problem, roughly(solution.simulation.seconds)
     clock = " of virtual time" if trace.device == "sim" else ""
     matched = "more than planned" if trace.overruns else "as planned"
-    took = f"{roughly(trace.seconds)}{clock} (planned {planned})"
-    return f"done: {took}, {_used(problem, trace.peak_bytes)} on {problem.hardware.name}, {matched}"
+    time_text = f"{roughly(trace.seconds)}{clock} (planned {planned_time})"
+    memory = _used(problem, trace.peak_bytes)
+    return f"done: {time_text}, {memory} on {problem.hardware.name}, {matched}"
 
 
 def _device(problem: Problem, seconds: float) -> str:
-    """The device with the basis of its seconds, and the range of ``seconds`` where they are a prior's: ``(prior: 37 to 58 s)``."""
+    """Return the device with the basis of its figures.
+
+    If the basis is a data-sheet estimate, the range of ``seconds`` is added: ``(data sheet:
+    37 to 58 s)``.
+    """
     low, high = map(roughly, problem.hardware.seconds_range(seconds))
     number, _, unit = low.rpartition(" ")
     low = number if high.endswith(f" {unit}") and " " not in number else low
-    within = f": {low} to {high}" if low != high and problem.hardware.basis == "prior" else ""
-    return f"{problem.hardware.name} ({problem.hardware.basis}{within})"
+    range_text = (
+        f": {low} to {high}" if low != high and problem.hardware.basis == "data sheet" else ""
+    )
+    return f"{problem.hardware.name} ({problem.hardware.basis}{range_text})"
 
 
 def _used(problem: Problem, peak_bytes: int) -> str:
-    """``7.4 of 8 GiB``: the peak of tensors, context, workspace and reserve, of the budget or of the device where it is smaller."""
+    """Return the peak and the total, such as ``7.4 of 8 GiB``.
+
+    The peak has tensors, context, workspace and reserve. The total is the smaller of the budget and
+    the device's memory.
+    """
     total = min(problem.budget_bytes, problem.hardware.capacity_bytes)
-    name, unit = next(((name, unit) for name, unit in (("GiB", GIB), ("MiB", MIB)) if total >= unit), ("KiB", KIB))
+    name, unit = next(
+        ((name, unit) for name, unit in (("GiB", GIB), ("MiB", MIB)) if total >= unit), ("KiB", KIB)
+    )
     whole = f"{total / unit:.1f}".removesuffix(".0")
     return f"{(total - problem.effective_bytes + peak_bytes) / unit:.1f} of {whole} {name}"
 
 
 def _waits(simulation: Simulation) -> str:
-    """How long nothing computes, and why; nothing where that is under a twentieth of the time.
+    """Return how long nothing computes, and why; empty below a twentieth of the time.
 
     A slot waits for the disk while the disk is busy, at most as long as the slot waits.
     """
@@ -69,10 +106,17 @@ def _waits(simulation: Simulation) -> str:
         if event.kind in ("read", "fetch"):
             busy[event.slot] = busy.get(event.slot, 0.0) + event.end_seconds - event.start_seconds
     waits = sum(slot.stall_seconds for slot in simulation.slots)
-    disk = sum(min(slot.stall_seconds, busy.get(number, 0.0)) for number, slot in enumerate(simulation.slots))
+    disk = sum(
+        min(slot.stall_seconds, busy.get(number, 0.0))
+        for number, slot in enumerate(simulation.slots)
+    )
     if waits < 0.05 * simulation.seconds:
         return ""
-    return f"; {roughly(disk)} wait for disk" if disk >= waits / 2 else f"; {roughly(waits - disk)} wait for copies"
+    return (
+        f"; {roughly(disk)} wait for disk"
+        if disk >= waits / 2
+        else f"; {roughly(waits - disk)} wait for copies"
+    )
 
 
 MODES = {
@@ -84,10 +128,18 @@ MODES = {
 }
 
 
-def needs(estimate: Mapping[str, Any]) -> str:
-    """The first line of an estimate: what it takes as its mode places it, and what the device has."""
+def estimate_verdict(estimate: Mapping[str, Any]) -> str:
+    """Return the first line of an estimate: the memory its mode takes, and whether it fits."""
     hardware, whole = estimate["hardware"], estimate["mode"]
     fit = "fits" if whole["peak_bytes"] <= hardware["capacity_bytes"] else "does not fit"
-    device = f": {fit} on {hardware['name']} ({hardware['capacity_bytes'] / GIB:.0f} GiB)" if hardware["name"] != "sim" else ""
-    size = f"{whole['peak_bytes'] / GIB:.1f} GiB" if whole["peak_bytes"] >= GIB else f"{whole['peak_bytes'] / MIB:.1f} MiB"
+    device = (
+        f": {fit} on {hardware['name']} ({hardware['capacity_bytes'] / GIB:.0f} GiB)"
+        if hardware["name"] != "sim"
+        else ""
+    )
+    size = (
+        f"{whole['peak_bytes'] / GIB:.1f} GiB"
+        if whole["peak_bytes"] >= GIB
+        else f"{whole['peak_bytes'] / MIB:.1f} MiB"
+    )
     return f"needs {size} with {MODES[whole['name']]}{device}; takes {roughly(whole['seconds'])}"

@@ -1,8 +1,10 @@
-"""Screens and JSON of what else could be: what helps an infeasible budget, other placements of a component, the frontier.
+"""Screens and JSON about other plans.
 
-infeasible    the phases that do not fit, the smallest budget that works, and repairs
-alternatives  ``graphrun explain PLAN COMPONENT``: the cost of every other placement and variant of a component
-frontier      predicted time against budget (text, JSON, SVG), and the largest value of an input that fits
+infeasible    the phases that do not fit, the minimum VRAM, and suggestions
+alternatives  ``graphrun explain PLAN COMPONENT``: the cost of every other placement and
+              variant of a component
+frontier      predicted time against budget (text, JSON, SVG), and the largest value of an
+              input that fits
 """
 
 from __future__ import annotations
@@ -17,18 +19,18 @@ from typing import Any
 from graphrun.model.problem import Hardware, Problem
 from graphrun.model.solution import Solution
 from graphrun.report.command_lines import folded_options
-from graphrun.report.precisions import measured
-from graphrun.report.screen import Look, listed, proof, streams_of, subject, terms
+from graphrun.report.precisions import precision_lines
+from graphrun.report.screen import Look, listed, phase_streams, proof, subject, terms
 from graphrun.report.summary import directives, figures
 from graphrun.report.svg import element, picture, round_ticks, tick_seconds
 from graphrun.report.table import Units, table
 from graphrun.solve.alternatives import Alternative
-from graphrun.solve.frontier import Point
+from graphrun.solve.frontier import FrontierPoint
 from graphrun.solve.infeasible import Infeasible
-from graphrun.solve.repairs import Repair, sizes_in, typed_value
+from graphrun.solve.suggestions import Suggestion, sizes_in, typed_value
 from graphrun.units import show_seconds, show_size
 
-# What each directive of `graphrun.solve.alternatives` means for a component; "": the plan itself.
+# The title of each placement in `graphrun.solve.alternatives`; "": the plan itself.
 TITLES = {
     "": "as planned",
     "whole": "whole in all of its phases",
@@ -39,93 +41,150 @@ TITLES = {
 
 
 def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
-    """What ``graphrun plan`` and ``run`` show with exit code 3. With a byte less than the smallest budgets, no plan is found."""
+    """Return the screen that ``graphrun plan`` and ``run`` show with exit code 3.
+
+    No plan was found for budgets one byte below the minimum budgets on the screen.
+    """
     look = look or Look()
     budgets = f"{show_size(error.budget_bytes)} of VRAM and {show_size(error.ram_bytes)} of RAM"
-    verdict = f"fits: no. No plan runs {error.graph} on {error.hardware} within {budgets}; {error.binding} binds"
+    verdict = (
+        f"fits: no. No plan runs {error.graph} on {error.hardware} within {budgets}; "
+        f"{error.binding} binds"
+    )
     lines = [look.first(verdict), *map(look.folded, _directives(error.problem)), ""]
     if error.needs:
         units = Units(max(need.total_bytes for need in error.needs))
-        rows = [["phase", "weights", "ring", "activation", "values", "least", "have"]]
+        rows = [["phase", "weights", "ring buffer", "activation", "values", "least", "have"]]
         rows += [
-            units.row(f"{need.phase} {need.part}", *figures(need, *TERMS, "total_bytes", "available_bytes").values())
+            units.row(
+                f"{need.phase} {need.part}",
+                *figures(need, *TERMS, "total_bytes", "available_bytes").values(),
+            )
             for need in error.needs
         ]
-        note = f"sizes in {units.size}; weights: what cannot be streamed; values: outputs passed between stages"
-        lines += [table(rows, left=(0,), width=look.width), f" {look.folded(note)}", ""]
+        note = (
+            f"sizes in {units.size}; weights: what cannot be streamed; values: outputs passed "
+            "between stages"
+        )
+        lines += [table(rows, left_columns=(0,), width=look.width), f" {look.folded(note)}", ""]
     if error.smallest_ram_bytes > error.ram_bytes:
         units = Units(error.smallest_ram_bytes)
-        rows = [units.row(*row) for row in (*error.host_bytes, ("at one time", error.smallest_ram_bytes))]
-        lines += [table([["minimum in RAM", units.size], *rows], left=(0,)), ""]
+        rows = [
+            units.row(*row)
+            for row in (*error.host_bytes, ("at one time", error.smallest_ram_bytes))
+        ]
+        lines += [table([["minimum in RAM", units.size], *rows], left_columns=(0,)), ""]
     lines += [
         look.folded(f"{_smallest_title(error.problem)}: {_smallest(error)}"),
         "what helps, by predicted time, changes of the output last:",
     ]
-    return "\n".join([*lines, *_helping(error.repairs, error.capacity_bytes, look)])
+    return "\n".join([*lines, *_helping(error.suggestions, error.capacity_bytes, look)])
 
 
-def advice_screen(solution: Solution, found: Sequence[Repair], look: Look) -> str:
-    """What would make a slow plan faster."""
-    title = look.folded("mostly waiting; what would help, seconds of a run, changes of the output last:")
-    return "\n".join([title, *_helping(found, solution.problem.hardware.capacity_bytes, look, texts=True)])
+def suggestions_screen(solution: Solution, suggestions: Sequence[Suggestion], look: Look) -> str:
+    """Return the suggestions that would make a slow plan faster."""
+    title = look.folded(
+        "mostly waiting; what would help, seconds of a run, changes of the output last:"
+    )
+    return "\n".join(
+        [title, *_helping(suggestions, solution.problem.hardware.capacity_bytes, look, texts=True)]
+    )
 
 
-def _helping(repairs: Sequence[Repair], capacity_bytes: int, look: Look, texts: bool = False) -> Iterator[str]:
-    """A table of what can be typed, then the others. ``texts``: what each is in words."""
+def _helping(
+    suggestions: Sequence[Suggestion], capacity_bytes: int, look: Look, texts: bool = False
+) -> Iterator[str]:
+    """Yield a table of suggestions that can be typed as options, then the other suggestions.
 
-    def words(repair: Repair) -> str:
-        files = ", from a checkpoint already in that precision" * (("--source", "FOLDER") in repair.change)
-        return f"changes the output{files}" if repair.changes_output else repair.text * texts
+    ``texts``: whether to add each suggestion in words.
+    """
 
-    options = {repair: typed(repair, capacity_bytes) for repair in repairs}
-    if rows := [(of, show_seconds(repair.seconds), words(repair)) for repair, of in options.items() if of]:
-        yield table(list(_folded_rows(rows, look.width)), left=(0, 2))
-    for repair, of in options.items():
-        if repair.change and not of:
-            yield look.folded(f" {repair.text}: {show_seconds(repair.seconds)}")
-    allowed = [value for repair in repairs for option, value in repair.change if option == "--allow"]
-    yield from map(look.folded, measured(allowed))
+    def words(suggestion: Suggestion) -> str:
+        files = ", from a checkpoint already in that precision" * (
+            ("--source", "FOLDER") in suggestion.change
+        )
+        return (
+            f"changes the output{files}" if suggestion.changes_output else suggestion.text * texts
+        )
+
+    options = {suggestion: options_text(suggestion, capacity_bytes) for suggestion in suggestions}
+    if rows := [
+        (option_text, show_seconds(suggestion.seconds), words(suggestion))
+        for suggestion, option_text in options.items()
+        if option_text
+    ]:
+        yield table(list(_folded_rows(rows, look.width)), left_columns=(0, 2))
+    for suggestion, option_text in options.items():
+        if suggestion.change and not option_text:
+            yield look.folded(f" {suggestion.text}: {show_seconds(suggestion.seconds)}")
+    permissions = [
+        value
+        for suggestion in suggestions
+        for option, value in suggestion.change
+        if option == "--allow"
+    ]
+    yield from map(look.folded, precision_lines(permissions))
 
 
-def _folded_rows(rows: Sequence[tuple[str, str, str]], width: int) -> Iterator[tuple[str, str, str]]:
-    """``rows`` of options, seconds and words, each over several lines where it is wider than ``width``."""
+def _folded_rows(
+    rows: Sequence[tuple[str, str, str]], width: int
+) -> Iterator[tuple[str, str, str]]:
+    """Yield ``rows`` of options, seconds and words, folded to ``width``."""
     seconds_columns = max(len(seconds) for _, seconds, _ in rows)
-    options = [folded_options(typed_options, width - seconds_columns - WORDS_COLUMNS - 5) for typed_options, _, _ in rows]
-    words_columns = width - seconds_columns - max(len(line) for lines in options for line in lines) - 5  # 5: between columns
+    options = [
+        folded_options(typed_options, width - seconds_columns - WORDS_COLUMNS - 5)
+        for typed_options, _, _ in rows
+    ]
+    # 5: the spaces before and between columns
+    words_columns = (
+        width - seconds_columns - max(len(line) for lines in options for line in lines) - 5
+    )
     for lines, (_, seconds, words) in zip(options, rows, strict=True):
         yield from zip_longest(lines, [seconds], textwrap.wrap(words, words_columns), fillvalue="")
 
 
-def typed(repair: Repair, capacity_bytes: int) -> str:
-    """The options to type for ``repair``, with rounded sizes; empty where options alone do not do: a directive left out, a second
-    command, a larger device."""
-    for option, value in repair.change:
-        if not value or option == "--until" or (option == "--vram" and sizes_in(value)[0] > capacity_bytes):
+def options_text(suggestion: Suggestion, capacity_bytes: int) -> str:
+    """Return the options to type for ``suggestion``, with rounded sizes.
+
+    Returns an empty string if options alone are not enough: the suggestion is to leave out a
+    directive, to run a second command, or to use a larger device.
+    """
+    for option, value in suggestion.change:
+        if (
+            not value
+            or option == "--until"
+            or (option == "--vram" and sizes_in(value)[0] > capacity_bytes)
+        ):
             return ""
-    return " ".join(f"{option} {typed_value(option, value)}" for option, value in repair.change)
+    return " ".join(f"{option} {typed_value(option, value)}" for option, value in suggestion.change)
 
 
-WORDS_COLUMNS = 25  # at least, of what a change means, beside its options
+WORDS_COLUMNS = 25  # minimum width of the words next to the options
 # The bytes of a slot, as in `graphrun.model.least_memory.PhaseMinimum`.
-TERMS = ("weights_bytes", "ring_bytes", "activation_bytes", "values_bytes")
+TERMS = ("weights_bytes", "ring_buffer_bytes", "activation_bytes", "values_bytes")
 
 
 def _directives(problem: Problem) -> list[str]:
-    """A line with the problem's directives and reserve; nothing where there are none."""
+    """Return a line with the problem's directives and reserve; no line without any."""
     reserve = [f"reserve {show_size(problem.reserve_bytes)}"] if problem.reserve_bytes else []
     return listed("directives", [*directives(problem), *reserve])
 
 
 def _smallest_title(problem: Problem) -> str:
-    """That no plan exists for less is proven in bytes of tensors; in pages, no plan was found."""
-    return "smallest budget found" if problem.counts_pages else "smallest budget that works"
+    """Return the title of the minimum budget.
+
+    Without allocator pages, the minimum is proven: no plan exists for less. With pages, no plan was
+    found for less.
+    """
+    return "minimum VRAM" if problem.counts_pages else "smallest budget that works"
 
 
 def _smallest(error: Infeasible) -> str:
-    """The smallest budgets as command line options, for those budgets that are too small."""
+    """Return the minimum budgets as command-line options, for each budget that is too small."""
     names = {"VRAM": "--vram", "RAM": "--ram", "pinned RAM": "--pinned", "disk": "--disk"}
     options = [
-        f"a device with {show_size(tier.least_bytes)}, and this one has {show_size(tier.have_bytes)}"
+        f"a device with {show_size(tier.least_bytes)}, and this one has "
+        f"{show_size(tier.have_bytes)}"
         if tier.name == "VRAM" and tier.least_bytes > error.capacity_bytes
         else _option(names[tier.name], tier.least_bytes, error.problem)
         for tier in error.tiers
@@ -140,7 +199,7 @@ def _option(name: str, nbytes: int, problem: Problem) -> str:
 
 
 def infeasible_json(error: Infeasible) -> dict[str, Any]:
-    """The same as data: ``feasible`` is false."""
+    """Return the content of `infeasible_screen` as data; ``feasible`` is false."""
     return {
         "feasible": False,
         **figures(error, "graph", "hardware", "binding", "budget_bytes", "ram_bytes"),
@@ -156,81 +215,119 @@ def infeasible_json(error: Infeasible) -> dict[str, Any]:
             for need in error.needs
         ],
         "smallest": {tier.name: tier.least_bytes for tier in error.tiers},
-        "repairs": repairs_json(error.repairs),
+        "suggestions": suggestions_json(error.suggestions),
     }
 
 
-def repairs_json(repairs: Sequence[Repair]) -> list[dict[str, Any]]:
-    """Repairs, or advice, as data."""
+def suggestions_json(suggestions: Sequence[Suggestion]) -> list[dict[str, Any]]:
+    """Return ``suggestions`` as data."""
     return [
         {
-            "text": repair.text,
-            "change": [" ".join(pair).strip() for pair in repair.change],
-            "predicted_seconds": repair.seconds,
-            "changes_output": repair.changes_output,
+            "text": suggestion.text,
+            "change": [" ".join(pair).strip() for pair in suggestion.change],
+            "predicted_seconds": suggestion.seconds,
+            "changes_output": suggestion.changes_output,
         }
-        for repair in repairs
+        for suggestion in suggestions
     ]
 
 
-def alternatives_screen(solution: Solution, component: str, found: Sequence[Alternative]) -> str:
-    """The screen: a row per placement, each solved for, and the reasons why others are impossible."""
-    problem, planned = solution.problem, found[0]
+def alternatives_screen(
+    solution: Solution, component: str, alternatives: Sequence[Alternative]
+) -> str:
+    """Return a row per placement, each planned for, and why other placements are impossible."""
+    problem, baseline = solution.problem, alternatives[0]
     demanded = problem.demanded(component)
 
     def against(option: Alternative) -> str:
-        """The directives that an alternative does without."""
-        dropped = sorted(demanded - {option.placement}) if option.placement else []
-        return f"without the directive {', '.join(dropped)}" if dropped else ""
+        """Return the directives that the alternative ignores."""
+        dropped_directives = sorted(demanded - {option.placement}) if option.placement else []
+        return (
+            f"without the directive {', '.join(dropped_directives)}" if dropped_directives else ""
+        )
 
     weights = solution.chosen.component(component).weight_bytes()
-    units = Units(max(planned.peak_bytes, weights))
+    units = Units(max(baseline.peak_bytes, weights))
     rows, notes = [[component, "predicted", "vs plan", f"moved {units.size}", "peak", ""]], []
-    for option in found:
+    for option in alternatives:
         title = TITLES[option.placement]
         if option.variant:
             precision, backing_store, device = option.variant.split()
-            where = {"device": "", "cpu": ", on the CPU"}.get(device, f", on {device}")
-            title = f"as {precision} from {backing_store}{where}"
+            location = {"device": "", "cpu": ", on the CPU"}.get(device, f", on {device}")
+            title = f"as {precision} from {backing_store}{location}"
         mark = f"needs --allow {option.permission}" if option.permission else ""
         if option.fits:
-            difference = "" if option is planned else f"{option.seconds - planned.seconds:+.3f} s"
-            mark = "the same plan" if option.same and option is not planned else mark or against(option)
-            rows.append(units.row(title, show_seconds(option.seconds), difference, option.moved_bytes, option.peak_bytes, mark))
+            difference = "" if option is baseline else f"{option.seconds - baseline.seconds:+.3f} s"
+            mark = (
+                "the same plan"
+                if option.is_same_plan and option is not baseline
+                else mark or against(option)
+            )
+            rows.append(
+                units.row(
+                    title,
+                    show_seconds(option.seconds),
+                    difference,
+                    option.moved_bytes,
+                    option.peak_bytes,
+                    mark,
+                )
+            )
         else:
-            rows.append([title, "impossible" if option.refusal else "does not fit", "", "", "", mark])
+            rows.append(
+                [title, "impossible" if option.refusal else "does not fit", "", "", "", mark]
+            )
             notes.append(f" {title}: {_why(option, problem)}")
-    (streamed,) = listed("streamed in", list(streams_of(solution.plan.slots, component))) or ["not streamed"]
+    (streamed,) = listed("streamed in", list(phase_streams(solution.plan.slots, component))) or [
+        "not streamed"
+    ]
     head = f"{component} in {problem.graph}: {show_size(weights)} of weights, {streamed};"
     head += f" {show_size(problem.effective_bytes)} for tensors"
-    foot = " every row is a separate plan, solved and simulated; the placement of the other components may differ in it"
-    pictures = map(Look().folded, measured(option.permission for option in found))
-    return "\n".join((head, "", table(rows, left=(0, 5)), foot, *notes, *pictures))
+    foot = (
+        " every row is a separate plan, solved and simulated; the placement of the other "
+        "components may differ in it"
+    )
+    pictures = map(Look().folded, precision_lines(option.permission for option in alternatives))
+    return "\n".join((head, "", table(rows, left_columns=(0, 5)), foot, *notes, *pictures))
 
 
-def faster_than(solution: Solution, kept: bool) -> str:
-    """A line for a plan that takes the place of ``solution``; ``kept``: in the cache too."""
+def faster_than(solution: Solution, is_cached: bool) -> str:
+    """Return a line for a plan that replaces ``solution``.
+
+    ``is_cached``: whether it also replaces the plan in the cache.
+    """
     seconds = show_seconds(solution.simulation.total_seconds)
-    return f" as planned: found among these rows, faster than the {seconds} before{'; graphrun plan has it from now on' * kept}"
-
-
-def _why(of: Alternative, problem: Problem) -> str:
-    if of.refusal:
-        return of.refusal
-    needs = [
-        f"{need.phase} {need.part} takes {show_size(need.total_bytes)} ="
-        f" {terms(*figures(need, *TERMS).values())} > {show_size(need.available_bytes)}"
-        for need in of.needs
-    ]
     return (
-        f"{'; '.join(needs)}; it takes {_option('--vram', of.smallest_budget_bytes, problem)}" if needs else f"{of.binding} binds"
+        f" as planned: found among these rows, faster than the {seconds} "
+        f"before{'; graphrun plan has it from now on' * is_cached}"
     )
 
 
-def alternatives_json(solution: Solution, component: str, found: Sequence[Alternative]) -> dict[str, Any]:
-    """The same as data; ``extra_seconds`` and ``extra_moved_bytes`` are the differences to the plan."""
+def _why(alternative: Alternative, problem: Problem) -> str:
+    if alternative.refusal:
+        return alternative.refusal
+    needs = [
+        f"{need.phase} {need.part} takes {show_size(need.total_bytes)} ="
+        f" {terms(*figures(need, *TERMS).values())} > {show_size(need.available_bytes)}"
+        for need in alternative.needs
+    ]
+    return (
+        f"{'; '.join(needs)}; it takes "
+        f"{_option('--vram', alternative.smallest_budget_bytes, problem)}"
+        if needs
+        else f"{alternative.binding} binds"
+    )
+
+
+def alternatives_json(
+    solution: Solution, component: str, alternatives: Sequence[Alternative]
+) -> dict[str, Any]:
+    """Return the content of `alternatives_screen` as data.
+
+    ``extra_seconds`` and ``extra_moved_bytes`` are differences to the plan.
+    """
     rows = []
-    for option in found:
+    for option in alternatives:
         row: dict[str, Any] = {
             "placement": option.placement or ("variant" if option.variant else "planned"),
             "feasible": option.fits,
@@ -238,13 +335,21 @@ def alternatives_json(solution: Solution, component: str, found: Sequence[Altern
         row |= {"variant": option.variant} if option.variant else {}
         row |= {"needs_permission": option.permission} if option.permission else {}
         if option.fits:
-            row |= {"predicted_seconds": option.seconds, "extra_seconds": option.seconds - found[0].seconds}
-            row |= {"moved_bytes": option.moved_bytes, "extra_moved_bytes": option.moved_bytes - found[0].moved_bytes}
-            row |= {"peak_bytes": option.peak_bytes, "same_plan": option.same}
+            row |= {
+                "predicted_seconds": option.seconds,
+                "extra_seconds": option.seconds - alternatives[0].seconds,
+            }
+            row |= {
+                "moved_bytes": option.moved_bytes,
+                "extra_moved_bytes": option.moved_bytes - alternatives[0].moved_bytes,
+            }
+            row |= {"peak_bytes": option.peak_bytes, "same_plan": option.is_same_plan}
         elif option.refusal:
             row["refusal"] = option.refusal
         else:
-            row |= figures(option, "binding", "smallest_budget_bytes") | {"needs": [asdict(need) for need in option.needs]}
+            row |= figures(option, "binding", "smallest_budget_bytes") | {
+                "needs": [asdict(need) for need in option.needs]
+            }
         rows.append(row)
     problem = solution.problem
     return {
@@ -256,52 +361,77 @@ def alternatives_json(solution: Solution, component: str, found: Sequence[Altern
     }
 
 
-Swept = Sequence[tuple[str, Sequence[Point]]]  # (value of the swept input, its points); ("", points) without one
+# (value of the input that is varied, its points); ("", points) without such an input.
+Swept = Sequence[tuple[str, Sequence[FrontierPoint]]]
 
 
-def frontier_screen(problem: Problem, swept: Swept, name: str = "", look: Look | None = None) -> str:
-    """What ``graphrun frontier`` shows: conclusions, then a row per budget (and per value of the input ``name``)."""
+def frontier_screen(
+    problem: Problem, series: Swept, name: str = "", look: Look | None = None
+) -> str:
+    """Return the screen of ``graphrun frontier``.
+
+    It has conclusions, then a row per budget, and per value of the input ``name``.
+    """
     look = look or Look()
-    units = Units(max(point.budget_bytes for _, of in swept for point in of))
-    rows = [[name, f"budget {units.size}", "predicted", "exposed", "moved", "peak", "headroom", "proof"]]
-    rows += [units.row(value, point.budget_bytes, *_cells(point)) for value, of in swept for point in of]
+    units = Units(max(point.budget_bytes for _, points in series for point in points))
+    rows = [
+        [name, f"budget {units.size}", "predicted", "exposed", "moved", "peak", "headroom", "proof"]
+    ]
+    rows += [
+        units.row(value, point.budget_bytes, *_cells(point))
+        for value, points in series
+        for point in points
+    ]
     return "\n".join(
         (
-            *(_largest(swept, name) if name else _notes(problem, swept[0][1])),
+            *(_largest(series, name) if name else _notes(problem, series[0][1])),
             *look.next_lines,
             "",
             look.folded(f"frontier {subject(problem, name)}"),
-            f"hardware {problem.hardware.name} ({problem.hardware.basis})  RAM {show_size(problem.ram_bytes)}  cold run",
-            *_other_budgets(problem, swept[0][1][0].device),
+            f"hardware {problem.hardware.name} ({problem.hardware.basis})  RAM "
+            f"{show_size(problem.ram_bytes)}  cold run",
+            *_other_budgets(problem, series[0][1][0].device),
             *_directives(problem),
             "",
-            table(rows if name else [row[1:] for row in rows], left=()),
+            table(rows if name else [row[1:] for row in rows], left_columns=()),
             f" sizes in {units.size}; exposed: predicted time in which the device waits for copies",
         )
     )
 
 
 def _other_budgets(problem: Problem, varied: int) -> list[str]:
-    """Of several devices, which budget is varied, and those of the others."""
-    if not problem.helpers:
+    """With several devices, return which budget is varied, and the budgets of the others."""
+    if not problem.secondaries:
         return []
-    of = enumerate([(problem.hardware, problem.budget_bytes), *((of.hardware, of.budget_bytes) for of in problem.helpers)])
-    told = [f"device{n} {hardware.name} {'is varied' if n == varied else show_size(nbytes)}" for n, (hardware, nbytes) in of]
-    return [f"budgets: {', '.join(told)}"]
+    budgets = enumerate(
+        [
+            (problem.hardware, problem.budget_bytes),
+            *((secondary.hardware, secondary.budget_bytes) for secondary in problem.secondaries),
+        ]
+    )
+    texts = [
+        f"device{n} {hardware.name} {'is varied' if n == varied else show_size(nbytes)}"
+        for n, (hardware, nbytes) in budgets
+    ]
+    return [f"budgets: {', '.join(texts)}"]
 
 
-def _cells(point: Point) -> list[str | float]:
+def _cells(point: FrontierPoint) -> list[str | float]:
     if (solution := point.solution) is None:
-        least = show_size(point.smallest_ram_bytes) + " of RAM"
+        minimum_text = show_size(point.smallest_ram_bytes) + " of RAM"
         if point.smallest_budget_bytes > point.budget_bytes or point.device:
-            least = show_size(point.smallest_budget_bytes) if point.smallest_budget_bytes else "more"
-        return ["does not fit", "", "", "", "", f"needs {least}"]
-    exposed = show_seconds(max(0.0, point.seconds - point.compute_seconds))
+            minimum_text = (
+                show_size(point.smallest_budget_bytes) if point.smallest_budget_bytes else "more"
+            )
+        return ["does not fit", "", "", "", "", f"needs {minimum_text}"]
+    waiting_text = show_seconds(max(0.0, point.seconds - point.compute_seconds))
     problem = solution.problem
-    spare_bytes = (problem.helpers[point.device - 1] if point.device else problem).effective_bytes - point.peak_bytes
+    spare_bytes = (
+        problem.secondaries[point.device - 1] if point.device else problem
+    ).effective_bytes - point.peak_bytes
     return [
         show_seconds(point.seconds),
-        exposed,
+        waiting_text,
         point.moved_bytes,
         point.peak_bytes,
         spare_bytes,
@@ -309,54 +439,88 @@ def _cells(point: Point) -> list[str | float]:
     ]
 
 
-def fastest(points: Sequence[Point]) -> Point | None:
-    """The fastest point, with the smallest budget where several are as fast; None where nothing fits."""
-    fitting = [point for point in points if point.fits]
-    return min(fitting, key=lambda point: (round(point.seconds, 3), point.budget_bytes), default=None)
+def fastest(points: Sequence[FrontierPoint]) -> FrontierPoint | None:
+    """Return the fastest point; None if nothing fits.
+
+    Of several equally fast points it is the one with the smallest budget.
+    """
+    feasible_points = [point for point in points if point.fits]
+    return min(
+        feasible_points,
+        key=lambda point: (round(point.seconds, 3), point.budget_bytes),
+        default=None,
+    )
 
 
-def _notes(problem: Problem, points: Sequence[Point]) -> list[str]:
-    least = points[0].smallest_budget_bytes
-    notes = [f"{_smallest_title(problem)}: {_option('--vram', least, problem)}"] if least else []
+def _notes(problem: Problem, points: Sequence[FrontierPoint]) -> list[str]:
+    minimum_bytes = points[0].smallest_budget_bytes
+    notes = (
+        [f"{_smallest_title(problem)}: {_option('--vram', minimum_bytes, problem)}"]
+        if minimum_bytes
+        else []
+    )
     if (best := fastest(points)) is not None:
-        notes.insert(0, f"fastest: {show_seconds(best.seconds)}, from {show_size(best.budget_bytes)} on")
+        notes.insert(
+            0, f"fastest: {show_seconds(best.seconds)}, from {show_size(best.budget_bytes)} on"
+        )
     return notes
 
 
 def _hardware(problem: Problem, device: int) -> Hardware:
-    return problem.helpers[device - 1].hardware if device else problem.hardware
+    return problem.secondaries[device - 1].hardware if device else problem.hardware
 
 
-def _largest_of(swept: Swept) -> list[tuple[int, str | None, float]]:
-    """For each budget its bytes, the largest value that fits, and the seconds with it.
+def _largest_of(series: Swept) -> list[tuple[int, str | None, float]]:
+    """Return, for each budget, its bytes, the largest value that fits, and the seconds with it.
 
-    Every value was solved for: smaller values are not assumed to fit.
+    Every value was planned for: a smaller value is not assumed to fit.
     """
-    found = []
-    for number, first in enumerate(swept[0][1]):
-        fitting = [(value, of[number].seconds) for value, of in swept if of[number].fits]
-        found.append((first.budget_bytes, *(fitting[-1] if fitting else (None, 0.0))))
-    return found
+    largest_values = []
+    for number, first in enumerate(series[0][1]):
+        feasible_values = [
+            (value, points[number].seconds) for value, points in series if points[number].fits
+        ]
+        largest_values.append(
+            (first.budget_bytes, *(feasible_values[-1] if feasible_values else (None, 0.0)))
+        )
+    return largest_values
 
 
-def _largest(swept: Swept, name: str) -> list[str]:
+def _largest(series: Swept, name: str) -> list[str]:
     return [
         f"within {show_size(nbytes)}: "
-        + (f"{name} up to {value}, predicted {show_seconds(seconds)}" if value else f"none of these values of {name} fits")
-        for nbytes, value, seconds in _largest_of(swept)
+        + (
+            f"{name} up to {value}, predicted {show_seconds(seconds)}"
+            if value
+            else f"none of these values of {name} fits"
+        )
+        for nbytes, value, seconds in _largest_of(series)
     ]
 
 
-def frontier_json(problem: Problem, swept: Swept, name: str = "") -> dict[str, Any]:
-    """The same as data: ``points`` has an entry per row; ``largest`` (with a sweep) the largest value that fits each budget."""
+def frontier_json(problem: Problem, series: Swept, name: str = "") -> dict[str, Any]:
+    """Return the content of `frontier_screen` as data.
+
+    ``points`` has an object per row. With a sweep, ``largest`` has the largest value that fits each
+    budget.
+    """
     points = []
-    for value, of in swept:
-        for point in of:
-            entry = {**({name: value} if name else {}), "budget_bytes": point.budget_bytes, "feasible": point.fits}
+    for value, value_points in series:
+        for point in value_points:
+            entry = {
+                **({name: value} if name else {}),
+                "budget_bytes": point.budget_bytes,
+                "feasible": point.fits,
+            }
             entry |= figures(point, "smallest_budget_bytes", "smallest_ram_bytes")
             if point.solution is not None:
-                entry |= {"predicted_seconds": point.seconds, "compute_seconds": point.compute_seconds}
-                entry |= figures(point.solution, "bound_seconds", "proven_optimal") | figures(point, "peak_bytes", "moved_bytes")
+                entry |= {
+                    "predicted_seconds": point.seconds,
+                    "compute_seconds": point.compute_seconds,
+                }
+                entry |= figures(point.solution, "bound_seconds", "proven_optimal") | figures(
+                    point, "peak_bytes", "moved_bytes"
+                )
             points.append(entry)
     data = {
         "graph": problem.graph,
@@ -366,10 +530,12 @@ def frontier_json(problem: Problem, swept: Swept, name: str = "") -> dict[str, A
         "settings": {key: value for key, value in problem.settings if key != name},
         "points": points,
     }
-    if problem.helpers:
-        data["device"] = swept[0][1][0].device
+    if problem.secondaries:
+        data["device"] = series[0][1][0].device
     if name:
-        largest = [{"budget_bytes": nbytes, name: value} for nbytes, value, _ in _largest_of(swept)]
+        largest = [
+            {"budget_bytes": nbytes, name: value} for nbytes, value, _ in _largest_of(series)
+        ]
         data |= {"sweep": name, "largest": largest}
     return data
 
@@ -377,14 +543,19 @@ def frontier_json(problem: Problem, swept: Swept, name: str = "") -> dict[str, A
 WIDTH, HEIGHT, MARGIN = 720, 420, 60
 
 
-def frontier_svg(problem: Problem, swept: Swept, name: str = "", *, marked_bytes: int | None = None) -> str:
-    """Predicted seconds (y, from 0) against budget (x, from 0) as SVG text, one line per value of ``name``.
+def frontier_svg(
+    problem: Problem, series: Swept, name: str = "", *, marked_bytes: int | None = None
+) -> str:
+    """Return predicted seconds (y) against budget (x) as SVG text, one line per value of ``name``.
 
-    ``marked_bytes``: a budget to mark, such as that of the plan on the same page.
+    Both axes start at 0. ``marked_bytes``: a budget to mark, such as the budget of the plan on the
+    same page.
     """
     bottom = HEIGHT - MARGIN
-    most_bytes = max((point.budget_bytes for _, of in swept for point in of), default=1)
-    most_seconds = 1.05 * max((point.seconds for _, of in swept for point in of if point.fits), default=1.0)
+    most_bytes = max((point.budget_bytes for _, points in series for point in points), default=1)
+    most_seconds = 1.05 * max(
+        (point.seconds for _, points in series for point in points if point.fits), default=1.0
+    )
 
     def x(nbytes: float) -> float:
         return MARGIN + (WIDTH - 2 * MARGIN) * nbytes / most_bytes
@@ -392,15 +563,21 @@ def frontier_svg(problem: Problem, swept: Swept, name: str = "", *, marked_bytes
     def y(seconds: float) -> float:
         return bottom - (bottom - MARGIN) * seconds / most_seconds
 
-    def text(x: float, y: float, shown: str, anchor: str = "start", color: str = "black") -> str:
-        return element("text", escape(shown), x=float(x), y=float(y), text_anchor=anchor, fill=color)
+    def text(x: float, y: float, content: str, anchor: str = "start", color: str = "black") -> str:
+        return element(
+            "text", escape(content), x=float(x), y=float(y), text_anchor=anchor, fill=color
+        )
 
     def elements() -> Iterator[str]:
         units = Units(most_bytes)
         yield element("rect", width=WIDTH, height=HEIGHT, fill="white")
-        hardware = _hardware(problem, swept[0][1][0].device if swept[0][1] else 0)
-        yield text(MARGIN, 30, f"{problem.graph} on {hardware.name}: predicted time against VRAM budget")
-        yield element("path", d=f"M{MARGIN} {MARGIN}V{bottom}H{WIDTH - MARGIN}", fill="none", stroke="black")
+        hardware = _hardware(problem, series[0][1][0].device if series[0][1] else 0)
+        yield text(
+            MARGIN, 30, f"{problem.graph} on {hardware.name}: predicted time against VRAM budget"
+        )
+        yield element(
+            "path", d=f"M{MARGIN} {MARGIN}V{bottom}H{WIDTH - MARGIN}", fill="none", stroke="black"
+        )
         if marked_bytes is not None:
             path = f"M{x(marked_bytes):.1f} {MARGIN}V{bottom}"
             yield element("path", class_="budget", d=path, stroke="#c0392b", stroke_dasharray="6 4")
@@ -410,13 +587,15 @@ def frontier_svg(problem: Problem, swept: Swept, name: str = "", *, marked_bytes
         for seconds in round_ticks(most_seconds):
             yield element("path", d=f"M{MARGIN} {y(seconds):.1f}H{WIDTH - MARGIN}", stroke="#ddd")
             yield text(MARGIN - 6, y(seconds) + 4, tick_seconds(seconds), "end")
-        for number, (value, of) in enumerate(swept):
-            color = f"hsl({210 + 360 * number // len(swept)},70%,40%)"
-            if spots := [(x(point.budget_bytes), y(point.seconds)) for point in of if point.fits]:
-                line = " ".join(f"{across:.1f},{up:.1f}" for across, up in spots)
+        for number, (value, points) in enumerate(series):
+            color = f"hsl({210 + 360 * number // len(series)},70%,40%)"
+            if spots := [
+                (x(point.budget_bytes), y(point.seconds)) for point in points if point.fits
+            ]:
+                line = " ".join(f"{spot_x:.1f},{spot_y:.1f}" for spot_x, spot_y in spots)
                 yield element("polyline", points=line, fill="none", stroke=color, stroke_width=2)
-                for across, up in spots:
-                    yield element("circle", cx=across, cy=up, r=3, fill=color)
+                for spot_x, spot_y in spots:
+                    yield element("circle", cx=spot_x, cy=spot_y, r=3, fill=color)
                 if name:
                     yield text(spots[-1][0] + 6, spots[-1][1] - 6, f"{name}={value}", color=color)
 

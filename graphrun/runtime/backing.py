@@ -1,11 +1,11 @@
-"""Backing stores: the host or disk copy of a component's weights, and the copies of its blocks to the device.
+"""Backing stores: a component's weights on the host or on disk, and copies of its blocks.
 
-pinned, pageable    | block 0 | block 1 | block 2 |      one flat buffer in RAM, read in call order; the copy of a block waits
-                         |copy                           for that block's own read
-disk                files --read--> | bounce buffer |    two of the largest blocks; a read waits for the copy out of the bytes
-                                         |copy           that it overwrites
+pinned, pageable    | block 0 | block 1 | block 2 |   one flat buffer in RAM, read in call order; a
+                         |copy                        block's copy waits for the block's own read
+disk                files --read--> | bounce buffer | twice the largest block; a read waits for the
+                                         |copy        copies of the bytes that it overwrites
 
-When to read, copy and drop is the plan's decision, not this module's.
+The plan decides when to read, copy and drop, not this module.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import torch
 
 from graphrun.errors import GraphrunError
-from graphrun.model.ring import Ring
+from graphrun.model.ring_buffer import RingBuffer
 from graphrun.modules.blocks import BlockLayout
-from graphrun.runtime.devices.device import Device, Mark, Stream
+from graphrun.runtime.devices.device import Device, Mark, StreamName
 
 Marks = tuple[Mark, Mark]
 """Start and end of a read or copy."""
@@ -30,17 +30,25 @@ Marks = tuple[Mark, Mark]
 class BlockWriter(Protocol):
     """Source of a component's weights: writes the bytes of a block into a buffer."""
 
-    def write(self, layout: BlockLayout, buffer: torch.Tensor, count: Callable[[torch.Tensor], None]) -> int:
-        """Fills ``buffer`` with the block. Returns the bytes read from disk. ``count`` is called with temporary host tensors."""
+    def write(
+        self, layout: BlockLayout, buffer: torch.Tensor, count: Callable[[torch.Tensor], None]
+    ) -> int:
+        """Fill ``buffer`` with the block, and return the bytes read from disk.
+
+        ``count`` is called with temporary host tensors.
+        """
 
     def close(self) -> None:
-        """Closes files."""
+        """Close files."""
 
 
 @dataclass(slots=True)
 class _BlockRead:
-    """The read of one block into ``buffer``, which is placement ``number`` of a bounce buffer. ``join`` waits for its end;
-    ``marks`` then hold its start and end (of page-locking its end), ``nbytes`` the bytes from files."""
+    """The read of one block into ``buffer``, which is placement ``number`` of a bounce buffer.
+
+    ``join`` waits for the end of the read. Afterwards, ``marks`` are its start and end (for page
+    locking: its end), and ``nbytes`` are the bytes read from files.
+    """
 
     buffer: torch.Tensor
     number: int
@@ -50,152 +58,203 @@ class _BlockRead:
 
 
 class BackingStore:
-    """Host memory of ``nbytes`` that reads in the background fill from ``writer``, block by block, and that blocks are copied from.
+    """Host memory of ``nbytes`` that background reads fill and that blocks are copied from.
 
-    ``memory`` is None until it is allocated. ``paced`` paces the reads of the open slot.
+    ``writer`` provides the bytes, block by block. ``memory`` is None until allocated. ``pacer``
+    paces the reads of the open slot.
     """
 
     def __init__(
-        self, layouts: Mapping[str, BlockLayout], device: Device, writer: BlockWriter | None, nbytes: int, pinned: bool
+        self,
+        layouts: Mapping[str, BlockLayout],
+        device: Device,
+        writer: BlockWriter | None,
+        nbytes: int,
+        pinned: bool,
     ) -> None:
-        self._layouts, self.device, self._pinned, self.nbytes = dict(layouts), device, pinned, nbytes
+        self._layouts, self.device, self._pinned, self.nbytes = (
+            dict(layouts),
+            device,
+            pinned,
+            nbytes,
+        )
         self._writer: Any = writer
         self.memory: torch.Tensor | None = None
-        self.paced: PacedReads | None = None
-        self._reads: dict[str, _BlockRead] = {}  # reads begun; from disk, those whose block was not copied yet
+        self.pacer: PacedReads | None = None
+        # reads that have begun; for a store on disk, only blocks that are not copied yet
+        self._reads: dict[str, _BlockRead] = {}
         self._finished: list[tuple[str, int, Marks]] = []
-        self._dropped = False
+        self._is_dropped = False
 
     @property
     def pageable(self) -> bool:
-        """Whether the host waits for copies from the memory."""
+        """Whether copies from the memory make the host wait."""
         return not self._pinned
 
     def allocate(self) -> None:
-        """Allocates the memory. Its contents are undefined."""
-        self.memory, self._dropped = self.device.arena(self.nbytes), False
+        """Allocate the memory. Its contents are undefined."""
+        self.memory, self._is_dropped = self.device.arena(self.nbytes), False
 
     def pin(self) -> None:
-        """Page-locks the memory, if this backing store is pinned."""
+        """Page-lock the memory, if this backing store is pinned."""
         if self._pinned and self.memory is not None:
             self.device.pin(self.memory)
 
     def size(self, path: str) -> int:
-        """Bytes of block ``path``, including alignment."""
+        """Return the bytes of block ``path``, including alignment."""
         return self._layouts[path].nbytes
 
     def request(self, path: str) -> bool:
-        """Begins the read of block ``path`` unless it was begun. Returns whether a copy of the block can be queued without making
-        the host wait for the read."""
+        """Begin the read of block ``path`` unless it has begun.
+
+        Returns whether a copy of the block can be queued without making the host wait for the read.
+        """
         raise NotImplementedError
 
     def ready(self, path: str) -> bool:
-        """Whether a copy of block ``path``, whose read was begun, would wait for earlier copies only."""
+        """Return whether a copy of block ``path`` would only wait for earlier copies.
+
+        The read of the block must have begun.
+        """
         return path not in self._reads or self.device.reached(self._reads[path].marks)
 
     def copy(self, path: str, target: torch.Tensor, device: Device) -> Marks:
-        """Queues the copy of block ``path`` into ``target`` on ``device``. The host waits for the block's read; if the memory is
-        pageable, for the copy too."""
+        """Queue the copy of block ``path`` into ``target`` on ``device``.
+
+        The host waits for the block's read, and for the copy if the memory is pageable.
+        """
         source = self._source(path, device)
         start = device.mark("copy")
         device.copy(target, source)
         return start, device.mark("copy")
 
     def _source(self, path: str, device: Device) -> torch.Tensor:
-        """The bytes of block ``path`` in host memory, read; the copy stream of ``device`` waits for the read."""
+        """Return the bytes of block ``path`` in host memory, after its read.
+
+        The copy stream of ``device`` waits for the read.
+        """
         raise NotImplementedError
 
     def finish_reads(self) -> list[tuple[str, int, Marks]]:
-        """The blocks read since the last call: path, bytes from files, marks."""
-        found, self._finished = self._finished, []
-        return found
+        """Return the blocks read since the last call: path, bytes from files, marks."""
+        blocks, self._finished = self._finished, []
+        return blocks
 
     def drop(self) -> None:
-        """Releases the memory (freed when no views of it are left) and cancels pending reads. Call after a barrier."""
-        self._dropped = True
+        """Release the memory and cancel pending reads. Call after a barrier.
+
+        The memory is freed when no views of it are left.
+        """
+        self._is_dropped = True
         self.abandon()
         self.memory = None
 
-    def _read(self, path: str, buffer: torch.Tensor, number: int = 0, after: Sequence[Mark] = ()) -> None:
-        """Begins the read of block ``path`` into ``buffer`` in the background, behind reads begun before and marks ``after``."""
-        found, device = _BlockRead(buffer, number), self.device
+    def _read(
+        self, path: str, buffer: torch.Tensor, number: int = 0, awaited_marks: Sequence[Mark] = ()
+    ) -> None:
+        """Begin the background read of block ``path`` into ``buffer``.
+
+        The read comes after earlier reads and after the marks ``awaited_marks``.
+        """
+        block_read, device = _BlockRead(buffer, number), self.device
 
         def job() -> None:
-            if self._dropped:
+            if self._is_dropped:
                 return
-            for mark in after:
+            for mark in awaited_marks:
                 device.wait("disk", mark)
             start = device.mark("disk")
-            found.nbytes = self._writer.write(self._layouts[path], buffer, lambda held: device.arenas.count("arenas", held))
-            device.read(buffer, found.nbytes)
-            found.marks = start, device.mark("disk")
+            block_read.nbytes = self._writer.write(
+                self._layouts[path], buffer, lambda tensor: device.arenas.count("arenas", tensor)
+            )
+            device.read(buffer, block_read.nbytes)
+            block_read.marks = start, device.mark("disk")
 
-        found.join = device.background(job)
-        self._reads[path] = found
+        block_read.join = device.background(job)
+        self._reads[path] = block_read
 
     def abandon(self) -> None:
-        """Waits for the reads under way, which still write to the memory, and ignores their errors. Begins no other."""
-        self.paced = None
-        for found in self._reads.values():
+        """Wait for the reads under way, which still write to the memory, and ignore their errors.
+
+        No further read begins.
+        """
+        self.pacer = None
+        for block_read in self._reads.values():
             with contextlib.suppress(GraphrunError, OSError, RuntimeError):
-                found.join()
+                block_read.join()
         self._reads.clear()
 
 
 class Arena(BackingStore):
-    """A backing store in RAM: all blocks in one buffer, in the order of ``layouts``; page-locked if ``pinned``."""
+    """A backing store in RAM: all blocks in one buffer, in the order of ``layouts``.
 
-    def __init__(self, layouts: Mapping[str, BlockLayout], device: Device, writer: BlockWriter | None, pinned: bool) -> None:
+    It is page-locked if ``pinned``.
+    """
+
+    def __init__(
+        self,
+        layouts: Mapping[str, BlockLayout],
+        device: Device,
+        writer: BlockWriter | None,
+        pinned: bool,
+    ) -> None:
         starts, nbytes = dict[str, int](), 0
         for path, layout in layouts.items():
             starts[path] = nbytes
             nbytes += layout.nbytes
         super().__init__(layouts, device, writer, nbytes, pinned)
         self._starts = starts
-        self._locking: _BlockRead | None = None  # under way, or done and not yet waited for by a copy
+        # page locking, until a copy has waited for it
+        self._locking: _BlockRead | None = None
         self.pending: deque[str] = deque()  # blocks whose reads are not yet begun, in order
 
     def block(self, path: str) -> torch.Tensor:
-        """The bytes of block ``path`` in RAM, flat."""
+        """Return the bytes of block ``path`` in RAM, flat."""
         assert self.memory is not None, f"the backing store of block {path!r} is not allocated"
         return self.memory[self._starts[path] : self._starts[path] + self.size(path)]
 
     def prepare_reads(self) -> None:
-        """Makes the reads of all blocks pending; `begin_next` starts each. Begins to page-lock the memory beside them: copies wait
-        for that."""
+        """Make the reads of all blocks pending; `begin_next` starts each.
+
+        Page locking runs in parallel with the reads. Copies wait for it.
+        """
         self.pending.extend(self._layouts)
         if not self._pinned or self.memory is None:
             return
-        found, device = _BlockRead(self.memory, 0), self.device
+        page_lock, device = _BlockRead(self.memory, 0), self.device
 
         def job() -> None:
             self.pin()
-            found.marks = (device.mark("lock"),)
+            page_lock.marks = (device.mark("lock"),)
 
-        found.join = device.background(job, "lock")
-        self._locking = found
+        page_lock.join = device.background(job, "lock")
+        self._locking = page_lock
 
     def begin_next(self) -> None:
-        """Starts the next pending read in the background, after those started before."""
+        """Start the next pending read in the background, after the reads before it."""
         path = self.pending.popleft()
         self._read(path, self.block(path))
         if not self.pending:
             self.device.background(self._writer.close)
 
     def request(self, path: str) -> bool:
-        """As `BackingStore.request`: also begins the slot's reads before that of block ``path``."""
+        """As `BackingStore.request`; also begins the slot's reads that precede block ``path``."""
         while path in self.pending:
-            (self.begin_next if self.paced is None else self.paced.begin_next)()
-        awaited = [found for found in (self._locking, self._reads.get(path)) if found is not None]
-        return all(self.device.queues_behind(found.marks) for found in awaited)
+            (self.begin_next if self.pacer is None else self.pacer.begin_next)()
+        awaited = [
+            block_read
+            for block_read in (self._locking, self._reads.get(path))
+            if block_read is not None
+        ]
+        return all(self.device.queues_behind(block_read.marks) for block_read in awaited)
 
     def ready(self, path: str) -> bool:
-        """As `BackingStore.ready`; False before the read was begun."""
-        locked = self._locking is None or self.device.reached(self._locking.marks)
-        return locked and path not in self.pending and super().ready(path)
+        """As `BackingStore.ready`; False if the read has not begun."""
+        is_locked = self._locking is None or self.device.reached(self._locking.marks)
+        return is_locked and path not in self.pending and super().ready(path)
 
-    def wait_read(self, path: str, stream: Stream, device: Device) -> None:
-        """Waits until block ``path`` is read, on the host and on ``stream`` of ``device``."""
+    def wait_read(self, path: str, stream: StreamName, device: Device) -> None:
+        """Wait until block ``path`` is read, on the host and on ``stream`` of ``device``."""
         self.request(path)
         if path in self._reads:
             self._reads[path].join()
@@ -205,8 +264,8 @@ class Arena(BackingStore):
         self.wait_read(path, "copy", device)
         if self._locking is not None:
             self._locking.join()
-            for each in self.device.every:
-                each.wait("copy", self._locking.marks[-1])
+            for accelerator in self.device.all_devices:
+                accelerator.wait("copy", self._locking.marks[-1])
             self._locking = None
         return self.block(path)
 
@@ -214,9 +273,11 @@ class Arena(BackingStore):
         """As `BackingStore.finish_reads`, after starting all pending reads and waiting for them."""
         while self.pending:
             self.begin_next()
-        for path, found in self._reads.items():
-            found.join()
-            self._finished.append((path, found.nbytes, (found.marks[0], found.marks[1])))
+        for path, block_read in self._reads.items():
+            block_read.join()
+            self._finished.append(
+                (path, block_read.nbytes, (block_read.marks[0], block_read.marks[1]))
+            )
         self._reads.clear()
         return super().finish_reads()
 
@@ -231,43 +292,69 @@ class Arena(BackingStore):
 
 
 class Disk(BackingStore):
-    """A backing store on disk: every copy of a block reads it from ``writer``, through a bounce buffer of ``bounce_bytes``."""
+    """A backing store on disk: each copy of a block reads the block through a bounce buffer.
 
-    def __init__(self, layouts: Mapping[str, BlockLayout], device: Device, writer: BlockWriter, bounce_bytes: int) -> None:
+    The bounce buffer has ``bounce_bytes``.
+    """
+
+    def __init__(
+        self,
+        layouts: Mapping[str, BlockLayout],
+        device: Device,
+        writer: BlockWriter,
+        bounce_bytes: int,
+    ) -> None:
         super().__init__(layouts, device, writer, bounce_bytes, pinned=True)
         self.abandon()
 
     def request(self, path: str) -> bool:
-        """As `BackingStore.request`, for one copy. The read waits for copies out of the bytes that it overwrites."""
+        """As `BackingStore.request`, for one copy of the block.
+
+        The read waits for copies of the bytes that it overwrites.
+        """
         if self.size(path) == 0:
             return True
         if path not in self._reads:
             assert self.memory is not None, f"the bounce buffer of block {path!r} is not allocated"
-            slot = self._ring.place(self.size(path))
-            if self.paced is not None:
-                self.paced.before_fetch(self.size(path), full=bool(slot.released))
-            # A block that was read and not copied, because its call left it out, is overwritten: it is read again when needed.
-            self._reads = {name: found for name, found in self._reads.items() if found.number not in slot.released}
-            after = [self._copied.pop(number) for number in slot.released if number in self._copied]
-            self._read(path, self.memory[slot.offset : slot.offset + self.size(path)], self._placements, after)
+            slot = self._ring_buffer.place(self.size(path))
+            if self.pacer is not None:
+                self.pacer.before_fetch(self.size(path), full=bool(slot.released_numbers))
+            # If its call skipped a block, it was read but not copied. It is overwritten, and read
+            # again when needed.
+            self._reads = {
+                name: block_read
+                for name, block_read in self._reads.items()
+                if block_read.number not in slot.released_numbers
+            }
+            copy_ends = [
+                self._copy_ends.pop(number)
+                for number in slot.released_numbers
+                if number in self._copy_ends
+            ]
+            self._read(
+                path,
+                self.memory[slot.offset : slot.offset + self.size(path)],
+                self._placements,
+                copy_ends,
+            )
             self._placements += 1
         return self.device.queues_behind(self._reads[path].marks)
 
     def copy(self, path: str, target: torch.Tensor, device: Device) -> Marks:
         marks = super().copy(path, target, device)
         if path in self._reads:
-            self._copied[self._reads.pop(path).number] = marks[1]
+            self._copy_ends[self._reads.pop(path).number] = marks[1]
         return marks
 
     def _source(self, path: str, device: Device) -> torch.Tensor:
         self.request(path)
         if path not in self._reads:
             return torch.empty(0, dtype=torch.uint8)
-        found = self._reads[path]
-        found.join()
-        self._finished.append((path, found.nbytes, (found.marks[0], found.marks[1])))
-        device.wait("copy", found.marks[1])
-        return found.buffer
+        block_read = self._reads[path]
+        block_read.join()
+        self._finished.append((path, block_read.nbytes, (block_read.marks[0], block_read.marks[1])))
+        device.wait("copy", block_read.marks[1])
+        return block_read.buffer
 
     def drop(self) -> None:
         """As `BackingStore.drop`; closes files."""
@@ -275,51 +362,68 @@ class Disk(BackingStore):
         self._writer.close()
 
     def abandon(self) -> None:
-        """As `BackingStore.abandon`. Called at the end of a slot, whose barrier empties the bounce buffer."""
+        """As `BackingStore.abandon`.
+
+        Call at the end of a slot, whose barrier empties the bounce buffer.
+        """
         super().abandon()
-        self._ring, self._placements = Ring(self.nbytes), 0
-        self._copied: dict[int, Mark] = {}  # number of a placement -> end of its copy
+        self._ring_buffer, self._placements = RingBuffer(self.nbytes), 0
+        self._copy_ends: dict[int, Mark] = {}  # number of a placement -> end of its copy
 
 
 class PacedReads:
-    """Reads backing stores from disk during a slot, in step with fetches.
+    """Reads of backing stores from disk during a slot, in step with fetches.
 
-    A read fills a block of a backing store in RAM, which is the plan's `Read` action. A fetch reads one block from a backing
-    store on disk into its bounce buffer, for one copy to the device. Both share the disk:
+    A read fills a block of a backing store in RAM; it is the plan's `Read` action. A fetch reads
+    one block from a backing store on disk into its bounce buffer, for one copy to the device. Both
+    share the disk:
 
         disk     | fetch 1 | fetch 2 | read a | fetch 3 | read b |
 
-    A read is inserted before a fetch that overwrites earlier blocks of the bounce buffer, since that must wait. The fraction of
-    all reads that was started stays at most one block ahead of the fraction of all fetched bytes. If a copy needs a block that
-    was not read yet, that block and all reads before it start at once. Without fetches, all reads start at once. The simulator
+    A read is inserted before a fetch that overwrites earlier blocks of the bounce buffer, because
+    such a fetch must wait. The fraction of reads that started is at most one block ahead of the
+    fraction of fetched bytes. If a copy needs a block that is not read yet, this read and all reads
+    before it start at once. Without fetches, all reads start at once. The simulator
     (`graphrun.verify.simulate`) follows the same rules.
 
-    ``stores``: those that the slot reads, in order, and those on disk, from which it fetches ``fetch_bytes`` in total."""
+    ``stores``: the stores that the slot reads, in order, and the stores on disk from which it
+    fetches ``fetch_bytes`` in total.
+    """
 
     def __init__(self, stores: Iterable[BackingStore], fetch_bytes: int) -> None:
         self._pending: deque[tuple[Arena, int]] = deque()  # one item for each read
         for store in stores:
-            store.paced = self
+            store.pacer = self
             if isinstance(store, Arena):
                 self._pending += [(store, store.size(path)) for path in store.pending]
-        self._fetch_bytes, self._read_bytes = fetch_bytes, sum(nbytes for _, nbytes in self._pending)
+        self._fetch_bytes, self._read_bytes = (
+            fetch_bytes,
+            sum(nbytes for _, nbytes in self._pending),
+        )
         self._fetched_bytes = self._begun_bytes = 0
         if not fetch_bytes:
             self.finish()
 
     def finish(self) -> None:
-        """Starts all pending reads."""
+        """Start all pending reads."""
         while self._pending:
             self.begin_next()
 
     def begin_next(self) -> None:
-        """Starts the next pending read."""
+        """Start the next pending read."""
         store, nbytes = self._pending.popleft()
         self._begun_bytes += nbytes
         store.begin_next()
 
     def before_fetch(self, nbytes: int, *, full: bool) -> None:
-        """Called before each fetch of ``nbytes``. ``full``: it overwrites earlier blocks of the bounce buffer."""
-        while full and self._pending and self._begun_bytes * self._fetch_bytes <= self._fetched_bytes * self._read_bytes:
+        """Start reads that are due; called before each fetch of ``nbytes``.
+
+        ``full``: the fetch overwrites earlier blocks of the bounce buffer.
+        """
+        while (
+            full
+            and self._pending
+            and self._begun_bytes * self._fetch_bytes <= self._fetched_bytes * self._read_bytes
+        ):
             self.begin_next()
         self._fetched_bytes += nbytes

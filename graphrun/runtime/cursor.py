@@ -1,4 +1,4 @@
-"""Finds which slots of a plan a call into a component opens.
+"""Find which slots of a plan a call into a component opens.
 
 The slots that calls into the components a and b open:
 
@@ -16,103 +16,162 @@ from graphrun.errors import BrokenPlan
 from graphrun.model.plan import Plan, Restore, Slot, slot_text
 from graphrun.model.problem import Problem
 
-AGAIN = "plan again with the inputs of this run"  # advice at the end of the errors of `SlotCursor`
+# suggestion at the end of the errors of `SlotCursor`
+AGAIN = "plan again with the inputs of this run"
 
 
 class SlotCursor:
-    """The position in ``plan``: which slots a call into a component opens. Only counts calls; uses no device and no bytes."""
+    """The position in ``plan``: which slots a call into a component opens.
+
+    Only counts calls; uses neither device nor bytes.
+    """
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self._stages = {phase.name: phase.stage for phase in problem.phases}
-        self._uses = {phase.name: {use.component: use.calls for use in phase.uses} for phase in problem.phases}
+        self._uses = {
+            phase.name: {use.component: use.calls for use in phase.uses} for phase in problem.phases
+        }
         self._slots = plan.slots
         self._slot = -1
-        self._entered: Counter[str] = Counter()
-        self._left_out: frozenset[str] = frozenset()
+        self._call_counts: Counter[str] = Counter()
+        self._excluded_stages: frozenset[str] = frozenset()
 
     def leave_out(self, stages: Collection[str]) -> None:
-        """The run makes no call of ``stages``: their slots are opened on the way to others, and only move weights."""
-        self._left_out = frozenset(stages)
+        """Declare that the run makes no call of ``stages``.
+
+        Their slots are opened on the way to other slots, and only move weights.
+        """
+        self._excluded_stages = frozenset(stages)
         self._uses |= {phase: {} for phase, stage in self._stages.items() if stage in stages}
 
     def enter(self, component: str) -> list[int]:
-        """Indices of the slots that a call into ``component`` opens, in order; empty when the call belongs to the open slot.
+        """Return the indices of the slots that a call into ``component`` opens, in order.
 
-        The first slot lasts until every component of the phase has been called. The call belongs to the current phase if that uses
-        ``component``; but if the next phase uses it too, only as long as the current phase has planned calls of it left. Raises
-        BrokenPlan when the plan does not have this call.
+        The result is empty if the call belongs to the open slot. The first slot lasts until every
+        component of the phase has been called. The call belongs to the current phase if that phase
+        uses ``component``. If the next phase uses ``component`` too, the call belongs to the
+        current phase only while planned calls of it are left there. Raises BrokenPlan if the plan
+        does not have this call.
         """
-        uses, part = self._uses.get(self._at.phase, {}), self._at.part
+        uses, part = self._uses.get(self._open_slot.phase, {}), self._open_slot.part
         if part == "load" and uses:  # opened by `begin`
             self._expect(component, uses)
-            opened = [self._slot + 1]
-        elif component not in uses or (component in self._following()[1] and self._entered[component] >= uses[component]):
-            opened = self._next_phase(component)
-        elif part == "first" and all(self._entered[name] for name in uses):
-            opened = [self._slot + 1]
-            if self._slots[opened[0]].part != "steady":
-                raise BrokenPlan(f"{component} was called again in {self._at.phase}, for which the plan has one call; {AGAIN}")
+            slot_indices = [self._slot + 1]
+        elif component not in uses or (
+            component in self._next_uses()[1] and self._call_counts[component] >= uses[component]
+        ):
+            slot_indices = self._next_phase(component)
+        elif part == "first" and all(self._call_counts[name] for name in uses):
+            slot_indices = [self._slot + 1]
+            if self._slots[slot_indices[0]].part != "steady":
+                raise BrokenPlan(
+                    f"{component} was called again in {self._open_slot.phase}, for which the plan "
+                    f"has one call; {AGAIN}"
+                )
         else:
-            opened = []
-        if opened:
-            self._slot = opened[-1]
-        self._entered[component] += 1
-        return opened
+            slot_indices = []
+        if slot_indices:
+            self._slot = slot_indices[-1]
+        self._call_counts[component] += 1
+        return slot_indices
 
     def ahead(self) -> list[int]:
-        """Indices of the slots to open before the run has its inputs: the first one, if it loads and restores no value."""
+        """Return the indices of the slots to open before the run has its inputs.
+
+        This is the first slot, if it loads and restores no value.
+        """
         first = next(iter(self._slots), None)
-        if first is None or first.part != "load" or any(isinstance(action, Restore) for action in first.actions):
+        if (
+            first is None
+            or first.part != "load"
+            or any(isinstance(action, Restore) for action in first.actions)
+        ):
             return []
         self._slot = 0
         return [0]
 
     def begin(self, stage: str) -> list[int]:
-        """Indices of the slots to open when ``stage`` starts, before its op reads values: its load slot, if that restores a value.
-        Empty otherwise: the stage's first call opens the load slot then."""
-        left = range(self._slot + 1, len(self._slots))
-        at = next((i for i in left if self._stages.get(self._slots[i].phase) not in self._left_out), None)
-        if at is None or self._slots[at].part != "load" or self._stages[self._slots[at].phase] != stage:
+        """Return the indices of the slots to open when ``stage`` starts, before it reads values.
+
+        The last of them is its load slot, if it restores a value. Otherwise the result is empty,
+        and the stage's first call opens the load slot.
+        """
+        indices = range(self._slot + 1, len(self._slots))
+        load_index = next(
+            (
+                i
+                for i in indices
+                if self._stages.get(self._slots[i].phase) not in self._excluded_stages
+            ),
+            None,
+        )
+        if (
+            load_index is None
+            or self._slots[load_index].part != "load"
+            or self._stages[self._slots[load_index].phase] != stage
+        ):
             return []
-        if not any(isinstance(action, Restore) for action in self._slots[at].actions):
+        if not any(isinstance(action, Restore) for action in self._slots[load_index].actions):
             return []
-        opened = list(range(self._slot + 1, at + 1))
-        self._slot = at
-        self._entered.clear()
-        return opened
+        slot_indices = list(range(self._slot + 1, load_index + 1))
+        self._slot = load_index
+        self._call_counts.clear()
+        return slot_indices
 
     def finish(self) -> list[int]:
-        """Indices of the slots to open when all stages are done. Raises BrokenPlan when the plan expects more calls."""
-        left = list(range(self._slot + 1, len(self._slots)))
-        if any(self._uses.get(self._slots[i].phase) for i in left):
+        """Return the indices of the slots to open when all stages are done.
+
+        Raises BrokenPlan if the plan expects more calls.
+        """
+        slot_indices = list(range(self._slot + 1, len(self._slots)))
+        if any(self._uses.get(self._slots[i].phase) for i in slot_indices):
             raise BrokenPlan(f"the run ended {self._where()}, before the plan did; {AGAIN}")
-        self._slot += len(left)
-        return left
+        self._slot += len(slot_indices)
+        return slot_indices
 
     @property
-    def _at(self) -> Slot:
+    def _open_slot(self) -> Slot:
         return self._slots[self._slot] if self._slot >= 0 else Slot("", "end", 0, ())
 
     def _next_phase(self, component: str) -> list[int]:
-        """The slots to open up to the first slot of the next phase that uses a component."""
-        following, uses = self._following()
+        """Return the slots to open up to the first slot of the next phase that uses a component."""
+        next_phase, uses = self._next_uses()
         self._expect(component, uses)
-        last = next(i for i, slot in enumerate(self._slots) if slot.phase == following and slot.part == "first")
-        opened = list(range(self._slot + 1, last + 1))
-        if any(self._slots[i].part == "steady" and self._uses[self._slots[i].phase] for i in opened):
-            raise BrokenPlan(f"{component} was called {self._where()}, before that phase had its planned calls; {AGAIN}")
-        self._entered.clear()
-        return opened
+        last = next(
+            i
+            for i, slot in enumerate(self._slots)
+            if slot.phase == next_phase and slot.part == "first"
+        )
+        slot_indices = list(range(self._slot + 1, last + 1))
+        if any(
+            self._slots[i].part == "steady" and self._uses[self._slots[i].phase]
+            for i in slot_indices
+        ):
+            raise BrokenPlan(
+                f"{component} was called {self._where()}, before that phase had its planned calls; "
+                f"{AGAIN}"
+            )
+        self._call_counts.clear()
+        return slot_indices
 
-    def _following(self) -> tuple[str, Mapping[str, int]]:
-        """The next phase that uses a component, and its uses; nothing if there is none."""
-        later = (slot.phase for slot in self._slots[self._slot + 1 :] if slot.phase != self._at.phase)
-        return next(((name, uses) for name in later if (uses := self._uses.get(name))), ("", {}))
+    def _next_uses(self) -> tuple[str, Mapping[str, int]]:
+        """Return the next phase that uses a component, and its uses; empty if there is none."""
+        phase_names = (
+            slot.phase
+            for slot in self._slots[self._slot + 1 :]
+            if slot.phase != self._open_slot.phase
+        )
+        return next(
+            ((name, uses) for name in phase_names if (uses := self._uses.get(name))), ("", {})
+        )
 
     def _expect(self, component: str, uses: Mapping[str, int]) -> None:
         if component not in uses:
             names = " or ".join(uses) or "nothing more"
-            raise BrokenPlan(f"{component} was called out of order {self._where()}: the plan expects {names} next; {AGAIN}")
+            raise BrokenPlan(
+                f"{component} was called out of order {self._where()}: the plan expects {names} "
+                f"next; {AGAIN}"
+            )
 
     def _where(self) -> str:
-        return f"in {slot_text(self._at)}" if self._slot >= 0 else "at the start"
+        return f"in {slot_text(self._open_slot)}" if self._slot >= 0 else "at the start"

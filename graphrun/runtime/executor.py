@@ -1,14 +1,15 @@
-"""Executes a plan, exactly as written. A run that deviates from its plan stops with an error, or is planned again.
+"""Execute a plan exactly as written. A run that deviates stops with an error or is planned again.
 
-The code of the stages runs unchanged. Each call into a component is intercepted and advances the plan:
+The code of the stages runs unchanged. Each call into a component is intercepted and advances the
+plan:
 
-    op's code         ... | text_encoder(...) | ... | transformer(...) | ... transformer(...) ... | vae.decode(...) | ...
-    CallInterceptor       v entry             .     v entry                  v entry              v entry
-    SlotCursor            slots 0, 1          .     slots 2, 3               slot 4               slots 5, 6
-    OpenSlot              close - open        .     close - open             close - open         close - open
+    op's code         text_encoder(...)   transformer(...)   transformer(...)   vae.decode(...)
+    CallInterceptor   v                   v                  v                  v
+    SlotCursor        slots 0, 1          slots 2, 3         slot 4             slots 5, 6
+    OpenSlot          close - open        close - open       close - open       close - open
 
-After a run, successful or not, hooks and interceptors are removed, modules have their host tensors back, and the device holds what
-it held before.
+After a run, successful or not, hooks and interceptors are removed, modules have their host tensors
+back, and the device has the same allocations as before.
 """
 
 from __future__ import annotations
@@ -31,58 +32,93 @@ from graphrun.ops import Stages
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.host import Host
 from graphrun.runtime.leftovers import error_to_raise, leftovers
-from graphrun.runtime.run import HandedOut, Progress, Replan, Run, Setting, Work, planned_peaks
+from graphrun.runtime.run import (
+    HandedOut,
+    PipelineCode,
+    PlanRun,
+    ProgressCallback,
+    Replan,
+    Setting,
+    planned_peaks,
+)
 from graphrun.trace import Trace
 from graphrun.units import show_size
 from graphrun.verify.pages import limit_bytes
 from graphrun.verify.solution import broken_rules
 
 
-def stages_for(plan: Plan, graph: Graph, inputs: Mapping[str, Any], device: Device, host: Host, **more: Any) -> Stages:
-    """The stages of ``graph`` in the order and with the options of ``plan``, over the components in ``host``; ``more`` as for
-    `Stages`."""
+def stages_for(
+    plan: Plan,
+    graph: Graph,
+    inputs: Mapping[str, Any],
+    device: Device,
+    host: Host,
+    **stages_arguments: Any,
+) -> Stages:
+    """Return the stages of ``graph`` with the order and options of ``plan``.
+
+    They run on the components in ``host``. ``stages_arguments``: further arguments of `Stages`.
+    """
     order, options = plan.order, dict(plan.options)
     place = device.torch_device
-    return Stages(graph, host.modules, place, inputs, host.parts, host.meta_modules, order=order, options=options, **more)
+    return Stages(
+        graph,
+        host.modules,
+        place,
+        inputs,
+        host.parts,
+        host.meta_modules,
+        order=order,
+        options=options,
+        **stages_arguments,
+    )
 
 
 def follow(
     solution: Solution,
     host: Host,
     device: Device,
-    work: Work | Stages,
-    progress: Progress | None = None,
+    work: PipelineCode | Stages,
+    progress: ProgressCallback | None = None,
     *,
     replan: Replan | None = None,
     handed_out: HandedOut | None = None,
     checked: bool = False,
 ) -> Trace:
-    """Runs ``work`` once by ``solution`` and returns the trace. Its calls into ``host.modules`` advance the plan.
+    """Run ``work`` once by ``solution`` and return the trace.
 
-    ``work`` computes on ``device.torch_device``. When it makes a call that the plan does not have, ``replan`` supplies the next
-    plan; without ``replan``, or when the run ends before the plan, BrokenPlan is raised. ``handed_out`` returns the bytes of those
-    outputs that the caller receives on the device. ``checked``: the caller has checked the solution (`refuse_broken`). What the
-    plan of a session keeps stays on the device, for a plan that finds it there; after an error, nothing does. Other errors as for
-    `graphrun.runtime.recovery.execute`; an error of ``work``'s own code is raised unchanged.
+    The calls of ``work`` into ``host.modules`` advance the plan. ``work`` computes on
+    ``device.torch_device``. If it makes a call that the plan does not have, ``replan`` supplies the
+    next plan. Without ``replan``, or if the run ends before the plan, BrokenPlan is raised.
+
+    ``handed_out`` returns the bytes of the outputs that the caller receives on the device.
+    ``checked``: the caller has checked the solution (`refuse_broken`).
+
+    Blocks that a session's plan leaves on the device stay there for the next plan. After an error,
+    no block stays. Errors of ``work`` are raised unchanged; for other errors see
+    `graphrun.runtime.recovery.execute`.
     """
     if not checked:
         refuse_broken(solution)
     with contextlib.ExitStack() as stack:
-        session = stack.enter_context(Session(solution, host, device, replan=replan, handed_out=handed_out))
+        session = stack.enter_context(
+            PlanSession(solution, host, device, replan=replan, handed_out=handed_out)
+        )
         trace = session.run(work, progress)
-        if solution.plan.again:
+        if solution.plan.further_slots:
             stack.pop_all()
     return trace
 
 
-class Session:
-    """Runs of one plan, one after another: the first executes the plan's ``slots``, each later one its ``again`` slots.
+class PlanSession:
+    """Consecutive runs of one plan: first its ``slots``, then its further slots in each later run.
 
-    What the plan keeps on the device, and the backing stores that it has read, stay from run to run. Leaving the context returns
-    the device and the host to their baselines. So does a failed run; the run after it is a first run again. The caller has checked
-    the plan (`refuse_unfit`, `refuse_broken`).
+    Blocks that the plan keeps on the device, and backing stores that it has read, stay from run to
+    run. Leaving the context returns the device and the host to their baselines. So does a failed
+    run; the next run is a first run again. The caller has checked the plan (`refuse_unfit`,
+    `refuse_broken`).
 
-        with Session(solution, host, device) as session:
+        with PlanSession(solution, host, device) as session:
             for prompt in prompts:
                 trace = session.run(work(prompt))
     """
@@ -97,23 +133,37 @@ class Session:
         handed_out: HandedOut | None = None,
     ) -> None:
         names, problem, plan = dict(solution.plan.variants), solution.problem, solution.plan
-        chosen = {c.name: v for c in problem.components for v in c.variants if names.get(c.name, v.name) == v.name}
-        slowdowns = {name: variant.slowdown for name, variant in chosen.items() if variant.device == "cpu"}
-        if len(device.helpers) < len(problem.helpers):
-            raise PlanError(f"the plan is for {len(problem.helpers) + 1} devices, and {len(device.every)} were opened: plan again")
+        variants = {
+            c.name: v
+            for c in problem.components
+            for v in c.variants
+            if names.get(c.name, v.name) == v.name
+        }
+        slowdowns = {
+            name: variant.slowdown for name, variant in variants.items() if variant.device == "cpu"
+        }
+        if len(device.secondaries) < len(problem.secondaries):
+            raise PlanError(
+                f"the plan is for {len(problem.secondaries) + 1} devices, and "
+                f"{len(device.all_devices)} were opened: plan again"
+            )
         self._simulation = solution.simulation
-        limits = [limit_bytes(solution.chosen, plan, n) for n in range(len(problem.helpers) + 1)]
-        self._setting = Setting(solution.chosen, plan, host, device, slowdowns, replan, handed_out, limits)
+        limits = [
+            limit_bytes(solution.chosen, plan, n) for n in range(len(problem.secondaries) + 1)
+        ]
+        self._setting = Setting(
+            solution.chosen, plan, host, device, slowdowns, replan, handed_out, limits
+        )
         _refuse_drop(plan, host)
-        self._begun = False
-        self._ahead: Run | None = None  # the next run, whose first slot is done
+        self._has_begun = False
+        self._next_run: PlanRun | None = None  # the next run, whose first slot is done
         self._baseline_bytes = self._allocated_bytes
 
     @property
     def _allocated_bytes(self) -> int:
-        return sum(device.allocated_bytes for device in self._setting.device.every)
+        return sum(device.allocated_bytes for device in self._setting.device.all_devices)
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> PlanSession:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -121,20 +171,22 @@ class Session:
 
     @property
     def begun(self) -> bool:
-        """Whether the next run finds what an earlier one left."""
-        return self._begun
+        """Whether the next run finds blocks and backing stores of an earlier run."""
+        return self._has_begun
 
     @property
     def loaded_ahead(self) -> bool:
-        """Whether the next run finds what `load_ahead` loaded."""
-        return self._ahead is not None
+        """Whether the next run finds blocks that `load_ahead` loaded."""
+        return self._next_run is not None
 
     @on_host()
     def load_ahead(self) -> None:
-        """Performs the first slot of the next run, if that is a first run and the slot loads, before the run has its inputs.
+        """Perform the first slot of the next run before the run has its inputs.
 
-        Raises as `run` does; the device is then empty."""
-        if self._begun or self._ahead is not None:
+        Does nothing unless the next run is a first run and its first slot loads. Raises the errors
+        of `run`; the device is then empty.
+        """
+        if self._has_begun or self._next_run is not None:
             return
         run = self._first()
         try:
@@ -144,38 +196,50 @@ class Session:
             if failure is error:
                 raise
             raise failure from None
-        self._ahead = run
+        self._next_run = run
 
     @on_host()
-    def run(self, work: Work | Stages, progress: Progress | None = None) -> Trace:
-        """One run. Raises PlanError when the plan is for one run and this is not the first."""
+    def run(self, work: PipelineCode | Stages, progress: ProgressCallback | None = None) -> Trace:
+        """Execute one run and return its trace.
+
+        Raises PlanError if the plan is for one run and this is not the first.
+        """
         plan = self._setting.plan
-        if self._begun and not plan.again:
-            raise PlanError("the plan is for one run: plan a session (runs above 1), or close this session and open a new one")
-        again = self._run(replace(plan, slots=plan.again), self._simulation.again) if self._begun else None
-        run = again or self._ahead or self._first()
-        self._begun, self._ahead, run.progress = True, None, progress
+        if self._has_begun and not plan.further_slots:
+            raise PlanError(
+                "the plan is for one run: plan a session (runs above 1), or close this session and "
+                "open a new one"
+            )
+        further_run = (
+            self._run(replace(plan, slots=plan.further_slots), self._simulation.further_slots)
+            if self._has_begun
+            else None
+        )
+        run = further_run or self._next_run or self._first()
+        self._has_begun, self._next_run, run.progress = True, None, progress
         try:
-            return run.execute(work, keep=bool(plan.again))
+            return run.execute(work, keep=bool(plan.further_slots))
         except BaseException as error:  # KeyboardInterrupt too must leave the device empty
             failure = self._emptied(run, error, work if isinstance(work, Stages) else None)
             if failure is error:
                 raise
             raise failure from None
 
-    def _first(self) -> Run:
-        """A first run, before which the host gets ready."""
+    def _first(self) -> PlanRun:
+        """Prepare the host and return a first run."""
         problem, host = self._setting.problem, self._setting.host
         self._baseline_bytes = self._allocated_bytes
         host.match_layout(problem)
         host.prepare({use.component for phase in problem.phases for use in phase.uses})
         return self._run(self._setting.plan, self._simulation.slots)
 
-    def _run(self, plan: Plan, reports: Sequence[SlotReport]) -> Run:
-        return Run(self._setting, plan, planned_peaks(reports), None)
+    def _run(self, plan: Plan, reports: Sequence[SlotReport]) -> PlanRun:
+        return PlanRun(self._setting, plan, planned_peaks(reports), None)
 
-    def _emptied(self, run: Run, error: BaseException, work: Stages | None = None) -> BaseException:
-        """Leaves the device empty after ``error`` in ``run``, and returns what the caller gets."""
+    def _emptied(
+        self, run: PlanRun, error: BaseException, work: Stages | None = None
+    ) -> BaseException:
+        """Empty the device after ``error`` in ``run``, and return the error for the caller."""
         device, modules = self._setting.device, self._setting.host.modules
         if work is not None:
             work.leave()
@@ -184,73 +248,115 @@ class Session:
         gc.collect()
         self._release_cached()
         if (left_bytes := self._allocated_bytes - self._baseline_bytes) > 0:
-            failure.add_note(f"{show_size(left_bytes)} stayed on the device: {leftovers(device, modules)}")
+            failure.add_note(
+                f"{show_size(left_bytes)} stayed on the device: {leftovers(device, modules)}"
+            )
         if isinstance(failure, OutOfMemory):
             run.annotate(failure)
-            failure.partial = run.finished([stage.name for stage in work.todo]) if work is not None else None
+            failure.partial = (
+                run.finished([stage.name for stage in work.remaining_stages])
+                if work is not None
+                else None
+            )
         return failure
 
     def close(self) -> None:
-        """Evicts all weights from the device and drops the backing stores that the plan has read."""
+        """Evict all weights from the device, and drop the backing stores that the plan has read."""
         self._setting.host.evict()
         self._setting.host.finish()
-        self._begun, self._ahead = False, None
+        self._has_begun, self._next_run = False, None
         self._release_cached()
 
     def _release_cached(self) -> None:
-        for device in self._setting.device.every:
+        for device in self._setting.device.all_devices:
             with contextlib.suppress(RuntimeError):
                 device.release_cached()
 
 
 def refuse_unfit(solution: Solution, graph: Graph) -> None:
-    """Raises PlanError when the plan is for another problem, graph or commit of the weights, claims that a choice needs another
-    permission than by the graph, or violates a rule of `verify.check`."""
+    """Raise PlanError if the plan does not fit ``graph``, or violates a rule of `verify.check`.
+
+    The plan must be for this problem, graph and commit of the weights. Each choice must need the
+    same permission as in the graph.
+    """
     problem = solution.problem
     if problem.graph_digest != graph.digest:
         raise PlanError(
-            f"the plan is for a graph {problem.graph!r} with digest {problem.graph_digest}, this one has {graph.digest}: plan again"
+            f"the plan is for a graph {problem.graph!r} with digest {problem.graph_digest}, this "
+            f"one has {graph.digest}: plan again"
         )
-    here = dict(commits_of(graph.components.values()))
+    commits = dict(commits_of(graph.components.values()))
     for repository, commit in problem.commits:
-        if here.get(repository, commit) != commit:
+        if commits.get(repository, commit) != commit:
             name = repository.partition("@")[0]
             raise PlanError(
-                f"the plan was made at commit {commit} of {repository}, which is at {here[repository]} now: plan again, "
+                f"the plan was made at commit {commit} of {repository}, which is at "
+                f"{commits[repository]} now: plan again, "
                 f"or name the commit, as in source: {name}@{commit}"
             )
-    for choice, needs, own in _permissions(problem, graph):
-        if needs != own:
-            listed = "the graph does not list it" if own is None else f"by the graph, it needs {own or 'nothing'}"
-            raise PlanError(f"by the plan, {choice} needs {needs or 'nothing'}; {listed}: plan again")
+    for choice, needs, graph_needs in _permissions(problem, graph):
+        if needs != graph_needs:
+            graph_text = (
+                "the graph does not list it"
+                if graph_needs is None
+                else f"by the graph, it needs {graph_needs or 'nothing'}"
+            )
+            raise PlanError(
+                f"by the plan, {choice} needs {needs or 'nothing'}; {graph_text}: plan again"
+            )
     refuse_broken(solution)
 
 
 def _permissions(problem: Problem, graph: Graph) -> Iterator[tuple[str, str, str | None]]:
-    """Every choice of ``problem``, with the permission it needs by ``problem`` and by ``graph`` (None: not listed there)."""
+    """Return each choice of ``problem`` with its permission by ``problem`` and by ``graph``.
+
+    The latter is None if the graph does not list the choice.
+    """
     for component in problem.components:
-        own = graph.components.get(component.name)
-        for of in component.variants:
-            yield f"{component.name} {of.name}", of.needs, own.permission(of.precision, of.device) if own else None
+        graph_component = graph.components.get(component.name)
+        for variant in component.variants:
+            yield (
+                f"{component.name} {variant.name}",
+                variant.needs,
+                graph_component.permission(variant.precision, variant.device)
+                if graph_component
+                else None,
+            )
     stages = {stage.name: stage for stage in graph.stages}
     for option in problem.options:
         stage = stages.get(option.stage)
-        yield f"{option.stage} with {option.name}", option.needs, stage.permission(option.name) if stage else None
+        yield (
+            f"{option.stage} with {option.name}",
+            option.needs,
+            stage.permission(option.name) if stage else None,
+        )
 
 
 def refuse_broken(solution: Solution) -> None:
-    """Raises PlanError when the plan is for another problem, or violates a rule."""
+    """Raise PlanError if the plan is for another problem or violates a rule."""
     problem, plan = solution.problem, solution.plan
     if plan.problem != problem.digest:
-        raise PlanError(f"the plan is for the problem with digest {plan.problem}, this one has {problem.digest}: plan again")
-    if broken := broken_rules(problem, plan):
-        lines = [f"{v.rule}, slot {v.slot}{f', action {v.action}' if v.action >= 0 else ''}: {v.detail}" for v in broken]
+        raise PlanError(
+            f"the plan is for the problem with digest {plan.problem}, this one has "
+            f"{problem.digest}: plan again"
+        )
+    if violations := broken_rules(problem, plan):
+        lines = [
+            f"{v.rule}, slot {v.slot}{f', action {v.action}' if v.action >= 0 else ''}: {v.detail}"
+            for v in violations
+        ]
         raise PlanError("\n".join(["the plan may not be run:", *lines]))
 
 
 def _refuse_drop(plan: Plan, host: Host) -> None:
-    for name in (action.component for slot in plan.slots for action in slot.actions if isinstance(action, Drop)):
+    for name in (
+        action.component
+        for slot in plan.slots
+        for action in slot.actions
+        if isinstance(action, Drop)
+    ):
         if name in host.residencies and host.residencies[name].caller_owned:
             raise PlanError(
-                f"the plan drops the backing store of {name}, which was passed in and stays the caller's: leave it out of modules="
+                f"the plan drops the backing store of {name}, which was passed in and stays the "
+                "caller's: leave it out of modules="
             )

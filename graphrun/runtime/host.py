@@ -1,4 +1,4 @@
-"""Host side of the components of a problem: their modules and backing stores. Built once, used by any number of runs."""
+"""The host side of components: modules and backing stores, built once for any number of runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from graphrun.model.problem import ComponentNumbers, Granularity, Problem, Varia
 from graphrun.modules.build import build_part, draft, meta_modules
 from graphrun.modules.compiled import compile_blocks
 from graphrun.modules.dtype_variants import DtypeVariants
-from graphrun.modules.memos import HeldAttributes, memos, owned
+from graphrun.modules.memos import HeldAttributes, attributes_of, memos
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.quantize import ill_suited
 from graphrun.modules.source_files import origin_of
@@ -31,12 +31,16 @@ from graphrun.runtime.spool import Spool
 
 
 class Host:
-    """``modules`` in their backing stores, for ``device``. ``problem`` has its choices applied: every component has one variant.
+    """``modules`` in their backing stores, for ``device``.
 
-    ``modules`` holds all components of ``problem``. Those named in ``writers`` have their parameters on meta and get their weights
-    from the writer when their backing store is read. The others bring their weights: values stay, but their tensors become views of
-    an arena. ``spool`` stores weights of a disk backing store that no file contains in the needed form. Raises InputError when a
-    module does not match ``problem``, or when another library moves its weights.
+    ``problem`` has its choices applied: every component has one variant. ``modules`` has all
+    components of ``problem``. A component in ``writers`` has its parameters on meta and gets its
+    weights from the writer when its backing store is read. The other components bring their
+    weights. Their tensors are replaced by views of an arena, with the same contents. ``spool``
+    stores weights of a disk backing store that no file contains in the needed form.
+
+    Raises InputError if a module does not match ``problem``, or if another library moves its
+    weights.
     """
 
     def __init__(
@@ -49,17 +53,17 @@ class Host:
     ) -> None:
         self.modules: dict[str, nn.Module] = {}
         self.residencies: dict[str, Residency] = {}
-        self.dtype_variants: DtypeVariants | None = None  # for modules that a pipeline may cast during a run
-        self.parts: dict[str, Any] = {}
+        # dtype variants of modules that a pipeline may cast during a run
+        self.dtype_variants: DtypeVariants | None = None
+        self.parts: dict[str, Any] = {}  # objects built for the graph's ``parts``, by name
         self.meta_modules: dict[str, nn.Module] = {}
-        self.casts: dict[
-            str, tuple[torch.dtype, torch.dtype]
-        ] = {}  # component -> (dtype in the graph, dtype in the plan), where they differ
+        # component -> (dtype in the graph, dtype in the plan), where they differ
+        self.casts: dict[str, tuple[torch.dtype, torch.dtype]] = {}
         self.sources: tuple[dict[str, Any], ...] = ()  # where weights are read from
         self._spool, self._device = spool or Spool(), device
         self._variants: dict[str, Variant] = {}
         self._writers: dict[str, BlockWriter | None] = {}
-        self._borrowed = ExitStack()
+        self._leases = ExitStack()  # returns the meta modules to the graph when closed
         self._layout = _layout_key(problem)
         writers = writers or {}
         refuse_movers({name: module for name, module in modules.items() if name not in writers})
@@ -76,33 +80,51 @@ class Host:
         modules: Mapping[str, nn.Module] | None = None,
         spool: Spool | None = None,
     ) -> Host:
-        """Host memory for ``graph``: components in ``modules`` as passed in, the others built on meta with a writer; and its
-        parts."""
+        """Return the host side of ``graph``, with its ``parts`` (tokenizers, for example) built.
+
+        Components in ``modules`` are used as passed in. The others are built on meta with a writer.
+        """
         host = cls({}, replace(problem, components=()), device, spool=spool)
         host._layout = _layout_key(problem)
-        passed = modules or {}
+        prebuilt_modules = modules or {}
         host._spool.remove_stale()
-        refuse_movers(passed)
-        used = {use.component for phase in problem.phases for use in phase.uses}
-        host.meta_modules = host._borrowed.enter_context(meta_modules(graph))
+        refuse_movers(prebuilt_modules)
+        used_components = {use.component for phase in problem.phases for use in phase.uses}
+        host.meta_modules = host._leases.enter_context(meta_modules(graph))
         host.modules = dict(host.meta_modules)  # a stage may list a component that it never calls
         for numbers in problem.components:
-            if numbers.name in passed and graph.component(numbers.name).loras:
-                raise InputError(f"{numbers.name} was passed in, but the graph fuses a LoRA into it: leave it out of modules=")
-            if numbers.name in passed:
-                host._add(passed[numbers.name], numbers, device, None)
-            elif numbers.name in used:
+            if numbers.name in prebuilt_modules and graph.component(numbers.name).loras:
+                raise InputError(
+                    f"{numbers.name} was passed in, but the graph fuses a LoRA into it: leave it "
+                    "out of modules="
+                )
+            if numbers.name in prebuilt_modules:
+                host._add(prebuilt_modules[numbers.name], numbers, device, None)
+            elif numbers.name in used_components:
                 component, precision = graph.component(numbers.name), numbers.variants[0].precision
                 module, writer = draft(component, graph, precision)
                 if component.is_compiled(problem.allow):
-                    compile_blocks(module, (path for k in numbers.groups if k.streamable for path in k.blocks))
+                    compile_blocks(
+                        module,
+                        (
+                            path
+                            for group in numbers.groups
+                            if group.streamable
+                            for path in group.blocks
+                        ),
+                    )
                 host._add(module, numbers, device, writer)
                 if (origin := origin_of(component, precision)) is not None:
                     host.sources = (*host.sources, origin)
-                if device.torch_device.type != "cuda" and (why := ill_suited(module, numbers.name)):
-                    warnings.warn(why, RuntimeWarning, stacklevel=2)
+                if device.torch_device.type != "cuda" and (
+                    warning := ill_suited(module, numbers.name)
+                ):
+                    warnings.warn(warning, RuntimeWarning, stacklevel=2)
                 if precision not in (component.dtype, *QUANTIZED):
-                    host.casts[numbers.name] = getattr(torch, component.dtype), getattr(torch, precision)
+                    host.casts[numbers.name] = (
+                        getattr(torch, component.dtype),
+                        getattr(torch, precision),
+                    )
             else:
                 continue
             host.prepare()
@@ -111,102 +133,142 @@ class Host:
 
     @property
     def outside_bytes(self) -> int:
-        """Bytes of weights on the device that count neither in the plan's budget nor as the caller's."""
+        """Bytes of graphrun's own weights on the device that the plan's budget does not cover.
+
+        Only attached pipelines have such weights (`graphrun.diffusers_.residence`).
+        """
         return 0
 
     @functools.cached_property
     def memos(self) -> tuple[Any, ...]:
-        """Caches in the modules (functools.cache and the like) that hold tensors and are cleared between phases."""
+        """Caches in the modules (such as functools.cache) with tensors; cleared between phases."""
         return memos(self.modules)
 
     def clear_memos(self) -> None:
-        """Frees tensors that modules cache on the device (see `graphrun.modules.memos`)."""
+        """Free tensors that modules cache on the device (see `graphrun.modules.memos`)."""
         for memo in self.memos:
             memo.cache_clear()
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes on the device that `clear_memos` left there."""
+        """Bytes of cached tensors that stay on the device after `clear_memos`.
+
+        Only attached pipelines keep such caches (`graphrun.diffusers_.residence`).
+        """
         return 0
 
     @functools.cached_property
     def held_attributes(self) -> tuple[HeldAttributes, ...]:
-        """The attributes of all modules, in which stages may leave tables on the device. Without those of bitsandbytes' layers,
-        which are a part of their weights."""
+        """Attributes of all modules in which stages may leave tensors on the device, such as
+        position tables.
+
+        Attributes of bitsandbytes' layers are part of their weights and do not count.
+        """
         return tuple(
-            HeldAttributes(child, held)
-            for _, child, held in owned(self.modules)
+            HeldAttributes(child, attributes)
+            for _, child, attributes in attributes_of(self.modules)
             if not any("bitsandbytes" in kind.__module__ for kind in type(child).mro())
         )
 
-    def prepare(self, used: Collection[str] | None = None) -> None:
-        """Reads the backing stores that are there before the run (no action of the plan reads them), and allocates bounce buffers.
+    def prepare(self, used_components: Collection[str] | None = None) -> None:
+        """Read the backing stores that are in RAM before the run, and allocate bounce buffers.
 
-        ``used``: the components that the run uses; None: all.
+        No action of the plan reads these backing stores. ``used_components``: the components that
+        the run uses; None: all.
         """
         for name, residency in self.residencies.items():
-            if (used is None or name in used) and residency.backing_store.memory is None and not self._variants[name].read_seconds:
+            if (
+                (used_components is None or name in used_components)
+                and residency.backing_store.memory is None
+                and not self._variants[name].read_seconds
+            ):
                 residency.prepare_reads()
                 residency.backing_store.finish_reads()
 
     def evict(self) -> None:
-        """Evicts all weights from the device. Call after a barrier."""
+        """Evict all weights from the device. Call after a barrier."""
         for residency in self.residencies.values():
             residency.release()
 
     def finish(self) -> None:
-        """Drops the backing stores that the plan has read, so that the next run starts as this one did. Call after a barrier."""
+        """Drop the backing stores that the plan has read, to restore the state before the run.
+
+        Call after a barrier.
+        """
         for name, residency in self.residencies.items():
             if self._variants[name].read_seconds and not residency.caller_owned:
                 residency.drop()
 
     def close(self) -> None:
-        """Drops backing stores and deletes spooled files now, not at garbage collection. Modules passed in keep their weights."""
+        """Drop backing stores and delete spooled files now, not at garbage collection.
+
+        Modules passed in keep their weights.
+        """
         for residency in self.residencies.values():
             if not residency.caller_owned:
                 residency.drop()
         self._spool.close()
-        self._borrowed.close()
+        self._leases.close()
 
     def fits(self, problem: Problem) -> bool:
-        """Whether ``problem``, with choices applied, has the graph and the blocks that this was built for."""
+        """Return whether this host has the graph and blocks of ``problem`` with choices applied."""
         return _layout_key(problem) == self._layout
 
     def part(self, problem: Problem) -> Host:
-        """This host memory for ``problem`` of a part of its graph, with choices applied. Both have the same backing stores:
-        use one at a time. Raises InputError where ``problem`` holds a component in another way."""
+        """Return a host with only the components of ``problem``.
+
+        ``problem`` is the problem of a part of this host's graph, with choices applied. Both hosts
+        share the backing stores: use one at a time. Raises InputError if ``problem`` lays out
+        a component in another way.
+        """
         layout = _layout_key(problem)
         if not layout[1].items() <= self._layout[1].items():
-            raise InputError("the host memory was built for other blocks; build it again for this problem")
-        found = copy.copy(self)
-        found._layout = layout
-        found.residencies = {name: of for name, of in self.residencies.items() if name in layout[1]}
-        return found
+            raise InputError(
+                "the host memory was built for other blocks; build it again for this problem"
+            )
+        host = copy.copy(self)
+        host._layout = layout
+        host.residencies = {
+            name: residency for name, residency in self.residencies.items() if name in layout[1]
+        }
+        return host
 
     def match_layout(self, problem: Problem) -> None:
-        """Lays out anew the components whose granularity (block or layer) differs in ``problem``, which has its choices applied.
+        """Lay out again the components whose granularity (block or layer) differs in ``problem``.
 
-        Called at the start of a run. Raises InputError when ``problem`` differs in anything else: graph, blocks or variants.
+        ``problem`` has its choices applied. Called at the start of a run. Raises InputError if
+        ``problem`` differs in graph, blocks or variants.
         """
         layout = _layout_key(problem)
         for numbers in problem.components:
             if (residency := self.residencies.get(numbers.name)) is not None:
                 residency.place(numbers, self._device)
         if layout != self._layout and not _differ_in_granularity_only(layout, self._layout):
-            raise InputError("the host memory was built for another graph or other blocks; build it again for this problem")
+            raise InputError(
+                "the host memory was built for another graph or other blocks; build it again for "
+                "this problem"
+            )
         for numbers in problem.components:
-            before = self.residencies.get(numbers.name)
-            if before is None or before.granularity == numbers.granularity:
+            old_residency = self.residencies.get(numbers.name)
+            if old_residency is None or old_residency.granularity == numbers.granularity:
                 continue
-            on_disk = isinstance(before.backing_store, Disk)
+            on_disk = isinstance(old_residency.backing_store, Disk)
             if on_disk:
-                before.drop()
-            in_ram = before.backing_store.memory is not None and not on_disk
-            writer = None if before.caller_owned or in_ram else self._writers[numbers.name]
-            self.residencies[numbers.name] = Residency(self.modules[numbers.name], numbers, self._device, writer)
+                old_residency.drop()
+            in_ram = old_residency.backing_store.memory is not None and not on_disk
+            writer = None if old_residency.caller_owned or in_ram else self._writers[numbers.name]
+            self.residencies[numbers.name] = Residency(
+                self.modules[numbers.name], numbers, self._device, writer
+            )
         self._layout = layout
 
-    def _add(self, module: nn.Module, numbers: ComponentNumbers, device: Device, writer: BlockWriter | None) -> None:
+    def _add(
+        self,
+        module: nn.Module,
+        numbers: ComponentNumbers,
+        device: Device,
+        writer: BlockWriter | None,
+    ) -> None:
         if writer is not None and numbers.variants[0].backing_store == "disk":
             writer = self._spool.writer_for(module, numbers, writer)
         self.modules[numbers.name] = module
@@ -215,30 +277,46 @@ class Host:
         self._writers[numbers.name] = writer
 
 
-Layout = tuple[Granularity, frozenset[tuple[str, int]], Variant]
-_LayoutKey = tuple[str, dict[str, Layout]]
+StoreLayout = tuple[Granularity, frozenset[tuple[str, int]], Variant]
+_LayoutKey = tuple[str, dict[str, StoreLayout]]
 
 
-def layout_of(numbers: ComponentNumbers) -> Layout:
-    """What decides the layout of a component in memory: its blocks with their bytes. Fields of a variant that only concern compute
-    and that `apply_choices` changes are neutral, and so is on which devices it computes."""
-    variant = replace(numbers.variants[0], slowdown=1.0, block_seconds=(), scratch_bytes=0, needs="")
-    if variant.helper:
+def layout_of(numbers: ComponentNumbers) -> StoreLayout:
+    """Return what determines the memory layout of a component: its blocks with their bytes.
+
+    Fields of a variant that concern only compute, and that `apply_choices` changes, do not count.
+    Neither does the device that it computes on.
+    """
+    variant = replace(
+        numbers.variants[0], slowdown=1.0, block_seconds=(), scratch_bytes=0, needs=""
+    )
+    if variant.secondary:
         variant = replace(variant, device="device")
     pairs = zip(numbers.groups, variant.block_bytes, strict=True)
     blocks = frozenset((path, nbytes) for group, nbytes in pairs for path in group.blocks)
-    variant = replace(variant, load_seconds=(), disk_seconds=(), read_seconds=(), block_bytes=(), read_bytes=(), streamable=True)
+    variant = replace(
+        variant,
+        load_seconds=(),
+        disk_seconds=(),
+        read_seconds=(),
+        block_bytes=(),
+        read_bytes=(),
+        streamable=True,
+    )
     return numbers.granularity, blocks, variant
 
 
 def _layout_key(problem: Problem) -> _LayoutKey:
-    """Digest of the graph, and the layout of each component."""
+    """Return the digest of the graph, and the layout of each component."""
     return problem.graph_digest, {c.name: layout_of(c) for c in problem.components}
 
 
-def _differ_in_granularity_only(one: _LayoutKey, other: _LayoutKey) -> bool:
-    """Whether both are of one graph and differ only in which components are split into layers."""
-    ((digest, these), (theirs, those)) = one, other
-    pairs = [(these[name], those[name]) for name in these.keys() & those.keys()]
+def _differ_in_granularity_only(layout: _LayoutKey, other_layout: _LayoutKey) -> bool:
+    """Return whether both have the same graph and differ only in components split into layers."""
+    ((digest, components), (other_digest, other_components)) = layout, other_layout
+    pairs = [
+        (components[name], other_components[name])
+        for name in components.keys() & other_components.keys()
+    ]
     alike = (a == b or (a[0] != b[0] and a[2].name == b[2].name) for a, b in pairs)
-    return digest == theirs and these.keys() == those.keys() and all(alike)
+    return digest == other_digest and components.keys() == other_components.keys() and all(alike)

@@ -1,8 +1,9 @@
-"""Device memory that a run failed to release: names its holders for an error, and keeps exceptions from holding it.
+"""Find what holds device memory after a run, and keep exceptions from holding device memory.
 
-An exception keeps its traceback, a traceback its frames, and a frame its locals and its function's closure: activations of the
-block that failed would stay on the device for as long as the caller holds the error (clearing frames does not empty closures).
-Tracebacks are therefore removed. Those of unforeseen errors are kept as text, in a note.
+An exception keeps its traceback, a traceback its frames, and a frame its locals and the closure of
+its function. Activations of the block that failed would thus stay on the device as long as the
+caller keeps the error (clearing frames does not empty closures). Tracebacks are therefore removed.
+Tracebacks of unforeseen errors are kept as text in a note.
 """
 
 from __future__ import annotations
@@ -24,32 +25,48 @@ SHOWN = 5  # allocations and holders that a message lists
 
 
 def leftovers(device: Device, modules: Mapping[str, nn.Module]) -> str:
-    """Text for an error: the largest allocations on ``device``, and the objects found to hold them with their bytes.
+    """Return text for an error: the largest allocations on ``device`` and their holders.
 
     Changes nothing.
     """
-    shown, named = device.holders(), _named(device, modules)
-    more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
-    held = ", ".join(f"{holder} ({show_size(nbytes)})" for holder, nbytes in named[:SHOWN])
-    return ", ".join(shown[:SHOWN]) + more + (f"; held by {held}" if held else "")
+    allocations, holders = device.holders(), _holders(device, modules)
+    rest = f" and {len(allocations) - SHOWN} more" if len(allocations) > SHOWN else ""
+    holder_text = ", ".join(f"{holder} ({show_size(nbytes)})" for holder, nbytes in holders[:SHOWN])
+    return (
+        ", ".join(allocations[:SHOWN]) + rest + (f"; held by {holder_text}" if holder_text else "")
+    )
 
 
-def _named(device: Device, modules: Mapping[str, nn.Module]) -> list[tuple[str, int]]:
-    """(holder, bytes) for each storage on the device, largest first: a component's attribute, a global name, a local of a frame."""
+def _holders(device: Device, modules: Mapping[str, nn.Module]) -> list[tuple[str, int]]:
+    """Return (holder, bytes) for each storage on the device, largest first.
+
+    A holder is a component's attribute, a global name, or a local of a frame.
+    """
     paths, kind = _attribute_paths(modules), device.torch_device.type
-    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor) and found.device.type == kind]
-    found: dict[int, tuple[str, int]] = {}
+    tensors = [
+        candidate
+        for candidate in gc.get_objects()
+        if issubclass(type(candidate), torch.Tensor) and candidate.device.type == kind
+    ]
+    storages: dict[int, tuple[str, int]] = {}
     for number in range(len(tensors)):
         key, nbytes = device.storage_of(tensors[number])
-        holders = [name for referrer in gc.get_referrers(tensors[number]) if (name := _name(referrer, tensors, number, paths))]
-        known = [name for name in holders if not name.startswith("a ")]
-        if holders and (key not in found or known):
-            found[key] = ((known or holders)[0], nbytes)
-    return sorted(found.values(), key=lambda item: (-item[1], item[0]))
+        holders = [
+            name
+            for referrer in gc.get_referrers(tensors[number])
+            if (name := _name(referrer, tensors, number, paths))
+        ]
+        specific_names = [name for name in holders if not name.startswith("a ")]
+        if holders and (key not in storages or specific_names):
+            storages[key] = ((specific_names or holders)[0], nbytes)
+    return sorted(storages.values(), key=lambda item: (-item[1], item[0]))
 
 
 def _attribute_paths(modules: Mapping[str, nn.Module]) -> dict[int, str]:
-    """id() of each attribute dictionary of a component -> its path: ``unet.down_blocks.0.conv``, ``unet.to_q.state``."""
+    """Return id() of each attribute dictionary of a component -> its path.
+
+    Paths are such as ``unet.down_blocks.0.conv`` or ``unet.to_q.state``.
+    """
     paths: dict[int, str] = {}
     for name, module in modules.items():
         for path, child in module.named_modules():
@@ -63,11 +80,18 @@ def _attribute_paths(modules: Mapping[str, nn.Module]) -> dict[int, str]:
 
 
 def _name(referrer: Any, tensors: list[torch.Tensor], number: int, paths: Mapping[int, str]) -> str:
-    """Name of ``referrer``, which holds tensor ``number``; starts with "a " where only its type is known, "" for no holder."""
+    """Return the name of ``referrer``, which refers to tensor ``number``; "" if it is no holder.
+
+    The name starts with "a " if only the type of ``referrer`` is known.
+    """
     if referrer is tensors or isinstance(referrer, torch.Tensor):
         return ""
     names = referrer.f_locals if isinstance(referrer, types.FrameType) else referrer
-    key = next((k for k in names if names[k] is tensors[number]), "") if isinstance(names, dict) else ""
+    key = (
+        next((k for k in names if names[k] is tensors[number]), "")
+        if isinstance(names, dict)
+        else ""
+    )
     if isinstance(referrer, types.FrameType):
         return f"{key} in {referrer.f_code.co_name}()"
     if not isinstance(referrer, dict):
@@ -79,39 +103,42 @@ def _name(referrer: Any, tensors: list[torch.Tensor], number: int, paths: Mappin
     return f"a dict's {key!r}"
 
 
-def error_to_raise(error: BaseException, device: Device, where: str) -> BaseException:
-    """The error to raise in place of ``error``, which happened in ``where``.
+def error_to_raise(error: BaseException, device: Device, place: str) -> BaseException:
+    """Return the error to raise in place of ``error``, which happened in ``place``.
 
-    It is a GraphrunError if ``error`` or one of its causes is one, or is a device error; else ``error`` itself, with its traceback
-    as a note. Removes the tracebacks of ``error`` and its causes.
+    This is a GraphrunError if ``error`` or one of its causes is a GraphrunError or a device error.
+    Otherwise it is ``error`` itself, with its traceback as a note. Removes the tracebacks of
+    ``error`` and its causes.
     """
     chain = list(_chain(error))
-    typed = _typed(chain, device, where) if isinstance(error, Exception) else None
-    if typed is None:
+    graphrun_error = _graphrun_error(chain, device, place) if isinstance(error, Exception) else None
+    if graphrun_error is None:
         lines = "".join(traceback.format_tb(error.__traceback__))
-        error.add_note(f"in {where}; raised at\n{lines.rstrip()}")
+        error.add_note(f"in {place}; raised at\n{lines.rstrip()}")
     for link in chain:
         link.__traceback__ = None
-    return typed or error
+    return graphrun_error or error
 
 
-def _typed(chain: list[BaseException], device: Device, where: str) -> GraphrunError | None:
+def _graphrun_error(chain: list[BaseException], device: Device, place: str) -> GraphrunError | None:
     for link in chain:
-        if (found := device.explain(link)) is not None:
-            return type(found)(f"{where}: {found}")
+        if (explanation := device.explain(link)) is not None:
+            return type(explanation)(f"{place}: {explanation}")
         if isinstance(link, GraphrunError) and not isinstance(link, StageError):
             return link
     return next((link for link in chain if isinstance(link, StageError)), None)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """``error`` with its causes, contexts and group members, each once."""
-    waiting, seen = [error], set[int]()
-    while waiting:
-        link = waiting.pop(0)
-        if id(link) in seen:
+    """Return ``error`` with its causes, contexts and group members, each once."""
+    queue, visited = [error], set[int]()
+    while queue:
+        link = queue.pop(0)
+        if id(link) in visited:
             continue
-        seen.add(id(link))
+        visited.add(id(link))
         yield link
-        inside = link.exceptions if isinstance(link, BaseExceptionGroup) else ()
-        waiting += [other for other in (link.__cause__, link.__context__, *inside) if other is not None]
+        members = link.exceptions if isinstance(link, BaseExceptionGroup) else ()
+        queue += [
+            other for other in (link.__cause__, link.__context__, *members) if other is not None
+        ]

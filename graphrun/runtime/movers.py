@@ -1,11 +1,13 @@
-"""Refuses modules whose weights another library moves or casts: two movers on one module break each other.
+"""Refuse modules whose weights another library moves or casts: two movers break each other.
 
-Looks only at the attributes that other libraries set on modules; imports none of them.
+Only inspects the attributes that other libraries set on modules; imports none of these libraries.
 
-    accelerate   ``_hf_hook`` on a module (enable_model_cpu_offload, cpu_offload, dispatch_model), ``hf_device_map`` on the model
-    diffusers    ``_diffusers_hook``, a registry of hooks by name (group offloading, layerwise casting)
+    accelerate   ``_hf_hook`` on a module (enable_model_cpu_offload, cpu_offload, dispatch_model),
+                 ``hf_device_map`` on the model
+    diffusers    ``_diffusers_hook``, a registry of hooks by name (group offloading, layerwise
+                 casting)
     peft         layers with ``lora_A`` around a ``base_layer``
-    torch        a component that is compiled as a whole: hooks of its blocks would be compiled with it
+    torch        a component that is compiled as a whole: hooks of its blocks would be compiled too
 """
 
 from __future__ import annotations
@@ -18,40 +20,48 @@ from torch import nn
 from graphrun.errors import InputError
 from graphrun.modules.compiled import is_compiled
 
-# accelerate.hooks: those that move or cast weights. A user's own hook that does neither is allowed.
+# accelerate.hooks that move or cast weights. A user's own hook that does neither is allowed.
 MOVING_HOOKS = frozenset({"CpuOffload", "AlignDevicesHook", "LayerwiseCastingHook"})
-# diffusers.hooks: substrings of the names under which such hooks are registered.
+# Substrings of the names under which such hooks of diffusers.hooks are registered.
 MOVING_NAMES = ("offload", "layerwise_casting")
 
 
 def refuse_movers(modules: Mapping[str, nn.Module], *, adapters: bool = False) -> None:
-    """Raises InputError naming the module, what moves it and how to remove that; also for weights that are not on the CPU.
+    """Raise InputError if another library moves or casts weights, or weights are not on the CPU.
 
-    ``adapters``: unfused LoRAs are allowed, because the caller plans with their bytes.
+    The error names the module, the mover, and how to remove it. ``adapters``: allow unfused LoRAs,
+    because the caller plans with their bytes.
     """
     for name, module in modules.items():
         if is_compiled(module):
             raise InputError(
-                f"{name} is compiled as a whole, and its blocks are moved one by one: pass in the uncompiled module "
-                "(torch.compile(m)._orig_mod is m; m.compile() is undone by m._compiled_call_impl = None), and compile its blocks: "
+                f"{name} is compiled as a whole, and its blocks are moved one by one: pass in the "
+                "uncompiled module "
+                "(torch.compile(m)._orig_mod is m; m.compile() is undone by m._compiled_call_impl "
+                "= None), and compile its blocks: "
                 f"{name}.compile_repeated_blocks(fullgraph=True), or torch.compile of single blocks"
             )
         for path, child in module.named_modules():
-            where = f"{name}.{path}" if path else name
+            full_path = f"{name}.{path}" if path else name
             if (hook := _accelerate_hook(child)) is not None:
                 raise InputError(
-                    f"{where} carries accelerate's {hook}, which moves its weights too: call pipeline.remove_all_hooks(), or "
-                    f"accelerate.hooks.remove_hook_from_module({name}, recurse=True), and pass it in on the CPU"
+                    f"{full_path} carries accelerate's {hook}, which moves its weights too: call "
+                    "pipeline.remove_all_hooks(), or "
+                    f"accelerate.hooks.remove_hook_from_module({name}, recurse=True), and pass it "
+                    "in on the CPU"
                 )
             if (hook := _diffusers_hook(child)) is not None:
                 raise InputError(
-                    f"{where} carries diffusers' {hook} hook, which moves or casts its weights too: load the component again "
+                    f"{full_path} carries diffusers' {hook} hook, which moves or casts its weights "
+                    "too: load the component again "
                     "without it, or leave modules= out"
                 )
             if not adapters and (names := _adapters(child)):
                 raise InputError(
-                    f"{where} carries the LoRA {', '.join(names)}, which is not in the graph, so the plan does not count its "
-                    "bytes: call pipeline.unload_lora_weights(), or fuse it (pipeline.fuse_lora(), then unload_lora_weights())"
+                    f"{full_path} carries the LoRA {', '.join(names)}, which is not in the graph, "
+                    "so the plan does not count its "
+                    "bytes: call pipeline.unload_lora_weights(), or fuse it (pipeline.fuse_lora(), "
+                    "then unload_lora_weights())"
                 )
         _refuse_device_map(name, module)
         _refuse_off_cpu(name, module)
@@ -65,7 +75,7 @@ def _accelerate_hook(module: nn.Module) -> str | None:
 
 
 def _nested(hook: Any) -> Iterator[Any]:
-    """``hook``, and the hooks inside it if it is accelerate's SequentialHook."""
+    """Return ``hook``, and the hooks inside it if it is accelerate's SequentialHook."""
     if hook is not None:
         yield hook
         for inner in getattr(hook, "hooks", ()):
@@ -78,15 +88,20 @@ def _diffusers_hook(module: nn.Module) -> str | None:
 
 
 def _adapters(module: nn.Module) -> list[str]:
-    held = getattr(module, "lora_A", None)
-    return sorted(held) if isinstance(held, Mapping | nn.ModuleDict) and hasattr(module, "base_layer") else []
+    lora_layers = getattr(module, "lora_A", None)
+    return (
+        sorted(lora_layers)
+        if isinstance(lora_layers, Mapping | nn.ModuleDict) and hasattr(module, "base_layer")
+        else []
+    )
 
 
 def _refuse_device_map(name: str, module: nn.Module) -> None:
     devices = getattr(module, "hf_device_map", None) or {}
-    if elsewhere := sorted({str(device) for device in devices.values()} - {"cpu"}):
+    if other_devices := sorted({str(device) for device in devices.values()} - {"cpu"}):
         raise InputError(
-            f"{name} was loaded with a device_map that places parts of it on {', '.join(elsewhere)}: load it without device_map"
+            f"{name} was loaded with a device_map that places parts of it on "
+            f"{', '.join(other_devices)}: load it without device_map"
         )
 
 
@@ -94,7 +109,11 @@ def _refuse_off_cpu(name: str, module: nn.Module) -> None:
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_meta:
             raise InputError(
-                f"{name}.{path} is on the meta device, so it has no weights here: pass {name} in on the CPU, with weights"
+                f"{name}.{path} is on the meta device, so it has no weights here: pass {name} in "
+                "on the CPU, with weights"
             )
         if tensor.device.type != "cpu":
-            raise InputError(f"{name}.{path} is on {tensor.device}; pass {name} in on the CPU: call {name}.to('cpu')")
+            raise InputError(
+                f"{name}.{path} is on {tensor.device}; pass {name} in on the CPU: call "
+                f"{name}.to('cpu')"
+            )

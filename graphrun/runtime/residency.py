@@ -1,13 +1,17 @@
-"""Moves the weights of one component between its backing store and the device, block by block.
+"""Move the weights of one component between its backing store and the device, block by block.
 
-Tensors are moved by replacing entries of ``module._parameters`` and ``module._buffers``, and the further tensors of quantized
-layers (``module.to`` and ``param.data = ...`` fail across some devices, and they untie tied weights). A tied tensor stays one
-tensor at all of its locations. When to move is the plan's decision, not this module's.
+Tensors are moved by replacing entries of ``module._parameters`` and ``module._buffers``, and the
+extra tensors of quantized layers. (``module.to`` and ``param.data = ...`` fail across some devices,
+and untie tied weights.) A tied tensor stays one tensor at all of its locations. The plan decides
+when to move blocks, not this module.
 
-    backing store    | block 0 | block 1 | block 2 |    in RAM or on disk (backing.py); in RAM, the module's tensors are views of it
-                         |copy     |copy
-    device           | block 0 |   |                    loaded: a buffer of its own, until evicted
-                     | ring: 1 . . . . |                streamed: a view of the ring, while the block runs
+    backing store    | block 0 | block 1 | block 2 |   in RAM or on disk (backing.py); in RAM, the
+                          |copy     |copy              module's tensors are views of it
+    device           | block 0 |    |                  loaded: its own buffer, until evicted
+                     | ring buffer: 1 . . . . |        streamed: a view of the ring buffer, while
+                                                       the block runs
+
+The weights outside of all blocks form a further block, with the path "".
 """
 
 from __future__ import annotations
@@ -34,8 +38,9 @@ from graphrun.units import round_up
 class _Entry:
     """One distinct tensor of a block.
 
-    ``host``: the tensor at ``locations`` while the block is not on the device. ``template``: a tensor of its dtype and shape, on
-    meta where the weights come from a writer; it is ``host`` while there is no backing store.
+    ``host``: the tensor at ``locations`` while the block is not on the device. ``template``: a
+    tensor with its dtype and shape, on meta if the weights come from a writer. ``host`` is
+    ``template`` while there is no backing store.
     """
 
     offset: int
@@ -45,24 +50,28 @@ class _Entry:
     locations: tuple[TensorLocation, ...]
     strides: tuple[int, ...]
 
-    def put(self, tensor: torch.Tensor) -> None:
+    def assign(self, tensor: torch.Tensor) -> None:
         for location in self.locations:
-            location.put(tensor)
+            location.assign(tensor)
 
     def view_in(self, flat: torch.Tensor) -> torch.Tensor:
-        """View of this tensor in ``flat``, the block's buffer viewed in this dtype, with the attributes of the original
-        parameter."""
+        """Return a view of this tensor in ``flat``, with the original parameter's attributes.
+
+        ``flat``: the block's buffer viewed in this tensor's dtype.
+        """
         offset = flat.storage_offset() + self.offset // flat.element_size()
         view = flat.as_strided(self.template.shape, self.strides, offset)
         if not isinstance(self.template, nn.Parameter):
             return view
         if type(view) is torch.Tensor:
-            made: Any = nn.Parameter(view, requires_grad=False)
-        else:  # `nn.Parameter` does the same with tensors of other classes, after one more operator that detaches them
-            made = view
-            made._is_param = True
-        made.__dict__.update(self.template.__dict__)
-        return made  # type: ignore[no-any-return]
+            parameter: Any = nn.Parameter(view, requires_grad=False)
+        else:
+            # `nn.Parameter` does the same for tensors of other classes, but with one more operator
+            # to detach them
+            parameter = view
+            parameter._is_param = True
+        parameter.__dict__.update(self.template.__dict__)
+        return parameter  # type: ignore[no-any-return]
 
 
 @dataclass(slots=True)
@@ -71,30 +80,42 @@ class _Block:
     entries: tuple[_Entry, ...]
     states: tuple[Any, ...]  # `state` of 8-bit layers, which keeps a tensor of the last call
     buffer: torch.Tensor | None = None
-    views: tuple[torch.Tensor, ...] = ()  # of the entries in ``buffer``, once they were bound there
+    views: tuple[torch.Tensor, ...] = ()  # entries' views in ``buffer``, once bound
     bound: bool = False  # whether the module has views of a device buffer
 
     def views_in(self, buffer: torch.Tensor) -> Iterator[tuple[_Entry, torch.Tensor]]:
-        """Each entry with its view in ``buffer`` (flat uint8, one block). Only two operators per tensor, since streamed blocks are
-        bound at every step."""
-        flat = {dtype: buffer.view(dtype) for dtype in dict.fromkeys(entry.template.dtype for entry in self.entries)}
+        """Return each entry with its view in ``buffer`` (flat uint8, one block).
+
+        Uses only two operators per tensor, because streamed blocks are bound at every step.
+        """
+        flat = {
+            dtype: buffer.view(dtype)
+            for dtype in dict.fromkeys(entry.template.dtype for entry in self.entries)
+        }
         return ((entry, entry.view_in(flat[entry.template.dtype])) for entry in self.entries)
 
 
 class Residency:
-    """The blocks of ``module``; initially none is on the device.
+    """The blocks of ``module``; at first none is on the device.
 
-    Without ``writer`` the module brings its weights: its tensors become views of one arena, block after block, so that at most one
-    block is in memory twice. With ``writer``, its tensors are on meta until its backing store is read. Raises InputError when the
-    module does not match ``numbers``, or is not on the CPU.
+    Without ``writer``, the module brings its weights. Its tensors become views of one arena, block
+    after block, so that at most one block is in memory twice. With ``writer``, its tensors are on
+    meta until its backing store is read. Raises InputError if the module does not match ``numbers``
+    or is not on the CPU.
     """
 
-    def __init__(self, module: nn.Module, numbers: ComponentNumbers, device: Device, writer: BlockWriter | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        numbers: ComponentNumbers,
+        device: Device,
+        writer: BlockWriter | None = None,
+    ) -> None:
         self.name = numbers.name
         self.module = module
         self.caller_owned = writer is None
         self.granularity = numbers.granularity
-        self.device, self._elsewhere = _devices(numbers, device)
+        self.device, self._secondary_devices = _devices(numbers, device)
         device = self.device
         normalize_quantized_layers(module)
         order = blocks_of(numbers, None)
@@ -105,109 +126,163 @@ class Residency:
         variant = numbers.variants[0]
         if variant.backing_store == "disk":
             if writer is None:
-                raise InputError(f"{self.name} was passed in, but the plan reads it from disk: leave it out of modules=")
+                raise InputError(
+                    f"{self.name} was passed in, but the plan reads it from disk: leave it out of "
+                    "modules="
+                )
             self.backing_store: Arena | Disk = Disk(layouts, device, writer, variant.host_bytes)
         else:
-            own = {path: replace(layout, entries=()) for path, layout in layouts.items()} if self.caller_owned else layouts
-            self.backing_store = Arena(own, device, writer, variant.backing_store == "pinned")
+            # `_move_into_arena` fills the arena with the caller's weights, so no tensors are read
+            arena_layouts = (
+                {path: replace(layout, entries=()) for path, layout in layouts.items()}
+                if self.caller_owned
+                else layouts
+            )
+            self.backing_store = Arena(
+                arena_layouts, device, writer, variant.backing_store == "pinned"
+            )
         self._blocks = {path: _block(layout) for path, layout in layouts.items()}
-        planned = zip(numbers.groups, variant.block_bytes, strict=True)
-        self._planned_bytes = {path: nbytes for group, nbytes in planned for path in group.blocks}
-        self.joined = True  # whether the module has these tensors, and not those of another dtype variant
-        self.last_use = 0  # a count of runs: the higher, the later the last run that used it
-        self._noted: tuple[int, torch.Tensor] | None = None  # `_contents` at the end of a run
+        group_bytes = zip(numbers.groups, variant.block_bytes, strict=True)
+        self._planned_bytes = {
+            path: nbytes for group, nbytes in group_bytes for path in group.blocks
+        }
+        # A pipeline may cast the module during a run. Each dtype variant of the module
+        # (`graphrun.modules.dtype_variants`) has its own residency, and one of them is active: the
+        # module has its tensors.
+        self.is_active = True
+        self.last_use = 0  # number of the last run that used the component
+        self._noted_contents: tuple[int, torch.Tensor] | None = (
+            None  # `_contents` at the end of a run
+        )
         self._arrivals: dict[str, Mark] = {}
         if writer is None and isinstance(self.backing_store, Arena):
             self._move_into_arena(self.backing_store, layouts)
 
     def place(self, numbers: ComponentNumbers, device: Device) -> None:
-        """Makes those of ``device``, the main one, and its helpers on which ``numbers`` compute the ones that blocks are copied to.
-        Evicts all blocks where that changes anything. Call while none is read."""
-        main, elsewhere = _devices(numbers, device)
-        before = self.device.memory, {path: of.memory for path, of in self._elsewhere.items()}
-        if before != (main.memory, {path: of.memory for path, of in elsewhere.items()}):
+        """Set the target device of every block.
+
+        ``numbers`` selects among ``device``, the main one, and its secondary devices. Evicts all
+        blocks if any target changes. Call while no block is being read.
+        """
+        main, secondary_devices = _devices(numbers, device)
+        # `Device.memory` is equal for devices that share a memory
+        previous_memory = (
+            self.device.memory,
+            {path: secondary.memory for path, secondary in self._secondary_devices.items()},
+        )
+        if previous_memory != (
+            main.memory,
+            {path: secondary.memory for path, secondary in secondary_devices.items()},
+        ):
             self.release()
             self.device = self.backing_store.device = main
-            self._elsewhere = elsewhere
+            self._secondary_devices = secondary_devices
 
     def device_of(self, path: str) -> Device:
-        """The device of block ``path``."""
-        return self._elsewhere.get(path, self.device)
+        """Return the device of block ``path``."""
+        return self._secondary_devices.get(path, self.device)
 
     @property
     def splits(self) -> list[tuple[Device, tuple[str, ...]]]:
-        """Of a split component, each helper with the paths of its blocks there, in call order."""
+        """The secondary devices of a split component, each with its block paths in call order."""
         paths: dict[int, tuple[Device, list[str]]] = {}
-        for path, device in self._elsewhere.items():
+        for path, device in self._secondary_devices.items():
             paths.setdefault(id(device), (device, []))[1].append(path)
-        return [(device, tuple(own)) for device, own in paths.values()]
+        return [(device, tuple(block_paths)) for device, block_paths in paths.values()]
 
     def loaded_bytes(self, device: Device | None = None) -> int:
-        """Bytes of the loaded blocks, on ``device`` or on all."""
-        on = (path for path in self._blocks if device is None or self.device_of(path).memory == device.memory)
-        return sum(map(self.held_bytes, on))
+        """Return the bytes of the loaded blocks, on ``device`` or on all devices."""
+        paths = (
+            path
+            for path in self._blocks
+            if device is None or self.device_of(path).memory == device.memory
+        )
+        return sum(map(self.allocated_bytes, paths))
 
-    def held_bytes(self, path: str) -> int:
-        """Bytes that the device buffer of block ``path`` takes; 0 where there is none."""
+    def allocated_bytes(self, path: str) -> int:
+        """Return the bytes of the device buffer of block ``path``; 0 if there is none."""
         buffer = self._blocks[path].buffer
-        return 0 if buffer is None else round_up(self.device_of(path).storage_of(buffer)[1], ALLOCATION_BYTES)
+        return (
+            0
+            if buffer is None
+            else round_up(self.device_of(path).storage_of(buffer)[1], ALLOCATION_BYTES)
+        )
 
     @property
-    def loaded(self) -> tuple[str, ...]:
+    def loaded_paths(self) -> tuple[str, ...]:
         """Paths of the loaded blocks, in the order of the backing store."""
         return tuple(path for path, block in self._blocks.items() if block.buffer is not None)
 
     def note_contents(self) -> None:
-        """To be called at the end of a run after which loaded blocks stay; see `changed`."""
-        self._noted = self._contents()
+        """Record the contents of the host copy for `changed`.
+
+        Call at the end of a run after which loaded blocks stay on the device.
+        """
+        self._noted_contents = self._contents()
 
     def changed(self) -> bool:
-        """Whether the host copy was written to since `note_contents`, so that loaded blocks are no copies of it any more.
+        """Return whether the host copy changed since `note_contents`: loaded blocks are then stale.
 
-        A write through a tensor is noticed by torch's version counter, one through ``tensor.data`` (as peft merges a LoRA) only
-        where it changes one of eight places of a tensor.
+        torch's version counter detects writes through a tensor. A write through ``tensor.data`` (as
+        peft merges a LoRA) is detected only if it changes one of eight sampled words of a tensor.
         """
-        if self._noted is None:
+        if self._noted_contents is None:
             return False
-        (version, sample), (version_now, sample_now) = self._noted, self._contents()
+        (version, sample), (version_now, sample_now) = self._noted_contents, self._contents()
         return version != version_now or not torch.equal(sample, sample_now)
 
     def _contents(self) -> tuple[int, torch.Tensor]:
         memory = self.backing_store.memory
         assert memory is not None
         version = 0 if memory.is_inference() else memory._version
-        return version, memory.view(torch.int64)[self._sampled]  # blocks are multiples of eight bytes
+        # blocks are multiples of eight bytes
+        return version, memory.view(torch.int64)[self._sampled]
 
     @functools.cached_property
     def _sampled(self) -> torch.Tensor:
-        """Indices of eight-byte words of the arena: up to eight of each tensor."""
-        store, found = self.backing_store, list[int]()
+        """Indices of the sampled eight-byte words of the arena: up to eight for each tensor."""
+        store, indices = self.backing_store, list[int]()
         assert isinstance(store, Arena)
         assert store.memory is not None
         for path, block in self._blocks.items():
             begin = int(store.block(path).storage_offset())
             for entry in block.entries:
-                words = range((begin + entry.offset) // 8, round_up(begin + entry.offset + entry.nbytes, 8) // 8)
-                found += words[:: max(1, len(words) // 8)]
-        return torch.tensor(found, dtype=torch.int64)
+                words = range(
+                    (begin + entry.offset) // 8,
+                    round_up(begin + entry.offset + entry.nbytes, 8) // 8,
+                )
+                indices += words[:: max(1, len(words) // 8)]
+        return torch.tensor(indices, dtype=torch.int64)
 
     def measured_bytes(self) -> int:
-        """Bytes of the module's tensors on the device now, each storage once; includes those that quantized layers add in a
-        call."""
+        """Return the bytes of the module's tensors on the device, each storage once.
+
+        Includes the tensors that quantized layers add in a call.
+        """
         kind, sizes = self.device.torch_device.type, dict[int, int]()
         for child in self.module.modules():
-            state, statistics = child.__dict__.get("state"), getattr(child._parameters.get("weight"), "quant_state", None)
-            held: list[dict[str, Any]] = [
+            state, statistics = (
+                child.__dict__.get("state"),
+                getattr(child._parameters.get("weight"), "quant_state", None),
+            )
+            attribute_dicts: list[dict[str, Any]] = [
                 child._parameters,
                 child._buffers,
-                *(getattr(of, "__dict__", {}) for of in (state, statistics)),
+                *(getattr(holder, "__dict__", {}) for holder in (state, statistics)),
             ]
-            tensors = (tensor for inner in held for tensor in inner.values() if isinstance(tensor, torch.Tensor))
-            sizes |= dict(self.device.storage_of(tensor) for tensor in tensors if tensor.device.type == kind)
+            tensors = (
+                tensor
+                for inner in attribute_dicts
+                for tensor in inner.values()
+                if isinstance(tensor, torch.Tensor)
+            )
+            sizes |= dict(
+                self.device.storage_of(tensor) for tensor in tensors if tensor.device.type == kind
+            )
         return sum(sizes.values())
 
     def holds_module(self) -> bool:
-        """Whether the module's tensors are still those of the backing store.
+        """Return whether the module's tensors are still views of the backing store.
 
         Loading other weights into the module replaces them.
         """
@@ -215,7 +290,10 @@ class Residency:
         return self.backing_store.memory is not None and all(
             entry.host.data_ptr() == start + entry.offset
             and entry.host.dtype == entry.template.dtype
-            and all(getattr(of.owner, of.kind).get(of.key) is entry.host for of in entry.locations)
+            and all(
+                getattr(location.owner, location.kind).get(location.key) is entry.host
+                for location in entry.locations
+            )
             for path, block in self._blocks.items()
             for start in (self.backing_store.block(path).data_ptr(),)
             for entry in block.entries
@@ -223,18 +301,21 @@ class Residency:
         )
 
     def nbytes(self, path: str) -> int:
-        """Bytes of block ``path``, including alignment."""
+        """Return the bytes of block ``path``, including alignment."""
         return self._blocks[path].nbytes
 
     def buffer_bytes(self, path: str) -> int:
-        """Bytes of the device buffer of block ``path``: as many as the plan counts, which are those of the largest block of its
-        group, so that what is allocated later lies where it does in the plan."""
+        """Return the bytes of the device buffer of block ``path``, as the plan counts them.
+
+        These are the bytes of the largest block of its group. With equal sizes, the allocator
+        places later allocations as in the replay of the plan (`graphrun.verify.pages`).
+        """
         return max(self.nbytes(path), self._planned_bytes[path])
 
     def prepare_reads(self) -> None:
-        """Allocates the backing store, unless it is there already, and prepares the read of every block into it.
+        """Allocate the backing store, unless it exists, and prepare the read of every block.
 
-        A disk backing store only gets its bounce buffer.
+        A disk backing store gets only its bounce buffer.
         """
         store = self.backing_store
         if store.memory is not None or self.caller_owned:
@@ -250,7 +331,10 @@ class Residency:
             store.pin()
 
     def drop(self) -> None:
-        """Drops the backing store. The module's tensors are on meta then, except those on the device. Call after a barrier."""
+        """Drop the backing store. Call after a barrier.
+
+        The module's tensors are on meta afterwards, except blocks on the device.
+        """
         for path, block in self._blocks.items():
             for entry in block.entries:
                 entry.host = entry.template
@@ -259,13 +343,16 @@ class Residency:
         self.backing_store.drop()
 
     def allocate(self, path: str) -> None:
-        """Allocates the device buffer of block ``path``, of `buffer_bytes`. Its contents are undefined."""
-        self._blocks[path].buffer = self.device_of(path).allocate(self.buffer_bytes(path))[: self.nbytes(path)]
+        """Allocate the device buffer of block ``path``. Its contents are undefined."""
+        self._blocks[path].buffer = self.device_of(path).allocate(self.buffer_bytes(path))[
+            : self.nbytes(path)
+        ]
 
     def load(self, path: str) -> Marks:
-        """Queues the copy of block ``path`` into its buffer and binds its tensors to it. Returns marks before and after the copy.
+        """Queue the copy of block ``path`` into its buffer and bind its tensors to the buffer.
 
-        Call `wait_copy` before computing with the block, unless a barrier came in between.
+        Returns marks before and after the copy. Call `wait_copy` before computing with the block,
+        unless a barrier came in between.
         """
         block = self._blocks[path]
         assert block.buffer is not None, f"{self.name} {path!r} was not allocated"
@@ -275,71 +362,83 @@ class Residency:
         return marks
 
     def wait_copy(self, path: str) -> None:
-        """Makes the compute stream wait for the copy of block ``path``, if one is under way."""
+        """Make the compute stream wait for the copy of block ``path``, if one is under way."""
         if path in self._arrivals:
             self.device_of(path).wait("compute", self._arrivals.pop(path))
 
     def wait_read(self) -> None:
-        """Waits until the backing store is read, on the host and on the compute stream: the component computes on the CPU."""
+        """Wait until the backing store is read, on the host and on the compute stream.
+
+        For components that compute on the CPU.
+        """
         assert isinstance(self.backing_store, Arena)
         for path in self._blocks:
             self.backing_store.wait_read(path, "compute", self.device)
 
     def bind(self, path: str, buffer: torch.Tensor) -> None:
-        """Makes the tensors of block ``path`` views of ``buffer``."""
+        """Make the tensors of block ``path`` views of ``buffer``."""
         block = self._blocks[path]
-        if not self.joined:
+        if not self.is_active:
             return
         block.bound = True
         if buffer is not block.buffer:
             for entry, view in block.views_in(buffer):
-                entry.put(view)
+                entry.assign(view)
             return
         block.views = block.views or tuple(view for _, view in block.views_in(buffer))
         for entry, view in zip(block.entries, block.views, strict=True):
-            entry.put(view)
+            entry.assign(view)
 
     def unbind(self, path: str) -> None:
-        """Makes the tensors of block ``path`` those of the backing store again, or meta tensors where there is none in RAM."""
+        """Give block ``path`` its host tensors back: in the backing store, or on meta."""
         block = self._blocks[path]
         block.bound = False
-        for entry in block.entries if self.joined else ():
-            entry.put(entry.host)
+        for entry in block.entries if self.is_active else ():
+            entry.assign(entry.host)
         for state in block.states:
             state.idx = None  # outlier columns of the last call, on the device
 
-    def leave(self) -> None:
-        """Call before the module gets the tensors of another dtype variant. Loaded blocks stay on the device until evicted."""
+    def deactivate(self) -> None:
+        """Prepare for another dtype variant, whose tensors the module is about to get.
+
+        Loaded blocks stay on the device until evicted.
+        """
         for path, block in self._blocks.items():
             if block.bound:
                 self.unbind(path)
-        self.joined = False
+        self.is_active = False
 
-    def join(self) -> None:
-        """Call after the module has the host tensors of these blocks again. Binds loaded blocks to their device buffers."""
-        self.joined = True
+    def activate(self) -> None:
+        """Bind loaded blocks to their device buffers.
+
+        Call when the module has the host tensors of these blocks again.
+        """
+        self.is_active = True
         for path, block in self._blocks.items():
             if block.buffer is not None:
                 self.bind(path, block.buffer)
 
     def copy(self, path: str, buffer: torch.Tensor) -> Marks:
-        """Queues the copy of block ``path`` into ``buffer`` without binding its tensors.
+        """Queue the copy of block ``path`` into ``buffer`` without binding its tensors.
 
         Returns marks before and after the copy.
         """
         device = self.device_of(path)
-        device.annotate(block=f"{self.name} {path or 'remainder'}")
+        device.annotate(block=f"{self.name} {path or 'unblocked'}")
         return self.backing_store.copy(path, buffer, device)
 
     def evict(self, path: str) -> None:
-        """Releases the device copy of block ``path``. No bytes are copied, since weights are read-only. Call after a barrier."""
+        """Release the device copy of block ``path``. Call after a barrier.
+
+        Copies no bytes back, because weights are read-only.
+        """
         if self._blocks[path].bound:
             self.unbind(path)
         self._arrivals.pop(path, None)
         self._blocks[path].buffer, self._blocks[path].views = None, ()
 
     def release(self) -> None:
-        """Evicts every block, also after a failure."""
+        """Evict every block, also after a failure."""
         for path in self._blocks:
             self.evict(path)
 
@@ -350,55 +449,95 @@ class Residency:
             for entry, view in block.views_in(store.block(path)):
                 view.copy_(entry.host.detach())
                 entry.host = entry.template = view
-                entry.put(view)
+                entry.assign(view)
         store.pin()
 
 
 def _devices(numbers: ComponentNumbers, device: Device) -> tuple[Device, dict[str, Device]]:
-    """Of ``device`` and its helpers: the one of the component, and of its blocks that compute elsewhere."""
-    elsewhere = {path: device.every[of.helper] for of in numbers.groups if of.helper for path in of.blocks}
-    return device.every[numbers.variants[0].helper], elsewhere
+    """Return the component's device, and the secondary device of each block that has one."""
+    secondary_devices = {
+        path: device.all_devices[group.secondary]
+        for group in numbers.groups
+        if group.secondary
+        for path in group.blocks
+    }
+    return device.all_devices[numbers.variants[0].secondary], secondary_devices
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides of ``tensor`` if it is dense (such as channels_last); else the contiguous ones of its shape."""
+    """Return the strides of a dense ``tensor`` (such as channels_last), else contiguous strides."""
     usual = torch.empty(tensor.shape, device="meta").stride()
-    dense = tensor.stride() != usual and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    dense = (
+        tensor.stride() != usual
+        and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    )
     return tensor.stride() if dense else usual
 
 
 def _block(layout: BlockLayout) -> _Block:
-    entries = tuple(_Entry(e.offset, e.nbytes, e.tensor, e.tensor, e.locations, _strides(e.tensor)) for e in layout.entries)
-    states = tuple(location.owner for entry in entries for location in entry.locations if location.key == "SCB")
+    entries = tuple(
+        _Entry(e.offset, e.nbytes, e.tensor, e.tensor, e.locations, _strides(e.tensor))
+        for e in layout.entries
+    )
+    states = tuple(
+        location.owner for entry in entries for location in entry.locations if location.key == "SCB"
+    )
     return _Block(layout.nbytes, entries, states)
 
 
-def _refuse_other_module(numbers: ComponentNumbers, layouts: dict[str, BlockLayout], *, on_cpu: bool) -> None:
-    for k, block_bytes in zip(numbers.groups, numbers.variants[0].block_bytes, strict=True):
-        for layout in (layouts[path] for path in k.blocks):
-            block = f"{numbers.name}: block {layout.path or 'remainder'!r}"
-            if (found := round_up(layout.nbytes, ALLOCATION_BYTES)) > block_bytes:
+def _refuse_other_module(
+    numbers: ComponentNumbers, layouts: dict[str, BlockLayout], *, on_cpu: bool
+) -> None:
+    for group, block_bytes in zip(numbers.groups, numbers.variants[0].block_bytes, strict=True):
+        for layout in (layouts[path] for path in group.blocks):
+            block = f"{numbers.name}: block {layout.path or 'unblocked'!r}"
+            if (layout_bytes := round_up(layout.nbytes, ALLOCATION_BYTES)) > block_bytes:
                 raise InputError(
-                    f"{block} has {found} bytes, but the problem says {block_bytes}: "
+                    f"{block} has {layout_bytes} bytes, but the problem says {block_bytes}: "
                     "this is not the module that the plan was made for"
                 )
-            away = next((entry.tensor.device for entry in layout.entries if entry.tensor.device.type != "cpu"), None)
-            if on_cpu and away is not None:
-                raise InputError(f"{block} is on {away}; pass it in on the CPU")
+            other_device = next(
+                (
+                    entry.tensor.device
+                    for entry in layout.entries
+                    if entry.tensor.device.type != "cpu"
+                ),
+                None,
+            )
+            if on_cpu and other_device is not None:
+                raise InputError(f"{block} is on {other_device}; pass it in on the CPU")
 
 
 def _refuse_inside_compiled(numbers: ComponentNumbers, module: nn.Module) -> None:
-    streamed = (path for k in numbers.groups if k.streamable for path in k.blocks)
-    if inside := next((path for path in streamed if outermost_compiled(module, path) is not module.get_submodule(path)), None):
+    streamed = (path for group in numbers.groups if group.streamable for path in group.blocks)
+    if inner_path := next(
+        (
+            path
+            for path in streamed
+            if outermost_compiled(module, path) is not module.get_submodule(path)
+        ),
+        None,
+    ):
         raise InputError(
-            f"{numbers.name}: {inside} is moved by itself, but is a part of what is compiled: compile it alone, or pass in an "
+            f"{numbers.name}: {inner_path} is moved by itself, but is a part of what is compiled: "
+            "compile it alone, or pass in an "
             "uncompiled module"
         )
 
 
-def blocks_of(numbers: ComponentNumbers, chosen: Iterable[tuple[str, tuple[int, ...]]] | None) -> list[str]:
-    """Paths of the blocks in ``chosen``, pairs of group and indices as in an action (None: all), in call order."""
-    if chosen is None:
-        return [path for k in numbers.groups for path in k.blocks]
-    picked = {name: set(indices) for name, indices in chosen}
-    return [path for k in numbers.groups for i, path in enumerate(k.blocks) if i in picked.get(k.name, ())]
+def blocks_of(
+    numbers: ComponentNumbers, selection: Iterable[tuple[str, tuple[int, ...]]] | None
+) -> list[str]:
+    """Return the paths of the blocks in ``selection``, in call order.
+
+    ``selection``: pairs of group and indices, as in an action; None: all blocks.
+    """
+    if selection is None:
+        return [path for group in numbers.groups for path in group.blocks]
+    indices_by_group = {name: set(indices) for name, indices in selection}
+    return [
+        path
+        for group in numbers.groups
+        for i, path in enumerate(group.blocks)
+        if i in indices_by_group.get(group.name, ())
+    ]

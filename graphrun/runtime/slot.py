@@ -1,12 +1,15 @@
-"""Performs the actions of one slot of a plan.
+"""Perform the actions of one slot of a plan.
 
-    it opens     drop | evict | reset peak | spill and restore | begin reads | allocate loads and rings | issue copies
-    calls run    a block waits for its own copy, and a component on the CPU for the read of its backing store
-    it closes    issue the remaining prefetch | barrier | release rings and hooks | measure
+    it opens     drop | evict | reset peak | spill and restore | begin reads | allocate loads and
+                 ring buffers | issue copies
+    calls run    a block waits for its copy; a component on the CPU waits for its backing store
+    it closes    issue the remaining prefetch | barrier | release ring buffers and hooks | measure
 
-Prefetch means loads for a later slot. Every copy is in the plan, and the loads that the slot computes with are issued before
-prefetch. Where a component is streamed, prefetch is issued in step with its streamed blocks, each time its ring is full. So it
-uses time in which the copy stream would be idle."""
+Prefetch means loads for a later slot. Every copy is in the plan. The loads that the slot computes
+with are issued before the prefetch. If a component is streamed, prefetch is issued in step with its
+streamed blocks, whenever its ring buffer is full. Prefetch thus uses time in which the copy stream
+would be idle.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,16 @@ from graphrun.runtime.backing import Arena, Disk, PacedReads
 from graphrun.runtime.devices.device import Mark
 from graphrun.runtime.events import EventRecorder
 from graphrun.runtime.residency import Residency, blocks_of
-from graphrun.runtime.spilled import Values
+from graphrun.runtime.spilled import RunValues
 from graphrun.runtime.streamer import Streamer, Streaming
 from graphrun.trace import SlotTrace
 
 
 class OpenSlot:
-    """Executes slot number ``index`` of a plan: `open`, then `enter` before each call, then `close`."""
+    """Executes slot number ``index`` of a plan.
+
+    Call `open`, then `enter` before each call into a component, then `close`.
+    """
 
     def __init__(
         self,
@@ -34,23 +40,35 @@ class OpenSlot:
         problem: Problem,
         residencies: Mapping[str, Residency],
         recorder: EventRecorder,
-        values: Values,
+        values: RunValues,
     ) -> None:
         self.index, self.slot = index, slot
         self._entries: Counter[str] = Counter()  # calls so far, by component
-        self._problem, self._residencies, self._recorder, self._values = problem, residencies, recorder, values
+        self._problem, self._residencies, self._recorder, self._values = (
+            problem,
+            residencies,
+            recorder,
+            values,
+        )
         self._device = recorder.device
-        phase = next((phase for phase in problem.phases if phase.name == slot.phase and slot.part != "load"), None)
+        phase = next(
+            (phase for phase in problem.phases if phase.name == slot.phase and slot.part != "load"),
+            None,
+        )
         self._uses: dict[str, Use] = {use.component: use for use in phase.uses} if phase else {}
         self._streamers: dict[str, Streamer] = {}
         self._prefetch: deque[tuple[Residency, str]] = deque()  # (component, block) not yet issued
-        self._prefetch_bytes = self._prefetched_bytes = 0  # of all prefetch in the slot, and issued so far
-        self._stream_bytes = 0  # of all streamed copies in the slot
+        # bytes of all prefetch in the slot, and bytes issued so far
+        self._prefetch_bytes = self._prefetched_bytes = 0
+        self._stream_bytes = 0  # bytes of all streamed copies in the slot
         self._start: Mark = None
         self._reads: PacedReads | None = None
 
     def open(self) -> None:
-        """Performs or begins the slot's actions; calls into components may follow. Call after a barrier."""
+        """Perform or begin the slot's actions; calls into components may follow.
+
+        Call after a barrier.
+        """
         recorder, device, residencies = self._recorder, self._device, self._residencies
         recorder.slot, recorder.moved_bytes = self.index, 0
         device.annotate(slot=f"slot {self.slot.phase} {self.slot.part}")
@@ -60,42 +78,74 @@ class OpenSlot:
                 store = residencies[action.component].backing_store
                 nbytes = 0 if store.memory is None else store.nbytes
                 residencies[action.component].drop()
-                recorder.note("drop", action.component, "backing_store", nbytes, (self._start, self._start))
+                recorder.note(
+                    "drop", action.component, "backing_store", nbytes, (self._start, self._start)
+                )
             elif isinstance(action, Evict):
                 for residency, path in self._blocks(action):
                     residency.evict(path)
-                    recorder.note("evict", residency.name, path, residency.nbytes(path), (self._start, self._start))
-        for each in device.every:
+                    recorder.note(
+                        "evict",
+                        residency.name,
+                        path,
+                        residency.nbytes(path),
+                        (self._start, self._start),
+                    )
+        for accelerator in device.all_devices:
             if self.slot.part == "load":
-                each.release_cached()
-            each.reset_peak()
+                accelerator.release_cached()
+            accelerator.reset_peak()
         device.arenas.reset_peaks()
         for action in self.slot.actions:
             if isinstance(action, (Spill, Restore)):
-                kind, move = ("spill", self._values.spill) if isinstance(action, Spill) else ("restore", self._values.restore)
+                kind, move = (
+                    ("spill", self._values.spill)
+                    if isinstance(action, Spill)
+                    else ("restore", self._values.restore)
+                )
                 start = device.mark("copy")
-                recorder.note(kind, "", action.value, move(action.value), (start, device.mark("copy")))
-        loads = [block for action in self.slot.actions if isinstance(action, Load) for block in self._blocks(action)]
-        names = dict.fromkeys(action.component for action in self.slot.actions if isinstance(action, Stream))
+                recorder.note(
+                    kind, "", action.value, move(action.value), (start, device.mark("copy"))
+                )
+        loads = [
+            block
+            for action in self.slot.actions
+            if isinstance(action, Load)
+            for block in self._blocks(action)
+        ]
+        names = dict.fromkeys(
+            action.component for action in self.slot.actions if isinstance(action, Stream)
+        )
         names |= dict.fromkeys(residency.name for residency, _ in loads)
-        streamings = [(residencies[name], self._streaming(name, loads)) for name in names if name in self._uses]
-        reading = [residencies[action.component] for action in self.slot.actions if isinstance(action, Read)]
-        self._begin_reads(reading, loads, streamings)
+        streamings = [
+            (residencies[name], self._streaming(name, loads))
+            for name in names
+            if name in self._uses
+        ]
+        residencies_to_read = [
+            residencies[action.component]
+            for action in self.slot.actions
+            if isinstance(action, Read)
+        ]
+        self._begin_reads(residencies_to_read, loads, streamings)
         for residency, path in loads:
             residency.allocate(path)
         for residency, streaming in streamings:
             if streaming.streamed or streaming.loads:
-                self._streamers[residency.name] = Streamer(residency, streaming, recorder, self._pace)
+                self._streamers[residency.name] = Streamer(
+                    residency, streaming, recorder, self._pace
+                )
             self._stream_bytes += sum(n * residency.nbytes(path) for path, n in streaming.streamed)
-        for each in device.every:
-            each.wait("copy", each.mark("compute"))
+        for accelerator in device.all_devices:
+            accelerator.wait("copy", accelerator.mark("compute"))
         for streamer in self._streamers.values():
             streamer.open()
-        # Late those whose backing store this slot reads: their blocks must be read before they are copied. Last those from pageable
-        # memory, since the host waits for their copies: when the slot closes, all of its compute is queued.
+        # Components whose backing store this slot reads come late: their blocks must be read before
+        # they are copied. Pageable memory comes last, because the host waits for its copies: when
+        # the slot closes, all of its compute is queued.
         prefetch = sorted(
             (block for block in loads if block[0].name not in self._uses),
-            key=lambda block: (block[0].backing_store.pageable, block[0] in reading),
+            key=lambda block: (block[0].backing_store.pageable, block[0] in residencies_to_read),
         )
         self._prefetch.extend(prefetch)
         self._prefetch_bytes = sum(residency.nbytes(path) for residency, path in prefetch)
@@ -103,11 +153,11 @@ class OpenSlot:
 
     @property
     def calls(self) -> int:
-        """Calls in this slot so far, of the component that was called most."""
+        """Calls in this slot so far, of the component with the most calls."""
         return max(self._entries.values(), default=0)
 
     def enter(self, component: str) -> Mark:
-        """To be called before each call into ``component``. Returns the mark at which the call starts."""
+        """Call before each call into ``component``. Returns the mark at which the call starts."""
         self._entries[component] += 1
         if component in self._streamers:
             self._streamers[component].begin_call()
@@ -116,7 +166,7 @@ class OpenSlot:
         return self._device.mark("compute")
 
     def close(self) -> SlotTrace:
-        """Issues the copies and reads that are left, waits for all streams, and returns the measurements of the slot."""
+        """Issue the remaining copies and reads, wait for all streams, and return measurements."""
         device, recorder = self._device, self._recorder
         for streamer in self._streamers.values():
             streamer.finish()
@@ -130,11 +180,11 @@ class OpenSlot:
                 recorder.note(kind, name, path, nbytes, marks)
         for stream in ("copy", "disk", "lock"):
             device.wait("compute", device.mark(stream))
-        for helper in device.helpers:
-            device.wait("compute", helper.mark("copy"))
+        for secondary in device.secondaries:
+            device.wait("compute", secondary.mark("copy"))
         end = device.mark("compute")
-        for each in reversed(device.every):
-            each.barrier()
+        for accelerator in reversed(device.all_devices):
+            accelerator.barrier()
         self.release()
         self._values.release_originals()
         recorder.resolve_marks()
@@ -148,11 +198,14 @@ class OpenSlot:
             end_seconds=recorder.seconds(end),
             host_bytes=device.arenas.peak_bytes("arenas"),
             locked_bytes=device.arenas.peak_bytes("pinned"),
-            helper_peaks=tuple(helper.peak_bytes for helper in device.helpers),
+            secondary_peaks=tuple(secondary.peak_bytes for secondary in device.secondaries),
         )
 
     def release(self) -> None:
-        """Removes hooks and frees rings, and waits for reads that no copy needs any more. Loaded blocks stay on the device."""
+        """Remove hooks, free ring buffers, and wait for reads that no copy needs any more.
+
+        Loaded blocks stay on the device.
+        """
         for streamer in self._streamers.values():
             streamer.release()
         self._streamers.clear()
@@ -161,50 +214,89 @@ class OpenSlot:
 
     def _blocks(self, action: Load | Evict) -> list[tuple[Residency, str]]:
         residency = self._residencies[action.component]
-        return [(residency, path) for path in blocks_of(self._problem.component(action.component), action.blocks)]
+        return [
+            (residency, path)
+            for path in blocks_of(self._problem.component(action.component), action.blocks)
+        ]
 
     def _begin_reads(
-        self, reading: list[Residency], loads: list[tuple[Residency, str]], streamings: list[tuple[Residency, Streaming]]
+        self,
+        residencies_to_read: list[Residency],
+        loads: list[tuple[Residency, str]],
+        streamings: list[tuple[Residency, Streaming]],
     ) -> None:
-        """Begins the slot's `Read` actions. They are paced by its fetches: the reads of blocks that it copies from backing
-        stores on disk, for loads and for every pass of a streamed block."""
-        for residency in reading:
+        """Begin the slot's `Read` actions, paced by its fetches.
+
+        Fetches are the reads of blocks that the slot copies from backing stores on disk, for loads
+        and for every pass of a streamed block.
+        """
+        for residency in residencies_to_read:
             residency.prepare_reads()
-        passes = [(residency, path, n) for residency, streaming in streamings for path, n in streaming.streamed]
+        passes = [
+            (residency, path, n)
+            for residency, streaming in streamings
+            for path, n in streaming.streamed
+        ]
         copies = [*((residency, path, 1) for residency, path in loads), *passes]
         fetches = [copy for copy in copies if isinstance(copy[0].backing_store, Disk)]
-        stores = dict.fromkeys(residency.backing_store for residency in (*reading, *(residency for residency, _, _ in fetches)))
-        self._reads = PacedReads(stores, sum(n * residency.nbytes(path) for residency, path, n in fetches))
+        stores = dict.fromkeys(
+            residency.backing_store
+            for residency in (*residencies_to_read, *(residency for residency, _, _ in fetches))
+        )
+        self._reads = PacedReads(
+            stores, sum(n * residency.nbytes(path) for residency, path, n in fetches)
+        )
 
     def _streaming(self, component: str, loads: list[tuple[Residency, str]]) -> Streaming:
-        """What the slot copies of a component that it computes with: its own of ``loads``, and the blocks of its `Stream`."""
+        """Return the copies of the slot for a component that it computes with.
+
+        These are its blocks among ``loads``, and the blocks of its `Stream`.
+        """
         numbers, use = self._problem.component(component), self._uses[component]
-        if numbers.granularity == "layers":  # a layer that runs several times is listed as often, the remainder is not
-            order = [(k, numbers.groups[k].blocks[i]) for k, i, _ in use.order if numbers.groups[k].streamable]
+        # a layer that runs several times is listed as often, the unblocked weights are not listed
+        if numbers.granularity == "layers":
+            order = [
+                (k, numbers.groups[k].blocks[i])
+                for k, i, _ in use.order
+                if numbers.groups[k].streamable
+            ]
         else:
-            order = [(k, path) for k, of in enumerate(numbers.groups) for path in of.blocks]
-        action = next((a for a in self.slot.actions if isinstance(a, Stream) and a.component == component), None)
-        calls, kept = use.group_calls_in(self.slot.part), set(blocks_of(numbers, action.keep if action else None))
+            order = [(k, path) for k, group in enumerate(numbers.groups) for path in group.blocks]
+        action = next(
+            (a for a in self.slot.actions if isinstance(a, Stream) and a.component == component),
+            None,
+        )
+        calls, kept_blocks = (
+            use.group_calls_in(self.slot.part),
+            set(blocks_of(numbers, action.keep if action else None)),
+        )
         return Streaming(
             order=[path for _, path in order],
             loads=[path for residency, path in loads if residency.name == component],
-            streamed=[(path, calls[k]) for k, path in order if calls[k] and path not in kept],
-            ring_bytes=action.ring_bytes if action else 0,
+            streamed=[
+                (path, calls[k]) for k, path in order if calls[k] and path not in kept_blocks
+            ],
+            ring_buffer_bytes=action.ring_buffer_bytes if action else 0,
         )
 
     def _pace(self) -> None:
-        """Issues prefetch in step with streaming: the fraction of all prefetch that is issued is at most one block ahead of the
-        fraction of all streamed bytes. If nothing is streamed, all prefetch is due.
+        """Issue prefetch in step with streaming.
 
-        Only blocks that are in RAM are issued. If the next block is on disk, its read is begun.
+        The issued fraction of all prefetch is at most one block ahead of the issued fraction of all
+        streamed bytes. If nothing is streamed, all prefetch is due. Only blocks in RAM are issued.
+        If the next block is on disk, its read begins.
         """
         streamed_bytes = sum(streamer.streamed_bytes for streamer in self._streamers.values())
-        while self._prefetch and not any(streamer.waiting for streamer in self._streamers.values()):
+        while self._prefetch and not any(
+            streamer.is_waiting for streamer in self._streamers.values()
+        ):
             residency, path = self._prefetch[0]
             store = residency.backing_store
             if isinstance(store, Disk):
                 store.request(path)
-            due = self._prefetched_bytes * self._stream_bytes <= streamed_bytes * self._prefetch_bytes
+            due = (
+                self._prefetched_bytes * self._stream_bytes <= streamed_bytes * self._prefetch_bytes
+            )
             if not due or store.pageable or not store.ready(path):
                 break  # streamed blocks must not queue behind a copy that waits for its read
             self._issue_prefetch()
@@ -213,4 +305,6 @@ class OpenSlot:
         residency, path = self._prefetch.popleft()
         self._prefetched_bytes += residency.nbytes(path)
         marks = residency.load(path)
-        self._recorder.note("load", residency.name, path, residency.nbytes(path), marks, residency.device_of(path))
+        self._recorder.note(
+            "load", residency.name, path, residency.nbytes(path), marks, residency.device_of(path)
+        )

@@ -1,7 +1,8 @@
-"""Temporary files for weights with a disk backing store that no file contains in the needed form (random, quantized, with a LoRA).
+"""Temporary files for weights with a disk backing store that no file contains in the needed form.
 
-They are written once and then read like any other file. Each process has one folder, named after its id and locked by it. Folders
-of killed processes are removed when the next process starts a run.
+Such weights are random, quantized or fused with a LoRA. They are written once and then read like
+any other file. Each process has one folder, named after its id and locked by it. The next process
+that starts a run removes the folders of killed processes.
 
     TMP/graphrun-spool-1234-abcd/    lock    text_encoder_2.safetensors
 """
@@ -31,11 +32,14 @@ from graphrun.systems import take_lock
 from graphrun.units import show_size
 
 PREFIX = "graphrun-spool-"
-MARGIN_BYTES = 16 << 20  # left free on the disk
+MARGIN_BYTES = 16 << 20  # stays free on the disk
 
 
 class Spool:
-    """A folder in ``root`` (default: the system's temporary folder), created on first use and deleted by `close`."""
+    """A folder in ``root``, created on first use and deleted by `close`.
+
+    The default ``root`` is the system's temporary folder.
+    """
 
     def __init__(self, root: Path | None = None) -> None:
         self._root = root
@@ -44,42 +48,55 @@ class Spool:
         self._process = os.getpid()
 
     def writer_for(self, module: nn.Module, numbers: ComponentNumbers, writer: Any) -> Any:
-        """Writes ``module``'s blocks from ``writer`` to a file and returns a writer that reads them from there.
+        """Write ``module``'s blocks from ``writer`` to a file; return a writer that reads the file.
 
-        Returns ``writer`` itself if its files contain the weights in the needed form. Raises InputError when the disk has too
-        little free space or writing fails.
+        Returns ``writer`` itself if its files contain the weights in the needed form. Raises
+        InputError if the disk has too little free space or writing fails.
         """
         if getattr(writer, "plain", False):
             return writer
-        layouts = lay_out(module, [path for k in numbers.groups for path in k.blocks], split_layers=numbers.granularity == "layers")
+        layouts = lay_out(
+            module,
+            [path for k in numbers.groups for path in k.blocks],
+            split_layers=numbers.granularity == "layers",
+        )
         file = self._create_folder() / f"{numbers.name}.safetensors"
         total = sum(layout.nbytes for layout in layouts.values())
         try:
             free = shutil.disk_usage(file.parent).free
             if total + MARGIN_BYTES > free:
                 raise InputError(
-                    f"{numbers.name}: {show_size(total)} of weights have to be written to {file.parent}, "
+                    f"{numbers.name}: {show_size(total)} of weights have to be written to "
+                    f"{file.parent}, "
                     f"which has {show_size(free)} free: make room, or plan with less disk"
                 )
             begin = _write(file, layouts, writer)
         except OSError as error:
             file.unlink(missing_ok=True)
             raise InputError(
-                f"{numbers.name} cannot be written to {file}: {error.strerror}: make room, or plan with less disk"
+                f"{numbers.name} cannot be written to {file}: {error.strerror}: make room, or plan "
+                "with less disk"
             ) from error
         finally:
             writer.close()
         places = {path: (begin[path], layout.nbytes) for path, layout in layouts.items()}
-        places |= {_key(e): (begin[path] + e.offset, e.nbytes) for path, layout in layouts.items() for e in layout.entries}
-        stored = {key: Stored(key, "uint8", (nbytes,), nbytes, str(file), offset) for key, (offset, nbytes) in places.items()}
-        return _SpooledBlocks(FileSource(stored), layouts)
+        places |= {
+            _key(e): (begin[path] + e.offset, e.nbytes)
+            for path, layout in layouts.items()
+            for e in layout.entries
+        }
+        file_tensors = {
+            key: Stored(key, "uint8", (nbytes,), nbytes, str(file), offset)
+            for key, (offset, nbytes) in places.items()
+        }
+        return _SpooledBlocks(FileSource(file_tensors), layouts)
 
     def remove_stale(self) -> None:
-        """Removes the folders of killed processes."""
+        """Remove the folders of killed processes."""
         remove_stale(self._root or Path(tempfile.gettempdir()))
 
     def close(self) -> None:
-        """Deletes the folder. Does nothing in a forked child."""
+        """Delete the folder. Does nothing in a forked child."""
         if self._folder is not None and os.getpid() == self._process:
             if self._lock is not None:
                 self._lock.release()
@@ -98,31 +115,46 @@ class Spool:
 
 
 class _SpooledBlocks:
-    """Writer of spooled blocks: one read for each block with the layout of the file, else one read for each tensor."""
+    """Writer of spooled blocks.
+
+    Reads once for each block with the layout of the file, otherwise once for each tensor.
+    """
 
     plain = True
 
     def __init__(self, source: FileSource, layouts: Mapping[str, BlockLayout]) -> None:
         self._source = source
-        self._keys = {path: [(_key(entry), entry.offset) for entry in layout.entries] for path, layout in layouts.items()}
+        self._keys = {
+            path: [(_key(entry), entry.offset) for entry in layout.entries]
+            for path, layout in layouts.items()
+        }
 
     def write(self, layout: BlockLayout, buffer: torch.Tensor, count: Any = None) -> int:
         if self._keys.get(layout.path) == [(_key(entry), entry.offset) for entry in layout.entries]:
-            return self._source.into(layout.path, buffer[: layout.nbytes])
-        return sum(self._source.into(_key(e), buffer[e.offset : e.offset + e.nbytes]) for e in layout.entries)
+            return self._source.read_into(layout.path, buffer[: layout.nbytes])
+        return sum(
+            self._source.read_into(_key(e), buffer[e.offset : e.offset + e.nbytes])
+            for e in layout.entries
+        )
 
     def close(self) -> None:
         self._source.close()
 
 
 def _key(entry: TensorEntry) -> str:
-    """Key of one tensor in the file. It contains a space, so it never equals the path of a block."""
+    """Return the key of one tensor in the file.
+
+    It contains a space, so it never equals the path of a block.
+    """
     return f"{entry.names[0]} {entry.field}"
 
 
 def remove_stale(root: Path) -> list[Path]:
-    """Removes the spool folders in ``root`` of processes that no longer run, and returns them. Locked folders stay."""
-    removed = []
+    """Remove the spool folders in ``root`` of processes that no longer run, and return them.
+
+    Locked folders stay.
+    """
+    removed_folders = []
     for folder in sorted(root.glob(f"{PREFIX}*")):
         with contextlib.suppress(OSError):
             if (folder / "lock").exists():
@@ -132,34 +164,44 @@ def remove_stale(root: Path) -> list[Path]:
             elif _is_running(folder.name):
                 continue
             shutil.rmtree(folder, ignore_errors=True)
-            removed.append(folder)
-    return removed
+            removed_folders.append(folder)
+    return removed_folders
 
 
 def _is_running(name: str) -> bool:
-    """Whether the process that created the folder ``name`` still runs, so that it may be about to lock the folder."""
+    """Return whether the process that created the folder ``name`` still runs.
+
+    It may be about to lock the folder.
+    """
     number = name.removeprefix(PREFIX).partition("-")[0]
     return number.isdigit() and psutil.pid_exists(int(number))
 
 
 def _write(file: Path, layouts: dict[str, BlockLayout], writer: Writer) -> dict[str, int]:
-    """Writes a safetensors file with one uint8 tensor per block, one block in memory at a time. Returns block -> file offset."""
+    """Write a safetensors file with one uint8 tensor per block, and return block -> file offset.
+
+    Only one block is in memory at a time.
+    """
     header, begin = dict[str, Any](), 0
     for path, layout in layouts.items():
-        header[path or "remainder"] = {"dtype": "U8", "shape": [layout.nbytes], "data_offsets": [begin, begin + layout.nbytes]}
+        header[path or "unblocked"] = {
+            "dtype": "U8",
+            "shape": [layout.nbytes],
+            "data_offsets": [begin, begin + layout.nbytes],
+        }
         begin += layout.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     locations, start = {}, 8 + len(text)
-    with file.open("xb") as opened:
-        opened.write(len(text).to_bytes(8, "little") + text)
+    with file.open("xb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
         for path, layout in layouts.items():
             buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device="cpu")
             writer.write(layout, buffer)
             raw: Any = buffer.numpy()
-            opened.write(memoryview(raw))
+            stream.write(memoryview(raw))
             locations[path] = start
             start += layout.nbytes
-        opened.flush()
-        os.fsync(opened.fileno())
+        stream.flush()
+        os.fsync(stream.fileno())
     return locations

@@ -1,6 +1,9 @@
-"""An HTTP server for graphs that make pictures: requests are admitted by plan, and run in a process of their own.
+"""An HTTP server for graphs that make pictures. Requests are admitted by their plans, and a
+separate process runs them.
 
-    client -> app -> asked -> service -> line -> worker process (sessions)       planner process (plans of new sizes)
+    client -> app -> asked -> service -> line -> worker process (sessions)
+                                 |
+                                 +-> planner process (plans of new sizes)
 
-The server's own process imports no torch.
+The server process itself does not import torch.
 """

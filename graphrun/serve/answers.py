@@ -1,4 +1,4 @@
-"""What goes out: jobs, their pictures and figures, and graphs, as JSON and headers."""
+"""Answers as JSON and headers: jobs with their pictures and numbers, and graphs."""
 
 from __future__ import annotations
 
@@ -14,114 +14,161 @@ from graphrun.serve.service import Service
 from graphrun.serve.shares import WHOLE
 from graphrun.trace import verdict
 
-KEPT_PICTURES_BYTES = 2**28  # of pictures that were answered as URLs
+KEPT_PICTURES_BYTES = 2**28  # of all stored pictures
 
 
 class Pictures:
-    """Pictures that were answered as URLs, by a name that cannot be guessed: (bytes, content type). The oldest ones go."""
+    """Pictures that were answered as URLs, by a name that cannot be guessed: (bytes, content type).
+    The oldest pictures are evicted."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[bytes, str]] = OrderedDict()
+        self._pictures: OrderedDict[str, tuple[bytes, str]] = OrderedDict()
 
     def keep(self, picture: bytes, suffix: str) -> str:
-        """Keeps ``picture`` and returns its name."""
+        """Store ``picture`` and return its name."""
         name = secrets.token_urlsafe(24) + suffix
-        self._kept[name] = picture, f"image/{suffix.removeprefix('.')}"
-        while sum(len(data) for data, _ in self._kept.values()) > KEPT_PICTURES_BYTES:
-            self._kept.popitem(last=False)
+        self._pictures[name] = picture, f"image/{suffix.removeprefix('.')}"
+        while sum(len(data) for data, _ in self._pictures.values()) > KEPT_PICTURES_BYTES:
+            self._pictures.popitem(last=False)
         return name
 
     def get(self, name: str) -> tuple[bytes, str] | None:
-        """The picture called ``name``, if it is still there."""
-        return self._kept.get(name)
+        """Return the picture called ``name``; None if it was evicted."""
+        return self._pictures.get(name)
 
 
-def told(job: Job, service: Service, base: str) -> dict[str, Any]:
-    """A job as ``/v1/jobs/{id}`` shows it."""
-    found: dict[str, Any] = {
+def job_json(job: Job, service: Service, base: str) -> dict[str, Any]:
+    """Return a job as ``/v1/jobs/{id}`` shows it."""
+    answer: dict[str, Any] = {
         "id": job.id,
         "object": "job",
         "created": job.created,
-        "model": job.asked.graph,
+        "model": job.request.graph,
         "state": job.state,
     }
-    found |= {"stage": job.stage, "step": job.step, "steps": job.steps, "pictures": len(job.pictures)}
-    found |= {
-        "of": len(job.asked.runs),
+    answer |= {
+        "stage": job.stage,
+        "step": job.step,
+        "steps": job.steps,
+        "pictures": len(job.pictures),
+    }
+    answer |= {
+        "of": len(job.request.runs),
         "waits_seconds": service.predicted_wait(job),
         "predicted_seconds": job.seconds * service.pace,
     }
     if job.ended:
-        found |= {"result": f"{base}v1/jobs/{job.id}/result"} if job.error is None else job.error.body
-    return found
+        answer |= (
+            {"result": f"{base}v1/jobs/{job.id}/result"} if job.error is None else job.error.body
+        )
+    return answer
 
 
 def result(job: Job, pictures: Pictures, base: str) -> dict[str, Any]:
-    """The answer of the images API, with what was planned and measured beside it."""
+    """Return the answer of the images API, with the planned and measured numbers."""
     data = []
     for number, picture in enumerate(job.pictures):
-        if job.asked.as_url:
-            data.append({"url": f"{base}v1/images/files/{pictures.keep(picture, job.asked.suffix)}"})
+        if job.request.as_url:
+            data.append(
+                {"url": f"{base}v1/images/files/{pictures.keep(picture, job.request.suffix)}"}
+            )
         else:
             data.append({"b64_json": base64.b64encode(picture).decode()})
         data[-1] |= _seed(job, number)
-    first = job.asked.runs[0]
-    size = {"size": f"{first['width']}x{first['height']}"} if {"width", "height"} <= first.keys() else {}
-    kind = job.asked.suffix.removeprefix(".")
-    return {"created": job.created, "data": data, "output_format": kind, **size, "graphrun": _figures(job)}
+    first = job.request.runs[0]
+    size = (
+        {"size": f"{first['width']}x{first['height']}"}
+        if {"width", "height"} <= first.keys()
+        else {}
+    )
+    kind = job.request.suffix.removeprefix(".")
+    return {
+        "created": job.created,
+        "data": data,
+        "output_format": kind,
+        **size,
+        "graphrun": _figures(job),
+    }
 
 
 def timing(job: Job) -> str:
-    """The Server-Timing header (W3C): milliseconds of planning and in the queue, and of each stage on the device's clock."""
-    stages = {of["name"]: of["measured_seconds"] for of in _figures(job)["stages"]}
+    """Return the Server-Timing header (W3C): milliseconds of planning, of waiting, and of each
+    stage on the device's clock."""
+    stages = {stage["name"]: stage["measured_seconds"] for stage in _figures(job)["stages"]}
     return ", ".join(
-        f"{name};dur={1000 * seconds:.1f}" for name, seconds in {"plan": job.planned, "queue": job.queued, **stages}.items()
+        f"{name};dur={1000 * seconds:.1f}"
+        for name, seconds in {"plan": job.planning_seconds, "queue": job.queued, **stages}.items()
     )
 
 
 def model_of(graph: Graph, service: Service) -> dict[str, Any]:
-    """A graph as ``/v1/models`` shows it: with its inputs, the limits of a request, and its plan at the defaults."""
+    """Return a graph as ``/v1/models`` shows it: its inputs, the limits of a request, and its plan
+    at the defaults."""
     bounds = service.settings.bounds
-    found: dict[str, Any] = {"id": graph.name, "object": "model", "created": service.created, "owned_by": "graphrun"}
-    found["inputs"] = {
-        of.name: {"type": of.type, "required": of.required, **({} if of.default is None else {"default": of.default})}
-        for of in graph.inputs.values()
+    answer: dict[str, Any] = {
+        "id": graph.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "graphrun",
     }
-    found["edits"] = bool(picture_inputs(graph))
-    found["limits"] = {"n": bounds.pictures, "pixels": bounds.pixels, "steps": bounds.steps, "prompt": bounds.characters}
-    found["share"] = service.shares.get(graph.name, WHOLE)
-    planned = service.shapes.get((service.defaults[graph.name], WHOLE))
-    if planned is None or not planned.done():
-        return {**found, "plan": None}
-    if (error := planned.exception()) is not None:
-        return {**found, "plan": {"fits": False, "verdict": str(error)}}
-    shape = planned.result()
+    answer["inputs"] = {
+        spec.name: {
+            "type": spec.type,
+            "required": spec.required,
+            **({} if spec.default is None else {"default": spec.default}),
+        }
+        for spec in graph.inputs.values()
+    }
+    answer["edits"] = bool(picture_inputs(graph))
+    answer["limits"] = {
+        "n": bounds.pictures,
+        "pixels": bounds.pixels,
+        "steps": bounds.steps,
+        "prompt": bounds.characters,
+    }
+    answer["share"] = service.shares.get(graph.name, WHOLE)
+    plan = service.shapes.get((service.defaults[graph.name], WHOLE))
+    if plan is None or not plan.done():
+        return {**answer, "plan": None}
+    if (error := plan.exception()) is not None:
+        return {**answer, "plan": {"fits": False, "verdict": str(error)}}
+    shape = plan.result()
     seconds = {"first_seconds": shape.cost.first_seconds, "again_seconds": shape.cost.again_seconds}
-    return {**found, "plan": {"fits": True, "verdict": shape.verdict, **seconds, "peak_bytes": shape.peak_bytes}}
+    return {
+        **answer,
+        "plan": {"fits": True, "verdict": shape.verdict, **seconds, "peak_bytes": shape.peak_bytes},
+    }
 
 
 def _seed(job: Job, number: int) -> dict[str, Any]:
-    runs = job.asked.runs
+    runs = job.request.runs
     return {"seed": runs[number]["seed"]} if number < len(runs) and "seed" in runs[number] else {}
 
 
 def _figures(job: Job) -> dict[str, Any]:
-    """Planned beside measured; seconds of the device's clock, and the peak as nvidia-smi would show it."""
+    """Return the planned and measured numbers. Seconds are of the device's clock, and peaks are as
+    nvidia-smi would show them."""
     stages: dict[str, list[float]] = {}
-    for measured in job.measured:
-        for stage, pair in measured["stages"].items():
-            both = stages.setdefault(stage, [0.0, 0.0])
-            both[0], both[1] = both[0] + pair[0], both[1] + pair[1]
-    queue = {"planned": job.promised_at - job.admitted_at, "measured": (job.begun_at or 0.0) - job.admitted_at}
-    peaks = [max(of["peak_bytes"][kind] for of in job.measured) for kind in (0, 1)]
-    notes = [note for measured in job.measured for note in measured["notes"]]
-    overruns = [overrun for measured in job.measured for overrun in measured["overruns"]]
+    for run in job.results:
+        for stage, pair in run["stages"].items():
+            sums = stages.setdefault(stage, [0.0, 0.0])
+            sums[0], sums[1] = sums[0] + pair[0], sums[1] + pair[1]
+    queue = {
+        "planned": job.promised_at - job.admitted_at,
+        "measured": (job.begun_at or 0.0) - job.admitted_at,
+    }
+    peaks = [max(run["peak_bytes"][kind] for run in job.results) for kind in (0, 1)]
+    notes = [note for run in job.results for note in run["notes"]]
+    overruns = [overrun for run in job.results for overrun in run["overruns"]]
     return {
         "job": job.id,
-        "plan": job.measured[-1]["plan"],
+        "plan": job.results[-1]["plan"],
         "queue_seconds": queue,
-        "together": job.together,
-        "stages": [{"name": name, "planned_seconds": pair[0], "measured_seconds": pair[1]} for name, pair in stages.items()],
+        "together": job.batch_size,
+        "stages": [
+            {"name": name, "planned_seconds": pair[0], "measured_seconds": pair[1]}
+            for name, pair in stages.items()
+        ],
         "peak_bytes": {"planned": peaks[0], "measured": peaks[1]},
         "notes": notes,
         "verdict": verdict(overruns, len(notes)),

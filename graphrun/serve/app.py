@@ -11,12 +11,12 @@ from graphrun.serve import routes
 from graphrun.serve.answers import Pictures
 from graphrun.serve.errors import Refused
 from graphrun.serve.intake import Bounded
-from graphrun.serve.origins import Guarded, Names
+from graphrun.serve.origins import Guarded, ServerNames
 from graphrun.serve.service import Service
 
 
 def create_app(service: Service, host: str) -> FastAPI:
-    """The application on ``host``. ``service`` is started and closed by the caller."""
+    """Return the application on ``host``. The caller starts and closes ``service``."""
     settings = service.settings
     app = FastAPI(title="graphrun", version=settings.version, docs_url=None, redoc_url=None)
     if settings.allow_origins:
@@ -28,7 +28,9 @@ def create_app(service: Service, host: str) -> FastAPI:
             expose_headers=("Location", "Retry-After", "Server-Timing"),
             allow_private_network=True,
         )
-    app.add_middleware(Guarded, names=Names(host, settings.allow_hosts), origins=settings.allow_origins)
+    app.add_middleware(
+        Guarded, names=ServerNames(host, settings.allow_hosts), origins=settings.allow_origins
+    )
     app.add_middleware(Bounded, bounds=settings.bounds)
     pictures = Pictures()
     for router in (
@@ -46,9 +48,18 @@ def create_app(service: Service, host: str) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
-        text = "there is no such page; /openapi.json lists them" if error.status_code == 404 else str(error.detail)
+        text = (
+            "there is no such page; /openapi.json lists them"
+            if error.status_code == 404
+            else str(error.detail)
+        )
         return await refused(
-            request, Refused(error.status_code, f"{request.method} {request.url.path[:100]}: {text}", "unknown_url")
+            request,
+            Refused(
+                error.status_code,
+                f"{request.method} {request.url.path[:100]}: {text}",
+                "unknown_url",
+            ),
         )
 
     return app

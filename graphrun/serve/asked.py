@@ -1,6 +1,7 @@
-"""Turns the body of a request into inputs of a graph. Everything is bounded here, before anything is planned.
+"""Turn the body of a request into inputs of a graph. All bounds are checked here, before planning.
 
-{"prompt": ..., "size": "1024x768", "n": 2, "seed": 7, "steps": 20}   ->   two runs: height, width, seed 7 and 8, steps
+{"prompt": ..., "size": "1024x768", "n": 2, "seed": 7, "steps": 20}
+-> two runs: height, width, seeds 7 and 8, steps
 """
 
 from __future__ import annotations
@@ -21,94 +22,130 @@ from graphrun.report.verdicts import COUNTS
 from graphrun.serve.errors import Refused
 from graphrun.serve.settings import Bounds
 
-# Fields of the OpenAI API that say nothing to a graph, unless it has an input of that name.
+# Fields of the OpenAI API that are ignored, unless the graph has an input of that name.
 IGNORED = frozenset(
-    ["background", "input_fidelity", "moderation", "output_compression", "quality", "safety_identifier", "style", "user"]
+    [
+        "background",
+        "input_fidelity",
+        "moderation",
+        "output_compression",
+        "quality",
+        "safety_identifier",
+        "style",
+        "user",
+    ]
 )
 OWN = frozenset(["model", "n", "size", "response_format", "output_format", "seed"])
 FORMATS = ("png", "jpeg", "webp")
-SEEDS = 2**31  # without a seed in the request, one below this is drawn
+SEEDS = 2**31  # upper bound of drawn seeds
 
-Shape = tuple[str, tuple[tuple[str, str], ...]]
+RequestShape = tuple[str, tuple[tuple[str, str], ...]]
 """Name of a graph, and the inputs that sizes and times depend on (`graphrun.graph.settings`)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request. ``runs``: the inputs for each picture, complete. ``suffix``: of picture files. ``as_url``: answer with URLs."""
+class PictureRequest:
+    """A request. ``runs``: the complete inputs for each picture. ``suffix``: of picture files.
+    ``as_url``: answer with URLs."""
 
     graph: str
-    shape: Shape
+    shape: RequestShape
     runs: tuple[Mapping[str, Any], ...]
     suffix: str
     as_url: bool
 
 
 def picture_inputs(graph: Graph) -> list[str]:
-    """Names of the inputs that are pictures, required ones first."""
-    found = [of for of in graph.inputs.values() if of.type == "image"]
-    return [of.name for of in sorted(found, key=lambda of: not of.required)]
+    """Return the names of the picture inputs, the required ones first."""
+    pictures = [spec for spec in graph.inputs.values() if spec.type == "image"]
+    return [spec.name for spec in sorted(pictures, key=lambda spec: not spec.required)]
 
 
 def graph_of(body: Mapping[str, Any], graphs: Mapping[str, Graph]) -> Graph:
-    """The graph that ``model`` names; without it the first. Raises Refused (404)."""
+    """Return the graph named by ``model``, or the first one without it. Raises Refused (404)."""
     name = body.get("model")
     if name is None:
         return next(iter(graphs.values()))
     if not isinstance(name, str) or name not in graphs:
-        shown = str(name)[:100]
-        raise Refused(404, f"there is no model {shown!r}; models are {', '.join(graphs)}", "model_not_found", param="model")
+        label = str(name)[:100]
+        raise Refused(
+            404,
+            f"there is no model {label!r}; models are {', '.join(graphs)}",
+            "model_not_found",
+            param="model",
+        )
     return graphs[name]
 
 
-def asked_of(body: Mapping[str, Any], graph: Graph, bounds: Bounds, files: Mapping[str, Any]) -> Asked:
-    """The request in ``body`` to ``graph``. ``files``: values of the inputs that are pictures. Raises Refused (422)."""
-    named = {name: value for name, value in body.items() if value is not None}
-    fields = {name: value for name, value in named.items() if name in graph.inputs and name not in OWN}
-    unknown = [name for name in named if name not in {*fields, *OWN, *IGNORED}]
+def asked_of(
+    body: Mapping[str, Any], graph: Graph, bounds: Bounds, files: Mapping[str, Any]
+) -> PictureRequest:
+    """Return the request in ``body`` to ``graph``. ``files``: values of the picture inputs. Raises
+    Refused (422)."""
+    entries = {name: value for name, value in body.items() if value is not None}
+    fields = {
+        name: value for name, value in entries.items() if name in graph.inputs and name not in OWN
+    }
+    unknown = [name for name in entries if name not in {*fields, *OWN, *IGNORED}]
     if unknown:
-        known = [name for name in graph.inputs if name not in files]
-        message = f"{graph.name} has no input {unknown[0][:100]!r}{did_you_mean(unknown[0], known)}"
+        input_names = [name for name in graph.inputs if name not in files]
+        message = (
+            f"{graph.name} has no input {unknown[0][:100]!r}{did_you_mean(unknown[0], input_names)}"
+        )
         raise Refused(422, message, "unknown_parameter", param=unknown[0][:100])
     for name, value in fields.items():
         if graph.inputs[name].type in MEDIA_KINDS:
             raise _bad(name, "it is a file: send it to /v1/images/edits as a part of a form")
         _refuse_long(name, value, bounds)
-    seeds, count = seeds_of(graph), _count(named.get("n", 1), bounds)
-    first = named.get("seed", next((named[name] for name in seeds if name in named), None))
+    seeds, count = seeds_of(graph), _count(entries.get("n", 1), bounds)
+    first = entries.get("seed", next((entries[name] for name in seeds if name in entries), None))
     seed = secrets.randbelow(SEEDS) if first is None else _whole("seed", first)
-    fields |= _size(named.get("size", "auto"), graph)
+    fields |= _size(entries.get("size", "auto"), graph)
     runs = [{**fields, **files, **dict.fromkeys(seeds, seed + number)} for number in range(count)]
     try:
         resolved = [graph.resolve(values) for values in runs]
     except InputError as error:
         raise Refused(422, str(error), "invalid_value") from None
-    for name, found, most in _bounded(graph, resolved[0], bounds):
-        if found > most:
-            raise _bad(name, f"{found:,} {name}, and this server accepts {most:,}", "over_limit")
-    output, answer = named.get("output_format", "png"), named.get("response_format", "b64_json")
+    for name, amount, limit in _amounts(graph, resolved[0], bounds):
+        if amount > limit:
+            raise _bad(name, f"{amount:,} {name}, and this server accepts {limit:,}", "over_limit")
+    output, answer = entries.get("output_format", "png"), entries.get("response_format", "b64_json")
     if output not in FORMATS:
         raise _bad("output_format", f"it is one of {', '.join(FORMATS)}")
     if answer not in ("b64_json", "url"):
         raise _bad("response_format", "it is b64_json or url")
-    return Asked(graph.name, (graph.name, settings_of(graph, resolved[0])), tuple(resolved), f".{output}", answer == "url")
+    return PictureRequest(
+        graph.name,
+        (graph.name, settings_of(graph, resolved[0])),
+        tuple(resolved),
+        f".{output}",
+        answer == "url",
+    )
 
 
-def _bad(param: str, what: str, code: str = "invalid_value") -> Refused:
-    return Refused(422, f"{param}: {what}", code, param=param)
+def _bad(param: str, fault: str, code: str = "invalid_value") -> Refused:
+    return Refused(422, f"{param}: {fault}", code, param=param)
 
 
 def _refuse_long(name: str, value: Any, bounds: Bounds) -> None:
     texts = value if isinstance(value, list) else [value]
     if len(texts) > bounds.pictures:
-        raise _bad(name, f"a list of {len(texts):,}, and this server accepts {bounds.pictures}", "over_limit")
+        raise _bad(
+            name,
+            f"a list of {len(texts):,}, and this server accepts {bounds.pictures}",
+            "over_limit",
+        )
     for text in texts:
         if isinstance(text, str) and len(text) > bounds.characters:
-            raise _bad(name, f"{len(text):,} characters, and this server accepts {bounds.characters:,}", "over_limit")
+            raise _bad(
+                name,
+                f"{len(text):,} characters, and this server accepts {bounds.characters:,}",
+                "over_limit",
+            )
 
 
 def _whole(name: str, value: Any) -> int:
-    """``value`` as an integer; a field of a form is a text."""
+    """Return ``value`` as an integer. A field of a form is a text."""
     if isinstance(value, str) and re.fullmatch(r"-?\d{1,19}", value):
         return int(value)
     if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 2**62:
@@ -119,34 +156,45 @@ def _whole(name: str, value: Any) -> int:
 def _count(value: Any, bounds: Bounds) -> int:
     count = _whole("n", value)
     if not 1 <= count <= bounds.pictures:
-        raise _bad("n", f"{count}, and this server makes 1 to {bounds.pictures} pictures at once", "over_limit")
+        raise _bad(
+            "n",
+            f"{count}, and this server makes 1 to {bounds.pictures} pictures at once",
+            "over_limit",
+        )
     return count
 
 
 def _size(value: Any, graph: Graph) -> dict[str, int]:
     if value == "auto":
         return {}
-    if not isinstance(value, str) or not (found := re.fullmatch(r"(\d{1,6})x(\d{1,6})", value)):
+    if not isinstance(value, str) or not (match := re.fullmatch(r"(\d{1,6})x(\d{1,6})", value)):
         raise _bad("size", "it is auto, or width and height in pixels such as 1024x768")
     if not {"height", "width"} <= graph.inputs.keys():
         raise _bad("size", f"{graph.name} makes pictures of one size: leave it out")
-    return {"width": int(found[1]), "height": int(found[2])}
+    return {"width": int(match[1]), "height": int(match[2])}
 
 
-def _bounded(graph: Graph, values: Mapping[str, Any], bounds: Bounds) -> Iterator[tuple[str, int, int]]:
-    """What the stages are told of steps, pixels and pictures: (name, found, accepted)."""
+def _amounts(
+    graph: Graph, values: Mapping[str, Any], bounds: Bounds
+) -> Iterator[tuple[str, int, int]]:
+    """Yield (name, amount, limit) for steps, pixels and pictures, from the arguments of the
+    stages."""
     for stage in graph.stages:
-        told = {name: _value(of, values) for name, of in stage.arguments.items()}
-        for name, value in told.items():
+        arguments = {name: _value(argument, values) for name, argument in stage.arguments.items()}
+        for name, value in arguments.items():
             if name.endswith("steps") and isinstance(value, int):
                 yield "steps", value, bounds.steps
-        count = _product(told.get(name) for name in COUNTS)
+        count = _product(arguments.get(name) for name in COUNTS)
         yield "pictures", count, bounds.pictures
-        yield "pixels", _product(told.get(name) for name in ("height", "width")), bounds.pixels
+        yield "pixels", _product(arguments.get(name) for name in ("height", "width")), bounds.pixels
 
 
 def _value(argument: Any, values: Mapping[str, Any]) -> Any:
-    return values[argument.name] if isinstance(argument, Reference) and argument.kind == "input" else argument
+    return (
+        values[argument.name]
+        if isinstance(argument, Reference) and argument.kind == "input"
+        else argument
+    )
 
 
 def _product(values: Iterable[Any]) -> int:

@@ -1,6 +1,7 @@
-"""A process of the server that answers over a pipe. It ends when the server does, however that ended.
+"""A process of the server that answers over a pipe. It ends when the server ends, for whatever
+reason.
 
-Signals that a terminal or a service manager sends to all processes are left to the server.
+Signals that a terminal or a service manager sends to all processes are handled by the server only.
 """
 
 from __future__ import annotations
@@ -25,25 +26,39 @@ Main = Callable[[Connection, Settings], None]
 
 
 class Child:
-    """A process that runs ``main(connection, settings)``. In the event loop, ``heard(kind, **content)`` is called with each
-    message, and ``died()`` once when the process has ended without `stop`."""
+    """A process that runs ``main(connection, settings)``.
 
-    def __init__(self, main: Main, settings: Settings, heard: Callable[..., None], died: Callable[[], None]) -> None:
-        context = multiprocessing.get_context("spawn")  # a process with CUDA or threads cannot be forked
-        self._loop, self._heard, self._died, self._stopped = asyncio.get_running_loop(), heard, died, False
+    The event loop calls ``heard(kind, **content)`` with each message, and ``died()`` once if the
+    process ends without `stop`.
+    """
+
+    def __init__(
+        self, main: Main, settings: Settings, heard: Callable[..., None], died: Callable[[], None]
+    ) -> None:
+        # a process with CUDA or threads cannot be forked
+        context = multiprocessing.get_context("spawn")
+        self._loop, self._heard, self._died, self._stopped = (
+            asyncio.get_running_loop(),
+            heard,
+            died,
+            False,
+        )
         self._connection, other = context.Pipe()
-        self.process = context.Process(target=_begin, args=(main, other, settings), daemon=True, name=main.__name__)
+        self.process = context.Process(
+            target=_begin, args=(main, other, settings), daemon=True, name=main.__name__
+        )
         self.process.start()
         other.close()  # else the pipe stays open when the process ends
         threading.Thread(target=self._listen, daemon=True).start()
 
     def send(self, kind: str, **content: Any) -> None:
-        """Sends a message. One to a process that has ended is lost: `died` is called."""
+        """Send a message. A message to a process that has ended is lost; ``died`` is called
+        then."""
         with contextlib.suppress(OSError):
             self._connection.send((kind, content))
 
     def stop(self) -> None:
-        """Ends the process, after `STOP_SECONDS` whatever it does."""
+        """End the process. It is killed after `STOP_SECONDS`."""
         self._stopped = True
         self.send("stop")
         self.process.join(STOP_SECONDS)
@@ -51,15 +66,16 @@ class Child:
         self.process.join()
 
     def _listen(self) -> None:
-        with contextlib.suppress(EOFError, OSError, RuntimeError):  # RuntimeError: the event loop is closed
+        # RuntimeError: the event loop is closed
+        with contextlib.suppress(EOFError, OSError, RuntimeError):
             while True:
                 kind, content = self._connection.recv()
-                self._loop.call_soon_threadsafe(self._tell, kind, content)
+                self._loop.call_soon_threadsafe(self._notify, kind, content)
         self.process.join()
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._end)
 
-    def _tell(self, kind: str, content: dict[str, Any]) -> None:
+    def _notify(self, kind: str, content: dict[str, Any]) -> None:
         if not self._stopped:
             self._heard(kind, **content)
 
@@ -70,7 +86,8 @@ class Child:
 
 
 def leave_signals() -> None:
-    """Leaves the signals that end a server to its own process. Call it again after libraries that take them."""
+    """Ignore the signals that end a server: its own process handles them. Call this again after
+    libraries that install handlers."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
@@ -79,5 +96,6 @@ def _begin(main: Main, connection: Connection, settings: Settings) -> None:
     escape_log()
     leave_signals()
     raise_limits(**settings.limits)
-    with without_notices(), contextlib.suppress(EOFError, BrokenPipeError):  # the server has ended
+    # EOFError, BrokenPipeError: the server has ended
+    with without_notices(), contextlib.suppress(EOFError, BrokenPipeError):
         main(connection, settings)

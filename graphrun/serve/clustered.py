@@ -1,7 +1,8 @@
-"""The worker process of a server whose pipelines run on the devices of a cluster. It holds no weights: actors of Ray do.
+"""The worker process of a server that runs its pipelines on a cluster. It holds no weights: Ray
+actors hold them.
 
-Requests that go together are a stream through the devices (`graphrun.cluster.flow`). A request is cancelled when a device has ended
-the stages that it is at.
+A batch is a stream through the devices (`graphrun.cluster.flow`). A cancelled request stops when a
+device finishes the request's current stages.
 """
 
 from __future__ import annotations
@@ -15,107 +16,135 @@ from typing import TYPE_CHECKING, Any
 from graphrun import api
 from graphrun.batch.watch import LeftOut, Watcher
 from graphrun.serve.settings import Settings
-from graphrun.serve.worker import Cancelled, Group, Worker, work_forever
+from graphrun.serve.worker import Cancelled, GraphShare, RequestWorker, work_forever
 
 if TYPE_CHECKING:
     from graphrun.batch.queue import Batch
     from graphrun.batch.requests import Request
     from graphrun.graph.graph import Graph
-    from graphrun.serve.together import Asked
+    from graphrun.serve.together import RunRequest
 
 
 def work_on_a_cluster(connection: Connection, settings: Settings) -> None:
-    """As `graphrun.serve.worker.work_forever`."""
+    """Run requests, like `graphrun.serve.worker.work_forever`."""
     work_forever(connection, settings, ClusterWorker)
 
 
-class ClusterWorker(Worker):
-    """Runs requests on the devices of ``settings.cluster``. Graphs have them in turn. Raises InputError where Ray is not there."""
+class ClusterWorker(RequestWorker):
+    """Runs requests on the devices of ``settings.cluster``. Graphs take turns on the devices.
+    Raises InputError if Ray is not installed."""
 
     def _open(self) -> None:
-        from graphrun.cluster.actors import OnCluster
+        from graphrun.cluster.actors import ClusterRunner
 
         cluster = self._settings.cluster
         assert cluster is not None
-        self._on = OnCluster(cluster, "throughput", self._settings.cache, self._settings.budgets, items=api.RUNS)
-        self._on.join()
-        self._label, self._virtual = cluster.label, all(of.hardware.device == "sim" for of in cluster.devices)
-        self._batch: Batch | None = None  # under way
-        self._past_seconds = 0.0  # of those before
-        self._warm = set[str]()  # devices that have run since the placement changed
+        self._runner = ClusterRunner(
+            cluster, "throughput", self._settings.cache, self._settings.budgets, items=api.RUNS
+        )
+        self._runner.join()
+        self._label, self._virtual = (
+            cluster.label,
+            all(device.hardware.device == "sim" for device in cluster.devices),
+        )
+        self._batch: Batch | None = None  # the current one
+        self._past_seconds = 0.0  # of earlier batches
+        self._warm = set[str]()  # devices that have run since the last change of placement
 
     def close(self) -> None:
-        """Ends the actors."""
-        self._on.close()
+        """End the actors."""
+        self._runner.close()
 
     @property
     def clock_seconds(self) -> float:
-        """Seconds since the start; of virtual time, which all devices share, on simulated ones."""
+        """Seconds since the start. On simulated devices they are virtual and shared by all
+        devices."""
         if not self._virtual:
             return time.monotonic() - self._began
         return self._past_seconds + (self._batch.seconds if self._batch is not None else 0.0)
 
-    def _made(
-        self, asked: Asked, group: Group, graph: Graph, budgets: Mapping[str, int], beside: Collection[Group]
+    def _execute(
+        self,
+        run: RunRequest,
+        group: GraphShare,
+        graph: Graph,
+        budgets: Mapping[str, int],
+        resident_groups: Collection[GraphShare],
     ) -> dict[str, Any]:
-        told = dict[str, Any]()
-        self._stream([asked], graph, lambda _, made: told.update(made), strict=True)
-        if not told:
+        answer = dict[str, Any]()
+        self._stream([run], graph, lambda _, entries: answer.update(entries), strict=True)
+        if not answer:
             raise Cancelled("cancelled")
-        return told
+        return answer
 
     def _run_together(
         self,
-        every: Sequence[Asked],
-        group: Group,
+        runs: Sequence[RunRequest],
+        group: GraphShare,
         graph: Graph,
         segments: tuple[tuple[str, ...], ...],
         budgets: Mapping[str, int],
-        beside: Collection[Group],
+        resident_groups: Collection[GraphShare],
     ) -> None:
-        def done(asked: Asked, made: Mapping[str, Any]) -> None:
-            self._tell("done", id=asked.id, number=asked.number, **made)
+        def done(run: RunRequest, entries: Mapping[str, Any]) -> None:
+            self._notify("done", id=run.id, number=run.number, **entries)
 
-        self._stream(every, graph, done, strict=False)
+        self._stream(runs, graph, done, strict=False)
 
     def _stream(
-        self, every: Sequence[Asked], graph: Graph, done: Callable[[Asked, Mapping[str, Any]], None], *, strict: bool
+        self,
+        runs: Sequence[RunRequest],
+        graph: Graph,
+        on_done: Callable[[RunRequest, Mapping[str, Any]], None],
+        *,
+        strict: bool,
     ) -> None:
-        """Runs ``every`` of one shape. ``done`` is called with what each has made. ``strict``: raises the error of the first that
-        fails, in place of ``apart``."""
+        """Run ``runs``, all of one shape. ``on_done`` gets the message fields of each finished run.
+
+        ``strict``: raise the error of the first run that fails, instead of sending ``apart``.
+        """
         from graphrun.batch.cache.reuse import reuse_for
         from graphrun.batch.queue import BatchContext, run_requests
         from graphrun.batch.requests import Request
-        from graphrun.serve.together import Measured, saved
+        from graphrun.serve.together import RunFigures, save_pictures
 
         settings, allow = self._settings, graph.allowed(self._settings.budgets.get("allow", ()))
 
-        def elsewhere(graph: Graph, requests: Sequence[Request], context: BatchContext, batch: Batch) -> None:
-            before = self._on.placement
-            if self._on.place(graph, requests) is not before:
+        def elsewhere(
+            graph: Graph, requests: Sequence[Request], context: BatchContext, batch: Batch
+        ) -> None:
+            previous = self._runner.placement
+            if self._runner.place(graph, requests) is not previous:
                 self._warm.clear()
             self._batch = batch
-            self._on(graph, requests, context, batch)
+            self._runner(graph, requests, context, batch)
 
         def sink(request: Request, outputs: Mapping[str, Any]) -> list[Path]:
-            asked, measured = every[request.number - 1], Measured()
+            run, figures = runs[request.number - 1], RunFigures()
             assert self._batch is not None
-            assert self._on.placement is not None
-            solutions = {of.name: of.column.solution for of in self._on.placement.assignments}
+            assert self._runner.placement is not None
+            solutions = {
+                assignment.name: assignment.column.solution
+                for assignment in self._runner.placement.assignments
+            }
             for lane in self._batch.lanes:
                 if lane.request == request.number and lane.trace is not None:
                     solution = solutions[lane.device]
                     assert solution is not None
-                    measured.add(lane.trace, solution, lane.device in self._warm, 0)
+                    figures.add(lane.trace, solution, lane.device in self._warm, 0)
                     self._warm.add(lane.device)
-            done(asked, saved(asked, outputs, graph, settings.version, measured, measured.plan))
+            on_done(
+                run, save_pictures(run, outputs, graph, settings.version, figures, figures.plan)
+            )
             return []
 
         def reuse(values: Mapping[str, Any]) -> Any:
             assert settings.reuse != "none"
-            return reuse_for(graph, values, self._label, settings.cache, settings.reuse, allow, None)
+            return reuse_for(
+                graph, values, self._label, settings.cache, settings.reuse, allow, None
+            )
 
-        nowhere: Any = None  # to plan and to run is the cluster's
+        nowhere: Any = None  # the cluster plans and runs
         context = BatchContext(
             estimate=nowhere,
             solve=nowhere,
@@ -125,32 +154,51 @@ class ClusterWorker(Worker):
             journal=None,
             device=None,
             sink=sink,
-            watcher=_Watching(every, self._tell, self._is_cancelled, strict),
+            watcher=_ClusterWatcher(runs, self._notify, self._is_cancelled, strict),
             strict=strict,
-            elsewhere=elsewhere,
+            dispatch=elsewhere,
         )
         try:
-            run_requests(graph, [Request(number, asked.inputs) for number, asked in enumerate(every, 1)], context)
+            run_requests(
+                graph,
+                [Request(number, picture_run.inputs) for number, picture_run in enumerate(runs, 1)],
+                context,
+            )
         finally:
             self._past_seconds, self._batch = self.clock_seconds, None
 
-    def _ended(self, group: Group, ids: Collection[str]) -> None:
+    def _end_run(self, group: GraphShare, ids: Collection[str]) -> None:
         self.cancelled.difference_update(ids)
 
 
-class _Watching(Watcher):
-    """Tells the stage that each request is at, and which are left out."""
+class _ClusterWatcher(Watcher):
+    """Reports the current stage of each request, and the requests that are left out."""
 
-    def __init__(self, every: Sequence[Asked], tell: Callable[..., None], is_cancelled: Callable[[str], bool], alone: bool) -> None:
-        self._every, self._tell, self._is_cancelled, self._alone = every, tell, is_cancelled, alone
+    def __init__(
+        self,
+        runs: Sequence[RunRequest],
+        notify: Callable[..., None],
+        is_cancelled: Callable[[str], bool],
+        strict: bool,
+    ) -> None:
+        self._runs, self._notify, self._is_cancelled, self._strict = (
+            runs,
+            notify,
+            is_cancelled,
+            strict,
+        )
 
     def begins_on(self, device: str, stages: Sequence[str], request: Request) -> None:
-        asked = self._every[request.number - 1]
-        if self._is_cancelled(asked.id):
+        run = self._runs[request.number - 1]
+        if self._is_cancelled(run.id):
             raise LeftOut("cancelled")
-        self._tell("step", id=asked.id, stage=stages[0], done=0, steps=0)
+        self._notify("step", id=run.id, stage=stages[0], done=0, steps=0)
 
     def left_out(self, request: Request) -> None:
-        asked = self._every[request.number - 1]
-        if not self._alone:
-            self._tell("cancelled" if self._is_cancelled(asked.id) else "apart", id=asked.id, number=asked.number)
+        run = self._runs[request.number - 1]
+        if not self._strict:
+            self._notify(
+                "cancelled" if self._is_cancelled(run.id) else "apart",
+                id=run.id,
+                number=run.number,
+            )

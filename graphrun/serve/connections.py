@@ -1,4 +1,5 @@
-"""Connections of the server: how long one may wait for its client, and which one ends where there are too many."""
+"""Connections of the server: how long each may wait for its client, and which one is closed if
+there are too many."""
 
 from __future__ import annotations
 
@@ -14,28 +15,36 @@ from graphrun.serve.settings import Settings
 
 
 def protocol_within(settings: Settings) -> type[H11Protocol]:
-    """Return uvicorn's HTTP/1.1 protocol with bounds: it waits for headers, and for clients that do not read, without end.
+    """Return uvicorn's HTTP/1.1 protocol with bounds. Without them, uvicorn waits forever for
+    headers and for clients that do not read.
 
-    Where more than ``settings.connections`` are open, the one that has waited longest for its client is cut off. Where the
-    server works for all of them, the new one gets 503. uvicorn's own limit counts connections that wait, too.
+    If more than ``settings.connections`` are open, the one that has waited longest for its client
+    is cut off. If the server is working for all of them, the new one gets 503. uvicorn's own limit
+    would count waiting connections too.
     """
     bounds = settings.bounds
-    busy = Refused(503, f"{settings.connections} connections have requests at work", "busy", retry_seconds=5)
+    busy = Refused(
+        503, f"{settings.connections} connections have requests at work", "busy", retry_seconds=5
+    )
     refusal = JSONResponse(busy.body, busy.status, headers={**busy.headers, "Connection": "close"})
 
     class Protocol(H11Protocol):
-        _since = 0.0  # when the wait for the client began
+        _wait_start = 0.0  # when the wait for the client began
         _headers: asyncio.TimerHandle | None = None
         _reader: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self._since = self.loop.time()
+            self._wait_start = self.loop.time()
             self._expect_headers()
             if len(self.connections) > settings.connections:
-                others = [each for each in self.connections if isinstance(each, Protocol) and each is not self]
-                if waiting := [each for each in others if each.waits_for_client]:
-                    min(waiting, key=lambda each: each._since).cut_off()
+                peers = [
+                    peer
+                    for peer in self.connections
+                    if isinstance(peer, Protocol) and peer is not self
+                ]
+                if idle_peers := [peer for peer in peers if peer.waits_for_client]:
+                    min(idle_peers, key=lambda peer: peer._wait_start).cut_off()
                 else:
                     self.app = refusal
 
@@ -44,13 +53,13 @@ def protocol_within(settings: Settings) -> type[H11Protocol]:
             self._expect_headers()
 
         def on_response_complete(self) -> None:
-            self._since = self.loop.time()
+            self._wait_start = self.loop.time()
             super().on_response_complete()
             self._expect_headers()
             self._expect_reader()
 
         def pause_writing(self) -> None:
-            self._since = self.loop.time()
+            self._wait_start = self.loop.time()
             super().pause_writing()
             self._expect_reader()
 
@@ -62,17 +71,18 @@ def protocol_within(settings: Settings) -> type[H11Protocol]:
 
         @property
         def waits_for_client(self) -> bool:
-            """Whether the client has to send or to read, and nothing is done for it meanwhile."""
+            """Whether the server waits for the client to send or read, and does nothing else for
+            it."""
             sends = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
             return sends or self.flow.write_paused or self.transport.is_closing()
 
         def cut_off(self) -> None:
-            """Ends the connection at once. Bytes that the client has not read are lost."""
+            """Close the connection at once. Bytes that the client has not read are lost."""
             self.connections.discard(self)
             self.transport.abort()
 
         def _expect_headers(self) -> None:
-            """Starts the timer where headers are awaited, and stops it when they have come."""
+            """Start the timer when headers are awaited, and stop it when they have arrived."""
             waits = self.conn.their_state is h11.IDLE
             if not waits and self._headers is not None:
                 self._headers.cancel()
@@ -81,16 +91,19 @@ def protocol_within(settings: Settings) -> type[H11Protocol]:
                 self._headers = self.loop.call_later(bounds.body_seconds, self.transport.close)
 
         def _expect_reader(self) -> None:
-            """Cuts off a client that reads no byte for a while, though there are some. Closing alone would wait for it."""
+            """Cut off a client that reads no byte for a while although some are waiting. Closing
+            alone would wait for the client."""
             if self._reader is None:
                 self._look_for_reader(-1)
 
-        def _look_for_reader(self, before: int) -> None:
-            left = self.transport.get_write_buffer_size()
+        def _look_for_reader(self, previous_bytes: int) -> None:
+            unsent_bytes = self.transport.get_write_buffer_size()
             self._reader = None
-            if left == before:
+            if unsent_bytes == previous_bytes:
                 self.cut_off()
-            elif left > 0:
-                self._reader = self.loop.call_later(bounds.idle_seconds, self._look_for_reader, left)
+            elif unsent_bytes > 0:
+                self._reader = self.loop.call_later(
+                    bounds.idle_seconds, self._look_for_reader, unsent_bytes
+                )
 
     return Protocol

@@ -1,4 +1,5 @@
-"""What comes in: bodies bounded in bytes and seconds before anything looks at them, keys, and requests made of bodies."""
+"""Read requests: bound their bodies in bytes and seconds before anything parses them, check keys,
+and turn bodies into requests."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from graphrun.errors import InputError
 from graphrun.graph import media
 from graphrun.graph.graph import Graph
 from graphrun.reading import parse_json
-from graphrun.serve.asked import Asked, asked_of, graph_of, picture_inputs
+from graphrun.serve.asked import PictureRequest, asked_of, graph_of, picture_inputs
 from graphrun.serve.errors import Refused
 from graphrun.serve.keys import owner_of
 from graphrun.serve.settings import Bounds
@@ -28,8 +29,9 @@ T = TypeVar("T")
 class Bounded:
     """ASGI middleware that bounds the body of a request, in bytes and in seconds.
 
-    An answer that comes before the end of the body is the last one of its connection. As much of the body is read after
-    it as a body may have, so that a client that sends on gets the answer and not a reset (RFC 9112, 9.6).
+    An answer sent before the end of the body closes the connection. Afterwards the rest of the body
+    is read, up to the size limit, so that the client gets the answer instead of a reset (RFC 9112,
+    9.6).
     """
 
     def __init__(self, app: ASGIApp, bounds: Bounds) -> None:
@@ -47,7 +49,10 @@ class Bounded:
             started = True
             if message["type"] == "http.response.start" and not body.ended:
                 early = True
-                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+                message = {
+                    **message,
+                    "headers": [*message.get("headers", ()), (b"connection", b"close")],
+                }
             elif early and not message.get("more_body", False):
                 await send({**message, "more_body": True})
                 await body.discard()
@@ -56,26 +61,30 @@ class Bounded:
 
         try:
             await self._app(scope, body.receive, answer)
-        except asyncio.CancelledError:  # by uvicorn, which ends; it would log a traceback and answer 500
+        # uvicorn is stopping; without this it would log a traceback and answer 500
+        except asyncio.CancelledError:
             if not started:
                 error = Refused.stopping()
-                await JSONResponse(error.body, error.status, headers=error.headers)(scope, receive, send)
+                await JSONResponse(error.body, error.status, headers=error.headers)(
+                    scope, receive, send
+                )
 
 
 class _Body:
-    """The body of one request, as it comes. ``ended``: whether all of it has come."""
+    """The body of one request, as it arrives. ``ended``: whether all of it has arrived."""
 
     def __init__(self, scope: Scope, receive: Receive, bounds: Bounds) -> None:
         headers = dict(scope["headers"])
         self._length, self._got = int(headers.get(b"content-length", b"0")), 0
         form = headers.get(b"content-type", b"").lower().startswith(b"multipart/form-data")
-        self._most = bounds.upload_bytes if form else bounds.body_bytes
+        self._limit_bytes = bounds.upload_bytes if form else bounds.body_bytes
         self._receive, self._bounds = receive, bounds
         self._deadline = asyncio.get_running_loop().time() + bounds.body_seconds
         self.ended = self._length == 0 and b"transfer-encoding" not in headers
 
     async def receive(self) -> Message:
-        """The next message. Raises Refused where the body is too large or too slow, or its client has left."""
+        """Return the next message. Raises Refused if the body is too large or too slow, or if the
+        client has left."""
         if self.ended:
             return await self._receive()
         self._refuse_large(self._length)
@@ -85,20 +94,24 @@ class _Body:
         return message
 
     async def discard(self) -> None:
-        """Reads on, as many bytes as a body may have."""
-        left = self._most
+        """Read and drop the rest of the body, up to the size limit."""
+        rest_bytes = self._limit_bytes
         with contextlib.suppress(Refused):
-            while not self.ended and left > 0:
-                left -= len((await self._part()).get("body", b""))
+            while not self.ended and rest_bytes > 0:
+                rest_bytes -= len((await self._part()).get("body", b""))
 
     async def _part(self) -> Message:
-        now, idle = asyncio.get_running_loop().time(), self._bounds.idle_seconds
+        start, idle = asyncio.get_running_loop().time(), self._bounds.idle_seconds
         try:
-            async with asyncio.timeout_at(min(self._deadline, now + idle)):
+            async with asyncio.timeout_at(min(self._deadline, start + idle)):
                 message = await self._receive()
         except TimeoutError:
             late = f"the body did not come within {self._bounds.body_seconds:g} s"
-            text = late if now + idle >= self._deadline else f"nothing came for {idle:g} s, and the body has not ended"
+            text = (
+                late
+                if start + idle >= self._deadline
+                else f"nothing came for {idle:g} s, and the body has not ended"
+            )
             raise Refused(408, text, "timeout") from None
         if message["type"] == "http.disconnect":
             raise Refused(499, "the client has left", "client_left")  # nobody reads it
@@ -106,34 +119,44 @@ class _Body:
         return message
 
     def _refuse_large(self, nbytes: int) -> None:
-        if nbytes > self._most:
-            raise Refused(413, f"the body has more than {self._most:,} bytes", "too_large")
+        if nbytes > self._limit_bytes:
+            raise Refused(413, f"the body has more than {self._limit_bytes:,} bytes", "too_large")
 
 
 def owner_in(request: Request, keys: Mapping[str, str]) -> str:
-    """The name whose key the request has; with no keys, nobody's. Raises Refused (401)."""
+    """Return the name whose key the request has; an empty name if the server has no keys. Raises
+    Refused (401)."""
     if not keys:
         return ""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    found = owner_of(key.strip(), keys) if scheme.lower() == "bearer" else None
-    if found is None:
+    owner = owner_of(key.strip(), keys) if scheme.lower() == "bearer" else None
+    if owner is None:
         text = "the API key is wrong" if key else "an API key is needed: Authorization: Bearer KEY"
         raise Refused(401, text, "invalid_api_key")
-    return found
+    return owner
 
 
-async def generation_in(request: Request, graphs: Mapping[str, Graph], bounds: Bounds) -> Asked:
-    """The request in a JSON body. Raises Refused."""
+async def generation_in(
+    request: Request, graphs: Mapping[str, Graph], bounds: Bounds
+) -> PictureRequest:
+    """Return the request in a JSON body. Raises Refused."""
     body = await _json(request)
     graph = graph_of(body, graphs)
-    needed = [name for name in picture_inputs(graph) if graph.inputs[name].required]
-    if needed:
-        raise Refused(422, f"{graph.name} takes a picture: send it to /v1/images/edits", "picture_needed", param=needed[0])
+    required = [name for name in picture_inputs(graph) if graph.inputs[name].required]
+    if required:
+        raise Refused(
+            422,
+            f"{graph.name} takes a picture: send it to /v1/images/edits",
+            "picture_needed",
+            param=required[0],
+        )
     return asked_of(body, graph, bounds, {})
 
 
-async def edit_in(request: Request, graphs: Mapping[str, Graph], bounds: Bounds, folder: Path) -> Asked:
-    """The request in a form, with its files written to ``folder``. Raises Refused."""
+async def edit_in(
+    request: Request, graphs: Mapping[str, Graph], bounds: Bounds, folder: Path
+) -> PictureRequest:
+    """Return the request in a form, and write its files to ``folder``. Raises Refused."""
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise Refused(415, "send a form, with Content-Type: multipart/form-data", "not_a_form")
     async with request.form(max_files=8, max_fields=64, max_part_size=bounds.body_bytes) as form:
@@ -148,19 +171,35 @@ async def edit_in(request: Request, graphs: Mapping[str, Graph], bounds: Bounds,
     names = picture_inputs(graph)
     if not names:
         takers = [other.name for other in graphs.values() if picture_inputs(other)]
-        message = f"{graph.name} takes no picture; models that do: {', '.join(takers) or 'none here'}"
+        message = (
+            f"{graph.name} takes no picture; models that do: {', '.join(takers) or 'none here'}"
+        )
         raise Refused(404, message, "model_not_found", param="model")
-    places = {"image": names[0], **{of.name: of.name for of in graph.inputs.values() if of.type in ("image", "mask")}}
+    places = {
+        "image": names[0],
+        **{
+            spec.name: spec.name for spec in graph.inputs.values() if spec.type in ("image", "mask")
+        },
+    }
     if "mask" in uploads and "mask" not in places:
-        places["mask"] = next((of.name for of in graph.inputs.values() if of.type == "mask"), "mask")
+        places["mask"] = next(
+            (spec.name for spec in graph.inputs.values() if spec.type == "mask"), "mask"
+        )
     files: dict[str, Any] = {}
     folder.mkdir(parents=True)
     for name, contents in uploads.items():
         target = graph.inputs.get(places.get(name, ""))
         if target is None:
-            raise Refused(422, f"{graph.name} takes no file {name[:100]!r}", "unknown_parameter", param=name[:100])
+            raise Refused(
+                422,
+                f"{graph.name} takes no file {name[:100]!r}",
+                "unknown_parameter",
+                param=name[:100],
+            )
         if len(contents) > 1:
-            raise Refused(422, f"{name}: {len(contents)} files, and one is taken", "invalid_value", param=name)
+            raise Refused(
+                422, f"{name}: {len(contents)} files, and one is taken", "invalid_value", param=name
+            )
         path = folder / target.name
         path.write_bytes(contents[0])
         files[target.name] = await asyncio.to_thread(_picture, name, target.type, path)
@@ -168,7 +207,7 @@ async def edit_in(request: Request, graphs: Mapping[str, Graph], bounds: Bounds,
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of ``work``, which is cancelled when the client leaves."""
+    """Return the result of ``work``. If the client leaves, ``work`` is cancelled."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -181,13 +220,20 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
             raise Refused(499, "the client has left", "client_left")  # nobody reads it
         return task.result()
     finally:
-        for each in (task, leaving):
-            each.cancel()
+        for future in (task, leaving):
+            future.cancel()
 
 
 async def _json(request: Request) -> dict[str, Any]:
-    """The JSON object in the body. Another content type is refused: a browser sends those to other sites without asking."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    """Return the JSON object in the body.
+
+    Another content type is refused, because browsers send some types across sites without a
+    preflight request.
+    """
+    if (
+        request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        != "application/json"
+    ):
         raise Refused(415, "send JSON, with Content-Type: application/json", "not_json")
     try:
         body = parse_json(await request.body())
@@ -199,8 +245,11 @@ async def _json(request: Request) -> dict[str, Any]:
 
 
 def _picture(name: str, kind: str, path: Path) -> Any:
-    """The picture in the file ``path``. Raises Refused (422) without the path."""
+    """Return the picture in the file ``path``. Raises Refused (422), with a message that hides the
+    path."""
     try:
         return media.accept(kind, path)
     except (InputError, ValueError) as error:
-        raise Refused(422, f"{name}: {str(error).replace(str(path), 'the file')}", "invalid_value", param=name) from None
+        raise Refused(
+            422, f"{name}: {str(error).replace(str(path), 'the file')}", "invalid_value", param=name
+        ) from None

@@ -1,4 +1,4 @@
-"""One request from its admission to its pictures."""
+"""One request, from its admission to its pictures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from graphrun.serve.asked import Asked
+from graphrun.serve.asked import PictureRequest
 from graphrun.serve.errors import Refused
 
 ENDED = ("done", "failed", "cancelled")
@@ -18,14 +18,18 @@ ENDED = ("done", "failed", "cancelled")
 
 @dataclass(eq=False)
 class Job:
-    """``state``: waiting, running, or one of `ENDED`. ``stage``, ``step``, ``steps``, ``preview`` (PNG) are of the run under way.
+    """A request and its state.
 
-    Seconds of the device's clock: ``admitted_at``, ``promised_at`` (predicted to begin), ``begun_at``. Seconds of the wall:
-    ``planned`` and ``queued``. ``together``: requests that went stage by stage with it, itself included. ``measured``: of each run
-    that has ended, as the worker sends it. ``attempts``: workers that died.
+    ``state``: waiting, running, or one of `ENDED`. ``stage``, ``step``, ``steps`` and ``preview``
+    (PNG) belong to the current run.
+
+    Seconds of the device's clock: ``admitted_at``, ``promised_at`` (predicted start) and
+    ``begun_at``. Wall seconds: ``planning_seconds`` and ``queued``. ``batch_size``: requests in the
+    batch, this one included. ``results``: the worker's message for each finished run. ``attempts``:
+    workers that died under this request.
     """
 
-    asked: Asked
+    request: PictureRequest
     owner: str
     folder: Path
     preview_wanted: bool
@@ -37,43 +41,46 @@ class Job:
     steps: int = 0
     preview: bytes | None = None
     pictures: list[bytes] = field(default_factory=list)
-    measured: list[dict[str, Any]] = field(default_factory=list)
+    results: list[dict[str, Any]] = field(default_factory=list)
     error: Refused | None = None
     admitted_at: float = 0.0
     promised_at: float = 0.0
     begun_at: float | None = None
     submitted: float = field(default_factory=time.monotonic)
-    planned: float = 0.0
+    planning_seconds: float = 0.0
     queued: float = 0.0
     attempts: int = 0
-    together: int = 1
-    budgets: Mapping[str, int] = field(default_factory=dict)  # of its share; empty: all
-    seconds: float = 0.0  # predicted, of the runs
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    batch_size: int = 1
+    budgets: Mapping[str, int] = field(
+        default_factory=dict
+    )  # of its share; empty: the whole budgets
+    seconds: float = 0.0  # predicted, of all runs
+    _change: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more happens."""
+        """Whether the job is done, failed or cancelled."""
         return self.state in ENDED
 
     def change(self, **values: Any) -> None:
-        """Sets attributes, and wakes those that wait for a change."""
+        """Set attributes, and wake the coroutines that wait for a change."""
         for name, value in values.items():
             setattr(self, name, value)
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._change.set()
+        self._change = asyncio.Event()
 
     async def changes(self) -> AsyncIterator[None]:
-        """Yields at once, after each change, and ends when the job has ended. Changes between two looks are one."""
+        """Yield at once and after each change; end when the job has ended. Changes in between are
+        merged."""
         while True:
-            changed = self._changed
+            event = self._change
             yield
             if self.ended:
                 return
-            await changed.wait()
+            await event.wait()
 
     async def end(self) -> None:
-        """Waits for the end. Raises Refused where the job failed or was cancelled."""
+        """Wait for the end. Raises Refused if the job failed or was cancelled."""
         async for _ in self.changes():
             pass
         if self.error is not None:

@@ -1,12 +1,16 @@
-"""The queue: who runs next, and how long everyone waits. Knows seconds, and neither graphs nor clocks.
+"""The queue: which request runs next, and how long everyone waits. Works on predicted seconds only,
+without graphs or clocks.
 
-A run that finds the weights of its own plan on the device takes less than one after another plan. So a request may overtake others
-to stand behind one of its shape, as long as nobody ends later than was promised, by more than `PATIENCE`.
+A run is faster if the weights of its own plan are still on the device. So a request may overtake
+others to queue behind one of its shape, as long as nobody ends later than promised by more than
+`PATIENCE`.
 
-    waiting  A A B B C          A comes: behind the second A, if B, B and C still end in time; else at the end
+    waiting  A A B B C
+    A comes: behind the second A, if B, B and C still end in time; else at the end
 
-Where the plan says that it takes less, requests of one shape go together, stage by stage. The first of them wait for the others, so
-a request joins them only where they still end in time; the longer the queue, the more go together.
+If the plan predicts that a batch is faster, requests of one shape run as a batch, stage by stage.
+The first requests of a batch wait for the others, so a request joins only if they all still end in
+time. The longer the queue, the larger the batches.
 
     in turn     (encode denoise decode)1 (encode denoise decode)2
     together    encode1 encode2 | (denoise decode)1 (denoise decode)2
@@ -18,16 +22,20 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-PATIENCE = 0.1  # of the promised wait
+PATIENCE = 0.1  # as a fraction of the promised wait
 MOST_TOGETHER = 16  # runs
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Predicted seconds of a run: the first one by its plan, and one right after another by the same plan. ``segments``: the same
-    of each part of a run, where runs may go together (`graphrun.batch.schedule`); such runs find and leave an empty device.
-    ``stages``: of each segment. ``stream``: of runs that go through the devices of a cluster, when each has ended, in seconds from
-    their begin: with nothing loaded, and with weights that are there; they stay there."""
+    """Predicted seconds of a run: of the first run of a plan, and of a run right after another run
+    of the same plan.
+
+    ``segments``: the same two numbers for each segment of a batch (`graphrun.batch.schedule`), if
+    batches are possible; they start and end with an empty device. ``stages``: the stages of each
+    segment. ``stream``: on a cluster, when each run of a batch ends, in seconds from the start:
+    with nothing loaded, and with the weights on the devices. The weights stay there.
+    """
 
     first_seconds: float
     again_seconds: float
@@ -35,30 +43,36 @@ class Cost:
     stages: tuple[tuple[str, ...], ...] = ()
     stream: tuple[tuple[float, ...], tuple[float, ...]] | None = None
 
-    def once(self, warm: bool) -> float:
-        """Seconds of a run by itself. ``warm``: its weights are there."""
+    def run_seconds(self, warm: bool) -> float:
+        """Return the seconds of a run by itself. ``warm``: its weights are on the device."""
         return self.again_seconds if warm else self.first_seconds
 
-    def together(self, runs: int, warm: bool = False) -> list[float]:
-        """When each of ``runs`` runs that go together has ended, in seconds from their begin."""
+    def end_seconds(self, runs: int, warm: bool = False) -> list[float]:
+        """Return when each run of a batch of ``runs`` ends, in seconds from the start of the
+        batch."""
         if self.stream is not None:
             return list(self.stream[warm][:runs])
-        *before, (first, again) = self.segments
-        begin = sum(of[0] + (runs - 1) * of[1] for of in before)
-        return [begin + first + number * again for number in range(runs)]
+        *head, (first_seconds, repeat_seconds) = self.segments
+        begin = sum(segment[0] + (runs - 1) * segment[1] for segment in head)
+        return [begin + first_seconds + number * repeat_seconds for number in range(runs)]
 
-    def own(self, runs: int, warm: bool, later: bool) -> float:
-        """Seconds of ``runs`` of the runs that go together, without those of others. ``later``: others came before them."""
+    def own_seconds(self, runs: int, warm: bool, is_follower: bool) -> float:
+        """Return the seconds that ``runs`` runs of a batch take, without the other runs.
+        ``is_follower``: other runs of the batch come first."""
         if self.stream is not None:
-            return self.once(warm or later) + (runs - 1) * self.again_seconds
-        return sum(of[later] + (runs - 1) * of[1] for of in self.segments)
+            return self.run_seconds(warm or is_follower) + (runs - 1) * self.again_seconds
+        return sum(segment[is_follower] + (runs - 1) * segment[1] for segment in self.segments)
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
-    """A request for ``runs`` runs of ``shape``. ``group``: its weights replace those of other shapes of the group. ``start`` and
-    ``end``: as they were promised, on the clock of the caller. ``beside``: groups whose weights stay; those of all others leave.
-    ``batch``: entries one after another with the same may go together; None: it runs by itself."""
+class QueueEntry:
+    """A request for ``runs`` runs of ``shape``.
+
+    ``group``: the weights of this request replace the weights of other shapes of the group.
+    ``resident_groups``: groups whose weights stay on the device; all others are evicted. ``start``
+    and ``end``: the promised times, on the caller's clock. ``batch``: consecutive entries with the
+    same value may run as a batch; None: the entry runs by itself.
+    """
 
     item: Any
     group: Hashable
@@ -66,123 +80,173 @@ class Entry:
     cost: Cost
     runs: int
     start: float = 0.0
-    beside: Collection[Hashable] = ()
+    resident_groups: Collection[Hashable] = ()
     end: float = 0.0
     batch: object | None = field(default_factory=object)
 
 
 class Line:
-    """Waiting requests in order. ``warm``: group -> the shape whose weights are on the device once what runs now has ended."""
+    """The waiting requests, in order.
+
+    ``warm``: for each group, the shape whose weights are on the device after the current run.
+    """
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[QueueEntry] = []
         self.warm: dict[Hashable, Hashable] = {}
 
-    def seconds(self, entry: Entry, warm: Mapping[Hashable, Hashable]) -> float:
-        """Predicted seconds of ``entry`` where ``warm`` is on the device."""
+    def seconds(self, entry: QueueEntry, warm: Mapping[Hashable, Hashable]) -> float:
+        """Return the predicted seconds of ``entry`` if the weights in ``warm`` are on the
+        device."""
         return _ends([entry], warm)[-1]
 
-    def times(self, entries: Sequence[Entry], begin: float) -> Iterator[tuple[float, float]]:
-        """When each of ``entries`` begins and ends if the first begins at ``begin``. Of entries that go together, the begin is the
-        one with which they would end at the same time if nobody were between their stages."""
-        warm, done = dict(self.warm), 0
-        while done < len(entries):
-            taken = _taken(entries[done : done + MOST_TOGETHER], warm)
-            ends = _ends(taken, warm)
-            for number, (entry, end) in enumerate(zip(taken, ends, strict=True)):
-                own = taken[0].cost.own(entry.runs, is_warm(entry, warm), later=number > 0)
-                yield begin + (end - own if len(taken) > 1 else 0.0), begin + end
-            begin, warm, done = begin + ends[-1], _after(taken, warm), done + len(taken)
+    def times(self, entries: Sequence[QueueEntry], begin: float) -> Iterator[tuple[float, float]]:
+        """Yield the start and end of each of ``entries`` if the first starts at ``begin``.
+
+        The start of an entry in a batch is its end minus its own seconds, as if no other entry ran
+        between its stages.
+        """
+        warm, position = dict(self.warm), 0
+        while position < len(entries):
+            batch = _next_batch(entries[position : position + MOST_TOGETHER], warm)
+            ends = _ends(batch, warm)
+            for number, (entry, end) in enumerate(zip(batch, ends, strict=True)):
+                own_seconds = batch[0].cost.own_seconds(
+                    entry.runs, is_warm(entry, warm), is_follower=number > 0
+                )
+                yield begin + (end - own_seconds if len(batch) > 1 else 0.0), begin + end
+            begin, warm, position = (
+                begin + ends[-1],
+                _warm_after(batch, warm),
+                position + len(batch),
+            )
 
     def end(self, begin: float) -> float:
-        """When all that waits has ended, if it begins at ``begin``."""
+        """Return when all waiting requests have ended, if the first starts at ``begin``."""
         return max((end for _, end in self.times(self.entries, begin)), default=begin)
 
-    def add(self, entry: Entry, now: float, begin: float) -> None:
-        """Places ``entry``, which is promised the start and the end that are predicted now. What runs now ends at ``begin``."""
-        position, entry.batch, entry.start, entry.end = self.place(entry, now, begin)
+    def add(self, entry: QueueEntry, clock: float, begin: float) -> None:
+        """Place ``entry``, and promise it the predicted start and end. The current run ends at
+        ``begin``."""
+        position, entry.batch, entry.start, entry.end = self.place(entry, clock, begin)
         self.entries.insert(position, entry)
 
-    def place(self, entry: Entry, now: float, begin: float) -> tuple[int, object | None, float, float]:
-        """Where ``entry`` would stand, in which batch, and when it begins and ends."""
+    def place(
+        self, entry: QueueEntry, clock: float, begin: float
+    ) -> tuple[int, object | None, float, float]:
+        """Return the position of ``entry``, its batch, and its predicted start and end."""
         for position, batch, first in self._places(entry):
             entry.batch = batch
             trial = [*self.entries[:position], entry, *self.entries[position:]]
             times = list(self.times(trial, begin))
             delayed = zip(trial[first:], times[first:], strict=True)
-            if all(each is entry or _in_time(each, of, now) for each, of in delayed):
+            if all(other is entry or _in_time(other, span, clock) for other, span in delayed):
                 return position, batch, *times[position]
         raise AssertionError("at the end nobody is overtaken")
 
-    def _places(self, entry: Entry) -> Iterator[tuple[int, object, int]]:
-        """Positions for ``entry``, the best first, with its batch there, and the number of the first entry that it would delay."""
-        end, own = len(self.entries), (entry.group, entry.shape)
-        alike = [number for number, each in enumerate(self.entries) if (each.group, each.shape) == own]
-        if alike:
-            last = self.entries[alike[-1]]
-            batch = [number for number, each in enumerate(self.entries) if each.batch is last.batch]
-            planned = all(of.segments or of.stream for of in (entry.cost, last.cost))  # else nobody knows whom it would delay
-            if planned and last.batch is not None and sum(self.entries[of].runs for of in batch) + entry.runs <= MOST_TOGETHER:
+    def _places(self, entry: QueueEntry) -> Iterator[tuple[int, object, int]]:
+        """Yield possible positions for ``entry``, the best first, each with its batch and the
+        number of the first entry that would be delayed."""
+        end, kind = len(self.entries), (entry.group, entry.shape)
+        alike_numbers = [
+            number
+            for number, other in enumerate(self.entries)
+            if (other.group, other.shape) == kind
+        ]
+        if alike_numbers:
+            last = self.entries[alike_numbers[-1]]
+            batch = [
+                number for number, other in enumerate(self.entries) if other.batch is last.batch
+            ]
+            # without plans the delays of others are unknown
+            are_planned = all(cost.segments or cost.stream for cost in (entry.cost, last.cost))
+            if (
+                are_planned
+                and last.batch is not None
+                and sum(self.entries[number].runs for number in batch) + entry.runs <= MOST_TOGETHER
+            ):
                 yield batch[-1] + 1, last.batch, batch[0]
-        behind = alike[-1] + 1 if alike else 0 if self.warm.get(entry.group) == entry.shape else end
-        for position in dict.fromkeys((behind, end)):
+        best_position = (
+            alike_numbers[-1] + 1
+            if alike_numbers
+            else 0
+            if self.warm.get(entry.group) == entry.shape
+            else end
+        )
+        for position in dict.fromkeys((best_position, end)):
             yield position, object(), position
 
-    def pop(self) -> list[Entry]:
-        """The next entry, or those that go together; what is warm after them is noted."""
-        taken = _taken(self.entries[:MOST_TOGETHER], self.warm)
-        del self.entries[: len(taken)]
-        self.warm = _after(taken, self.warm)
-        return taken
+    def pop(self) -> list[QueueEntry]:
+        """Remove and return the next entry or batch, and update ``warm``."""
+        batch = _next_batch(self.entries[:MOST_TOGETHER], self.warm)
+        del self.entries[: len(batch)]
+        self.warm = _warm_after(batch, self.warm)
+        return batch
 
     def remove(self, item: Any) -> None:
-        """Takes out the entry of ``item``, if it waits."""
+        """Remove the entry of ``item``, if it waits."""
         self.entries = [entry for entry in self.entries if entry.item is not item]
 
 
-def _in_time(entry: Entry, times: tuple[float, float], now: float) -> bool:
-    """Whether ``entry`` begins and ends at ``times`` as was promised, or nearly so."""
-    patience = PATIENCE * max(0.0, entry.start - now)
+def _in_time(entry: QueueEntry, times: tuple[float, float], clock: float) -> bool:
+    """Whether ``entry``, which starts and ends at ``times``, meets its promise or nearly does."""
+    patience = PATIENCE * max(0.0, entry.start - clock)
     return times[0] <= entry.start + patience and times[1] <= entry.end + patience
 
 
-def go_together(entries: Sequence[Entry], warm: Mapping[Hashable, Hashable]) -> bool:
-    """Whether the runs of ``entries``, of one batch, take less together, the next one's weights included."""
+def go_together(entries: Sequence[QueueEntry], warm: Mapping[Hashable, Hashable]) -> bool:
+    """Whether ``entries`` of one batch are faster as a batch, including the reload of the next
+    entry's weights."""
     first, runs = entries[0], sum(entry.runs for entry in entries)
-    cost, there = first.cost, is_warm(first, warm)
+    cost, has_weights = first.cost, is_warm(first, warm)
     if first.batch is None or not (cost.segments or cost.stream) or runs == 1:
         return False
     leaves = 0.0 if cost.stream else cost.first_seconds - cost.again_seconds
-    return cost.together(runs, there)[-1] + leaves < cost.once(there) + (runs - 1) * cost.again_seconds
+    return (
+        cost.end_seconds(runs, has_weights)[-1] + leaves
+        < cost.run_seconds(has_weights) + (runs - 1) * cost.again_seconds
+    )
 
 
-def is_warm(entry: Entry, warm: Mapping[Hashable, Hashable]) -> bool:
+def is_warm(entry: QueueEntry, warm: Mapping[Hashable, Hashable]) -> bool:
     """Whether the weights of ``entry`` are on the device."""
     return warm.get(entry.group) == entry.shape
 
 
-def _taken(entries: Sequence[Entry], warm: Mapping[Hashable, Hashable]) -> list[Entry]:
-    """The entries at the head of ``entries`` that run next: those of a batch where they go together, else one."""
-    number = next((number for number, each in enumerate(entries) if each.batch is not entries[0].batch), len(entries))
+def _next_batch(
+    entries: Sequence[QueueEntry], warm: Mapping[Hashable, Hashable]
+) -> list[QueueEntry]:
+    """Return the entries at the head of ``entries`` that run next: a batch if that is faster, else
+    one."""
+    number = next(
+        (number for number, other in enumerate(entries) if other.batch is not entries[0].batch),
+        len(entries),
+    )
     batch = list(entries[: number if entries[0].batch is not None else 1])
     return batch if go_together(batch, warm) else batch[:1]
 
 
-def _ends(entries: Sequence[Entry], warm: Mapping[Hashable, Hashable]) -> list[float]:
-    """When each of ``entries``, taken at once, has ended, in seconds from their begin."""
-    cost, ends, runs, there = entries[0].cost, list[float](), 0, is_warm(entries[0], warm)
+def _ends(entries: Sequence[QueueEntry], warm: Mapping[Hashable, Hashable]) -> list[float]:
+    """Return when each of ``entries``, run next, ends, in seconds from their start."""
+    cost, ends, runs, has_weights = entries[0].cost, list[float](), 0, is_warm(entries[0], warm)
     if not go_together(entries, warm):
-        return [cost.once(there) + (entries[0].runs - 1) * cost.again_seconds]
-    each = cost.together(sum(entry.runs for entry in entries), there)
+        return [cost.run_seconds(has_weights) + (entries[0].runs - 1) * cost.again_seconds]
+    run_ends = cost.end_seconds(sum(entry.runs for entry in entries), has_weights)
     for entry in entries:
         runs += entry.runs
-        ends.append(each[runs - 1])
+        ends.append(run_ends[runs - 1])
     return ends
 
 
-def _after(entries: Sequence[Entry], warm: Mapping[Hashable, Hashable]) -> dict[Hashable, Hashable]:
-    """What is warm after ``entries``, taken at once."""
+def _warm_after(
+    entries: Sequence[QueueEntry], warm: Mapping[Hashable, Hashable]
+) -> dict[Hashable, Hashable]:
+    """Return the weights on the device after ``entries``, run next."""
     entry = entries[0]
-    found = {group: shape for group, shape in warm.items() if group in entry.beside and group != entry.group}
+    resident = {
+        group: shape
+        for group, shape in warm.items()
+        if group in entry.resident_groups and group != entry.group
+    }
     leaves = entry.cost.stream is None and go_together(entries, warm)
-    return found if leaves else {**found, entry.group: entry.shape}
+    return resident if leaves else {**resident, entry.group: entry.shape}

@@ -1,4 +1,5 @@
-"""The log of a server: what its processes write, whoever writes it. Texts of clients are in it, in messages of libraries too."""
+"""The log of a server: everything that its processes write to stdout and stderr. It can contain
+texts of clients, for example in messages of libraries."""
 
 from __future__ import annotations
 
@@ -9,27 +10,29 @@ from typing import TextIO
 
 from graphrun.reading import printable
 
-# Within a text. Lines of a traceback are indented; any other line would begin an entry of the log that nobody wrote.
+# A line feed within a text. Lines of a traceback are indented; any other new line would look like a
+# log entry of its own.
 _FORGED = re.compile(r"\n(?=[^\s])")
 
 
 def escape_log() -> None:
-    """From now on this process's stdout and stderr have escapes in place of characters that a terminal acts on, and of line feeds
-    within a text but before indented lines.
+    """Escape control characters in this process's stdout and stderr from now on.
 
-    Call it before libraries are imported, whose handlers keep the stream that they find.
+    Characters that a terminal acts on are escaped, and line feeds within a text, unless the next
+    line is indented. Call this before importing libraries whose handlers keep the stream they find.
     """
     sys.stdout, sys.stderr = _Escaped(sys.stdout), _Escaped(sys.stderr)
 
 
 def note(line: str) -> None:
-    """Writes an entry of the log."""
+    """Write an entry of the log."""
     sys.stderr.write(f"graphrun: {line}\n")
     sys.stderr.flush()
 
 
 class _Escaped(io.TextIOBase):
-    """A text stream that writes to ``stream``. It is no terminal: nobody draws bars or colours into a log."""
+    """A text stream that writes to ``stream``. It reports that it is no terminal, so that no
+    library writes progress bars or colours."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""What a server counts, in the format of Prometheus."""
+"""The metrics of a server, in the format of Prometheus."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 
 class Metrics:
-    """The counters of one server. Labels take few values: names of graphs and stages, statuses."""
+    """The metrics of one server. Labels take few values: names of graphs and stages, and
+    statuses."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -26,24 +27,37 @@ class Metrics:
         self.requests = counter("requests", "Requests that have ended, by how", "graph", "status")
         self.pictures = counter("pictures", "Pictures made", "graph")
         self.plans = counter("plans", "Shapes of requests that were planned", "result")
-        self.restarts = counter("worker_restarts", "Times that the worker process died and was started again")
+        self.restarts = counter(
+            "worker_restarts", "Times that the worker process died and was started again"
+        )
         self.worker = gauge("worker_pid", "Process id of the worker")
         self.planning = gauge("planning_requests", "Requests that wait for a plan")
-        self.waiting = gauge("waiting_requests", "Requests in the queue")
-        self.running = gauge("running_requests", "Requests that the worker runs")
-        self.waiting_seconds = gauge("waiting_seconds", "Predicted seconds until the queue is empty")
+        self.queue_length = gauge("waiting_requests", "Requests in the queue")
+        self.active_requests = gauge("running_requests", "Requests that the worker runs")
+        self.waiting_seconds = gauge(
+            "waiting_seconds", "Predicted seconds until the queue is empty"
+        )
         self.share = gauge(
-            "share", "Share of the budgets that a graph has; below 1 its weights stay beside those of others", "graph"
+            "share",
+            "Share of the budgets that a graph has; below 1 its weights stay beside those of "
+            "others",
+            "graph",
         )
         self.clock = gauge(
-            "clock_seconds", "Seconds of the device's clock since the start, of virtual time on the simulated device"
+            "clock_seconds",
+            "Seconds of the device's clock since the start, of virtual time on the simulated "
+            "device",
         )
         self.ready = gauge("ready", "1 where requests are admitted and run")
         self.peak_bytes = gauge("peak_bytes", "Device memory of the last run", "graph", "kind")
         self.overruns = counter("overruns", "Slots of runs that took more than planned", "graph")
-        self.queue_seconds = histogram("queue_seconds", "Seconds of the device's clock in the queue", "kind")
-        self.stage_seconds = histogram("stage_seconds", "Seconds of the device's clock in a stage", "graph", "stage", "kind")
+        self.queue_seconds = histogram(
+            "queue_seconds", "Seconds of the device's clock in the queue", "kind"
+        )
+        self.stage_seconds = histogram(
+            "stage_seconds", "Seconds of the device's clock in a stage", "graph", "stage", "kind"
+        )
 
     def text(self) -> bytes:
-        """The text that Prometheus reads."""
+        """Return the text that Prometheus reads."""
         return generate_latest(self.registry)

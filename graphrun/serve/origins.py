@@ -1,7 +1,8 @@
 """Which web pages may use the server, and by which names browsers may call it.
 
-A browser sends a form of any page to any server, and says whose page it is: ``Origin``. It sends to this machine what a
-page sends to its own server, if somebody points the page's name to this machine (DNS rebinding). Then ``Host`` is that name.
+A browser sends a form of any page to any server; the header ``Origin`` names the page. An attacker
+can point the name of a page to this machine (DNS rebinding). The browser then sends requests for
+the page's own server here, and ``Host`` is the page's name.
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ from graphrun.errors import InputError
 from graphrun.serve.errors import Refused
 from graphrun.serve.log import note
 
-NOTED = 20  # refusals that are written to the log; each once
+NOTED = 20  # distinct refusals that are logged
 _NAME = r"[a-z0-9_-]+(?:\.[a-z0-9_-]+)*"
 _HOST = re.compile(rf"(?:({_NAME})|\[([0-9a-f:.]+)\])(?::\d{{1,5}})?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@\\'\"]+")
 
 
 class Guarded:
-    """ASGI middleware that answers 403 to pages of other origins than ``origins``, and to calls by other names than ``names``.
+    """ASGI middleware that answers 403 to pages whose origin is not in ``origins``, and to calls by
+    names that are not in ``names``.
 
-    A request without ``Origin`` passes: no page sent it. The pages of this server pass: their origin is the ``Host``.
+    A request without ``Origin`` passes, because no page sent it. Pages of this server pass, because
+    their origin equals the ``Host``.
     """
 
-    def __init__(self, app: ASGIApp, names: Names, origins: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, names: ServerNames, origins: Collection[str]) -> None:
         self._app, self._names, self._origins = app, names, origins
         self._noted = set[str]()
 
@@ -44,77 +47,103 @@ class Guarded:
             await self._app(scope, receive, send)
 
     def _refusal(self, headers: dict[bytes, bytes]) -> Refused | None:
-        host, origin = (headers[name].decode("latin-1") if name in headers else None for name in (b"host", b"origin"))
+        host, origin = (
+            headers[name].decode("latin-1") if name in headers else None
+            for name in (b"host", b"origin")
+        )
         if host is not None and not self._names.include(host):
             name = _name_in(host)
-            remedy = f": if it should be, start it with --allow-host {name}" if name else ""
-            return Refused(403, f"this server is not called {host[:200]!r}{remedy}", "host_refused")
+            suggestion = f": if it should be, start it with --allow-host {name}" if name else ""
+            return Refused(
+                403, f"this server is not called {host[:200]!r}{suggestion}", "host_refused"
+            )
         if origin is None or self._allows(origin.lower(), (host or "").lower()):
             return None
-        text = "a page without an origin may not use this server: serve the page over HTTP, and name its origin by --allow-origin"
+        text = (
+            "a page without an origin may not use this server: serve the page over HTTP, and name "
+            "its origin by --allow-origin"
+        )
         if _ORIGIN.fullmatch(origin.lower()):
-            shown = origin[:200]
-            text = f"pages of {shown} may not use this server: if they should, start it with --allow-origin {shown}"
+            excerpt = origin[:200]
+            text = (
+                f"pages of {excerpt} may not use this server: if they should, start it with "
+                f"--allow-origin {excerpt}"
+            )
         return Refused(403, text, "origin_refused")
 
     def _allows(self, origin: str, host: str) -> bool:
         scheme, _, address = origin.partition("://")
-        own = scheme in ("http", "https") and address == host
-        return own or origin in self._origins or "*" in self._origins
+        is_own_page = scheme in ("http", "https") and address == host
+        return is_own_page or origin in self._origins or "*" in self._origins
 
 
-class Names:
-    """Names and addresses by which a server on ``bound`` is called.
+class ServerNames:
+    """Names and addresses of a server that listens on ``bound``.
 
-    They are ``bound``, those of the loopback, the name of the machine (with ``.local`` too), and ``allowed``: names,
-    ``*.example.com``, or ``*`` for any. On all interfaces they are any address: nobody can point an address elsewhere.
+    They are ``bound``, the loopback names, the name of the machine (also with ``.local``), and
+    ``extra_names``: names, ``*.example.com``, or ``*`` for any. A server on all interfaces accepts
+    any address, because nobody can redirect an address.
     """
 
-    def __init__(self, bound: str, allowed: Collection[str]) -> None:
+    def __init__(self, bound: str, extra_names: Collection[str]) -> None:
         machine = socket.gethostname().lower()
         first = machine.partition(".")[0]
-        every = ["localhost", "*.localhost", machine, first, f"{first}.local", bound.lower(), *allowed]
-        self._names = {_address(name) or name for name in every}
-        self._any = "*" in allowed
+        names = [
+            "localhost",
+            "*.localhost",
+            machine,
+            first,
+            f"{first}.local",
+            bound.lower(),
+            *extra_names,
+        ]
+        self._names = {_address(name) or name for name in names}
+        self._allows_any = "*" in extra_names
         address = _address(bound)
         self._addresses = address is not None and address.is_unspecified
 
     def include(self, host: str) -> bool:
-        """Whether the ``Host`` header ``host`` is one of them."""
+        """Whether the ``Host`` header ``host`` is one of these names."""
         if (name := _name_in(host)) is None:
             return False
         if (address := _address(name)) is not None:
-            return self._any or self._addresses or address.is_loopback or address in self._names
-        parents = (f"*{name[at:]}" for at, letter in enumerate(name) if letter == ".")
-        return self._any or name in self._names or not self._names.isdisjoint(parents)
+            return (
+                self._allows_any or self._addresses or address.is_loopback or address in self._names
+            )
+        parents = (f"*{name[position:]}" for position, letter in enumerate(name) if letter == ".")
+        return self._allows_any or name in self._names or not self._names.isdisjoint(parents)
 
 
-def host_of(typed: str) -> str:
-    """A value of ``--allow-host``. Raises InputError."""
-    name = typed.lower()
+def host_of(value: str) -> str:
+    """Check and return a value of ``--allow-host``. Raises InputError."""
+    name = value.lower()
     if name != "*" and _address(name) is None and not re.fullmatch(rf"(?:\*\.)?{_NAME}", name):
-        text = "type the name alone, without scheme and port, such as images.example.com or *.example.com"
-        raise InputError(f"--allow-host {typed}: {text}")
+        text = (
+            "type the name alone, without scheme and port, such as images.example.com or "
+            "*.example.com"
+        )
+        raise InputError(f"--allow-host {value}: {text}")
     return name
 
 
-def origin_of(typed: str) -> str:
-    """A value of ``--allow-origin``. Raises InputError."""
-    origin = typed.lower()
+def origin_of(value: str) -> str:
+    """Check and return a value of ``--allow-origin``. Raises InputError."""
+    origin = value.lower()
     if origin != "*" and not _ORIGIN.fullmatch(origin):
         scheme, _, address = origin.rpartition("://")
         example = f"{scheme or 'https'}://{address.partition('/')[0]}"
         raise InputError(
-            f"--allow-origin {typed}: type scheme and name, with the port where the page's address has one, such as "
+            f"--allow-origin {value}: type scheme and name, with the port where the page's address "
+            f"has one, such as "
             f"{example if _ORIGIN.fullmatch(example) and origin != 'null' else 'https://images.example.com'}"
         )
     return re.sub(r"^(http://.*):80$|^(https://.*):443$", r"\1\2", origin)  # as browsers send it
 
 
 def _name_in(host: str) -> str | None:
-    """The name or address in a ``Host`` header, without its port. None: there is none."""
-    found = _HOST.fullmatch(host.lower())
-    return found and (found[1] or found[2])
+    """Return the name or address in a ``Host`` header, without its port; None if there is none."""
+    match = _HOST.fullmatch(host.lower())
+    return match and (match[1] or match[2])
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

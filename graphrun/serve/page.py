@@ -1,4 +1,4 @@
-"""The page at ``/``: a form, and what the server answers to it. Rendered here; nothing comes from another host."""
+"""The page at ``/``: a form, and the server's answers to it. It loads nothing from another host."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from graphrun.serve.settings import Settings
 
 KINDS = {"page.js": "text/javascript", "page.css": "text/css"}
 ASSETS = {name: ((files(__package__) / name).read_bytes(), kind) for name, kind in KINDS.items()}
-# Scripts, styles and pictures of this server alone; data: and blob: are pictures that the page was sent.
+# Only scripts, styles and pictures of this server. data: and blob: are pictures in its answers.
 POLICY = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; "
+    "style-src 'self'; connect-src 'self'; "
     "img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -20,23 +21,37 @@ POLICY = {
 
 
 def page(models: list[dict[str, Any]], settings: Settings) -> str:
-    """The HTML. ``models``: as ``/v1/models`` shows them."""
-    options = "".join(f"<option>{html.escape(of['id'])}</option>" for of in models)
-    rows = "".join(f"<tr><td>{html.escape(of['id'])}</td><td>{html.escape(_verdict(of))}</td></tr>" for of in models)
-    key = '<label>API key <input name="key" type="password" autocomplete="off" required></label>' if settings.keys else ""
+    """Return the HTML. ``models``: as ``/v1/models`` shows them."""
+    options = "".join(f"<option>{html.escape(model['id'])}</option>" for model in models)
+    rows = "".join(
+        f"<tr><td>{html.escape(model['id'])}</td><td>{html.escape(_verdict(model))}</td></tr>"
+        for model in models
+    )
+    key = (
+        '<label>API key <input name="key" type="password" autocomplete="off" required></label>'
+        if settings.keys
+        else ""
+    )
     bounds = settings.bounds
     return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>graphrun</title><link rel="stylesheet" href="page/page.css"><script src="page/page.js" defer></script></head>
+<html lang="en"><head><meta charset="utf-8">\
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>graphrun</title><link rel="stylesheet" href="page/page.css">\
+<script src="page/page.js" defer></script></head>
 <body><h1>graphrun</h1>
 <form id="ask">
-<label class="wide">Prompt <textarea name="prompt" rows="3" maxlength="{bounds.characters}" required autofocus></textarea></label>
+<label class="wide">Prompt \
+<textarea name="prompt" rows="3" maxlength="{bounds.characters}" \
+required autofocus></textarea></label>
 <label>Model <select name="model">{options}</select></label>
-<label>Size <input name="size" value="auto" pattern="auto|[0-9]+x[0-9]+" title="auto, or width x height such as 1024x768"></label>
+<label>Size <input name="size" value="auto" pattern="auto|[0-9]+x[0-9]+" \
+title="auto, or width x height such as 1024x768"></label>
 <label>Seed <input name="seed" type="number" min="0" placeholder="drawn"></label>
-<label>Steps <input name="steps" type="number" min="1" max="{bounds.steps}" placeholder="default"></label>
+<label>Steps <input name="steps" type="number" min="1" max="{bounds.steps}" \
+placeholder="default"></label>
 {key}
-<span class="wide"><button>Make a picture</button> <button type="button" id="stop" disabled>Cancel</button></span>
+<span class="wide"><button>Make a picture</button> \
+<button type="button" id="stop" disabled>Cancel</button></span>
 </form>
 <p id="state" role="status"></p><progress id="bar" max="1" value="0" hidden></progress>
 <figure><img id="picture" alt="" hidden></figure>
@@ -49,4 +64,10 @@ def page(models: list[dict[str, Any]], settings: Settings) -> str:
 
 def _verdict(model: dict[str, Any]) -> str:
     plan = model["plan"]
-    return "is being planned" if plan is None else plan["verdict"] if plan["fits"] else f"does not fit: {plan['verdict']}"
+    return (
+        "is being planned"
+        if plan is None
+        else plan["verdict"]
+        if plan["fits"]
+        else f"does not fit: {plan['verdict']}"
+    )

@@ -1,4 +1,5 @@
-"""The process that plans: it loads no weights, and a plan that takes long or fails delays no request that runs.
+"""The process that makes plans. It loads no weights. A slow or failing plan therefore delays no
+running request.
 
 Plans go to the cache folder, where the worker finds them.
 """
@@ -26,107 +27,160 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlannedShape:
-    """What the server knows of a plan. ``peak_bytes``: as nvidia-smi would show it. ``verdict``: its first line on a screen.
-    ``budgets``: those of its share, arguments of `graphrun.estimate`; empty: all that there is. ``looked``: whether it is known
-    if runs go together."""
+    """The server's summary of a plan.
+
+    ``peak_bytes``: as nvidia-smi would show it. ``verdict``: the first line on a screen.
+    ``budgets``: arguments of `graphrun.estimate` for the plan's share; empty for the whole budgets.
+    ``has_batch_plan``: whether the planner already checked if runs are faster as a batch.
+    """
 
     cost: Cost
     peak_bytes: int
     verdict: str
     budgets: Mapping[str, int]
-    looked: bool = False
+    has_batch_plan: bool = False
 
 
 def plan_forever(connection: Connection, settings: Settings) -> None:
-    """Until ``stop``: answers ``plan`` (key, graph, inputs, share) with ``planned`` (key, shape) or ``unfit`` (key, status ...),
-    and ``plan_together`` (the same) with ``together`` (key, parts)."""
-    graphs = {graph.name: graph for graph in (api.load(path, trust=settings.trust) for path in settings.graphs)}
+    """Answer messages until ``stop``.
+
+    ``plan`` (key, graph, inputs, share) is answered with ``planned`` (key, shape) or ``unfit``
+    (key, status, ...). ``plan_together`` (the same fields) is answered with ``together`` (key,
+    parts).
+    """
+    graphs = {
+        graph.name: graph
+        for graph in (api.load(path, trust=settings.trust) for path in settings.graphs)
+    }
     while (message := connection.recv())[0] != "stop":
-        kind, asked = message
-        graph, key = graphs[asked["graph"]], asked["key"]
+        kind, request = message
+        graph, key = graphs[request["graph"]], request["key"]
         if kind == "plan_together":
             parts: dict[tuple[str, ...], tuple[float, float]] | None = {}
             try:
-                parts = _together(graph, asked, settings, connection.poll)
-            except Exception:  # noqa: BLE001 (each runs by itself then)
+                parts = _plan_batch(graph, request, settings, connection.poll)
+            except Exception:  # noqa: BLE001 (the runs do not become a batch)
                 traceback.print_exc()
             connection.send(("together", {"key": key, "parts": parts}))
             continue
         try:
-            connection.send(("planned", {"key": key, "shape": _planned(graph, asked, settings)}))
+            connection.send(
+                ("planned", {"key": key, "shape": _plan_shape(graph, request, settings)})
+            )
         except GraphrunError as error:
-            connection.send(("unfit", {"key": key, **_refusal(graph, asked, settings, error)}))
-        except Exception:  # noqa: BLE001 (one size that cannot be planned must not end the others)
+            connection.send(("unfit", {"key": key, **_refusal(graph, request, settings, error)}))
+        except Exception:  # noqa: BLE001 (one failure must not end the planner)
             traceback.print_exc()
             message = f"planning {graph.name} failed; the server's log has the reason"
-            connection.send(("unfit", {"key": key, "status": 500, "code": "plan_failed", "message": message, "more": {}}))
+            connection.send(
+                (
+                    "unfit",
+                    {
+                        "key": key,
+                        "status": 500,
+                        "code": "plan_failed",
+                        "message": message,
+                        "details": {},
+                    },
+                )
+            )
 
 
-def _estimate(graph: Any, inputs: Any, settings: Settings, **changed: Any) -> Any:
-    arguments = {**settings.budgets, "runs": api.RUNS, "hardware": settings.hardware, "cache": settings.cache, **changed}
+def _estimate(graph: Any, inputs: Any, settings: Settings, **overrides: Any) -> Any:
+    arguments = {
+        **settings.budgets,
+        "runs": api.RUNS,
+        "hardware": settings.hardware,
+        "cache": settings.cache,
+        **overrides,
+    }
     return api.estimate(graph, inputs=inputs, **arguments)
 
 
-def _planned(graph: Any, asked: dict[str, Any], settings: Settings) -> PlannedShape:
-    from graphrun.report.verdicts import fits, made_by
+def _plan_shape(graph: Any, request: dict[str, Any], settings: Settings) -> PlannedShape:
+    from graphrun.report.verdicts import plan_verdict, product_name
 
     if settings.cluster is not None:
-        return _placed(graph, asked, settings, settings.cluster)
-    problem = _estimate(graph, asked["inputs"], settings)
-    if problem.helpers and asked["share"] != WHOLE:
+        return _plan_on_cluster(graph, request, settings, settings.cluster)
+    problem = _estimate(graph, request["inputs"], settings)
+    if problem.secondaries and request["share"] != WHOLE:
         raise InputError("graphs have several devices in turn, not in shares")
-    budgets = {} if asked["share"] == WHOLE else share_of(problem, asked["share"])
+    budgets = {} if request["share"] == WHOLE else share_of(problem, request["share"])
     if budgets:
-        problem = _estimate(graph, asked["inputs"], settings, **budgets)
+        problem = _estimate(graph, request["inputs"], settings, **budgets)
     solution = api.plan(problem, cache=settings.cache)
     problem, simulation = solution.problem, solution.simulation
-    cost = Cost(simulation.seconds, simulation.again_seconds if simulation.again else simulation.seconds)
+    cost = Cost(
+        simulation.seconds,
+        simulation.further_seconds if simulation.further_slots else simulation.seconds,
+    )
     overhead_bytes = problem.overhead_bytes - problem.reserve_bytes
-    verdict = fits(solution, made_by(graph.kinds(), dict(problem.settings)))
+    verdict = plan_verdict(solution, product_name(graph.kinds(), dict(problem.settings)))
     return PlannedShape(cost, overhead_bytes + simulation.peak_bytes, verdict, budgets)
 
 
-def _placed(graph: Any, asked: dict[str, Any], settings: Settings, cluster: Cluster) -> PlannedShape:
-    """On a cluster runs that go together are a stream: the devices work at once."""
+def _plan_on_cluster(
+    graph: Any, request: dict[str, Any], settings: Settings, cluster: Cluster
+) -> PlannedShape:
+    """Plan ``request`` for a cluster. Batches run as a stream there: the devices work
+    concurrently."""
     from graphrun.cluster.place import place
     from graphrun.cluster.stream import finish_seconds
 
-    if asked["share"] != WHOLE:
+    if request["share"] != WHOLE:
         raise InputError("graphs have the devices of a cluster in turn, not in shares")
-    budgets = {**settings.budgets, "inputs": asked["inputs"], "cache": settings.cache}
+    budgets = {**settings.budgets, "inputs": request["inputs"], "cache": settings.cache}
     placement = place(graph, cluster, items=api.RUNS, gains=False, **budgets).placement
-    assignments, most = placement.assignments, max(MOST_TOGETHER, settings.bounds.pictures)
-    cold, warm = (tuple(finish_seconds(placement, most, warm=warm)) for warm in (False, True))
+    assignments, max_runs = placement.assignments, max(MOST_TOGETHER, settings.bounds.pictures)
+    cold, warm = (tuple(finish_seconds(placement, max_runs, warm=warm)) for warm in (False, True))
+    device_count = sum(len(assignment.devices) for assignment in assignments)
     verdict = (
-        f"fits: {placement.items_per_second:.3g} a second, one by itself takes {show_seconds(warm[0])}, "
-        f"on {sum(len(of.devices) for of in assignments)} of {len(cluster.devices)} devices"
+        f"fits: {placement.items_per_second:.3g} a second, "
+        f"one by itself takes {show_seconds(warm[0])}, "
+        f"on {device_count} of {len(cluster.devices)} devices"
     )
-    solutions = [of.column.solution for of in assignments if of.column.solution is not None]
-    peak_bytes = max(of.problem.overhead_bytes - of.problem.reserve_bytes + of.simulation.peak_bytes for of in solutions)
-    return PlannedShape(Cost(cold[0], warm[0], stream=(cold, warm)), peak_bytes, verdict, {}, looked=True)
+    solutions = [
+        assignment.column.solution
+        for assignment in assignments
+        if assignment.column.solution is not None
+    ]
+    peak_bytes = max(
+        solution.problem.overhead_bytes
+        - solution.problem.reserve_bytes
+        + solution.simulation.peak_bytes
+        for solution in solutions
+    )
+    return PlannedShape(
+        Cost(cold[0], warm[0], stream=(cold, warm)), peak_bytes, verdict, {}, has_batch_plan=True
+    )
 
 
 class _Interrupted(Exception):
-    """Somebody waits for a plan."""
+    """A request waits for a plan, so planning a batch stops."""
 
 
-def _together(
-    graph: Any, asked: dict[str, Any], settings: Settings, interrupted: Callable[[], bool]
+def _plan_batch(
+    graph: Any, request: dict[str, Any], settings: Settings, interrupted: Callable[[], bool]
 ) -> dict[tuple[str, ...], tuple[float, float]] | None:
-    """Stages of each segment by which runs go together -> its predicted seconds: of the first run, and of one after it.
+    """Return the stages of each segment of a batch, with its predicted seconds: for the first run,
+    and for each further run.
 
-    Empty where no such schedule takes less, or none holds the components as a run by itself does: a picture depends on its request
-    alone, and weights are read once. Most of the seconds are in the last segment, so that pictures come one after another. None
-    where it was ``interrupted``: what was planned by then is in the cache folder.
+    The result is empty if no such schedule is faster, or if a schedule would store components
+    differently from a run by itself: a picture must depend on its request alone, and weights are
+    read once. Most of the seconds must be in the last segment, so that pictures arrive one after
+    another. None if ``interrupted``: plans made until then are in the cache folder.
     """
     from graphrun.batch.schedule import schedules
     from graphrun.runtime.host import layout_of
     from graphrun.serve.together import session_of
 
-    def choices(of: Solution) -> set[Any]:
-        return {*((each.name, layout_of(each)) for each in of.chosen.components), *of.plan.options}
+    def choices(solution: Solution) -> set[Any]:
+        return {
+            *((component.name, layout_of(component)) for component in solution.chosen.components),
+            *solution.plan.options,
+        }
 
-    problem = _estimate(graph, asked["inputs"], settings, **asked["budgets"])
+    problem = _estimate(graph, request["inputs"], settings, **request["budgets"])
     whole = choices(api.plan(problem, cache=settings.cache))
     counts = {stage.name: MOST_TOGETHER for stage in graph.stages}
 
@@ -136,47 +190,84 @@ def _together(
         return api.plan(session_of(part), cache=settings.cache)
 
     try:
-        found = schedules(graph, problem, counts, MOST_TOGETHER, solve)
+        candidates = schedules(graph, problem, counts, MOST_TOGETHER, solve)
     except _Interrupted:
         return None
-    for schedule in found:
+    for schedule in candidates:
         totals = [segment.total(MOST_TOGETHER)[0] for segment in schedule.segments]
-        alike = all(choices(segment.solution) <= whole for segment in schedule.segments)
-        if alike and schedule.group == MOST_TOGETHER and 2 * totals[-1] >= sum(totals) and len(totals) > 1:
-            crossing = (schedule.seconds - sum(totals)) / MOST_TOGETHER / len(totals)  # of values between the segments
+        is_alike = all(choices(segment.solution) <= whole for segment in schedule.segments)
+        if (
+            is_alike
+            and schedule.group == MOST_TOGETHER
+            and 2 * totals[-1] >= sum(totals)
+            and len(totals) > 1
+        ):
+            # seconds for moving values between the segments
+            transfer = (schedule.seconds - sum(totals)) / MOST_TOGETHER / len(totals)
             pairs = ((segment.total(1)[0], segment.total(2)[0]) for segment in schedule.segments)
-            seconds = [(first + crossing, both - first + crossing) for first, both in pairs]
-            return {segment.stages: pair for segment, pair in zip(schedule.segments, seconds, strict=True)}
+            seconds = [(first + transfer, total - first + transfer) for first, total in pairs]
+            return {
+                segment.stages: pair
+                for segment, pair in zip(schedule.segments, seconds, strict=True)
+            }
     return {}
 
 
 def share_of(problem: Problem, share: float) -> dict[str, int]:
-    """``share`` of the budgets of ``problem``, as arguments of `graphrun.estimate`. The remainder of the VRAM is a reserve: other
-    graphs' weights are there, as those of other programs may be."""
+    """Return ``share`` of the budgets of ``problem``, as arguments of `graphrun.estimate`. The rest
+    of the VRAM becomes a reserve, since weights of other graphs may be there."""
     others_bytes = problem.effective_bytes - int(share * problem.effective_bytes)
-    found = {"reserve": problem.reserve_bytes + others_bytes, "ram": int(share * problem.ram_bytes)}
+    budgets = {
+        "reserve": problem.reserve_bytes + others_bytes,
+        "ram": int(share * problem.ram_bytes),
+    }
     for name, nbytes in {"pinned": problem.pinned_bytes, "disk": problem.disk_bytes}.items():
         if nbytes is not None:
-            found[name] = int(share * nbytes)
-    return found
+            budgets[name] = int(share * nbytes)
+    return budgets
 
 
-def _refusal(graph: Any, asked: dict[str, Any], settings: Settings, error: GraphrunError) -> dict[str, Any]:
-    """Why there is no plan, and with which inputs there is one."""
+def _refusal(
+    graph: Any, request: dict[str, Any], settings: Settings, error: GraphrunError
+) -> dict[str, Any]:
+    """Return why there is no plan, and inputs for which there is one."""
     from graphrun.report.whatif_screens import infeasible_json
     from graphrun.solve.infeasible import Infeasible
-    from graphrun.solve.remedies import remedies
+    from graphrun.solve.setting_suggestions import setting_suggestions
 
     code = "does_not_fit" if error.exit_code == Infeasible.exit_code else "invalid_value"
-    if not isinstance(error, Infeasible) or asked["share"] != WHOLE:  # in a share nothing need fit: it is run with all
-        return {"status": 422, "code": code, "message": str(error), "more": {}}
+    # a graph that does not fit its share runs with the whole budgets
+    if not isinstance(error, Infeasible) or request["share"] != WHOLE:
+        return {"status": 422, "code": code, "message": str(error), "details": {}}
 
     def estimate(inputs: Any, allow: tuple[str, ...]) -> Any:
         return _estimate(graph, inputs, settings, allow=allow)
 
-    further = remedies(graph, asked["inputs"], tuple(settings.budgets.get("allow", ())), estimate)
-    error.repairs = tuple(sorted((*error.repairs, *further), key=lambda repair: (repair.changes_output, repair.seconds)))
-    sizes = (dict(pair[1].split("=") for pair in repair.change if pair[0] == "--set") for repair in error.repairs)
-    fitting = next((f"; size={of['width']}x{of['height']} would fit" for of in sizes if {"height", "width"} <= of.keys()), "")
+    input_suggestions = setting_suggestions(
+        graph, request["inputs"], tuple(settings.budgets.get("allow", ())), estimate
+    )
+    error.suggestions = tuple(
+        sorted(
+            (*error.suggestions, *input_suggestions),
+            key=lambda suggestion: (suggestion.changes_output, suggestion.seconds),
+        )
+    )
+    sizes = (
+        dict(pair[1].split("=") for pair in suggestion.change if pair[0] == "--set")
+        for suggestion in error.suggestions
+    )
+    size_hint = next(
+        (
+            f"; size={size['width']}x{size['height']} would fit"
+            for size in sizes
+            if {"height", "width"} <= size.keys()
+        ),
+        "",
+    )
     verdict = str(error).partition(". Do one of: ")[0]
-    return {"status": 422, "code": code, "message": f"{graph.name}: {verdict}{fitting}", "more": infeasible_json(error)}
+    return {
+        "status": 422,
+        "code": code,
+        "message": f"{graph.name}: {verdict}{size_hint}",
+        "details": infeasible_json(error),
+    }

@@ -1,4 +1,5 @@
-"""The addresses of the server, a router for each of its parts. Handlers check and translate; `Service` decides."""
+"""The addresses of the server, in one router for each part. Handlers check and translate requests;
+`Service` decides."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
-from graphrun.serve.answers import KEPT_PICTURES_BYTES, Pictures, model_of, result, timing, told
-from graphrun.serve.asked import Asked, graph_of
+from graphrun.serve.answers import KEPT_PICTURES_BYTES, Pictures, job_json, model_of, result, timing
+from graphrun.serve.asked import PictureRequest, graph_of
 from graphrun.serve.errors import Refused
 from graphrun.serve.intake import edit_in, generation_in, owner_in, unless_gone
 from graphrun.serve.jobs import Job
@@ -23,54 +24,64 @@ from graphrun.serve.page import ASSETS, POLICY, page
 from graphrun.serve.schema import EDIT, GENERATION
 from graphrun.serve.service import Service
 
-KEPT_JOBS = 100  # that have ended, with their pictures, up to `KEPT_PICTURES_BYTES`
+KEPT_JOBS = 100  # ended jobs, as long as their pictures fit `KEPT_PICTURES_BYTES`
 
 
 def images(service: Service, pictures: Pictures) -> APIRouter:
-    """``/v1/images``: requests that are answered with their pictures, and cancelled when their client leaves."""
+    """``/v1/images``: requests answered with their pictures. A request is cancelled when its client
+    leaves."""
     router, settings = APIRouter(prefix="/v1/images"), service.settings
 
-    async def answered(request: Request, asked: Asked, folder: Path, by: str) -> Response:
+    async def answer_pictures(
+        request: Request, generation: PictureRequest, folder: Path, owner: str
+    ) -> Response:
         job: Job | None = None
 
         async def run() -> Job:
             nonlocal job
-            job = await service.submit(asked, by, folder)
+            job = await service.submit(generation, owner, folder)
             await job.end()
             return job
 
         try:
-            done = await unless_gone(request, run())
+            ended_job = await unless_gone(request, run())
         finally:
             if job is not None:
                 service.cancel(job)
             else:
                 shutil.rmtree(folder, ignore_errors=True)
-        return JSONResponse(result(done, pictures, str(request.base_url)), headers={"Server-Timing": timing(done)})
+        return JSONResponse(
+            result(ended_job, pictures, str(request.base_url)),
+            headers={"Server-Timing": timing(ended_job)},
+        )
 
     @router.post("/generations", openapi_extra=GENERATION)
     async def generations(request: Request) -> Response:
         """Pictures from a text."""
-        by = owner_in(request, settings.keys)
-        asked = await generation_in(request, service.graphs, settings.bounds)
-        return await answered(request, asked, _folder(service), by)
+        owner = owner_in(request, settings.keys)
+        generation = await generation_in(request, service.graphs, settings.bounds)
+        return await answer_pictures(request, generation, _folder(service), owner)
 
     @router.post("/edits", openapi_extra=EDIT)
     async def edits(request: Request) -> Response:
         """Pictures from a text and a picture."""
-        by, folder = owner_in(request, settings.keys), _folder(service)
+        owner, folder = owner_in(request, settings.keys), _folder(service)
         try:
-            asked = await edit_in(request, service.graphs, settings.bounds, folder)
+            generation = await edit_in(request, service.graphs, settings.bounds, folder)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        return await answered(request, asked, folder, by)
+        return await answer_pictures(request, generation, folder, owner)
 
     @router.get("/files/{name}", include_in_schema=False)
     async def file(name: str) -> Response:
-        if (kept := pictures.get(name)) is None:
-            raise Refused(404, "there is no such picture; pictures are kept for a while only", "not_found")
-        return Response(kept[0], media_type=kept[1], headers={"Cache-Control": "private, max-age=3600"})
+        if (picture := pictures.get(name)) is None:
+            raise Refused(
+                404, "there is no such picture; pictures are kept for a while only", "not_found"
+            )
+        return Response(
+            picture[0], media_type=picture[1], headers={"Cache-Control": "private, max-age=3600"}
+        )
 
     return router
 
@@ -83,7 +94,10 @@ def models(service: Service) -> APIRouter:
     async def models(request: Request) -> Any:
         """The graphs, with their inputs, limits and predicted seconds."""
         owner_in(request, keys)
-        return {"object": "list", "data": [model_of(graph, service) for graph in service.graphs.values()]}
+        return {
+            "object": "list",
+            "data": [model_of(graph, service) for graph in service.graphs.values()],
+        }
 
     @router.get("/{name}")
     async def model(request: Request, name: str) -> Any:
@@ -95,68 +109,78 @@ def models(service: Service) -> APIRouter:
 
 
 def jobs(service: Service, pictures: Pictures) -> APIRouter:
-    """``/v1/jobs``: requests that are answered at once, and looked after later. A key sees its own."""
+    """``/v1/jobs``: requests answered at once and polled later. A key sees only its own jobs."""
     router, settings = APIRouter(prefix="/v1/jobs"), service.settings
-    kept: OrderedDict[str, Job] = OrderedDict()
+    job_store: OrderedDict[str, Job] = OrderedDict()
 
-    def found(request: Request, name: str) -> Job:
-        by = owner_in(request, settings.keys)
-        if name not in kept or kept[name].owner != by:
+    def job_of(request: Request, name: str) -> Job:
+        owner = owner_in(request, settings.keys)
+        if name not in job_store or job_store[name].owner != owner:
             raise Refused(404, f"there is no job {name[:100]!r}", "not_found")
-        return kept[name]
+        return job_store[name]
 
-    def shown(job: Job, request: Request) -> dict[str, Any]:
-        return told(job, service, str(request.base_url))
+    def state_of(job: Job, request: Request) -> dict[str, Any]:
+        return job_json(job, service, str(request.base_url))
 
     @router.post("", status_code=202, openapi_extra=GENERATION)
     async def submit(request: Request) -> Response:
         """Submits a request, as for /v1/images/generations, and answers at once."""
-        by = owner_in(request, settings.keys)
-        asked = await generation_in(request, service.graphs, settings.bounds)
-        job = await service.submit(asked, by, _folder(service), preview=True)
-        kept[job.id] = job
-        for old in [name for name, of in kept.items() if of.ended]:
-            nbytes = sum(len(picture) for of in kept.values() for picture in of.pictures)
-            if len(kept) <= KEPT_JOBS and nbytes <= KEPT_PICTURES_BYTES:
+        owner = owner_in(request, settings.keys)
+        generation = await generation_in(request, service.graphs, settings.bounds)
+        job = await service.submit(generation, owner, _folder(service), preview=True)
+        job_store[job.id] = job
+        for old in [name for name, entry in job_store.items() if entry.ended]:
+            nbytes = sum(len(picture) for entry in job_store.values() for picture in entry.pictures)
+            if len(job_store) <= KEPT_JOBS and nbytes <= KEPT_PICTURES_BYTES:
                 break
-            del kept[old]
-        return JSONResponse(shown(job, request), 202, headers={"Location": f"{request.base_url}v1/jobs/{job.id}"})
+            del job_store[old]
+        return JSONResponse(
+            state_of(job, request), 202, headers={"Location": f"{request.base_url}v1/jobs/{job.id}"}
+        )
 
     @router.get("/{name}")
     async def state(request: Request, name: str) -> Any:
         """The state of a job."""
-        return shown(found(request, name), request)
+        return state_of(job_of(request, name), request)
 
     @router.delete("/{name}")
     async def cancel(request: Request, name: str) -> Any:
         """Cancels a job, at the end of its step where it runs."""
-        job = found(request, name)
+        job = job_of(request, name)
         service.cancel(job)
-        return shown(job, request)
+        return state_of(job, request)
 
     @router.get("/{name}/result")
     async def pictures_of(request: Request, name: str) -> Response:
         """The pictures of a job that has ended."""
-        job = found(request, name)
+        job = job_of(request, name)
         if job.error is not None and job.ended:
             raise job.error
         if not job.ended:
-            raise Refused(409, f"the job is {job.state}", "not_ended", retry_seconds=max(1.0, service.predicted_wait(job)))
-        return JSONResponse(result(job, pictures, str(request.base_url)), headers={"Server-Timing": timing(job)})
+            raise Refused(
+                409,
+                f"the job is {job.state}",
+                "not_ended",
+                retry_seconds=max(1.0, service.predicted_wait(job)),
+            )
+        return JSONResponse(
+            result(job, pictures, str(request.base_url)), headers={"Server-Timing": timing(job)}
+        )
 
     @router.get("/{name}/events")
     async def events(request: Request, name: str) -> Response:
-        """Server-sent events: ``state`` after each change, ``preview`` (a PNG, base64) and at last ``end``."""
-        job = found(request, name)
+        """Server-sent events: ``state`` after each change, ``preview`` (a PNG, base64) and at last
+        ``end``."""
+        job = job_of(request, name)
 
         async def stream() -> AsyncIterator[str]:
-            seen = None
+            last_preview = None
             async for _ in job.changes():
-                if job.preview is not None and job.preview is not seen:
-                    seen = job.preview
-                    yield f"event: preview\ndata: {base64.b64encode(seen).decode()}\n\n"
+                if job.preview is not None and job.preview is not last_preview:
+                    last_preview = job.preview
+                    yield f"event: preview\ndata: {base64.b64encode(last_preview).decode()}\n\n"
                 kind = "end" if job.ended else "state"
-                yield f"event: {kind}\ndata: {json.dumps(shown(job, request))}\n\n"
+                yield f"event: {kind}\ndata: {json.dumps(state_of(job, request))}\n\n"
 
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
@@ -165,7 +189,7 @@ def jobs(service: Service, pictures: Pictures) -> APIRouter:
 
 
 def health(service: Service) -> APIRouter:
-    """Whether the server answers, whether it runs requests, and what it counted."""
+    """Whether the server answers, whether it runs requests, and its metrics."""
     router = APIRouter()
 
     @router.get("/healthz")
@@ -175,7 +199,8 @@ def health(service: Service) -> APIRouter:
 
     @router.get("/readyz")
     async def readiness() -> Response:
-        """Whether requests are run: 503 while the server starts or stops, and while the worker is started again."""
+        """Whether requests are run: 503 while the server starts or stops, and while the worker is
+        started again."""
         return JSONResponse({"ready": service.ready}, 200 if service.ready else 503)
 
     @router.get("/metrics", include_in_schema=False)
@@ -187,13 +212,15 @@ def health(service: Service) -> APIRouter:
 
 
 def pages(service: Service) -> APIRouter:
-    """The page for people."""
+    """The web page."""
     router = APIRouter(include_in_schema=False)
 
     @router.get("/")
     async def front() -> Response:
-        shown = page([model_of(graph, service) for graph in service.graphs.values()], service.settings)
-        return HTMLResponse(shown, headers=POLICY)
+        body = page(
+            [model_of(graph, service) for graph in service.graphs.values()], service.settings
+        )
+        return HTMLResponse(body, headers=POLICY)
 
     @router.get("/page/{name}")
     async def asset(name: str) -> Response:
@@ -205,5 +232,5 @@ def pages(service: Service) -> APIRouter:
 
 
 def _folder(service: Service) -> Path:
-    """Of one request; not made yet."""
+    """Return the folder of one request. It does not exist yet."""
     return service.settings.folder / secrets.token_hex(8)

@@ -1,4 +1,5 @@
-"""What OpenAPI says of the bodies, which the handlers read themselves. Further fields are inputs of the graph."""
+"""The OpenAPI schema of the bodies, which the handlers read themselves. Further fields are inputs
+of the graph."""
 
 from __future__ import annotations
 
@@ -7,8 +8,18 @@ from typing import Any
 _FIELDS: dict[str, Any] = {
     "model": {"type": "string", "description": "The name of a graph; without it the first one."},
     "prompt": {"type": "string"},
-    "n": {"type": "integer", "default": 1, "minimum": 1, "description": "Pictures; each has the seed of the one before plus 1."},
-    "size": {"type": "string", "default": "auto", "pattern": r"^(auto|\d+x\d+)$", "description": "Width x height in pixels."},
+    "n": {
+        "type": "integer",
+        "default": 1,
+        "minimum": 1,
+        "description": "Pictures; each has the seed of the one before plus 1.",
+    },
+    "size": {
+        "type": "string",
+        "default": "auto",
+        "pattern": r"^(auto|\d+x\d+)$",
+        "description": "Width x height in pixels.",
+    },
     "seed": {"type": "integer", "description": "Without it one is drawn; the answer has it."},
     "response_format": {"type": "string", "enum": ["b64_json", "url"], "default": "b64_json"},
     "output_format": {"type": "string", "enum": ["png", "jpeg", "webp"], "default": "png"},
@@ -20,7 +31,12 @@ _FILES: dict[str, Any] = {
 
 
 def _body(content: str, properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
-    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": True}
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": True,
+    }
     return {"requestBody": {"required": True, "content": {content: {"schema": schema}}}}
 
 

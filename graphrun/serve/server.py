@@ -1,4 +1,5 @@
-"""Runs the application on a port, until a signal: SIGTERM or SIGINT drains, a second one cancels what is left."""
+"""Run the application on a port until a signal. The first SIGTERM or SIGINT drains the server; the
+second cancels all requests."""
 
 from __future__ import annotations
 
@@ -19,11 +20,12 @@ from graphrun.serve.service import Service
 from graphrun.serve.settings import Settings
 from graphrun.systems import allow_open_files
 
-FILES = 256  # open ones beside connections, and one upload of each
+FILES = 256  # open files, besides two per connection
 
 
 def serve(settings: Settings, host: str, port: int, say: Callable[[str], None]) -> None:
-    """Serves until a signal. ``say`` gets a line when the port is open. Raises InputError where it cannot be opened."""
+    """Serve until a signal. ``say`` gets a line when the port is open. Raises InputError if the
+    port cannot be opened."""
     escape_log()
     allow_open_files(FILES + 2 * settings.connections)
     asyncio.run(_serve(settings, host, port, say))
@@ -34,37 +36,44 @@ async def _serve(settings: Settings, host: str, port: int, say: Callable[[str], 
     server, listener = http_server(service, host, port)
     signals = asyncio.Event()
     loop = asyncio.get_running_loop()
-    seen = 0
+    signal_count = 0
 
     def stop() -> None:
-        nonlocal seen
-        seen += 1
+        nonlocal signal_count
+        signal_count += 1
         signals.set()
-        if seen > 1:
+        if signal_count > 1:
             service.cancel_all()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(NotImplementedError):  # Windows
             loop.add_signal_handler(number, stop)
     service.start()
-    running = asyncio.ensure_future(server.serve([listener]))
+    server_task = asyncio.ensure_future(server.serve([listener]))
     port = listener.getsockname()[1]
-    say(f"serving {', '.join(service.graphs)} on http://{f'[{host}]' if ':' in host else host}:{port}")
+    say(
+        f"serving {', '.join(service.graphs)} on "
+        f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    )
     try:
-        await asyncio.wait({running, asyncio.ensure_future(signals.wait())}, return_when=asyncio.FIRST_COMPLETED)
-        if not running.done():
+        await asyncio.wait(
+            {server_task, asyncio.ensure_future(signals.wait())},
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if not server_task.done():
             say(f"stopping: requests may take {settings.drain_seconds:.0f} s more")
             await service.drain()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(service.idle(), settings.drain_seconds + 10)
             server.should_exit = True
-        await running
+        await server_task
     finally:
         service.close()
 
 
 def http_server(service: Service, host: str, port: int) -> tuple[uvicorn.Server, socket.socket]:
-    """The HTTP side of ``service``, and its open port. Raises InputError where the port cannot be opened."""
+    """Return the HTTP side of ``service``, and its open port. Raises InputError if the port cannot
+    be opened."""
     config = uvicorn.Config(
         create_app(service, host),
         host=host,
@@ -81,11 +90,14 @@ def http_server(service: Service, host: str, port: int) -> tuple[uvicorn.Server,
     try:
         return _Server(config), config.bind_socket()
     except SystemExit:  # uvicorn has logged the reason
-        raise InputError(f"--port {port}: the port cannot be opened on {host}: choose another") from None
+        raise InputError(
+            f"--port {port}: the port cannot be opened on {host}: choose another"
+        ) from None
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's own handlers would close the port at once; here it answers 503 while requests are drained."""
+    """A uvicorn server without signal handlers. They would close the port at once; this server
+    answers 503 while it drains."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -1,4 +1,4 @@
-"""What a server is started with. Sent to its processes as it is."""
+"""The settings of a server. They are sent to its processes unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What one request may ask for; checked before anything is planned."""
+    """The limits of one request, checked before planning."""
 
     body_bytes: int = 2**20  # of a request without files
     upload_bytes: int = 20 * 2**20  # of a request with files
@@ -23,18 +23,22 @@ class Bounds:
     pixels: int = 2**22  # of each picture: 2048 x 2048
     steps: int = 100
     pictures: int = 4
-    body_seconds: float = 20.0  # for headers, and again for the body
-    idle_seconds: float = 5.0  # without a byte of a body, without a request, or without a byte of an answer read
+    body_seconds: float = 20.0  # for the headers, and the same for the body
+    # without a received byte, without a request, or without a byte of the answer being read
+    idle_seconds: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """``budgets``: arguments of `graphrun.estimate`, with ``ram`` in bytes. ``hardware``: of each device, the first is main.
-    ``cluster``: it has the devices and their budgets then; ``hardware`` is empty, and ``budgets`` has the others.
-    ``folder``: for journals, uploads and pictures. ``limits``: those of `graphrun.limits` that the processes take over. ``keys``:
-    hashes of API keys by name; empty: none is asked for. ``queue_seconds``: the longest predicted wait of a request that is
-    admitted. ``drain_seconds``: of requests after SIGTERM. ``connections``: open at once.
-    ``allow_hosts`` and ``allow_origins``: as `graphrun.serve.origins` takes them.
+    """The settings of a server.
+
+    ``budgets``: arguments of `graphrun.estimate`, with ``ram`` in bytes. ``hardware``: of each
+    device, the main one first. ``cluster``: defines the devices and their budgets; ``hardware`` is
+    empty then, and ``budgets`` has only the other arguments. ``folder``: for journals, uploads and
+    pictures. ``limits``: limits of `graphrun.limits` for the processes. ``keys``: hashes of API
+    keys by name; if empty, no key is needed. ``queue_seconds``: the longest predicted wait that is
+    admitted. ``drain_seconds``: the time for requests after SIGTERM. ``connections``: the most that
+    may be open. ``allow_hosts`` and ``allow_origins``: arguments of `graphrun.serve.origins`.
     """
 
     graphs: tuple[Path, ...]

@@ -1,11 +1,14 @@
-"""Which graphs stay on the device together, each within a share of the budgets, and which have all of them in turn. Pure.
+"""Which graphs keep their weights on the device, each within a share of the budgets, and which
+graphs take turns with the whole budgets. Pure.
 
-    runs of late     A B A B B A C ...
-    {}               each in turn: whoever runs has all of the budgets, and every change of graph loads weights anew
-    {A: .5, B: .5}   A and B find their weights and stream more; C takes everything, and both load anew after it
+    recent runs   A B A B B A C ...
+    {}               take turns: the running graph has the whole budgets, and every change of graph
+                     reloads weights
+    {A: .5, B: .5}   A and B find their weights but stream more; C takes everything, and both reload
+                     after it
 
-Shares are of VRAM, RAM, page-locked RAM and disk alike, and add up to 1 at most: each graph is planned within its own, so that all
-of them are within the budgets whoever runs.
+A share applies to VRAM, RAM, page-locked RAM and disk alike, and the shares add up to at most 1.
+Each graph is planned within its own share, so all of them together stay within the budgets.
 """
 
 from __future__ import annotations
@@ -18,25 +21,32 @@ from graphrun.serve.line import Cost
 
 SHARES = (0.25, 0.5, 0.75)
 WHOLE = 1.0
-RECENT = 64  # runs by which arrangements are judged
+RECENT = 64  # latest runs by which arrangements are compared
 
 Arrangement = Mapping[str, float]
-"""Name of a graph -> its share. A graph that is not there has all in turn."""
+"""The share of each graph, by name. A graph that is missing takes turns with the whole budgets."""
 
 
 def arrangements(runs: Sequence[str]) -> Iterator[Arrangement]:
-    """Every arrangement of the graphs most often among ``runs``: as many as have shares at once."""
+    """Yield every arrangement of the most frequent graphs in ``runs``, as many as can have shares
+    at once."""
     graphs = sorted(graph for graph, _ in Counter(runs).most_common(int(WHOLE / SHARES[0])))
     for shares in product((0.0, *SHARES), repeat=len(graphs)):
-        held = {graph: share for graph, share in zip(graphs, shares, strict=True) if share}
-        if len(held) != 1 and sum(held.values()) <= WHOLE:
-            yield held
+        arrangement = {graph: share for graph, share in zip(graphs, shares, strict=True) if share}
+        if len(arrangement) != 1 and sum(arrangement.values()) <= WHOLE:
+            yield arrangement
 
 
 def seconds_of(
-    arrangement: Arrangement, runs: Sequence[str], costs: Mapping[tuple[str, float], Cost], warm: Collection[str] = ()
+    arrangement: Arrangement,
+    runs: Sequence[str],
+    costs: Mapping[tuple[str, float], Cost],
+    warm: Collection[str] = (),
 ) -> float:
-    """Predicted seconds of ``runs``, one after another. ``costs``: by graph and share. ``warm``: graphs whose weights are there."""
+    """Return the predicted seconds of ``runs``, one after another.
+
+    ``costs``: by graph and share. ``warm``: graphs whose weights are on the device.
+    """
     total, warm = 0.0, set(warm)
     for graph in runs:
         cost = costs[graph, arrangement.get(graph, WHOLE)]
@@ -45,11 +55,24 @@ def seconds_of(
     return total
 
 
-def best(now: Arrangement, runs: Sequence[str], costs: Mapping[tuple[str, float], Cost]) -> Arrangement:
-    """The arrangement with the least predicted seconds if the next runs are as ``runs`` were. A change begins with an empty device.
+def best(
+    current: Arrangement, runs: Sequence[str], costs: Mapping[tuple[str, float], Cost]
+) -> Arrangement:
+    """Return the arrangement with the fewest predicted seconds, if the next runs are like ``runs``.
+    A change of arrangement starts with an empty device.
 
-    Shares that ``costs`` lacks are not among the choices: nothing fits them, or their plan is not there yet.
+    Shares that are missing in ``costs`` are not considered: nothing fits them, or their plan is not
+    ready yet.
     """
-    known = [each for each in arrangements(runs) if each != now and all(item in costs for item in each.items())]
-    there = now or runs[-1:]
-    return min([now, *known], key=lambda each: seconds_of(each, runs, costs, there if each is now else ()))
+    candidates = [
+        candidate
+        for candidate in arrangements(runs)
+        if candidate != current and all(item in costs for item in candidate.items())
+    ]
+    warm = current or runs[-1:]
+    return min(
+        [current, *candidates],
+        key=lambda candidate: seconds_of(
+            candidate, runs, costs, warm if candidate is current else ()
+        ),
+    )

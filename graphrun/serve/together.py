@@ -1,7 +1,9 @@
-"""Runs of one shape that go together, stage by stage, as lists of requests do (`graphrun.batch.queue`); and what every run of a
-server keeps on disk. In the worker process alone: it imports torch.
+"""Run requests of one shape as a batch, stage by stage, with the code that runs lists of requests
+(`graphrun.batch.queue`). Also defines what every run of a server saves on disk. Only the worker
+process imports this module, because it imports torch.
 
-Each run tells its steps and is cancelled as one by itself is. What cannot end here is left to run by itself.
+Each run of a batch reports its steps and can be cancelled, like a run by itself. A run that fails
+in the batch runs by itself afterwards.
 """
 
 from __future__ import annotations
@@ -18,21 +20,21 @@ from graphrun.batch.cache.reuse import reuse_for
 from graphrun.batch.journal import Journal, RequestJournal
 from graphrun.batch.queue import BatchContext, run_requests
 from graphrun.batch.requests import Request
-from graphrun.batch.schedule import Segment
+from graphrun.batch.schedule import StageSegment
 from graphrun.batch.watch import LeftOut, Watcher
 from graphrun.graph.graph import Graph
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
-from graphrun.report.outputs import made_of, save_outputs
+from graphrun.report.outputs import provenance, save_outputs
 from graphrun.runtime.host import Host
 from graphrun.trace import Overrun, Trace
 
-PREVIEW_SECONDS = 0.5  # at least, from one preview to the next
+PREVIEW_SECONDS = 0.5  # least time between previews
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A run: the ``number``-th of request ``id``, whose state and pictures are in ``folder``."""
+class RunRequest:
+    """Run ``number`` of request ``id``. ``folder``: for its state and its pictures."""
 
     id: str
     number: int
@@ -43,9 +45,9 @@ class Asked:
 
 
 @dataclass(slots=True)
-class Measured:
-    """What a run took, in all and by stage, beside what was planned; seconds of the device's clock. Peaks are of the device, with
-    those of other sessions."""
+class RunFigures:
+    """The planned and measured numbers of a run, in total and by stage. Seconds are of the device's
+    clock. Peaks are of the whole device, other sessions included."""
 
     stages: dict[str, tuple[float, float]] = field(default_factory=dict)
     seconds: tuple[float, float] = (0.0, 0.0)
@@ -54,127 +56,177 @@ class Measured:
     notes: tuple[str, ...] = ()
     overruns: tuple[Overrun, ...] = ()
 
-    def add(self, trace: Trace, solution: Solution, again: bool, others_bytes: int) -> None:
-        """Adds a run by ``solution``. ``again``: it found the weights of the run before. ``others_bytes``: of other sessions."""
-        simulation, stage_of = solution.simulation, {phase.name: phase.stage for phase in solution.chosen.phases}
-        planned = simulation.again if again and simulation.again else simulation.slots
+    def add(self, trace: Trace, solution: Solution, is_warm: bool, others_bytes: int) -> None:
+        """Add a run of ``solution``.
+
+        ``is_warm``: the weights of the run before were on the device. ``others_bytes``: device
+        memory of other sessions.
+        """
+        simulation, stage_of = (
+            solution.simulation,
+            {phase.name: phase.stage for phase in solution.chosen.phases},
+        )
+        planned_slots = (
+            simulation.further_slots if is_warm and simulation.further_slots else simulation.slots
+        )
         seconds: dict[str, list[float]] = {}
-        took = [(slot.phase, 0, slot.seconds) for slot in planned]
-        took += [(slot.phase, 1, slot.end_seconds - slot.start_seconds) for slot in trace.slots]
-        for phase, column, each in took:
+        durations = [(slot.phase, 0, slot.seconds) for slot in planned_slots]
+        durations += [
+            (slot.phase, 1, slot.end_seconds - slot.start_seconds) for slot in trace.slots
+        ]
+        for phase, index, slot_seconds in durations:
             if (stage := stage_of.get(phase)) is not None:
-                seconds.setdefault(stage, [0.0, 0.0])[column] += each
+                seconds.setdefault(stage, [0.0, 0.0])[index] += slot_seconds
         overhead_bytes = solution.problem.overhead_bytes - solution.problem.reserve_bytes
-        peaks = overhead_bytes + others_bytes + simulation.peak_bytes, overhead_bytes + trace.peak_bytes
+        peaks = (
+            overhead_bytes + others_bytes + simulation.peak_bytes,
+            overhead_bytes + trace.peak_bytes,
+        )
         self.stages |= {stage: (pair[0], pair[1]) for stage, pair in seconds.items()}
-        self.seconds = self.seconds[0] + sum(slot.seconds for slot in planned), self.seconds[1] + trace.seconds
+        self.seconds = (
+            self.seconds[0] + sum(slot.seconds for slot in planned_slots),
+            self.seconds[1] + trace.seconds,
+        )
         self.peak_bytes = max(self.peak_bytes[0], peaks[0]), max(self.peak_bytes[1], peaks[1])
         self.plan, self.notes = solution.plan.digest, (*self.notes, *trace.notes)
         self.overruns += trace.overruns
 
 
-def saved(asked: Asked, outputs: Mapping[str, Any], graph: Graph, version: str, measured: Measured, problem: str) -> dict[str, Any]:
-    """Saves the pictures among ``outputs``. Returns what the server is told. ``problem``: digest, for the metadata."""
+def save_pictures(
+    run: RunRequest,
+    outputs: Mapping[str, Any],
+    graph: Graph,
+    version: str,
+    figures: RunFigures,
+    problem: str,
+) -> dict[str, Any]:
+    """Save the pictures among ``outputs``, and return the fields of the message to the server.
+
+    ``problem``: the digest for the metadata of the files.
+    """
     pictures = {name: value for name, value in outputs.items() if graph.kinds()[name] == "image"}
-    about = made_of(graph.name, asked.inputs, problem, version)
-    files = save_outputs(pictures, asked.folder / f"picture{asked.suffix}", made_of=about)
+    metadata = provenance(graph.name, run.inputs, problem, version)
+    files = save_outputs(pictures, run.folder / f"picture{run.suffix}", source=metadata)
     names = ("stages", "seconds", "peak_bytes", "plan", "notes", "overruns")
-    told = {name: getattr(measured, name) for name in names}
-    return {"files": list(files), **told}
+    entries = {name: getattr(figures, name) for name in names}
+    return {"files": list(files), **entries}
 
 
 class Keeper(RequestJournal):
-    """The state of a run on disk, which tells each step, with a preview where that is wanted."""
+    """The saved state of a run. Reports each step, with a preview if the request wants one."""
 
-    def __init__(self, asked: Asked, tell: Callable[..., None]) -> None:
-        super().__init__(asked.folder)
-        self._tell, self._preview = tell, asked.preview
-        self._aspect = float(asked.inputs.get("height") or 1) / float(asked.inputs.get("width") or 1)
-        self._shown = 0.0
+    def __init__(self, run: RunRequest, notify: Callable[..., None]) -> None:
+        super().__init__(run.folder)
+        self._notify, self._preview = notify, run.preview
+        self._aspect = float(run.inputs.get("height") or 1) / float(run.inputs.get("width") or 1)
+        self._last_preview = 0.0
 
-    def wants(self, stage: str, done: int, steps: int) -> bool:
-        """Tells the step. A loop resumes with two steps or more (`graphrun.Session.submit`)."""
-        self._tell(stage=stage, done=done, steps=steps)
-        return done <= steps - 2
+    def wants(self, stage: str, step: int, steps: int) -> bool:
+        """Report the step. Return whether to save the state: a loop can only resume if two or more
+        steps remain (`graphrun.Session.submit`)."""
+        self._notify(stage=stage, done=step, steps=steps)
+        return step <= steps - 2
 
     def save(self, stage: str, state: Any) -> None:
-        """Saves ``state``, and shows it."""
+        """Save ``state``, and send a preview."""
         super().save(stage, state)
-        if self._preview and time.monotonic() - self._shown >= PREVIEW_SECONDS:
+        if self._preview and time.monotonic() - self._last_preview >= PREVIEW_SECONDS:
             from graphrun.report.preview import preview_of
 
-            self._shown, file = time.monotonic(), io.BytesIO()
+            self._last_preview, file = time.monotonic(), io.BytesIO()
             preview_of(state.latents, self._aspect).save(file, format="PNG")
-            self._tell(stage=stage, done=state.done, steps=state.steps, preview=file.getvalue())
+            self._notify(
+                stage=stage, done=state.finished_steps, steps=state.steps, preview=file.getvalue()
+            )
 
     def values(self, stage: str) -> None:
-        """None: a run that was interrupted goes on by itself, and computes what is before its loop again."""
+        """Return None: an interrupted run continues by itself and recomputes the stages before its
+        loop."""
 
     def keep(self, stage: str, outputs: Mapping[str, Any]) -> None:
-        """Deletes the state of the loop of ``stage``."""
+        """Delete the saved state of the loop of ``stage``."""
         self.forget(stage)
 
     def finish(self, files: Iterable[Path]) -> None:
-        """Nothing: the server deletes the folder."""
+        """Do nothing: the server deletes the folder."""
 
 
 class _Keepers(Journal):
-    """The state of runs that go together, each in its own folder."""
+    """The saved states of the runs of a batch, each in its own folder."""
 
     def __init__(self, keepers: Sequence[Keeper]) -> None:
         self._keepers = keepers
 
     def close(self) -> None:
-        """Nothing is locked."""
+        """Do nothing: nothing is locked."""
 
     def require(self, entries: Mapping[str, str], kind: str = "") -> None:
-        """Nothing to compare: these folders are new."""
+        """Do nothing: the folders are new, so there is nothing to compare."""
 
     def request(self, number: int) -> Keeper:
-        """The state of run ``number``, from 1."""
+        """Return the state of run ``number``, counted from 1."""
         return self._keepers[number - 1]
 
 
-class _Watching(Watcher):
-    """Sends how each run ended."""
+class _RunWatcher(Watcher):
+    """Reports how each run of a batch ended."""
 
-    def __init__(self, every: Sequence[Asked], send: Callable[..., None], is_cancelled: Callable[[str], bool], others: int) -> None:
-        self._every, self._send, self._is_cancelled, self._others_bytes = every, send, is_cancelled, others
-        self._measured = [Measured() for _ in every]
-        self._again = self._begun = False
+    def __init__(
+        self,
+        runs: Sequence[RunRequest],
+        send: Callable[..., None],
+        is_cancelled: Callable[[str], bool],
+        others_bytes: int,
+    ) -> None:
+        self._runs, self._send, self._is_cancelled, self._others_bytes = (
+            runs,
+            send,
+            is_cancelled,
+            others_bytes,
+        )
+        self._figures = [RunFigures() for _ in runs]
+        self._is_warm = self._is_active = False
 
-    def measured(self, request: Request) -> Measured:
-        """What ``request`` took until now."""
-        return self._measured[request.number - 1]
+    def figures_of(self, request: Request) -> RunFigures:
+        """Return the numbers of ``request`` so far."""
+        return self._figures[request.number - 1]
 
-    def segment(self, segment: Segment, runs: int) -> None:
-        self._again = False
+    def segment(self, segment: StageSegment, runs: int) -> None:
+        self._is_warm = False
 
-    def run(self, segment: Segment, request: Request) -> Callable[[int, int, int], None]:
-        asked = self._every[request.number - 1]
+    def run(self, segment: StageSegment, request: Request) -> Callable[[int, int, int], None]:
+        run = self._runs[request.number - 1]
 
         def progress(*_: int) -> None:
-            if self._is_cancelled(asked.id):
+            if self._is_cancelled(run.id):
                 raise LeftOut("cancelled")
 
         progress()
-        self._begun = True
-        self._send("begins", id=asked.id)
+        self._is_active = True
+        self._send("begins", id=run.id)
         return progress
 
-    def ran(self, segment: Segment, requests: Sequence[Request], trace: Trace) -> None:
+    def ran(self, segment: StageSegment, requests: Sequence[Request], trace: Trace) -> None:
         for request in requests:
-            self.measured(request).add(trace, segment.solution, self._again, self._others_bytes)
-        self._again, self._begun = True, False
+            self.figures_of(request).add(trace, segment.solution, self._is_warm, self._others_bytes)
+        self._is_warm, self._is_active = True, False
 
     def left_out(self, request: Request) -> None:
-        self._again, self._begun = self._again and not self._begun, False  # a run that breaks off leaves an empty device
-        asked = self._every[request.number - 1]
-        self._send("cancelled" if self._is_cancelled(asked.id) else "apart", id=asked.id, number=asked.number)
+        # an aborted run leaves an empty device
+        self._is_warm, self._is_active = (
+            self._is_warm and not self._is_active,
+            False,
+        )
+        run = self._runs[request.number - 1]
+        self._send(
+            "cancelled" if self._is_cancelled(run.id) else "apart",
+            id=run.id,
+            number=run.number,
+        )
 
 
 def run_together(
-    every: Sequence[Asked],
+    runs: Sequence[RunRequest],
     graph: Graph,
     segments: tuple[tuple[str, ...], ...],
     arguments: Mapping[str, Any],
@@ -185,33 +237,38 @@ def run_together(
     version: str,
     others_bytes: int,
 ) -> None:
-    """Runs ``every`` of one shape by ``segments``. Sends ``begins``, ``step``, and at the end of each ``done`` (id, number, ...),
-    ``cancelled``, or ``apart`` where it failed here. ``arguments``: of `graphrun.estimate`, with the open device. ``host``:
-    backing stores of the whole graph."""
+    """Run ``runs``, all of one shape, as a batch in ``segments``.
+
+    Sends ``begins`` and ``step`` messages, and one message at the end of each run: ``done`` (id,
+    number, ...), ``cancelled``, or ``apart`` if the run failed in the batch. ``arguments`` are
+    those of `graphrun.estimate`, with the open device. ``host``: backing stores of the whole graph.
+    """
     budgets = dict(arguments)
     device, cache, cards = budgets.pop("device"), budgets["cache"], budgets["hardware"]
     allow = graph.allowed(budgets.get("allow", ()))
-    watching = _Watching(every, send, is_cancelled, others_bytes)
+    watching = _RunWatcher(runs, send, is_cancelled, others_bytes)
 
     def solve(problem: Problem) -> Solution:
         return api.plan(session_of(problem), cache=cache)
 
     def sink(request: Request, outputs: Mapping[str, Any]) -> list[Path]:
-        asked, measured = every[request.number - 1], watching.measured(request)
-        told = saved(asked, outputs, graph, version, measured, measured.plan)
-        send("done", id=asked.id, number=asked.number, **told)
+        run, figures = runs[request.number - 1], watching.figures_of(request)
+        entries = save_pictures(run, outputs, graph, version, figures, figures.plan)
+        send("done", id=run.id, number=run.number, **entries)
         return []
 
-    def tell(id: str) -> Callable[..., None]:
+    def notify_of(id: str) -> Callable[..., None]:
         return lambda **content: send("step", id=id, **content)
 
     context = BatchContext(
         estimate=lambda values: api.estimate(graph, inputs=values, **budgets, runs=api.RUNS),
         solve=solve,
         device_name=cards[0].label,
-        reuse=None if reuse == "none" else lambda values: reuse_for(graph, values, cards[0].label, cache, reuse, allow, None),
+        reuse=None
+        if reuse == "none"
+        else lambda values: reuse_for(graph, values, cards[0].label, cache, reuse, allow, None),
         modules=None,
-        journal=_Keepers([Keeper(asked, tell(asked.id)) for asked in every]),
+        journal=_Keepers([Keeper(run, notify_of(run.id)) for run in runs]),
         device=device,
         sink=sink,
         watcher=watching,
@@ -219,9 +276,12 @@ def run_together(
         segments=segments,
         host=host,
     )
-    run_requests(graph, [Request(number, asked.inputs) for number, asked in enumerate(every, 1)], context)
+    run_requests(
+        graph, [Request(number, run.inputs) for number, run in enumerate(runs, 1)], context
+    )
 
 
 def session_of(problem: Problem) -> Problem:
-    """``problem`` of a session as all of a server's are, however many runs go together: planned once."""
+    """Return ``problem`` as the session that all requests of a server use, so that it is planned
+    only once."""
     return replace(problem, runs=api.RUNS)

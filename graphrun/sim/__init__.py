@@ -1,9 +1,11 @@
-"""A simulated accelerator: the torch device ``sim`` with a hard capacity, counters, a virtual clock and faults on request.
+"""A simulated accelerator, the torch device ``sim``.
+
+It has a hard capacity, counters, a virtual clock, and faults on request.
 
     with Machine(capacity_bytes=8 * GIB) as machine:
         x = torch.zeros(1024, device="sim")
 
-Results are bitwise equal to the CPU's; memory, time and faults are simulated.
+Results are bitwise equal to the CPU's. Memory, time and faults are simulated.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> torch.device:
-    """``device``: ``torch.device("sim:0")``, which exists only after the backend is registered."""
+    """Return ``device``, ``torch.device("sim:0")``, which needs the registered backend."""
     if name != "device":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     register()

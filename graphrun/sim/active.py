@@ -12,22 +12,28 @@ active: ContextVar[Any] = ContextVar("graphrun_sim_machine", default=None)
 
 
 def active_machine(device: Any = None) -> Any:
-    """The machine whose context is entered; for a ``device`` such as ``sim:1``, the one beside it that is this device.
+    """Return the active machine, or its sibling for a ``device`` such as ``sim:1``.
 
-    Raises RuntimeError when there is none."""
+    Raises RuntimeError if there is none.
+    """
     machine = active.get()
     if machine is None:
-        raise RuntimeError("no simulated machine is active: make tensors on device 'sim' inside `with Machine(...):`")
+        raise RuntimeError(
+            "no simulated machine is active: make tensors on device 'sim' inside `with "
+            "Machine(...):`"
+        )
     number = None if device is None else torch.device(device).index
     if number is None:
         return machine
     if number >= len(machine.machines):
-        raise RuntimeError(f"there is no device sim:{number}: the active machine has {len(machine.machines)}")
+        raise RuntimeError(
+            f"there is no device sim:{number}: the active machine has {len(machine.machines)}"
+        )
     return machine.machines[number]
 
 
 def is_simulated(device: Any) -> bool:
-    """Whether ``device`` is ``sim``, or one that the active machine simulates."""
+    """Return whether ``device`` is ``sim``, or a device that the active machine simulates."""
     kind = torch.device(device).type
     machine = active.get()
     return kind == "sim" or (machine is not None and kind in machine.device_types)

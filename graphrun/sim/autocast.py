@@ -1,8 +1,9 @@
-"""``torch.autocast("sim")``: operators that CUDA computes in the lower precision, in fp32, or in the widest of their arguments.
+"""``torch.autocast("sim")``: which operators run in the lower precision, in fp32, or in the widest.
 
-PyTorch has these rules for its own devices only (``AT_FORALL_*`` in aten/src/ATen/autocast_mode.h of 2.13, for CUDA). The kernels
-cast tensors on ``sim``; in dry runs `graphrun.sim.casts` does. Weights are cast again in each call: a cache of casts would occupy
-memory that no plan knows.
+The lists are CUDA's (``AT_FORALL_*`` in aten/src/ATen/autocast_mode.h of 2.13), since PyTorch has
+such rules for its own devices only. "Widest" means the widest dtype of the arguments. The kernels
+here cast tensors on ``sim``; in dry runs `graphrun.sim.casts` does. Weights are cast again in each
+call: a cache of casts would occupy memory that no plan includes.
 """
 
 from __future__ import annotations
@@ -14,24 +15,32 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 LOWER = """
-_convolution addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
-conv_transpose3d convolution gru_cell linalg_multi_dot linalg_vecdot linear lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell
+_convolution addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc
+conv_transpose1d conv_transpose2d conv_transpose3d convolution gru_cell linalg_multi_dot
+linalg_vecdot linear lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell
 scaled_dot_product_attention
 """
 FP32 = """
-acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cumprod cumsum dist erfinv exp expm1
-group_norm hinge_embedding_loss kl_div l1_loss layer_norm linalg_matrix_norm linalg_vector_norm log log10 log1p log2 log_softmax
-margin_ranking_loss mse_loss multilabel_margin_loss native_layer_norm nll_loss norm nuclear_norm pdist poisson_nll_loss pow prod
-reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss softmax softplus sum tan triplet_margin_loss
+acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity
+cumprod cumsum dist erfinv exp expm1 group_norm hinge_embedding_loss kl_div l1_loss layer_norm
+linalg_matrix_norm linalg_vector_norm log log10 log1p log2 log_softmax margin_ranking_loss mse_loss
+multilabel_margin_loss native_layer_norm nll_loss norm nuclear_norm pdist poisson_nll_loss pow prod
+reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss softmax softplus sum tan
+triplet_margin_loss
 """
-WIDEST = "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot"
+WIDEST = (
+    "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot"
+)
 
 _KEY: Any = torch._C._parse_dispatch_key("AutocastPrivateUse1")
 _SIM = "sim"
 
 
 def register() -> tuple[Any, ...]:
-    """Registers the kernels, once. Returns the libraries that they are in; the kernels are unregistered when those are freed."""
+    """Register the kernels, once, and return their libraries.
+
+    The kernels are unregistered when the libraries are freed.
+    """
     everything: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     everything.fallback(torch.library.fallthrough_kernel, _KEY.name)
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -41,7 +50,9 @@ def register() -> tuple[Any, ...]:
             for overload in packet.overloads():
                 func = getattr(packet, overload)
                 if not func._schema.is_mutable:
-                    library.impl(func.name().removeprefix("aten::"), _kernel(func, dtypes), _KEY.name)
+                    library.impl(
+                        func.name().removeprefix("aten::"), _kernel(func, dtypes), _KEY.name
+                    )
     return everything, library
 
 
@@ -49,18 +60,26 @@ def _kernel(func: Any, dtype_of: Callable[[list[torch.Tensor]], torch.dtype]) ->
     takes_dtype = any(argument.name == "dtype" for argument in func._schema.arguments)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, True)  # which is how PyTorch turns autocast off
+        # PyTorch turns autocast off in the same way.
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, True)
         try:
-            found: list[torch.Tensor] = []
-            tree_map_only(torch.Tensor, lambda tensor: found.append(tensor) if _is_eligible(tensor) else None, (args, kwargs))
-            if not found:
+            tensors: list[torch.Tensor] = []
+            tree_map_only(
+                torch.Tensor,
+                lambda tensor: tensors.append(tensor) if _is_eligible(tensor) else None,
+                (args, kwargs),
+            )
+            if not tensors:
                 return func(*args, **kwargs)
-            dtype = dtype_of(found)
-            if takes_dtype and dtype_of is _fp32:  # the sum of many is taken in fp32, without casting what is summed
+            dtype = dtype_of(tensors)
+            # A sum is accumulated in fp32 without casting its inputs.
+            if takes_dtype and dtype_of is _fp32:
                 return func(*args, **{**kwargs, "dtype": kwargs.get("dtype") or dtype})
 
             def cast(tensor: torch.Tensor) -> torch.Tensor:
-                return tensor.to(dtype) if _is_eligible(tensor) and tensor.dtype != dtype else tensor
+                return (
+                    tensor.to(dtype) if _is_eligible(tensor) and tensor.dtype != dtype else tensor
+                )
 
             args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
             return func(*args, **kwargs)
@@ -71,7 +90,9 @@ def _kernel(func: Any, dtype_of: Callable[[list[torch.Tensor]], torch.dtype]) ->
 
 
 def _is_eligible(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == _SIM and tensor.is_floating_point() and tensor.dtype != torch.float64
+    return (
+        tensor.device.type == _SIM and tensor.is_floating_point() and tensor.dtype != torch.float64
+    )
 
 
 def _lower(_: list[torch.Tensor]) -> torch.dtype:
@@ -83,4 +104,8 @@ def _fp32(_: list[torch.Tensor]) -> torch.dtype:
 
 
 def _widest(tensors: list[torch.Tensor]) -> torch.dtype:
-    return torch.float32 if any(tensor.dtype == torch.float32 for tensor in tensors) else torch.get_autocast_dtype(_SIM)
+    return (
+        torch.float32
+        if any(tensor.dtype == torch.float32 for tensor in tensors)
+        else torch.get_autocast_dtype(_SIM)
+    )

@@ -1,7 +1,8 @@
-"""Autocast in dry runs and traces, whose tensors PyTorch's own autocast does not know.
+"""Autocast in dry runs and traces, whose tensors PyTorch's own autocast does not support.
 
-The rules are those of ``torch.autocast("cuda")`` (`graphrun.sim.autocast`), applied to decomposed operators by a
-dispatch mode. Code asks PyTorch whether autocast is on, and for its dtype: that state exists without CUDA too.
+The rules are those of ``torch.autocast("cuda")`` (`graphrun.sim.autocast`). A dispatch mode applies
+them to decomposed operators. Code asks PyTorch whether autocast is on, and for its dtype: that
+state exists without CUDA too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from graphrun.sim.autocast import FP32, LOWER, WIDEST
 KIND = "cuda"
 """The device type whose autocast dry runs and traces follow."""
 _FP32_PARTS = "_log_softmax _softmax _cdist_forward native_group_norm"
-"""Operators to which composite ones of the list decompose."""
+"""Operators into which composite operators of the list decompose."""
 _RULES = {
     **dict.fromkeys(LOWER.split(), "lower"),
     **dict.fromkeys((*FP32.split(), *_FP32_PARTS.split()), "fp32"),
@@ -35,18 +36,19 @@ _lower: ContextVar[torch.dtype | None] = ContextVar("graphrun_autocast_dtype", d
 
 
 def dtype_on(device_type: str) -> torch.dtype | None:
-    """The dtype of the autocast that is on for ``device_type``; None where it is off."""
+    """Return the dtype of the active autocast for ``device_type``; None if it is off."""
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 @contextmanager
-def following(dtype: torch.dtype | None) -> Iterator[None]:
-    """A context for code that runs under autocast to ``dtype`` on the planned device (None: under none).
+def follow_autocast(dtype: torch.dtype | None) -> Iterator[None]:
+    """A context for code that runs under autocast to ``dtype`` on the planned device.
 
-    In it, ``torch.autocast`` for CUDA works without CUDA, for this thread. Entered behind a dispatch mode, the
-    casts come before what that mode sees.
+    ``dtype`` None: autocast is off. Inside, ``torch.autocast`` for CUDA works without CUDA, for
+    this thread. If the context is entered after a dispatch mode, casts are applied before that
+    mode.
     """
-    enabled, before = torch.is_autocast_enabled(KIND), torch.get_autocast_dtype(KIND)
+    was_enabled, previous_dtype = torch.is_autocast_enabled(KIND), torch.get_autocast_dtype(KIND)
     tokens = _in_dry_run.set(True), _lower.set(dtype)
     try:
         torch.set_autocast_enabled(KIND, dtype is not None)
@@ -55,26 +57,33 @@ def following(dtype: torch.dtype | None) -> Iterator[None]:
         with _Redirected(), nullcontext() if dtype is None else _Casts():  # type: ignore[no-untyped-call]
             yield
     finally:
-        torch.set_autocast_enabled(KIND, enabled)
-        torch.set_autocast_dtype(KIND, before)
+        torch.set_autocast_enabled(KIND, was_enabled)
+        torch.set_autocast_dtype(KIND, previous_dtype)
         _in_dry_run.reset(tokens[0])
         _lower.reset(tokens[1])
 
 
 class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Casts the floating-point arguments of operators by the rules of autocast, while it is on."""
+    """Cast the floating-point arguments of operators by the rules of autocast, while it is on."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (lower := _lower.get()) is None or (rule := _rule_of(func)) is None:
+        if (lower_dtype := _lower.get()) is None or (rule := _rule_of(func)) is None:
             return func(*args, **kwargs)
         tensors: list[torch.Tensor] = []
-        tree_map_only(torch.Tensor, lambda tensor: tensors.append(tensor) if _is_eligible(tensor) else None, (args, kwargs))
+        tree_map_only(
+            torch.Tensor,
+            lambda tensor: tensors.append(tensor) if _is_eligible(tensor) else None,
+            (args, kwargs),
+        )
         if not tensors:
             return func(*args, **kwargs)
-        wide = rule == "fp32" or (rule == "widest" and any(tensor.dtype == torch.float32 for tensor in tensors))
-        dtype = torch.float32 if wide else lower
-        if rule == "fp32" and _takes_dtype(func):  # a sum is taken in fp32, without casting what is summed
+        is_wide = rule == "fp32" or (
+            rule == "widest" and any(tensor.dtype == torch.float32 for tensor in tensors)
+        )
+        dtype = torch.float32 if is_wide else lower_dtype
+        # A sum is accumulated in fp32 without casting its inputs.
+        if rule == "fp32" and _takes_dtype(func):
             return func(*args, **{**kwargs, "dtype": kwargs.get("dtype") or dtype})
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -99,33 +108,39 @@ def _is_eligible(tensor: torch.Tensor) -> bool:
 
 
 class _Redirected:
-    """A context in which ``torch.autocast`` for CUDA works without CUDA in threads that are in a dry run. Weights are
-    cast again in each call: a cache of casts would occupy memory that no plan knows."""
+    """A context in which ``torch.autocast`` for CUDA works without CUDA, in threads with a dry run.
+
+    Weights are cast again in each call: a cache of casts would occupy memory that no plan includes.
+    """
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
-    _entered: ClassVar[int] = 0
+    _entry_count: ClassVar[int] = 0
     _original: ClassVar[tuple[Any, ...]]
 
     def __enter__(self) -> None:
         shared, autocast = _Redirected, torch.autocast
         with shared._lock:
-            if not shared._entered:
+            if not shared._entry_count:
                 shared._original = tuple(getattr(autocast, name) for name in _METHODS)
-                for name, method in zip(_METHODS, (_construct, _enter, _exit), strict=True):
+                for name, method in zip(_METHODS, _REPLACEMENTS, strict=True):
                     setattr(autocast, name, method)
-            shared._entered += 1
+            shared._entry_count += 1
 
     def __exit__(self, *_: object) -> None:
         shared, autocast = _Redirected, torch.autocast
         with shared._lock:
-            shared._entered -= 1
-            if not shared._entered:
+            shared._entry_count -= 1
+            if not shared._entry_count:
                 for name, method in zip(_METHODS, shared._original, strict=True):
                     setattr(autocast, name, method)
 
 
 def _construct(
-    autocast: Any, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, cache_enabled: bool | None = None
+    autocast: Any,
+    device_type: str,
+    dtype: torch.dtype | None = None,
+    enabled: bool = True,
+    cache_enabled: bool | None = None,
 ) -> None:
     if not _in_dry_run.get() or device_type not in (KIND, "meta"):
         _Redirected._original[0](autocast, device_type, dtype, enabled, cache_enabled)
@@ -140,16 +155,19 @@ def _construct(
 
 
 def _enter(autocast: Any) -> Any:
-    entered = _Redirected._original[1](autocast)
+    result = _Redirected._original[1](autocast)
     if (contexts := vars(autocast).get("graphrun_casts")) is not None:
         contexts.append(ExitStack())
         token = _lower.set(autocast.fast_dtype if autocast._enabled else None)
         contexts[-1].callback(_lower.reset, token)
         contexts[-1].enter_context(_Casts())  # type: ignore[no-untyped-call]
-    return entered
+    return result
 
 
 def _exit(autocast: Any, *error: Any) -> Any:
     if contexts := vars(autocast).get("graphrun_casts"):
         contexts.pop().close()
     return _Redirected._original[2](autocast, *error)
+
+
+_REPLACEMENTS: tuple[Any, ...] = (_construct, _enter, _exit)

@@ -1,31 +1,31 @@
-"""A simulated device for dry runs: PyTorch's own name for it, and nothing registered with PyTorch.
+"""A simulated device for dry runs, under PyTorch's own name for it, without registration.
 
-The tensors are those of the simulated accelerator. Python reads `PLANNED` as their device, as it would on a
-card. C++ sees meta tensors, for which every build of PyTorch has kernels. A dispatch mode turns whatever is
-made on the planned device or on meta into simulated tensors, so a dry run needs no backend, initializes none,
-and works the same next to one.
+Tensors are those of the simulated accelerator. Python reads `PLANNED` as their device, as it would
+on a card. C++ sees meta tensors, for which every build of PyTorch has kernels. A dispatch mode
+turns whatever is created on the planned device or on meta into simulated tensors. So a dry run
+needs and initializes no backend, and also works if one is in use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from graphrun.sim.active import is_simulated
-from graphrun.sim.casts import following
+from graphrun.sim.casts import follow_autocast
 from graphrun.sim.dispatch import dispatch
 from graphrun.sim.machine import Machine
 from graphrun.sim.tensor import SimTensor
 
 PLANNED = torch.device("cuda", 0)
-"""The device that tensors report in a dry run. Plans for the simulated accelerator are made with it too: ``sim``
-stands for a card."""
+"""The device that tensors report in a dry run, also for plans for the simulated accelerator:
+``sim`` represents a card."""
 _SHELL = torch.device("meta")
 # PyTorch initializes no device while a mode of this kind is active (`device_lazy_init` in
 # torch/csrc/utils/device_lazy_init.cpp): fake tensors on CUDA need no CUDA either.
@@ -36,17 +36,31 @@ _INTERCEPTED = _FROM_DATA | _INDEXING | {torch.Tensor.to, torch.Tensor.cuda}
 
 
 class DryMachine(Machine):
-    """A machine without limits for dry runs. Its context leaves PyTorch as it was: devices, autocast, CUDA's calls
-    that wait for initialization."""
+    """A machine without limits for dry runs.
+
+    Its context leaves PyTorch unchanged: devices, autocast, CUDA's calls that wait for
+    initialization.
+    """
 
     def __enter__(self) -> DryMachine:
         super().__enter__()
         self._contexts = ExitStack()
-        for context in (_OnPlannedDevice(), _Calls(), following(None), _without_monitor(), _cards_untouched()):
+        for context in (
+            _PlannedDeviceMode(),
+            _FunctionMode(),
+            follow_autocast(None),
+            _without_monitor(),
+            _cards_untouched(),
+        ):
             self._contexts.enter_context(context)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._contexts.close()
         super().__exit__(kind, error, trace)
 
@@ -54,8 +68,8 @@ class DryMachine(Machine):
         return torch.device(PLANNED.type, number), _SHELL
 
 
-class _OnPlannedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs operators on simulated tensors, and on anything that is made on the planned device."""
+class _PlannedDeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Run operators on simulated tensors, and on anything that is created on the planned device."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -68,50 +82,78 @@ class _OnPlannedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _Calls(TorchFunctionMode):
-    """Calls of Python's interface that C++ answers without the dispatch mode: tensors from Python's data, lists as
-    indices, moves to a device without a number."""
+class _FunctionMode(TorchFunctionMode):
+    """Handle Python calls that C++ answers without the dispatch mode.
+
+    These are tensors from Python data, lists as indices, and moves to a device without a number.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _INTERCEPTED or torch._C._get_dispatch_mode(_MODE_KEY) is None:  # traces run without the mode
+        # Traces run without the mode.
+        if func not in _INTERCEPTED or torch._C._get_dispatch_mode(_MODE_KEY) is None:
             return func(*args, **kwargs)
         source: Any = args[0] if args else None
         if func is torch.Tensor.cuda:
             return source.to(PLANNED if len(args) < 2 or args[1] is None else args[1])
         if func is torch.Tensor.to:
-            return func(*map(_numbered, args), **{name: _numbered(value) for name, value in kwargs.items()})
+            return func(
+                *map(_numbered, args), **{name: _numbered(value) for name, value in kwargs.items()}
+            )
         if func in _INDEXING:
-            return func(source, _on_device(args[1]), *args[2:]) if type(source) is SimTensor else func(*args)
+            return (
+                func(source, _on_device(args[1]), *args[2:])
+                if type(source) is SimTensor
+                else func(*args)
+            )
         device = kwargs.get("device", source.device if isinstance(source, SimTensor) else None)
         if device is None or not is_simulated(device):
             return func(*args, **kwargs)
         if isinstance(source, SimTensor) and func is not torch.Tensor.new_tensor:
-            copied = source.to(device=device, dtype=kwargs.get("dtype"))
-            return copied.clone() if copied is source and func is torch.tensor else copied
+            copy = source.to(device=device, dtype=kwargs.get("dtype"))
+            return copy.clone() if copy is source and func is torch.tensor else copy
         return func(*args, **{**kwargs, "device": "cpu"}).to(device)
 
 
+@contextmanager
+def without_planned_device() -> Iterator[None]:
+    """Provide a context for traces on meta tensors, without the modes of a dry run."""
+    depth = torch._C._len_torch_function_stack()
+    is_on_top = depth and isinstance(torch._C._get_function_stack_at(depth - 1), _FunctionMode)
+    with _disable_current_modes(), _pop_mode_temporarily() if is_on_top else nullcontext():
+        yield
+
+
 def _numbered(value: Any) -> Any:
-    """``value``, with a number if it is the planned device without one."""
-    named = isinstance(value, (str, torch.device)) and str(value) == PLANNED.type
-    return PLANNED if named else value
+    """Return ``value``, with number 0 if it is the planned device without a number."""
+    is_planned_device = isinstance(value, (str, torch.device)) and str(value) == PLANNED.type
+    return PLANNED if is_planned_device else value
 
 
 def _on_device(index: Any) -> Any:
-    """``index`` with a tensor on the device in place of each list."""
+    """Return ``index`` with a tensor on the device in place of each list."""
     if isinstance(index, tuple):
         return tuple(map(_on_device, index))
-    return torch.tensor(index, device="cpu").to(PLANNED) if isinstance(index, list) and _is_data(index) else index
+    return (
+        torch.tensor(index, device="cpu").to(PLANNED)
+        if isinstance(index, list) and _is_data(index)
+        else index
+    )
 
 
 def _is_data(values: list[Any]) -> bool:
-    return all(isinstance(value, (int, list)) and (isinstance(value, int) or _is_data(value)) for value in values)
+    return all(
+        isinstance(value, (int, list)) and (isinstance(value, int) or _is_data(value))
+        for value in values
+    )
 
 
 @contextmanager
 def _without_monitor() -> Iterator[None]:
-    """A context in which progress bars start no thread: pipelines make bars, and tqdm a monitor of all of them."""
+    """A context in which progress bars start no thread.
+
+    Pipelines create tqdm bars, and tqdm starts a thread that monitors all of them.
+    """
     from tqdm.std import tqdm  # type: ignore[import-untyped]
 
     interval, tqdm.monitor_interval = tqdm.monitor_interval, 0
@@ -123,10 +165,12 @@ def _without_monitor() -> Iterator[None]:
 
 @contextmanager
 def _cards_untouched() -> Iterator[None]:
-    """A context after which the random states of cards are as before: GLM-Image seeds them. Where CUDA is not
-    initialized yet, PyTorch keeps such calls for later."""
+    """A context that restores the random states of cards: GLM-Image seeds them.
+
+    Before CUDA is initialized, PyTorch queues such calls; those are removed.
+    """
     initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    waiting = len(torch.cuda._queued_calls)
+    queue_length = len(torch.cuda._queued_calls)
     states = torch.cuda.get_rng_state_all() if initialized else []
     try:
         yield
@@ -134,4 +178,4 @@ def _cards_untouched() -> Iterator[None]:
         if initialized:
             torch.cuda.set_rng_state_all(states)
         else:
-            del torch.cuda._queued_calls[waiting:]
+            del torch.cuda._queued_calls[queue_length:]

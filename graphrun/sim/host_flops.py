@@ -1,4 +1,4 @@
-"""Counts the FLOPs of operators on the CPU, with the formulas of the simulated machine."""
+"""Count the FLOPs of operators on the CPU, with the formulas of the simulated machine."""
 
 from __future__ import annotations
 
@@ -11,15 +11,21 @@ from graphrun.sim.flops import FORMULAS
 
 
 class HostFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, counts the FLOPs of all operators in ``flops``."""
+    """While active, count the FLOPs of all operators in ``flops``."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Runs the operator and adds its FLOPs."""
-        out = func(*args, **(kwargs or {}))
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator and add its FLOPs."""
+        output = func(*args, **(kwargs or {}))
         if (formula := FORMULAS.get(func._schema.name)) is not None:
-            self.flops += formula(list(args), out)
-        return out
+            self.flops += formula(list(args), output)
+        return output

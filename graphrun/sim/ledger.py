@@ -1,9 +1,9 @@
-"""Memory counters of a simulated machine: every storage is counted, capacity is a hard limit, faults can be injected.
+"""Memory counters of a simulated machine, with a hard capacity limit and fault injection.
 
-Pure: knows sizes, no tensors, operators or time.
+Every storage is counted. Pure: sizes only, no tensors, operators or time.
 
     allocated_bytes  |      ____            capacity  - - - - - - - - - -
-                     |  ___|    |___                       (never crossed: an allocation
+                     |  ___|    |___                       (never exceeded: an allocation
                      | |  a   b     |                       that would is refused whole)
                      +-+---+----+---+--> order of allocations and frees
 """
@@ -19,15 +19,22 @@ from graphrun.errors import InputError
 from graphrun.units import round_up, show_size
 
 BLOCK_BYTES = 512
-"""Sizes are rounded up to this, as PyTorch's CUDA caching allocator does (``kMinBlockSize`` in c10/cuda/CUDACachingAllocator)."""
+"""Sizes are rounded up to a multiple of this, as in PyTorch's CUDA caching allocator
+(``kMinBlockSize`` in c10/cuda/CUDACachingAllocator)."""
 
 
 class SimulatedOutOfMemory(torch.OutOfMemoryError):
-    """The simulated machine refused an allocation: its capacity would be exceeded, or a fault was injected."""
+    """The simulated machine refused an allocation.
+
+    Its capacity would be exceeded, or a fault was injected.
+    """
 
 
 class Listener(Protocol):
-    """Receives every allocation and free, in order. ``key`` is unique within a machine; sizes are rounded up to 512."""
+    """Receives every allocation and free, in order.
+
+    ``key`` is unique within a machine; sizes are rounded up to 512.
+    """
 
     def allocated(self, key: int, nbytes: int) -> None:
         """Storage ``key`` of ``nbytes`` was allocated."""
@@ -37,7 +44,10 @@ class Listener(Protocol):
 
 
 class Pages(Protocol):
-    """Model of an allocator that reserves pages (`graphrun.model.allocator`). Without one, memory is counted in bytes."""
+    """Model of an allocator that reserves pages (`graphrun.model.allocator`).
+
+    Without such a model, memory is counted in bytes.
+    """
 
     @property
     def used_bytes(self) -> int:
@@ -57,7 +67,10 @@ class Pages(Protocol):
 
 
 class Allocation:
-    """One counted storage, held as an attribute of it, so it is released with the last view. 0 bytes: not counted."""
+    """One counted storage.
+
+    It is an attribute of the storage, so it is released with the last view. 0 bytes: not counted.
+    """
 
     __slots__ = ("key", "machine", "nbytes")
 
@@ -72,13 +85,16 @@ class Allocation:
 
 
 class Ledger:
-    """Counters of allocated and peak bytes, with refusals. Each storage is rounded up to ``BLOCK_BYTES``. ``pages``: what counts
-    against the capacity, and for the peak, is what it reserves."""
+    """Counters of allocated and peak bytes, with refusals.
+
+    Each storage is rounded up to ``BLOCK_BYTES``. ``pages``: an allocator model, whose reserved
+    bytes count against the capacity and for the peak.
+    """
 
     name = "sim:0"
-    """Of the device, in messages."""
+    """The device's name in messages."""
     first_key = 0
-    """Keys of storages are above this number; those of several machines do not overlap."""
+    """Keys of storages are above this number; keys of several machines do not overlap."""
     allocated_bytes = 0
     """Bytes of all live storages."""
     peak_bytes = 0
@@ -88,13 +104,25 @@ class Ledger:
     listener: Listener | None = None
     """Called for each allocation and free, in order; None for no listener."""
 
-    def __init__(self, capacity_bytes: int | None = None, fail_allocation: int | None = None, pages: Pages | None = None) -> None:
-        self.capacity_bytes, self.fail_allocation, self.pages = capacity_bytes, fail_allocation, pages
+    def __init__(
+        self,
+        capacity_bytes: int | None = None,
+        fail_allocation: int | None = None,
+        pages: Pages | None = None,
+    ) -> None:
+        self.capacity_bytes, self.fail_allocation, self.pages = (
+            capacity_bytes,
+            fail_allocation,
+            pages,
+        )
         self._storages: dict[int, tuple[int, tuple[int, ...], torch.dtype]] = {}
 
     @property
     def capacity_bytes(self) -> int | None:
-        """Physical memory in bytes, None for no limit. May be set at any time, also below the allocated bytes."""
+        """Physical memory in bytes, None for no limit.
+
+        May be set at any time, also below the allocated bytes.
+        """
         return self._capacity_bytes
 
     @capacity_bytes.setter
@@ -111,31 +139,42 @@ class Ledger:
         self._fail_in = positive("fail_allocation", count)
 
     def reset_peak(self) -> None:
-        """Restarts the peak at the bytes in use now."""
+        """Restart the peak at the bytes in use now."""
         self.peak_bytes = self.used_bytes
 
     def live(self) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
-        """(nbytes, shape, dtype) of every live storage, largest first, for reports of leaks.
+        """Return (nbytes, shape, dtype) of every live storage, largest first, for reports of leaks.
 
         Shape and dtype are those of the tensor that allocated the storage.
         """
         return sorted(self._storages.values(), key=lambda entry: -entry[0])
 
     def admit(self, sizes: Sequence[int]) -> None:
-        """Raises SimulatedOutOfMemory unless storages of ``sizes`` (rounded) can all be allocated now. Changes no counter."""
-        wanted = sum(sizes)
+        """Raise SimulatedOutOfMemory unless storages of ``sizes`` (rounded) all fit now.
+
+        Changes no counter.
+        """
+        request_bytes = sum(sizes)
         if self._fail_in is not None and sum(map(bool, sizes)) >= self._fail_in:
             self._fail_in = None
             raise SimulatedOutOfMemory(
-                f"sim out of memory: injected fault, allocating {show_size(wanted)} ({wanted} bytes) on {self.name}"
+                f"sim out of memory: injected fault, allocating {show_size(request_bytes)} "
+                f"({request_bytes} bytes) on {self.name}"
             )
         capacity_bytes = self._capacity_bytes
-        if capacity_bytes is not None and wanted and self._used_bytes_with(sizes, capacity_bytes) > capacity_bytes:
-            free = capacity_bytes - self.allocated_bytes
+        if (
+            capacity_bytes is not None
+            and request_bytes
+            and self._used_bytes_with(sizes, capacity_bytes) > capacity_bytes
+        ):
+            free_bytes = capacity_bytes - self.allocated_bytes
             raise SimulatedOutOfMemory(
-                f"sim out of memory. Tried to allocate {show_size(wanted)} ({wanted} bytes). {self.name} has a capacity of "
-                f"{show_size(capacity_bytes)}, of which {show_size(max(free, 0))} ({free} bytes) is free "
-                f"and {show_size(self.allocated_bytes)} in {len(self._storages)} storages is allocated"
+                f"sim out of memory. Tried to allocate {show_size(request_bytes)} "
+                f"({request_bytes} bytes). {self.name} has a capacity of "
+                f"{show_size(capacity_bytes)}, of which {show_size(max(free_bytes, 0))} "
+                f"({free_bytes} bytes) is free "
+                f"and {show_size(self.allocated_bytes)} in {len(self._storages)} storages is "
+                "allocated"
             )
 
     @property
@@ -144,23 +183,28 @@ class Ledger:
         return self.allocated_bytes if self.pages is None else self.pages.used_bytes
 
     def trim(self) -> None:
-        """Returns pages without storages."""
+        """Return pages without storages."""
         if self.pages is not None:
             self.pages.trim()
 
     def _used_bytes_with(self, sizes: Sequence[int], capacity_bytes: int) -> int:
-        """`used_bytes` once storages of ``sizes`` are allocated. As PyTorch's allocator does, unused pages are returned before an
-        allocation is refused."""
+        """Return `used_bytes` once storages of ``sizes`` are allocated.
+
+        As in PyTorch's allocator, unused pages are returned before an allocation is refused.
+        """
         if self.pages is None:
             return self.allocated_bytes + sum(sizes)
         sizes = [size for size in sizes if size]
-        if (used := self.pages.used_bytes_with(sizes)) > capacity_bytes:
+        if (used_bytes := self.pages.used_bytes_with(sizes)) > capacity_bytes:
             self.pages.trim()
-            used = self.pages.used_bytes_with(sizes)
-        return used
+            used_bytes = self.pages.used_bytes_with(sizes)
+        return used_bytes
 
     def enter(self, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """Counts a storage of ``size`` bytes (rounded), which ``admit`` has accepted, and returns its key; 0 for 0 bytes."""
+        """Count a storage of ``size`` bytes (rounded), and return its key; 0 for 0 bytes.
+
+        ``admit`` must have accepted the storage.
+        """
         if not size:
             return 0
         if self._fail_in is not None:
@@ -177,7 +221,7 @@ class Ledger:
         return key
 
     def release(self, key: int, size: int) -> None:
-        """Stops counting storage ``key`` of ``size`` bytes."""
+        """Stop counting storage ``key`` of ``size`` bytes."""
         if self._storages.pop(key, None) is None:
             return
         self.allocated_bytes -= size
@@ -188,7 +232,7 @@ class Ledger:
 
 
 def rounded(nbytes: int) -> int:
-    """``nbytes`` rounded up as the ledger counts it."""
+    """Return ``nbytes`` rounded up as the ledger counts it."""
     return round_up(nbytes, BLOCK_BYTES)
 
 
@@ -196,7 +240,10 @@ Number = TypeVar("Number", float, int | None)
 
 
 def positive(name: str, value: Number) -> Number:
-    """``value``, None too. Raises InputError unless it is above zero; ``name`` is used in the message."""
+    """Return ``value``, which is None or above zero; else raise InputError.
+
+    ``name``: the setting's name in the message.
+    """
     if value is not None and not value > 0:
         raise InputError(f"simulated machine: {name} is {value}; give a number above 0")
     return value

@@ -1,22 +1,25 @@
-"""Finds data races among the host, the disk reader, and a simulated device's compute and copy streams.
+"""Find data races among the host, the disk reader, and a device's compute and copy streams.
 
-On the simulator bytes move at once, so that a missing wait changes no result. This checker judges the order of events instead, as a
-card would: by vector clocks. Two accesses of the same bytes, at least one of them a write, are a race unless one *happens before*
-the other. These order events:
+On the simulator bytes move immediately, so a missing wait changes no result. The checker instead
+checks the order of events, as a card would see it, by vector clocks. Two accesses of the same
+bytes, at least one of them a write, are a race unless one *happens before* the other. These rules
+order events:
 
     issue           what the host does before it issues work happens before that work
     stream order    work on one stream runs in the order of its issue
-    mark and wait   what precedes a mark happens before what follows a wait for it; a mark of the disk reader orders nothing,
-                    since on CUDA it is a time of the host's (runtime/devices/cuda.py)
+    mark and wait   what precedes a mark happens before what follows a wait for it. A mark of the
+                    disk reader orders nothing, since on CUDA it is a time of the host
+                    (runtime/devices/cuda.py).
     barrier         what both streams did happens before what the host does next
-    blocking copy   likewise, for the stream that copied
+    blocking copy   the same, for the stream that copied
     join            what a background job did happens before what follows the call that waits for it
 
-Accesses are exact byte ranges of storages. An allocation is a write by the stream that it is made on. A free is a write by the same
-stream: PyTorch's caching allocator hands the memory to the next allocation on that stream at once. Host memory that is freed is
-written by the host.
+Accesses are exact byte ranges of storages. An allocation is a write by the stream of the
+allocation. A free is a write by the same stream: PyTorch's caching allocator may give the memory to
+the next allocation on that stream. Freed host memory is written by the host.
 
-Cost: a run of a small graph takes 1.6 to 1.8 times as long. The same job is done on a card by ``torch.cuda._sanitizer``.
+Cost: a run of a small graph takes 1.6 to 1.8 times as long. On a card, ``torch.cuda._sanitizer``
+does the same job.
 """
 
 from __future__ import annotations
@@ -36,152 +39,203 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphrun.errors import GraphrunError
 
 Agent = str
-"""``host``, ``disk``, ``lock`` (threads of the host), ``compute`` and ``copy``; of further devices ``compute 1`` and so on."""
-Clock = dict[str, int]
+"""``host``, ``disk``, ``lock`` (threads of the host), ``compute`` and ``copy``; for further
+devices ``compute 1`` and so on."""
+VectorClock = dict[str, int]
 Spans = tuple[tuple[int, int], ...]  # byte ranges of a storage, ascending, apart from each other
 
 
 class RaceError(GraphrunError):
-    """Two accesses of the same bytes in no certain order, found by `--check-ordering` on the simulated accelerator."""
+    """Two accesses of the same bytes have no certain order (`--check-ordering`)."""
 
     exit_code = 4
 
 
-class Point(float):
-    """A mark: its time, and what certainly happened before it."""
+class TimeMark(float):
+    """A mark: its time, and the events that certainly happened before it."""
 
-    before: Clock
+    history: VectorClock
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """``agent`` read or wrote ``spans`` as its event number ``time``. ``what``: the operator or copy; ``code``: who issued it."""
+    """A read or write of ``spans`` by ``agent``, as its event number ``time``.
+
+    ``action``: the operator or copy. ``code``: the code line that issued it. ``slot``: the plan's
+    slot.
+    """
 
     agent: Agent
     time: int
     writes: bool
     spans: Spans
-    what: str
+    action: str
     code: str
-    where: str
+    slot: str
 
     def __str__(self) -> str:
-        did = "write" if self.writes else "read"
-        at = f" in {self.where}" if self.where else ""
-        return f"{did} of bytes {_shown(self.spans)} by {self.agent} ({self.what}{at}, {self.code})"
+        verb = "write" if self.writes else "read"
+        place = f" in {self.slot}" if self.slot else ""
+        return (
+            f"{verb} of bytes {_shown(self.spans)} by {self.agent} ({self.action}{place}, "
+            f"{self.code})"
+        )
 
 
 class Race(NamedTuple):
-    """``later`` may come before or while ``earlier`` happens; both are of ``storage``."""
+    """``second_access`` is not ordered after ``first_access``; both are of ``storage``."""
 
     storage: str
-    earlier: Access
-    later: Access
+    first_access: Access
+    second_access: Access
 
     def __str__(self) -> str:
-        return f"race in {self.storage}: {self.later} is not ordered behind {self.earlier}"
+        return (
+            f"race in {self.storage}: {self.second_access} is not ordered behind "
+            f"{self.first_access}"
+        )
 
 
 class Ordering:
-    """Vector clocks of the agents of the simulated devices of a host, and the accesses that later ones may still race with."""
+    """Vector clocks of the agents of simulated devices, and accesses that may still race."""
 
     def __init__(self) -> None:
-        self._races: dict[tuple[str, str], Race] = {}  # since the last report, the first of each pair of code lines
+        # Since the last report: the first race of each pair of code lines.
+        self._races: dict[tuple[str, str], Race] = {}
         self._slot = self._block = ""
-        self._clocks: dict[Agent, Clock] = {"host": Counter(), "disk": Counter()}
+        self._clocks: dict[Agent, VectorClock] = {"host": Counter(), "disk": Counter()}
         self._accesses: dict[Any, list[Access]] = {}  # storage -> accesses
-        self._owners: dict[int, Agent] = {}  # device storage -> the stream it was allocated on
+        self._owners: dict[int, Agent] = {}  # device storage -> its stream
         self._host_storages: dict[int, weakref.finalize] = {}  # type: ignore[type-arg]
-        self._inside: Agent = "host"  # the agent that Python code runs as: the disk reader in a background job
+        # The agent that runs Python code; in a background job, the disk reader.
+        self._current_agent: Agent = "host"
 
     def agents(self, number: int) -> dict[str, Agent]:
-        """Agents of the streams of device ``number``, and of the threads of the host."""
-        names = {stream: f"{stream} {number}" if number else stream for stream in ("compute", "copy")}
+        """Return the agents of the streams of device ``number``, and of the threads of the host."""
+        names = {
+            stream: f"{stream} {number}" if number else stream for stream in ("compute", "copy")
+        }
         self._clocks |= {agent: Counter() for agent in names.values()}
         return {**names, "disk": "disk", "lock": "lock"}
 
     def annotate(self, slot: str | None, block: str | None) -> None:
-        """The slot that the executor is in, and the block that the next copies are of, for messages."""
+        """Set the slot of the executor, and the block of the next copies, for messages."""
         self._slot = self._slot if slot is None else slot
         self._block = self._block if block is None else block
 
     # -- order
 
-    def issue(self, stream: str) -> Clock:
-        """The clock of a new event on ``stream``, behind everything that the code issuing it knows."""
+    def issue(self, stream: str) -> VectorClock:
+        """Return the clock of a new event on ``stream``.
+
+        The event follows everything that the issuing agent has seen.
+        """
         clock = self._clocks[stream]
-        _join(clock, self._clocks[self._inside])
+        _join(clock, self._clocks[self._current_agent])
         clock[stream] += 1
         return clock
 
-    def mark(self, stream: str, seconds: float) -> Point:
-        """A mark on ``stream``; one of a thread of the host orders nothing."""
-        point = Point(seconds)
-        point.before = dict(self.issue(stream)) if stream not in ("disk", "lock") else {}
+    def mark(self, stream: str, seconds: float) -> TimeMark:
+        """Return a mark on ``stream``. A mark of a thread of the host orders nothing."""
+        point = TimeMark(seconds)
+        point.history = dict(self.issue(stream)) if stream not in ("disk", "lock") else {}
         return point
 
     def wait(self, stream: str, mark: float) -> None:
-        """What is issued to ``stream`` from now on follows ``mark``. The disk reader waits as the host does, by itself."""
-        _join(self._clocks[stream], getattr(mark, "before", {}))
+        """Order what is issued to ``stream`` from now on after ``mark``.
+
+        The disk reader itself waits as the host does.
+        """
+        _join(self._clocks[stream], getattr(mark, "history", {}))
 
     def join(self, stream: str) -> None:
-        """The host waited for what was issued to ``stream``."""
-        _join(self._clocks[self._inside], self._clocks[stream])
+        """Note that the host waited for what was issued to ``stream``."""
+        _join(self._clocks[self._current_agent], self._clocks[stream])
 
     def barrier(self, *streams: Agent) -> None:
-        """The host waited for ``streams``: what they and the host did can race with nothing any more."""
+        """Note that the host waited for ``streams``.
+
+        What they and the host did can no longer race with anything. Raises RaceError for races so
+        far.
+        """
         for stream in streams:
             self.join(stream)
         for storage, accesses in list(self._accesses.items()):
-            left = [access for access in accesses if not self._known_to_all(access)]
-            if left:
-                self._accesses[storage] = left
+            open_accesses = [access for access in accesses if not self._known_to_all(access)]
+            if open_accesses:
+                self._accesses[storage] = open_accesses
             else:
                 del self._accesses[storage]
         self.raise_races()
 
     def background(self, job: Callable[[], None]) -> Callable[[], None]:
-        """Runs ``job`` as the disk reader; the function that waits for it orders what it did before what follows."""
-        before, self._inside = self._inside, "disk"
-        _join(self._clocks["disk"], self._clocks[before])
+        """Run ``job`` as the disk reader, and return a function that waits for it.
+
+        That function orders the accesses of the job before what follows.
+        """
+        previous_agent, self._current_agent = self._current_agent, "disk"
+        _join(self._clocks["disk"], self._clocks[previous_agent])
         try:
             job()
         finally:
-            self._inside = before
-        done = dict(self._clocks["disk"])
-        return lambda: _join(self._clocks[self._inside], done)
+            self._current_agent = previous_agent
+        job_clock = dict(self._clocks["disk"])
+        return lambda: _join(self._clocks[self._current_agent], job_clock)
 
     def raise_races(self) -> None:
-        """Raise RaceError if there are races since the last report. A race that comes again after it is reported again."""
+        """Raise RaceError if there are races since the last report.
+
+        A race that happens again after a report is reported again.
+        """
         if self._races:
             races, self._races = self._races, {}
             raise RaceError("\n".join(map(str, races.values())))
 
     # -- accesses of the device
 
-    def operator(self, name: str, stream: str, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
-        """An operator on ``stream`` reads and writes these raw tensors, of the device or of the host."""
+    def operator(
+        self,
+        name: str,
+        stream: str,
+        read_tensors: Iterable[torch.Tensor],
+        written_tensors: Iterable[torch.Tensor],
+    ) -> None:
+        """Note an operator on ``stream`` with the raw tensors that it reads and writes.
+
+        The tensors are in device or host memory.
+        """
         self.issue(stream)
-        for tensor in read:
+        for tensor in read_tensors:
             self._touch(tensor, stream, False, name)
-        for tensor in written:
+        for tensor in written_tensors:
             self._touch(tensor, stream, True, name)
 
-    def copied(self, stream: str, target: torch.Tensor, source: torch.Tensor, blocking: bool) -> None:
-        """A copy on ``stream`` between raw tensors of the host and the device. The host waits for it if ``blocking``."""
+    def copied(
+        self, stream: str, target: torch.Tensor, source: torch.Tensor, blocking: bool
+    ) -> None:
+        """Note a copy on ``stream`` between raw tensors of the host and the device.
+
+        The host waits for a ``blocking`` copy.
+        """
         self.issue(stream)
         for tensor in (target, source):
             if _device_key(tensor) is None:
                 self._track(tensor)
-        what = f"copy of {self._block}" if stream == "copy" and self._block else "copy"
-        self._touch(source, stream, False, what)
-        self._touch(target, stream, True, what)
+        action = f"copy of {self._block}" if stream == "copy" and self._block else "copy"
+        self._touch(source, stream, False, action)
+        self._touch(target, stream, True, action)
         if blocking:
             self.join(stream)
 
-    def crossed(self, stream: Agent, other: Agent, target: torch.Tensor, source: torch.Tensor) -> None:
-        """A copy between raw tensors of two devices, which PyTorch issues to the current stream of the source and orders with that
-        of the target before and after it (``copy_kernel_cuda`` in aten/native/cuda/Copy.cu)."""
+    def transferred(
+        self, stream: Agent, other: Agent, target: torch.Tensor, source: torch.Tensor
+    ) -> None:
+        """Note a copy between raw tensors of two devices.
+
+        PyTorch issues it to the current stream of the source, and orders that with the current
+        stream of the target before and after the copy (``copy_kernel_cuda`` in
+        aten/native/cuda/Copy.cu).
+        """
         _join(self._clocks[stream], self.issue(other))
         self.issue(stream)
         self._touch(source, stream, False, "copy between devices")
@@ -189,13 +243,16 @@ class Ordering:
         _join(self._clocks[other], self._clocks[stream])
 
     def allocated(self, key: int, nbytes: int, stream: str) -> None:
-        """Storage ``key`` was allocated on ``stream``."""
+        """Note that storage ``key`` was allocated on ``stream``."""
         self.issue(stream)
         self._owners[key] = stream
         self._note(key, f"device storage {key}", stream, True, ((0, nbytes),), "allocation")
 
     def freed(self, key: int, nbytes: int) -> None:
-        """Storage ``key`` is gone: its memory may be used again at once by the stream that it was allocated on."""
+        """Note that storage ``key`` was freed.
+
+        The stream that allocated it may reuse its memory immediately.
+        """
         owner = self._owners.pop(key, "compute")
         self.issue(owner)
         self._note(key, f"device storage {key}", owner, True, ((0, nbytes),), "free")
@@ -203,37 +260,49 @@ class Ordering:
 
     # -- accesses of the host
 
-    def host_wrote(self, tensor: torch.Tensor, what: str) -> None:
-        """The host, or the disk reader in its job, wrote ``tensor``, which lies in host memory, past PyTorch's operators."""
+    def host_wrote(self, tensor: torch.Tensor, action: str) -> None:
+        """Note a write of ``tensor`` in host memory that bypasses PyTorch's operators.
+
+        The writer is the host, or the disk reader in its job.
+        """
         self._track(tensor)
-        self._host(tensor, True, what)
+        self._host(tensor, True, action)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Operators on the CPU inside count as accesses of the host, where they touch memory that copies touch too."""
+        """Count CPU operators inside the context as host accesses to memory that copies use too."""
         with _HostOperators(self):
             yield
 
-    def host_operator(self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
-        """An operator on the CPU."""
-        for tensor in read:
+    def host_operator(
+        self,
+        name: str,
+        read_tensors: Sequence[torch.Tensor],
+        written_tensors: Sequence[torch.Tensor],
+    ) -> None:
+        """Note an operator on the CPU."""
+        for tensor in read_tensors:
             if _host_key(tensor) in self._host_storages:
                 self._host(tensor, False, name)
-        for tensor in written:
+        for tensor in written_tensors:
             if _host_key(tensor) in self._host_storages:
                 self._host(tensor, True, name)
 
-    def _host(self, tensor: torch.Tensor, writes: bool, what: str) -> None:
-        self._clocks[self._inside][self._inside] += 1
+    def _host(self, tensor: torch.Tensor, writes: bool, action: str) -> None:
+        self._clocks[self._current_agent][self._current_agent] += 1
         key = _host_key(tensor)
-        self._note(("host", key), "host memory", self._inside, writes, spans_of(tensor), what)
+        self._note(
+            ("host", key), "host memory", self._current_agent, writes, spans_of(tensor), action
+        )
 
     def _track(self, tensor: torch.Tensor) -> None:
-        """Its storage is watched until it is freed, which is a write by the host."""
+        """Watch the storage of ``tensor`` until it is freed, which is a write by the host."""
         key = _host_key(tensor)
         if key not in self._host_storages and tensor.numel():
             storage = tensor.untyped_storage()
-            self._host_storages[key] = weakref.finalize(storage, self._host_freed, key, storage.nbytes())
+            self._host_storages[key] = weakref.finalize(
+                storage, self._host_freed, key, storage.nbytes()
+            )
             self._host_storages[key].atexit = False
 
     def _host_freed(self, key: int, nbytes: int) -> None:
@@ -244,58 +313,77 @@ class Ordering:
 
     # -- races
 
-    def _touch(self, tensor: torch.Tensor, stream: str, writes: bool, what: str) -> None:
+    def _touch(self, tensor: torch.Tensor, stream: str, writes: bool, action: str) -> None:
         key = _device_key(tensor)
         if key is not None:
-            self._note(key, f"device storage {key}", stream, writes, spans_of(tensor), what)
-        elif (host := _host_key(tensor)) in self._host_storages:
-            self._note(("host", host), "host memory", stream, writes, spans_of(tensor), what)
+            self._note(key, f"device storage {key}", stream, writes, spans_of(tensor), action)
+        elif (host_key := _host_key(tensor)) in self._host_storages:
+            self._note(("host", host_key), "host memory", stream, writes, spans_of(tensor), action)
 
-    def _note(self, storage: Any, name: str, agent: str, writes: bool, spans: Spans, what: str) -> None:
+    def _note(
+        self, storage: Any, name: str, agent: str, writes: bool, spans: Spans, action: str
+    ) -> None:
         if not spans:
             return
         clock = self._clocks[agent]
-        access = Access(agent, clock[agent], writes, spans, what, _code(), self._slot)
-        kept = []
-        for earlier in self._accesses.get(storage, ()):
-            ordered = clock[earlier.agent] >= earlier.time
-            if not ordered and (writes or earlier.writes) and _overlap(earlier.spans, spans):
-                self._races.setdefault((earlier.code, access.code), Race(name, earlier, access))
-            if not (ordered and (writes or not earlier.writes) and _covers(spans, earlier.spans)):
-                kept.append(earlier)  # else whoever is ordered behind this access is ordered behind the earlier one too
-        self._accesses[storage] = [*kept, access]
+        access = Access(agent, clock[agent], writes, spans, action, _code(), self._slot)
+        open_accesses = []
+        for previous in self._accesses.get(storage, ()):
+            ordered = clock[previous.agent] >= previous.time
+            if not ordered and (writes or previous.writes) and _overlap(previous.spans, spans):
+                self._races.setdefault((previous.code, access.code), Race(name, previous, access))
+            if not (ordered and (writes or not previous.writes) and _covers(spans, previous.spans)):
+                # Otherwise, accesses ordered after this one are ordered after the previous one too.
+                open_accesses.append(previous)
+        self._accesses[storage] = [*open_accesses, access]
 
     def _known_to_all(self, access: Access) -> bool:
-        """Whether every agent is behind ``access``, the disk reader too: its next job begins behind what the host knows."""
+        """Return whether every agent is ordered after ``access``.
+
+        That includes the disk reader: its next job begins after everything that the host has seen.
+        """
         return self._clocks["host"][access.agent] >= access.time
 
 
 class _HostOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Reports operators on CPU tensors. Those that a simulated tensor runs on its raw tensors are the device's, not the host's."""
+    """Report operators on CPU tensors.
+
+    Operators that a simulated tensor runs on its raw tensors belong to the device, not to the host.
+    """
 
     def __init__(self, ordering: Ordering) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ordering = ordering
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        read: list[torch.Tensor] = []
-        written: list[torch.Tensor] = []
+        output = func(*args, **(kwargs or {}))
+        read_tensors: list[torch.Tensor] = []
+        written_tensors: list[torch.Tensor] = []
         for argument, value in zip(func._schema.arguments, args, strict=False):
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if not isinstance(tensor, torch.Tensor):
                     continue
                 if tensor.device.type != "cpu" or _device_key(tensor) is not None:
-                    return out  # an operator of the device, or one that computes it on the CPU
-                (written if argument.alias_info is not None and argument.alias_info.is_write else read).append(tensor)
-        views = any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
+                    return output  # an operator of the device or its computation on the CPU
+                (
+                    written_tensors
+                    if argument.alias_info is not None and argument.alias_info.is_write
+                    else read_tensors
+                ).append(tensor)
+        views = any(
+            result.alias_info is not None and not result.alias_info.is_write
+            for result in func._schema.returns
+        )
         if not views:
-            self._ordering.host_operator(func._schema.name, read, written)
-        return out
+            self._ordering.host_operator(func._schema.name, read_tensors, written_tensors)
+        return output
 
 
 def spans_of(tensor: torch.Tensor) -> Spans:
-    """The byte ranges of its storage that ``tensor`` covers, ascending and merged; those of a strided view exactly."""
+    """Return the byte ranges of its storage that ``tensor`` covers, ascending and merged.
+
+    Ranges of a strided view are exact.
+    """
     if not (count := tensor.numel()):
         return ()
     size, offset = tensor.element_size(), int(tensor.storage_offset())
@@ -305,9 +393,15 @@ def spans_of(tensor: torch.Tensor) -> Spans:
 
 
 @functools.lru_cache(maxsize=256)  # the same views come in every call
-def _strided_spans(strides: tuple[int, ...], shape: tuple[int, ...], offset: int, size: int) -> Spans:
-    dims = sorted((stride, length) for stride, length in zip(strides, shape, strict=True) if length > 1 and stride)
-    run = 1  # elements that lie side by side
+def _strided_spans(
+    strides: tuple[int, ...], shape: tuple[int, ...], offset: int, size: int
+) -> Spans:
+    dims = sorted(
+        (stride, length)
+        for stride, length in zip(strides, shape, strict=True)
+        if length > 1 and stride
+    )
+    run = 1  # contiguous elements
     outer: list[tuple[int, int]] = []
     for stride, length in dims:
         if stride <= run and not outer:
@@ -326,13 +420,13 @@ def _strided_spans(strides: tuple[int, ...], shape: tuple[int, ...], offset: int
     return tuple((start * size, stop * size) for start, stop in merged)
 
 
-def _overlap(one: Spans, other: Spans) -> bool:
-    """Whether a byte is in both."""
+def _overlap(first: Spans, second: Spans) -> bool:
+    """Return whether both have a common byte."""
     i = j = 0
-    while i < len(one) and j < len(other):
-        if one[i][0] < other[j][1] and other[j][0] < one[i][1]:
+    while i < len(first) and j < len(second):
+        if first[i][0] < second[j][1] and second[j][0] < first[i][1]:
             return True
-        if one[i][1] <= other[j][1]:
+        if first[i][1] <= second[j][1]:
             i += 1
         else:
             j += 1
@@ -340,20 +434,20 @@ def _overlap(one: Spans, other: Spans) -> bool:
 
 
 def _covers(outer: Spans, inner: Spans) -> bool:
-    """Whether every byte of ``inner`` is in ``outer``; False where that would take long to tell."""
+    """Return whether every byte of ``inner`` is in ``outer``; False if that is expensive."""
     if outer is inner or outer == inner:
         return True
     return len(outer) == 1 and outer[0][0] <= inner[0][0] and inner[-1][1] <= outer[0][1]
 
 
-def _join(clock: Clock, other: Clock) -> None:
+def _join(clock: VectorClock, other: VectorClock) -> None:
     for agent, time in other.items():
         if time > clock[agent]:
             clock[agent] = time
 
 
 def _device_key(tensor: torch.Tensor) -> int | None:
-    """The number of the device storage that raw ``tensor`` lies in, or None where it lies in host memory."""
+    """Return the number of the device storage of raw ``tensor``; None if it is in host memory."""
     allocation = getattr(tensor.untyped_storage(), "graphrun_allocation", None)
     return allocation.key if allocation is not None else None
 
@@ -371,7 +465,7 @@ _NOT_THE_ISSUER = ("/graphrun/sim/", "/torch/", "devices/simulated", "contextlib
 
 
 def _code() -> str:
-    """The innermost line outside PyTorch and this package that issued the access."""
+    """Return the innermost line outside PyTorch and this package that issued the access."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         if name := _issuer(frame.f_code.co_filename):
@@ -382,5 +476,12 @@ def _code() -> str:
 
 @functools.cache
 def _issuer(file: str) -> str:
-    """The name of ``file`` in a report, empty where it is one of PyTorch, of this package, or of what these call through."""
-    return "" if any(part in file for part in _NOT_THE_ISSUER) else file.rpartition("/graphrun/")[2] or file
+    """Return the name of ``file`` in a report.
+
+    Empty for files of PyTorch, of this package, and of code between them.
+    """
+    return (
+        ""
+        if any(part in file for part in _NOT_THE_ISSUER)
+        else file.rpartition("/graphrun/")[2] or file
+    )

@@ -1,10 +1,12 @@
-"""Registers the device ``sim`` with PyTorch: in the one PrivateUse1 slot, with a device module and kernels for C++ callers.
+"""Register the device ``sim`` with PyTorch, in its one PrivateUse1 slot.
 
-Registration is process-wide, happens once, and cannot be undone.
+The registration has a device module and kernels for C++ callers. It is process-wide, happens once,
+and cannot be undone.
 
-Operators on simulated tensors arrive through the subclass (``__torch_dispatch__``). Explicit kernels are needed where that
-path does not exist: factory functions, which have no simulated argument; C++ code that excludes Python dispatch (``torch.tensor``,
-lists as indices); and composite operators that must not be decomposed (``special.LEAVES``).
+Operators on simulated tensors arrive through the subclass (``__torch_dispatch__``). Explicit
+kernels are needed where that path does not exist: factory functions, which have no simulated
+argument; C++ code that excludes Python dispatch (``torch.tensor``, lists as indices); and composite
+operators that must not be decomposed (``special.LEAVES``).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from graphrun.errors import GraphrunError
 from graphrun.sim import autocast
 from graphrun.sim.active import active, active_machine
 from graphrun.sim.clock import Clock
-from graphrun.sim.clock import Stream as Timeline
+from graphrun.sim.clock import TimelineName as Timeline
 from graphrun.sim.dispatch import dispatch
 from graphrun.sim.special import LEAVES, SPECIAL
 
@@ -34,24 +36,27 @@ NAME = "sim"
 
 
 class SimStream:
-    """``torch.sim.Stream``: a timeline of the active machine. A new stream is the copy timeline, on which ``non_blocking`` copies
-    are asynchronous. The default stream is compute."""
+    """``torch.sim.Stream``: a timeline of the active machine.
+
+    A new stream is the copy timeline, on which ``non_blocking`` copies are asynchronous. The
+    default stream is compute.
+    """
 
     def __init__(self, device: Any = None, *, timeline: Timeline = "copy") -> None:
         self.timeline = timeline
 
     def synchronize(self) -> None:
-        """The host waits for the work issued to this stream so far."""
+        """Let the host wait for the work issued to this stream so far."""
         active_machine().join(self.timeline)
 
     def wait_stream(self, other: SimStream) -> None:
-        """Work issued from now on starts after the work issued to ``other`` so far."""
+        """Start work issued from now on after the work issued to ``other`` so far."""
         machine = active_machine()
         machine.wait(self.timeline, machine.record(other.timeline))
 
 
 class DeviceModule:
-    """The module ``torch.sim``: the functions of a device module that PyTorch and pipelines call. Sizes in bytes."""
+    """The module ``torch.sim``: device functions that PyTorch and pipelines call."""
 
     def __init__(self, *libraries: Any) -> None:
         self._libraries = libraries  # kernels are unregistered when these are freed
@@ -61,14 +66,14 @@ class DeviceModule:
         return True
 
     def is_available(self) -> bool:
-        """True once registered."""
+        """True: registered."""
         return True
 
     def _is_in_bad_fork(self) -> bool:
         return False
 
     def device_count(self) -> int:
-        """Of the active machine; one without."""
+        """Return the number of devices of the active machine; 1 without a machine."""
         machine = active.get()
         return 1 if machine is None else len(machine.machines)
 
@@ -77,22 +82,22 @@ class DeviceModule:
         return 0
 
     def manual_seed_all(self, seed: int) -> None:
-        """Does nothing: random numbers on ``sim`` come from the CPU's generator."""
+        """Do nothing: random numbers on ``sim`` come from the CPU's generator."""
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        """State of the CPU generator: ``torch.random.fork_rng`` saves the state of every device."""
+        """Return the state of the CPU generator, for ``torch.random.fork_rng``."""
         return torch.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        """Sets the state of the CPU generator."""
+        """Set the state of the CPU generator."""
         torch.set_rng_state(state)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Called by ``torch.autocast("sim")`` (`graphrun.sim.autocast`)."""
+        """Return the dtypes of ``torch.autocast("sim")`` (`graphrun.sim.autocast`)."""
         return [torch.bfloat16, torch.float16]
 
     def synchronize(self, device: Any = None) -> None:
-        """Waits for all timelines of the active machine, if there is one."""
+        """Wait for all timelines of the active machine, if there is one."""
         machine = active.get()
         if machine is not None:
             machine.synchronize()
@@ -100,36 +105,52 @@ class DeviceModule:
     Stream = SimStream
 
     def current_stream(self, device: Any = None) -> SimStream:
-        """The stream of current work."""
+        """Return the stream of current work."""
         return SimStream(timeline=active_machine().clock.current)
 
     def stream(self, stream: SimStream) -> AbstractContextManager[None]:
-        """A context that issues work to ``stream``."""
+        """Return a context that issues work to ``stream``."""
         clock: Clock = active_machine().clock
-        return clock.on(stream.timeline, synchronous=True)
+        return clock.use_stream(stream.timeline, synchronous=True)
 
     def empty_cache(self) -> None:
-        """Does nothing: freed memory is available at once."""
+        """Do nothing: freed memory is available immediately."""
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        """(free, capacity) of the active machine; without a limit both are 2**62."""
+        """Return (free, capacity) of the active machine; without a limit, capacity is 2**62."""
         machine = active_machine(device)
         capacity = 2**62 if machine.capacity_bytes is None else machine.capacity_bytes
         return capacity - machine.allocated_bytes, capacity
 
 
 def available() -> bool:
-    """Whether this PyTorch can have a device ``sim``: it supports backends in Python, and no other backend uses the one slot."""
-    return _setup is not None and torch._C._get_privateuse1_backend_name() in ("privateuseone", NAME)
+    """Return whether this PyTorch can have a device ``sim``.
+
+    It must support backends in Python, and no other backend may use the one slot.
+    """
+    return _setup is not None and torch._C._get_privateuse1_backend_name() in (
+        "privateuseone",
+        NAME,
+    )
 
 
 @cache
 def register() -> None:
-    """Registers ``torch.device("sim")``. Raises GraphrunError if that is impossible (see ``available``)."""
+    """Register ``torch.device("sim")``.
+
+    Raises GraphrunError if that is impossible (see ``available``).
+    """
     if not available():
-        taken = torch._C._get_privateuse1_backend_name()
-        why = "it cannot host a backend written in Python" if _setup is None else f"its one backend slot is taken by {taken!r}"
-        raise GraphrunError(f"there is no simulated device in this PyTorch {torch.__version__}: {why}; 2.13 is known to work")
+        backend = torch._C._get_privateuse1_backend_name()
+        reason = (
+            "it cannot host a backend written in Python"
+            if _setup is None
+            else f"its one backend slot is taken by {backend!r}"
+        )
+        raise GraphrunError(
+            f"there is no simulated device in this PyTorch {torch.__version__}: {reason}; "
+            "2.13 is known to work"
+        )
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name in (name.removeprefix("aten::") for name in (*SPECIAL, *sorted(LEAVES))):
         library.impl(name, _kernel(name), "PrivateUse1")

@@ -1,6 +1,7 @@
-"""Handlers of the operators that do more than "compute on the CPU and wrap": factory functions, copies, resizing in place.
+"""Handlers of operators with special rules: factory functions, copies, resizing in place.
 
-A handler gets the operator and its arguments.
+All other operators are computed on the CPU and wrapped. A handler gets the operator and its
+arguments.
 """
 
 from __future__ import annotations
@@ -15,21 +16,32 @@ from graphrun.sim.active import active_machine, is_simulated
 from graphrun.sim.ledger import rounded
 from graphrun.sim.tensor import SimTensor, page_locked, replace, sync_storage, wrap
 
-Handler = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
+OperatorHandler = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
 LEAVES = frozenset({"aten::scaled_dot_product_attention", "aten::linear"})
-"""Composite operators that are not decomposed: attention, because devices other than CUDA, CPU and XPU get the math form, which
-materializes the S x S scores and rounds differently; ``linear``, because its decomposition differs by device and it is the most
-frequent operator."""
+"""Composite operators that are not decomposed. Attention: devices other than CUDA, CPU and XPU
+get the math form, which materializes the S x S scores and rounds differently. ``linear``: its
+decomposition differs by device, and it is the most frequent operator."""
 
 INDEXING = frozenset(
-    f"aten::{name}" for name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
+    f"aten::{name}"
+    for name in (
+        "index",
+        "index_put",
+        "index_put_",
+        "_index_put_impl_",
+        "_unsafe_index",
+        "_unsafe_index_put",
+    )
 )
 """Operators whose second argument may hold index tensors on the CPU, as on CUDA."""
 
 
 def _new(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``empty(size)`` and ``empty_strided(size, stride)``: refused before the host allocates anything."""
+    """``empty(size)`` and ``empty_strided(size, stride)``.
+
+    A refusal comes before the host allocates anything.
+    """
     machine = active_machine(kwargs.get("device"))
     if kwargs.get("pin_memory"):
         raise RuntimeError(f"only tensors on the CPU can be pinned, not on {machine.name}")
@@ -45,49 +57,60 @@ def _extent(size: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def _to_copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``_to_copy(source, dtype=, device=, ...)``. The dtype is converted on the source device, as in CUDA's copies."""
+    """``_to_copy(source, dtype=, device=, ...)``.
+
+    The dtype is converted on the source device, as in CUDA's copies.
+    """
     source = args[0]
-    options = {key: value for key, value in kwargs.items() if key in ("dtype", "layout", "memory_format")}
-    from_sim = type(source) is SimTensor
+    options = {
+        key: value for key, value in kwargs.items() if key in ("dtype", "layout", "memory_format")
+    }
+    is_from_sim = type(source) is SimTensor
     target = kwargs.get("device")
-    to_sim = from_sim if target is None else is_simulated(target)
-    to_meta = target is not None and not to_sim and torch.device(target).type == "meta"
-    raw = source.raw if from_sim else source
+    is_to_sim = is_from_sim if target is None else is_simulated(target)
+    is_to_meta = target is not None and not is_to_sim and torch.device(target).type == "meta"
+    raw = source.raw if is_from_sim else source
     nbytes = raw.numel() * (options.get("dtype") or raw.dtype).itemsize
-    machine = source.allocation.machine if from_sim else active_machine(target)
-    if from_sim and to_sim and target is not None and (other := active_machine(target)) is not machine:
+    machine = source.allocation.machine if is_from_sim else active_machine(target)
+    if (
+        is_from_sim
+        and is_to_sim
+        and target is not None
+        and (other := active_machine(target)) is not machine
+    ):
         return _across(func, raw, options, nbytes, machine, other)
     non_blocking = bool(kwargs.get("non_blocking"))
-    if not to_sim:
+    if not is_to_sim:
         options["device"] = target
-        if not to_meta:
-            waits = machine.copy_out(
-                nbytes, non_blocking, pageable=not non_blocking
-            )  # CUDA's result is page-locked if non_blocking
-    elif not from_sim:
+        if not is_to_meta:
+            # CUDA's result is page-locked if non_blocking
+            is_blocking = machine.copy_out(nbytes, non_blocking, pageable=not non_blocking)
+    elif not is_from_sim:
         machine.admit((rounded(nbytes),))
-        waits = machine.copy_in(nbytes, non_blocking, pageable=not page_locked(raw))
+        is_blocking = machine.copy_in(nbytes, non_blocking, pageable=not page_locked(raw))
     else:
         machine.clock.launch()
-    copied = func(raw, **options)
-    made = wrap(copied, machine) if to_sim else copied
-    if machine.ordering is not None and not to_meta:
-        if from_sim and to_sim:
-            machine.ordering.operator("aten::_to_copy", machine.agent(), (raw,), (copied,))
+    raw_copy = func(raw, **options)
+    result = wrap(raw_copy, machine) if is_to_sim else raw_copy
+    if machine.ordering is not None and not is_to_meta:
+        if is_from_sim and is_to_sim:
+            machine.ordering.operator("aten::_to_copy", machine.agent(), (raw,), (raw_copy,))
         else:
-            machine.ordering.copied(machine.agent(), copied, raw, waits)
-    return made
+            machine.ordering.copied(machine.agent(), raw_copy, raw, is_blocking)
+    return result
 
 
-def _across(func: Any, raw: torch.Tensor, options: Mapping[str, Any], nbytes: int, machine: Any, other: Any) -> Any:
-    """A copy of ``raw``, which is on ``machine``, on the machine ``other``."""
+def _across(
+    func: Any, raw: torch.Tensor, options: Mapping[str, Any], nbytes: int, machine: Any, other: Any
+) -> Any:
+    """Copy ``raw``, which is on ``machine``, to the machine ``other``."""
     other.admit((rounded(nbytes),))
     machine.copy_across(nbytes, other)
-    copied = func(raw, **options)
-    made = wrap(copied, other)
+    raw_copy = func(raw, **options)
+    result = wrap(raw_copy, other)
     if machine.ordering is not None:
-        machine.ordering.crossed(machine.agent(), other.agent(), copied, raw)
-    return made
+        machine.ordering.transferred(machine.agent(), other.agent(), raw_copy, raw)
+    return result
 
 
 def _copy_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -96,7 +119,10 @@ def _copy_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _copy_from(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``_copy_from(source, destination, non_blocking)``: replaces ``copy_`` where C++ excludes Python dispatch."""
+    """``_copy_from(source, destination, non_blocking)``.
+
+    Replaces ``copy_`` where C++ excludes Python dispatch.
+    """
     return _copy(args[1], args[0], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking")))
 
 
@@ -112,27 +138,32 @@ def _copy_from_and_resize(func: Any, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _copy(destination: Any, source: Any, non_blocking: bool = False) -> Any:
-    into, from_ = type(destination) is SimTensor, type(source) is SimTensor
-    machine = (destination if into else source).allocation.machine
+    is_to_sim, is_from_sim = type(destination) is SimTensor, type(source) is SimTensor
+    machine = (destination if is_to_sim else source).allocation.machine
     nbytes = destination.numel() * destination.dtype.itemsize
-    waits = False
-    if into and not from_:
-        waits = machine.copy_in(nbytes, non_blocking, pageable=not page_locked(source))
-    elif from_ and not into:
-        waits = machine.copy_out(nbytes, non_blocking, pageable=not page_locked(destination))
+    is_blocking = False
+    if is_to_sim and not is_from_sim:
+        is_blocking = machine.copy_in(nbytes, non_blocking, pageable=not page_locked(source))
+    elif is_from_sim and not is_to_sim:
+        is_blocking = machine.copy_out(nbytes, non_blocking, pageable=not page_locked(destination))
     elif (origin_machine := source.allocation.machine) is not machine:
         origin_machine.copy_across(nbytes, machine)
     else:
         machine.clock.launch()
-    target, origin = destination.raw if into else destination, source.raw if from_ else source
+    target, origin = (
+        destination.raw if is_to_sim else destination,
+        source.raw if is_from_sim else source,
+    )
     target.copy_(origin)
     if machine.ordering is not None:
-        if into and from_ and source.allocation.machine is not machine:
-            machine.ordering.crossed(source.allocation.machine.agent(), machine.agent(), target, origin)
-        elif into and from_:
+        if is_to_sim and is_from_sim and source.allocation.machine is not machine:
+            machine.ordering.transferred(
+                source.allocation.machine.agent(), machine.agent(), target, origin
+            )
+        elif is_to_sim and is_from_sim:
             machine.ordering.operator("aten::copy_", machine.agent(), (origin,), (target,))
         else:
-            machine.ordering.copied(machine.agent(), target, origin, waits)
+            machine.ordering.copied(machine.agent(), target, origin, is_blocking)
     return destination
 
 
@@ -142,7 +173,7 @@ def _item(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _resize_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``resize_(tensor, size)``: refused before anything changes."""
+    """``resize_(tensor, size)``. A refusal comes before anything changes."""
     tensor, size = args[0], args[1]
     raw = tensor.raw
     size_bytes = rounded((raw.storage_offset() + prod(size)) * raw.dtype.itemsize)
@@ -157,11 +188,16 @@ def _set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``set_()`` and ``set_(other)``: the tensor gets another storage."""
     tensor = args[0]
     if len(args) == 1:
-        replace(tensor, wrap(torch.empty(0, dtype=tensor.dtype, device="cpu"), tensor.allocation.machine))
+        replace(
+            tensor,
+            wrap(torch.empty(0, dtype=tensor.dtype, device="cpu"), tensor.allocation.machine),
+        )
     elif type(args[1]) is SimTensor and len(args) == 2:
         replace(tensor, wrap(args[1].raw.detach(), args[1].allocation.machine))
     else:
-        raise NotImplementedError("sim: set_ takes a sim tensor, not a storage: storages of sim tensors have no memory")
+        raise NotImplementedError(
+            "sim: set_ takes a sim tensor, not a storage: storages of sim tensors have no memory"
+        )
     return tensor
 
 
@@ -170,7 +206,7 @@ def _compatible(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
     return type(args[0]) is SimTensor and type(args[1]) is SimTensor
 
 
-SPECIAL: Mapping[str, Handler] = {
+SPECIAL: Mapping[str, OperatorHandler] = {
     "aten::empty.memory_format": _new,
     "aten::empty_strided": _new,
     "aten::_to_copy": _to_copy,

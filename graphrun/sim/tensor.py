@@ -1,6 +1,7 @@
-"""Tensor subclass of a simulated device: holds a CPU tensor and reports the machine's device. Operators: ``dispatch.py``.
+"""The tensor subclass of a simulated device: it has a CPU tensor and reports the machine's device.
 
-A storage has its ``Allocation`` as an attribute, so views find it, and it is released exactly when the storage is freed.
+Operators: ``dispatch.py``. A storage has its ``Allocation`` as an attribute, so views find it, and
+it is released exactly when the storage is freed.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import torch
 from graphrun.sim.ledger import Allocation, SimulatedOutOfMemory, rounded
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
-_data: Any = torch._C.TensorBase.data  # the original property, also if torch.Tensor.data was replaced
+# the original property, also if torch.Tensor.data was replaced
+_data: Any = torch._C.TensorBase.data
 
 
 class SimTensor(torch.Tensor):
-    """A tensor on a simulated device. ``raw`` is the CPU tensor with its data, ``allocation`` the counted
-    allocation of its storage.
+    """A tensor on a simulated device.
 
-    C++ sees a tensor on the machine's ``shell_device``. Python reads the machine's ``device``; the two differ in
-    dry runs (`graphrun.sim.dry`)."""
+    ``raw``: the CPU tensor with the data. ``allocation``: the counted allocation of the storage.
+    C++ sees a tensor on the machine's ``shell_device``. Python reads the machine's ``device``. The
+    two differ in dry runs (`graphrun.sim.dry`).
+    """
 
     raw: torch.Tensor
     allocation: Allocation
@@ -30,7 +33,10 @@ class SimTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> Any:
-        """A Parameter of ``data``, for code that constructs a parameter by ``type(param)`` (accelerate). Use ``wrap`` otherwise."""
+        """Return a Parameter of ``data``, for code that calls ``type(param)`` (accelerate).
+
+        Use ``wrap`` otherwise.
+        """
         return torch.nn.Parameter(data, requires_grad)
 
     @property
@@ -54,15 +60,19 @@ class SimTensor(torch.Tensor):
         return self.device.index
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As `torch.Tensor.to`. The tensor's own device is left out, since C++ may see another one."""
-        own = self.device
-        if own.type == self.allocation.machine.shell_device.type:
+        """As `torch.Tensor.to`, without the tensor's own device, since C++ may see another one."""
+        device = self.device
+        if device.type == self.allocation.machine.shell_device.type:
             return super().to(*args, **kwargs)
-        named = args[0] if args and isinstance(args[0], (str, torch.device, int)) else kwargs.get("device")
-        if named is None or torch.device(named).type != own.type:
+        target = (
+            args[0]
+            if args and isinstance(args[0], (str, torch.device, int))
+            else kwargs.get("device")
+        )
+        if target is None or torch.device(target).type != device.type:
             return super().to(*args, **kwargs)
         kwargs.pop("device", None)
-        args = args[1:] if args and named is args[0] else args
+        args = args[1:] if args and target is args[0] else args
         if args or kwargs:  # positional arguments behind the device: dtype, non_blocking, copy
             for name, value in zip(("dtype", "non_blocking", "copy"), args, strict=False):
                 kwargs[name] = value
@@ -72,10 +82,12 @@ class SimTensor(torch.Tensor):
 
     def cuda(self, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:  # type: ignore[override]
         """As `torch.Tensor.cuda`."""
-        return self.to(torch.device("cuda") if device is None else device, non_blocking=non_blocking, **kwargs)
+        return self.to(
+            torch.device("cuda") if device is None else device, non_blocking=non_blocking, **kwargs
+        )
 
     def _read(self, operation: str, nbytes: int) -> torch.Tensor:
-        """The raw tensor, after a counted copy of ``nbytes`` to the host."""
+        """Return the raw tensor, after a counted copy of ``nbytes`` to the host."""
         machine = self.allocation.machine
         machine.copy_out(nbytes)
         if machine.ordering is not None:
@@ -83,11 +95,11 @@ class SimTensor(torch.Tensor):
             machine.ordering.join(machine.agent())
         return self.raw
 
-    # PyTorch converts the elements of a list (`torch.tensor`) where Python dispatch is excluded, so these are
+    # PyTorch converts the elements of a list (`torch.tensor`) without Python dispatch, so these are
     # methods rather than operators.
 
     def item(self) -> Any:
-        """The element as a number, after a copy to the host."""
+        """Return the element as a number, after a copy to the host."""
         return self._read("aten::item", self.raw.dtype.itemsize).item()
 
     def __float__(self) -> float:
@@ -103,11 +115,14 @@ class SimTensor(torch.Tensor):
         return operator.index(self.item())
 
     def tolist(self) -> Any:
-        """The elements as nested lists, after a copy to the host (PyTorch's own method refuses subclasses)."""
+        """Return the elements as nested lists, after a copy to the host.
+
+        PyTorch's own method refuses subclasses.
+        """
         return self._read("tolist", self.raw.numel() * self.raw.dtype.itemsize).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """With ``force``, a copy on the host as an array; otherwise raises TypeError, as on CUDA."""
+        """With ``force``, return an array on the host; otherwise raise TypeError, as on CUDA."""
         if not force:
             raise TypeError(
                 f"can't convert {self.device} device type tensor to numpy. "
@@ -117,18 +132,26 @@ class SimTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The tensor detached from autograd. Assigning a sim tensor makes this one share its storage."""
+        """The tensor detached from autograd.
+
+        Assigning a sim tensor makes this tensor share its storage.
+        """
         return self.detach()
 
     @data.setter
     def data(self, other: torch.Tensor) -> None:
         if type(other) is not SimTensor:
-            raise RuntimeError(f"cannot set .data of a tensor on {self.device} to one on {other.device}")
+            raise RuntimeError(
+                f"cannot set .data of a tensor on {self.device} to one on {other.device}"
+            )
         replace(self, other)
 
     def as_strided(self, size: Any, stride: Any, storage_offset: Any = None) -> Any:
-        """A view. Where no gradient is computed it is made without PyTorch's dispatcher, in a sixth of the time: weights that are
-        placed take one for each tensor."""
+        """Return a view.
+
+        Without gradients it is made without PyTorch's dispatcher, in a sixth of the time: placing
+        weights takes one view per tensor.
+        """
         if torch.is_grad_enabled():
             return super().as_strided(size, stride, storage_offset)
         return wrap(self.raw.as_strided(size, stride, storage_offset), self.allocation.machine)
@@ -152,9 +175,9 @@ class SimTensor(torch.Tensor):
 
 
 def wrap(raw: torch.Tensor, machine: Any) -> Any:
-    """The simulated tensor of ``raw``. Counts its storage on ``machine``, unless it is counted already.
+    """Return the simulated tensor of ``raw``, and count its storage on ``machine`` once.
 
-    Raises SimulatedOutOfMemory, without counting, if it does not fit.
+    If the storage does not fit, raises SimulatedOutOfMemory without counting.
     """
     allocation = _allocation(raw, machine)
     tensor = _shell(raw, machine)
@@ -163,18 +186,23 @@ def wrap(raw: torch.Tensor, machine: Any) -> Any:
 
 
 def _allocation(raw: torch.Tensor, machine: Any) -> Allocation:
-    """The allocation of the storage of ``raw``, which is counted on ``machine`` unless it is counted already."""
+    """Return the allocation of the storage of ``raw``, and count it on ``machine`` once."""
     storage: Any = raw.untyped_storage()
-    found: Allocation | None = getattr(storage, "graphrun_allocation", None)
-    if found is None:
+    allocation: Allocation | None = getattr(storage, "graphrun_allocation", None)
+    if allocation is None:
         size = rounded(storage.nbytes())
         machine.admit((size,))
-        found = storage.graphrun_allocation = Allocation(machine, _enter(machine, size, raw), size)
-    return found
+        allocation = storage.graphrun_allocation = Allocation(
+            machine, _count(machine, size, raw), size
+        )
+    return allocation
 
 
 def wrap_all(raws: Sequence[Any], machine: Any) -> list[Any]:
-    """``wrap`` of each tensor in ``raws``; other items are returned unchanged. All are refused if they do not fit together."""
+    """``wrap`` each tensor in ``raws``; return other items unchanged.
+
+    If the tensors do not fit together, all are refused.
+    """
     fresh: dict[int, int] = {}
     for raw in raws:
         if isinstance(raw, torch.Tensor):
@@ -187,15 +215,16 @@ def wrap_all(raws: Sequence[Any], machine: Any) -> list[Any]:
 
 
 def page_locked(memory: torch.Tensor) -> bool:
-    """Whether ``memory``, of the host, was locked by `Machine.page_lock`."""
+    """Return whether ``memory``, of the host, was locked by `Machine.page_lock`."""
     return getattr(memory.untyped_storage(), "graphrun_page_locked", False)
 
 
 def sync_storage(tensor: Any) -> None:
-    """Updates the ledger and ``tensor``'s shape after an operator that may have resized or replaced the storage of its raw tensor.
+    """Update the ledger and ``tensor``'s shape after an operator that may change the raw storage.
 
-    A grown storage is counted as a new one while the old one still exists, as on a device. If that does not fit, the raw tensor is
-    restored and SimulatedOutOfMemory is raised.
+    The operator may have resized or replaced the storage. A larger storage is counted as a new one
+    while the old one still exists, as on a device. If that does not fit, the raw tensor is restored
+    and SimulatedOutOfMemory is raised.
     """
     raw, machine = tensor.raw, tensor.allocation.machine
     allocation, storage = _allocation(raw, machine), raw.untyped_storage()
@@ -206,21 +235,25 @@ def sync_storage(tensor: Any) -> None:
             storage.resize_(allocation.nbytes)
             raw.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
             raise
-        before = allocation.key, allocation.nbytes
-        allocation.key, allocation.nbytes = _enter(machine, size, raw), size
-        machine.release(*before)
+        previous = allocation.key, allocation.nbytes
+        allocation.key, allocation.nbytes = _count(machine, size, raw), size
+        machine.release(*previous)
     tensor.allocation = allocation
-    if raw.shape != tensor.shape or raw.stride() != tensor.stride() or raw.storage_offset() != tensor.storage_offset():
+    if (
+        raw.shape != tensor.shape
+        or raw.stride() != tensor.stride()
+        or raw.storage_offset() != tensor.storage_offset()
+    ):
         _data.__set__(tensor, _shell(raw, machine))
 
 
 def replace(tensor: Any, other: Any) -> None:
-    """Makes ``tensor`` share the storage and shape of ``other``, as ``tensor.data = other``."""
+    """Make ``tensor`` share the storage and shape of ``other``, as ``tensor.data = other``."""
     _data.__set__(tensor, _shell(other.raw, other.allocation.machine))
     tensor.raw, tensor.allocation = other.raw, other.allocation
 
 
-def _enter(machine: Any, size: int, raw: torch.Tensor) -> int:
+def _count(machine: Any, size: int, raw: torch.Tensor) -> int:
     key: int = machine.enter(size, raw.shape, raw.dtype)
     if machine.ordering is not None and size:
         machine.ordering.allocated(key, size, machine.agent())
@@ -230,5 +263,12 @@ def _enter(machine: Any, size: int, raw: torch.Tensor) -> int:
 def _shell(raw: torch.Tensor, machine: Any) -> Any:
     # positional arguments, because parsing keywords takes a fifth of the time of a call
     return _make_wrapper(
-        SimTensor, raw.shape, raw.stride(), raw.storage_offset(), None, raw.dtype, raw.layout, machine.shell_device
+        SimTensor,
+        raw.shape,
+        raw.stride(),
+        raw.storage_offset(),
+        None,
+        raw.dtype,
+        raw.layout,
+        machine.shell_device,
     )

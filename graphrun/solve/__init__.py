@@ -1,13 +1,24 @@
-"""The planner: from a `Problem` to the fastest plan within its budgets, or to an explanation why there is none.
+"""Planner: from a `Problem` to the fastest plan within its budgets, or to an explanation why none
+exists.
 
-orders        stage orders and stage options to choose from       variants     variants worth solving for
-program       integers, constraints and costs of a plan           granularity  which components are split into layers
-milp          the program as rows and columns                      search       goals in order: seconds, bytes moved, memory
-linear        linear expressions, and HiGHS
-actions       a plan's text from the integers                     solve        all of it, judged by the simulator
-infeasible    what does not fit, and why                          least        the smallest budgets
-repairs       changes after which a plan exists                   remedies     those that take another dry run
-baselines     fixed strategies for comparison                     frontier     one problem at many budgets
-alternatives  the plan with a component placed differently
-advice        what would make a slow plan faster                interrupts   the best plan so far, where Ctrl-C ends planning
+    solve                all of it, with simulated plans
+    pages                plans within a budget counted in allocator pages
+    fastest              the fastest plan where memory is counted in bytes of tensors
+    orders               stage orders and stage options to choose from
+    granularity          components that are split into layers
+    dominance            variants worth solving for
+    program              integers, constraints and costs of a plan
+    search, sessions     goals in order: seconds, bytes moved, memory; sessions run by run
+    milp, linear         the program as rows and columns; linear expressions, and HiGHS
+    actions              a plan from the integers
+    baselines            fixed strategies for comparison
+    transitions          a session plan that starts with the blocks of another plan
+    least                minimum budgets
+    infeasible           budgets that are too small, and by how much
+    suggestions          changes after which a plan exists
+    setting_suggestions  suggestions that need another dry run
+    speedups             suggestions that make a slow plan faster
+    alternatives         the plan with a component placed differently
+    frontier             one problem at many budgets
+    interrupts           the best plan so far when Ctrl-C ends planning
 """

@@ -1,4 +1,5 @@
-"""Time against budget: one problem solved for several VRAM budgets of one device, everything else unchanged. No graph, no dry run.
+"""Time against budget: one problem solved for several VRAM budgets of one device, everything else
+unchanged. No graph, no dry run.
 
 seconds
   |x           a plan for a smaller budget is also one for a larger budget,
@@ -20,20 +21,21 @@ from graphrun.solve.infeasible import smallest_budget, smallest_ram
 from graphrun.solve.pages import carried_over, solved
 from graphrun.units import MIB, html_table, parse_size, show_seconds, show_size
 
-# Limit of `sizes_between` and `values_between`. Each budget is one solve, each value of an input one dry run of seconds; a table
-# shows far fewer.
+# Limit of `sizes_between` and `values_between`. Each budget is one solve, each value of an input
+# one dry run of seconds; a table shows far fewer.
 MOST_POINTS = 1000
 VISIBLE = 1 / 100  # of a curve's height: a smaller difference of seconds is 3 pixels at most
 WIDE = 1 / 8  # of a curve's width: a narrower part is not halved
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Point:
-    """The result for one budget. ``solution`` is None where nothing fits; seconds and bytes are from `simulate`, of all runs
-    together, 0 without a plan. ``peak_bytes``: on the device whose budget it is, number ``device``.
+class FrontierPoint:
+    """The result for one budget of device number ``device``.
 
-    ``smallest_budget_bytes``, ``smallest_ram_bytes``: the least VRAM (`pages.smallest_budget`; 0 for a further device, where it is
-    not looked for) and RAM for which there is a plan.
+    ``solution`` is None if nothing fits. Seconds and bytes are from `simulate`, of all runs
+    together; 0 without a plan. ``peak_bytes``: on that device. ``smallest_budget_bytes``,
+    ``smallest_ram_bytes``: the minimum VRAM and RAM for which a plan exists; the minimum VRAM is 0
+    for a secondary device, where it is not computed.
     """
 
     budget_bytes: int
@@ -56,114 +58,177 @@ class Point:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Budget, seconds, peak and bytes moved as text; without a plan, what it would take."""
+        """Budget, seconds, peak and bytes moved as text; without a plan, the minimum budget."""
         if self.solution is None:
-            below = f" below {show_size(self.smallest_budget_bytes)}" if self.smallest_budget_bytes else ""
-            return show_size(self.budget_bytes), f"nothing fits{below}", "", ""
+            hint = (
+                f" below {show_size(self.smallest_budget_bytes)}"
+                if self.smallest_budget_bytes
+                else ""
+            )
+            return show_size(self.budget_bytes), f"nothing fits{hint}", "", ""
         sizes = show_size(self.peak_bytes), show_size(self.moved_bytes)
         return show_size(self.budget_bytes), show_seconds(self.seconds), *sizes
 
 
-class Frontier(tuple[Point, ...]):
+class Frontier(tuple[FrontierPoint, ...]):
     """Points in the order of their budgets."""
 
     def _repr_html_(self) -> str:
-        return html_table("time against budget", [("budget", "time", "peak", "moves"), *(point.cells for point in self)])
+        return html_table(
+            "time against budget",
+            [("budget", "time", "peak", "moves"), *(point.cells for point in self)],
+        )
 
 
 def frontier(
-    problem: Problem, budgets: Iterable[int], solve: Callable[[Problem], Solution | None] = solved, device: int = 0
+    problem: Problem,
+    budgets: Iterable[int],
+    solve: Callable[[Problem], Solution | None] = solved,
+    device: int = 0,
 ) -> Frontier:
-    """One point per budget of ``budgets`` (bytes of VRAM of device number ``device``), in their order, infeasible ones included.
-    Where a plan for a smaller one of them is faster than what is found for a larger one, it is the plan for both.
+    """Return one point for each of ``budgets`` (bytes of VRAM of device number ``device``), in
+    their order, infeasible budgets included.
 
-    ``solve``: returns a solution, or None where nothing fits. Budgets beyond the card's memory share the plan for all of it.
+    If the plan for a smaller budget is faster than the plan for a larger one, both points have it.
+    ``solve``: returns a solution, or None if nothing fits. Budgets beyond the card's memory share
+    one plan.
     """
-    least_bytes, asked = smallest_budget(problem) if not device else 0, list(budgets)
-    most = (problem.helpers[device - 1] if device else problem).hardware.capacity_bytes
-    points, best, at_most = dict[int, Point](), None, None
-    for budget in sorted(set(asked)):
-        of = at_budget(problem, budget, device)
-        if budget <= most:
-            found = solve(of)
+    least_bytes, budget_list = smallest_budget(problem) if not device else 0, list(budgets)
+    capacity = (problem.secondaries[device - 1] if device else problem).hardware.capacity_bytes
+    points, best, capacity_solution = dict[int, FrontierPoint](), None, None
+    for budget in sorted(set(budget_list)):
+        budget_problem = at_budget(problem, budget, device)
+        if budget <= capacity:
+            solution = solve(budget_problem)
         else:
-            at_most = at_most or solve(at_budget(problem, most, device))
-            found = None if at_most is None else carried_over(of, at_most, at_most.bound_seconds)
-        if best is not None and (found is None or _seconds(best) < _seconds(found)):
-            found = carried_over(of, best, best.bound_seconds if found is None else found.bound_seconds) or found
-        points[budget] = _point(of, budget, least_bytes, found, device)
-        best = found
-    return Frontier(points[budget] for budget in asked)
+            capacity_solution = capacity_solution or solve(at_budget(problem, capacity, device))
+            solution = (
+                None
+                if capacity_solution is None
+                else carried_over(
+                    budget_problem, capacity_solution, capacity_solution.bound_seconds
+                )
+            )
+        if best is not None and (solution is None or _seconds(best) < _seconds(solution)):
+            solution = (
+                carried_over(
+                    budget_problem,
+                    best,
+                    best.bound_seconds if solution is None else solution.bound_seconds,
+                )
+                or solution
+            )
+        points[budget] = _point(budget_problem, budget, least_bytes, solution, device)
+        best = solution
+    return Frontier(points[budget] for budget in budget_list)
 
 
-def curve(problem: Problem, solution: Solution, solve: Callable[[Problem], Solution | None] = solved) -> Frontier:
-    """The points of a drawn curve: its ends, ``solution``, which is the plan of ``problem`` and not solved again, and others.
+def curve(
+    problem: Problem, solution: Solution, solve: Callable[[Problem], Solution | None] = solved
+) -> Frontier:
+    """Return the points of a drawn curve: its ends, ``solution`` (the plan of ``problem``, not
+    solved again), and points between them.
 
-    The middle between two points is solved where their seconds differ visibly and the part between them is wide.
+    The middle between two points is solved if their seconds differ visibly and they are far apart.
     """
     budget = min(problem.budget_bytes, problem.hardware.capacity_bytes)
-    least, most = curve_ends(problem)
-    most = max(most, budget)
+    minimum, maximum = curve_ends(problem)
+    maximum = max(maximum, budget)
     solutions = {budget: carried_over(at_budget(problem, budget), solution, solution.bound_seconds)}
 
     def seconds(nbytes: int) -> float:
         if nbytes not in solutions:
             solutions[nbytes] = solve(at_budget(problem, nbytes))
-        return inf if (fitting := solutions[nbytes]) is None else _seconds(fitting)
+        return inf if (candidate := solutions[nbytes]) is None else _seconds(candidate)
 
-    highest, parts = seconds(least), [(least, budget), (budget, most)]
+    highest, parts = seconds(minimum), [(minimum, budget), (budget, maximum)]
     while parts:
         low, high = parts.pop()
-        if seconds(low) - seconds(high) > VISIBLE * highest and high - low > WIDE * (most - least):
+        if seconds(low) - seconds(high) > VISIBLE * highest and high - low > WIDE * (
+            maximum - minimum
+        ):
             middle = (low + high) // 2
             parts += [(low, middle), (middle, high)]
-    return frontier(problem, sorted(solutions), lambda changed: solutions[changed.budget_bytes])
+    return frontier(
+        problem, sorted(solutions), lambda budget_problem: solutions[budget_problem.budget_bytes]
+    )
 
 
 def curve_ends(problem: Problem) -> tuple[int, int]:
-    """Where a curve of ``problem`` begins and ends, in bytes: at the smallest budget that works, and at the one that holds all
-    components at once, or the card's memory."""
-    least = smallest_budget(problem)
-    weights = sum(max(component.weight_bytes(n) for n in problem.usable(component)) for component in problem.components)
-    slots = max((max(p.first_bytes, p.steady_bytes) + p.live_in_bytes for p in problem.phases), default=0)
+    """Return the first and last budget of a curve of ``problem``, in bytes: the minimum budget, and
+    the budget with room for all components at once, at most the card's memory."""
+    minimum = smallest_budget(problem)
+    weights = sum(
+        max(component.weight_bytes(n) for n in problem.usable(component))
+        for component in problem.components
+    )
+    slots = max(
+        (max(p.first_bytes, p.steady_bytes) + p.input_bytes for p in problem.phases), default=0
+    )
     whole = problem.overhead_bytes + weights + slots + sum(value.nbytes for value in problem.values)
-    return least, max(least, min(whole, problem.hardware.capacity_bytes))
+    return minimum, max(minimum, min(whole, problem.hardware.capacity_bytes))
 
 
 def at_budget(problem: Problem, nbytes: int, device: int = 0) -> Problem:
-    """``problem`` with a VRAM budget of ``nbytes`` for device number ``device``."""
+    """Return ``problem`` with a VRAM budget of ``nbytes`` for device number ``device``."""
     if not device:
         return replace(problem, budget_bytes=nbytes)
-    helpers = enumerate(problem.helpers, 1)
-    return replace(problem, helpers=tuple(replace(of, budget_bytes=nbytes) if n == device else of for n, of in helpers))
+    secondaries = enumerate(problem.secondaries, 1)
+    return replace(
+        problem,
+        secondaries=tuple(
+            replace(secondary, budget_bytes=nbytes) if n == device else secondary
+            for n, secondary in secondaries
+        ),
+    )
 
 
 def _seconds(solution: Solution) -> float:
     return solution.simulation.total_seconds
 
 
-def _point(problem: Problem, budget_bytes: int, least_bytes: int, solution: Solution | None, device: int) -> Point:
-    least = (budget_bytes, least_bytes, smallest_ram(problem))
+def _point(
+    problem: Problem, budget_bytes: int, least_bytes: int, solution: Solution | None, device: int
+) -> FrontierPoint:
+    sizes = (budget_bytes, least_bytes, smallest_ram(problem))
     if solution is None:
-        return Point(*least, None, device=device)
-    found = solution.simulation
-    compute = found.compute_seconds + (problem.runs - 1) * sum(slot.compute_seconds for slot in found.again)
-    slots = (*found.slots, *found.again)
-    peak_bytes = max(slot.helper_peaks[device - 1] for slot in slots) if device else found.peak_bytes
-    return Point(*least, solution, found.total_seconds, compute, peak_bytes, found.total_moved_bytes, device)
+        return FrontierPoint(*sizes, None, device=device)
+    simulation = solution.simulation
+    compute = simulation.compute_seconds + (problem.runs - 1) * sum(
+        slot.compute_seconds for slot in simulation.further_slots
+    )
+    slots = (*simulation.slots, *simulation.further_slots)
+    peak_bytes = (
+        max(slot.secondary_peaks[device - 1] for slot in slots) if device else simulation.peak_bytes
+    )
+    return FrontierPoint(
+        *sizes,
+        solution,
+        simulation.total_seconds,
+        compute,
+        peak_bytes,
+        simulation.total_moved_bytes,
+        device,
+    )
 
 
-def sizes_between(text: str, *, whole_bytes: int | None = None, name: str = "vram") -> tuple[int, ...]:
-    """Budgets in bytes from ``text``: ``8G`` is one budget, ``4G:48G:4G`` is FROM:TO:STEP, both ends included.
+def sizes_between(
+    text: str, *, whole_bytes: int | None = None, name: str = "vram"
+) -> tuple[int, ...]:
+    """Return the budgets of ``text`` in bytes: ``8G`` is one budget, ``4G:48G:4G`` is FROM:TO:STEP,
+    both ends included.
 
-    ``4G:48G`` means both ends and the usual card sizes between them: powers of two and 1.5 times these, from 1 MiB up (4, 6, 8,
-    12, 16, 24, 32, 48 GiB). ``whole_bytes``: what 100% means; ``name``: the option, for error messages. Raises InputError.
+    ``4G:48G`` means both ends and the usual card sizes between them: powers of two and 1.5 times
+    these, from 1 MiB up (4, 6, 8, 12, 16, 24, 32, 48 GiB). ``whole_bytes``: what 100% means;
+    ``name``: the option, for error messages. Raises InputError.
     """
     ends = [parse_size(part, whole_bytes=whole_bytes, name=name) for part in text.split(":")]
     if len(ends) == 1:
         return tuple(ends)
     if len(ends) > 3 or ends[0] > ends[1]:
-        raise InputError(f"{name}: {text!r} is not a range; write it as FROM:TO or FROM:TO:STEP, such as 4G:48G")
+        raise InputError(
+            f"{name}: {text!r} is not a range; write it as FROM:TO or FROM:TO:STEP, such as 4G:48G"
+        )
     if len(ends) == 3:
         _refuse_many(text, (ends[1] - ends[0]) // ends[2], name)
         return tuple(range(ends[0], ends[1] + 1, ends[2]))
@@ -172,19 +237,24 @@ def sizes_between(text: str, *, whole_bytes: int | None = None, name: str = "vra
 
 
 def values_between(text: str) -> tuple[str, tuple[int, ...]]:
-    """An input's name and values from ``text``: ``height=512:2048:256`` is NAME=FROM:TO:STEP, both ends included. Raises
-    InputError."""
+    """Return an input's name and values from ``text``: ``height=512:2048:256`` is
+    NAME=FROM:TO:STEP, both ends included. Raises InputError."""
     name, equals, range_ = text.partition("=")
     try:
         low, high, step = (int(part) for part in range_.split(":"))
     except ValueError:
         low, high, step = 0, 0, 0
     if not (name and equals and step > 0 and low <= high):
-        raise InputError(f"sweep: {text!r} is not a range of an input; write it as NAME=FROM:TO:STEP, such as height=512:2048:256")
+        raise InputError(
+            f"sweep: {text!r} is not a range of an input; write it as NAME=FROM:TO:STEP, such as"
+            " height=512:2048:256"
+        )
     _refuse_many(range_, (high - low) // step, "sweep")
     return name.strip(), tuple(range(low, high + 1, step))
 
 
 def _refuse_many(text: str, steps: int, name: str) -> None:
     if steps >= MOST_POINTS:
-        raise InputError(f"{name}: {text!r} has {steps + 1} values, more than {MOST_POINTS}; take a larger step")
+        raise InputError(
+            f"{name}: {text!r} has {steps + 1} values, more than {MOST_POINTS}; take a larger step"
+        )

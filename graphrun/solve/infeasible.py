@@ -1,4 +1,5 @@
-"""Explains why no plan exists: the phases that do not fit, the binding budget, the smallest budgets, and verified repairs."""
+"""Explanation why no plan exists: the phases that do not fit, the budget that is the limit, the
+minimum budgets, and verified suggestions."""
 
 from __future__ import annotations
 
@@ -16,15 +17,22 @@ from graphrun.solve.least import (
     smallest_ram,
 )
 from graphrun.solve.pages import smallest_budget, with_pages_of_least
-from graphrun.solve.repairs import Repair, python_arguments, repairs_of
+from graphrun.solve.suggestions import Suggestion, python_arguments, suggestions_of
 from graphrun.units import typed_size
 
-__all__ = ["Infeasible", "refusal", "smallest_budget", "smallest_disk", "smallest_pinned", "smallest_ram"]
+__all__ = [
+    "Infeasible",
+    "refusal",
+    "smallest_budget",
+    "smallest_disk",
+    "smallest_pinned",
+    "smallest_ram",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Tier:
-    """A budget: its name, its size, and the least size for which a plan exists; bytes."""
+class BudgetTier:
+    """A budget: its name, its size, and the minimum size for which a plan exists; in bytes."""
 
     name: str
     have_bytes: int
@@ -37,17 +45,23 @@ class Tier:
 
 
 class Infeasible(GraphrunError):
-    """No plan exists. ``needs``: the phases that do not fit in VRAM, empty where VRAM suffices; ``binding``: the budget that is
-    short.
+    """No plan exists.
 
-    With one of the smallest budgets, and the others unchanged, a plan exists; with one byte less none is found. Where
-    several budgets are short, each is the least while the others are unlimited. Each of ``repairs`` suffices alone, best first.
+    ``needs``: the phases that do not fit in VRAM; empty if VRAM suffices. ``binding``: the budget
+    that is too small. ``suggestions``: changes that each suffice alone, best first.
+
+    With one of the minimum budgets, and the others unchanged, a plan exists; with one byte less
+    none is found. If several budgets are too small, each minimum is for unlimited other budgets.
     """
 
     exit_code = 3
 
     def __init__(
-        self, problem: Problem, needs: tuple[PhaseMinimum, ...], tiers: tuple[Tier, ...], repairs: tuple[Repair, ...]
+        self,
+        problem: Problem,
+        needs: tuple[PhaseMinimum, ...],
+        tiers: tuple[BudgetTier, ...],
+        suggestions: tuple[Suggestion, ...],
     ) -> None:
         self.graph = problem.graph
         self.hardware = problem.hardware.name
@@ -59,69 +73,93 @@ class Infeasible(GraphrunError):
         self.needs = needs
         self.tiers = tiers
         self.binding = _binding(problem, needs, tiers)
-        least = {tier.name: tier.least_bytes for tier in tiers}
-        self.smallest_budget_bytes, self.smallest_ram_bytes = least["VRAM"], least["RAM"]
-        self.host_bytes = tuple(
-            (c.name, min((c.variants[n].host_bytes for n in problem.usable(c)), default=0)) for c in used_components(problem)
+        minimum_bytes = {tier.name: tier.least_bytes for tier in tiers}
+        self.smallest_budget_bytes, self.smallest_ram_bytes = (
+            minimum_bytes["VRAM"],
+            minimum_bytes["RAM"],
         )
-        self.repairs = repairs
+        self.host_bytes = tuple(
+            (c.name, min((c.variants[n].host_bytes for n in problem.usable(c)), default=0))
+            for c in used_components(problem)
+        )
+        self.suggestions = suggestions
         super().__init__(self._message())
 
     def _message(self) -> str:
         lines = [
-            f"{need.phase} {need.part} needs {typed_size(need.total_bytes)} = {typed_size(need.weights_bytes)} fixed weights"
-            f" + {typed_size(need.ring_bytes)} ring + {typed_size(need.activation_bytes)} activation"
-            f" + {typed_size(need.values_bytes)} values > {typed_size(need.available_bytes, down=True)}"
+            f"{need.phase} {need.part} needs {typed_size(need.total_bytes)}"
+            f" = {typed_size(need.weights_bytes)} fixed weights"
+            f" + {typed_size(need.ring_buffer_bytes)} ring buffer"
+            f" + {typed_size(need.activation_bytes)} activation"
+            f" + {typed_size(need.values_bytes)} values"
+            f" > {typed_size(need.available_bytes, round_down=True)}"
             for need in self.needs
         ]
         for tier in self.tiers:
             if tier.short and (tier.name != "VRAM" or not self.needs):
-                have = typed_size(tier.have_bytes, down=True)
+                have = typed_size(tier.have_bytes, round_down=True)
                 lines.append(f"it takes {typed_size(tier.least_bytes)} > {have} of {tier.name}")
         if not lines:
             lines.append(f"{self.binding} leaves no variant to choose")
-        return "nothing fits: " + "; ".join(lines) + ". Do one of: " + "; ".join(map(self._suggestion, self.repairs))
+        return (
+            "nothing fits: "
+            + "; ".join(lines)
+            + ". Do one of: "
+            + "; ".join(map(self._suggestion, self.suggestions))
+        )
 
-    def _suggestion(self, repair: Repair) -> str:
-        """A repair in words, after the arguments to type for it."""
-        arguments = python_arguments(repair, self.problem)
-        return f"{arguments}: {repair}" if arguments else str(repair)
+    def _suggestion(self, suggestion: Suggestion) -> str:
+        """Return a suggestion in words, after its Python arguments if it has any."""
+        arguments = python_arguments(suggestion, self.problem)
+        return f"{arguments}: {suggestion}" if arguments else str(suggestion)
 
 
-def _binding(problem: Problem, needs: tuple[PhaseMinimum, ...], tiers: tuple[Tier, ...]) -> str:
+def _binding(
+    problem: Problem, needs: tuple[PhaseMinimum, ...], tiers: tuple[BudgetTier, ...]
+) -> str:
     if not has_usable_variants(problem):
         return "what is allowed"
     if needs:
         return "VRAM"
     short = [tier for tier in tiers if tier.short]
-    return min(short, key=lambda tier: tier.least_bytes / max(1, tier.have_bytes)).name if short else "VRAM"
+    return (
+        min(short, key=lambda tier: tier.least_bytes / max(1, tier.have_bytes)).name
+        if short
+        else "VRAM"
+    )
 
 
-def refusal(problem: Problem, *, repairs: bool = True) -> Infeasible:
-    """The explanation for ``problem``, which has no plan; ``repairs``: whether to look for repairs, each of which is a solve.
+def refusal(problem: Problem, *, suggestions: bool = True) -> Infeasible:
+    """Explain why ``problem`` has no plan.
 
-    Its figures are for components split into layers where the phases that do not fit then need less.
+    ``suggestions``: whether to search for suggestions, each of which is a solve. Components are
+    split into layers where the phases that do not fit then need less.
     """
     smallest_bytes = smallest_budget(problem)
     problem = with_pages_of_least(problem)
     needs = _short(problem)
-    while (more := finer(problem, needs)) is not None:
-        if (left := _short(more)) and not needs:
-            break  # layers need less host memory but more device memory than there is
-        problem, needs = more, left
+    while (split := finer(problem, needs)) is not None:
+        if (split_needs := _short(split)) and not needs:
+            break  # layers need less host memory, but more device memory than available
+        problem, needs = split, split_needs
     capacity = problem.hardware.capacity_bytes
     tiers = [
-        Tier("VRAM", min(problem.budget_bytes, capacity), smallest_bytes),
-        Tier("RAM", problem.ram_bytes, smallest_ram(problem)),
+        BudgetTier("VRAM", min(problem.budget_bytes, capacity), smallest_bytes),
+        BudgetTier("RAM", problem.ram_bytes, smallest_ram(problem)),
     ]
     if problem.pinned_bytes is not None:
-        tiers.append(Tier("pinned RAM", problem.pinned_bytes, smallest_pinned(problem)))
+        tiers.append(BudgetTier("pinned RAM", problem.pinned_bytes, smallest_pinned(problem)))
     if problem.disk_bytes is not None:
-        tiers.append(Tier("disk", problem.disk_bytes, smallest_disk(problem)))
-    least = {tier.name: tier.least_bytes for tier in tiers}
-    return Infeasible(problem, needs, tuple(tiers), repairs_of(problem, needs, least) if repairs else ())
+        tiers.append(BudgetTier("disk", problem.disk_bytes, smallest_disk(problem)))
+    minimum_bytes = {tier.name: tier.least_bytes for tier in tiers}
+    return Infeasible(
+        problem,
+        needs,
+        tuple(tiers),
+        suggestions_of(problem, needs, minimum_bytes) if suggestions else (),
+    )
 
 
 def _short(problem: Problem) -> tuple[PhaseMinimum, ...]:
-    """The phases that do not fit in VRAM."""
+    """Return the phases that do not fit in VRAM."""
     return tuple(need for need in least_memory_of(problem) if need.short_bytes > 0)

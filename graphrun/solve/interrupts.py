@@ -1,6 +1,8 @@
-"""What is known where planning is interrupted: the best plan so far, and a bound on how much faster another may be.
+"""Best plan so far when planning is interrupted, and a bound on how much faster another plan may
+be.
 
-While `collecting`, the solver `offer`s its candidates, which costs next to nothing: they are judged after the interrupt.
+While `collecting`, the solver `offer`s its candidates, at almost no cost: they are checked only
+after the interrupt.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from graphrun.verify.solution import checked_solution
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan for ``problem``, which may have less memory or other times than the one to be planned. ``seconds``: simulated."""
+    """A plan for ``problem``, which may have less memory or other times than the problem to plan.
+    ``seconds``: simulated."""
 
     problem: Problem
     plan: Plan
@@ -35,7 +38,7 @@ _CANDIDATES: ContextVar[list[Candidate] | None] = ContextVar("candidates", defau
 
 @contextmanager
 def collecting() -> Iterator[list[Candidate]]:
-    """A context in which the candidates that are offered are kept."""
+    """Context that collects the candidates which the solver offers."""
     candidates = list[Candidate]()
     token = _CANDIDATES.set(candidates)
     try:
@@ -45,18 +48,21 @@ def collecting() -> Iterator[list[Candidate]]:
 
 
 def offer(candidate: Candidate) -> None:
-    """Keep ``candidate`` if candidates are collected."""
+    """Collect ``candidate`` within `collecting`; no effect outside."""
     if (candidates := _CANDIDATES.get()) is not None:
         candidates.append(candidate)
 
 
 def best_of(candidates: list[Candidate], problem: Problem) -> Solution | None:
-    """The fastest of ``candidates`` that is a plan for ``problem``, with a bound on any plan; None where none is."""
-    for candidate in sorted(candidates, key=lambda each: each.seconds):
+    """Return the fastest of ``candidates`` that is a valid plan for ``problem``, with a bound on
+    any plan; None if none is valid."""
+    for candidate in sorted(candidates, key=lambda candidate: candidate.seconds):
         split = as_in(problem, candidate)
         if candidate.problem.components != split.components:
             continue  # with other times
-        solution = checked_solution(split, replace(candidate.plan, problem=split.digest), 0.0, candidate.objective_seconds)
+        solution = checked_solution(
+            split, replace(candidate.plan, problem=split.digest), 0.0, candidate.objective_seconds
+        )
         if solution is not None and not solution.short_of_pages():
             bound = min(_bound_seconds(candidates, problem), candidate.objective_seconds)
             return replace(solution, bound_seconds=bound)
@@ -64,13 +70,18 @@ def best_of(candidates: list[Candidate], problem: Problem) -> Solution | None:
 
 
 def as_in(problem: Problem, candidate: Candidate) -> Problem:
-    """``problem`` with the components split into layers that ``candidate`` has so."""
-    return split_into_layers(problem, {c.name for c in candidate.problem.components if c.granularity == "layers"})
+    """Return ``problem`` with the components split into layers that ``candidate`` splits."""
+    return split_into_layers(
+        problem, {c.name for c in candidate.problem.components if c.granularity == "layers"}
+    )
 
 
 def _bound_seconds(candidates: list[Candidate], problem: Problem) -> float:
-    """A lower bound on the seconds of any plan for ``problem``: that of a search among layers, else of the programs' relaxations at
-    every granularity. 0.0 where not every order of the stages is considered."""
+    """Return a lower bound on the seconds of any plan for ``problem``.
+
+    The bound of a search with layers if there was one, else the minimum over the relaxed programs
+    at every granularity. 0.0 if not every order of the stages is considered.
+    """
     if not stage_choices(problem)[1]:
         return 0.0
     for candidate in candidates:
@@ -79,7 +90,17 @@ def _bound_seconds(candidates: list[Candidate], problem: Problem) -> float:
             return candidate.bound_seconds
     bounds = list[float]()
     for split in granularities(problem):
-        formulations = [Formulation(replace(choice.program, full_overlap=True)) for choice in stage_choices(split)[0]]
-        relaxed = ((of, of.model.minimise(of.seconds, whole=False)) for of in formulations)
-        bounds += [found.value * of.seconds_unit for of, found in relaxed if found is not None]
+        formulations = [
+            Formulation(replace(choice.program, full_overlap=True))
+            for choice in stage_choices(split)[0]
+        ]
+        relaxed = (
+            (formulation, formulation.model.minimise(formulation.seconds, whole=False))
+            for formulation in formulations
+        )
+        bounds += [
+            result.value * formulation.seconds_unit
+            for formulation, result in relaxed
+            if result is not None
+        ]
     return min(bounds, default=0.0)

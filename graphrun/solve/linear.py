@@ -30,7 +30,8 @@ class Row(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Linear:
-    """A linear expression over the columns of a `MilpModel`: ``terms`` (column -> coefficient) and a constant.
+    """A linear expression over the columns of a `MilpModel`: ``terms`` (column -> coefficient) and
+    a constant.
 
     Sums, differences and multiples are expressions; comparisons are rows for `MilpModel.add`.
     """
@@ -53,13 +54,18 @@ class Linear:
         return self._plus(other, -1.0)
 
     def __mul__(self, factor: float) -> Linear:
-        return Linear({column: value * factor for column, value in self.terms.items()}, self.constant * factor)
+        return Linear(
+            {column: value * factor for column, value in self.terms.items()}, self.constant * factor
+        )
 
     def __rmul__(self, factor: float) -> Linear:
         return self * factor
 
     def __truediv__(self, divisor: float) -> Linear:
-        return Linear({column: value / divisor for column, value in self.terms.items()}, self.constant / divisor)
+        return Linear(
+            {column: value / divisor for column, value in self.terms.items()},
+            self.constant / divisor,
+        )
 
     def __le__(self, other: Linear | float) -> Row:
         difference = self - other
@@ -70,17 +76,19 @@ class Linear:
         return Row(difference.terms, -difference.constant, np.inf)
 
     def equals(self, other: Linear | float) -> Row:
-        """The row ``self == other``."""
+        """Return the row ``self == other``."""
         difference = self - other
         return Row(difference.terms, -difference.constant, -difference.constant)
 
     def at(self, values: NDArray[np.float64]) -> float:
-        """The value of the expression for these ``values`` of the columns."""
-        return self.constant + sum(float(values[column]) * value for column, value in self.terms.items())
+        """Return the value of the expression for these ``values`` of the columns."""
+        return self.constant + sum(
+            float(values[column]) * value for column, value in self.terms.items()
+        )
 
 
 def total(parts: Iterable[Linear]) -> Linear:
-    """The sum of ``parts``."""
+    """Return the sum of ``parts``."""
     terms, constant = dict[int, float](), 0.0
     for part in parts:
         for column, value in part.terms.items():
@@ -89,22 +97,28 @@ def total(parts: Iterable[Linear]) -> Linear:
     return Linear(terms, constant)
 
 
-# The search is limited by nodes, not by seconds: plans must not depend on how fast the machine is. Time is about proportional to
-# nodes times columns.
+# The search is limited by nodes, not by seconds: plans must not depend on the speed of the machine.
+# Time is about proportional to nodes times columns.
 NODES_TIMES_COLUMNS = 8_000_000
 NODES, FEWEST_NODES = 1_000_000, 200
 GAP = 1e-6
-INTEGRALITY, ROUNDING_GAP = 1e-6, 3e-4  # distance from an integer; relative loss accepted for rounding
+# distance from an integer; relative loss accepted for rounding
+INTEGRALITY, ROUNDING_GAP = 1e-6, 3e-4
 ROUNDING_RANGE = 4.0  # layers: how far rounding may move a column from its fractional value
 OPTIONS = {"threads": 1}
-# HiGHS's heuristics for a first solution: half of its time where solutions are easily found, a quarter of it where they are not.
-SEARCHES = ("mip_heuristic_run_feasibility_jump", "mip_heuristic_run_rens", "mip_heuristic_run_rins")
+# Heuristics of HiGHS for a first solution. They take half of its time where solutions are easy to
+# find, a quarter where they are not.
+SEARCHES = (
+    "mip_heuristic_run_feasibility_jump",
+    "mip_heuristic_run_rens",
+    "mip_heuristic_run_rins",
+)
 ROUGH_GAP = 0.02  # relative gap of a first solution where one is hard to find
 
 
 @dataclass(frozen=True, slots=True)
 class MilpResult:
-    """The solver's answer: a value per column, the objective's value and the bound on it."""
+    """The solver's answer: a value per column, the value of the objective and the bound on it."""
 
     values: NDArray[np.float64]
     value: float
@@ -112,7 +126,8 @@ class MilpResult:
 
 
 class MilpModel:
-    """A MILP of columns with bounds and rows with bounds; it may be minimised several times. ``gap``: least relative gap used."""
+    """A MILP of columns with bounds and rows with bounds. It may be minimised several times.
+    ``gap``: minimum relative gap of any search."""
 
     def __init__(self, gap: float) -> None:
         self._gap = gap
@@ -121,16 +136,16 @@ class MilpModel:
         self._arrays: list[NDArray[Any]] = []  # of all rows, built when first needed
 
     def column(self, lower: float = 0.0, upper: float = np.inf, integer: bool = False) -> Linear:
-        """Adds a column; returns the expression that is this column."""
+        """Add a column, and return it as an expression."""
         self._columns.append((lower, upper, integer))
         return Linear({self.size - 1: 1.0})
 
     def binary(self, upper: float = 1.0) -> Linear:
-        """Adds a column that is 0 or 1; ``upper`` 0: always 0."""
+        """Add a column that is 0 or 1; ``upper`` 0: always 0."""
         return self.column(0.0, upper, True)
 
     def add(self, *rows: Row) -> None:
-        """Adds rows."""
+        """Add ``rows``."""
         self._rows += rows
 
     @property
@@ -149,27 +164,47 @@ class MilpModel:
         start: MilpResult | None = None,
         nodes: int = NODES,
     ) -> MilpResult | None:
-        """Minimises ``goal`` subject to all rows and to ``limits``. None: no solution was found.
+        """Minimise ``goal`` subject to all rows and to ``limits``. Return None without a solution.
 
-        ``whole`` False relaxes integers to fractions, which gives a bound. ``gap``: relative optimality gap; ROUGH_GAP keeps
-        HiGHS's heuristics for hard cases. ``fixed``: column -> value. ``start``: a solution within the limits to start from.
-        ``nodes``: most nodes of the search. Deterministic: HiGHS with one thread and without a time limit.
+        ``whole`` False relaxes integers to fractions, which gives a bound. ``gap``: relative
+        optimality gap; ROUGH_GAP keeps HiGHS's heuristics for hard cases. ``fixed``: column ->
+        value. ``start``: a solution within the limits to start from. ``nodes``: maximum number of
+        nodes. Deterministic: HiGHS with one thread and without a time limit.
         """
         ranges = {column: (value, value) for column, value in (fixed or {}).items()}
-        return self._solved(goal, limits, max(gap, self._gap) if gap else gap, ranges, whole=whole, start=start, nodes=nodes)
+        return self._solved(
+            goal,
+            limits,
+            max(gap, self._gap) if gap else gap,
+            ranges,
+            whole=whole,
+            start=start,
+            nodes=nodes,
+        )
 
-    def rounded(self, known: MilpResult, columns: Collection[int], goal: Linear, gap: float) -> MilpResult | None:
-        """Minimises ``goal`` with integers in ``columns``: columns that are integers in ``known`` stay fixed, the others stay
-        within ROUNDING_RANGE. If that is infeasible, or costs more than ROUNDING_GAP, all of them may move. None: no solution."""
+    def rounded(
+        self, relaxed: MilpResult, columns: Collection[int], goal: Linear, gap: float
+    ) -> MilpResult | None:
+        """Minimise ``goal`` with integers in ``columns``. Return None without a solution.
+
+        Columns that are integers in ``relaxed`` stay fixed, the others stay within ROUNDING_RANGE.
+        If that is infeasible, or costs more than ROUNDING_GAP, all ``columns`` may move.
+        """
         for fixed_within in (INTEGRALITY, -1.0):
             ranges = {}
             for column in columns:
-                value = known.values[column]
-                near = abs(value - round(value)) <= fixed_within
-                ranges[column] = (round(value),) * 2 if near else (value - ROUNDING_RANGE, value + ROUNDING_RANGE)
-            found = self._solved(goal, (), gap, ranges, integers=columns)
-            if found is not None and (fixed_within < 0 or found.value <= goal.at(known.values) * (1 + ROUNDING_GAP)):
-                return replace(known, values=found.values, value=found.value)
+                value = relaxed.values[column]
+                is_integral = abs(value - round(value)) <= fixed_within
+                ranges[column] = (
+                    (round(value),) * 2
+                    if is_integral
+                    else (value - ROUNDING_RANGE, value + ROUNDING_RANGE)
+                )
+            result = self._solved(goal, (), gap, ranges, integers=columns)
+            if result is not None and (
+                fixed_within < 0 or result.value <= goal.at(relaxed.values) * (1 + ROUNDING_GAP)
+            ):
+                return replace(relaxed, values=result.values, value=result.value)
         return None
 
     def _solved(
@@ -185,10 +220,14 @@ class MilpModel:
         nodes: int = NODES,
     ) -> MilpResult | None:
         self._arrays = self._arrays or _arrays(self._rows)
-        values, columns, counts, lows, highs = map(np.concatenate, zip(self._arrays, _arrays(limits), strict=True))
+        values, columns, counts, lows, highs = map(
+            np.concatenate, zip(self._arrays, _arrays(limits), strict=True)
+        )
         cost = np.zeros(self.size)
         cost[list(goal.terms)] = list(goal.terms.values())
-        lower, upper, integer = (np.array(part, dtype=float) for part in zip(*self._columns, strict=True))
+        lower, upper, integer = (
+            np.array(part, dtype=float) for part in zip(*self._columns, strict=True)
+        )
         for column, (low, high) in ranges.items():
             lower[column], upper[column] = max(low, lower[column]), min(high, upper[column])
         integer[list(integers)] = 1.0
@@ -200,7 +239,7 @@ class MilpModel:
         lp.a_matrix_.start_ = np.concatenate([[0], np.cumsum(counts)])
         lp.a_matrix_.index_, lp.a_matrix_.value_ = columns, values
         if whole:
-            lp.integrality_ = [highspy.HighsVarType(int(each)) for each in integer]
+            lp.integrality_ = [highspy.HighsVarType(int(flag)) for flag in integer]
         nodes = min(nodes, max(FEWEST_NODES, NODES_TIMES_COLUMNS // self.size))
         options = {**OPTIONS, "mip_rel_gap": gap, "mip_max_nodes": nodes}
         searched = gap == ROUGH_GAP or integers
@@ -208,21 +247,28 @@ class MilpModel:
 
 
 class _Quiet(highspy.Highs):  # type: ignore[misc]
-    """HiGHS without any output. Its constructor enables callbacks, which prints two lines from version 1.16 on, before an option
-    can be set from outside."""
+    """HiGHS without any output.
+
+    From version 1.16 on, its constructor prints two lines when it enables callbacks, before a
+    caller can set options.
+    """
 
     def enableCallbacks(self) -> None:
         self.setOptionValue("output_flag", False)
         super().enableCallbacks()
 
 
-def _run(lp: highspy.HighsLp, options: Mapping[str, bool | int | float], start: MilpResult | None) -> MilpResult | None:
+def _run(
+    lp: highspy.HighsLp, options: Mapping[str, bool | int | float], start: MilpResult | None
+) -> MilpResult | None:
     highs = _Quiet()
     for name, value in options.items():
         highs.setOptionValue(name, value)
     highs.passModel(lp)
     if start is not None:
-        highs.setSolution(len(start.values), np.arange(len(start.values), dtype=np.int32), start.values)
+        highs.setSolution(
+            len(start.values), np.arange(len(start.values), dtype=np.int32), start.values
+        )
     with _cancelled_by_ctrl_c(highs):
         highs.run()
     info = highs.getInfo()
@@ -236,8 +282,11 @@ def _run(lp: highspy.HighsLp, options: Mapping[str, bool | int | float], start: 
 
 @contextmanager
 def _cancelled_by_ctrl_c(highs: highspy.Highs) -> Iterator[None]:
-    """A context in which Ctrl-C stops ``highs`` soon, and then raises KeyboardInterrupt. Otherwise Python would raise it after
-    `run`, which may take minutes. Where the process has a handler of its own, that one is called after `run`, as usual."""
+    """Context in which Ctrl-C stops ``highs`` soon, and then raises KeyboardInterrupt.
+
+    Otherwise Python would raise it after `run`, which may take minutes. A handler that the process
+    has installed is called after `run`, as usual.
+    """
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -254,13 +303,15 @@ def _cancelled_by_ctrl_c(highs: highspy.Highs) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        highs.HandleUserInterrupt = False  # else it refers to itself, and its memory stays until garbage is collected
+        # Otherwise a reference cycle keeps its memory until garbage collection.
+        highs.HandleUserInterrupt = False
     if interrupts:
         raise KeyboardInterrupt
 
 
 def _arrays(rows: Sequence[Row]) -> list[NDArray[Any]]:
-    """Rows in compressed form: coefficients and their columns row by row, coefficients per row, and bounds of the rows."""
+    """Return ``rows`` in compressed form: coefficients, their columns, the number of coefficients
+    per row, and the lower and upper bounds of the rows."""
     return [
         np.array([value for row in rows for value in row.terms.values()], dtype=float),
         np.array([column for row in rows for column in row.terms], dtype=np.int32),

@@ -1,4 +1,5 @@
-"""The programs to solve for a problem: every order of the stages with every combination of stage options."""
+"""Programs to solve for a problem: every order of the stages with every combination of stage
+options."""
 
 from __future__ import annotations
 
@@ -12,15 +13,18 @@ from graphrun.solve.dominance import undominated_variants
 from graphrun.solve.milp import Formulation
 from graphrun.solve.program import Program, program_of
 
-# Of orders times options. Graphs of stages are nearly chains: four independent encoders make 24 orders.
+# Limit of orders times options. Graphs of stages are nearly chains: four independent encoders make
+# 24 orders.
 MOST_STAGE_CHOICES = 512
-# Columns of the programs of all of them together, which take about 10 s; but FEW_STAGE_CHOICES are solved whatever they take.
+# Limit of columns of all programs together, which take about 10 s. FEW_STAGE_CHOICES are always
+# solved.
 MOST_STAGE_COLUMNS, FEW_STAGE_CHOICES = 2**16, 24
 
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
-    """The program of a problem with its stages in ``order`` (empty: as they are), run by ``options``."""
+    """The program of a problem with its stages in ``order`` (empty: unchanged) and run with
+    ``options``."""
 
     program: Program
     order: tuple[str, ...]
@@ -28,46 +32,76 @@ class StageChoice:
 
 
 def stage_choices(problem: Problem, *, dominated: bool = False) -> tuple[list[StageChoice], bool]:
-    """The candidate programs of ``problem`` at its granularity: every order with every combination of options, own order first; and
-    whether these are all (see `MOST_STAGE_CHOICES`, `MOST_STAGE_COLUMNS`). ``dominated``: with all usable variants, not only those
-    worth solving for."""
+    """Return the candidate programs of ``problem`` at its granularity, and whether they are all.
+
+    They are every order with every combination of options, the problem's order first, up to
+    `MOST_STAGE_CHOICES` and `MOST_STAGE_COLUMNS`. ``dominated``: with all usable variants, not only
+    those worth solving for.
+    """
     plain = stages_of(problem)
-    choices = [
-        ("", *(of.name for of in problem.options if of.stage == stage and (not of.needs or of.needs in problem.allow)))
+    option_names = [
+        (
+            "",
+            *(
+                option.name
+                for option in problem.options
+                if option.stage == stage and (not option.needs or option.needs in problem.allow)
+            ),
+        )
         for stage in plain
     ]
-    pairs = ((order, names) for order in topological_orders(problem) for names in product(*choices))
-    every = list(islice(pairs, MOST_STAGE_CHOICES + 1))
-    found, most = list[StageChoice](), MOST_STAGE_CHOICES
-    for order, names in every[:MOST_STAGE_CHOICES]:
-        if len(found) == FEW_STAGE_CHOICES:
-            most = max(FEW_STAGE_CHOICES, MOST_STAGE_COLUMNS // Formulation(found[0].program).model.size)
-        if len(found) >= most:
+    pairs = (
+        (order, names) for order in topological_orders(problem) for names in product(*option_names)
+    )
+    pair_list = list(islice(pairs, MOST_STAGE_CHOICES + 1))
+    choices, limit = list[StageChoice](), MOST_STAGE_CHOICES
+    for order, names in pair_list[:MOST_STAGE_CHOICES]:
+        if len(choices) == FEW_STAGE_CHOICES:
+            limit = max(
+                FEW_STAGE_CHOICES, MOST_STAGE_COLUMNS // Formulation(choices[0].program).model.size
+            )
+        if len(choices) >= limit:
             break
         options = tuple((stage, name) for stage, name in zip(plain, names, strict=True) if name)
-        asked = order if order != plain else ()
-        of = reorder(problem, asked, dict(options)) if asked or options else replace(problem, precedence=None, options=())
-        found.append(StageChoice(program_of(of, None if dominated else undominated_variants(of), split=True), asked, options))
-    return found, len(found) == len(every)
+        new_order = order if order != plain else ()
+        reordered = (
+            reorder(problem, new_order, dict(options))
+            if new_order or options
+            else replace(problem, precedence=None, options=())
+        )
+        choices.append(
+            StageChoice(
+                program_of(
+                    reordered, None if dominated else undominated_variants(reordered), split=True
+                ),
+                new_order,
+                options,
+            )
+        )
+    return choices, len(choices) == len(pair_list)
 
 
 def topological_orders(problem: Problem) -> Iterator[tuple[str, ...]]:
-    """The orders of stages that the precedence allows, at most `MOST_STAGE_CHOICES` + 1 of them.
+    """Yield the orders of stages that the precedence allows, at most `MOST_STAGE_CHOICES` + 1.
 
-    They are sorted by the places that stages have in the problem's own order. Where that is the only one, networkx is not imported.
+    They are sorted by the positions of stages in the problem's order. networkx is not imported if
+    that is the only order.
     """
     stages, pairs = stages_of(problem), problem.precedence
     places = {stage: place for place, stage in enumerate(stages)}
-    own = pairs is None or all(places[earlier] < places[later] for earlier, later in pairs)
-    if own:
+    is_valid = pairs is None or all(places[first] < places[second] for first, second in pairs)
+    if is_valid:
         yield stages
-    if pairs is None or (own and all(pair in pairs for pair in pairwise(stages))):
+    if pairs is None or (is_valid and all(pair in pairs for pair in pairwise(stages))):
         return
     import networkx
 
     order = networkx.DiGraph()
     order.add_nodes_from(reversed(stages))  # networkx begins with the last stage that is ready
     order.add_edges_from(pairs)
-    found = islice(map(tuple, networkx.all_topological_sorts(order)), MOST_STAGE_CHOICES + 1)
-    others = sorted((each for each in found if each != stages), key=lambda each: [places[stage] for stage in each])
-    yield from others[:MOST_STAGE_CHOICES]
+    orders = islice(map(tuple, networkx.all_topological_sorts(order)), MOST_STAGE_CHOICES + 1)
+    other_orders = sorted(
+        (candidate for candidate in orders if candidate != stages),
+        key=lambda candidate: [places[stage] for stage in candidate],
+    )
+    yield from other_orders[:MOST_STAGE_CHOICES]

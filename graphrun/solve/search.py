@@ -1,7 +1,14 @@
-"""The best integers of one or several programs of the same problem: least seconds, then bytes moved, then memory. Makes no plan.
+"""Solve one or several programs of the same problem: minimise seconds, then bytes moved, then
+memory. The result is a `Choice`, the values of a program's integer variables, and not yet a plan.
 
-for each goal:  relaxations of all programs -> exact programs in order of their bounds, while the bound is no worse than the
-                best value found -> programs that reach the best value go on to the next goal
+`graphrun.solve.program` defines programs, `graphrun.solve.milp` writes each as a MILP, a
+`Formulation`.
+
+    for each goal:
+        relaxations of all programs
+        -> exact programs in the order of their bounds, while the bound is no worse than the best
+           value found
+        -> programs that reach the best value go on to the next goal
 """
 
 from __future__ import annotations
@@ -14,54 +21,79 @@ from graphrun.solve.linear import GAP, NODES, ROUGH_GAP, Linear, MilpResult, Row
 from graphrun.solve.milp import Formulation
 from graphrun.solve.program import Choice, Program
 
-# HiGHS takes a row as kept, and a value as whole, within 1e-6: 8 GiB are exceeded by up to 8 bytes, and a block of 400 MB by 400.
-# The margin grows per round, where keeping the excess free was not enough: the last is 65,536 times the excess.
+# A choice may exceed a budget by a few bytes, because HiGHS tolerates 1e-6. In a memory row, whose
+# budget is scaled to 1000, that is 8 bytes of 8 GiB. In a number of blocks of 400 MB, it is 400
+# bytes. `choose` then solves again with the excess kept free. In each further round the excess is
+# multiplied by another MARGIN_GROWTH: by 65,536 before the last round.
 ROUNDS = 4
 MARGIN_GROWTH = 256
-# Columns of one program, and of all programs that are equally fast. Above either, variants, order and options are those of the
-# first fastest solution found, even if others are as fast. LARGE_GAPS: relative gaps of seconds, bytes moved and memory in a large
-# program.
+# Columns of one program, and of all equally fast programs. Above either, the first fastest solution
+# fixes the variants, the stage order and the options of stages, even if others are as fast.
+# LARGE_GAPS: relative gaps of seconds, bytes moved and memory in a large program.
 LARGE, MOST_LARGE = 850, 4000
 LARGE_GAPS = (1e-4, 1e-3, 1e-3)
-TIE_NODES, REFINE_NODES = 200, 500  # of a search that breaks a tie in a large program; of one with higher copy times
-HUGE, HUGE_GAP = 8000, 1e-3  # gap of seconds above this many columns, which no reference graph has
-ROUNDING_GAPS = (2e-4, 3e-3)  # gap when counts of layers are rounded; the second above MOST_LARGE columns
-COPY_WEIGHT = 0.01  # weight of a second of copying relative to a second of the plan, where both are in one goal
-SLACK = 1e-6  # relative loss of a goal allowed for the next one; HiGHS warns on stdout about tighter rows
+# Branch-and-bound nodes: to break ties in a large program by bytes moved and memory; and with
+# REFINE_GOALS or for `least_seconds` of a large program.
+TIE_NODES, REFINE_NODES = (
+    200,
+    500,
+)
+# Above HUGE columns, more than any reference graph has, the gap of seconds is HUGE_GAP.
+HUGE, HUGE_GAP = 8000, 1e-3
+# gaps when counts of layers are rounded; the second above MOST_LARGE columns
+ROUNDING_GAPS = (
+    2e-4,
+    3e-3,
+)
+# weight of a second of copying relative to a second of the plan, where both are in one goal
+COPY_WEIGHT = 0.01
+# relative loss of a goal allowed for the next goal; HiGHS warns on stdout about tighter rows
+SLACK = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What to minimise: a linear expression and the value of its unit. ``gap``: relative optimality gap; ``nodes``: most nodes."""
+    """Goal to minimise. ``objective``: returns a linear expression and the value of its unit.
+    ``gap``: relative optimality gap. ``nodes``: maximum number of nodes."""
 
-    of: Callable[[Formulation], tuple[Linear, float]]
+    objective: Callable[[Formulation], tuple[Linear, float]]
     gap: float = GAP
     nodes: int = NODES
 
 
 GOALS = (
     Goal(lambda formulation: (formulation.seconds, formulation.seconds_unit)),
-    Goal(lambda formulation: (formulation.moved, formulation.bytes_unit)),
+    Goal(lambda formulation: (formulation.moved_bytes, formulation.bytes_unit)),
     Goal(lambda formulation: (formulation.memory, formulation.bytes_unit), 1e-3),
 )
 SECONDS = GOALS[:1]
 
 
-def _refine_goal(of: Formulation) -> tuple[Linear, float]:
-    """Seconds, plus a hundredth of the copy time, plus a tie-breaker for memory."""
-    return of.seconds + COPY_WEIGHT * of.copying + 1e-6 * of.memory, of.seconds_unit
+def _refine_goal(formulation: Formulation) -> tuple[Linear, float]:
+    """Return seconds, plus a hundredth of the copy time, plus a tie-breaker for memory."""
+    return (
+        formulation.seconds + COPY_WEIGHT * formulation.copying + 1e-6 * formulation.memory,
+        formulation.seconds_unit,
+    )
 
 
-# Goal when a program is solved again because the simulator found its plan slower than predicted: among plans that are nearly as
-# fast, bytes moved decide, then memory. The simulator judges the result again.
+# Goal when a program is solved again, with longer copy times, because its plan simulated slower
+# than predicted: nearly as fast plans are compared by copy time, then by memory. The result is
+# simulated again.
 REFINE_GOALS = (Goal(_refine_goal, 1e-4, REFINE_NODES),)
-LAYER_GOALS = (*SECONDS, *REFINE_GOALS)  # for layers: their counts are fractions, rounded afterwards
+# Goals if a component is split into layers, which are smaller than blocks: the programs count
+# layers as fractions, which are rounded afterwards.
+LAYER_GOALS = (
+    *SECONDS,
+    *REFINE_GOALS,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The best choice found. ``number``: index of its program among those given; ``program``: that program with one variant per
-    component; ``bound``: lower bound on seconds over all programs; ``large``: solving it is slow, so avoid doing it again."""
+    """Best choice found. ``number``: index of its program; ``program``: that program with one
+    variant per component; ``bound``: lower bound on seconds over all programs; ``large``: whether
+    the program is slow to solve again."""
 
     number: int
     program: Program
@@ -71,73 +103,121 @@ class Answer:
 
 
 def choose(formulations: Sequence[Formulation], goals: Sequence[Goal] = GOALS) -> Answer | None:
-    """The best choice over the programs of ``formulations``, with the bound in seconds; None: nothing fits. ``goals``: in order of
-    priority.
+    """Return the best choice over the programs of ``formulations``, with the bound in seconds; None
+    if nothing fits. ``goals``: in order of priority.
 
-    Budgets are checked in integers. Where rounding let a slot exceed one, that much is kept free and the programs are solved again.
-    Raises BrokenPlan if that does not help.
+    Budgets are checked in integers. If rounding lets a slot exceed its budget, the excess is kept
+    free and the programs are solved again. Raises BrokenPlan if that does not help.
     """
     formulations = list(formulations)
     for trial in range(ROUNDS):
         layered = goals is GOALS and any(formulation.layer_columns for formulation in formulations)
-        found = _minimise_in_order(formulations, LAYER_GOALS if layered else goals)
-        if found is None:
+        result = _minimise_in_order(formulations, LAYER_GOALS if layered else goals)
+        if result is None:
             return None
-        number, answer, bound = found
-        of = formulations[number]
-        if layers := of.layer_columns:
-            answer = of.model.rounded(answer, layers, _refine_goal(of)[0], ROUNDING_GAPS[of.model.size > MOST_LARGE]) or answer
-        program, choice = of.choice(answer.values)
+        number, answer, bound = result
+        formulation = formulations[number]
+        if layers := formulation.layer_columns:
+            answer = (
+                formulation.model.rounded(
+                    answer,
+                    layers,
+                    _refine_goal(formulation)[0],
+                    ROUNDING_GAPS[formulation.model.size > MOST_LARGE],
+                )
+                or answer
+            )
+        program, choice = formulation.choice(answer.values)
         excess = program.excess_bytes(choice)
         if not excess:
-            return Answer(number, program, choice, bound, of.model.size > LARGE)
-        more = {tier: of.margins.get(tier, 0) + MARGIN_GROWTH**trial * nbytes for tier, nbytes in excess.items()}
-        formulations[number] = Formulation(of.program, of.factors, {**of.margins, **more}, None, of.depth, of.leaves, of.near)
-    raise BrokenPlan("the solver found no plan where one exists, which is a bug; report it with the JSON form of the problem")
+            return Answer(number, program, choice, bound, formulation.model.size > LARGE)
+        margins = {
+            tier: formulation.margins.get(tier, 0) + MARGIN_GROWTH**trial * nbytes
+            for tier, nbytes in excess.items()
+        }
+        formulations[number] = Formulation(
+            formulation.program,
+            formulation.factors,
+            {**formulation.margins, **margins},
+            None,
+            formulation.depth,
+            formulation.leaves,
+            formulation.neighbour,
+        )
+    raise BrokenPlan(
+        "the solver found no plan where one exists, which is a bug; report it with the JSON form"
+        " of the problem"
+    )
 
 
 def can_reach(formulation: Formulation, seconds: float) -> bool:
-    """Whether the program has a solution within ``seconds``, as far as that is quick to find out: the relaxation is tried first,
-    and programs with many columns count as False."""
-    model, of, enough = formulation.model, formulation.seconds, [formulation.seconds <= seconds / formulation.seconds_unit]
-    if model.size > MOST_LARGE or model.minimise(of, enough, whole=False) is None:
+    """Whether the program has a solution within ``seconds``. Only quick checks: the relaxation
+    first, and False for programs with many columns."""
+    model, objective, limits = (
+        formulation.model,
+        formulation.seconds,
+        [formulation.seconds <= seconds / formulation.seconds_unit],
+    )
+    if model.size > MOST_LARGE or model.minimise(objective, limits, whole=False) is None:
         return False
-    return model.minimise(of, enough, gap=1.0) is not None
+    return model.minimise(objective, limits, gap=1.0) is not None
 
 
 def least_seconds(formulations: Sequence[Formulation]) -> float:
-    """A lower bound on the seconds of all programs of ``formulations``."""
+    """Return a lower bound on the seconds of all programs of ``formulations``."""
     large = any(formulation.model.size > LARGE for formulation in formulations)
     goal = replace(SECONDS[0], gap=LARGE_GAPS[0], nodes=REFINE_NODES) if large else SECONDS[0]
     return minimise_over(formulations, range(len(formulations)), goal, staged=large)[2]
 
 
-def _minimise_in_order(formulations: list[Formulation], goals: Sequence[Goal]) -> tuple[int, MilpResult, float] | None:
-    """Minimises ``goals`` in order of priority; each result limits the search for the next. Returns the index of the formulation,
-    its result and the bound of the first goal."""
+def _minimise_in_order(
+    formulations: list[Formulation], goals: Sequence[Goal]
+) -> tuple[int, MilpResult, float] | None:
+    """Minimise ``goals`` in order of priority; each result limits the search for the next goal.
+
+    Return the index of the formulation, its result and the bound of the first goal.
+    """
     candidates: dict[int, MilpResult] = {}
     limits = list[tuple[Goal, float]]()
     bound = 0.0
     fixed: dict[int, float] | None = None
-    for goal, most in zip(goals, LARGE_GAPS, strict=False):
-        of = list(candidates) if limits else list(range(len(formulations)))
-        large = any(formulations[n].model.size > LARGE for n in of)
-        most = max(most, HUGE_GAP) if any(formulations[n].model.size > HUGE for n in of) else most
-        wanted = replace(goal, gap=max(goal.gap, most), nodes=TIE_NODES if limits else goal.nodes) if large else goal
-        results, best, least = minimise_over(formulations, of, wanted, limits, staged=large, fixed=fixed, known=candidates)
+    for goal, max_gap in zip(goals, LARGE_GAPS, strict=False):
+        numbers = list(candidates) if limits else list(range(len(formulations)))
+        large = any(formulations[n].model.size > LARGE for n in numbers)
+        max_gap = (
+            max(max_gap, HUGE_GAP)
+            if any(formulations[n].model.size > HUGE for n in numbers)
+            else max_gap
+        )
+        loose_goal = (
+            replace(goal, gap=max(goal.gap, max_gap), nodes=TIE_NODES if limits else goal.nodes)
+            if large
+            else goal
+        )
+        results, best, lower_bound = minimise_over(
+            formulations, numbers, loose_goal, limits, staged=large, fixed=fixed, starts=candidates
+        )
         if not results:
             break
         candidates = dict(results)
         if not limits:
-            bound = least
+            bound = lower_bound
             if large or sum(formulations[n].model.size for n in candidates) > MOST_LARGE:
                 number = min(candidates)
-                of_variants = formulations[number].chosen_in(candidates[number].values)
-                candidates, fixed = {number: candidates[number]}, formulations[number].variant_columns(of_variants)
-        elif large or formulations[min(candidates)].program.part:  # what remains is when blocks are loaded for later use
+                variant_numbers = formulations[number].chosen_in(candidates[number].values)
+                candidates, fixed = (
+                    {number: candidates[number]},
+                    formulations[number].variant_columns(variant_numbers),
+                )
+        # The last goal, memory, is then a small search in large programs and in single runs of a
+        # session: K and d are fixed in the slots that compute with the blocks. What remains is when
+        # blocks are loaded for later use.
+        elif large or formulations[min(candidates)].program.part:
             number = min(candidates)
             candidates = {number: candidates[number]}
-            fixed = (fixed or {}) | formulations[number].compute_slot_columns(candidates[number].values)
+            fixed = (fixed or {}) | formulations[number].compute_slot_columns(
+                candidates[number].values
+            )
         limits.append((goal, best))
     number = min(candidates, default=0)
     return (number, candidates[number], bound) if candidates else None
@@ -151,16 +231,20 @@ def minimise_over(
     *,
     staged: bool = False,
     fixed: Mapping[int, float] | None = None,
-    known: Mapping[int, MilpResult] | None = None,
+    starts: Mapping[int, MilpResult] | None = None,
 ) -> tuple[dict[int, MilpResult], float, float]:
-    """Minimises ``goal`` over the formulations ``candidates``: results that reach the best value, by index; the best value and the
-    bound on it, in seconds or bytes. ``limits``: earlier goals and their values; ``known``: solutions within these."""
-    goals = {n: goal.of(formulations[n]) for n in candidates}
+    """Minimise ``goal`` over the formulations ``candidates``.
+
+    Return the results that reach the best value, by index; the best value; and the bound on it, in
+    seconds or bytes. ``limits``: earlier goals and their values. ``starts``: solutions within these
+    limits.
+    """
+    goals = {n: goal.objective(formulations[n]) for n in candidates}
     rows: dict[int, list[Row]] = {n: [] for n in candidates}
     for n in candidates:
-        for earlier, most in limits:
-            of, unit = earlier.of(formulations[n])
-            rows[n].append(of <= most / unit * (1 + SLACK))
+        for limit_goal, limit_value in limits:
+            objective, unit = limit_goal.objective(formulations[n])
+            rows[n].append(objective <= limit_value / unit * (1 + SLACK))
     bounds = dict.fromkeys(candidates, 0.0)
     for n in candidates if len(candidates) > 1 else ():
         relaxed = formulations[n].model.minimise(goals[n][0], rows[n], whole=False)
@@ -168,48 +252,67 @@ def minimise_over(
             del bounds[n]
         else:
             bounds[n] = relaxed.value * goals[n][1]
-    found: dict[int, MilpResult] = {}
-    best, least = float("inf"), float("inf")
+    answers: dict[int, MilpResult] = {}
+    best, lower_bound = float("inf"), float("inf")
     for n in sorted(bounds, key=lambda n: (bounds[n], n)):
-        of, unit = goals[n]
+        objective, unit = goals[n]
         if bounds[n] > best * (1 + SLACK):
-            least = min(least, bounds[n])
+            lower_bound = min(lower_bound, bounds[n])
             continue
-        cutoff = [of <= best / unit * (1 + SLACK)] if found else []
-        start = None if cutoff else (known or {}).get(n)
-        answer = _minimise_staged(formulations[n], of, [*rows[n], *cutoff], goal, staged, fixed, start)
+        cutoff = [objective <= best / unit * (1 + SLACK)] if answers else []
+        start = None if cutoff else (starts or {}).get(n)
+        answer = _minimise_staged(
+            formulations[n], objective, [*rows[n], *cutoff], goal, staged, fixed, start
+        )
         if answer is None:
             continue
-        found[n] = answer
-        best = min(best, max(0.0, answer.value * unit))  # 0 may come as -1e-15, which its own limit would exclude
-        least = min(least, answer.bound * unit)
-    most = best * (1 + 2 * SLACK)  # HiGHS may violate the cutoff row by its tolerance
-    good = {n: answer for n, answer in sorted(found.items()) if answer.value * goals[n][1] <= most}
-    return good, best, min(least, best)
+        answers[n] = answer
+        # 0 may come as -1e-15, which its own limit would exclude
+        best = min(best, max(0.0, answer.value * unit))
+        lower_bound = min(lower_bound, answer.bound * unit)
+    limit_value = best * (1 + 2 * SLACK)  # HiGHS may violate the cutoff row by its tolerance
+    good = {
+        n: answer
+        for n, answer in sorted(answers.items())
+        if answer.value * goals[n][1] <= limit_value
+    }
+    return good, best, min(lower_bound, best)
 
 
 def _minimise_staged(
     formulation: Formulation,
-    of: Linear,
+    objective: Linear,
     rows: Sequence[Row],
     goal: Goal,
     staged: bool,
     fixed: Mapping[int, float] | None,
     start: MilpResult | None,
 ) -> MilpResult | None:
-    """Minimises ``of``. ``staged``, for large programs: first with variants fixed, then over all variants from that start. The
-    fixed variants are the first ones if the relaxation is no worse with them, else those with the largest share in the relaxation,
-    else those of a solution within ROUGH_GAP."""
-    model, first, gap = formulation.model, formulation.variant_columns(formulation.first_choices), goal.gap
-    if start is None and staged and first:
-        relaxed = model.minimise(of, rows, whole=False)
+    """Minimise ``objective``.
+
+    ``staged``, for large programs: minimise with one variant per component, and then start from
+    that solution to minimise over all variants. The variants for the start are, in this order:
+
+    - the first variant of each component, if the relaxation is no worse with them
+    - otherwise the variants with the largest share in the relaxation
+    - if no solution has these variants: the variants of a solution within ROUGH_GAP
+    """
+    model, trial_columns, gap = (
+        formulation.model,
+        formulation.variant_columns(formulation.first_choices),
+        goal.gap,
+    )
+    if start is None and staged and trial_columns:
+        relaxed = model.minimise(objective, rows, whole=False)
         if relaxed is None:
             return None
-        simplest = model.minimise(of, rows, whole=False, fixed=first)
+        simplest = model.minimise(objective, rows, whole=False, fixed=trial_columns)
         if simplest is None or simplest.value > relaxed.value * (1 + gap):
-            first = formulation.variant_columns(formulation.chosen_in(relaxed.values))
-        start = model.minimise(of, rows, gap=gap, fixed=first)
-        if start is None and (rough := model.minimise(of, rows, gap=ROUGH_GAP)) is not None:
-            chosen = formulation.variant_columns(formulation.chosen_in(rough.values))
-            start = model.minimise(of, rows, gap=gap, fixed=chosen, start=rough) or rough
-    return model.minimise(of, rows, gap=gap, fixed=fixed, start=start, nodes=goal.nodes)
+            trial_columns = formulation.variant_columns(formulation.chosen_in(relaxed.values))
+        start = model.minimise(objective, rows, gap=gap, fixed=trial_columns)
+        if start is None and (rough := model.minimise(objective, rows, gap=ROUGH_GAP)) is not None:
+            fixed_variants = formulation.variant_columns(formulation.chosen_in(rough.values))
+            start = (
+                model.minimise(objective, rows, gap=gap, fixed=fixed_variants, start=rough) or rough
+            )
+    return model.minimise(objective, rows, gap=gap, fixed=fixed, start=start, nodes=goal.nodes)

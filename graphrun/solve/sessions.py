@@ -1,10 +1,12 @@
-"""The best integers of a session. Where it has many runs, those of the further run are found first, then those of the first run.
+"""Best integers of a session. In a session of many runs, the further run is solved first, then the
+first run.
 
-    further run alone    begins with what it leaves             seconds, bytes moved, memory
-    first run alone      leaves what the other begins with      the same
+    single further run   starts with the blocks that it leaves        seconds, bytes moved, memory
+    single first run     ends with the blocks the further run needs   the same goals
 
-Each has half the columns of one program of both runs, which takes several times as long to solve. What is lost is known: the
-relaxation of the first run and the bound of the further one are a bound on both.
+Each has half the columns of a program of both runs, which takes several times as long to solve. The
+loss is known: the relaxation of the first run and the bound of the further run give a bound on both
+together.
 """
 
 from __future__ import annotations
@@ -25,39 +27,85 @@ MOST_GAP = 1e-2  # relative, of all runs
 
 
 def many_runs(problem: Problem) -> bool:
-    """Whether the further runs decide."""
+    """Whether the session has so many runs that the further runs decide."""
     return problem.runs >= MANY_RUNS
 
 
 def choose_for(
-    programs: Sequence[Program], factors: Sequence[float] = (), goals: Sequence[Goal] = GOALS, depth: int = BUFFERED_BLOCKS
+    programs: Sequence[Program],
+    factors: Sequence[float] = (),
+    goals: Sequence[Goal] = GOALS,
+    depth: int = BUFFERED_BLOCKS,
 ) -> Answer | None:
-    """As `choose` over the formulations of ``programs``, of which each has the copy times ``factors`` and the ring ``depth``. Of
-    many runs, the further one is the best by ``goals``, and all together are within MOST_GAP of the best."""
-    found = _in_turn(programs, factors, goals, depth) if many_runs(programs[0].problem) else None
-    return found or choose([Formulation(program, factors, depth=depth) for program in programs], goals)
+    """Return `choose` over formulations of ``programs`` with copy times ``factors`` and ring buffer
+    ``depth``.
+
+    In a session of many runs, the further run is the best by ``goals``, and all runs together are
+    within MOST_GAP of the best.
+    """
+    answer = _in_turn(programs, factors, goals, depth) if many_runs(programs[0].problem) else None
+    return answer or choose(
+        [Formulation(program, factors, depth=depth) for program in programs], goals
+    )
 
 
-def _in_turn(programs: Sequence[Program], factors: Sequence[float], goals: Sequence[Goal], depth: int) -> Answer | None:
-    """The answer found one run after the other. None where there is none, host memory does not allow it, or the first run may be
-    much longer than the best one, such as with a variant that is slow to read."""
+def _in_turn(
+    programs: Sequence[Program], factors: Sequence[float], goals: Sequence[Goal], depth: int
+) -> Answer | None:
+    """Solve the further run, then the first run.
+
+    Return None if one of them has no answer, if they exceed a budget together, or if the first run
+    may be much longer than the best one, for example with a variant that is slow to read.
+    """
     length = programs[0].run_length
-    further = choose([Formulation(of.alone("further"), factors[length:], depth=depth) for of in programs], goals)
-    if further is None:
+    further_answer = choose(
+        [
+            Formulation(program.single_run("further"), factors[length:], depth=depth)
+            for program in programs
+        ],
+        goals,
+    )
+    if further_answer is None:
         return None
-    program = program_of(further.program.problem, [(of.index,) for of in further.program.variant_choices])
-    leaves = further.choice.present[0].tolist()
-    first = choose([Formulation(program.alone("first"), factors[:length], depth=depth, leaves=leaves)], goals)
+    program = program_of(
+        further_answer.program.problem,
+        [(variant_choice.index,) for variant_choice in further_answer.program.variant_choices],
+    )
+    leaves = further_answer.choice.present[0].tolist()
+    first = choose(
+        [Formulation(program.single_run("first"), factors[:length], depth=depth, leaves=leaves)],
+        goals,
+    )
     if first is None:
         return None
-    one, other = first.choice, further.choice
-    present, loaded, depths = np.concatenate(
-        [(one.present, one.loaded, one.depths), (other.present, other.loaded, other.depths)], axis=1
+    first_choice, further_choice = first.choice, further_answer.choice
+    present, loads, depths = np.concatenate(
+        [
+            (first_choice.present, first_choice.loads, first_choice.depths),
+            (further_choice.present, further_choice.loads, further_choice.depths),
+        ],
+        axis=1,
     )
-    choice = Choice(present, loaded, depths, one.reads, one.drops, (*one.spills, *other.spills))
-    relaxed = (Formulation(of.alone("first"), factors[:length], depth=depth) for of in programs)
-    least = [found.value * of.seconds_unit for of in relaxed if (found := of.model.minimise(of.seconds, whole=False)) is not None]
-    bound = min(least, default=0.0) + (program.problem.runs - 1) * further.bound
-    if program.excess_bytes(choice) or (goals is GOALS and program.seconds(choice, factors) * (1 - MOST_GAP) > bound):
+    choice = Choice(
+        present,
+        loads,
+        depths,
+        first_choice.reads,
+        first_choice.drops,
+        (*first_choice.spills, *further_choice.spills),
+    )
+    relaxed = (
+        Formulation(program.single_run("first"), factors[:length], depth=depth)
+        for program in programs
+    )
+    bounds = [
+        result.value * formulation.seconds_unit
+        for formulation in relaxed
+        if (result := formulation.model.minimise(formulation.seconds, whole=False)) is not None
+    ]
+    bound = min(bounds, default=0.0) + (program.problem.runs - 1) * further_answer.bound
+    if program.excess_bytes(choice) or (
+        goals is GOALS and program.seconds(choice, factors) * (1 - MOST_GAP) > bound
+    ):
         return None
-    return replace(further, program=program, choice=choice, bound=bound)
+    return replace(further_answer, program=program, choice=choice, bound=bound)

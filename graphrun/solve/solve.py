@@ -1,4 +1,5 @@
-"""The planner's entry: the fastest plan within all budgets, or the reasons why there is none."""
+"""Entry point of the planner: the fastest plan within all budgets, or the reasons why none
+exists."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from graphrun.solve.pages import solved
 
 
 def solve(problem: Problem) -> Solution:
-    """The fastest plan within the budgets; among equally fast plans the one that moves fewest bytes, then the one with the lowest
-    peak.
+    """Return the fastest plan within the budgets.
 
-    Deterministic: equal problems give plans that are equal byte for byte. Raises Infeasible, and PlanningInterrupted on Ctrl-C.
+    Equally fast plans are compared by bytes moved, then by peak. Deterministic: equal problems give
+    plans that are equal byte for byte. Raises Infeasible, and PlanningInterrupted on Ctrl-C.
     """
     infeasible = False
     with collecting() as candidates:
@@ -25,5 +26,7 @@ def solve(problem: Problem) -> Solution:
                 infeasible = True
                 raise refusal(problem)
         except KeyboardInterrupt:
-            raise PlanningInterrupted(partial(best_of, candidates, problem), infeasible=infeasible) from None
+            raise PlanningInterrupted(
+                partial(best_of, candidates, problem), infeasible=infeasible
+            ) from None
     return solution

@@ -1,11 +1,12 @@
-"""The run of a session's plan that begins with blocks which runs of other plans left on the device.
+"""Run of a session plan that starts with blocks left on the device by other plans.
 
-    on the device    transformer[0-11]  vae          of another resolution: it kept 12 blocks, this plan keeps 8
+    on the device    transformer[0-11]  vae          from another resolution, which keeps 12 blocks
     this plan keeps  transformer[0-7]   vae   te     between its runs
-    the run          evicts transformer[8-11], loads te in the slot that first computes with it; else as every further run
+    the run          evicts transformer[8-11], loads te in the slot that first computes with it;
+                     otherwise as every further run
 
-A block that the plan keeps and that is there already stays. One that this plan neither keeps nor moves stays too, as long as the
-highest slot leaves room for it: it may be of use to the plan that left it.
+A block that the plan keeps stays if it is on the device. A block that the plan neither keeps nor
+moves stays too, as long as the highest slot has room: the plan that left it may need it.
 """
 
 from __future__ import annotations
@@ -19,133 +20,206 @@ from graphrun.model.solution import Solution
 from graphrun.units import round_up
 from graphrun.verify.simulate import simulate
 
-Keys = set[tuple[str, int, int]]  # component, block group, block within it
+BlockKeys = set[tuple[str, int, int]]  # component, block group, block within it
 
 
-def continued(solution: Solution, found: Mapping[str, Collection[str]]) -> Solution:
-    """``solution``, of a session, with a first run that begins with the blocks ``found`` (component -> module paths) on the device.
+def continued(solution: Solution, resident_paths: Mapping[str, Collection[str]]) -> Solution:
+    """Adapt the session plan of ``solution`` to blocks that are already on the device.
 
-    Where none of them is of use to the plan, they are evicted and the first run is as planned.
+    ``resident_paths``: component -> module paths of these blocks. If none of them is of use to the
+    plan, all are evicted and the first run stays unchanged.
     """
     problem, plan = solution.chosen, solution.plan
     components = {component.name: component for component in problem.components}
-    start = {key for name, paths in found.items() if name in components for key in _keys_of(components[name], paths)}
+    start = {
+        key
+        for name, paths in resident_paths.items()
+        if name in components
+        for key in _keys_of(components[name], paths)
+    }
     if not start:
         return solution
     keeps = {key for name, blocks in plan.leaves for key in _named(components[name], blocks)}
-    beside = _beside(solution, start - keeps)
-    if not (start & keeps) and not beside:
+    extra_blocks = _beside(solution, start - keeps)
+    if not (start & keeps) and not extra_blocks:
         slots = _evicting(components, plan.slots, start)
-        continued = replace(plan, finds=_blocks(components, start), slots=slots)
+        new_plan = replace(plan, finds=_blocks(components, start), slots=slots)
     else:
-        again = tuple(_with_kept(components, slot, beside) for slot in plan.again)
-        slots = _loading(problem, _evicting(components, again, start - keeps - beside), keeps - start)
-        leaves = _blocks(components, keeps | beside)
-        continued = replace(plan, finds=_blocks(components, start), leaves=leaves, slots=slots, again=again)
-    return replace(solution, plan=continued, simulation=simulate(solution.problem, continued))
+        further_slots = tuple(
+            _with_kept(components, slot, extra_blocks) for slot in plan.further_slots
+        )
+        slots = _loading(
+            problem,
+            _evicting(components, further_slots, start - keeps - extra_blocks),
+            keeps - start,
+        )
+        leaves = _blocks(components, keeps | extra_blocks)
+        new_plan = replace(
+            plan,
+            finds=_blocks(components, start),
+            leaves=leaves,
+            slots=slots,
+            further_slots=further_slots,
+        )
+    return replace(solution, plan=new_plan, simulation=simulate(solution.problem, new_plan))
 
 
-def _beside(solution: Solution, others: Keys) -> Keys:
-    """Those of ``others`` that may stay beside the plan's further runs: not moved by these, not excluded, and with room."""
-    problem, again = solution.chosen, solution.simulation.again
+def _beside(solution: Solution, candidates: BlockKeys) -> BlockKeys:
+    """Return the blocks of ``candidates`` that may stay during the further runs: not moved by them,
+    not excluded, and with room."""
+    problem, reports = solution.chosen, solution.simulation.further_slots
     components = {component.name: component for component in problem.components}
-    peaks = [(report.peak_bytes, *report.helper_peaks) for report in again]
-    limits = (solution.problem.effective_bytes, *(helper.effective_bytes for helper in solution.problem.helpers))
-    room_bytes = [limit - max((of[number] for of in peaks), default=0) for number, limit in enumerate(limits)]
-    actions = (action for slot in solution.plan.again for action in slot.actions if isinstance(action, Load | Evict))
-    moved = {key for action in actions for key in _named(components[action.component], action.blocks)}
-    found: Keys = set()
-    for key in sorted(others - moved):
-        of = components[key[0]]
-        nbytes, device = _held_bytes(of, key), of.variants[0].helper or of.groups[key[1]].helper
+    peaks = [(report.peak_bytes, *report.secondary_peaks) for report in reports]
+    limits = (
+        solution.problem.effective_bytes,
+        *(secondary.effective_bytes for secondary in solution.problem.secondaries),
+    )
+    room_bytes = [
+        limit - max((peaks_of_slot[number] for peaks_of_slot in peaks), default=0)
+        for number, limit in enumerate(limits)
+    ]
+    actions = (
+        action
+        for slot in solution.plan.further_slots
+        for action in slot.actions
+        if isinstance(action, Load | Evict)
+    )
+    moved_blocks = {
+        key for action in actions for key in _named(components[action.component], action.blocks)
+    }
+    extra_blocks: BlockKeys = set()
+    for key in sorted(candidates - moved_blocks):
+        component = components[key[0]]
+        nbytes, device = (
+            _held_bytes(component, key),
+            component.variants[0].secondary or component.groups[key[1]].secondary,
+        )
         if not problem.demanded(key[0]) & {"exclude", "drop"} and nbytes <= room_bytes[device]:
-            found.add(key)
+            extra_blocks.add(key)
             room_bytes[device] -= nbytes
-    return found
+    return extra_blocks
 
 
-def _evicting(components: Mapping[str, ComponentNumbers], slots: tuple[Slot, ...], gone: Keys) -> tuple[Slot, ...]:
-    """``slots`` with ``gone`` evicted when the first of them begins."""
-    evicts = [Evict(name, blocks) for name, blocks in _blocks(components, gone)]
+def _evicting(
+    components: Mapping[str, ComponentNumbers], slots: tuple[Slot, ...], evicted_blocks: BlockKeys
+) -> tuple[Slot, ...]:
+    """Return ``slots`` with ``evicted_blocks`` evicted at the start of the first slot."""
+    evicts = [Evict(name, blocks) for name, blocks in _blocks(components, evicted_blocks)]
     return (_with_actions(slots[0], evicts), *slots[1:])
 
 
-def _loading(problem: Problem, slots: tuple[Slot, ...], missing: Keys) -> tuple[Slot, ...]:
-    """``slots``, which expect ``missing`` on the device when they begin, with loads of these in the first phase of their component:
-    while it computes with them, or before that where they cannot be streamed. A block that is evicted unused is not loaded."""
+def _loading(
+    problem: Problem, slots: tuple[Slot, ...], missing_blocks: BlockKeys
+) -> tuple[Slot, ...]:
+    """Return ``slots`` with loads of ``missing_blocks``, which they expect on the device.
+
+    A block is loaded in the first phase of its component: during compute, or before it if the block
+    cannot be streamed. A block that is evicted before use is not loaded.
+    """
     components = {component.name: component for component in problem.components}
     phases = {phase.name: phase for phase in problem.phases}
-    left, loads, found = set(missing), dict[int, Keys](), list[Slot]()
+    pending_blocks, loads, new_slots = set(missing_blocks), dict[int, BlockKeys](), list[Slot]()
     for number, slot in enumerate(slots):
         kept_actions = list[Action]()
         for action in slot.actions:
-            if isinstance(action, Evict) and (absent := left & _named(components[action.component], action.blocks)):
-                left -= absent
+            if isinstance(action, Evict) and (
+                absent := pending_blocks & _named(components[action.component], action.blocks)
+            ):
+                pending_blocks -= absent
                 rest = _named(components[action.component], action.blocks) - absent
                 kept_actions += [Evict(name, blocks) for name, blocks in _blocks(components, rest)]
             else:
                 kept_actions.append(action)
-        found.append(replace(slot, actions=tuple(kept_actions)))
+        new_slots.append(replace(slot, actions=tuple(kept_actions)))
         if slot.part == "first":
             uses = {use.component: use for use in phases[slot.phase].uses}
-            needed = {key for key in left if key[0] in uses}
-            streamed = {key for key in needed if _streamable(components[key[0]], uses[key[0]], key[1])}
-            left -= needed
+            used_blocks = {key for key in pending_blocks if key[0] in uses}
+            streamed = {
+                key for key in used_blocks if _streamable(components[key[0]], uses[key[0]], key[1])
+            }
+            pending_blocks -= used_blocks
             loads[number] = streamed
-            loads.setdefault(number - 1, set()).update(needed - streamed)
-    loads.setdefault(0, set()).update(left)
+            loads.setdefault(number - 1, set()).update(used_blocks - streamed)
+    loads.setdefault(0, set()).update(pending_blocks)
     for number, keys in loads.items():
-        more = [Load(c, blocks, components[c].variants[0].backing_store) for c, blocks in _blocks(components, keys)]
-        found[number] = _with_actions(found[number], more)
-    return tuple(found)
+        load_actions = [
+            Load(c, blocks, components[c].variants[0].backing_store)
+            for c, blocks in _blocks(components, keys)
+        ]
+        new_slots[number] = _with_actions(new_slots[number], load_actions)
+    return tuple(new_slots)
 
 
 def _streamable(component: ComponentNumbers, use: Use, number: int) -> bool:
-    """Whether the phase of ``use`` runs blocks of group ``number``, and they may be copied while it does."""
+    """Whether the phase of ``use`` runs blocks of group ``number``, and these may be copied
+    meanwhile."""
     variant = component.variants[0]
-    return bool(use.group_calls[number]) and component.groups[number].streamable and variant.streamable and variant.movable
+    return (
+        bool(use.group_calls[number])
+        and component.groups[number].streamable
+        and variant.streamable
+        and variant.movable
+    )
 
 
-def _with_kept(components: Mapping[str, ComponentNumbers], slot: Slot, more: Keys) -> Slot:
-    """``slot`` with ``more`` on the device, too."""
+def _with_kept(
+    components: Mapping[str, ComponentNumbers], slot: Slot, extra_blocks: BlockKeys
+) -> Slot:
+    """Return ``slot`` with ``extra_blocks`` also on the device."""
     actions = []
     for action in slot.actions:
-        if isinstance(action, Stream) and (own := {key for key in more if key[0] == action.component}):
-            held = _named(components[action.component], action.keep) | own
-            action = replace(action, keep=dict(_blocks(components, held))[action.component])
+        if isinstance(action, Stream) and (
+            component_blocks := {key for key in extra_blocks if key[0] == action.component}
+        ):
+            kept_blocks = _named(components[action.component], action.keep) | component_blocks
+            action = replace(action, keep=dict(_blocks(components, kept_blocks))[action.component])
         actions.append(action)
     return replace(slot, actions=tuple(actions))
 
 
-def _with_actions(slot: Slot, more: Collection[Evict | Load]) -> Slot:
-    """``slot`` with ``more``: evictions first, loads before its run."""
-    evicts = tuple(action for action in more if isinstance(action, Evict))
-    loads = tuple(action for action in more if isinstance(action, Load))
+def _with_actions(slot: Slot, actions: Collection[Evict | Load]) -> Slot:
+    """Return ``slot`` with more ``actions``: evictions first, loads before its run."""
+    evicts = tuple(action for action in actions if isinstance(action, Evict))
+    loads = tuple(action for action in actions if isinstance(action, Load))
     run = len(slot.actions) - (slot.part in ("first", "steady"))
     return replace(slot, actions=(*evicts, *slot.actions[:run], *loads, *slot.actions[run:]))
 
 
-def _keys_of(component: ComponentNumbers, paths: Collection[str]) -> Keys:
-    return {(component.name, k, i) for k, of in enumerate(component.groups) for i, path in enumerate(of.blocks) if path in paths}
+def _keys_of(component: ComponentNumbers, paths: Collection[str]) -> BlockKeys:
+    return {
+        (component.name, k, i)
+        for k, group in enumerate(component.groups)
+        for i, path in enumerate(group.blocks)
+        if path in paths
+    }
 
 
-def _named(component: ComponentNumbers, blocks: Blocks) -> Keys:
+def _named(component: ComponentNumbers, blocks: Blocks) -> BlockKeys:
     if blocks is None:
-        return {(component.name, k, i) for k, of in enumerate(component.groups) for i in range(len(of.blocks))}
-    number = {of.name: k for k, of in enumerate(component.groups)}
+        return {
+            (component.name, k, i)
+            for k, group in enumerate(component.groups)
+            for i in range(len(group.blocks))
+        }
+    number = {group.name: k for k, group in enumerate(component.groups)}
     return {(component.name, number[name], i) for name, indices in blocks for i in indices}
 
 
-def _blocks(components: Mapping[str, ComponentNumbers], keys: Keys) -> tuple[tuple[str, Blocks], ...]:
-    """``keys`` as a plan names them, by component."""
-    found: list[tuple[str, Blocks]] = []
+def _blocks(
+    components: Mapping[str, ComponentNumbers], keys: BlockKeys
+) -> tuple[tuple[str, Blocks], ...]:
+    """Return the blocks ``keys`` by component, as a plan names them."""
+    rows: list[tuple[str, Blocks]] = []
     for name, component in components.items():
-        own = {(k, i) for c, k, i in keys if c == name}
-        groups = ((of.name, tuple(i for i in range(len(of.blocks)) if (k, i) in own)) for k, of in enumerate(component.groups))
-        if own:
-            whole = len(own) == sum(len(of.blocks) for of in component.groups)
-            found.append((name, None if whole else tuple(group for group in groups if group[1])))
-    return tuple(found)
+        block_keys = {(k, i) for c, k, i in keys if c == name}
+        groups = (
+            (group.name, tuple(i for i in range(len(group.blocks)) if (k, i) in block_keys))
+            for k, group in enumerate(component.groups)
+        )
+        if block_keys:
+            whole = len(block_keys) == sum(len(group.blocks) for group in component.groups)
+            rows.append((name, None if whole else tuple(group for group in groups if group[1])))
+    return tuple(rows)
 
 
 def _held_bytes(component: ComponentNumbers, key: tuple[str, int, int]) -> int:

@@ -1,14 +1,18 @@
-"""Replays a whole plan through a model of the device's allocator: weights, rings, values and activations together.
+"""Replay a whole plan through a model of the device's allocator.
 
-A card has to hold the pages that its allocator reserved. `simulate` adds bytes of tensors; here pages and fragmentation count too.
+The replay covers weights, ring buffers, values and activations together. A GPU must hold the pages
+that its allocator reserves. `simulate` adds up bytes of tensors; the replay also counts pages and
+fragmentation.
 
-    slot     load              first             steady
-             evict, trim       load, ring        load, ring          in the executor's order
-             load blocks       calls             calls               `PhaseTrace`: allocations and releases of the dry run
-    result   most bytes that the allocator has reserved in the slot
+    slot     load           first                steady
+             evict, trim    load, ring buffer    load, ring buffer    in the executor's order
+             load blocks    calls                calls                `PhaseTrace`: allocations and
+                                                                      releases of the dry run
+    result   most bytes that the allocator reserves in the slot
 
-Restored values are allocated before blocks, blocks before rings. Spilled values and rings are released at the slot's end. Nothing
-is returned to the device within a slot, so what is reserved at its end is its peak.
+Restored values are allocated before blocks, and blocks before ring buffers. Spilled values and ring
+buffers are released at the slot's end. The allocator returns no memory to the device within a slot,
+so the bytes reserved at its end are its peak.
 """
 
 from __future__ import annotations
@@ -25,101 +29,129 @@ from graphrun.model.plan import Blocks, Evict, Load, Plan, Restore, Slot, Spill,
 from graphrun.model.problem import Problem
 from graphrun.model.splits import arguments_bytes
 
-POOLS = (True, False)  # of the allocator: the small one, the large one
+POOLS = (True, False)  # pools of the allocator: small, large
 
 
-def reserved_bytes(problem: Problem, plan: Plan, helper: int = 0) -> tuple[int, ...]:
-    """Most bytes reserved in each slot of ``plan``: those of the first run, then, in a session, those of a further run. On the
-    device, or on ``helper``, a number: that has its components' blocks and calls, with the arguments of each call, and no values.
+def reserved_bytes(problem: Problem, plan: Plan, secondary: int = 0) -> tuple[int, ...]:
+    """Return the most bytes that the allocator reserves in each slot of ``plan``.
 
-    ``problem``: with the plan's choices applied; every phase has its `PhaseNumbers.trace`. A further run begins with the pages that
-    the run before it left. Raises KeyError for a plan that `check` refuses, and PlanError for more steps than the limit
+    The slots are those of the first run and then, in a session, of a further run. A further run
+    begins with the pages that the previous run left.
+
+    ``problem``: the problem with the plan's choices applied. Each phase has a `PhaseNumbers.trace`.
+    ``secondary``: number of a secondary device; 0 is the main device. A secondary device has the
+    blocks and calls of its components and the arguments of each call, but no values.
+
+    Raises KeyError for a plan that `check` refuses, and PlanError for more steps than the limit
     ``replay_steps``.
     """
-    return _replayed(problem, plan, helper)[0]
+    return _replayed(problem, plan, secondary)[0]
 
 
-def limit_bytes(problem: Problem, plan: Plan, helper: int = 0) -> int:
-    """Return the least limit, in bytes, under which PyTorch's allocator refuses nothing of ``plan``.
+def limit_bytes(problem: Problem, plan: Plan, secondary: int = 0) -> int:
+    """Return the smallest limit, in bytes, with which PyTorch's allocator can serve ``plan``.
 
-    To map pages for a request, it compares the limit with the reserved bytes and those of a native
-    segment for the request, though fewer may be mapped (`alloc_block`). cuBLAS's workspace does not
-    count. 0 where memory is not counted in pages. Arguments and errors as for `reserved_bytes`.
+    To map pages for a request, the allocator compares the limit with the reserved bytes plus a
+    native segment for the request, though it may map fewer bytes (`alloc_block`). The workspace of
+    cuBLAS does not count. Returns 0 where memory is not counted in pages. Arguments and errors are
+    those of `reserved_bytes`.
     """
-    return _replayed(problem, plan, helper)[1] if problem.counts_pages else 0
+    return _replayed(problem, plan, secondary)[1] if problem.counts_pages else 0
 
 
-def _replayed(problem: Problem, plan: Plan, helper: int) -> tuple[tuple[int, ...], int]:
-    """`reserved_bytes` and `limit_bytes`."""
-    replay = _Replay(problem, helper)
+def _replayed(problem: Problem, plan: Plan, secondary: int) -> tuple[tuple[int, ...], int]:
+    """Return the results of `reserved_bytes` and `limit_bytes`."""
+    replay = _PlanReplay(problem, secondary)
     for component, blocks in plan.finds:
         replay.load(component, blocks)
-    found = [replay.slot(slot) for slot in plan.slots]
-    if plan.again:
+    peaks = [replay.slot(slot) for slot in plan.slots]
+    if plan.further_slots:
         replay.end_run()
-        found += [replay.slot(slot) for slot in plan.again]
-    return tuple(found), replay.limit_bytes
+        peaks += [replay.slot(slot) for slot in plan.further_slots]
+    return tuple(peaks), replay.limit_bytes
 
 
-class _Replay:
-    """The allocator, and what is live in it."""
+class _PlanReplay:
+    """The allocator and its live allocations."""
 
-    def __init__(self, problem: Problem, helper: int) -> None:
-        self._hardware = problem.helpers[helper - 1].hardware if helper else problem.hardware
-        self._problem, self._helper = problem, helper
+    def __init__(self, problem: Problem, secondary: int) -> None:
+        self._hardware = (
+            problem.secondaries[secondary - 1].hardware if secondary else problem.hardware
+        )
+        self._problem, self._secondary = problem, secondary
         self._allocator = Caching(self._hardware.page_scale, self._hardware.capacity_bytes)
-        self._own = {  # component -> its groups on this device
-            of.name: {k for k, group in enumerate(of.groups) if (of.variants[0].helper or group.helper) == helper}
-            for of in problem.components
-            if of.variants[0].device != "cpu"
+        # component -> its groups on this device
+        self._device_groups = {
+            component.name: {
+                k
+                for k, group in enumerate(component.groups)
+                if (component.variants[0].secondary or group.secondary) == secondary
+            }
+            for component in problem.components
+            if component.variants[0].device != "cpu"
         }
-        self._own = {name: groups for name, groups in self._own.items() if groups}
+        self._device_groups = {
+            name: groups for name, groups in self._device_groups.items() if groups
+        }
         self._phases = {phase.name: (number, phase) for number, phase in enumerate(problem.phases)}
         self._components = {component.name: component for component in problem.components}
         self._storages = {value.name: value.storages for value in problem.values}
         self._nbytes = {value.name: value.nbytes for value in problem.values}
-        self._blocks: dict[tuple[str, int, int], int] = {}  # component, group, index -> the allocator's key
+        # (component, group, index) -> the allocator's key
+        self._blocks: dict[tuple[str, int, int], int] = {}
         self._live: dict[int, int] = {}  # key of the recording -> the allocator's key
-        self._bytes: dict[int, int] = {}  # the allocator's key -> bytes, of tensors that are no weights
-        self._kept: dict[tuple[int, int], int] = {}  # (kind of call, key) -> the allocator's key
-        self._spilled: dict[str, int] = {}  # value -> bytes
+        # the allocator's key -> bytes, of tensors other than weights
+        self._bytes: dict[int, int] = {}
+        # (kind of call, key) -> the allocator's key
+        self._kept_keys: dict[tuple[int, int], int] = {}
+        self._spilled_bytes: dict[str, int] = {}  # by value
         self._filler: int | None = None
-        self._events_in: dict[int, tuple[tuple[Item, ...], ...]] = {}  # id of a call's trace -> its events in each pool
-        self._restored: dict[tuple[int, Hashable], dict[int, tuple[int, tuple[int, ...]]]] = {}  # (id of events, state of a pool
-        # that they leave as it was) -> key of each result -> its bytes, and its place
+        # id of a call's trace -> its events in each pool
+        self._events_in: dict[int, tuple[tuple[Item, ...], ...]] = {}
+        # (id of events, state of a pool that they leave unchanged) -> key of each result -> its
+        # bytes and its place
+        self._cached_results: dict[
+            tuple[int, Hashable], dict[int, tuple[int, tuple[int, ...]]]
+        ] = {}
         self._workspace: int | None = None  # the allocator's key of cuBLAS's workspace
-        self._workspace_bytes = 0  # of it, if a call has allocated it since the last trim
+        # bytes of the workspace if a call allocated it since the last trim, else 0
+        self._workspace_bytes = 0
         self.limit_bytes = 0
         self._last_key = self._steps = 0
         self._phase: str | None = None
-        self._arguments: dict[str, int] = {}  # bytes that a call on a helper gets, by component
+        # component -> bytes of the arguments of a call on a secondary device
+        self._arguments: dict[str, int] = {}
 
     def slot(self, slot: Slot) -> int:
-        """Applies ``slot``; returns the most bytes reserved in it."""
+        """Apply ``slot``, and return the most bytes reserved in it."""
         if slot.phase != self._phase:
             self._begin_phase(slot.phase)
         for action in slot.actions:
-            for block in self._named(action.component, action.blocks) if isinstance(action, Evict) else ():
+            for block in (
+                self._named(action.component, action.blocks) if isinstance(action, Evict) else ()
+            ):
                 self._allocator.release(self._blocks.pop(block))
         if slot.part == "load":
             self._trim()
         for action in slot.actions:
-            if isinstance(action, Restore) and not self._helper:
-                key = self._allocate(self._spilled.pop(action.value))
+            if isinstance(action, Restore) and not self._secondary:
+                key = self._allocate(self._spilled_bytes.pop(action.value))
                 self._live |= dict.fromkeys(self._storages[action.value][:1], key)
         for action in slot.actions:
             if isinstance(action, Load):
                 self.load(action.component, action.blocks)
-        streams = (action for action in slot.actions if isinstance(action, Stream) and not self._helper)
-        rings = [self._allocate(action.ring_bytes) for action in streams]
+        streams = (
+            action for action in slot.actions if isinstance(action, Stream) and not self._secondary
+        )
+        ring_buffers = [self._allocate(action.ring_buffer_bytes) for action in streams]
         if slot.part in ("first", "steady"):
             trace = self._phases[slot.phase][1].trace
             self._items(trace.first if slot.part == "first" else trace.steady, trace.calls)
-        for ring in rings:
-            self._release(ring)
+        for ring_buffer in ring_buffers:
+            self._release(ring_buffer)
         for action in slot.actions:
-            if isinstance(action, Spill) and not self._helper:
-                self._spilled[action.value] = self._nbytes[action.value]
+            if isinstance(action, Spill) and not self._secondary:
+                self._spilled_bytes[action.value] = self._nbytes[action.value]
                 for key in self._storages[action.value]:
                     if key in self._live:
                         self._release(self._live.pop(key))
@@ -127,126 +159,170 @@ class _Replay:
         return self._allocator.used_bytes - self._workspace_bytes
 
     def load(self, component: str, blocks: Blocks) -> None:
-        """Allocates those of ``blocks`` that are for this device."""
+        """Allocate the ``blocks`` that belong on this device."""
         sizes = self._components[component].variants[0].block_bytes
-        self._blocks |= {block: self._allocate(sizes[block[1]]) for block in self._named(component, blocks)}
+        self._blocks |= {
+            block: self._allocate(sizes[block[1]]) for block in self._named(component, blocks)
+        }
 
     def end_run(self) -> None:
-        """All tensors that are no weights are gone, and empty pages are returned."""
+        """Release all tensors except weights, and return empty pages."""
         self._begin_phase(None)
         for key in self._live.values():
             self._release(key)
         self._live.clear()
-        self._spilled.clear()
+        self._spilled_bytes.clear()
         self._trim()
 
     def _begin_phase(self, name: str | None) -> None:
-        """Releases what the phase before kept. Allocates what ``name`` finds at its entry and the recording does not have, because
-        stages before it are not run: one tensor of that size stands for all."""
+        """Release the tensors that calls of the previous phase kept, and begin phase ``name``.
+
+        The recording may lack inputs of the phase, because the stages before it did not run. One
+        tensor of the missing size is allocated for all of them.
+        """
         self._phase = name
         uses = self._phases[name][1].uses if name in self._phases else ()
-        arguments = {use.component: arguments_bytes(use, self._components[use.component]) for use in uses}
-        self._arguments = {of: nbytes.get(self._helper, 0) for of, nbytes in arguments.items()}
-        for key in (*self._kept.values(), *(() if self._filler is None else (self._filler,))):
+        arguments = {
+            use.component: arguments_bytes(use, self._components[use.component]) for use in uses
+        }
+        self._arguments = {
+            component: nbytes.get(self._secondary, 0) for component, nbytes in arguments.items()
+        }
+        for key in (*self._kept_keys.values(), *(() if self._filler is None else (self._filler,))):
             self._release(key)
-        self._kept.clear()
+        self._kept_keys.clear()
         self._filler = None
         if name in self._phases:
             number, phase = self._phases[name]
             trace = phase.trace
             self._items(trace.prelude, trace.calls)
-            expected = self._problem.value_bytes(number) - sum(self._spilled.values()) + phase.live_in_bytes
-            missing = expected - sum(self._bytes[key] for key in self._live.values())
-            self._filler = self._allocate(missing) if missing > 0 and not self._helper else None
+            expected = (
+                self._problem.value_bytes(number)
+                - sum(self._spilled_bytes.values())
+                + phase.input_bytes
+            )
+            missing_bytes = expected - sum(self._bytes[key] for key in self._live.values())
+            self._filler = (
+                self._allocate(missing_bytes) if missing_bytes > 0 and not self._secondary else None
+            )
 
     def _items(self, items: Iterable[Item], calls: tuple[CallTrace, ...]) -> None:
-        results = dict[int, deque[int]]()  # of the last call, that nothing has taken over yet, by their bytes
+        # results of the last call that no item has taken over yet, by bytes
+        results = dict[int, deque[int]]()
         for key, nbytes in items:
             if nbytes > 0 and results.get(nbytes):
                 self._live[key] = results[nbytes].popleft()
                 continue
             if nbytes <= 0:
-                for of in chain(*results.values()):
-                    self._release(of)
+                for result in chain(*results.values()):
+                    self._release(result)
                 results = {}
             if nbytes == CALL:
-                for of in self._call(key, calls[key]):
-                    results.setdefault(self._bytes[of], deque()).append(of)
-            elif self._helper:
+                for result in self._call(key, calls[key]):
+                    results.setdefault(self._bytes[result], deque()).append(result)
+            elif self._secondary:
                 continue
             elif nbytes:
                 self._live[key] = self._allocate(nbytes)
             elif key in self._live:
                 self._release(self._live.pop(key))
-        for of in chain(*results.values()):
-            self._release(of)
+        for result in chain(*results.values()):
+            self._release(result)
 
     def _call(self, number: int, call: CallTrace) -> list[int]:
-        """The allocator's keys of the call's results; of one on a helper, they are gone."""
-        if call.component not in self._own:
+        """Replay a call, and return the allocator's keys of its results.
+
+        A call on a secondary device returns no keys: its results are released there.
+        """
+        if call.component not in self._device_groups:
             return []
-        arguments = self._allocate(nbytes) if self._helper and (nbytes := self._arguments[call.component]) else None
+        arguments = (
+            self._allocate(nbytes)
+            if self._secondary and (nbytes := self._arguments[call.component])
+            else None
+        )
         results = self._events(number, call)
         if arguments is not None:
             self._release(arguments)
-        for key in results if self._helper else ():
+        for key in results if self._secondary else ():
             self._release(key)
-        return [] if self._helper else results
+        return [] if self._secondary else results
 
     def _events(self, number: int, call: CallTrace) -> list[int]:
         if self._workspace is None and (nbytes := self._hardware.workspace_bytes):
             self._workspace = self._allocate(nbytes)
-        if call.kept:
+        if call.persistent_keys:
             return self._kept_events(number, call)
         if id(call) not in self._events_in:
             sizes = {key: nbytes for key, nbytes in call.events if nbytes}
             small = {key for key, nbytes in sizes.items() if self._allocator.is_small(nbytes)}
-            self._events_in[id(call)] = tuple(tuple(item for item in call.events if (item[0] in small) is of) for of in POOLS)
+            self._events_in[id(call)] = tuple(
+                tuple(item for item in call.events if (item[0] in small) is is_small)
+                for is_small in POOLS
+            )
         results = dict[int, int]()
-        for of, events in zip(POOLS, self._events_in[id(call)], strict=True):
-            results |= self._released_events(events, of, call.results)
+        for is_small, events in zip(POOLS, self._events_in[id(call)], strict=True):
+            results |= self._released_events(events, is_small, call.results)
         return [results[key] for key in call.results]
 
     def _kept_events(self, number: int, call: CallTrace) -> list[int]:
-        own = {key: kept for (of, key), kept in self._kept.items() if of == number}
-        already, staying = frozenset(own), {*call.kept, *call.results}
+        allocations = {
+            key: allocator_key
+            for (call_number, key), allocator_key in self._kept_keys.items()
+            if call_number == number
+        }
+        keys_before, lasting_keys = frozenset(allocations), {*call.persistent_keys, *call.results}
         for key, nbytes in call.events:
-            if key in already:
+            if key in keys_before:
                 continue
             if nbytes:
-                own[key] = self._allocate(nbytes)
-            elif key not in staying:
-                self._release(own.pop(key))
-        results = [own.pop(key) for key in call.results]
-        self._kept |= {(number, key): kept for key, kept in own.items()}
+                allocations[key] = self._allocate(nbytes)
+            elif key not in lasting_keys:
+                self._release(allocations.pop(key))
+        results = [allocations.pop(key) for key in call.results]
+        self._kept_keys |= {
+            (number, key): allocator_key for key, allocator_key in allocations.items()
+        }
         return results
 
-    def _released_events(self, events: tuple[Item, ...], small: bool, results: tuple[int, ...]) -> dict[int, int]:
-        """Events in one pool of a call that keeps nothing, but for those of its ``results`` that lie there: the allocator's keys of
-        these are returned. Where the pool was the same before an earlier call, and as before behind it, only its results are
-        placed."""
-        self._count(1 + len(self._bytes) - len(self._blocks))  # ranges that the state may have
-        before = id(events), self._allocator.state(small)
-        if (found := self._restored.get(before)) is None:
+    def _released_events(
+        self, events: tuple[Item, ...], small: bool, results: tuple[int, ...]
+    ) -> dict[int, int]:
+        """Replay the events in one pool of a call that keeps no tensor after it returns.
+
+        Returns the allocator's keys of its ``results`` in this pool. If an earlier call with the
+        same events found and left the pool in this state, only the results are placed.
+        """
+        self._count(1 + len(self._bytes) - len(self._blocks))  # most ranges in the state
+        state_key = id(events), self._allocator.state(small)
+        if (placements := self._cached_results.get(state_key)) is None:
             live = self._replayed_events(events, small, results)
-            found = {key: (self._bytes[own], self._allocator.place(own)) for key, own in live.items()}
-            for own in live.values():
-                self._release(own)
-            if before[1] == self._allocator.state(small):
-                self._restored[before] = found
-        placed = dict[int, int]()
-        for key, (nbytes, place) in found.items():
+            placements = {
+                key: (self._bytes[allocator_key], self._allocator.place(allocator_key))
+                for key, allocator_key in live.items()
+            }
+            for allocator_key in live.values():
+                self._release(allocator_key)
+            if state_key[1] == self._allocator.state(small):
+                self._cached_results[state_key] = placements
+        result_keys = dict[int, int]()
+        for key, (nbytes, place) in placements.items():
             self._last_key += 1
-            placed[key] = self._last_key
+            result_keys[key] = self._last_key
             self._bytes[self._last_key] = nbytes
             self._allocator.allocate_at(self._last_key, small, place)
-        return placed
+        return result_keys
 
-    def _replayed_events(self, events: tuple[Item, ...], small: bool, results: tuple[int, ...]) -> dict[int, int]:
-        """Replays ``events`` but for releases of ``results``. Of what repeats, only as much is replayed as it takes until the pool
-        and the tensors in it are again as before an earlier repetition: the others do the same."""
+    def _replayed_events(
+        self, events: tuple[Item, ...], small: bool, results: tuple[int, ...]
+    ) -> dict[int, int]:
+        """Replay ``events`` except releases of ``results``.
+
+        Repetitions are replayed until the pool and the tensors in it are in the same state as
+        before an earlier repetition. All further repetitions would do the same and are skipped.
+        """
         numbers, repeats = repeats_in(events)
-        staying = {*results}
+        lasting_keys = {*results}
         live = dict[int, int]()  # number of the event that allocated -> the allocator's key
 
         def replay(begin: int, end: int) -> None:
@@ -254,55 +330,70 @@ class _Replay:
                 key, nbytes = events[number]
                 if nbytes:
                     live[number] = self._allocate(nbytes)
-                elif key not in staying:
+                elif key not in lasting_keys:
                     self._release(live.pop(numbers[number]))
 
-        done = 0
+        position = 0
         for repeat in repeats:
-            replay(done, repeat.begin)
-            done = repeat.begin
-            seen = dict[Hashable, int]()
-            while done < repeat.end:
-                begun = done - repeat.begin
+            replay(position, repeat.begin)
+            position = repeat.begin
+            positions = dict[Hashable, int]()
+            while position < repeat.end:
+                offset = position - repeat.begin
                 self._count(len(live))
-                places = {(of >= repeat.begin, of - begun * (of >= repeat.begin), self._allocator.place(live[of])) for of in live}
-                since = done - seen.setdefault((self._allocator.state(small), frozenset(places)), done)
-                if since and (skipped := (repeat.end - done) // since * since):
-                    live = {of + skipped * (of >= repeat.begin): key for of, key in live.items()}
-                    done += skipped
+                places = {
+                    (
+                        event_number >= repeat.begin,
+                        event_number - offset * (event_number >= repeat.begin),
+                        self._allocator.place(live[event_number]),
+                    )
+                    for event_number in live
+                }
+                cycle = position - positions.setdefault(
+                    (self._allocator.state(small), frozenset(places)), position
+                )
+                if cycle and (skipped := (repeat.end - position) // cycle * cycle):
+                    live = {
+                        event_number + skipped * (event_number >= repeat.begin): key
+                        for event_number, key in live.items()
+                    }
+                    position += skipped
                 else:
-                    replay(done, done + repeat.period)
-                    done += repeat.period
-        replay(done, len(events))
+                    replay(position, position + repeat.period)
+                    position += repeat.period
+        replay(position, len(events))
         return {events[number][0]: key for number, key in live.items()}
 
     def _count(self, steps: int) -> None:
         self._steps += steps
         if self._steps > LIMITS.replay_steps:
-            what = f"the replay of the plan's traces was ended after {self._steps:,} steps"
-            require("replay_steps", 2 * self._steps, what, kind=PlanError)
+            text = f"the replay of the plan's traces was ended after {self._steps:,} steps"
+            require("replay_steps", 2 * self._steps, text, kind=PlanError)
 
     def _allocate(self, nbytes: int) -> int:
         self._count(1)
         self._last_key += 1
         self._bytes[self._last_key] = nbytes
-        before = self._allocator.used_bytes
+        bytes_before = self._allocator.used_bytes
         self._allocator.allocate(self._last_key, nbytes)
-        if self._allocator.used_bytes > before:
-            limit = before + segment_bytes(nbytes) - self._hardware.workspace_bytes
+        if self._allocator.used_bytes > bytes_before:
+            limit = bytes_before + segment_bytes(nbytes) - self._hardware.workspace_bytes
             self.limit_bytes = max(self.limit_bytes, limit)
         return self._last_key
 
     def _measure_workspace(self) -> None:
-        """As `CudaDevice.peak_bytes`: the workspace is released where a slot is the first with it
-        since the last trim, and allocated again at its next use."""
+        """Measure the workspace as `CudaDevice.peak_bytes` does.
+
+        In the first slot that uses the workspace after a trim, the workspace is released. Its next
+        use allocates it again.
+        """
         if self._workspace is not None and not self._workspace_bytes:
             self._workspace_bytes = self._bytes[self._workspace]
             self._release(self._workspace)
             self._workspace = None
 
     def _trim(self) -> None:
-        """As `Device.release_cached`: returns empty pages; cuBLAS's workspace is released too."""
+        """Return empty pages and release cuBLAS's workspace, like `Device.release_cached`."""
         if self._workspace is not None:
             self._release(self._workspace)
             self._workspace = None
@@ -316,6 +407,15 @@ class _Replay:
     def _named(self, component: str, blocks: Blocks) -> Iterator[tuple[str, int, int]]:
         groups = self._components[component].groups
         number_of = {group.name: k for k, group in enumerate(groups)}
-        named = [(group.name, range(len(group.blocks))) for group in groups] if blocks is None else blocks
-        own = self._own.get(component, set())
-        return ((component, number_of[name], i) for name, indices in named for i in indices if number_of[name] in own)
+        selection = (
+            [(group.name, range(len(group.blocks))) for group in groups]
+            if blocks is None
+            else blocks
+        )
+        groups_here = self._device_groups.get(component, set())
+        return (
+            (component, number_of[name], i)
+            for name, indices in selection
+            for i in indices
+            if number_of[name] in groups_here
+        )

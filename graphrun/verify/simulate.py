@@ -1,40 +1,53 @@
-"""Simulates a plan: bytes and seconds per slot and per block. The only source of a plan's peak and time.
+"""Simulate a plan: bytes and seconds of every slot and block.
 
-Works on the problem with the plan's choices applied (`apply_choices`). Three channels run concurrently, each one block after
-another; a barrier ends every slot. Bytes on the device: weights resident or loaded by the slot, rings, activation, values and
-live-in bytes; the highest sum of a slot is its peak. A helper has a copy channel of its own; its loads are issued in the order of
-all. The compute channel is shared, since one device at a time computes; a call on a helper, and each block there of one that is
-split, begins and ends with what crosses to it and back.
+This is the only source of a plan's peak and time. The simulation works on the problem with the
+plan's choices applied (`apply_choices`).
+
+Three channels run concurrently: copies, compute and the disk. Each processes one block after
+another, and a barrier ends every slot. The bytes on the device are weights (resident or loaded by
+the slot), ring buffers, activation, values and inputs. The peak of a slot is their highest sum.
+
+Each secondary device has its own copy channel. The order of loads is common to all devices. All
+devices share the compute channel, because one of them computes at a time. A call on a secondary
+device begins and ends with transfers between the devices. So does each block there of a split
+component.
 
 Copy channel and compute (`Timeline`):
 
-    copy     |d3 |s8 |s9 |f |s1 |  |s2 |  |s8 |f            s  streamed: waits for compute with the blocks it overwrites
-    compute      |  d3  |  s8   |  s9  |  s1   |  s2  |     d  loaded by the slot that computes with it
-             ^ start                                        f  prefetch: loaded for a later slot
+    copy     |d3 |s8 |s9 |f |s1 |  |s2 |  |s8 |f     s  streamed: waits for compute with the blocks
+    compute      |  d3  |  s8   |  s9  |  s1   |        that it overwrites
+             ^ start                                 d  loaded by the slot that computes with it
+                                                     f  prefetch: loaded for a later slot
 
-Streamed blocks, and blocks that the slot loads for itself, are copied in call order, across calls. A prefetch is copied when the
-ring is full, in proportion to the streamed bytes, and only once it is in RAM; from a backing store on disk, the next block is
-read meanwhile. The executor uses the same rule, since it cannot know how long copies take. Remaining prefetches come last, those
-whose backing store is read in the same slot after the others. Prefetches from pageable memory are the last: the host waits for
-their copies, and has then queued all of the slot's compute. For the same reason a block is copied from pageable memory when the
-host has queued what comes before it. A block's compute waits for its copy; on the CPU, for its read in
-the same slot.
+Blocks that are streamed, or loaded for the slot's own compute, are copied in call order, across
+calls. A prefetch is copied when the ring buffer is full, in proportion to the streamed bytes, and
+only once it is in RAM. If its backing store is on disk, its block is read meanwhile. The executor
+follows the same rule, because it cannot know how long copies take. Remaining prefetches come after
+all other copies; those whose backing store is read in the same slot come last of these.
 
-Disk channel (`DiskChannel`), with reads into backing stores (r) and fetches for copies from backing stores on disk (d, s). Memory
-is page-locked while it is filled, and copied from when both are done:
+A copy from pageable memory makes the host wait. Prefetches from pageable memory therefore come at
+the very end, when all of the slot's compute is queued. A streamed or loaded block is copied from
+pageable memory when all compute before it is queued. The compute of a block waits for its copy; on
+the CPU, for its read in the same slot.
+
+Disk channel (`DiskChannel`), with reads into backing stores (r) and fetches for copies from backing
+stores on disk (d, s):
 
     disk   |d3  |d8  |r a|s1  |r b|r b|      one after another
-    copy        |d3  |d8    |s1  |           a block's copy waits for its own fetch, or for its own read
+    copy        |d3  |d8    |s1  |           a copy waits for the fetch or read of its block
 
-A fetched block occupies its component's bounce buffer until it is copied; a fetch waits for room there. Reads into backing stores
-take place when a bounce buffer is full, in proportion to the fetched bytes, as a prefetch does beside streamed blocks; those that
-a copy or a computation waits for are done at once, and the others last.
+Memory is page-locked while it is filled. A copy waits for both.
+
+A fetched block occupies the bounce buffer of its component until it is copied. A fetch waits for
+room there. Reads into backing stores take place when a bounce buffer is full, in proportion to the
+fetched bytes, like prefetches between streamed blocks. A read that a copy or a computation waits
+for is done at once. The others come last.
 
 RAM (`HostMemory`), in bytes per slot:
 
     slot      0       1       2       3
     te        ####    ####    drop                  read before the run
-    dit                T###   ####    ####          T  transient bytes while the backing store is read
+    dit                T###   ####    ####          T  transient bytes while the store is read
     embeds                    ####    ####          spilled in 2, restored in 3
 """
 
@@ -49,11 +62,30 @@ from typing import Literal, NamedTuple
 
 from graphrun.errors import PlanError
 from graphrun.model.choices import apply_choices, reorder
-from graphrun.model.plan import Blocks, Drop, Evict, Load, Plan, Read, Restore, Run, Slot, Spill, Stream
-from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Problem, Use, Variant
-from graphrun.model.ring import Ring
+from graphrun.model.plan import (
+    Blocks,
+    Drop,
+    Evict,
+    Load,
+    Plan,
+    Read,
+    Restore,
+    Run,
+    Slot,
+    Spill,
+    Stream,
+)
+from graphrun.model.problem import (
+    ALLOCATION_BYTES,
+    ComponentNumbers,
+    PhaseNumbers,
+    Problem,
+    Use,
+    Variant,
+)
+from graphrun.model.ring_buffer import RingBuffer
 from graphrun.model.simulation import Moment, Simulation, SlotReport
-from graphrun.model.splits import crossings
+from graphrun.model.splits import transfers
 from graphrun.trace import Event
 from graphrun.units import round_up
 
@@ -61,9 +93,12 @@ Key = tuple[str, int, int]  # component, block group, block within the group
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """A block: ``nbytes`` on the device, ``seconds`` to copy it there; ``disk_seconds`` to read its ``read_bytes`` from disk,
-    into its backing store or for its copy."""
+class BlockSize:
+    """Bytes and seconds of a block.
+
+    ``nbytes``: bytes on the device. ``seconds``: time to copy the block there. ``disk_seconds``:
+    time to read its ``read_bytes`` from disk, into its backing store or for its copy.
+    """
 
     nbytes: int
     seconds: float
@@ -74,68 +109,83 @@ class Size:
 class DiskChannel:
     """Reads from disk in one slot, from ``start_seconds`` on.
 
-    ``reads``: blocks to read into backing stores, in order. ``bounce_bytes``: size of the bounce buffer of each component whose
-    backing store is on disk. ``fetch_bytes``: bytes that the slot will fetch for copies. ``locked_seconds``: component -> when the
-    memory that it is read into is page-locked; copies wait for that, and reads do not. ``spans``: (``read`` or ``fetch``, block,
-    start, end).
+    ``reads``: blocks to read into backing stores, in order. ``bounce_bytes``: size of the bounce
+    buffer of each component whose backing store is on disk. ``fetch_bytes``: bytes that the slot
+    will fetch for copies. ``locked_seconds``: component -> time at which its memory is page-locked;
+    copies wait for page locking, reads do not. ``spans``: (``read`` or ``fetch``, block, start,
+    end).
     """
 
     def __init__(
         self,
         start_seconds: float,
         reads: Iterable[Key],
-        sizes: Mapping[Key, Size],
+        sizes: Mapping[Key, BlockSize],
         bounce_bytes: Mapping[str, int],
         fetch_bytes: int,
         locked_seconds: Mapping[str, float],
     ) -> None:
         self.spans: list[tuple[str, Key, float, float]] = []
         self.free_seconds = self._start = start_seconds
-        self._sizes, self._locked = sizes, locked_seconds
+        self._sizes, self._lock_end_seconds = sizes, locked_seconds
         self._reads = list(reversed(list(reads)))  # still to do; the next one is last
         self._read_components = {key[0] for key in self._reads}
-        self._all_read_bytes, self._all_fetch_bytes = sum(sizes[key].nbytes for key in self._reads), fetch_bytes
+        self._all_read_bytes, self._all_fetch_bytes = (
+            sum(sizes[key].nbytes for key in self._reads),
+            fetch_bytes,
+        )
         self._read_bytes = self._fetched_bytes = 0
         self._read_end: dict[Key, float] = {}
-        self._bounce_rings = {name: Ring(nbytes) for name, nbytes in bounce_bytes.items()}
-        self._copy_ends: dict[str, list[float]] = {name: [] for name in bounce_bytes}  # of each fetched block
-        self._fetch_ends: dict[Key, float] = {}  # of fetches started ahead of their copies
+        self._bounce_ring_buffers = {
+            name: RingBuffer(nbytes) for name, nbytes in bounce_bytes.items()
+        }
+        # end of the copy of each fetched block
+        self._copy_ends: dict[str, list[float]] = {name: [] for name in bounce_bytes}
+        self._fetch_ends: dict[Key, float] = {}  # fetches ahead of their copies
         if not fetch_bytes:
             self.finish()
 
     @property
     def end_seconds(self) -> float:
-        """When all that was started is done."""
-        return max(self.free_seconds, *self._locked.values(), self._start)
+        """Time at which all reads, fetches and page locking so far are done."""
+        return max(self.free_seconds, *self._lock_end_seconds.values(), self._start)
 
     def in_ram(self, key: Key) -> float:
-        """When the block is in RAM for a copy: the end of its fetch (one per copy), or of its read and of the page locking; the
-        slot's start without either."""
-        if key[0] not in self._bounce_rings:
-            return max(self._read_until(key), self._locked.get(key[0], self._start))
+        """Return the time at which the block is in RAM for a copy.
+
+        This is the end of its fetch (one per copy), or of its read and page locking. It is the
+        slot's start if there is neither.
+        """
+        if key[0] not in self._bounce_ring_buffers:
+            return max(self._read_until(key), self._lock_end_seconds.get(key[0], self._start))
         self.start_fetch(key)
         return self._fetch_ends.pop(key)
 
     def start_fetch(self, key: Key) -> None:
-        """Start the fetch for the block's next copy, unless it was started. No effect if its backing store is not on disk."""
-        if key[0] in self._bounce_rings and key not in self._fetch_ends:
+        """Start the fetch for the block's next copy, unless it was started.
+
+        No effect if the backing store is not on disk.
+        """
+        if key[0] in self._bounce_ring_buffers and key not in self._fetch_ends:
             self._fetch_ends[key] = self._fetch(key)
 
     def is_in_ram(self, key: Key, at_seconds: float) -> bool:
-        """Whether the block is in RAM at that time, by the reads and fetches started so far."""
-        if key[0] in self._bounce_rings:
+        """Return whether the block is in RAM at that time, given the reads and fetches so far."""
+        if key[0] in self._bounce_ring_buffers:
             return self._fetch_ends.get(key, at_seconds + 1.0) <= at_seconds
         never = at_seconds + 1.0
-        read = key[0] not in self._read_components or self._read_end.get(key, never) <= at_seconds
-        return read and self._locked.get(key[0], at_seconds) <= at_seconds
+        is_read = (
+            key[0] not in self._read_components or self._read_end.get(key, never) <= at_seconds
+        )
+        return is_read and self._lock_end_seconds.get(key[0], at_seconds) <= at_seconds
 
     def reads(self, component: str) -> bool:
-        """Whether the component's backing store is read in this slot."""
+        """Return whether the component's backing store is read in this slot."""
         return component in self._read_components
 
-    def copied(self, key: Key, end_seconds: float) -> None:
+    def record_copy_end(self, key: Key, end_seconds: float) -> None:
         """Record the end of the block's copy, which frees its bytes in the bounce buffer."""
-        if key[0] in self._bounce_rings:
+        if key[0] in self._bounce_ring_buffers:
             self._copy_ends[key[0]].append(end_seconds)
 
     def finish(self) -> None:
@@ -144,7 +194,7 @@ class DiskChannel:
             self._read_next()
 
     def _read_until(self, key: Key) -> float:
-        """The end of the block's read; the slot's start if its backing store is not read in this slot."""
+        """Return the end of the block's read; the slot's start if there is no read in this slot."""
         if key[0] not in self._read_components:
             return self._start
         while key not in self._read_end:
@@ -158,14 +208,26 @@ class DiskChannel:
 
     def _fetch(self, key: Key) -> float:
         try:
-            released = self._bounce_rings[key[0]].place(self._sizes[key].nbytes).released
+            overwritten_placements = (
+                self._bounce_ring_buffers[key[0]].place(self._sizes[key].nbytes).released_numbers
+            )
         except ValueError as error:
             raise PlanError(f"the bounce buffer of {key[0]}: {error}") from error
-        if released:
-            while self._reads and self._read_bytes * self._all_fetch_bytes <= self._fetched_bytes * self._all_read_bytes:
+        if overwritten_placements:
+            while (
+                self._reads
+                and self._read_bytes * self._all_fetch_bytes
+                <= self._fetched_bytes * self._all_read_bytes
+            ):
                 self._read_next()
         self._fetched_bytes += self._sizes[key].nbytes
-        return self._occupy("fetch", key, self._copy_ends[key[0]][released[-1]] if released else self._start)
+        return self._occupy(
+            "fetch",
+            key,
+            self._copy_ends[key[0]][overwritten_placements[-1]]
+            if overwritten_placements
+            else self._start,
+        )
 
     def _occupy(self, kind: str, key: Key, ready: float) -> float:
         start = max(self.free_seconds, ready)
@@ -174,21 +236,26 @@ class DiskChannel:
         return self.free_seconds
 
 
-Source = Literal["resident", "load", "stream", "host"]
+BlockOrigin = Literal["resident", "load", "stream", "host"]
 
 
-class Work(NamedTuple):
-    """Compute of one block in call number ``call`` of its component. ``source``: how the block gets to the device; ``host``: not at
-    all, since the component computes on the CPU."""
+class BlockWork(NamedTuple):
+    """Compute of one block in call number ``call`` of its component.
+
+    ``source``: how the block gets to the device. ``host``: the component computes on the CPU.
+    """
 
     key: Key
     seconds: float
     call: int
-    source: Source
+    source: BlockOrigin
 
 
-class Span(NamedTuple):
-    """An interval of time: ``load`` or ``stream`` of a block, or ``run`` of a call, whose first block is ``key``."""
+class TimeSpan(NamedTuple):
+    """Time interval of the ``load`` or ``stream`` of a block, or the ``run`` of a call.
+
+    ``key``: the block; for a call, its first block.
+    """
 
     kind: str
     key: Key
@@ -200,78 +267,101 @@ class Span(NamedTuple):
 class Timeline:
     """Copies and compute of one slot, from ``start_seconds`` on.
 
-    ``works``: all compute in order. ``prefetch``: blocks loaded for later slots, in order. ``ring_bytes``: per streamed
-    component. ``copies_from_seconds``: when copies may begin, after spills and restores. ``pageable``: components whose backing
-    stores are pageable. ``helpers``: number of the helper of each (component, block group) that computes on one; ``crossings``: by
-    component that computes there, seconds in which what a call needs gets there, and its results back; and its calls. ``hops``: the
-    same seconds of each block on a helper.
+    ``works``: all compute in order. ``prefetch``: blocks loaded for later slots, in order.
+    ``ring_buffer_bytes``: per streamed component. ``copies_from_seconds``: when copies may begin,
+    after spills and restores. ``pageable``: components whose backing stores are pageable.
+    ``secondaries``: (component, block group) -> number of its secondary device. ``transfers``:
+    component on a secondary device -> (seconds to transfer the arguments of a call there, seconds
+    to transfer the results back, number of calls). ``hops``: block of a split component on a
+    secondary device -> (seconds to transfer its inputs there, seconds to transfer its outputs
+    back).
     """
 
     def __init__(
         self,
         start_seconds: float,
-        works: Sequence[Work],
+        works: Sequence[BlockWork],
         prefetch: Iterable[Key],
-        sizes: Mapping[Key, Size],
-        ring_bytes: Mapping[str, int],
+        sizes: Mapping[Key, BlockSize],
+        ring_buffer_bytes: Mapping[str, int],
         disk: DiskChannel,
         copies_from_seconds: float,
         pageable: Collection[str] = (),
-        helpers: Mapping[tuple[str, int], int] = MappingProxyType({}),
-        crossings: Mapping[str, tuple[float, float, int]] = MappingProxyType({}),
+        secondaries: Mapping[tuple[str, int], int] = MappingProxyType({}),
+        transfers: Mapping[str, tuple[float, float, int]] = MappingProxyType({}),
         hops: Mapping[Key, tuple[float, float]] = MappingProxyType({}),
     ) -> None:
-        self.copies: list[Span] = []
-        self.calls: dict[tuple[str, int], Span] = {}
+        self.copies: list[TimeSpan] = []
+        self.calls: dict[tuple[str, int], TimeSpan] = {}
         self._sizes, self._disk = sizes, disk
         self._compute_free = self._start = start_seconds  # when the compute channel is free
-        self._helpers, self._crossings, self._hops = helpers, crossings, hops
-        # when the copy channel of the device, and that of each helper, is free
-        self._copy_frees = {0: copies_from_seconds, **dict.fromkeys(helpers.values(), start_seconds)}
-        self._prefetch = sorted(prefetch, key=lambda key: (key[0] in pageable, disk.reads(key[0])))[::-1]
+        self._secondaries, self._transfers, self._hops = secondaries, transfers, hops
+        # times at which the copy channels of the device and the secondary devices are free
+        self._copy_frees = {
+            0: copies_from_seconds,
+            **dict.fromkeys(secondaries.values(), start_seconds),
+        }
+        self._prefetch = sorted(prefetch, key=lambda key: (key[0] in pageable, disk.reads(key[0])))[
+            ::-1
+        ]
         self._pageable = pageable
         self._prefetch_bytes = sum(sizes[key].nbytes for key in self._prefetch)
-        self._stream_bytes = sum(sizes[work.key].nbytes for work in works if work.source == "stream")
+        self._stream_bytes = sum(
+            sizes[work.key].nbytes for work in works if work.source == "stream"
+        )
         self._prefetched_bytes = self._streamed_bytes = 0
         self._load_ends: dict[Key, float] = {}
-        self._rings = {name: Ring(nbytes) for name, nbytes in ring_bytes.items()}
-        self._compute_ends: dict[str, list[float]] = {name: [] for name in ring_bytes}  # of each placed block
-        streamed = [work for work in works if work.source == "stream"]
-        sizes_of = {name: list[int]() for name in ring_bytes}  # of the streamed blocks of each component, in order
-        for work in streamed:
-            sizes_of[work.key[0]].append(sizes[work.key].nbytes)
-        self._following = {name: iter(of[1:]) for name, of in sizes_of.items()}  # bytes of the block behind each one
-        for (name, call), of in groupby(works, key=lambda work: (work.key[0], work.call)):
-            self._call(name, call, list(of))
+        self._ring_buffers = {
+            name: RingBuffer(nbytes) for name, nbytes in ring_buffer_bytes.items()
+        }
+        # end of compute with each placed block
+        self._compute_ends: dict[str, list[float]] = {name: [] for name in ring_buffer_bytes}
+        streamed_works = [work for work in works if work.source == "stream"]
+        # bytes of the streamed blocks of each component, in order
+        stream_sizes = {name: list[int]() for name in ring_buffer_bytes}
+        for work in streamed_works:
+            stream_sizes[work.key[0]].append(sizes[work.key].nbytes)
+        # bytes of the block after each streamed block
+        self._next_block_bytes = {
+            name: iter(block_sizes[1:]) for name, block_sizes in stream_sizes.items()
+        }
+        for (name, call), call_works in groupby(works, key=lambda work: (work.key[0], work.call)):
+            self._call(name, call, list(call_works))
         ran = Counter(name for name, _ in self.calls)
-        for name, (to_helper, back, calls) in crossings.items():  # of calls that run no block
-            self._compute_free += (calls - ran[name]) * (to_helper + back)
+        for name, (
+            to_secondary_seconds,
+            back_seconds,
+            calls,
+        ) in transfers.items():  # calls that run no block
+            self._compute_free += (calls - ran[name]) * (to_secondary_seconds + back_seconds)
         while self._prefetch:
             self._issue_prefetch()
         disk.finish()
         self.end_seconds = max(*self._copy_frees.values(), self._compute_free, disk.end_seconds)
 
-    def _call(self, name: str, call: int, works: Sequence[Work]) -> None:
-        """Compute of one call of a component, with the copies that it waits for."""
-        began: float | None = None
-        to_helper, back, _ = self._crossings.get(name, (0.0, 0.0, 0))
-        self._compute_free += to_helper
+    def _call(self, name: str, call: int, works: Sequence[BlockWork]) -> None:
+        """Simulate one call of a component, with the copies that it waits for."""
+        begin_seconds: float | None = None
+        to_secondary_seconds, back_seconds, _ = self._transfers.get(name, (0.0, 0.0, 0))
+        self._compute_free += to_secondary_seconds
         hops = {work.key: self._hops[work.key] for work in works if work.key in self._hops}
         for work in works:
-            to_block, back_from_block = hops.pop(work.key, (0.0, 0.0))
-            self._compute_free += to_block
+            to_block_seconds, from_block_seconds = hops.pop(work.key, (0.0, 0.0))
+            self._compute_free += to_block_seconds
             if work.source != "resident":
                 self._compute_free = max(self._compute_free, self._available(work))
-            began = self._compute_free if began is None else began
-            self._compute_free += work.seconds + back_from_block
+            begin_seconds = self._compute_free if begin_seconds is None else begin_seconds
+            self._compute_free += work.seconds + from_block_seconds
             if work.source == "stream":
                 self._compute_ends[name].append(self._compute_free)
-        self._compute_free += back
-        span = self.calls.get((name, call), Span("run", works[0].key, call, began or 0.0, 0.0))
+        self._compute_free += back_seconds
+        span = self.calls.get(
+            (name, call), TimeSpan("run", works[0].key, call, begin_seconds or 0.0, 0.0)
+        )
         self.calls[name, call] = span._replace(end_seconds=self._compute_free)
 
-    def _available(self, work: Work) -> float:
-        """When the block of ``work`` is available to compute with."""
+    def _available(self, work: BlockWork) -> float:
+        """Return the time at which the block of ``work`` is available for compute."""
         if work.source == "stream":
             return self._stream(work.key)
         if work.source == "host":
@@ -282,22 +372,38 @@ class Timeline:
 
     def _stream(self, key: Key) -> float:
         try:
-            ring_slot = self._rings[key[0]].place(self._sizes[key].nbytes, next(self._following[key[0]], 0))
+            ring_buffer_slot = self._ring_buffers[key[0]].place(
+                self._sizes[key].nbytes, next(self._next_block_bytes[key[0]], 0)
+            )
         except ValueError as error:
             raise PlanError(f"stream {key[0]}: {error}") from error
-        ready = self._compute_ends[key[0]][ring_slot.released[-1]] if ring_slot.released else self._start
-        if ring_slot.released:
+        ready = (
+            self._compute_ends[key[0]][ring_buffer_slot.released_numbers[-1]]
+            if ring_buffer_slot.released_numbers
+            else self._start
+        )
+        if ring_buffer_slot.released_numbers:
             self._issue_due_prefetch(self._copy_frees[0])
             self._issue_due_prefetch(max(self._copy_frees[0], ready))
         self._streamed_bytes += self._sizes[key].nbytes
         return self._copy("stream", key, max(ready, self._disk.in_ram(key)))
 
     def _issue_due_prefetch(self, at_seconds: float) -> None:
-        """Issue prefetches in proportion to the streamed bytes, up to the first block that is not in RAM at that time."""
+        """Issue prefetches in proportion to the streamed bytes.
+
+        Stop at the first block that is not in RAM at that time.
+        """
         while self._prefetch:
             self._disk.start_fetch(self._prefetch[-1])
-            due = self._prefetched_bytes * self._stream_bytes <= self._streamed_bytes * self._prefetch_bytes
-            if not due or self._prefetch[-1][0] in self._pageable or not self._disk.is_in_ram(self._prefetch[-1], at_seconds):
+            due = (
+                self._prefetched_bytes * self._stream_bytes
+                <= self._streamed_bytes * self._prefetch_bytes
+            )
+            if (
+                not due
+                or self._prefetch[-1][0] in self._pageable
+                or not self._disk.is_in_ram(self._prefetch[-1], at_seconds)
+            ):
                 break
             self._issue_prefetch(at_seconds)
 
@@ -307,48 +413,60 @@ class Timeline:
         self._copy("load", key, max(at_seconds, self._disk.in_ram(key)))
 
     def _copy(self, kind: str, key: Key, ready: float) -> float:
-        helper = self._helpers.get(key[:2], 0)
-        start = max(self._copy_frees[helper], ready)
-        end = self._copy_frees[helper] = start + self._sizes[key].seconds
-        self._disk.copied(key, end)
-        self.copies.append(Span(kind, key, 0, start, end))
+        secondary = self._secondaries.get(key[:2], 0)
+        start = max(self._copy_frees[secondary], ready)
+        end = self._copy_frees[secondary] = start + self._sizes[key].seconds
+        self._disk.record_copy_end(key, end)
+        self.copies.append(TimeSpan(kind, key, 0, start, end))
         return end
 
 
 class HostMemory:
-    """RAM in use, at first that before the run. ``reordered``: problem with order and options applied; ``applied``: all choices."""
+    """RAM in use, starting before the run.
+
+    ``reordered``: the problem with order and options applied. ``applied``: the problem with all
+    choices applied.
+    """
 
     def __init__(self, applied: Problem, reordered: Problem) -> None:
         self._variants = {component.name: component.variants[0] for component in applied.components}
         self._values = {value.name: value.nbytes for value in applied.values}
-        used = {use.component for phase in applied.phases for use in phase.uses}
-        self._held = {name for name, variant in self._variants.items() if name in used and _in_ram_before_run(variant)}
-        self._spilled: set[str] = set()
-        self._on_cpu = {phase.name: phase for phase in reordered.phases if self._computes_on_cpu(phase)}
+        used_components = {use.component for phase in applied.phases for use in phase.uses}
+        self._stores_in_ram = {
+            name
+            for name, variant in self._variants.items()
+            if name in used_components and _in_ram_before_run(variant)
+        }
+        self._spilled_values: set[str] = set()
+        self._on_cpu = {
+            phase.name: phase for phase in reordered.phases if self._computes_on_cpu(phase)
+        }
 
     def slot(self, slot: Slot) -> tuple[int, int]:
-        """Apply the slot's actions. Returns its peak bytes in RAM and its page-locked bytes."""
+        """Apply the slot's actions. Return its peak bytes in RAM and its page-locked bytes."""
         actions = slot.actions
-        self._held -= {action.component for action in actions if isinstance(action, Drop)}
-        reading = {action.component for action in actions if isinstance(action, Read)}
-        self._held |= reading
-        self._spilled |= {action.value for action in actions if isinstance(action, Spill)}
-        nbytes = sum(self._variants[name].host_bytes for name in self._held)
-        nbytes += sum(self._variants[name].transient_bytes for name in reading)
-        nbytes += sum(self._values[name] for name in self._spilled)
+        self._stores_in_ram -= {action.component for action in actions if isinstance(action, Drop)}
+        slot_reads = {action.component for action in actions if isinstance(action, Read)}
+        self._stores_in_ram |= slot_reads
+        self._spilled_values |= {action.value for action in actions if isinstance(action, Spill)}
+        nbytes = sum(self._variants[name].host_bytes for name in self._stores_in_ram)
+        nbytes += sum(self._variants[name].transient_bytes for name in slot_reads)
+        nbytes += sum(self._values[name] for name in self._spilled_values)
         if slot.phase in self._on_cpu:
             phase = self._on_cpu[slot.phase]
             nbytes += {"first": phase.first_bytes, "steady": phase.steady_bytes}.get(slot.part, 0)
-        self._spilled -= {action.value for action in actions if isinstance(action, Restore)}
-        return nbytes, sum(self._variants[name].locked_bytes for name in self._held)
+        self._spilled_values -= {action.value for action in actions if isinstance(action, Restore)}
+        return nbytes, sum(self._variants[name].locked_bytes for name in self._stores_in_ram)
 
     def spilled_bytes(self, slot: Slot) -> int:
-        """Bytes of values that are on the host only throughout ``slot``. To be called before `slot`."""
-        restored = {action.value for action in slot.actions if isinstance(action, Restore)}
-        return sum(self._values[name] for name in self._spilled - restored)
+        """Return the bytes of values that stay spilled throughout ``slot``. Call before `slot`."""
+        restored_values = {action.value for action in slot.actions if isinstance(action, Restore)}
+        return sum(self._values[name] for name in self._spilled_values - restored_values)
 
     def _computes_on_cpu(self, phase: PhaseNumbers) -> bool:
-        return bool(phase.uses) and all(self._variants[use.component].device == "cpu" for use in phase.uses)
+        return bool(phase.uses) and all(
+            self._variants[use.component].device == "cpu" for use in phase.uses
+        )
 
 
 def _in_ram_before_run(variant: Variant) -> bool:
@@ -356,140 +474,258 @@ def _in_ram_before_run(variant: Variant) -> bool:
 
 
 def simulate(problem: Problem, plan: Plan) -> Simulation:
-    """Bytes and seconds of ``plan``, which should be valid by `check`.
+    """Return the bytes and seconds of ``plan``, which should be valid by `check`.
 
-    Raises PlanError if the plan cannot be executed at all: a needed block is not available or does not fit its ring, a name is
-    unknown, or the problem does not have or allow a choice.
+    Raises PlanError if the plan cannot be executed at all: a needed block is unavailable or does
+    not fit its ring buffer, a name is unknown, or the problem does not have or allow a choice.
     """
     applied = apply_choices(problem, plan)
-    state = _State(applied, HostMemory(applied, reorder(problem, plan.order, dict(plan.options))), plan.finds)
-    first = tuple(state.slot(index, slot) for index, slot in enumerate(plan.slots))
-    seconds = state.now
-    again = tuple(state.slot(index, slot) for index, slot in enumerate(plan.again, start=len(plan.slots)))
-    return Simulation(applied, tuple(state.moments), first, tuple(state.events), seconds, again, state.now - seconds)
+    state = _State(
+        applied, HostMemory(applied, reorder(problem, plan.order, dict(plan.options))), plan.finds
+    )
+    first_slots = tuple(state.slot(index, slot) for index, slot in enumerate(plan.slots))
+    seconds = state.now_seconds
+    further_slots = tuple(
+        state.slot(index, slot)
+        for index, slot in enumerate(plan.further_slots, start=len(plan.slots))
+    )
+    return Simulation(
+        applied,
+        tuple(state.moments),
+        first_slots,
+        tuple(state.events),
+        seconds,
+        further_slots,
+        state.now_seconds - seconds,
+    )
 
 
 class _State:
-    """State of the simulation: blocks on the device (at first ``finds``), host memory, time. `slot` advances it by one slot."""
+    """State of the simulation: blocks on the device, host memory and time.
 
-    def __init__(self, problem: Problem, host: HostMemory, finds: Iterable[tuple[str, Blocks]]) -> None:
+    ``finds``: blocks on the device at the start. `slot` advances the state by one slot.
+    """
+
+    def __init__(
+        self, problem: Problem, host: HostMemory, finds: Iterable[tuple[str, Blocks]]
+    ) -> None:
         self.problem, self.host = problem, host
         self.components = {component.name: component for component in problem.components}
         self.phases = {phase.name: (index, phase) for index, phase in enumerate(problem.phases)}
         self.values = {value.name: value for value in problem.values}
-        self.sizes: dict[Key, Size] = {}
+        self.sizes: dict[Key, BlockSize] = {}
         for component in problem.components:
             variant = component.variants[0]
-            read = variant.disk_seconds or variant.read_seconds or (0.0,) * len(variant.block_bytes)
-            held = variant.read_bytes or variant.block_bytes
+            read_seconds = (
+                variant.disk_seconds or variant.read_seconds or (0.0,) * len(variant.block_bytes)
+            )
+            read_bytes = variant.read_bytes or variant.block_bytes
             for key in self._keys(component.name, None):
                 k = key[1]
-                self.sizes[key] = Size(variant.block_bytes[k], variant.load_seconds[k], read[k], held[k])
-        self.pageable = {of.name for of in problem.components if of.variants[0].backing_store == "pageable"}
-        self.helpers = {
-            (of.name, k): helper
-            for of in problem.components
-            for k, group in enumerate(of.groups)
-            if (helper := of.variants[0].helper or group.helper)
+                self.sizes[key] = BlockSize(
+                    variant.block_bytes[k], variant.load_seconds[k], read_seconds[k], read_bytes[k]
+                )
+        self.pageable = {
+            component.name
+            for component in problem.components
+            if component.variants[0].backing_store == "pageable"
+        }
+        self.secondaries = {
+            (component.name, k): secondary
+            for component in problem.components
+            for k, group in enumerate(component.groups)
+            if (secondary := component.variants[0].secondary or group.secondary)
         }
         self.resident = {key for name, blocks in finds for key in self._keys(name, blocks)}
-        self.now = 0.0
+        self.now_seconds = 0.0
         self.events: list[Event] = []
         self.moments: list[Moment] = []
 
     def slot(self, index: int, slot: Slot) -> SlotReport:
-        start = self.now
-        keys = [self._keys(a.component, a.blocks) if isinstance(a, Load | Evict) else [] for a in slot.actions]
-        evicted = [key for action, of in zip(slot.actions, keys, strict=True) if isinstance(action, Evict) for key in of]
-        loads = [key for action, of in zip(slot.actions, keys, strict=True) if isinstance(action, Load) for key in of]
-        rings = {action.component: action.ring_bytes for action in slot.actions if isinstance(action, Stream)}
+        start = self.now_seconds
+        keys = [
+            self._keys(a.component, a.blocks) if isinstance(a, Load | Evict) else []
+            for a in slot.actions
+        ]
+        evicted = [
+            key
+            for action, action_keys in zip(slot.actions, keys, strict=True)
+            if isinstance(action, Evict)
+            for key in action_keys
+        ]
+        loads = [
+            key
+            for action, action_keys in zip(slot.actions, keys, strict=True)
+            if isinstance(action, Load)
+            for key in action_keys
+        ]
+        ring_buffers = {
+            action.component: action.ring_buffer_bytes
+            for action in slot.actions
+            if isinstance(action, Stream)
+        }
         value_copies, copies_from = self._value_copies(index, slot)
         self.resident -= set(evicted)
-        works, activation, values = self._works(index, slot, set(loads), rings)
-        used = {work.key for work in works}
+        works, activation, values = self._works(index, slot, set(loads), ring_buffers)
+        used_keys = {work.key for work in works}
         disk = self._disk(slot, [*loads, *(work.key for work in works if work.source == "stream")])
-        later = (key for key in loads if key not in used)
-        crossings, hops = self._crossings(slot)
-        line = Timeline(start, works, later, self.sizes, rings, disk, copies_from, self.pageable, self.helpers, crossings, hops)
-        self.now = line.end_seconds
-        held = self._device_bytes(self.resident | set(loads))
-        ring = sum(round_up(nbytes, ALLOCATION_BYTES) for nbytes in rings.values())
+        prefetch_keys = (key for key in loads if key not in used_keys)
+        transfers, hops = self._transfers(slot)
+        line = Timeline(
+            start,
+            works,
+            prefetch_keys,
+            self.sizes,
+            ring_buffers,
+            disk,
+            copies_from,
+            self.pageable,
+            self.secondaries,
+            transfers,
+            hops,
+        )
+        self.now_seconds = line.end_seconds
+        weight_bytes = self._device_bytes(self.resident | set(loads))
+        ring_buffer = sum(round_up(nbytes, ALLOCATION_BYTES) for nbytes in ring_buffers.values())
         host, pinned = self.host.slot(slot)
         report = SlotReport(
             phase=slot.phase,
             part=slot.part,
-            peak_bytes=held + ring + activation + values,
-            resident_bytes=held,
-            ring_bytes=ring,
+            peak_bytes=weight_bytes + ring_buffer + activation + values,
+            resident_bytes=weight_bytes,
+            ring_buffer_bytes=ring_buffer,
             activation_bytes=activation,
             values_bytes=values,
-            streamed_bytes=sum(self.sizes[work.key].nbytes for work in works if work.source == "stream"),
+            streamed_bytes=sum(
+                self.sizes[work.key].nbytes for work in works if work.source == "stream"
+            ),
             loaded_bytes=sum(self.sizes[key].nbytes for key in loads),
-            seconds=self.now - start,
+            seconds=self.now_seconds - start,
             compute_seconds=sum(work.seconds for work in works),
-            restored_bytes=sum(event.nbytes for event in value_copies.values() if event.kind == "restore"),
+            restored_bytes=sum(
+                event.nbytes for event in value_copies.values() if event.kind == "restore"
+            ),
             host_bytes=host,
             pinned_bytes=pinned,
             disk_bytes_read=sum(self.sizes[key].read_bytes for _, key, _, _ in disk.spans),
-            helper_peaks=self._helper_peaks(slot, self.resident | set(loads)),
+            secondary_peaks=self._secondary_peaks(slot, self.resident | set(loads)),
         )
-        self.events += [self._event(index, Span("evict", key, 0, start, start)) for key in evicted]
-        spans = (*(Span(kind, key, 0, begin, end) for kind, key, begin, end in disk.spans), *line.copies, *line.calls.values())
-        timed = [*value_copies.values(), *(self._event(index, span) for span in spans)]
-        self.events += sorted(timed, key=lambda event: event.start_seconds)
-        self._add_moments(index, slot, keys, values + self._device_bytes((*self.resident, *evicted)), activation, timed, start)
+        self.events += [
+            self._event(index, TimeSpan("evict", key, 0, start, start)) for key in evicted
+        ]
+        spans = (
+            *(TimeSpan(kind, key, 0, begin, end) for kind, key, begin, end in disk.spans),
+            *line.copies,
+            *line.calls.values(),
+        )
+        slot_events = [*value_copies.values(), *(self._event(index, span) for span in spans)]
+        self.events += sorted(slot_events, key=lambda event: event.start_seconds)
+        self._add_moments(
+            index,
+            slot,
+            keys,
+            values + self._device_bytes((*self.resident, *evicted)),
+            activation,
+            slot_events,
+            start,
+        )
         self.resident |= set(loads)
         return report
 
     def _value_copies(self, index: int, slot: Slot) -> tuple[dict[int, Event], float]:
-        """Spills and restores by action number, one after another from the slot's start; and the end of the last one."""
-        found, now, hardware = dict[int, Event](), self.now, self.problem.hardware
+        """Return the spills and restores by action number, and the end of the last one.
+
+        They run one after another from the slot's start.
+        """
+        copies, clock_seconds, hardware = (
+            dict[int, Event](),
+            self.now_seconds,
+            self.problem.hardware,
+        )
         for number, action in enumerate(slot.actions):
             if isinstance(action, Spill | Restore):
                 if action.value not in self.values:
                     raise PlanError(f"slot {index}: the problem has no value {action.value!r}")
                 value, spill = self.values[action.value], isinstance(action, Spill)
-                end = now + value.copy_seconds(hardware, to_host=spill)
-                found[number] = Event("spill" if spill else "restore", "", index, action.value, value.nbytes, now, end)
-                now = end
-        return found, now
+                end = clock_seconds + value.copy_seconds(hardware, to_host=spill)
+                copies[number] = Event(
+                    "spill" if spill else "restore",
+                    "",
+                    index,
+                    action.value,
+                    value.nbytes,
+                    clock_seconds,
+                    end,
+                )
+                clock_seconds = end
+        return copies, clock_seconds
 
-    def _disk(self, slot: Slot, copied: Iterable[Key]) -> DiskChannel:
-        """The slot's disk channel: reads of its `Read` actions, and fetches for copies from backing stores on disk."""
-        reads = [key for action in slot.actions if isinstance(action, Read) for key in self._keys(action.component, None)]
+    def _disk(self, slot: Slot, copied_keys: Iterable[Key]) -> DiskChannel:
+        """Return the slot's disk channel.
+
+        It serves the slot's `Read` actions, and fetches for copies from backing stores on disk.
+        """
+        reads = [
+            key
+            for action in slot.actions
+            if isinstance(action, Read)
+            for key in self._keys(action.component, None)
+        ]
         variants = {name: component.variants[0] for name, component in self.components.items()}
-        bounce_bytes = {name: variant.host_bytes for name, variant in variants.items() if variant.backing_store == "disk"}
-        fetch_bytes = sum(self.sizes[key].nbytes for key in copied if key[0] in bounce_bytes)
-        locked, now = dict[str, float](), self.now
+        bounce_bytes = {
+            name: variant.host_bytes
+            for name, variant in variants.items()
+            if variant.backing_store == "disk"
+        }
+        fetch_bytes = sum(self.sizes[key].nbytes for key in copied_keys if key[0] in bounce_bytes)
+        lock_end_seconds, clock_seconds = dict[str, float](), self.now_seconds
         for name in dict.fromkeys(key[0] for key in reads):
             if variants[name].locked_bytes:
-                now = locked[name] = now + variants[name].locked_bytes * self.problem.hardware.page_lock_seconds
-        return DiskChannel(self.now, reads, self.sizes, bounce_bytes, fetch_bytes, locked)
+                clock_seconds = lock_end_seconds[name] = (
+                    clock_seconds
+                    + variants[name].locked_bytes * self.problem.hardware.page_lock_seconds
+                )
+        return DiskChannel(
+            self.now_seconds, reads, self.sizes, bounce_bytes, fetch_bytes, lock_end_seconds
+        )
 
-    def _works(self, index: int, slot: Slot, loads: set[Key], rings: dict[str, int]) -> tuple[list[Work], int, int]:
-        """All compute in order, the bytes of activation, and the bytes of values and live-in tensors."""
+    def _works(
+        self, index: int, slot: Slot, loads: set[Key], ring_buffers: dict[str, int]
+    ) -> tuple[list[BlockWork], int, int]:
+        """Return all compute in order, activation bytes, and the bytes of values and inputs."""
         if slot.part == "end":
             return [], 0, 0
         if slot.phase not in self.phases:
             raise PlanError(f"slot {index}: the problem has no phase {slot.phase!r}")
         number, phase = self.phases[slot.phase]
-        source_of = dict[Key, Source]()
+        sources = dict[Key, BlockOrigin]()
         for use in phase.uses:
             on_cpu = self._component(use.component).variants[0].device == "cpu"
             for key in self._keys(use.component, None):
-                here: Source = "resident" if key in self.resident else "load" if key in loads else "stream"
-                source_of[key] = "host" if on_cpu else here
-        works = [Work(key, seconds, call, source_of[key]) for key, seconds, call in self._blocks_in_order(phase, slot)]
-        if missing := next((w.key for w in works if w.source == "stream" and w.key[0] not in rings), None):
+                source: BlockOrigin = (
+                    "resident" if key in self.resident else "load" if key in loads else "stream"
+                )
+                sources[key] = "host" if on_cpu else source
+        works = [
+            BlockWork(key, seconds, call, sources[key])
+            for key, seconds, call in self._blocks_in_order(phase, slot)
+        ]
+        if unavailable_key := next(
+            (w.key for w in works if w.source == "stream" and w.key[0] not in ring_buffers), None
+        ):
             raise PlanError(
-                f"slot {index}: {self._path(missing)} of {missing[0]} is needed, but neither resident, loaded nor streamed"
+                f"slot {index}: {self._path(unavailable_key)} of {unavailable_key[0]} is needed, "
+                "but neither resident, loaded nor streamed"
             )
         activation = {"first": phase.first_bytes, "steady": phase.steady_bytes}.get(slot.part, 0)
         values = self.problem.value_bytes(number) - self.host.spilled_bytes(slot)
-        return works, activation, values + phase.live_in_bytes
+        return works, activation, values + phase.input_bytes
 
     def _blocks_in_order(self, phase: PhaseNumbers, slot: Slot) -> Iterator[tuple[Key, float, int]]:
-        """(block, seconds, call) in order: in each call all components in turn. A group runs in its first calls only."""
+        """Return (block, seconds, call) in order: in each call all components in turn.
+
+        A group runs in its first calls only.
+        """
         for call in range(slot.calls):
             for use in phase.uses:
                 calls = use.group_calls_in(slot.part)
@@ -499,34 +735,60 @@ class _State:
 
     def _in_group_order(self, use: Use) -> list[tuple[int, int, float]]:
         groups = self._component(use.component).groups
-        return [(k, i, use.seconds[k]) for k, of in enumerate(groups) for i in range(len(of.blocks))]
+        return [
+            (k, i, use.seconds[k])
+            for k, group in enumerate(groups)
+            for i in range(len(group.blocks))
+        ]
 
     def _add_moments(
-        self, index: int, slot: Slot, keys: list[list[Key]], held: int, activation: int, timed: list[Event], start: float
+        self,
+        index: int,
+        slot: Slot,
+        keys: list[list[Key]],
+        device_bytes: int,
+        activation: int,
+        slot_events: list[Event],
+        start: float,
     ) -> None:
-        """Append one moment per action. ``held``: bytes on the device before the first action."""
-        moved = defaultdict[tuple[str, str, str], list[Event]](list)  # by kind, component and what was moved
-        for event in timed:
+        """Append one moment per action.
+
+        ``device_bytes``: bytes on the device before the first action.
+        """
+        # key: kind, component, and the block or value
+        events_by_move = defaultdict[tuple[str, str, str], list[Event]](list)
+        for event in slot_events:
             if event.kind in ("load", "read", "spill", "restore"):
-                moved[event.kind, event.component, "" if event.kind == "read" else event.detail].append(event)
-        for number, (action, of) in enumerate(zip(slot.actions, keys, strict=True)):
+                events_by_move[
+                    event.kind, event.component, "" if event.kind == "read" else event.detail
+                ].append(event)
+        for number, (action, action_keys) in enumerate(zip(slot.actions, keys, strict=True)):
             begin = end = start
             if isinstance(action, Evict):
-                held -= self._device_bytes(of)
+                device_bytes -= self._device_bytes(action_keys)
             elif isinstance(action, Run | Stream):
-                held += activation if isinstance(action, Run) else round_up(action.ring_bytes, ALLOCATION_BYTES)
-                end = self.now
+                device_bytes += (
+                    activation
+                    if isinstance(action, Run)
+                    else round_up(action.ring_buffer_bytes, ALLOCATION_BYTES)
+                )
+                end = self.now_seconds
             elif not isinstance(action, Drop):
-                held += self._device_bytes(of)
+                device_bytes += self._device_bytes(action_keys)
                 if isinstance(action, Load):
-                    keys_moved = [("load", action.component, self._path(key)) for key in of]
+                    moves = [("load", action.component, self._path(key)) for key in action_keys]
                 elif isinstance(action, Read):
-                    keys_moved = [("read", action.component, "")]
+                    moves = [("read", action.component, "")]
                 else:
-                    keys_moved = [("spill" if isinstance(action, Spill) else "restore", "", action.value)]
-                if own := [event for key in keys_moved for event in moved[key]]:
-                    begin, end = min(event.start_seconds for event in own), max(event.end_seconds for event in own)
-            self.moments.append(Moment(index, number, held, begin, end))
+                    moves = [
+                        ("spill" if isinstance(action, Spill) else "restore", "", action.value)
+                    ]
+                if action_events := [event for key in moves for event in events_by_move[key]]:
+                    begin, end = (
+                        min(event.start_seconds for event in action_events),
+                        max(event.end_seconds for event in action_events),
+                    )
+            self.moments.append(Moment(index, number, device_bytes, begin, end))
 
     def _component(self, name: str) -> ComponentNumbers:
         if name not in self.components:
@@ -536,44 +798,79 @@ class _State:
     def _keys(self, component: str, blocks: Blocks) -> list[Key]:
         groups = self._component(component).groups
         if blocks is None:
-            return [(component, k, i) for k, of in enumerate(groups) for i in range(len(of.blocks))]
-        index = {of.name: k for k, of in enumerate(groups)}
+            return [
+                (component, k, i)
+                for k, group in enumerate(groups)
+                for i in range(len(group.blocks))
+            ]
+        index = {group.name: k for k, group in enumerate(groups)}
         for name, indices in blocks:
-            if name not in index or any(not 0 <= i < len(groups[index[name]].blocks) for i in indices):
+            if name not in index or any(
+                not 0 <= i < len(groups[index[name]].blocks) for i in indices
+            ):
                 layers = self._component(component).layers
-                by_layer = layers is not None and name in {of.name for of in layers.groups}
-                why = ": they are layers, and in this problem it is split into blocks; use `Solution.problem`" if by_layer else ""
-                raise PlanError(f"{component} has no blocks {name}{list(indices)}{why}")
+                by_layer = layers is not None and name in {group.name for group in layers.groups}
+                hint = (
+                    ": they are layers, and in this problem it is split into blocks; use "
+                    "`Solution.problem`"
+                    if by_layer
+                    else ""
+                )
+                raise PlanError(f"{component} has no blocks {name}{list(indices)}{hint}")
         return [(component, index[name], i) for name, indices in blocks for i in indices]
 
-    def _device_bytes(self, keys: Iterable[Key], helper: int = 0) -> int:
-        """Bytes of those of ``keys`` that are for the device, or for a helper."""
-        own = (key for key in keys if self.helpers.get(key[:2], 0) == helper)
-        return sum(round_up(self.sizes[key].nbytes, ALLOCATION_BYTES) for key in own)
+    def _device_bytes(self, keys: Iterable[Key], secondary: int = 0) -> int:
+        """Return the bytes of the blocks in ``keys`` that belong on device number ``secondary``.
 
-    def _helper_peaks(self, slot: Slot, keys: Collection[Key]) -> tuple[int, ...]:
-        """Bytes on each helper."""
-        working = [0] * len(self.problem.helpers)
+        0 is the main device.
+        """
+        device_keys = (key for key in keys if self.secondaries.get(key[:2], 0) == secondary)
+        return sum(round_up(self.sizes[key].nbytes, ALLOCATION_BYTES) for key in device_keys)
+
+    def _secondary_peaks(self, slot: Slot, keys: Collection[Key]) -> tuple[int, ...]:
+        """Return the peak bytes on each secondary device."""
+        compute_bytes = [0] * len(self.problem.secondaries)
         if slot.part in ("first", "steady"):
-            working = [of[slot.part == "steady"] for of in self.phases[slot.phase][1].helper_bytes]
-        return tuple(self._device_bytes(keys, number) + more for number, more in enumerate(working, 1))
+            compute_bytes = [
+                part_bytes[slot.part == "steady"]
+                for part_bytes in self.phases[slot.phase][1].secondary_bytes
+            ]
+        return tuple(
+            self._device_bytes(keys, number) + nbytes
+            for number, nbytes in enumerate(compute_bytes, 1)
+        )
 
-    def _crossings(self, slot: Slot) -> tuple[dict[str, tuple[float, float, int]], dict[Key, tuple[float, float]]]:
-        """For each component that the slot calls on a helper, seconds in which arguments and results of a call cross, and calls;
-        and for each block on a helper of one that is split, seconds in which what it gets and gives crosses."""
-        whole, hops = dict[str, tuple[float, float, int]](), dict[Key, tuple[float, float]]()
+    def _transfers(
+        self, slot: Slot
+    ) -> tuple[dict[str, tuple[float, float, int]], dict[Key, tuple[float, float]]]:
+        """Return the transfers of the slot, as `Timeline` takes them: per component and per block.
+
+        The first are of components that compute on a secondary device as a whole, the second of
+        split components' blocks on secondary devices.
+        """
+        call_transfers, hops = (
+            dict[str, tuple[float, float, int]](),
+            dict[Key, tuple[float, float]](),
+        )
         for use in self.phases[slot.phase][1].uses if slot.part in ("first", "steady") else ():
             component = self._component(use.component)
-            if helper := component.variants[0].helper:
-                whole[use.component] = (*self.problem.crossing_seconds(helper, use.crossing), use.calls_in(slot.part))
-            for (k, i), of in crossings(use, component).items():
-                hops[use.component, k, i] = self.problem.tensors_cross_seconds(of.helper, of.to, of.back)
-        return whole, hops
+            if secondary := component.variants[0].secondary:
+                call_transfers[use.component] = (
+                    *self.problem.transfer_seconds(secondary, use.transfer),
+                    use.calls_in(slot.part),
+                )
+            for (k, i), transfer in transfers(use, component).items():
+                hops[use.component, k, i] = self.problem.tensors_cross_seconds(
+                    transfer.secondary, transfer.to_bytes, transfer.back_bytes
+                )
+        return call_transfers, hops
 
     def _path(self, key: Key) -> str:
         return self.components[key[0]].groups[key[1]].blocks[key[2]]
 
-    def _event(self, slot: int, span: Span) -> Event:
+    def _event(self, slot: int, span: TimeSpan) -> Event:
         detail = f"call {span.call}" if span.kind == "run" else self._path(span.key)
         nbytes = 0 if span.kind == "run" else self.sizes[span.key].nbytes
-        return Event(span.kind, span.key[0], slot, detail, nbytes, span.start_seconds, span.end_seconds)
+        return Event(
+            span.kind, span.key[0], slot, detail, nbytes, span.start_seconds, span.end_seconds
+        )

@@ -13,38 +13,58 @@ from graphrun.verify.pages import reserved_bytes
 from graphrun.verify.simulate import simulate
 
 
-def solution_of(problem: Problem, plan: Plan, bound_seconds: float = 0.0, objective_seconds: float = 0.0) -> Solution:
-    """The solution with ``plan``, simulated once and not checked. By default nothing is known about how good it is."""
-    return in_pages(Solution(problem, plan, simulate(problem, plan), bound_seconds, objective_seconds))
+def solution_of(
+    problem: Problem, plan: Plan, bound_seconds: float = 0.0, objective_seconds: float = 0.0
+) -> Solution:
+    """Return the solution with ``plan``, simulated once and not checked.
+
+    By default, nothing is known about how good the plan is.
+    """
+    return in_pages(
+        Solution(problem, plan, simulate(problem, plan), bound_seconds, objective_seconds)
+    )
 
 
 def in_pages(solution: Solution) -> Solution:
-    """``solution`` with peaks as the device's allocator reserves memory, where `Problem.counts_pages`."""
+    """Return ``solution`` with peaks of the memory that the device's allocator reserves.
+
+    Without `Problem.counts_pages`, ``solution`` is returned unchanged.
+    """
     if not solution.problem.counts_pages:
         return solution
-    devices = range(len(solution.problem.helpers) + 1)
+    devices = range(len(solution.problem.secondaries) + 1)
     pages = [reserved_bytes(solution.chosen, solution.plan, number) for number in devices]
     return replace(solution, simulation=solution.simulation.in_pages(*pages))
 
 
 def broken_rules(problem: Problem, plan: Plan) -> tuple[Violation, ...]:
-    """Return every rule that ``plan`` breaks: those of `check`; if none, the rule ``pages``.
+    """Return the violations by ``plan``: of the rules of `check`; if none, of the rule ``pages``.
 
-    That rule: what the allocator of a device reserves in a slot is within the budget.
+    The rule ``pages``: the memory that a device's allocator reserves in a slot is within the
+    budget.
     """
-    broken = check(problem, plan)
-    if broken or not problem.counts_pages:
-        return broken
-    chosen = apply_choices(problem, plan)
-    budgets = (problem.effective_bytes, *(helper.effective_bytes for helper in problem.helpers))
+    violations = check(problem, plan)
+    if violations or not problem.counts_pages:
+        return violations
+    applied = apply_choices(problem, plan)
+    budgets = (
+        problem.effective_bytes,
+        *(secondary.effective_bytes for secondary in problem.secondaries),
+    )
     return tuple(
         Violation("pages", slot, -1, f"{nbytes} bytes reserved in pages > {budget} bytes")
         for number, budget in enumerate(budgets)
-        for slot, nbytes in enumerate(reserved_bytes(chosen, plan, number))
+        for slot, nbytes in enumerate(reserved_bytes(applied, plan, number))
         if nbytes > budget
     )
 
 
-def checked_solution(problem: Problem, plan: Plan, bound_seconds: float, objective_seconds: float) -> Solution | None:
-    """The solution with ``plan``, checked and simulated once; None where the plan breaks a rule."""
-    return None if check(problem, plan) else solution_of(problem, plan, bound_seconds, objective_seconds)
+def checked_solution(
+    problem: Problem, plan: Plan, bound_seconds: float, objective_seconds: float
+) -> Solution | None:
+    """Return the solution with ``plan``, checked and simulated; None if the plan breaks a rule."""
+    return (
+        None
+        if check(problem, plan)
+        else solution_of(problem, plan, bound_seconds, objective_seconds)
+    )

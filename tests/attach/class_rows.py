@@ -1,4 +1,5 @@
-"""The tables of classes in `docs/pipelines.md`: each row from what was seen. `make pipelines` writes them, tests compare."""
+"""The tables of classes in `docs/pipelines.md`: each row from what was seen. `make pipelines`
+writes them, tests compare."""
 
 from __future__ import annotations
 
@@ -25,24 +26,38 @@ DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "pipelines.md"
 CASES = cases()
 OTHER = "two ships"
 AMPLE_BYTES = 1 << 40
-CLASSES = ("FluxPipeline", "StableDiffusion3Pipeline", "WanPipeline", "CogVideoXPipeline", "StableDiffusionXLPipeline")
+CLASSES = (
+    "FluxPipeline",
+    "StableDiffusion3Pipeline",
+    "WanPipeline",
+    "CogVideoXPipeline",
+    "StableDiffusionXLPipeline",
+)
 HEADS = {
-    "attached": "| class | family | generous budget | least budget | another text | detached |\n|---|---|---|---|---|---|\n",
-    "features": f"| feature | {' | '.join(name.removesuffix('Pipeline') for name in CLASSES)} |\n|---|{'---|' * len(CLASSES)}\n",
+    "attached": (
+        "| class | family | generous budget | least budget | another text | detached "
+        "|\n|---|---|---|---|---|---|\n"
+    ),
+    "features": (
+        f"| feature | {' | '.join(name.removesuffix('Pipeline') for name in CLASSES)} "
+        f"|\n|---|{'---|' * len(CLASSES)}\n"
+    ),
 }
 
 
 def documented(head: str) -> dict[str, str]:
     """The rows below ``head`` in the document, by their first cell."""
-    found = DOCUMENT.read_text().partition(head)[2].partition("\n\n")[0].splitlines()
-    return {row.split(" | ")[0].removeprefix("| "): row for row in found}
+    lines = DOCUMENT.read_text().partition(head)[2].partition("\n\n")[0].splitlines()
+    return {row.split(" | ")[0].removeprefix("| "): row for row in lines}
 
 
 def write(head: str, rows: Iterable[str]) -> None:
     """Puts ``rows`` in the place of those below ``head``."""
-    before, found, after = DOCUMENT.read_text().partition(head)
-    assert found, f"{DOCUMENT} has no table {head}"
-    DOCUMENT.write_text(before + head + "\n".join(rows) + "\n\n" + after.partition("\n\n")[2])
+    head_text, separator, tail_text = DOCUMENT.read_text().partition(head)
+    assert separator, f"{DOCUMENT} has no table {head}"
+    DOCUMENT.write_text(
+        head_text + head + "\n".join(rows) + "\n\n" + tail_text.partition("\n\n")[2]
+    )
 
 
 def another(case: Case) -> Case | None:
@@ -55,61 +70,82 @@ def another(case: Case) -> Case | None:
 def least_bytes(case: Case) -> int:
     """The least budget of ``case``, as the refusal of a smaller one says it."""
     device = SimulatedDevice(Machine())
-    with graphrun.attach(pipe := case.build(), vram="1K", device=device), pytest.raises(Infeasible) as refused:
+    with (
+        graphrun.attach(pipe := case.build(), vram="1K", device=device),
+        pytest.raises(Infeasible) as error_info,
+    ):
         case.call(pipe, put_on(device))
-    return int(refused.value.smallest_budget_bytes)
+    return int(error_info.value.smallest_budget_bytes)
 
 
 def attached_row(name: str) -> str:
-    """Three calls, another text and the first again, attached with a generous budget and with exactly the least one."""
+    """Three calls, another text and the first again, attached with a generous budget and with
+    exactly the least one."""
     case, other = CASES[name], another(CASES[name])
     plain = case.build()
     want = case.call(plain)
     texts = [] if other is None else [(other, other.call(plain))]
     anew, failed = [False, False], [False, False]
-    seen = {"calls": [True, True], "texts": [True, True], "detached": [True, True]}
+    cells = {"calls": [True, True], "texts": [True, True], "detached": [True, True]}
     for number, budget_bytes in enumerate((AMPLE_BYTES, least_bytes(case))):
         pipe, device = case.build(), SimulatedDevice(Machine())
-        with suppress(GraphrunError), graphrun.attach(pipe, vram=budget_bytes, device=device) as attached:
+        with (
+            suppress(GraphrunError),
+            graphrun.attach(pipe, vram=budget_bytes, device=device) as attachment,
+        ):
             failed[number] = True
             for own, expected in [(case, want)] * 3 + texts + [(case, want)]:
-                same = equal(own.call(pipe, put_on(device)), expected)
-                seen["texts" if own is other else "calls"][number] &= same
-                assert attached.solution is not None
-                assert attached.trace is not None
-                assert device.allocated_bytes == attached.held_bytes
-                assert attached.trace.overruns == ()
-                assert attached.trace.peak_bytes <= budget_bytes
-                anew[number] |= attached.replans != ()
+                is_equal = equal(own.call(pipe, put_on(device)), expected)
+                cells["texts" if own is other else "calls"][number] &= is_equal
+                assert attachment.solution is not None
+                assert attachment.trace is not None
+                assert device.allocated_bytes == attachment.held_bytes
+                assert attachment.trace.overruns == ()
+                assert attachment.trace.peak_bytes <= budget_bytes
+                anew[number] |= attachment.replans != ()
             failed[number] = False
-        seen["detached"][number] = device.allocated_bytes == 0 and type(pipe) is case.kind and equal(case.call(pipe), want)
-    calls = ["three calls equal" if same else "differs" for same in seen["calls"]]
-    calls = [f"{cell}, planned anew within one" if again else cell for cell, again in zip(calls, anew, strict=True)]
+        cells["detached"][number] = (
+            device.allocated_bytes == 0 and type(pipe) is case.kind and equal(case.call(pipe), want)
+        )
+    calls = ["three calls equal" if is_same else "differs" for is_same in cells["calls"]]
+    calls = [
+        f"{cell}, planned again within one" if new_cell else cell
+        for cell, new_cell in zip(calls, anew, strict=True)
+    ]
     calls = ["fails" if ended else cell for cell, ended in zip(calls, failed, strict=True)]
-    text = "-" if other is None else "equal" if all(seen["texts"]) else "differs"
-    return f"| {name} | {case.family} | {calls[0]} | {calls[1]} | {text} | {'as it was' if all(seen['detached']) else 'differs'} |"
+    text = "-" if other is None else "equal" if all(cells["texts"]) else "differs"
+    return (
+        f"| {name} | {case.family} | {calls[0]} | {calls[1]} | {text} | "
+        f"{'as it was' if all(cells['detached']) else 'differs'} |"
+    )
 
 
 def lora(pipe: Any) -> None:
     part = "unet" if hasattr(pipe, "unet") else "transformer"
-    generator, found = torch.Generator().manual_seed(1), dict[str, torch.Tensor]()
+    generator, factors = torch.Generator().manual_seed(1), dict[str, torch.Tensor]()
     for path, layer in getattr(pipe, part).named_modules():
         if isinstance(layer, torch.nn.Linear) and re.search(r"attn\d?\.to_(q|v)$", path):
-            found[f"{part}.{path}.lora_A.weight"] = torch.randn(4, layer.in_features, generator=generator)
-            found[f"{part}.{path}.lora_B.weight"] = torch.randn(layer.out_features, 4, generator=generator)
-    pipe.load_lora_weights(found)
+            factors[f"{part}.{path}.lora_A.weight"] = torch.randn(
+                4, layer.in_features, generator=generator
+            )
+            factors[f"{part}.{path}.lora_B.weight"] = torch.randn(
+                layer.out_features, 4, generator=generator
+            )
+    pipe.load_lora_weights(factors)
 
 
 def compiled(pipe: Any) -> None:
-    getattr(pipe, "transformer", getattr(pipe, "unet", None)).compile_repeated_blocks(backend="eager")
+    getattr(pipe, "transformer", getattr(pipe, "unet", None)).compile_repeated_blocks(
+        backend="eager"
+    )
 
 
 SWITCHES: tuple[Callable[[Any], object], ...] = (lora, *FEATURES, compiled)
 
 
 def feature_seen(switch: Callable[[Any], object], name: str) -> str:
-    """What comes of a feature that is switched on after the first call of an attached pipeline: right, or the refusal; ``-`` where
-    diffusers itself has no such thing for the class."""
+    """What comes of a feature that is switched on after the first call of an attached pipeline:
+    right, or the refusal; ``-`` where diffusers itself has no such thing for the class."""
     plain = CASES[name].build()
     try:
         switch(plain)
@@ -117,19 +153,28 @@ def feature_seen(switch: Callable[[Any], object], name: str) -> str:
     except Exception:  # noqa: BLE001 - whatever diffusers refuses it with
         return "-"
     pipe, device = CASES[name].build(), SimulatedDevice(Machine())
-    weights = sum(part.numel() * part.element_size() for module in modules(pipe) for part in module.parameters())
+    weights = sum(
+        part.numel() * part.element_size()
+        for module in modules(pipe)
+        for part in module.parameters()
+    )
     with graphrun.attach(pipe, vram=int(0.95 * weights), device=device):
         output(name, pipe)
         try:
             switch(pipe)
-            same = [
-                equal(output(name, pipe, prompt), of) for prompt, of in ((PROMPT, want[0]), (OTHER, want[1]), (PROMPT, want[0]))
+            equalities = [
+                equal(output(name, pipe, prompt), expected_output)
+                for prompt, expected_output in (
+                    (PROMPT, want[0]),
+                    (OTHER, want[1]),
+                    (PROMPT, want[0]),
+                )
             ]
         except GraphrunError as error:
             return f"refused: {str(error).splitlines()[0][:200]}"
     with suppress(AttributeError):
         torch.compiler.reset()
-    return "right" if all(same) else "differs"
+    return "right" if all(equalities) else "differs"
 
 
 def modules(pipe: Any) -> list[torch.nn.Module]:
@@ -138,4 +183,7 @@ def modules(pipe: Any) -> list[torch.nn.Module]:
 
 def feature_row(switch: Callable[[Any], object]) -> str:
     """A feature on each of `CLASSES`."""
-    return f"| {switch.__name__.replace('_', ' ')} | {' | '.join(feature_seen(switch, name) for name in CLASSES)} |"
+    return (
+        f"| {switch.__name__.replace('_', ' ')} | "
+        f"{' | '.join(feature_seen(switch, name) for name in CLASSES)} |"
+    )

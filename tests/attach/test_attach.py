@@ -1,4 +1,5 @@
-"""`attach` beyond a single call: other calls and arguments, calls that leave their plan, bad input, detaching."""
+"""`attach` beyond a single call: other calls and arguments, calls that leave their plan, bad input,
+detaching."""
 
 from __future__ import annotations
 
@@ -65,10 +66,14 @@ def test_one_plan_serves_all_texts_and_seeds_and_another_size_gets_its_own(sd: A
     plain = SD.build()
     assert equal(sd.seeded(), seeded(plain))
     first = problem_of(sd.attachment)
-    assert equal(sd.seeded(7, prompt="two ships in a storm"), seeded(plain, 7, prompt="two ships in a storm"))
+    assert equal(
+        sd.seeded(7, prompt="two ships in a storm"), seeded(plain, 7, prompt="two ships in a storm")
+    )
     assert problem_of(sd.attachment) is first
     assert equal(sd.seeded(guidance_scale=5.0), seeded(plain, guidance_scale=5.0))
-    assert problem_of(sd.attachment) is first, "it has a dry run of its own, which gives the same problem"
+    assert problem_of(sd.attachment) is first, (
+        "it has a dry run of its own, which gives the same problem"
+    )
     assert equal(sd.seeded(height=24), seeded(plain, height=24))
     assert problem_of(sd.attachment) is not first
     assert equal(sd.seeded(guidance_scale=1.0), seeded(plain, guidance_scale=1.0))
@@ -77,7 +82,9 @@ def test_one_plan_serves_all_texts_and_seeds_and_another_size_gets_its_own(sd: A
     assert sd.device.allocated_bytes == sd.attachment.held_bytes
 
 
-def test_encoding_alone_uses_the_encoder_alone_and_its_results_serve_as_arguments(sd: Attached) -> None:
+def test_encoding_alone_uses_the_encoder_alone_and_its_results_serve_as_arguments(
+    sd: Attached,
+) -> None:
     peaks = []
     for _ in range(2):
         embeds, negative = sd.pipe.encode_prompt(PROMPT, sd.pipe.device, 1, True)
@@ -86,7 +93,9 @@ def test_encoding_alone_uses_the_encoder_alone_and_its_results_serve_as_argument
         peaks.append(sd.attachment.trace.peak_bytes)
         assert {event.component for event in sd.attachment.trace.events} == {"text_encoder"}
         held_bytes = sd.device.allocated_bytes - sd.attachment.held_bytes
-        assert held_bytes == sum(round_up(t.numel() * t.element_size(), 512) for t in (embeds, negative))
+        assert held_bytes == sum(
+            round_up(t.numel() * t.element_size(), 512) for t in (embeds, negative)
+        )
         if len(peaks) == 1:
             del embeds, negative
             assert sd.device.allocated_bytes == sd.attachment.held_bytes
@@ -100,10 +109,10 @@ def test_a_component_called_directly_is_planned_too(sd: Attached) -> None:
     latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     want = SD.build().vae.decode(latents).sample
     with sd.device.machine:
-        there = latents.to("sim")
-    got = sd.pipe.vae.decode(there).sample
+        device_latents = latents.to("sim")
+    got = sd.pipe.vae.decode(device_latents).sample
     assert torch.equal(got.cpu(), want)
-    del got, there
+    del got, device_latents
     assert sd.device.allocated_bytes == sd.attachment.held_bytes
 
 
@@ -111,15 +120,15 @@ def test_an_entry_that_the_dry_run_lacked_is_planned_when_it_comes(sd: Attached)
     """The dry run has no callback; in the run it decodes, which the plan does not have."""
     plain = SD.build()
 
-    def look(pipe: Any, step: int, at: Any, values: dict[str, Any]) -> dict[str, Any]:
-        seen.append(pipe.vae.decode(values["latents"]).sample.cpu())
+    def look(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        step_latents.append(pipe.vae.decode(values["latents"]).sample.cpu())
         return values
 
-    seen: list[torch.Tensor] = []
-    want = seeded(plain, callback_on_step_end=look), list(seen)
-    seen.clear()
+    step_latents: list[torch.Tensor] = []
+    want = seeded(plain, callback_on_step_end=look), list(step_latents)
+    step_latents.clear()
     got = sd.seeded(callback_on_step_end=look)
-    assert equal((got, seen), want)
+    assert equal((got, step_latents), want)
     assert sd.attachment.replans[0] == "vae.decode"
     assert sd.device.allocated_bytes == sd.attachment.held_bytes
     report = sd.attachment.report()
@@ -128,7 +137,9 @@ def test_an_entry_that_the_dry_run_lacked_is_planned_when_it_comes(sd: Attached)
     assert sd.attachment.summary()["verdict"] == "the run matched the plan"
 
 
-def test_a_call_that_takes_more_than_planned_warns_and_the_report_says_it(sd: Attached, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_takes_more_than_planned_warns_and_the_report_says_it(
+    sd: Attached, monkeypatch: pytest.MonkeyPatch
+) -> None:
     problem_for = Attachment.problem
 
     def lowered(*args: Any, **kwargs: Any) -> Problem:
@@ -159,30 +170,45 @@ def test_another_scheduler_and_tiling_get_plans_of_their_own(sd: Attached) -> No
 
 def test_the_random_state_of_the_process_and_of_generators_is_the_calls_own(sd: Attached) -> None:
     torch.manual_seed(5)
-    without = SD.build()
+    plain = SD.build()
     torch.manual_seed(5)
-    want = without(PROMPT, height=16, width=16, num_inference_steps=2, output_type="np").images, torch.rand(1)
+    want = (
+        plain(PROMPT, height=16, width=16, num_inference_steps=2, output_type="np").images,
+        torch.rand(1),
+    )
     torch.manual_seed(5)
-    got = sd.pipe(PROMPT, height=16, width=16, num_inference_steps=2, output_type="np").images, torch.rand(1)
+    got = (
+        sd.pipe(PROMPT, height=16, width=16, num_inference_steps=2, output_type="np").images,
+        torch.rand(1),
+    )
     assert equal(got, want)
 
 
-def test_a_small_budget_streams_and_one_that_is_too_small_is_refused_with_the_least_that_works() -> None:
+def test_a_small_budget_streams_and_a_smaller_one_is_refused_with_the_minimum() -> None:
     pipe = FLUX.build()
     want = FLUX.call(pipe)
-    with graphrun.attach(pipe, vram="1K", device="sim"), pytest.raises(Infeasible) as refused:
+    with graphrun.attach(pipe, vram="1K", device="sim"), pytest.raises(Infeasible) as error_info:
         FLUX.call(pipe)
-    with graphrun.attach(pipe, vram=refused.value.smallest_budget_bytes, device="sim") as attached:
+    with graphrun.attach(
+        pipe, vram=error_info.value.smallest_budget_bytes, device="sim"
+    ) as attachment:
         assert equal(FLUX.call(pipe), want)
-        assert attached.solution is not None
-        streamed = {a.component for slot in attached.solution.plan.slots for a in slot.actions if isinstance(a, Stream)}
+        assert attachment.solution is not None
+        streamed = {
+            a.component
+            for slot in attachment.solution.plan.slots
+            for a in slot.actions
+            if isinstance(a, Stream)
+        }
         assert streamed
-        assert attached.summary()["measured"]["kept_plan"]
-        assert pipe.graphrun is attached
-        assert "the run matched the plan" in attached.report()
-        assert len(attached.report().splitlines()) < 24
-        assert all(phase.name in attached.report() for phase in attached.solution.problem.phases)
-        assert "held as" in attached.report(full=True)
+        assert attachment.summary()["measured"]["kept_plan"]
+        assert pipe.graphrun is attachment
+        assert "the run matched the plan" in attachment.report()
+        assert len(attachment.report().splitlines()) < 24
+        assert all(
+            phase.name in attachment.report() for phase in attachment.solution.problem.phases
+        )
+        assert "stored as" in attachment.report(full=True)
 
 
 def test_the_least_budget_works_for_what_the_caller_has_on_the_device() -> None:
@@ -190,30 +216,44 @@ def test_the_least_budget_works_for_what_the_caller_has_on_the_device() -> None:
     pipe, device = case.build(), SimulatedDevice(Machine())
     want = case.call(pipe)
     with device.machine:
-        held = {name: value.to("sim") if isinstance(value, torch.Tensor) else value for name, value in case.arguments().items()}
-    there = replace(case, arguments=lambda: held)
+        arguments = {
+            name: value.to("sim") if isinstance(value, torch.Tensor) else value
+            for name, value in case.arguments().items()
+        }
+    device_case = replace(case, arguments=lambda: arguments)
     held_bytes = device.allocated_bytes
-    with graphrun.attach(pipe, vram="1K", device=device), pytest.raises(Infeasible) as refused:
-        there.call(pipe, lambda tensor: tensor)
-    least_bytes = refused.value.smallest_budget_bytes
-    with graphrun.attach(pipe, vram=least_bytes, device=device) as attached:
-        assert equal(there.call(pipe, lambda tensor: tensor), want)
-        assert attached.trace is not None
-        assert attached.trace.peak_bytes == least_bytes - held_bytes < least_bytes
+    with graphrun.attach(pipe, vram="1K", device=device), pytest.raises(Infeasible) as error_info:
+        device_case.call(pipe, lambda tensor: tensor)
+    least_bytes = error_info.value.smallest_budget_bytes
+    with graphrun.attach(pipe, vram=least_bytes, device=device) as attachment:
+        assert equal(device_case.call(pipe, lambda tensor: tensor), want)
+        assert attachment.trace is not None
+        assert attachment.trace.peak_bytes == least_bytes - held_bytes < least_bytes
 
 
-def test_components_that_are_in_ram_stay_there_though_little_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_components_that_are_in_ram_stay_there_though_little_is_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pipe = SD.build()
     want = SD.call(pipe)
     left_bytes = weight_bytes(pipe) // 4
-    (tmp_path / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {left_bytes // 1024} kB\nSwapFree: 99999999 kB\n")
-    monkeypatch.setattr(host_ram_bytes, "__defaults__", (tmp_path, tmp_path / "own", tmp_path / "meminfo"))
-    with graphrun.attach(pipe, vram="1G", device="sim") as attached:
+    (tmp_path / "meminfo").write_text(
+        f"MemTotal: 1 kB\nMemAvailable: {left_bytes // 1024} kB\nSwapFree: 99999999 kB\n"
+    )
+    monkeypatch.setattr(
+        host_ram_bytes, "__defaults__", (tmp_path, tmp_path / "own", tmp_path / "meminfo")
+    )
+    with graphrun.attach(pipe, vram="1G", device="sim") as attachment:
         assert equal(SD.call(pipe), want)
-        assert attached.solution is not None
-        problem, plan = attached.solution.problem, attached.solution.plan
+        assert attachment.solution is not None
+        problem, plan = attachment.solution.problem, attachment.solution.plan
         assert weight_bytes(pipe) < problem.ram_bytes <= weight_bytes(pipe) + left_bytes
-        backing_stores = {action.backing_store for slot in plan.slots for action in slot.actions if isinstance(action, Load)}
+        backing_stores = {
+            action.backing_store
+            for slot in plan.slots
+            for action in slot.actions
+            if isinstance(action, Load)
+        }
         assert backing_stores <= {"pinned", "pageable"}
 
 
@@ -221,17 +261,17 @@ def test_detaching_restores_the_pipeline() -> None:
     pipe = SD.build()
     kinds = {name: type(part) for name, part in pipe.components.items()}
     pipe.vae.requires_grad_(True)
-    before = {name: tensor.clone() for name, tensor in pipe.unet.state_dict().items()}
-    attached = graphrun.attach(pipe, vram="1G", device="sim")
+    state = {name: tensor.clone() for name, tensor in pipe.unet.state_dict().items()}
+    attachment = graphrun.attach(pipe, vram="1G", device="sim")
     SD.call(pipe)
-    attached.detach()
-    attached.detach()
+    attachment.detach()
+    attachment.detach()
     assert type(pipe) is SD.kind
     assert pipe.device.type == "cpu"
     assert {name: type(part) for name, part in pipe.components.items()} == kinds
     assert all(p.requires_grad for p in pipe.vae.parameters())
     assert not any(p.requires_grad for p in pipe.unet.parameters())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in pipe.unet.state_dict().items())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in pipe.unet.state_dict().items())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in pipe.unet.modules())
 
 
@@ -276,7 +316,9 @@ def test_a_probe_that_fails_says_which_call_failed() -> None:
 
     pipe.vae.__class__ = Odd
     with graphrun.attach(pipe, vram="1G", device=device):
-        with pytest.raises(ProbeError, match=r"vae\.decode\(float32\[1, 4, 8, 8\].*no such codec.*graph file"):
+        with pytest.raises(
+            ProbeError, match=r"vae\.decode\(float32\[1, 4, 8, 8\].*no such codec.*graph file"
+        ):
             seeded(pipe)
         assert device.allocated_bytes == 0
 
@@ -291,12 +333,14 @@ def test_a_component_that_needs_tensor_values_is_run_once_on_the_cpu() -> None:
 
     pipe = SD.build()
     pipe.vae.__class__ = Counting
-    with graphrun.attach(pipe, vram="1G", device="sim") as attached:
+    with graphrun.attach(pipe, vram="1G", device="sim") as attachment:
         assert equal(seeded(pipe), seeded(SD.build()))
-        assert attached.replans == ()
+        assert attachment.replans == ()
 
 
-def test_an_error_in_the_run_leaves_nothing_on_the_device_and_the_next_call_works(sd: Attached) -> None:
+def test_an_error_in_the_run_leaves_nothing_on_the_device_and_the_next_call_works(
+    sd: Attached,
+) -> None:
     sd.seeded()
     sd.device.machine.fail_copy = 5
     with pytest.raises(graphrun.TransferFailed):
@@ -311,50 +355,68 @@ def test_a_pipeline_on_meta_is_planned_as_the_live_one_is() -> None:
     inputs = {"prompt": PROMPT, "height": 16, "width": 16, "num_inference_steps": 2}
     problem = graphrun.estimate(live, vram="1G", ram="8G", hardware="sim", inputs=inputs)
     assert dict(problem.settings)["height"] == "16"
-    assert [use.component for phase in problem.phases for use in phase.uses] == ["text_encoder", "unet", "vae"]
+    assert [use.component for phase in problem.phases for use in phase.uses] == [
+        "text_encoder",
+        "unet",
+        "vae",
+    ]
     for part in (pipe.text_encoder, pipe.unet, pipe.vae):
         part.to("meta")
-    bare = graphrun.estimate(graphrun.from_pipeline(pipe), vram="1G", ram="8G", hardware="sim", inputs=inputs)
+    bare = graphrun.estimate(
+        graphrun.from_pipeline(pipe), vram="1G", ram="8G", hardware="sim", inputs=inputs
+    )
     assert bare == problem
     assert graphrun.plan(bare).plan == graphrun.plan(problem).plan
     with pytest.raises(InputError, match="until"):
         graphrun.estimate(live, vram="1G", hardware="sim", inputs=inputs, until="decode")
 
 
-def _refusals(attached: Attached, answers: Any) -> None:
+def _refusals(attachment: Attached, answers: Any) -> None:
     """What a forked process is told, put into ``answers`` as text."""
-    pipe = attached.pipe
-    uses = (attached.seeded, lambda: pipe.vae.decode(torch.zeros(1)), lambda: pipe.to(torch.float32), attached.attachment.release)
+    pipe = attachment.pipe
+    uses = (
+        attachment.seeded,
+        lambda: pipe.vae.decode(torch.zeros(1)),
+        lambda: pipe.to(torch.float32),
+        attachment.attachment.release,
+    )
     for use in uses:
         try:
             use()
         except InputError as error:
             answers.put(str(error))
-    attached.attachment.detach()
+    attachment.attachment.detach()
     answers.put("detached")
 
 
 def test_a_forked_process_is_refused_at_once_also_while_a_call_runs(sd: Attached) -> None:
-    """A thread that holds the device's lock stands for a call of the parent: in the child nobody gives it back."""
-    fork, (taken, done) = multiprocessing.get_context("fork"), (threading.Event(), threading.Event())
+    """A thread that holds the device's lock stands for a call of the parent: in the child nobody
+    gives it back."""
+    fork, (taken_event, done_event) = (
+        multiprocessing.get_context("fork"),
+        (threading.Event(), threading.Event()),
+    )
 
     def hold() -> None:
         with sd.attachment._lock:
-            taken.set()
-            done.wait()
+            taken_event.set()
+            done_event.wait()
 
     holder = threading.Thread(target=hold)
     holder.start()
-    taken.wait()
+    taken_event.wait()
     answers = fork.SimpleQueue()
     child = fork.Process(target=_refusals, args=(sd, answers))
     child.start()
     child.join(20)
     hung = child.is_alive()
     child.kill()
-    done.set()
+    done_event.set()
     holder.join()
     assert not hung
     for _ in range(4):
-        assert f"the attached pipeline belongs to process {multiprocessing.current_process().pid}" in answers.get()
+        assert (
+            f"the attached pipeline belongs to process {multiprocessing.current_process().pid}"
+            in answers.get()
+        )
     assert answers.get() == "detached"

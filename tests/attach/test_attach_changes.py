@@ -1,4 +1,5 @@
-"""Changes to an attached pipeline between or inside its calls: the plain pipeline's results, or an error that says what to do."""
+"""Changes to an attached pipeline between or inside its calls: the plain pipeline's results, or an
+error that says what to do."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tiny_pipelines import cases, picture, tiny
 import graphrun
 from graphrun.diffusers_.residence import Leftovers
 from graphrun.errors import InputError
-from graphrun.modules.memos import owned
+from graphrun.modules.memos import attributes_of
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
 
@@ -120,10 +121,12 @@ ALWAYS = (other_vae, new_weights, tiled, another_scheduler, vae_halved, fused, i
 
 
 @pytest.mark.parametrize("change", sampled(CHANGES, ALWAYS, "changes"), ids=NAMES)
-def test_a_change_between_calls_has_its_effect_and_leaves_nothing(sd: Attached, change: Callable[[Any], None]) -> None:
+def test_a_change_between_calls_has_its_effect_and_leaves_nothing(
+    sd: Attached, change: Callable[[Any], None]
+) -> None:
     plain = SD.build()
-    before = seeded(plain)
-    assert equal(sd.seeded(), before)
+    first_output = seeded(plain)
+    assert equal(sd.seeded(), first_output)
     for pipe in (plain, sd.pipe):
         change(pipe)
     prompt = "a <ship> at dusk"
@@ -142,8 +145,8 @@ def sharing(pipe: Any) -> Any:
     return other
 
 
-def image_to_image(pipe: Any, **more: Any) -> Any:
-    return seeded(pipe, image=picture(), strength=0.9, height=None, width=None, **more)
+def image_to_image(pipe: Any, **arguments: Any) -> Any:
+    return seeded(pipe, image=picture(), strength=0.9, height=None, width=None, **arguments)
 
 
 def test_pipelines_that_share_components_may_be_attached_beside_one_another(sd: Attached) -> None:
@@ -152,12 +155,12 @@ def test_pipelines_that_share_components_may_be_attached_beside_one_another(sd: 
     other_plain = sharing(plain)
     assert other.unet is sd.pipe.unet
     want, want_other = seeded(plain), image_to_image(other_plain)
-    with graphrun.attach(other, vram="1G", device=sd.device) as beside:
+    with graphrun.attach(other, vram="1G", device=sd.device) as other_attachment:
         for _ in range(2):
             assert equal(sd.seeded(), want)
             assert equal(image_to_image(other), want_other)
         sd.attachment.release()
-        assert sd.device.allocated_bytes == beside.held_bytes
+        assert sd.device.allocated_bytes == other_attachment.held_bytes
     assert equal(sd.seeded(), want)
     with graphrun.attach(other, vram="1G", device=sd.device) as second:
         sd.attachment.detach()
@@ -177,18 +180,24 @@ def test_copies_are_plain_and_saving_works(sd: Attached, tmp_path: Any) -> None:
     assert twin.unet.conv_in.weight.data_ptr() != sd.pipe.unet.conv_in.weight.data_ptr()
     assert equal(seeded(twin), want)
     unet = pickle.loads(pickle.dumps(copy.deepcopy(sd.pipe.unet)))
-    assert all(torch.equal(tensor, twin.unet.state_dict()[key]) for key, tensor in unet.state_dict().items())
+    assert all(
+        torch.equal(tensor, twin.unet.state_dict()[key])
+        for key, tensor in unet.state_dict().items()
+    )
     sd.pipe.unet.save_pretrained(tmp_path / "unet")
     sd.pipe.save_pretrained(tmp_path / "pipe")
-    read = type(twin.unet).from_pretrained(tmp_path / "pipe" / "unet")
-    assert all(torch.equal(tensor, twin.unet.state_dict()[key]) for key, tensor in read.state_dict().items())
+    saved_unet = type(twin.unet).from_pretrained(tmp_path / "pipe" / "unet")
+    assert all(
+        torch.equal(tensor, twin.unet.state_dict()[key])
+        for key, tensor in saved_unet.state_dict().items()
+    )
     assert equal(sd.seeded(), want)
 
 
 def test_a_callback_that_interrupts_ends_the_call_and_the_next_one_is_whole(sd: Attached) -> None:
     plain = SD.build()
 
-    def stop(pipe: Any, step: int, at: Any, values: dict[str, Any]) -> dict[str, Any]:
+    def stop(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
         pipe._interrupt = step == 1
         return values
 
@@ -199,7 +208,9 @@ def test_a_callback_that_interrupts_ends_the_call_and_the_next_one_is_whole(sd: 
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_an_error_in_a_callback_leaves_the_baseline(sd: Attached, error: type[BaseException]) -> None:
+def test_an_error_in_a_callback_leaves_the_baseline(
+    sd: Attached, error: type[BaseException]
+) -> None:
     def fail(*_: Any) -> Any:
         raise error("stop")
 
@@ -219,7 +230,7 @@ def test_an_error_between_a_cast_and_the_cast_back_leaves_the_cast_as_without_gr
     def fail(*_: Any) -> None:
         raise ValueError("stop")
 
-    with graphrun.attach(pipe, vram="1G", device=device) as attached:
+    with graphrun.attach(pipe, vram="1G", device=device) as attachment:
         assert equal(case.call(pipe), want)
         hook = pipe.vae.decoder.conv_out.register_forward_pre_hook(fail)
         with pytest.raises(ValueError, match="stop"):
@@ -229,7 +240,7 @@ def test_an_error_between_a_cast_and_the_cast_back_leaves_the_cast_as_without_gr
         assert pipe.vae.dtype == torch.float32
         pipe.vae.to(torch.float16)
         assert equal(case.call(pipe), want)
-        assert device.allocated_bytes == attached.held_bytes
+        assert device.allocated_bytes == attachment.held_bytes
 
 
 def test_calls_of_several_threads_run_one_at_a_time(sd: Attached) -> None:
@@ -271,7 +282,9 @@ def test_ip_adapters_may_be_loaded_and_unloaded(sd: Attached) -> None:
         torch.manual_seed(2)
         seeing = tiny("CLIPVisionModelWithProjection").eval().requires_grad_(False)
         pipe.register_modules(image_encoder=seeing, feature_extractor=tiny("CLIPImageProcessor"))
-        pipe.load_ip_adapter([ip_adapter(pipe.unet)], subfolder=[""], weight_name=[""], image_encoder_folder=None)
+        pipe.load_ip_adapter(
+            [ip_adapter(pipe.unet)], subfolder=[""], weight_name=[""], image_encoder_folder=None
+        )
         pipe.set_ip_adapter_scale(0.7)
     want = seeded(plain, ip_adapter_image=picture(32))
     for _ in range(2):
@@ -283,35 +296,38 @@ def test_ip_adapters_may_be_loaded_and_unloaded(sd: Attached) -> None:
 
 def ip_adapter(unet: Any) -> dict[str, Any]:
     """Weights of an IP-Adapter for ``unet``, in the layout of its files."""
-    made = torch.Generator().manual_seed(6)
-    found, number = {}, 1
+    generator = torch.Generator().manual_seed(6)
+    names, number = {}, 1
     for name in unet.attn_processors:
         if name.endswith("attn1.processor") or "motion" in name:
             continue
         hidden = 32
         for key in ("to_k_ip", "to_v_ip"):
-            found[f"{number}.{key}.weight"] = torch.randn(hidden, 32, generator=made) * 0.1
+            names[f"{number}.{key}.weight"] = torch.randn(hidden, 32, generator=generator) * 0.1
         number += 2
     projection = {
-        "proj.weight": torch.randn(4 * 32, 32, generator=made),
+        "proj.weight": torch.randn(4 * 32, 32, generator=generator),
         "proj.bias": torch.zeros(4 * 32),
         "norm.weight": torch.ones(32),
         "norm.bias": torch.zeros(32),
     }
-    return {"image_proj": projection, "ip_adapter": found}
+    return {"image_proj": projection, "ip_adapter": names}
 
 
 def test_a_leftover_at_the_address_of_an_object_from_before_the_call_goes_to_the_host() -> None:
     pipe, device = SD.build(), SimulatedDevice(Machine())
     with device.machine:
-        pipe.scheduler.before, pipe.scheduler.stays = [torch.zeros(8, device="sim")], [torch.ones(8, device="sim")]
+        pipe.scheduler.old_list, pipe.scheduler.stays = (
+            [torch.zeros(8, device="sim")],
+            [torch.ones(8, device="sim")],
+        )
         tensor = torch.zeros(8, device="sim")
         modules = {"vae": pipe.vae}
-        leftovers = Leftovers(pipe, modules, owned(modules), device.torch_device)
-        address, lists = id(pipe.scheduler.__dict__.pop("before")), [[tensor]]
+        leftovers = Leftovers(pipe, modules, attributes_of(modules), device.torch_device)
+        address, lists = id(pipe.scheduler.__dict__.pop("old_list")), [[tensor]]
         while id(lists[-1]) != address and len(lists) < 1000:
             lists.append([tensor])
-        pipe.scheduler.after = lists.pop()
+        pipe.scheduler.new_list = lists.pop()
         leftovers.clear()
-    assert pipe.scheduler.after[0].device.type == "cpu"
+    assert pipe.scheduler.new_list[0].device.type == "cpu"
     assert pipe.scheduler.stays[0].device.type == "sim"

@@ -1,4 +1,5 @@
-"""Pipelines with compiled blocks: weights are placed anew without compiling again, and results are those of the plain compiled one.
+"""Pipelines with compiled blocks: weights are placed again without compiling again, and results are
+those of the plain compiled one.
 
 On the CPU as a device of the executor, since there is a compiler for it."""
 
@@ -19,7 +20,7 @@ from test_attach_pipelines import equal, weight_bytes
 from tiny_pipelines import Case, cases
 
 import graphrun
-from graphrun.batch.cache.keys import Keys
+from graphrun.batch.cache.keys import StageKeys
 from graphrun.diffusers_.attach import Attachment
 from graphrun.errors import GraphError, InputError, PlanError
 from graphrun.model.problem import BlockGroup
@@ -29,9 +30,11 @@ from graphrun.runtime.host import Host
 from graphrun.runtime.residency import Residency
 from graphrun.sim import Machine
 
-sys.path += [str(Path(__file__).parent.parent.parent / folder) for folder in ("benchmarks", "tests/runtime")]
+sys.path += [
+    str(Path(__file__).parent.parent.parent / folder) for folder in ("benchmarks", "tests/runtime")
+]
 from cpu_device import CpuDevice  # noqa: E402
-from small_component import Small, hardware, problem, use  # noqa: E402
+from small_component import Small, small_hardware, small_problem, use  # noqa: E402
 
 FLUX: Case = cases()["FluxPipeline"]
 STREAMED: dict[str, Any] = {"exclude": ["transformer"]}
@@ -72,10 +75,13 @@ def repeated(pipe: Any, backend: Any) -> None:
 
 def single(pipe: Any, backend: Any) -> None:
     """Some blocks one by one; of the last the attention alone."""
-    blocks, others = pipe.transformer.transformer_blocks, pipe.transformer.single_transformer_blocks
+    blocks, single_blocks = (
+        pipe.transformer.transformer_blocks,
+        pipe.transformer.single_transformer_blocks,
+    )
     blocks[0] = torch.compile(blocks[0], backend=backend)
-    others[1].compile(backend=backend)
-    others[3].attn.compile(backend=backend)
+    single_blocks[1].compile(backend=backend)
+    single_blocks[3].attn.compile(backend=backend)
 
 
 CASES: dict[str, tuple[dict[str, Any], Callable[[Any, Any], None], str]] = {
@@ -86,24 +92,38 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Any, Any], None], str]] = {
 
 
 def attach(pipe: Any, **options: Any) -> Attachment:
-    return graphrun.attach(pipe, **{"vram": 10 * weight_bytes(pipe), "hardware": "sim", "device": Cpu(), **options})
+    return graphrun.attach(
+        pipe, **{"vram": 10 * weight_bytes(pipe), "hardware": "sim", "device": Cpu(), **options}
+    )
 
 
 def called(pipe: Any, number: int) -> Any:
-    return pipe("a lighthouse", height=16 + 16 * (number % 2), width=16, num_inference_steps=2, max_sequence_length=16,
-                generator=torch.Generator().manual_seed(number), output_type="np").images  # fmt: skip
+    return pipe(
+        "a lighthouse",
+        height=16 + 16 * (number % 2),
+        width=16,
+        num_inference_steps=2,
+        max_sequence_length=16,
+        generator=torch.Generator().manual_seed(number),
+        output_type="np",
+    ).images
 
 
 def plain_calls(change: Callable[[Any, Any], None], backend: Any, count: int) -> list[Any]:
     plain = FLUX.build()
     change(plain, backend)
-    found = [called(plain, number) for number in range(count)]
+    outputs = [called(plain, number) for number in range(count)]
     torch.compiler.reset()
-    return found
+    return outputs
 
 
 @pytest.mark.parametrize(
-    "case", sampled([*CASES, *(f"{case}, Inductor" for case in CASES)], ["streamed, compiled while attached"], "warm")
+    "case",
+    sampled(
+        [*CASES, *(f"{case}, Inductor" for case in CASES)],
+        ["streamed, compiled while attached"],
+        "warm",
+    ),
 )
 def test_blocks_are_compiled_as_often_as_those_of_the_plain_pipeline(case: str) -> None:
     """Two sizes in turn, so that blocks are compiled for the second, too."""
@@ -113,15 +133,17 @@ def test_blocks_are_compiled_as_often_as_those_of_the_plain_pipeline(case: str) 
     pipe = FLUX.build()
     if first == "compiled":
         change(pipe, own)
-    with attach(pipe, **options) as attached:
+    with attach(pipe, **options) as attachment:
         if first == "attached":
             called(pipe, 0)
             change(pipe, own)
         for number, image in enumerate(want):
             assert equal(called(pipe, number), image)
-            assert attached.trace is not None
-            assert attached.replans == ()
-            streamed = {event.component for event in attached.trace.events if event.kind == "stream"}
+            assert attachment.trace is not None
+            assert attachment.replans == ()
+            streamed = {
+                event.component for event in attachment.trace.events if event.kind == "stream"
+            }
             assert streamed == set(options.get("exclude", ()))
         assert own.count == plain.count > 0
     assert equal(called(pipe, 0), want[0])
@@ -130,20 +152,31 @@ def test_blocks_are_compiled_as_often_as_those_of_the_plain_pipeline(case: str) 
 def test_a_plan_that_moves_parts_of_a_compiled_block_is_refused() -> None:
     module = Small()
     module.wide[1] = torch.compile(module.wide[1])
-    Host({"a": module}, problem({"a": module}, [[use("a", 1, hardware())]]), SimulatedDevice(Machine()))
+    Host(
+        {"a": module},
+        small_problem({"a": module}, [[use("a", 1, small_hardware())]]),
+        SimulatedDevice(Machine()),
+    )
     module = Small()
-    groups = (BlockGroup("remainder", ("",), False), BlockGroup("wide", ("wide.0.up", "wide.1.up"), True))
-    of = problem({"a": module}, [[use("a", 1, hardware())]])
-    (numbers,) = of.components
+    groups = (
+        BlockGroup("unblocked", ("",), False),
+        BlockGroup("wide", ("wide.0.expand", "wide.1.expand"), True),
+    )
+    problem = small_problem({"a": module}, [[use("a", 1, small_hardware())]])
+    (numbers,) = problem.components
     variant = replace(numbers.variants[0], block_bytes=(1 << 20,) * 2)
     module.wide[1].compile()
-    with pytest.raises(InputError, match=r"wide\.1\.up is moved by itself, but is a part of what is compiled"):
-        Residency(module, replace(numbers, groups=groups, variants=(variant,)), SimulatedDevice(Machine()))
+    with pytest.raises(
+        InputError, match=r"wide\.1\.expand is moved by itself, but is a part of what is compiled"
+    ):
+        Residency(
+            module, replace(numbers, groups=groups, variants=(variant,)), SimulatedDevice(Machine())
+        )
 
 
 def test_compiled_blocks_run_as_written_on_the_simulated_accelerator() -> None:
-    """However many calls of however many sizes there are, none of them compiles. PyTorch has no compiler for ``sim``, and refuses
-    the plain compiled pipeline there."""
+    """However many calls of however many sizes there are, none of them compiles. PyTorch has no
+    compiler for ``sim``, and refuses the plain compiled pipeline there."""
     pipe, own = FLUX.build(), Compilations()
     want = [called(pipe, number) for number in range(2)]
     repeated(pipe, own)
@@ -160,28 +193,41 @@ def test_compiled_blocks_run_as_written_on_the_simulated_accelerator() -> None:
 def test_a_component_compiled_as_a_whole_is_refused_with_what_to_do(whole: Any) -> None:
     pipe = FLUX.build()
     pipe.transformer = whole(pipe.transformer)
-    with pytest.raises(InputError, match=r"transformer is compiled as a whole.*compile_repeated_blocks\(fullgraph=True\)"):
+    with pytest.raises(
+        InputError,
+        match=r"transformer is compiled as a whole.*compile_repeated_blocks\(fullgraph=True\)",
+    ):
         attach(pipe)
 
 
 # -- compile: blocks in graph files
 
-ASKING = ("tiny-flux-transformer.json, dtype: bfloat16}", "tiny-flux-transformer.json, dtype: bfloat16, compile: blocks}")
+ASKING = (
+    "tiny-flux-transformer.json, dtype: bfloat16}",
+    "tiny-flux-transformer.json, dtype: bfloat16, compile: blocks}",
+)
 SMALL = {"height": 32, "width": 32, "steps": 2, "max_sequence_length": 16}
 GRANTED: dict[str, Any] = {"vram": "1G", "ram": "8G", "hardware": "sim", "allow": ["compile"]}
 
 
 @pytest.fixture
 def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Compilations:
-    """The compiler of every module that is compiled without naming one; Inductor where the parameter says so."""
-    found, plain = Compilations(getattr(request, "param", False)), torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **more: plain(module, **{"backend": found, **more}))
-    return found
+    """The compiler of every module that is compiled without naming one; Inductor where the
+    parameter says so."""
+    compilations, plain = Compilations(getattr(request, "param", False)), torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "compile",
+        lambda module, **options: plain(module, **{"backend": compilations, **options}),
+    )
+    return compilations
 
 
 def plain_pipeline(graph: Any) -> Any:
     parts = {name: build(component, graph) for name, component in graph.components.items()}
-    return FluxPipeline(**parts, **{name: build_part(part, graph) for name, part in graph.parts.items()})
+    return FluxPipeline(
+        **parts, **{name: build_part(part, graph) for name, part in graph.parts.items()}
+    )
 
 
 def sized(number: int) -> dict[str, Any]:
@@ -195,71 +241,82 @@ def plain_pictures(graph: Any, count: int) -> list[Any]:
     for blocks in (pipe.transformer.transformer_blocks, pipe.transformer.single_transformer_blocks):
         for block in blocks:
             block.compile()
-    found = []
+    outputs = []
     for request in map(sized, range(count)):
         steps, generator = request.pop("steps"), torch.Generator().manual_seed(request.pop("seed"))
-        found.append(pipe(**request, num_inference_steps=steps, generator=generator).images[0])
+        outputs.append(pipe(**request, num_inference_steps=steps, generator=generator).images[0])
     torch.compiler.reset()
-    return found
+    return outputs
 
 
 @pytest.mark.sweep("warm")
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("compiler", [False, True], indirect=True, ids=["counted", "Inductor"])
 def test_a_session_compiles_the_blocks_that_the_graph_asks_for_once(
-    edited: Callable[..., Any], compiler: Compilations, streamed: bool
+    edit_graph: Callable[..., Any], compiler: Compilations, streamed: bool
 ) -> None:
-    graph = edited("flux-tiny", ASKING)
+    graph = edit_graph("flux-tiny", ASKING)
     want = plain_pictures(graph, 20 if compiler.inductor else 4)
-    counted, compiler.count = compiler.count, 0
+    compile_count, compiler.count = compiler.count, 0
     demands = {"exclude": ["transformer"]} if streamed else {}
     with graphrun.Session(graph, inputs=SMALL, device=Cpu(), **GRANTED, **demands) as session:
         traces = [session.run(sized(number)) for number in range(len(want))]
-    assert [trace.outputs["image"].tobytes() for trace in traces] == [image.tobytes() for image in want]
+    assert [trace.outputs["image"].tobytes() for trace in traces] == [
+        image.tobytes() for image in want
+    ]
     assert any(event.kind == "stream" for event in traces[-1].events) == streamed
-    assert compiler.count == counted > 0
+    assert compiler.count == compile_count > 0
 
 
 def test_nothing_is_compiled_unless_the_caller_allows_what_the_graph_asks_for(
-    edited: Callable[..., Any], compiler: Compilations, monkeypatch: pytest.MonkeyPatch
+    edit_graph: Callable[..., Any], compiler: Compilations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asking = ("tiny-clip.json, dtype: bfloat16}", "tiny-clip.json, dtype: bfloat16, compile: blocks}")
-    graph, budgets = edited("flux-tiny", asking), {**GRANTED, "allow": ()}
-    refused = graphrun.plan(graphrun.estimate(graph, inputs=SMALL, **budgets))
-    allowed = graphrun.plan(graphrun.estimate(graph, inputs=SMALL, **GRANTED))
+    asking = (
+        "tiny-clip.json, dtype: bfloat16}",
+        "tiny-clip.json, dtype: bfloat16, compile: blocks}",
+    )
+    graph, budgets = edit_graph("flux-tiny", asking), {**GRANTED, "allow": ()}
+    eager_plan = graphrun.plan(graphrun.estimate(graph, inputs=SMALL, **budgets))
+    compiled_plan = graphrun.plan(graphrun.estimate(graph, inputs=SMALL, **GRANTED))
     monkeypatch.setattr("graphrun.runtime.devices.open.open_device", lambda *_, **__: Cpu())
-    plain = graphrun.run(refused, graph)
+    plain = graphrun.run(eager_plan, graph)
     assert compiler.count == 0
-    graphrun.run(allowed, graph)
+    graphrun.run(compiled_plan, graph)
     assert compiler.count > 0
     monkeypatch.undo()
-    assert allowed.problem.component("text_encoder").layers is None
-    on_sim = graphrun.run(allowed, graph)  # for which there is no compiler
+    assert compiled_plan.problem.component("text_encoder").layers is None
+    on_sim = graphrun.run(compiled_plan, graph)  # for which there is no compiler
     assert on_sim.outputs["image"].tobytes() == plain.outputs["image"].tobytes()
     with pytest.raises(PlanError, match="digest"):
-        graphrun.run(allowed, edited("flux-tiny"))
+        graphrun.run(compiled_plan, edit_graph("flux-tiny"))
 
 
-def test_outputs_of_compiled_blocks_are_cached_apart(edited: Callable[..., Any]) -> None:
-    graph = edited("flux-tiny", ASKING)
-    keys = Keys(graph, graph.resolve(SMALL), "sim", str)
+def test_outputs_of_compiled_blocks_are_cached_apart(edit_graph: Callable[..., Any]) -> None:
+    graph = edit_graph("flux-tiny", ASKING)
+    keys = StageKeys(graph, graph.resolve(SMALL), "sim", str)
     plain, compiled = keys.candidates("denoise", ["compile"])
     assert keys.key("denoise", plain) == keys.key("denoise") != keys.key("denoise", compiled)
     assert keys.key("encode", plain) == keys.key("encode", compiled)
-    own = edited("flux-tiny")
-    assert Keys(own, own.resolve(SMALL), "sim", str).key("denoise") == keys.key("denoise")
+    own = edit_graph("flux-tiny")
+    assert StageKeys(own, own.resolve(SMALL), "sim", str).key("denoise") == keys.key("denoise")
 
 
-def test_components_are_not_compiled_as_a_whole(edited: Callable[..., Any]) -> None:
-    whole = r"flux-tiny.yaml:19: components.transformer.compile: 'whole' is not known; it is blocks, .* placed block by block"
+def test_components_are_not_compiled_as_a_whole(edit_graph: Callable[..., Any]) -> None:
+    whole = (
+        r"flux-tiny.yaml:19: components.transformer.compile: 'whole' is not known; it is blocks, "
+        r".* placed block by block"
+    )
     with pytest.raises(GraphError, match=whole):
-        edited("flux-tiny", (ASKING[0], ASKING[1].replace("blocks", "whole")))
-    graph = edited("flux-tiny")
+        edit_graph("flux-tiny", (ASKING[0], ASKING[1].replace("blocks", "whole")))
+    graph = edit_graph("flux-tiny")
     clip = graph.components["text_encoder"]
     single = replace(clip, config={**clip.config, "num_hidden_layers": 1}, compile="blocks")
     graph = replace(graph, components={**graph.components, "text_encoder": single})
-    what = r"flux-tiny.yaml:17: components.text_encoder.compile: text_encoder has no repeated blocks.*leave it out"
-    with pytest.raises(InputError, match=what):
+    message = (
+        r"flux-tiny.yaml:17: components.text_encoder.compile: text_encoder has no repeated "
+        r"blocks.*leave it out"
+    )
+    with pytest.raises(InputError, match=message):
         graphrun.estimate(graph, inputs=SMALL, **GRANTED)
     with pytest.raises(InputError, match="allow compile: this graph knows cpu, precision"):
-        graphrun.estimate(edited("flux-tiny"), inputs=SMALL, **GRANTED)
+        graphrun.estimate(edit_graph("flux-tiny"), inputs=SMALL, **GRANTED)

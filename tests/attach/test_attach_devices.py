@@ -1,4 +1,5 @@
-"""Pipelines attached to two devices: components stay on both between calls, and detaching empties both."""
+"""Pipelines attached to two devices: components stay on both between calls, and detaching empties
+both."""
 
 from __future__ import annotations
 
@@ -19,47 +20,52 @@ NAMES = ("StableDiffusionPipeline", "FluxPipeline", "WanPipeline")
 def two_devices() -> SimulatedDevice:
     main = Machine()
     device = SimulatedDevice(main)
-    device.with_helpers([SimulatedDevice(Machine(beside=main))])
+    device.with_secondaries([SimulatedDevice(Machine(sibling=main))])
     return device
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sampled(NAMES, NAMES[:1], "helpers"))
+@pytest.mark.parametrize("name", sampled(NAMES, NAMES[:1], "secondaries"))
 def test_what_one_device_cannot_hold_stays_on_two(name: str) -> None:
     case, device = CASES[name], two_devices()
     plain, pipe = case.build(), case.build()
     vram = [int(0.8 * weight_bytes(pipe)), weight_bytes(pipe)]
-    with graphrun.attach(pipe, vram=vram, device=device) as attached:
-        moved = []
+    with graphrun.attach(pipe, vram=vram, device=device) as attachment:
+        loads = []
         for _ in range(3):
             assert equal(case.call(pipe), case.call(plain))
-            assert attached.solution is not None
-            assert attached.trace is not None
-            assert attached.trace.overruns == ()
-            assert any(component.variants[0].helper for component in attached.solution.chosen.components)
-            moved.append(attached.trace.moved_bytes)
-            assert attached.held_bytes == sum(each.allocated_bytes for each in device.every)
-        assert moved[1] == moved[2] <= moved[0]
-        attached.release()
-        assert attached.held_bytes == 0
+            assert attachment.solution is not None
+            assert attachment.trace is not None
+            assert attachment.trace.overruns == ()
+            assert any(
+                component.variants[0].secondary
+                for component in attachment.solution.chosen.components
+            )
+            loads.append(attachment.trace.moved_bytes)
+            assert attachment.held_bytes == sum(
+                single.allocated_bytes for single in device.all_devices
+            )
+        assert loads[1] == loads[2] <= loads[0]
+        attachment.release()
+        assert attachment.held_bytes == 0
         assert equal(case.call(pipe), case.call(plain))
-    assert [each.allocated_bytes for each in device.every] == [0, 0]
+    assert [one_device.allocated_bytes for one_device in device.all_devices] == [0, 0]
 
 
-@pytest.mark.sweep("helpers")
+@pytest.mark.sweep("secondaries")
 def test_the_largest_component_is_split() -> None:
     case, device = CASES["FluxPipeline"], two_devices()
     plain, pipe = case.build(), case.build()
-    with graphrun.attach(pipe, vram=[1_130_000, 1_300_000], device=device) as attached:
+    with graphrun.attach(pipe, vram=[1_130_000, 1_300_000], device=device) as attachment:
         for _ in range(2):
             assert equal(case.call(pipe), case.call(plain))
-            assert attached.solution is not None
-            assert attached.trace is not None
-            assert [name for name, _, _ in attached.solution.plan.splits] == ["text_encoder_2"]
-        assert attached.trace.overruns == ()
-        assert attached.held_bytes == sum(each.allocated_bytes for each in device.every)
-        attached.release()
-        assert [each.allocated_bytes for each in device.every] == [0, 0]
+            assert attachment.solution is not None
+            assert attachment.trace is not None
+            assert [name for name, _, _ in attachment.solution.plan.splits] == ["text_encoder_2"]
+        assert attachment.trace.overruns == ()
+        assert attachment.held_bytes == sum(single.allocated_bytes for single in device.all_devices)
+        attachment.release()
+        assert [one_device.allocated_bytes for one_device in device.all_devices] == [0, 0]
 
 
 def test_each_device_has_a_budget() -> None:

@@ -1,4 +1,5 @@
-"""Features of diffusers that are switched on while a pipeline is attached: the plain pipeline's results, within a plan for them."""
+"""Features of diffusers that are switched on while a pipeline is attached: the plain pipeline's
+results, within a plan for them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from tiny_pipelines import PROMPT, cases, checked_peak_bytes
 
 import graphrun
 from graphrun.diffusers_.live import components_of, settings_of, state_of
-from graphrun.modules.memos import owned
+from graphrun.modules.memos import attributes_of
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
 
@@ -29,13 +30,19 @@ def first_block_cache(pipe: Any) -> None:
 
 def mag_cache(pipe: Any) -> None:
     config = d.MagCacheConfig(
-        num_inference_steps=STEPS, retention_ratio=0.1, mag_ratios=torch.ones(STEPS), threshold=0.5, max_skip_steps=2
+        num_inference_steps=STEPS,
+        retention_ratio=0.1,
+        mag_ratios=torch.ones(STEPS),
+        threshold=0.5,
+        max_skip_steps=2,
     )
     pipe.transformer.enable_cache(config)
 
 
 def taylor_seer(pipe: Any) -> None:
-    pipe.transformer.enable_cache(d.TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=1, max_order=1))
+    pipe.transformer.enable_cache(
+        d.TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=1, max_order=1)
+    )
 
 
 def pyramid_attention_broadcast(pipe: Any) -> None:
@@ -94,7 +101,12 @@ FEATURES: dict[Switch, tuple[str, ...]] = {
     pyramid_attention_broadcast: DENOISERS,
     faster_cache: ("CogVideoXPipeline",),
     chunked: ("StableDiffusion3Pipeline",),
-    fused: ("FluxPipeline", "StableDiffusion3Pipeline", "CogVideoXPipeline", "StableDiffusionXLPipeline"),
+    fused: (
+        "FluxPipeline",
+        "StableDiffusion3Pipeline",
+        "CogVideoXPipeline",
+        "StableDiffusionXLPipeline",
+    ),
     tiled: ("FluxPipeline", "WanPipeline", "CogVideoXPipeline", "StableDiffusionXLPipeline"),
     sliced: ("FluxPipeline", "WanPipeline", "StableDiffusionXLPipeline"),
     freeu: ("StableDiffusionXLPipeline",),
@@ -111,28 +123,32 @@ def output(name: str, pipe: Any, prompt: str = PROMPT) -> Any:
     return pipe(**arguments, generator=torch.Generator().manual_seed(3))
 
 
-def digest(attached: Any) -> str:
+def digest(attachment: Any) -> str:
     """Of the problem of the last call."""
-    return str(attached.solution.problem.digest)
+    return str(attachment.solution.problem.digest)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("feature", sampled(EACH, ALWAYS, "features"), ids=lambda of: f"{of[0].__name__}-{of[1]}")
+@pytest.mark.parametrize(
+    "feature", sampled(EACH, ALWAYS, "features"), ids=lambda pair: f"{pair[0].__name__}-{pair[1]}"
+)
 def test_a_feature_is_switched_on_while_attached(feature: tuple[Switch, str]) -> None:
     switch, name = feature
     pipe, plain = CASES[name].build(), CASES[name].build()
     switch(plain)
     want = [output(name, plain), output(name, plain, "two ships")]
     device = SimulatedDevice(Machine())
-    with graphrun.attach(pipe, vram=int(0.95 * weight_bytes(pipe)), device=device) as attached:
+    with graphrun.attach(pipe, vram=int(0.95 * weight_bytes(pipe)), device=device) as attachment:
         output(name, pipe)
-        before = digest(attached)
+        previous_digest = digest(attachment)
         switch(pipe)
         for prompt, expected in ((PROMPT, want[0]), ("two ships", want[1]), (PROMPT, want[0])):
             assert equal(output(name, pipe, prompt), expected)
-            checked_peak_bytes(attached, device)
-        changed = digest(attached)
-        assert changed != before or switch in (tiled, sliced, heun, dpm), "a plan of its own"
+            checked_peak_bytes(attachment, device)
+        new_digest = digest(attachment)
+        assert new_digest != previous_digest or switch in (tiled, sliced, heun, dpm), (
+            "a plan of its own"
+        )
     assert equal(output(name, pipe), want[0])
 
 
@@ -141,19 +157,27 @@ def test_a_cache_that_is_on_before_is_known_and_another_setting_is_a_change() ->
     pipe, device = CASES["FluxPipeline"].build(), SimulatedDevice(Machine())
     taylor_seer(pipe)
     want = output("FluxPipeline", pipe)
-    with graphrun.attach(pipe, vram=int(0.95 * weight_bytes(pipe)), device=device) as attached:
+    with graphrun.attach(pipe, vram=int(0.95 * weight_bytes(pipe)), device=device) as attachment:
         assert equal(output("FluxPipeline", pipe), want)
-        often = digest(attached)
+        often = digest(attachment)
         pipe.transformer.disable_cache()
-        pipe.transformer.enable_cache(d.TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=3, max_order=1))
+        pipe.transformer.enable_cache(
+            d.TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=3, max_order=1)
+        )
         output("FluxPipeline", pipe)
-        checked_peak_bytes(attached, device)
-        assert digest(attached) != often
+        checked_peak_bytes(attachment, device)
+        assert digest(attachment) != often
 
 
 def test_what_modules_keep_in_private_attributes_is_a_setting() -> None:
     pipe = CASES["StableDiffusion3Pipeline"].build()
     modules = components_of(pipe)
-    before = state_of(pipe, owned(modules)), settings_of(pipe, owned(modules))
+    previous_state = (
+        state_of(pipe, attributes_of(modules)),
+        settings_of(pipe, attributes_of(modules)),
+    )
     chunked(pipe)
-    assert (state_of(pipe, owned(modules)), settings_of(pipe, owned(modules))) != before
+    assert (
+        state_of(pipe, attributes_of(modules)),
+        settings_of(pipe, attributes_of(modules)),
+    ) != previous_state

@@ -1,4 +1,5 @@
-"""Calls that are changed from inside, and methods that change modules: `detach` restores a plain pipeline and an empty device."""
+"""Calls that are changed from inside, and methods that change modules: `detach` restores a plain
+pipeline and an empty device."""
 
 from __future__ import annotations
 
@@ -42,40 +43,64 @@ def stepping(action: Callable[[], Any]) -> Case:
 
 
 def assert_detached(pipe: Any, device: SimulatedDevice, kind: type[Any]) -> None:
-    """Fails unless ``pipe`` is of its own class, on the CPU, and without hooks or attributes of graphrun."""
-    modules = [child for part in pipe.components.values() if isinstance(part, torch.nn.Module) for child in part.modules()]
+    """Fails unless ``pipe`` is of its own class, on the CPU, and without hooks or attributes of
+    graphrun."""
+    modules = [
+        child
+        for part in pipe.components.values()
+        if isinstance(part, torch.nn.Module)
+        for child in part.modules()
+    ]
     assert type(pipe) is kind
     assert not hasattr(pipe, "graphrun")
     assert device.allocated_bytes == 0
-    hooks = [hook for child in modules for hook in (*child._forward_hooks.values(), *child._forward_pre_hooks.values())]
-    assert not [hook for hook in hooks if hook.__module__.startswith("graphrun")]  # transformers has hooks of its own
-    assert not [name for child in modules for name in dir(child) if name.lstrip("_").startswith("graphrun")]
-    assert {t.device.type for child in modules for t in (*child.parameters(), *child.buffers())} == {"cpu"}
+    hooks = [
+        hook
+        for child in modules
+        for hook in (*child._forward_hooks.values(), *child._forward_pre_hooks.values())
+    ]
+    # transformers has hooks of its own
+    assert not [hook for hook in hooks if hook.__module__.startswith("graphrun")]
+    assert not [
+        name for child in modules for name in dir(child) if name.lstrip("_").startswith("graphrun")
+    ]
+    assert {
+        t.device.type for child in modules for t in (*child.parameters(), *child.buffers())
+    } == {"cpu"}
 
 
 CHANGES: list[tuple[str, Callable[[Any], Any]]] = [
     ("CogVideoXPipeline", lambda pipe: pipe.fuse_qkv_projections()),
-    ("CogVideoXPipeline", lambda pipe: (pipe.fuse_qkv_projections(), pipe.unfuse_qkv_projections())),
+    (
+        "CogVideoXPipeline",
+        lambda pipe: (pipe.fuse_qkv_projections(), pipe.unfuse_qkv_projections()),
+    ),
     ("CogVideoXPipeline", lambda pipe: pipe.vae.enable_tiling()),
     ("StableDiffusionXLPipeline", lambda pipe: pipe.fuse_qkv_projections()),
-    ("StableDiffusionXLPipeline", lambda pipe: (pipe.enable_freeu(0.9, 0.2, 1.2, 1.4), pipe.enable_attention_slicing())),
+    (
+        "StableDiffusionXLPipeline",
+        lambda pipe: (pipe.enable_freeu(0.9, 0.2, 1.2, 1.4), pipe.enable_attention_slicing()),
+    ),
     ("StableDiffusionXLPipeline", lambda pipe: (pipe.upcast_vae(), pipe.vae.enable_slicing())),
     ("StableDiffusionXLPAGPipeline", lambda pipe: pipe.set_pag_applied_layers(["mid"])),
     ("AnimateDiffPipeline", lambda pipe: pipe.enable_free_init(num_iters=2)),
-    ("AnimateDiffPipeline", lambda pipe: pipe.enable_free_noise(context_length=2, context_stride=1)),
+    (
+        "AnimateDiffPipeline",
+        lambda pipe: pipe.enable_free_noise(context_length=2, context_stride=1),
+    ),
 ]
 
 
 @pytest.mark.parametrize("number", sampled(range(len(CHANGES)), [0, 5, 7], "changes"))
-@pytest.mark.parametrize("between", [False, True], ids=["before", "between"])
-def test_methods_that_change_modules_are_no_calls(number: int, between: bool) -> None:
+@pytest.mark.parametrize("is_between", [False, True], ids=["before", "between"])
+def test_methods_that_change_modules_are_no_calls(number: int, is_between: bool) -> None:
     name, change = CHANGES[number]
     case = CASES[name]
     plain, pipe = case.build(), case.build()
     change(plain)
     want = case.call(plain)
     attachment, device = attached(pipe)
-    if between:
+    if is_between:
         case.call(pipe)
     solution, held_bytes = attachment.solution, device.allocated_bytes
     change(pipe)
@@ -91,9 +116,9 @@ def test_detaching_inside_a_call_is_done_when_it_ends() -> None:
     pipe = SD.build()
     want = SD.call(pipe)
     attachment, device = attached(pipe)
-    inside: list[Any] = []
-    got = stepping(lambda: (attachment.detach(), inside.append(pipe.graphrun))).call(pipe)
-    assert inside == [attachment]
+    errors: list[Any] = []
+    got = stepping(lambda: (attachment.detach(), errors.append(pipe.graphrun))).call(pipe)
+    assert errors == [attachment]
     assert equal(got, want)
     assert_detached(pipe, device, SD.kind)
     attachment.detach()
@@ -138,17 +163,20 @@ def test_another_thread_that_detaches_waits_for_the_call() -> None:
     ],
     ids=["fused", "tiled", "freeu", "called"],
 )
-def test_a_change_in_a_callback_has_its_effect_and_leaves_nothing_on_the_device(change: Callable[[Any], Any]) -> None:
+def test_a_change_in_a_callback_has_its_effect_and_leaves_nothing_on_the_device(
+    change: Callable[[Any], Any],
+) -> None:
     plain, pipe = SD.build(), SD.build()
     want = stepping(lambda: change(plain)).call(plain)
-    attachment, device = attached(pipe, 2.0)  # fused projections are new weights, which the plan of the call does not count
+    # fused projections are new weights, which the plan of the call does not count
+    attachment, device = attached(pipe, 2.0)
     assert equal(stepping(lambda: change(pipe)).call(pipe), want)
     assert device.allocated_bytes == attachment.held_bytes
-    after = SD.call(plain)
-    assert equal(SD.call(pipe), after)
+    next_output = SD.call(plain)
+    assert equal(SD.call(pipe), next_output)
     attachment.detach()
     assert_detached(pipe, device, SD.kind)
-    assert equal(SD.call(pipe), after)
+    assert equal(SD.call(pipe), next_output)
 
 
 def other(pipe: Any) -> Any:
@@ -158,24 +186,40 @@ def other(pipe: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda pipe, beside: graphrun.attach(pipe, vram="1G", device="sim"), r"attached to StableDiffusionPipeline already"),
-        (lambda pipe, beside: graphrun.attach(other(pipe), vram="1G", device="sim"), r"a call of another attached pipeline runs"),
-        (lambda pipe, beside: beside.pipe.encode_prompt("a", "cpu", 1, False), r"a call of another attached pipeline runs with"),
-        (lambda pipe, beside: beside.detach(), r"a call of another attached pipeline runs with"),
-        (lambda pipe, beside: pipe.fuse_lora(), r"fuse_lora\(\) before or after it"),
+        (
+            lambda pipe, other_attachment: graphrun.attach(pipe, vram="1G", device="sim"),
+            r"attached to StableDiffusionPipeline already",
+        ),
+        (
+            lambda pipe, other_attachment: graphrun.attach(other(pipe), vram="1G", device="sim"),
+            r"a call of another attached pipeline runs",
+        ),
+        (
+            lambda pipe, other_attachment: other_attachment.pipe.encode_prompt(
+                "a", "cpu", 1, False
+            ),
+            r"a call of another attached pipeline runs with",
+        ),
+        (
+            lambda pipe, other_attachment: other_attachment.detach(),
+            r"a call of another attached pipeline runs with",
+        ),
+        (lambda pipe, other_attachment: pipe.fuse_lora(), r"fuse_lora\(\) before or after it"),
     ],
     ids=["attach", "attach another", "call another", "detach another", "fuse a LoRA"],
 )
-def test_moving_the_weights_of_a_running_call_is_refused(change: Callable[[Any, Any], Any], message: str) -> None:
+def test_moving_the_weights_of_a_running_call_is_refused(
+    change: Callable[[Any, Any], Any], message: str
+) -> None:
     pipe = SD.build()
     want = SD.call(pipe)
-    beside = graphrun.attach(other(pipe), vram="1G", device="sim")
+    other_attachment = graphrun.attach(other(pipe), vram="1G", device="sim")
     attachment, device = attached(pipe)
     with pytest.raises(InputError, match=message):
-        stepping(lambda: change(pipe, beside)).call(pipe)
+        stepping(lambda: change(pipe, other_attachment)).call(pipe)
     assert device.allocated_bytes == 0
     assert equal(SD.call(pipe), want)
     attachment.detach()
-    beside.detach()
+    other_attachment.detach()
     assert_detached(pipe, device, SD.kind)
     assert equal(SD.call(pipe), want)

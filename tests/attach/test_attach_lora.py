@@ -1,4 +1,5 @@
-"""LoRAs loaded, weighted, fused and unloaded while attached: the plain pipeline's results, each with a plan of its own."""
+"""LoRAs loaded, weighted, fused and unloaded while attached: the plain pipeline's results, each
+with a plan of its own."""
 
 from __future__ import annotations
 
@@ -23,14 +24,22 @@ LAYERS = {"unet": r"attn\d\.to_(q|v)$", "text_encoder": r"self_attn\.q_proj$"}
 
 def lora(pipe: Any, seed: int, rank: int) -> dict[str, torch.Tensor]:
     """A LoRA for ``pipe`` as diffusers saves it."""
-    generator, found = torch.Generator().manual_seed(seed), {}
+    generator, factors = torch.Generator().manual_seed(seed), {}
     for part, pattern in LAYERS.items():
         for path, layer in getattr(pipe, part).named_modules():
             if isinstance(layer, torch.nn.Linear) and re.search(pattern, path):
-                name = f"{part}.{path}" if part == "unet" or path.startswith("text_model") else f"{part}.text_model.{path}"
-                found[f"{name}.lora_A.weight"] = torch.randn(rank, layer.in_features, generator=generator)
-                found[f"{name}.lora_B.weight"] = torch.randn(layer.out_features, rank, generator=generator)
-    return found
+                name = (
+                    f"{part}.{path}"
+                    if part == "unet" or path.startswith("text_model")
+                    else f"{part}.text_model.{path}"
+                )
+                factors[f"{name}.lora_A.weight"] = torch.randn(
+                    rank, layer.in_features, generator=generator
+                )
+                factors[f"{name}.lora_B.weight"] = torch.randn(
+                    layer.out_features, rank, generator=generator
+                )
+    return factors
 
 
 def test_loras_may_be_loaded_weighted_fused_and_unloaded_while_attached() -> None:
@@ -43,20 +52,20 @@ def test_loras_may_be_loaded_weighted_fused_and_unloaded_while_attached() -> Non
         lambda pipe: pipe.unfuse_lora(),  # a fused LoRA takes no activation
         lambda pipe: pipe.unload_lora_weights(),
     ]
-    for each in (plain, pipe):
-        each.load_lora_weights(dict(first), adapter_name="first")
+    for target in (plain, pipe):
+        target.load_lora_weights(dict(first), adapter_name="first")
     bare, wants = seeded(SD.build()), []
-    with graphrun.attach(pipe, vram=int(0.95 * weight_bytes(pipe)), device=device) as attached:
+    with graphrun.attach(pipe, vram=int(0.95 * weight_bytes(pipe)), device=device) as attachment:
         for change in changes:
             change(plain)
             change(pipe)
             wants.append(seeded(plain))
             assert equal(seeded(pipe), wants[-1])
-            assert attached.solution is not None
-            assert attached.trace is not None
-            assert attached.trace.overruns == ()
-            assert attached.replans == ()
-            assert device.allocated_bytes == attached.held_bytes
+            assert attachment.solution is not None
+            assert attachment.trace is not None
+            assert attachment.trace.overruns == ()
+            assert attachment.replans == ()
+            assert device.allocated_bytes == attachment.held_bytes
     assert not equal(wants[0], wants[1])
     assert not equal(wants[0], bare)
 
@@ -82,8 +91,11 @@ def test_weights_cannot_be_changed_inside_a_call(change: Callable[[Any], Any], n
         change(pipe)
         return values
 
-    with graphrun.attach(pipe, vram=int(0.95 * weight_bytes(pipe)), device=device) as attached:
-        with pytest.raises(InputError, match=rf"weights cannot change while .* runs: call {name}\(\) before or after it"):
+    with graphrun.attach(pipe, vram=int(0.95 * weight_bytes(pipe)), device=device) as attachment:
+        with pytest.raises(
+            InputError,
+            match=rf"weights cannot change while .* runs: call {name}\(\) before or after it",
+        ):
             seeded(pipe, callback_on_step_end=callback)
-        assert device.allocated_bytes == attached.held_bytes
+        assert device.allocated_bytes == attachment.held_bytes
         assert equal(seeded(pipe), want)

@@ -1,4 +1,5 @@
-"""`attach` on modular pipelines built from blocks and components: three calls, each with equal results and within its plan."""
+"""`attach` on modular pipelines built from blocks and components: three calls, each with equal
+results and within its plan."""
 
 from __future__ import annotations
 
@@ -13,23 +14,31 @@ from tiny_pipelines import checked_peak_bytes, modular
 import graphrun
 from graphrun.diffusers_.live import components_of, state_of
 from graphrun.errors import InputError
-from graphrun.modules.memos import owned
+from graphrun.modules.memos import attributes_of
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
 
 SHARE = 0.95  # cap as a share of the weights' bytes, so that not all fit at once
-CALL = {"prompt": "a lighthouse at dusk", "height": 16, "width": 16, "num_inference_steps": 2, "output_type": "np"}
+CALL = {
+    "prompt": "a lighthouse at dusk",
+    "height": 16,
+    "width": 16,
+    "num_inference_steps": 2,
+    "output_type": "np",
+}
 SHORT = {"max_sequence_length": 16}  # else FLUX's text embeddings would be its largest tensors
 
 
-def called(pipe: Any, **more: Any) -> Any:
+def called(pipe: Any, **arguments: Any) -> Any:
     short = SHORT if "max_sequence_length" in pipe.blocks.input_names else {}
-    return pipe(**CALL, **short, generator=torch.Generator().manual_seed(3), **more)
+    return pipe(**CALL, **short, generator=torch.Generator().manual_seed(3), **arguments)
 
 
 def weight_bytes(pipe: Any) -> int:
     modules = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
-    return sum(t.numel() * t.element_size() for m in modules for t in (*m.parameters(), *m.buffers()))
+    return sum(
+        t.numel() * t.element_size() for m in modules for t in (*m.parameters(), *m.buffers())
+    )
 
 
 @pytest.mark.parametrize("name", ["FluxPipeline", "StableDiffusionXLPipeline"])
@@ -39,11 +48,11 @@ def test_output_peak_and_baseline_of_a_modular_pipeline(name: str) -> None:
     assert np.isfinite(want).all()
     device = SimulatedDevice(Machine())
     cap_bytes = int(SHARE * weight_bytes(pipe))
-    with graphrun.attach(pipe, vram=cap_bytes, device=device) as attached:
+    with graphrun.attach(pipe, vram=cap_bytes, device=device) as attachment:
         peaks = []
         for _ in range(3):
             assert np.array_equal(called(pipe, output="images"), want)
-            peaks.append(checked_peak_bytes(attached, device))
+            peaks.append(checked_peak_bytes(attachment, device))
         assert peaks[2] == peaks[1], "steady"
         assert 0 < max(peaks) <= cap_bytes
         state = called(pipe)  # the whole pipeline state
@@ -56,16 +65,17 @@ def test_output_peak_and_baseline_of_a_modular_pipeline(name: str) -> None:
 def test_another_guider_is_another_state() -> None:
     """It needs another plan: without guidance the UNet is entered once a step."""
     pipe = modular("StableDiffusionXLPipeline")
-    before = state_of(pipe, owned(components_of(pipe)))
-    assert state_of(pipe, owned(components_of(pipe))) == before
+    previous_state = state_of(pipe, attributes_of(components_of(pipe)))
+    assert state_of(pipe, attributes_of(components_of(pipe))) == previous_state
     pipe.update_components(guider=d.ClassifierFreeGuidance(guidance_scale=1.0))
-    assert state_of(pipe, owned(components_of(pipe))) != before
+    assert state_of(pipe, attributes_of(components_of(pipe))) != previous_state
 
 
 def test_a_components_manager_that_moves_weights_is_refused() -> None:
     pipe = modular("FluxPipeline")
     manager = d.ComponentsManager()
-    manager._auto_offload_enabled = True  # set by enable_auto_cpu_offload, which needs an accelerator
+    # set by enable_auto_cpu_offload, which needs an accelerator
+    manager._auto_offload_enabled = True
     pipe._components_manager = manager
     with pytest.raises(InputError, match="call disable_auto_cpu_offload"):
         graphrun.attach(pipe, vram="1G", device="sim")

@@ -1,4 +1,5 @@
-"""`attach` on programs that are no pipelines of diffusers: an object with modules of its own, a model of transformers."""
+"""`attach` on programs that are no pipelines of diffusers: an object with modules of its own, a
+model of transformers."""
 
 from __future__ import annotations
 
@@ -28,26 +29,41 @@ def seeded(film: Film, text: str = TEXT, **arguments: Any) -> Any:
 
 
 @pytest.fixture
-def attached() -> Iterator[tuple[Film, Any, SimulatedDevice]]:
+def attached_film() -> Iterator[tuple[Film, Any, SimulatedDevice]]:
     film, device = Film(), SimulatedDevice(Machine())
     vram = int(0.8 * film.bytes())
-    with graphrun.attach(film, components=parts_of(film), entries=["generate"], vram=vram, device=device) as attachment:
+    with graphrun.attach(
+        film, components=parts_of(film), entries=["generate"], vram=vram, device=device
+    ) as attachment:
         yield film, attachment, device
 
 
-def test_an_object_with_modules_of_its_own_streams_with_equal_results(attached: Any) -> None:
-    film, attachment, device = attached
+def test_an_object_with_modules_of_its_own_streams_with_equal_results(attached_film: Any) -> None:
+    film, attachment, device = attached_film
     with device.machine:
-        moved = Film().to("sim")
-        want = [seeded(moved).cpu(), seeded(moved, "two ships").cpu(), seeded(moved, units=5).cpu()]
-        del moved
-    for text, units, expected in [(TEXT, 3, want[0]), (TEXT, 3, want[0]), ("two ships", 3, want[1]), (TEXT, 5, want[2])]:
+        program = Film().to("sim")
+        want = [
+            seeded(program).cpu(),
+            seeded(program, "two ships").cpu(),
+            seeded(program, units=5).cpu(),
+        ]
+        del program
+    for text, units, expected in [
+        (TEXT, 3, want[0]),
+        (TEXT, 3, want[0]),
+        ("two ships", 3, want[1]),
+        (TEXT, 5, want[2]),
+    ]:
         got = seeded(film, text, units=units)
         assert got.device.type == "sim"
         assert equal(got, expected)
         del got
         checked_peak_bytes(attachment, device)
-        assert {event.component for event in attachment.trace.events} == {"text_encoder", "transformer", "vae"}
+        assert {event.component for event in attachment.trace.events} == {
+            "text_encoder",
+            "transformer",
+            "vae",
+        }
     assert {t.device.type for t in film.last} == {"cpu"}, "what the program keeps"
     assert film.to("sim") is film
     attachment.detach()
@@ -56,16 +72,18 @@ def test_an_object_with_modules_of_its_own_streams_with_equal_results(attached: 
     assert equal(seeded(film), seeded(Film()))
 
 
-def test_what_a_call_leaves_in_the_program_is_no_change_and_a_setting_is(attached: Any) -> None:
-    film, attachment, _ = attached
-    told: list[str] = []
-    attachment._tell = told.append
+def test_what_a_call_leaves_in_the_program_is_no_change_and_a_setting_is(
+    attached_film: Any,
+) -> None:
+    film, attachment, _ = attached_film
+    messages: list[str] = []
+    attachment._tell = messages.append
     seeded(film)
     seeded(film)
-    assert len(told) == 1
+    assert len(messages) == 1
     film.steps = 3
     assert equal(seeded(film), seeded_with(Film(), steps=3))
-    assert len(told) == 2
+    assert len(messages) == 2
 
 
 def seeded_with(film: Film, **settings: Any) -> Any:
@@ -73,8 +91,10 @@ def seeded_with(film: Film, **settings: Any) -> Any:
     return seeded(film)
 
 
-def test_autocast_around_the_call_is_seen_by_its_dry_run_and_gets_a_plan_of_its_own(attached: Any) -> None:
-    film, attachment, device = attached
+def test_autocast_around_the_call_is_seen_by_its_dry_run_and_gets_a_plan_of_its_own(
+    attached_film: Any,
+) -> None:
+    film, attachment, device = attached_film
     with device.machine, torch.autocast("sim", torch.bfloat16):
         want = seeded(Film().to("sim")).float().cpu()
     assert not equal(seeded(film), want)
@@ -89,15 +109,30 @@ def test_autocast_around_the_call_is_seen_by_its_dry_run_and_gets_a_plan_of_its_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, r"Film is no pipeline of diffusers.*components=\{'models_text': ..., 'dit': ..., 'vae': ...\}, entries=.*generate"),
+        (
+            {},
+            r"Film is no pipeline of diffusers.*components=\{'models_text': ..., 'dit': ..., "
+            r"'vae': ...\}, entries=.*generate",
+        ),
         ({"components": {"dit": Film().dit}, "entries": ["generate"]}, "Film does not hold dit"),
-        ({"components": "all but vae", "entries": ["generate"]}, "the weights of vae.layers.0.mix are in no component"),
-        ({"components": "all", "entries": ["generates"]}, "Film has no method generates; its own methods are .*generate"),
+        (
+            {"components": "all but vae", "entries": ["generate"]},
+            "the weights of vae.layers.0.mix are in no component",
+        ),
+        (
+            {"components": "all", "entries": ["generates"]},
+            "Film has no method generates; its own methods are .*generate",
+        ),
         ({"components": "all", "entries": []}, "Film is no pipeline of diffusers"),
-        ({"components": {"the dit": Film().dit}, "entries": ["generate"]}, "'the dit' must be a name"),
+        (
+            {"components": {"the dit": Film().dit}, "entries": ["generate"]},
+            "'the dit' must be a name",
+        ),
     ],
 )
-def test_what_attach_cannot_take_is_refused_with_what_to_type(arguments: dict[str, Any], message: str) -> None:
+def test_what_attach_cannot_take_is_refused_with_what_to_type(
+    arguments: dict[str, Any], message: str
+) -> None:
     film = Film()
     parts = parts_of(film)
     if arguments.get("components") == "all but vae":
@@ -108,9 +143,12 @@ def test_what_attach_cannot_take_is_refused_with_what_to_type(arguments: dict[st
         graphrun.attach(film, vram="1G", device="sim", **arguments)
 
 
-def test_methods_that_move_modules_are_refused_with_what_to_leave_out(attached: Any) -> None:
-    film, _, device = attached
-    with pytest.raises(BrokenPlan, match="moves or casts transformer to cuda.*leave out the argument that asks for it"):
+def test_methods_that_move_modules_are_refused_with_what_to_leave_out(attached_film: Any) -> None:
+    film, _, device = attached_film
+    with pytest.raises(
+        BrokenPlan,
+        match="moves or casts transformer to cuda.*leave out the argument that asks for it",
+    ):
         seeded(film, cpu_offloading=True)
     with pytest.raises(InputError, match="detach"):
         film.enable_sequential_cpu_offload()
@@ -121,22 +159,29 @@ def test_methods_that_move_modules_are_refused_with_what_to_leave_out(attached: 
 
 
 def test_another_text_for_a_module_that_pads_it_is_in_the_plan_and_a_longer_one_is_not() -> None:
-    told, plain, device = Told(), Told(), SimulatedDevice(Machine())
-    vram = int(0.8 * sum(tensor.nbytes for tensor in told.reader.parameters()))
-    said = list[str]()
-    attaching = {"components": {"reader": told.reader}, "entries": ["read"], "vram": vram, "device": device, "tell": said.append}
-    with graphrun.attach(told, **attaching) as attachment:
+    program, plain, device = Told(), Told(), SimulatedDevice(Machine())
+    vram = int(0.8 * sum(tensor.nbytes for tensor in program.reader.parameters()))
+    messages = list[str]()
+    attaching = {
+        "components": {"reader": program.reader},
+        "entries": ["read"],
+        "vram": vram,
+        "device": device,
+        "tell": messages.append,
+    }
+    with graphrun.attach(program, **attaching) as attachment:
         for text in ("a ship", "two ships", "a ship", "a storm"):
-            assert equal(told.read(text), plain.read(text))
+            assert equal(program.read(text), plain.read(text))
             assert attachment.replans == ()
-        assert len(said) == 1
+        assert len(messages) == 1
         for text in ("a lighthouse in a storm", "a ship"):
-            assert equal(told.read(text), plain.read(text))
-        assert len(said) > 1
+            assert equal(program.read(text), plain.read(text))
+        assert len(messages) > 1
 
 
 def test_a_model_of_transformers_generates_a_text_for_a_picture() -> None:
-    """Its cache of keys and values grows from token to token; a text that ends early is within the plan for the longest."""
+    """Its cache of keys and values grows from token to token; a text that ends early is within the
+    plan for the longest."""
     model, device = captioner(), SimulatedDevice(Machine())
     picture = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     long = model.generate(picture, do_sample=False)
@@ -145,11 +190,19 @@ def test_a_model_of_transformers_generates_a_text_for_a_picture() -> None:
     assert (short.shape[1], long.shape[1]) == (2, 10)
     components = {"encoder": model.encoder, "decoder": model.decoder}
     vram = int(0.9 * sum(tensor.nbytes for tensor in model.parameters()))
-    with graphrun.attach(model, components=components, entries=["generate"], vram=vram, device=device) as attachment:
+    with graphrun.attach(
+        model, components=components, entries=["generate"], vram=vram, device=device
+    ) as attachment:
         with device.machine:
-            there = picture.to("sim")
-        for arguments, want in [({"eos_token_id": end}, short), ({}, long), ({"eos_token_id": end}, short)]:
-            assert torch.equal(model.generate(there, do_sample=False, **arguments).cpu(), want)
+            device_picture = picture.to("sim")
+        for arguments, want in [
+            ({"eos_token_id": end}, short),
+            ({}, long),
+            ({"eos_token_id": end}, short),
+        ]:
+            assert torch.equal(
+                model.generate(device_picture, do_sample=False, **arguments).cpu(), want
+            )
             assert attachment.replans == ()
             assert attachment.solution is not None
             assert attachment.trace is not None

@@ -1,4 +1,5 @@
-"""Attached pipelines with components quantized by bitsandbytes: placed field by field, released, restored on detach."""
+"""Attached pipelines with components quantized by bitsandbytes: placed field by field, released,
+restored on detach."""
 
 from __future__ import annotations
 
@@ -25,10 +26,14 @@ def quantized(module: nn.Module, precision: str) -> None:
         size: Any = (child.in_features, child.out_features, child.bias is not None)
         if precision == "int8":
             layer = bnb.nn.Linear8bitLt(*size, has_fp16_weights=False, threshold=6.0)
-            layer.weight = bnb.nn.Int8Params(child.weight.data, has_fp16_weights=False, requires_grad=False)
+            layer.weight = bnb.nn.Int8Params(
+                child.weight.data, has_fp16_weights=False, requires_grad=False
+            )
         else:
             layer = bnb.nn.Linear4bit(*size, child.weight.dtype, precision == "nf4 twice", "nf4")
-            layer.weight = bnb.nn.Params4bit(child.weight.data, False, quant_type="nf4", module=layer)
+            layer.weight = bnb.nn.Params4bit(
+                child.weight.data, False, quant_type="nf4", module=layer
+            )
             layer.weight.compress_statistics = precision == "nf4 twice"
             layer.support_avx512bf16_for_cpu = False
         if child.bias is not None:
@@ -50,14 +55,14 @@ def test_quantized_components_are_placed_and_released(precision: str) -> None:
     want, pipe, device = SDXL.call(built(precision)), built(precision), SimulatedDevice(Machine())
     kinds = {path: type(child) for path, child in pipe.unet.named_modules()}
     assert any(kind.__module__.startswith("bitsandbytes") for kind in kinds.values())
-    with graphrun.attach(pipe, vram=int(0.95 * weight_bytes(pipe)), device=device) as attached:
+    with graphrun.attach(pipe, vram=int(0.95 * weight_bytes(pipe)), device=device) as attachment:
         peaks = []
         for _ in range(3):
             assert equal(SDXL.call(pipe), want)
-            assert attached.replans == ()
-            assert device.allocated_bytes == attached.held_bytes
-            assert attached.trace is not None
-            peaks.append(attached.trace.peak_bytes)
+            assert attachment.replans == ()
+            assert device.allocated_bytes == attachment.held_bytes
+            assert attachment.trace is not None
+            peaks.append(attachment.trace.peak_bytes)
     assert peaks[1] == peaks[2], "steady"
     assert {path: type(child) for path, child in pipe.unet.named_modules()} == kinds
     assert equal(SDXL.call(pipe), want)

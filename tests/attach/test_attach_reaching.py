@@ -1,4 +1,5 @@
-"""Access into a component: a last layer that calls into the first block (DiT), a pipeline that reads a weight (ACE-Step)."""
+"""Access into a component: a last layer that calls into the first block (DiT), a pipeline that
+reads a weight (ACE-Step)."""
 
 from __future__ import annotations
 
@@ -23,10 +24,13 @@ from graphrun.sim import Machine
 
 def parts() -> dict[str, Any]:
     """DiT whose blocks are large compared with its embeddings, as at its real size."""
-    return {**cases()["DiTPipeline"].parts(), "transformer": tiny("DiTTransformer2DModel", attention_head_dim=64)}
+    return {
+        **cases()["DiTPipeline"].parts(),
+        "transformer": tiny("DiTTransformer2DModel", attention_head_dim=64),
+    }
 
 
-def test_the_part_of_the_first_block_that_the_last_layer_calls_stays_while_blocks_are_streamed() -> None:
+def test_a_part_of_the_first_block_that_the_last_layer_calls_stays_on_the_device() -> None:
     case = replace(cases()["DiTPipeline"], parts=parts)
     pipe, device = case.build(), SimulatedDevice(Machine())
     want = case.call(pipe)
@@ -35,14 +39,19 @@ def test_the_part_of_the_first_block_that_the_last_layer_calls_stays_while_block
         with device.machine:
             return tensor.to("sim")
 
-    with graphrun.attach(pipe, vram=int(0.9 * weight_bytes(pipe)), device=device, exclude=["transformer"]) as attached:
+    with graphrun.attach(
+        pipe, vram=int(0.9 * weight_bytes(pipe)), device=device, exclude=["transformer"]
+    ) as attachment:
         assert equal(case.call(pipe, put), want)
-        assert attached.solution is not None
-        assert attached.trace is not None
-        transformer = attached.solution.problem.component("transformer")
+        assert attachment.solution is not None
+        assert attachment.trace is not None
+        transformer = attachment.solution.problem.component("transformer")
         assert transformer.granularity == "blocks"
-        assert [k.blocks for k in transformer.groups if not k.streamable] == [("",), ("transformer_blocks.0.norm1.emb",)]
-        assert attached.trace.overruns == ()
+        assert [k.blocks for k in transformer.groups if not k.streamable] == [
+            ("",),
+            ("transformer_blocks.0.norm1.emb",),
+        ]
+        assert attachment.trace.overruns == ()
 
 
 class Counting(transformers.CLIPTextModel):
@@ -59,28 +68,33 @@ def test_a_component_that_needs_tensor_values_is_traced_on_the_cpu_with_a_warnin
     want = cases()["StableDiffusionPipeline"].call(pipe)
     with graphrun.attach(pipe, vram=int(0.9 * weight_bytes(pipe)), device=device):
         with pytest.warns(
-            RuntimeWarning, match=r"text_encoder\S* needs tensor values.*on the CPU, with all \S+ \S+ of its weights"
+            RuntimeWarning,
+            match=(
+                r"text_encoder\S* needs tensor values.*on the CPU, with all \S+ \S+ of its "
+                r"weights"
+            ),
         ):
             got = cases()["StableDiffusionPipeline"].call(pipe)
         assert equal(got, want)
 
 
 class Looking(diffusers.StableDiffusionPipeline):
-    """Keeps a view of a weight of its encoder, taken while that is on the device, until the end of the call."""
+    """Keeps a view of a weight of its encoder, taken while that is on the device, until the end of
+    the call."""
 
     def encode_prompt(self, *args: Any, **kwargs: Any) -> Any:
-        made = super().encode_prompt(*args, **kwargs)
-        self.kept = self.text_encoder.encoder.layers[0].mlp.fc1.bias[:1]
-        return made
+        embeds = super().encode_prompt(*args, **kwargs)
+        self.bias_view = self.text_encoder.encoder.layers[0].mlp.fc1.bias[:1]
+        return embeds
 
 
 def test_a_weight_that_the_pipeline_reads_is_a_copy_that_keeps_no_block_on_the_device() -> None:
     case = replace(cases()["StableDiffusionPipeline"], kind=Looking)
     pipe, device = case.build(), SimulatedDevice(Machine())
     want = case.call(pipe)
-    with graphrun.attach(pipe, vram=2 * weight_bytes(pipe), device=device) as attached:
+    with graphrun.attach(pipe, vram=2 * weight_bytes(pipe), device=device) as attachment:
         assert equal(case.call(pipe), want)
-        assert checked_peak_bytes(attached, device)
+        assert checked_peak_bytes(attachment, device)
 
 
 class Following(diffusers.StableDiffusionPipeline):
@@ -94,37 +108,47 @@ def test_a_pipeline_may_compute_where_the_first_weight_of_a_component_says() -> 
     case = replace(cases()["StableDiffusionPipeline"], kind=Following)
     pipe, device = case.build(), SimulatedDevice(Machine())
     want = case.call(pipe)
-    with graphrun.attach(pipe, vram=int(0.9 * weight_bytes(pipe)), device=device) as attached:
+    with graphrun.attach(pipe, vram=int(0.9 * weight_bytes(pipe)), device=device) as attachment:
         assert equal(case.call(pipe), want)
-        assert checked_peak_bytes(attached, device)
+        assert checked_peak_bytes(attachment, device)
 
 
 @pytest.mark.long
-def test_a_longer_text_is_planned_before_its_call_where_texts_are_not_padded_to_one_length() -> None:
-    case, entered = cases()["QwenImagePipeline"], list[Any]()
+def test_a_longer_text_is_planned_before_its_call_where_texts_are_not_padded_to_one_length() -> (
+    None
+):
+    case, inputs = cases()["QwenImagePipeline"], list[Any]()
     pipe, device = case.build(), SimulatedDevice(Machine())
-    pipe.text_encoder.register_forward_pre_hook(lambda module, *_: entered.append(module))
+    pipe.text_encoder.register_forward_pre_hook(lambda module, *_: inputs.append(module))
     arguments = {**case.arguments(), "num_inference_steps": 1}
-    with graphrun.attach(pipe, vram="6M", device=device) as attached:
+    with graphrun.attach(pipe, vram="6M", device=device) as attachment:
         pipe(**arguments)
-        assert attached.replans == ()
+        assert attachment.replans == ()
         pipe(**{**arguments, "prompt": "many ships at sea at dusk"})
-        assert attached.replans == ()
-        entered.clear()
-        with pytest.raises(Infeasible, match=r'call/0:text_encoder .* vram="[0-9.]+M": raise the VRAM budget from 6M'):
+        assert attachment.replans == ()
+        inputs.clear()
+        with pytest.raises(
+            Infeasible,
+            match=r'call/0:text_encoder .* vram="[0-9.]+M": raise the VRAM budget from 6M',
+        ):
             pipe(**{**arguments, "prompt": "a very long text of many words " * 20})
-        assert pipe.text_encoder not in entered, "the dry run has a copy on meta"
+        assert pipe.text_encoder not in inputs, "the dry run has a copy on meta"
 
 
 def test_ids_that_enter_a_component_at_a_texts_own_length_make_texts_matter() -> None:
     pipe = SimpleNamespace(tokenizer=tiny("tokenizer"))
     fixed, own = TextLengths(), TextLengths()
-    with fixed.watching(pipe):
-        padded = pipe.tokenizer("a ship", padding="max_length", max_length=12, truncation=True, return_tensors="pt")
-        pipe.tokenizer(["a ship"], padding="longest", return_tensors="pt")  # counted, to warn of a text that is cut
-        fixed.enter((padded["input_ids"],))
-    with own.watching(SimpleNamespace(processor=pipe)):
-        own.enter({"input_ids": pipe.tokenizer("a ship", padding=True, return_tensors="pt")["input_ids"]})
+    with fixed.watch(pipe):
+        padded = pipe.tokenizer(
+            "a ship", padding="max_length", max_length=12, truncation=True, return_tensors="pt"
+        )
+        # counted, to warn of a text that is cut
+        pipe.tokenizer(["a ship"], padding="longest", return_tensors="pt")
+        fixed.add_inputs((padded["input_ids"],))
+    with own.watch(SimpleNamespace(processor=pipe)):
+        own.add_inputs(
+            {"input_ids": pipe.tokenizer("a ship", padding=True, return_tensors="pt")["input_ids"]}
+        )
     assert (fixed.matter, own.matter) == (False, True)
     assert type(pipe.tokenizer) is type(tiny("tokenizer"))
 
@@ -133,22 +157,34 @@ def test_embeddings_that_a_mask_cuts_to_a_texts_length_make_texts_matter() -> No
     with Machine() as machine:
         cut, whole, scheduled = TextLengths(), TextLengths(), TextLengths()
         for lengths in (cut, whole, scheduled):
-            with lengths.watching(pipe := SimpleNamespace(tokenizer=tiny("tokenizer"))):
-                made = pipe.tokenizer("a ship", padding="max_length", max_length=12, truncation=True, return_tensors="pt")
-            mask, embeddings = made["attention_mask"][0].bool().to("sim"), torch.ones(12, 7).to("sim")
-            machine.on_cut = lengths.cut
-            left = embeddings[mask]
-            torch.ones(5, 7).to("sim")[torch.ones(5, dtype=torch.bool).to("sim")]  # no mask of a text
-            lengths.enter(([{cut: left, whole: embeddings, scheduled: torch.ones(5, 7)}[lengths]],))
-    assert 0 < len(left) < 12
-    assert len(left) != 5
+            with lengths.watch(pipe := SimpleNamespace(tokenizer=tiny("tokenizer"))):
+                encoding = pipe.tokenizer(
+                    "a ship",
+                    padding="max_length",
+                    max_length=12,
+                    truncation=True,
+                    return_tensors="pt",
+                )
+            mask, embeddings = (
+                encoding["attention_mask"][0].bool().to("sim"),
+                torch.ones(12, 7).to("sim"),
+            )
+            machine.on_cut = lengths.add_masks
+            cut_embeddings = embeddings[mask]
+            # no mask of a text
+            torch.ones(5, 7).to("sim")[torch.ones(5, dtype=torch.bool).to("sim")]
+            lengths.add_inputs(
+                ([{cut: cut_embeddings, whole: embeddings, scheduled: torch.ones(5, 7)}[lengths]],)
+            )
+    assert 0 < len(cut_embeddings) < 12
+    assert len(cut_embeddings) != 5
     assert (cut.matter, whole.matter, scheduled.matter) == (True, False, False)
 
 
 def test_a_length_that_is_an_earlier_texts_own_is_no_fixed_one() -> None:
     lengths, pipe = TextLengths(), SimpleNamespace(tokenizer=tiny("tokenizer"))
-    with lengths.watching(pipe):
+    with lengths.watch(pipe):
         ids = pipe.tokenizer("a ship", padding=True, return_tensors="pt")["input_ids"]
         pipe.tokenizer("", padding="max_length", max_length=ids.shape[-1], return_tensors="pt")
-        lengths.enter((ids,))
+        lengths.add_inputs((ids,))
     assert lengths.matter

@@ -1,4 +1,5 @@
-"""`torch.set_default_device` of the caller: graphrun still allocates its host tensors on the CPU."""
+"""`torch.set_default_device` of the caller: graphrun still allocates its host tensors on the
+CPU."""
 
 from __future__ import annotations
 
@@ -30,22 +31,29 @@ def meta_default() -> Iterator[None]:
 
 def image() -> np.ndarray:
     graph, inputs = graphrun.load(GRAPH), {"prompt": "a lighthouse", "steps": 1, "seed": 3}
-    solution = graphrun.plan(graphrun.estimate(graph, vram="6M", hardware="sim", inputs=inputs, cache=None), cache=None)
+    solution = graphrun.plan(
+        graphrun.estimate(graph, vram="6M", hardware="sim", inputs=inputs, cache=None), cache=None
+    )
     return np.asarray(graphrun.run(solution, graph, inputs=inputs).outputs["image"])
 
 
 def test_a_graph_is_planned_and_run_with_the_same_bits() -> None:
     plain = image()
     with meta_default():
-        found = image()
+        output = image()
         assert torch.empty(1).is_meta
-    assert np.array_equal(plain, found)
+    assert np.array_equal(plain, output)
 
 
 def test_an_attached_pipeline_gives_the_same_bits_and_its_weights_come_back() -> None:
     plain, pipe = seeded(SD.build()), SD.build()
-    with meta_default(), graphrun.attach(pipe, vram=int(0.95 * weight_bytes(pipe)), device=SimulatedDevice(Machine())):
-        attached = seeded(pipe)
+    with (
+        meta_default(),
+        graphrun.attach(
+            pipe, vram=int(0.95 * weight_bytes(pipe)), device=SimulatedDevice(Machine())
+        ),
+    ):
+        output = seeded(pipe)
         assert torch.empty(1).is_meta
-    assert equal(plain, attached)
+    assert equal(plain, output)
     assert equal(plain, seeded(pipe))

@@ -1,4 +1,5 @@
-"""Plans exported for other programs: diffusers scripts that make the same picture, and accelerate device maps that dispatch."""
+"""Plans exported for other programs: diffusers scripts that make the same picture, and accelerate
+device maps that dispatch."""
 
 from __future__ import annotations
 
@@ -34,75 +35,102 @@ OPTIONS: dict[str, Any] = {"ram": "1G", "hardware": "sim", "inputs": {"steps": 2
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def saved_graph(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A tiny graph whose weights are in folders, as a file."""
-    made: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
 
     def make(name: str) -> Path:
-        if name not in made:
+        if name not in paths:
             folder, graph = tmp_path_factory.mktemp(name), graphrun.load(GRAPHS / f"{name}.yaml")
             for component in graph.components.values():
                 build(component, graph).save_pretrained(folder / component.name)  # type: ignore[operator]
             for part in graph.parts.values():
                 build_part(part, graph).save_pretrained(folder / part.name)
-            text = (GRAPHS / f"{name}.yaml").read_text().replace(f"name: {name}", f"name: {name}\nsource: {folder}")
-            made[name] = folder / "graph.yaml"
-            made[name].write_text(text.replace("configs/", f"{GRAPHS}/configs/").replace("tokenizers/", f"{GRAPHS}/tokenizers/"))
-        return made[name]
+            text = (
+                (GRAPHS / f"{name}.yaml")
+                .read_text()
+                .replace(f"name: {name}", f"name: {name}\nsource: {folder}")
+            )
+            paths[name] = folder / "graph.yaml"
+            paths[name].write_text(
+                text.replace("configs/", f"{GRAPHS}/configs/").replace(
+                    "tokenizers/", f"{GRAPHS}/tokenizers/"
+                )
+            )
+        return paths[name]
 
     return make
 
 
-def solved(graph: Graph, vram: str, **more: Any) -> Solution:
-    return graphrun.plan(graphrun.estimate(graph, vram=vram, **{**OPTIONS, **more}))
+def solved(graph: Graph, vram: str, **settings: Any) -> Solution:
+    return graphrun.plan(graphrun.estimate(graph, vram=vram, **{**OPTIONS, **settings}))
 
 
 @pytest.mark.parametrize("vram", ["64M", "5M"])
 def test_a_script_runs_with_the_picture_of_the_plan(
-    saved: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vram: str
+    saved_graph: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vram: str
 ) -> None:
-    graph = graphrun.load(saved("flux-tiny"))
+    graph = graphrun.load(saved_graph("flux-tiny"))
     solution = solved(graph, vram)
     script, picture = tmp_path / "script.py", tmp_path / "picture.png"
     script.write_text(diffusers_script(graph, solution))
     monkeypatch.setattr(sys, "argv", ["script.py", "cpu", str(picture)])
     runpy.run_path(str(script), run_name="__main__")
     trace = graphrun.run(solution, graph, {"steps": 2})
-    assert numpy.array_equal(numpy.asarray(Image.open(picture)), numpy.asarray(trace.outputs["image"]))
+    assert numpy.array_equal(
+        numpy.asarray(Image.open(picture)), numpy.asarray(trace.outputs["image"])
+    )
 
 
-def test_a_script_lists_what_is_lost_and_streams_what_the_plan_streams(saved: Callable[[str], Path]) -> None:
-    graph = graphrun.load(saved("flux-tiny"))
+def test_a_script_lists_what_is_lost_and_streams_what_the_plan_streams(
+    saved_graph: Callable[[str], Path],
+) -> None:
+    graph = graphrun.load(saved_graph("flux-tiny"))
     solution = solved(graph, "5M")
     text = diffusers_script(graph, solution)
-    streams = {a.component: a for slot in solution.plan.slots for a in slot.actions if isinstance(a, Stream)}
-    said = ast.get_docstring(ast.parse(text)) or ""
-    assert solution.plan.digest in said
+    streams = {
+        a.component: a
+        for slot in solution.plan.slots
+        for a in slot.actions
+        if isinstance(a, Stream)
+    }
+    docstring = ast.get_docstring(ast.parse(text)) or ""
+    assert solution.plan.digest in docstring
     for name in graph.components:
         assert (f"apply_group_offloading({name}," in text) == (name in streams)
-    kept = dict(streams["transformer"].keep or ())
+    kept_blocks = dict(streams["transformer"].keep or ())
     blocks = {k.name: len(k.blocks) for k in solution.problem.component("transformer").groups}
-    assert f"{len(kept['transformer_blocks'])} of {blocks['transformer_blocks']} transformer_blocks" in said
-    assert "no budget" in said
-    assert "evicted before" in said
+    assert (
+        f"{len(kept_blocks['transformer_blocks'])} of {blocks['transformer_blocks']} "
+        "transformer_blocks" in docstring
+    )
+    assert "no budget" in docstring
+    assert "evicted before" in docstring
     resident = diffusers_script(graph, solved(graph, "64M", keep=["transformer"]))
     assert "transformer.to(DEVICE)" in resident
     assert 'offload_type="block_level"' not in resident
 
 
-@pytest.mark.parametrize("name", ["sdxl-tiny", "sd3-tiny", "hunyuan-dit-tiny", "wan-tiny", "qwen-image-tiny", "hidream-tiny"])
-def test_scripts_of_other_graphs_compile(saved: Callable[[str], Path], name: str) -> None:
-    graph = graphrun.load(saved(name))
+@pytest.mark.parametrize(
+    "name",
+    ["sdxl-tiny", "sd3-tiny", "hunyuan-dit-tiny", "wan-tiny", "qwen-image-tiny", "hidream-tiny"],
+)
+def test_scripts_of_other_graphs_compile(saved_graph: Callable[[str], Path], name: str) -> None:
+    graph = graphrun.load(saved_graph(name))
     solution = solved(graph, "1G")
     text = diffusers_script(graph, solution)
     compile(text, "script.py", "exec")
-    loaded = [line.split(" = ")[0] for line in text.splitlines() if ".from_pretrained(" in line]
-    assert {component.name for component in solution.problem.components} <= set(loaded)
+    loaded_names = [
+        line.split(" = ")[0] for line in text.splitlines() if ".from_pretrained(" in line
+    ]
+    assert {component.name for component in solution.problem.components} <= set(loaded_names)
 
 
-def test_a_graph_that_cannot_be_exported_is_refused(saved: Callable[[str], Path]) -> None:
-    graph = graphrun.load(saved("flux-tiny"))
-    half = graphrun.plan(graphrun.estimate(graph, vram="64M", until="encode", **{**OPTIONS, "inputs": {}}))
+def test_a_graph_that_cannot_be_exported_is_refused(saved_graph: Callable[[str], Path]) -> None:
+    graph = graphrun.load(saved_graph("flux-tiny"))
+    half = graphrun.plan(
+        graphrun.estimate(graph, vram="64M", until="encode", **{**OPTIONS, "inputs": {}})
+    )
     with pytest.raises(InputError, match="this plan has encode_prompt"):
         diffusers_script(graph.until("encode"), half)
     random = graphrun.load(GRAPHS / "flux-tiny.yaml")
@@ -117,10 +145,15 @@ def test_a_device_map_dispatches_with_the_same_output(tmp_path: Path) -> None:
     graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
     solution = solved(graph, "5M")
     placements = device_maps(graph, solution)["transformer"]
-    streams = [a for slot in solution.plan.slots for a in slot.actions if isinstance(a, Stream) and a.component == "transformer"]
-    kept = dict(streams[-1].keep or ())
+    streams = [
+        a
+        for slot in solution.plan.slots
+        for a in slot.actions
+        if isinstance(a, Stream) and a.component == "transformer"
+    ]
+    kept_blocks = dict(streams[-1].keep or ())
     blocks = {k.name: k.blocks for k in solution.problem.component("transformer").groups}
-    stay = {blocks[k][i] for k, indices in kept.items() if k != "remainder" for i in indices}
+    stay = {blocks[k][i] for k, indices in kept_blocks.items() if k != "unblocked" for i in indices}
     assert stay
     assert stay == {path for path, place in placements.items() if place == 0} & {
         path for paths in blocks.values() for path in paths
@@ -141,21 +174,37 @@ def test_a_device_map_dispatches_with_the_same_output(tmp_path: Path) -> None:
         "txt_ids": torch.zeros(8, 3),
     }
     with torch.no_grad():
-        wanted = module(**arguments, return_dict=False)[0]
+        expected = module(**arguments, return_dict=False)[0]
     swapped = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)  # without it accelerate cannot move parameters to sim
+    # without it accelerate cannot move parameters to sim
+    torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         with sim.Machine():
-            here = {path: sim.device if place == 0 else place for path, place in placements.items()}
-            dispatch_model(module, here, main_device=sim.device, offload_dir=str(tmp_path), force_hooks=True)
-            where = {name: parameter.device.type for name, parameter in module.named_parameters()}
+            device_placements = {
+                path: sim.device if place == 0 else place for path, place in placements.items()
+            }
+            dispatch_model(
+                module,
+                device_placements,
+                main_device=sim.device,
+                offload_dir=str(tmp_path),
+                force_hooks=True,
+            )
+            parameter_devices = {
+                name: parameter.device.type for name, parameter in module.named_parameters()
+            }
             with torch.no_grad():
-                out = module(**{name: value.to(sim.device) for name, value in arguments.items()}, return_dict=False)[0].cpu()
+                output = module(
+                    **{name: value.to(sim.device) for name, value in arguments.items()},
+                    return_dict=False,
+                )[0].cpu()
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swapped)
-    assert torch.equal(out, wanted)
-    for name, kind in where.items():
-        place = max((path for path in placements if name == path or name.startswith(f"{path}.")), key=len)
+    assert torch.equal(output, expected)
+    for name, kind in parameter_devices.items():
+        place = max(
+            (path for path in placements if name == path or name.startswith(f"{path}.")), key=len
+        )
         assert kind == ("sim" if placements[place] == 0 else "meta"), name
 
 
@@ -166,35 +215,53 @@ def test_a_component_that_is_whole_on_the_device_has_one_entry() -> None:
 
 
 def test_a_plan_follows_its_device_map() -> None:
-    """Half of the transformer stays from the first slot to the last; streaming the remainder costs what the simulation says."""
+    """Half of the transformer stays from the first slot to the last; streaming the remainder costs
+    what the simulation says."""
     graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
     problem = graphrun.estimate(graph, vram="64M", **OPTIONS)
-    names = [f"transformer_blocks.{i}" for i in range(4)] + [f"single_transformer_blocks.{i}" for i in range(8)]
-    remainder = dict.fromkeys(("x_embedder", "context_embedder", "time_text_embed", "norm_out", "proj_out", "pos_embed"), 0)
+    names = [f"transformer_blocks.{i}" for i in range(4)] + [
+        f"single_transformer_blocks.{i}" for i in range(8)
+    ]
+    unblocked = dict.fromkeys(
+        ("x_embedder", "context_embedder", "time_text_embed", "norm_out", "proj_out", "pos_embed"),
+        0,
+    )
 
     def plan(resident: int) -> Solution:
-        return plan_for(problem, {"transformer": remainder | {n: 0 if i < resident else "cpu" for i, n in enumerate(names)}})
+        return plan_for(
+            problem,
+            {
+                "transformer": unblocked
+                | {n: 0 if i < resident else "cpu" for i, n in enumerate(names)}
+            },
+        )
 
-    found = [plan(resident) for resident in (0, 6, 12)]
-    assert [check(problem, solution.plan) for solution in found] == [(), (), ()]
-    times = [simulate(problem, solution.plan).total_seconds for solution in found]
-    peaks = [simulate(problem, solution.plan).peak_bytes for solution in found]
-    moved = [simulate(problem, solution.plan).total_moved_bytes for solution in found]
-    assert moved[0] > moved[1] > moved[2]
+    solutions = [plan(resident) for resident in (0, 6, 12)]
+    assert [check(problem, solution.plan) for solution in solutions] == [(), (), ()]
+    times = [simulate(problem, solution.plan).total_seconds for solution in solutions]
+    peaks = [simulate(problem, solution.plan).peak_bytes for solution in solutions]
+    moved_bytes = [simulate(problem, solution.plan).total_moved_bytes for solution in solutions]
+    assert moved_bytes[0] > moved_bytes[1] > moved_bytes[2]
     assert peaks[0] < peaks[1] < peaks[2]
     assert min(times) >= solved(graph, "64M").objective_seconds
-    first = found[1].plan.slots[0]
+    first = solutions[1].plan.slots[0]
     (load,) = [a for a in first.actions if isinstance(a, Load) and a.component == "transformer"]
     assert {name: len(indices) for name, indices in load.blocks or ()} == {
-        "remainder": 1,
+        "unblocked": 1,
         "transformer_blocks": 4,
         "single_transformer_blocks": 2,
     }
-    streamed = {a.component for slot in found[1].plan.slots for a in slot.actions if isinstance(a, Stream)}
+    streamed = {
+        a.component
+        for slot in solutions[1].plan.slots
+        for a in slot.actions
+        if isinstance(a, Stream)
+    }
     assert streamed == {"transformer"}  # components without a map are loaded for their phases
     tight = graphrun.estimate(graph, vram="6M", **OPTIONS)
-    assert check(tight, plan_for(tight, {"transformer": {"": 0}}).plan)  # a map that does not fit is reported
-    trace = graphrun.run(found[1], graph, {"steps": 2})
+    # a map that does not fit is reported
+    assert check(tight, plan_for(tight, {"transformer": {"": 0}}).plan)
+    trace = graphrun.run(solutions[1], graph, {"steps": 2})
     assert trace.peak_bytes <= peaks[1]
     assert trace.left_bytes == 0
 
@@ -202,57 +269,101 @@ def test_a_plan_follows_its_device_map() -> None:
 def test_the_map_of_a_plan_gives_a_plan_close_to_it() -> None:
     graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
     tight = graphrun.estimate(graph, vram="5M", **OPTIONS)
-    solution = graphrun.plan(replace(tight, components=tuple(replace(c, layers=None) for c in tight.components)))
+    solution = graphrun.plan(
+        replace(tight, components=tuple(replace(c, layers=None) for c in tight.components))
+    )
     maps = device_maps(graph, solution)
     wide = graphrun.estimate(graph, vram="64M", **OPTIONS)
-    back = plan_for(wide, maps)
-    assert check(wide, back.plan) == ()
-    mapped, own = simulate(wide, back.plan), simulate(solution.problem, solution.plan)
-    assert own.total_seconds < mapped.total_seconds < 2 * own.total_seconds
-    assert own.peak_bytes < mapped.peak_bytes  # blocks of a map never leave the device
+    solution_back = plan_for(wide, maps)
+    assert check(wide, solution_back.plan) == ()
+    mapped_simulation, own = (
+        simulate(wide, solution_back.plan),
+        simulate(solution.problem, solution.plan),
+    )
+    assert own.total_seconds < mapped_simulation.total_seconds < 2 * own.total_seconds
+    assert own.peak_bytes < mapped_simulation.peak_bytes  # blocks of a map never leave the device
 
 
 @pytest.mark.parametrize(
-    ("maps", "said"),
+    ("maps", "message"),
     [
         ({"unet": {"": 0}}, "there is no such component; the problem has text_encoder"),
         ({"transformer": {"proj_out": 0}}, "it has no entry for transformer_blocks.0"),
     ],
 )
-def test_an_incomplete_device_map_is_refused(maps: dict[str, dict[str, int | str]], said: str) -> None:
+def test_an_incomplete_device_map_is_refused(
+    maps: dict[str, dict[str, int | str]], message: str
+) -> None:
     problem = graphrun.estimate(graphrun.load(GRAPHS / "flux-tiny.yaml"), vram="64M", **OPTIONS)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         plan_for(problem, maps)
 
 
-def test_the_commands_write_both_and_plan_a_map(saved: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_commands_write_both_and_plan_a_map(
+    saved_graph: Callable[[str], Path], tmp_path: Path
+) -> None:
     from typer.testing import CliRunner
 
     from graphrun.cli import main as cli
 
     run, plan = CliRunner().invoke, tmp_path / "plan.json"
-    arguments = ["plan", str(saved("flux-tiny")), "--vram", "5M", "--ram", "1G", "--hardware", "sim", "--no-cache", "-o", str(plan)]
+    arguments = [
+        "plan",
+        str(saved_graph("flux-tiny")),
+        "--vram",
+        "5M",
+        "--ram",
+        "1G",
+        "--hardware",
+        "sim",
+        "--no-cache",
+        "-o",
+        str(plan),
+    ]
     assert run(cli.app, arguments).exit_code == 0
     script = run(cli.app, ["export", str(plan), "--as", "diffusers"])
     assert script.exit_code == 0
     compile(script.stdout, "script.py", "exec")
-    assert run(cli.app, ["export", str(plan), "--as", "accelerate", "-o", str(tmp_path / "map.json")]).exit_code == 0
-    assert json.loads((tmp_path / "map.json").read_text()).keys() == {"text_encoder", "text_encoder_2", "transformer", "vae"}
+    assert (
+        run(
+            cli.app, ["export", str(plan), "--as", "accelerate", "-o", str(tmp_path / "map.json")]
+        ).exit_code
+        == 0
+    )
+    assert json.loads((tmp_path / "map.json").read_text()).keys() == {
+        "text_encoder",
+        "text_encoder_2",
+        "transformer",
+        "vae",
+    }
     (tmp_path / "passing.json").write_text('{"transformer": {"": "cpu"}}')
-    back = run(cli.app, ["map", str(plan), str(tmp_path / "passing.json"), "-o", str(tmp_path / "back.json"), "--json"])
-    assert back.exit_code == 0
+    process = run(
+        cli.app,
+        [
+            "map",
+            str(plan),
+            str(tmp_path / "passing.json"),
+            "-o",
+            str(tmp_path / "back.json"),
+            "--json",
+        ],
+    )
+    assert process.exit_code == 0
     expected = plan_for(planfile.read(plan)[0], {"transformer": {"": "cpu"}}).plan
     assert planfile.read(tmp_path / "back.json")[1] == expected
-    written = json.loads((tmp_path / "back.json").read_text())
-    shown = json.loads(back.stdout)
-    assert shown.pop("version") == 1
-    assert {**written, **shown} == written
+    exported = json.loads((tmp_path / "back.json").read_text())
+    printed = json.loads(process.stdout)
+    assert printed.pop("version") == 1
+    assert {**exported, **printed} == exported
     assert run(cli.app, ["check", str(tmp_path / "back.json")]).exit_code == 0
-    keeps = r"map\.json: .* broken; the plan is refused\n  vram in slot"  # the blocks on the device are there in all slots
+    # the blocks on the device are there in all slots
+    keeps = r"map\.json: .* broken; the plan is refused\n  vram in slot"
     with pytest.raises(PlanError, match=keeps):
         run(cli.app, ["map", str(plan), str(tmp_path / "map.json")], catch_exceptions=False)
     (tmp_path / "none.json").write_text('{"transformer": [0]}')
     with pytest.raises(InputError, match="none.json: does not hold device maps by component"):
         run(cli.app, ["map", str(plan), str(tmp_path / "none.json")], catch_exceptions=False)
-    with pytest.raises(InputError, match="--as 'comfy' is not known; it is diffusers or accelerate"):
+    with pytest.raises(
+        InputError, match="--as 'comfy' is not known; it is diffusers or accelerate"
+    ):
         run(cli.app, ["export", str(plan), "--as", "comfy"], catch_exceptions=False)

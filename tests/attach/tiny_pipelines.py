@@ -1,4 +1,5 @@
-"""Tiny pipelines of many classes, as `tiny_components.yaml` and `tiny_pipelines.yaml` describe them."""
+"""Tiny pipelines of many classes, as `tiny_components.yaml` and `tiny_pipelines.yaml` describe
+them."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ WIDTH = 32  # of every text encoder
 
 @dataclass(frozen=True)
 class Case:
-    """A pipeline class to test. ``family``: its task. ``parts`` and ``arguments`` return what it is built from and called
-    with, made anew each time, the same each time."""
+    """A pipeline class to test. ``family``: its task. ``parts`` and ``arguments`` return what it is
+    built from and called with, made again each time, the same each time."""
 
     kind: Any
     family: str
@@ -42,60 +43,95 @@ class Case:
         pipe.set_progress_bar_config(disable=True)
         return frozen(pipe)
 
-    def call(self, pipe: Any, put: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu) -> Any:
-        """The output of ``pipe`` for the arguments, with fresh generators. ``put`` moves argument tensors to a device."""
+    def call(
+        self, pipe: Any, put: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu
+    ) -> Any:
+        """The output of ``pipe`` for the arguments, with fresh generators. ``put`` moves argument
+        tensors to a device."""
         torch.manual_seed(1)
-        given = {name: put(value) if isinstance(value, torch.Tensor) else value for name, value in self.arguments().items()}
+        arguments = {
+            name: put(value) if isinstance(value, torch.Tensor) else value
+            for name, value in self.arguments().items()
+        }
         generator = {} if self.steps == 0 else {"generator": torch.Generator().manual_seed(3)}
-        return pipe(**{**({"num_inference_steps": self.steps} if self.steps else {}), **generator, **given})
+        return pipe(
+            **{
+                **({"num_inference_steps": self.steps} if self.steps else {}),
+                **generator,
+                **arguments,
+            }
+        )
 
 
 @cache
 def cases() -> dict[str, Case]:
     """Every case by the name of its class, some with a suffix."""
-    return {name: _case(name, **row) for name, row in _table("tiny_pipelines.yaml")["pipelines"].items()}
+    return {
+        name: _case(name, **row) for name, row in _table("tiny_pipelines.yaml")["pipelines"].items()
+    }
 
 
 def each() -> list[Any]:
-    """The names of all cases as parameters of a test: a spread of them always, the others in the sweep."""
+    """The names of all cases as parameters of a test: a spread of them always, the others in the
+    sweep."""
     return sampled(cases(), _table("tiny_pipelines.yaml")["spread"], "pipelines")
 
 
-def _case(name: str, family: str, parts: Any, call: Any, steps: int = 2, dtype: str = "float32") -> Case:
-    """``dtype``: of the weights, as ``torch_dtype=`` loads them: pipelines cast their VAE to fp32 and back in the call."""
+def _case(
+    name: str, family: str, parts: Any, call: Any, steps: int = 2, dtype: str = "float32"
+) -> Case:
+    """``dtype``: of the weights, as ``torch_dtype=`` loads them: pipelines cast their VAE to fp32
+    and back in the call."""
 
     def built() -> dict[str, Any]:
-        found = {key: _made(value) for key, value in parts.items()}
+        parts_by_name = {key: _made(value) for key, value in parts.items()}
         if dtype == "float32":
-            return found
-        return {key: part.to(getattr(torch, dtype)) if isinstance(part, torch.nn.Module) else part for key, part in found.items()}
+            return parts_by_name
+        return {
+            key: part.to(getattr(torch, dtype)) if isinstance(part, torch.nn.Module) else part
+            for key, part in parts_by_name.items()
+        }
 
-    return Case(_class(name), family, built, lambda: {key: _made(value) for key, value in call.items()}, steps)
+    return Case(
+        _class(name),
+        family,
+        built,
+        lambda: {key: _made(value) for key, value in call.items()},
+        steps,
+    )
 
 
 def tiny(name: str, **changes: Any) -> Any:
-    """The component ``name`` of `tiny_components.yaml`, or of a class without settings there, with ``changes`` of its settings."""
+    """The component ``name`` of `tiny_components.yaml`, or of a class without settings there, with
+    ``changes`` of its settings."""
     row = _table("tiny_components.yaml").get(name, {})
-    kind, config = locate(row["class"]) if "class" in row else _class(name), {**row.get("config", {}), **changes}
+    kind, config = (
+        locate(row["class"]) if "class" in row else _class(name),
+        {**row.get("config", {}), **changes},
+    )
     if "tokenizer_file" in config:
         config["tokenizer_file"] = str(ROOT / config["tokenizer_file"])
     if hasattr(kind, "from_config"):
-        made = kind.from_config(config)
+        part = kind.from_config(config)
     else:
-        made = kind(kind.config_class(**config)) if getattr(kind, "config_class", None) else kind(**config)
+        part = (
+            kind(kind.config_class(**config))
+            if getattr(kind, "config_class", None)
+            else kind(**config)
+        )
     for key, value in row.get("fill", {}).items():
-        getattr(made, key).data.fill_(value)
-    for module in (module for key in row.get("noise", ()) for module in getattr(made, key)):
+        getattr(part, key).data.fill_(value)
+    for module in (module for key in row.get("noise", ()) for module in getattr(part, key)):
         module.weight.data.normal_(std=0.1)
     for key, value in row.get("set", {}).items():
-        setattr(made, key, value)
-    return made
+        setattr(part, key, value)
+    return part
 
 
 @cache
 def _table(file: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((FOLDER / file).read_text())
-    return found
+    entries: dict[str, Any] = yaml.safe_load((FOLDER / file).read_text())
+    return entries
 
 
 def _class(name: str) -> Any:
@@ -104,21 +140,28 @@ def _class(name: str) -> Any:
 
 
 def _is_component(name: Any) -> bool:
-    return isinstance(name, str) and (name in _table("tiny_components.yaml") or hasattr(diffusers, name))
+    return isinstance(name, str) and (
+        name in _table("tiny_components.yaml") or hasattr(diffusers, name)
+    )
 
 
 def _made(value: Any) -> Any:
-    """What stands for ``value`` in a row: a component, a picture or a tensor; else the value itself."""
+    """What stands for ``value`` in a row: a component, a picture or a tensor; else the value
+    itself."""
     if isinstance(value, list):
         return [_made(item) for item in value]
     if isinstance(value, dict):
-        (name, given), *more = value.items()
-        return tiny(name, **given) if _is_component(name) else MEDIA[name](given, **dict(more))
+        (name, settings), *rest = value.items()
+        return (
+            tiny(name, **settings) if _is_component(name) else MEDIA[name](settings, **dict(rest))
+        )
     return tiny(value) if _is_component(value) else value
 
 
 def picture(size: int = 16, seed: int = 0) -> Any:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8))
+    return Image.fromarray(
+        np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
+    )
 
 
 def mask(size: int = 16) -> Any:
@@ -135,7 +178,12 @@ def noise(shape: list[int], seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-MEDIA: dict[str, Callable[..., Any]] = {"picture": picture, "mask": mask, "film": film, "noise": noise}
+MEDIA: dict[str, Callable[..., Any]] = {
+    "picture": picture,
+    "mask": mask,
+    "film": film,
+    "noise": noise,
+}
 
 BLOCKS: dict[str, Any] = {
     "FluxPipeline": diffusers.FluxAutoBlocks,
@@ -147,10 +195,13 @@ BLOCKS: dict[str, Any] = {
 
 
 def modular(name: str, blocks: Any = None) -> Any:
-    """The modular pipeline with the components of the plain one called ``name``. ``blocks``: used in place of its own."""
+    """The modular pipeline with the components of the plain one called ``name``. ``blocks``: used
+    in place of its own."""
     torch.manual_seed(0)
     pipe = (blocks or BLOCKS[name]()).init_pipeline()
-    pipe.update_components(**{key: part for key, part in cases()[name].parts().items() if key in pipe.component_names})
+    pipe.update_components(
+        **{key: part for key, part in cases()[name].parts().items() if key in pipe.component_names}
+    )
     return frozen(pipe)
 
 
@@ -162,11 +213,12 @@ def frozen(pipe: Any) -> Any:
     return pipe
 
 
-def checked_peak_bytes(attached: Any, device: Any) -> int:
-    """The peak of the last run in bytes. Asserts that it left weights alone on ``device``, was not replanned and broke no cap."""
-    assert device.allocated_bytes == attached.held_bytes
-    assert attached.solution is not None
-    assert attached.trace is not None
-    assert attached.trace.overruns == ()
-    assert attached.replans == ()
-    return int(attached.trace.peak_bytes)
+def checked_peak_bytes(attachment: Any, device: Any) -> int:
+    """The peak of the last run in bytes. Asserts that it left weights alone on ``device``, was not
+    replanned and broke no cap."""
+    assert device.allocated_bytes == attachment.held_bytes
+    assert attachment.solution is not None
+    assert attachment.trace is not None
+    assert attachment.trace.overruns == ()
+    assert attachment.replans == ()
+    return int(attachment.trace.peak_bytes)

@@ -31,15 +31,25 @@ def flux() -> Any:
 @pytest.fixture
 def planned_before(cached_dry_runs: Path, tmp_path: Path) -> Path:
     """A copy of `cached_dry_runs` for one test, in which outputs may be cached too."""
-    return Path(shutil.copytree(cached_dry_runs, tmp_path / "cache", ignore=shutil.ignore_patterns(".new-*")))
+    return Path(
+        shutil.copytree(
+            cached_dry_runs, tmp_path / "cache", ignore=shutil.ignore_patterns(".new-*")
+        )
+    )
 
 
 @pytest.fixture(scope="session")
 def batch(flux: Any, cached_dry_runs: Path) -> Callable[..., Any]:
     """`graphrun.run_many` on the small FLUX."""
 
-    def run(inputs: Sequence[Any], graph: Any = None, **more: Any) -> Any:
-        arguments = {"cache": cached_dry_runs, "reuse": "none", "common": SMALL, **BUDGET, **more}
+    def run(inputs: Sequence[Any], graph: Any = None, **options: Any) -> Any:
+        arguments = {
+            "cache": cached_dry_runs,
+            "reuse": "none",
+            "common": SMALL,
+            **BUDGET,
+            **options,
+        }
         return graphrun.run_many(graph or flux, inputs, **arguments)
 
     return run
@@ -68,8 +78,9 @@ def sink() -> Callable[[Path], Any]:
 
 
 @pytest.fixture
-def killed() -> Callable[[Callable[[], Any], int], bool]:
-    """Runs work in another process that is killed at its n-th write to disk: after the fsync, or just before or after the rename.
+def kill_run() -> Callable[[Callable[[], Any], int], bool]:
+    """Runs work in another process that is killed at its n-th write to disk: after the fsync, or
+    just before or after the rename.
 
     Returns whether the work was done before that.
     """
@@ -84,16 +95,17 @@ def killed() -> Callable[[Callable[[], Any], int], bool]:
 
 @pytest.fixture
 def killed_before() -> Callable[[Callable[[], Any], str], None]:
-    """Runs work in another process that is killed just before the rename to a path with the given ending."""
+    """Runs work in another process that is killed just before the rename to a path with the given
+    ending."""
 
     def run(work: Callable[[], Any], path: str) -> None:
         def prepare() -> None:
             replace = os.replace
 
-            def renamed(source: Any, target: Any, **more: Any) -> None:
+            def renamed(source: Any, target: Any, **options: Any) -> None:
                 if str(target).endswith(path):
                     os.kill(os.getpid(), signal.SIGKILL)
-                replace(source, target, **more)
+                replace(source, target, **options)
 
             os.replace = renamed  # type: ignore[assignment]
 
@@ -104,30 +116,30 @@ def killed_before() -> Callable[[Callable[[], Any], str], None]:
 
 def _exit_code(*work: Callable[[], Any]) -> int | None:
     """The exit code of another process that does all of ``work``."""
-    child = get_context("fork").Process(target=lambda: [each() for each in work])
+    child = get_context("fork").Process(target=lambda: [function() for function in work])
     child.start()
     child.join()
     return child.exitcode
 
 
 def _kill_at(moment: int) -> None:
-    count, where = 0, random.Random(moment).choice(["synced", "before", "after"])
+    count, kill_point = 0, random.Random(moment).choice(["synced", "before", "after"])
     fsync, replace = os.fsync, os.replace
 
-    def die(when: str) -> None:
+    def die(point: str) -> None:
         nonlocal count
-        count += when == "before"
-        if count == moment and when == where:
+        count += point == "before"
+        if count == moment and point == kill_point:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def synced(handle: int) -> None:
         fsync(handle)
-        if count + 1 == moment and where == "synced":
+        if count + 1 == moment and kill_point == "synced":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def renamed(source: Any, target: Any, **more: Any) -> None:
+    def renamed(source: Any, target: Any, **options: Any) -> None:
         die("before")
-        replace(source, target, **more)
+        replace(source, target, **options)
         die("after")
 
     os.fsync, os.replace = synced, renamed  # type: ignore[assignment]

@@ -13,10 +13,16 @@ from graphrun.errors import InputError
 
 def test_json_lines(flux: Any, tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
-    file.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "seed": 3}\n\n"b"\r\n{"prompt": \n[1]\n{"hight": 2}\n\xff\n{"steps": 0}\n')
+    file.write_bytes(
+        b'\xef\xbb\xbf{"prompt": "a", "seed": 3}\n\n"b"\r\n{"prompt": \n[1]\n'
+        b'{"hight": 2}\n\xff\n{"steps": 0}\n'
+    )
     requests = resolved(read_requests(file), flux, {"steps": 7})
     good = {request.number: request.inputs for request in requests if not request.error}
-    assert {number: (inputs["prompt"], inputs["seed"], inputs["steps"]) for number, inputs in good.items()} == {
+    assert {
+        number: (inputs["prompt"], inputs["seed"], inputs["steps"])
+        for number, inputs in good.items()
+    } == {
         1: ("a", 3, 7),
         3: ("b", 0, 7),
     }
@@ -35,7 +41,11 @@ def test_csv(flux: Any, tmp_path: Path) -> None:
     file = tmp_path / "p.csv"
     file.write_text('prompt,seed\n"two\nlines",1\n\nplain,\ntoo,many,cells\nbad,x\n')
     requests = resolved(read_requests(file), flux, {"seed": 5})
-    assert [(request.number, request.inputs["prompt"], request.inputs["seed"]) for request in requests if not request.error] == [
+    assert [
+        (request.number, request.inputs["prompt"], request.inputs["seed"])
+        for request in requests
+        if not request.error
+    ] == [
         (2, "two\nlines", 1),
         (5, "plain", 5),
     ]

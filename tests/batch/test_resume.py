@@ -1,4 +1,5 @@
-"""A batch that is killed at any moment resumes, and ends like one that was not: every request once, with the same bits."""
+"""A batch that is killed at any moment resumes, and ends like one that was not: every request once,
+with the same bits."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ from graphrun.batch.watch import Watcher
 from graphrun.errors import InputError
 
 GRAPHS = Path(__file__).parent.parent.parent / "graphs"
-SMALL: dict[str, dict[str, Any]] = {"flux-tiny": {"height": 32, "width": 32, "max_sequence_length": 16}, "wan-tiny": {}}
+SMALL: dict[str, dict[str, Any]] = {
+    "flux-tiny": {"height": 32, "width": 32, "max_sequence_length": 16},
+    "wan-tiny": {},
+}
 
 # The third has the first's prompt, which is encoded once.
 REQUESTS = [{"prompt": "a", "seed": 1}, {"prompt": "b", "seed": 2}, {"prompt": "a", "seed": 3}]
@@ -36,18 +40,18 @@ def whole(batch: Any, sink: Any, tmp_path_factory: pytest.TempPathFactory) -> di
 
 @pytest.mark.parametrize("first", random.Random(7).sample(range(1, 24), 3))
 def test_killed_at_any_write_it_resumes_and_ends_with_the_same_bits(
-    batch: Any, sink: Any, killed: Any, whole: dict[str, bytes], first: int, tmp_path: Path
+    batch: Any, sink: Any, kill_run: Any, whole: dict[str, bytes], first: int, tmp_path: Path
 ) -> None:
     def work() -> Any:
         return batch(REQUESTS, sink=sink(tmp_path / "out"), resume=tmp_path / "state")
 
-    kills = [moment for moment in (first, 5) if not killed(work, moment)]
+    kills = [moment for moment in (first, 5) if not kill_run(work, moment)]
     assert first in kills
     work()
     assert pictures(tmp_path / "out") == whole
-    again = work()
-    assert again.done_before == (1, 2, 3)
-    assert not again.traces, "what is done is not done again"
+    resumed_batch = work()
+    assert resumed_batch.done_before == (1, 2, 3)
+    assert not resumed_batch.traces, "what is done is not done again"
 
 
 class Interrupted(BaseException):
@@ -65,41 +69,51 @@ def interrupted(batch: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
             def saved(stage: str, state: Any) -> None:
                 save(stage, state)
-                if state.done == 2:
+                if state.finished_steps == 2:
                     raise Interrupted
 
             part.save = saved  # type: ignore[method-assign]
             return part
 
-    def run(*arguments: Any, **more: Any) -> None:
+    def run(*arguments: Any, **options: Any) -> None:
         with monkeypatch.context() as patch:
             patch.setattr("graphrun.batch.journal.Journal", Broken)
             with pytest.raises(Interrupted):
-                batch(*arguments, **more)
+                batch(*arguments, **options)
 
     return run
 
 
 @pytest.mark.parametrize("name", ["flux-tiny", "wan-tiny"])
-def test_it_resumes_after_the_last_step(batch: Any, interrupted: Any, name: str, tmp_path: Path) -> None:
+def test_it_resumes_after_the_last_step(
+    batch: Any, interrupted: Any, name: str, tmp_path: Path
+) -> None:
     graph = graphrun.load(GRAPHS / f"{name}.yaml")
     common = {"common": {**SMALL[name], "steps": 3}, "graph": graph}
     expected = batch(REQUESTS[:1], **common)
     interrupted(REQUESTS[:1], resume=tmp_path / "state", **common)
     resumed = batch(REQUESTS[:1], resume=tmp_path / "state", **common)
-    (steps,) = [sum(slot.calls for slot in trace.slots) for stages, _, trace in expected.traces if "denoise" in stages]
+    (steps,) = [
+        sum(slot.calls for slot in trace.slots)
+        for stages, _, trace in expected.traces
+        if "denoise" in stages
+    ]
     calls = {stages: sum(slot.calls for slot in trace.slots) for stages, _, trace in resumed.traces}
     assert calls[("denoise",)] * 3 <= steps, "one step of three is left"
     assert list(calls) == [("denoise",), ("decode",)], "and no prompt is encoded"
-    assert np.array_equal(np.asarray(resumed.outputs[1]["image"]), np.asarray(expected.outputs[1]["image"]))
+    assert np.array_equal(
+        np.asarray(resumed.outputs[1]["image"]), np.asarray(expected.outputs[1]["image"])
+    )
 
 
-def test_a_loop_whose_state_does_not_fit_restarts_and_says_so(batch: Any, interrupted: Any, tmp_path: Path) -> None:
+def test_a_loop_whose_state_does_not_fit_restarts_and_says_so(
+    batch: Any, interrupted: Any, tmp_path: Path
+) -> None:
     restarts = []
 
     class Listener(Watcher):
-        def restarts(self, stage: str, why: str) -> None:
-            restarts.append((stage, why))
+        def restarts(self, stage: str, reason: str) -> None:
+            restarts.append((stage, reason))
 
     interrupted(REQUESTS[:1], resume=tmp_path)
     journal = Journal(tmp_path)
@@ -108,11 +122,13 @@ def test_a_loop_whose_state_does_not_fit_restarts_and_says_so(batch: Any, interr
     assert state is not None
     request.save("denoise", replace(state, latents=state.latents[:, :1]))
     journal.close()
-    found = batch(REQUESTS[:1], resume=tmp_path, watcher=Listener())
-    assert found.outputs[1]["image"].tobytes() == batch(REQUESTS[:1]).outputs[1]["image"].tobytes()
-    ((stage, why),) = restarts
+    results = batch(REQUESTS[:1], resume=tmp_path, watcher=Listener())
+    assert (
+        results.outputs[1]["image"].tobytes() == batch(REQUESTS[:1]).outputs[1]["image"].tobytes()
+    )
+    ((stage, reason),) = restarts
     assert stage == "denoise of request 1"
-    assert "in the saved state: remove it and start again" in why
+    assert "in the saved state: remove it and start again" in reason
 
 
 def test_another_graph_is_refused_with_what_changed(batch: Any, flux: Any, tmp_path: Path) -> None:
@@ -120,12 +136,16 @@ def test_another_graph_is_refused_with_what_changed(batch: Any, flux: Any, tmp_p
     batch(REQUESTS[:1], resume=state)
     vae = replace(flux.components["vae"], seed=5)
     with pytest.raises(InputError, match=r"components.vae: weights: was .*, is "):
-        batch(REQUESTS[:1], graph=replace(flux, components={**flux.components, "vae": vae}), resume=state)
+        batch(
+            REQUESTS[:1],
+            graph=replace(flux, components={**flux.components, "vae": vae}),
+            resume=state,
+        )
     with pytest.raises(InputError, match=r"inputs of request 1: was .*'a'.*, is .*'c'"):
         batch([{"prompt": "c", "seed": 1}], resume=state)
-    more = batch([REQUESTS[0], REQUESTS[1]], resume=state)
-    assert more.done_before == (1,), "requests may be added"
-    assert {number for _, number, _ in more.traces} == {2}
+    second = batch([REQUESTS[0], REQUESTS[1]], resume=state)
+    assert second.done_before == (1,), "requests may be added"
+    assert {number for _, number, _ in second.traces} == {2}
 
 
 def test_a_damaged_state_is_ignored(tmp_path: Path) -> None:
@@ -141,11 +161,15 @@ def test_a_state_of_an_older_form_is_refused_with_what_to_do(tmp_path: Path) -> 
     journal = Journal(tmp_path)
     journal.request(1).keep("encode", {"embeds": {"n": 3}})
     (tmp_path / "facts.json").write_text("{}")
-    with pytest.raises(InputError, match=r"has no readable dependencies\.json; remove the folder to start over"):
+    with pytest.raises(
+        InputError, match=r"has no readable dependencies\.json; remove the folder to start over"
+    ):
         journal.require({"device": "sim"})
 
 
-def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(batch: Any, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(
+    batch: Any, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="resume state cannot be written"):
         batch(REQUESTS[:1], resume=tmp_path / "file" / "state")

@@ -1,4 +1,5 @@
-"""Cached outputs in a folder that several processes use: complete or absent, and within the limit, at any kill."""
+"""Cached outputs in a folder that several processes use: complete or absent, and within the limit,
+at any kill."""
 
 from __future__ import annotations
 
@@ -26,10 +27,13 @@ def change(folder: Path, statement: str, *values: Any) -> list[Any]:
 def test_an_entry_is_there_until_it_is_removed(tmp_path: Path) -> None:
     index = Index(tmp_path)
     assert index.get("a") is None
-    index.put("a", b"one", graph="g", stage="encode", about="prompt='x'")
+    index.put("a", b"one", graph="g", stage="encode", inputs_text="prompt='x'")
     index.put("b", b"two")
     assert Index(tmp_path).get("a") == b"one"
-    assert {(entry.key, entry.stage, entry.nbytes) for entry in index.entries()} == {("a", "encode", 3), ("b", "", 3)}
+    assert {(entry.key, entry.stage, entry.nbytes) for entry in index.entries()} == {
+        ("a", "encode", 3),
+        ("b", "", 3),
+    }
     index.put("a", b"other")
     assert index.get("a") == b"other"
     assert len(change(tmp_path, "SELECT key FROM contents")) == 2, "what was replaced is gone"
@@ -39,7 +43,9 @@ def test_an_entry_is_there_until_it_is_removed(tmp_path: Path) -> None:
     assert change(tmp_path, "SELECT key FROM contents") == []
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"x" + data[1:], lambda data: b""])
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-1], lambda data: b"x" + data[1:], lambda data: b""]
+)
 def test_a_damaged_entry_is_absent_and_can_be_put_again(tmp_path: Path, damage: Any) -> None:
     index = Index(tmp_path)
     index.put("a", b"content")
@@ -123,7 +129,9 @@ def test_a_process_that_is_killed_leaves_entries_complete_or_absent(tmp_path: Pa
 
 def test_two_processes_lose_and_tear_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    found = importlib.import_module("repeated").two_on_one_cache(1.5, 5)
-    assert found["failed"] == found["damaged"] == found["lost"] == 0
-    assert found["entries"] > 0
-    assert all(counts["torn"] == 0 and counts["hits"] and counts["puts"] for counts in found["counts"])
+    entries = importlib.import_module("repeated").two_on_one_cache(1.5, 5)
+    assert entries["failed"] == entries["damaged"] == entries["lost"] == 0
+    assert entries["entries"] > 0
+    assert all(
+        counts["torn"] == 0 and counts["hits"] and counts["puts"] for counts in entries["counts"]
+    )

@@ -12,7 +12,7 @@ import pytest
 
 import graphrun
 from graphrun.batch.cache.index import DATABASE, Index
-from graphrun.batch.cache.keys import Choices, Keys, code_digest, dependencies
+from graphrun.batch.cache.keys import Choices, StageKeys, code_digest, dependencies
 from graphrun.batch.cache.reuse import Reuse
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Adapter
@@ -25,12 +25,22 @@ def flux() -> Any:
     return graphrun.load(GRAPHS / "flux-tiny.yaml")
 
 
-def key(graph: Any, stage: str = "encode", choices: Choices | None = None, device: str = "sim", **inputs: Any) -> str | None:
-    return Keys(graph, graph.resolve(inputs), device, lambda path: str(path.stat().st_size)).key(stage, choices)
+def key(
+    graph: Any,
+    stage: str = "encode",
+    choices: Choices | None = None,
+    device: str = "sim",
+    **inputs: Any,
+) -> str | None:
+    return StageKeys(
+        graph, graph.resolve(inputs), device, lambda path: str(path.stat().st_size)
+    ).key(stage, choices)
 
 
 def component(name: str, **changes: Any) -> Callable[[Any], Any]:
-    return lambda graph: replace(graph, components={**graph.components, name: replace(graph.components[name], **changes)})
+    return lambda graph: replace(
+        graph, components={**graph.components, name: replace(graph.components[name], **changes)}
+    )
 
 
 def test_what_a_stage_reads_is_in_its_key_and_what_it_does_not_read_is_not(flux: Any) -> None:
@@ -48,10 +58,14 @@ def test_what_a_stage_reads_is_in_its_key_and_what_it_does_not_read_is_not(flux:
         component("text_encoder_2", dtype="float32"),
         component("text_encoder", config={"changed": 1}),
         lambda graph: replace(graph, pipeline="diffusers.OtherPipeline"),
-        lambda graph: replace(graph, parts={**graph.parts, "tokenizer": replace(graph.parts["tokenizer"], config={})}),
+        lambda graph: replace(
+            graph, parts={**graph.parts, "tokenizer": replace(graph.parts["tokenizer"], config={})}
+        ),
     ],
 )
-def test_whatever_makes_the_embeddings_makes_another_key(flux: Any, change: Callable[[Any], Any]) -> None:
+def test_whatever_makes_the_embeddings_makes_another_key(
+    flux: Any, change: Callable[[Any], Any]
+) -> None:
     assert key(change(flux)) not in (None, key(flux))
 
 
@@ -65,7 +79,9 @@ def test_precision_device_and_option_are_in_the_key(flux: Any) -> None:
         key(flux, "denoise", Choices(options={"denoise": "split"})),
     }
     assert len(keys) == 6
-    assert key(flux, "denoise", Choices({"transformer": ("bfloat16", "device")})) == key(flux, "denoise")
+    assert key(flux, "denoise", Choices({"transformer": ("bfloat16", "device")})) == key(
+        flux, "denoise"
+    )
     assert key(flux, "encode", Choices({"transformer": ("nf4", "device")})) == key(flux)
 
 
@@ -73,17 +89,25 @@ def test_weights_are_in_the_key_by_what_they_hold(flux: Any, tmp_path: Path) -> 
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"one")
     graph = component("text_encoder_2", source=str(tmp_path))(flux)
-    before = Keys(graph, graph.resolve({}), "sim", Index(tmp_path / "index").file_digest).key("encode")
+    old_key = StageKeys(graph, graph.resolve({}), "sim", Index(tmp_path / "index").file_digest).key(
+        "encode"
+    )
     (tmp_path / "model.safetensors").write_bytes(b"two")
-    assert Keys(graph, graph.resolve({}), "sim", Index(tmp_path / "index").file_digest).key("encode") not in (None, before)
-    missing = component("text_encoder_2", source=str(tmp_path / "nowhere"))(flux)
-    assert key(missing) is None, "what has no digest is not cached"
+    assert StageKeys(graph, graph.resolve({}), "sim", Index(tmp_path / "index").file_digest).key(
+        "encode"
+    ) not in (None, old_key)
+    sourceless = component("text_encoder_2", source=str(tmp_path / "nowhere"))(flux)
+    assert key(sourceless) is None, "what has no digest is not cached"
 
 
-def test_a_lora_is_in_the_key_by_what_its_file_holds_of_the_stages_that_use_it(flux: Any, tmp_path: Path) -> None:
+def test_a_lora_is_in_the_key_by_what_its_file_holds_of_the_stages_that_use_it(
+    flux: Any, tmp_path: Path
+) -> None:
     def keys(stage: str, component_name: str, scale: float = 1.0) -> str | None:
         graph = component(component_name, loras=(Adapter(str(file), scale),))(flux)
-        return Keys(graph, graph.resolve({}), "sim", Index(tmp_path / "index").file_digest).key(stage)
+        return StageKeys(
+            graph, graph.resolve({}), "sim", Index(tmp_path / "index").file_digest
+        ).key(stage)
 
     file = tmp_path / "style.safetensors"
     file.write_bytes(b"one")
@@ -91,7 +115,9 @@ def test_a_lora_is_in_the_key_by_what_its_file_holds_of_the_stages_that_use_it(f
     assert len({first, keys("encode", "text_encoder_2", 0.5), key(flux)}) == 3
     file.write_bytes(b"two, trained longer")
     assert keys("encode", "text_encoder_2") not in (None, first)
-    assert keys("encode", "transformer") == of_transformer, "embeddings do not depend on the transformer's weights"
+    assert keys("encode", "transformer") == of_transformer, (
+        "embeddings do not depend on the transformer's weights"
+    )
     file.unlink()
     assert keys("encode", "text_encoder_2") is None
     with pytest.raises(GraphError, match="text_encoder_2.loras: no such file"):
@@ -100,17 +126,23 @@ def test_a_lora_is_in_the_key_by_what_its_file_holds_of_the_stages_that_use_it(f
 
 def test_stages_that_only_cached_stages_need_are_not_looked_up(flux: Any, tmp_path: Path) -> None:
     inputs = flux.resolve({})
-    reuse = Reuse(Index(tmp_path), flux, inputs, "sim", what="all")
+    reuse = Reuse(Index(tmp_path), flux, inputs, "sim", scope="all")
     assert reuse.find() == {}
     reuse.keep("encode", {"embeds": {"prompt_embeds": 1}})
     reuse.keep("decode", {"image": 3})
     assert reuse.find() == {"encode.embeds": {"prompt_embeds": 1}}, "images are not cached"
     reuse.keep("denoise", {"latents": 2})
-    assert reuse.find() == {"encode.embeds": {"prompt_embeds": 1}, "denoise.latents": 2}, "decode reads both"
-    assert Reuse(Index(tmp_path), flux, inputs, "sim").find() == {"encode.embeds": {"prompt_embeds": 1}}
+    assert reuse.find() == {"encode.embeds": {"prompt_embeds": 1}, "denoise.latents": 2}, (
+        "decode reads both"
+    )
+    assert Reuse(Index(tmp_path), flux, inputs, "sim").find() == {
+        "encode.embeds": {"prompt_embeds": 1}
+    }
 
 
-def test_a_damaged_value_is_computed_again_and_an_unusable_folder_fails_nothing(flux: Any, tmp_path: Path) -> None:
+def test_a_damaged_value_is_computed_again_and_an_unusable_folder_fails_nothing(
+    flux: Any, tmp_path: Path
+) -> None:
     notes: list[str] = []
     reuse = Reuse(Index(tmp_path / "cache"), flux, flux.resolve({}), "sim", note=notes.append)
     reuse.keep("encode", {"embeds": {}})
@@ -119,23 +151,29 @@ def test_a_damaged_value_is_computed_again_and_an_unusable_folder_fails_nothing(
     assert reuse.find() == {}
     assert notes == []
     (tmp_path / "file").touch()
-    broken = Reuse(Index(tmp_path / "file" / "cache"), flux, flux.resolve({}), "sim", note=notes.append)
-    broken.keep("encode", {"embeds": {}})
-    broken.keep("encode", {"embeds": {}})
-    assert broken.find() == {}
+    damaged = Reuse(
+        Index(tmp_path / "file" / "cache"), flux, flux.resolve({}), "sim", note=notes.append
+    )
+    damaged.keep("encode", {"embeds": {}})
+    damaged.keep("encode", {"embeds": {}})
+    assert damaged.find() == {}
     assert len(notes) == 1, "it is reported once"
 
 
-def test_the_code_that_computes_outputs_is_in_every_key(flux: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, digest = key(flux), code_digest()
+def test_the_code_that_computes_outputs_is_in_every_key(
+    flux: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old_key, digest = key(flux), code_digest()
     read_bytes = Path.read_bytes
-    changed = {"ops": "steps.py", "modules": "build.py"}
-    for package, name in changed.items():
+    changes = {"ops": "steps.py", "modules": "build.py"}
+    for package, name in changes.items():
 
         def edited(path: Path, package: str = package, name: str = name) -> bytes:
-            return read_bytes(path) + (b"# edited" if (path.parent.name, path.name) == (package, name) else b"")
+            return read_bytes(path) + (
+                b"# edited" if (path.parent.name, path.name) == (package, name) else b""
+            )
 
         with monkeypatch.context() as patch:
             patch.setattr(Path, "read_bytes", edited)
             assert code_digest() != digest
-            assert key(flux) != before
+            assert key(flux) != old_key

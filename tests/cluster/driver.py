@@ -1,4 +1,5 @@
-"""Runs a batch on a Ray that runs already, and says each run: ``driver.py ADDRESS FOLDER CACHE ITEMS``. To be killed."""
+"""Runs a batch on a Ray that runs already, and says each run: ``driver.py ADDRESS FOLDER CACHE
+ITEMS``. To be killed."""
 
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from placing import GRAPH, cluster_of, placed, ran_by, requests
 import graphrun
 from graphrun.batch.journal import Journal
 from graphrun.batch.watch import Watcher
-from graphrun.cluster.actors import Actors, joined
+from graphrun.cluster.actors import Actors, ray_connection
 from graphrun.cluster.flow import segments_of
 from graphrun.report.outputs import save_outputs
 
@@ -27,5 +28,16 @@ def sink(request: Any, outputs: Any) -> list[Path]:
 
 graph = graphrun.load(GRAPH)
 placement = placed(graph, items, cache)
-with joined(cluster_of(address=address)) as ray, Actors(ray, segments_of(graph, placement), placement) as crew:
-    ran_by(graph, placement, crew, requests(items), journal=Journal(folder / "state"), watcher=Tells(), sink=sink)
+with (
+    ray_connection(cluster_of(address=address)) as ray,
+    Actors(ray, segments_of(graph, placement), placement) as crew,
+):
+    ran_by(
+        graph,
+        placement,
+        crew,
+        requests(items),
+        journal=Journal(folder / "state"),
+        watcher=Tells(),
+        sink=sink,
+    )

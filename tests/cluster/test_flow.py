@@ -1,4 +1,5 @@
-"""Items on the devices of a placement, in one process: bits, order and times; what is lost is made again."""
+"""Items on the devices of a placement, in one process: bits, order and times; what is lost is made
+again."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ from graphrun.batch.watch import LeftOut, Watcher
 from graphrun.cluster import files
 from graphrun.cluster.flow import LOSSES
 from graphrun.cluster.placement import Assignment, Placement, separable
-from graphrun.cluster.worker import Report, Worker
+from graphrun.cluster.worker import Report, StageWorker
 from graphrun.errors import BrokenPlan, InputError, PlanError
 from graphrun.model.problem import ValueNumbers
 from graphrun.model.splits import computing_on
 from graphrun.profile.hardware_profiles import hardware
-from graphrun.report.lanes import lanes_in, lanes_json, lanes_page
+from graphrun.report.lanes import lanes_from_json, lanes_json, lanes_page
 from graphrun.report.outputs import save_outputs
 from graphrun.runtime.devices.open import open_device
 
@@ -42,36 +43,45 @@ def pipeline(flux: Any, cached_dry_runs: Path) -> Placement:
 @pytest.fixture(scope="module")
 def single(flux: Any, cached_dry_runs: Path) -> list[tuple[int, bytes]]:
     """The pictures of one device."""
-    return pictures(graphrun.run_many(flux, REQUESTS, common=SMALL, cache=cached_dry_runs, reuse="none", **BUDGET))
+    return pictures(
+        graphrun.run_many(
+            flux, REQUESTS, common=SMALL, cache=cached_dry_runs, reuse="none", **BUDGET
+        )
+    )
 
 
 @pytest.fixture
 def crew(flux: Any) -> Any:
     crews = []
 
-    def begin(placement: Placement, before: Callable[[Here, int], None] | None = None) -> Here:
-        crews.append(Here(flux, placement, before))
+    def begin(placement: Placement, before_run: Callable[[Here, int], None] | None = None) -> Here:
+        crews.append(Here(flux, placement, before_run))
         return crews[-1]
 
     yield begin
-    for each in crews:
-        each.close()
+    for crew_instance in crews:
+        crew_instance.close()
 
 
 RETURNING = [  # parts of devices to which items come back
     [("encode", "decode"), ("denoise",)],
     [("encode", "decode"), ("denoise",), ("denoise",)],
     [("encode", "decode"), ("encode", "decode"), ("denoise",)],
-    [("encode", "decode"), ("encode", "denoise"), ("decode",)],  # what the first one encodes, none would denoise
+    [
+        ("encode", "decode"),
+        ("encode", "denoise"),
+        ("decode",),
+    ],  # what the first one encodes, none would denoise
 ]
 
 
-def held_by(pipeline: Placement, held: list[tuple[str, ...]]) -> Placement:
-    """``pipeline`` with devices that hold ``held``, for a crew that runs nothing: plans are those of any stages."""
-    cluster = cluster_of(len(held))
+def held_by(pipeline: Placement, stage_sets: list[tuple[str, ...]]) -> Placement:
+    """``pipeline`` with devices that hold ``held``, for a crew that runs nothing: plans are those
+    of any stages."""
+    cluster = cluster_of(len(stage_sets))
     assignments = [
         Assignment(device, replace(pipeline.assignments[0].column, stages=own))
-        for device, own in zip(cluster.devices, held, strict=True)
+        for device, own in zip(cluster.devices, stage_sets, strict=True)
     ]
     return replace(pipeline, cluster=cluster, assignments=tuple(assignments))
 
@@ -85,13 +95,16 @@ def test_items_have_the_bits_of_one_device_in_order_at_the_planned_time(
 ) -> None:
     batch = ran_by(flux, pipeline, crew(pipeline), REQUESTS)
     assert pictures(batch) == single
-    assert sorted(lane.stages for lane in batch.lanes) == sorted(of.stages for of in pipeline.assignments for _ in REQUESTS)
+    assert sorted(lane.stages for lane in batch.lanes) == sorted(
+        assignment.stages for assignment in pipeline.assignments for _ in REQUESTS
+    )
     assert batch.seconds == pytest.approx(pipeline.seconds, rel=0.05)
     data = lanes_json("trace.json", batch.lanes)
-    assert lanes_page(lanes_in(data)).count("<title>request") == len(batch.lanes)
+    assert lanes_page(lanes_from_json(data)).count("<title>request") == len(batch.lanes)
     events = lanes_json("trace.perfetto.json", batch.lanes)["traceEvents"]
     ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
-    assert max(ends) <= 1e6 * batch.seconds + 1e-6  # of microseconds; the products round differently
+    # of microseconds; the products round differently
+    assert max(ends) <= 1e6 * batch.seconds + 1e-6
     assert {event["pid"] for event in events} == {1, 2, 3}
 
 
@@ -117,24 +130,31 @@ def test_a_batch_has_what_took_more_than_planned_on_a_device(
 def test_a_device_that_waits_for_values_loads_meanwhile(
     flux: Any, crew: Any, single: Any, cached_dry_runs: Path, items: int
 ) -> None:
-    """What it loads is the first slot of its plan. With nothing loaded ahead, an item takes longer than planned."""
+    """What it loads is the first slot of its plan. With nothing loaded ahead, an item takes longer
+    than planned."""
     card = replace(hardware("sim", None), h2d_bytes_per_second=2e8)
     slow = placed(flux, items, cached_dry_runs, cluster=cluster_of(card=card))
-    here, late = crew(slow), crew(slow)
-    batch = ran_by(flux, slow, here, REQUESTS[:items])
-    assert here.ahead == [1, 2]
+    local_crew, late = crew(slow), crew(slow)
+    batch = ran_by(flux, slow, local_crew, REQUESTS[:items])
+    assert local_crew.ahead_loads == [1, 2]
     assert batch.seconds == pytest.approx(slow.seconds, rel=0.01)
     late.load_ahead = lambda _: late.answer(Report())
-    behind = ran_by(flux, slow, late, REQUESTS[:items])
-    encode, denoise, _ = (of.column for of in slow.assignments)
-    assert behind.seconds > batch.seconds + 0.9 * min(encode.cold_seconds, denoise.ahead_seconds)
-    assert pictures(batch) == pictures(behind) == single[:items]
-    for lane, other in zip(batch.lanes, behind.lanes, strict=True):
+    delayed_batch = ran_by(flux, slow, late, REQUESTS[:items])
+    encode, denoise, _ = (assignment.column for assignment in slow.assignments)
+    assert delayed_batch.seconds > batch.seconds + 0.9 * min(
+        encode.cold_seconds, denoise.ahead_seconds
+    )
+    assert pictures(batch) == pictures(delayed_batch) == single[:items]
+    for lane, other in zip(batch.lanes, delayed_batch.lanes, strict=True):
         assert lane.trace is not None
         assert other.trace is not None
-        for one, another in zip(lane.trace.slots, other.trace.slots, strict=True):
-            assert (one.phase, one.part, one.moved_bytes) == (another.phase, another.part, another.moved_bytes)
-            assert one.peak_bytes <= another.peak_bytes, "without values, or as before"
+        for own_slot, other_slot in zip(lane.trace.slots, other.trace.slots, strict=True):
+            assert (own_slot.phase, own_slot.part, own_slot.moved_bytes) == (
+                other_slot.phase,
+                other_slot.part,
+                other_slot.moved_bytes,
+            )
+            assert own_slot.peak_bytes <= other_slot.peak_bytes, "without values, or as before"
         starts = [slot.start_seconds for slot in lane.trace.slots]
         assert starts == sorted(starts)
         assert lane.start_seconds >= 0
@@ -144,24 +164,26 @@ def test_two_devices_of_a_host_hold_stages_together(
     flux: Any, crew: Any, single: Any, cached_dry_runs: Path, tmp_path: Path
 ) -> None:
     """Some blocks of the transformer compute on the second one, and nothing else changes."""
-    both = placed(flux, 3, cached_dry_runs, (("denoise", "decode"), ("encode",)), together=(2, 1))
-    column = both.assignments[0].column
+    team = placed(flux, 3, cached_dry_runs, (("denoise", "decode"), ("encode",)), team_sizes=(2, 1))
+    column = team.assignments[0].column
     assert column.solution is not None
     assert computing_on(column.solution.chosen, 1) == ["transformer (4 of 13 blocks)"]
-    batch = ran_by(flux, both, crew(both), REQUESTS)
+    batch = ran_by(flux, team, crew(team), REQUESTS)
     assert pictures(batch) == single
-    assert batch.seconds == pytest.approx(both.seconds, rel=0.05)
+    assert batch.seconds == pytest.approx(team.seconds, rel=0.05)
     assert {lane.device for lane in batch.lanes} == {"a/0+a/1", "b/2"}
 
-    files.save(path := tmp_path / "plan.json", GRAPH, both, {})
-    assert files.read(path)[0] == both
+    files.save(path := tmp_path / "plan.json", GRAPH, team, {})
+    assert files.read(path)[0] == team
     data = json.loads(path.read_text())
     for old, new, message in (
         ("a/0+a/1", "a/0", "device a/0: its plan is for 2 devices of one host"),
         ("a/0+a/1", "a/0+b/2", "device b/2 has two sections"),
         ("a/0+a/1", "a/0+a/7", "there is no device a/7"),
     ):
-        path.write_text(json.dumps({**data, "actions": [line.replace(old, new) for line in data["actions"]]}))
+        path.write_text(
+            json.dumps({**data, "actions": [line.replace(old, new) for line in data["actions"]]})
+        )
         with pytest.raises(PlanError, match=message):
             files.read(path)
 
@@ -169,128 +191,170 @@ def test_two_devices_of_a_host_hold_stages_together(
 def test_a_device_encodes_and_decodes_while_another_denoises(
     flux: Any, crew: Any, single: Any, cached_dry_runs: Path, tmp_path: Path
 ) -> None:
-    """A run of it encodes one item and decodes another one; the first and the last runs do one of these."""
-    apart = placed(flux, 6, cached_dry_runs, (("encode", "decode"), ("denoise",)))
-    assert apart.spans(apart.assignments[0]) == ((0, 1), (2, 3))
-    batch = ran_by(flux, apart, crew(apart), REQUESTS)
+    """A run of it encodes one item and decodes another one; the first and the last runs do one of
+    these."""
+    gapped = placed(flux, 6, cached_dry_runs, (("encode", "decode"), ("denoise",)))
+    assert gapped.spans(gapped.assignments[0]) == ((0, 1), (2, 3))
+    batch = ran_by(flux, gapped, crew(gapped), REQUESTS)
     assert pictures(batch) == single
-    several = [{"prompt": f"prompt {number}", "seed": number} for number in range(6)]
-    batch = ran_by(flux, apart, crew(apart), several)
-    one = graphrun.run_many(flux, several, common=SMALL, cache=cached_dry_runs, reuse="none", **BUDGET)
-    assert pictures(batch) == pictures(one)
-    assert batch.seconds == pytest.approx(apart.seconds, rel=0.05)
+    requests = [{"prompt": f"prompt {number}", "seed": number} for number in range(6)]
+    batch = ran_by(flux, gapped, crew(gapped), requests)
+    reference = graphrun.run_many(
+        flux, requests, common=SMALL, cache=cached_dry_runs, reuse="none", **BUDGET
+    )
+    assert pictures(batch) == pictures(reference)
+    assert batch.seconds == pytest.approx(gapped.seconds, rel=0.05)
 
-    here = crew(apart)
-    report = here.report
-    here.report = lambda ticket: replace(of := report(ticket), seconds=of.seconds / (50 if here.of[ticket] else 1))
-    batch = ran_by(flux, apart, here, several)  # as if the other one were fast
-    assert pictures(batch) == pictures(one)
-    assert len(several) < here.ran.count(0) < 2 * len(several), "most runs take two items"
-    lanes = sorted((lane for lane in batch.lanes if lane.device == "a/0"), key=lambda of: of.start_seconds)
+    local_crew = crew(gapped)
+    report = local_crew.report
+    local_crew.report = lambda ticket: replace(
+        answer := report(ticket),
+        seconds=answer.seconds / (50 if local_crew.worker_of[ticket] else 1),
+    )
+    batch = ran_by(flux, gapped, local_crew, requests)  # as if the other one were fast
+    assert pictures(batch) == pictures(reference)
+    assert len(requests) < local_crew.ran.count(0) < 2 * len(requests), "most runs take two items"
+    lanes = sorted(
+        (lane for lane in batch.lanes if lane.device == "a/0"), key=lambda lane: lane.start_seconds
+    )
     assert sorted(lane.stages[0] for lane in lanes) == ["decode"] * 6 + ["encode"] * 6
-    for lane, following in pairwise(lanes):
+    for lane, next_lane in pairwise(lanes):
         assert lane.trace is not None
-        assert {slot.phase.partition("/")[0] for slot in lane.trace.slots if slot.calls} == set(lane.stages)
-        assert lane.end_seconds <= following.start_seconds + 1e-9
+        assert {slot.phase.partition("/")[0] for slot in lane.trace.slots if slot.calls} == set(
+            lane.stages
+        )
+        assert lane.end_seconds <= next_lane.start_seconds + 1e-9
 
-    files.save(path := tmp_path / "plan.json", GRAPH, apart, {})
-    assert files.read(path)[0] == apart
+    files.save(path := tmp_path / "plan.json", GRAPH, gapped, {})
+    assert files.read(path)[0] == gapped
     data = json.loads(path.read_text())
     path.write_text(json.dumps({**data, "stages": ["decode", "denoise", "encode"]}))
-    with pytest.raises(PlanError, match="device a/0: encode decode are not stages of the graph, in its order"):
+    with pytest.raises(
+        PlanError, match="device a/0: encode decode are not stages of the graph, in its order"
+    ):
         files.read(path)
 
 
 def test_a_value_that_two_parts_read_keeps_them_on_separate_devices(pipeline: Placement) -> None:
     stages = ("a", "b", "c", "d")
-    values = [ValueNumbers("a.x", 1, "a", ("b", "d"), 0, 0), ValueNumbers("c.x", 1, "c", ("d",), 0, 0)]
+    values = [
+        ValueNumbers("a.x", 1, "a", ("b", "d"), 0, 0),
+        ValueNumbers("c.x", 1, "c", ("d",), 0, 0),
+    ]
     assert separable(stages, values, ((0, 1), (2, 3)))
     assert not separable(stages, values, ((0, 1), (3, 4))), "made in one and read in the other"
     assert not separable(stages, values, ((1, 2), (3, 4))), "read in both"
 
 
 def test_parts_after_which_no_device_goes_on_get_no_items(pipeline: Placement) -> None:
-    held = held_by(pipeline, [("encode", "decode"), ("encode", "denoise"), ("decode",)])
-    assert [held.spans(of) for of in held.assignments] == [((2, 3),), ((0, 2),), ((2, 3),)]
+    placement = held_by(pipeline, [("encode", "decode"), ("encode", "denoise"), ("decode",)])
+    assert [placement.spans(assignment) for assignment in placement.assignments] == [
+        ((2, 3),),
+        ((0, 2),),
+        ((2, 3),),
+    ]
 
 
 def test_what_fails_in_a_run_of_two_items_fails_alone(
     flux: Any, crew: Any, cached_dry_runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    apart = placed(flux, 6, cached_dry_runs, (("encode", "decode"), ("denoise",)))
-    here, run = crew(apart), Worker.run
+    gapped = placed(flux, 6, cached_dry_runs, (("encode", "decode"), ("denoise",)))
+    local_crew, run = crew(gapped), StageWorker.run
 
-    def fails(self: Worker, visits: Any) -> Any:
-        if any(of.inputs["seed"] == 2 and of.stages == ("decode",) for of in visits):
+    def fails(self: StageWorker, visits: Any) -> Any:
+        if any(visit.inputs["seed"] == 2 and visit.stages == ("decode",) for visit in visits):
             return [b""] * len(visits), Report(error=("BrokenPlan", "device a/0: broken"))
         return run(self, visits)
 
-    monkeypatch.setattr(Worker, "run", fails)
-    several = [{"prompt": f"prompt {number}", "seed": number} for number in range(6)]
-    batch = ran_by(flux, apart, here, several)
+    monkeypatch.setattr(StageWorker, "run", fails)
+    requests = [{"prompt": f"prompt {number}", "seed": number} for number in range(6)]
+    batch = ran_by(flux, gapped, local_crew, requests)
     assert batch.errors == {3: "device a/0: broken"}
     assert list(batch.outputs) == [1, 2, 4, 5, 6]
 
 
-def test_a_slow_link_holds_devices_back_and_changes_no_bit(flux: Any, crew: Any, pipeline: Placement, single: Any) -> None:
+def test_a_slow_link_holds_devices_back_and_changes_no_bit(
+    flux: Any, crew: Any, pipeline: Placement, single: Any
+) -> None:
     slow = replace(pipeline, cluster=cluster_of(3, 1e4))
     batch = ran_by(flux, slow, crew(slow), REQUESTS)
     assert pictures(batch) == single
-    sent = sum(of.nbytes for of in pipeline.crossings() if of.to == ("decode",))
-    assert batch.seconds > len(REQUESTS) * sent / 1e4
+    sent_bytes = sum(
+        transfer.nbytes
+        for transfer in pipeline.transfers()
+        if transfer.reader_stages == ("decode",)
+    )
+    assert batch.seconds > len(REQUESTS) * sent_bytes / 1e4
     starts = sorted(lane.start_seconds for lane in batch.lanes if lane.stages == ("decode",))
-    assert starts[1] - starts[0] == pytest.approx(sent / 1e4, rel=0.05)
+    assert starts[1] - starts[0] == pytest.approx(sent_bytes / 1e4, rel=0.05)
 
 
-def test_equal_stages_run_once_and_replicas_share_items(flux: Any, crew: Any, cached_dry_runs: Path) -> None:
-    both = placed(flux, 3, cached_dry_runs, (("encode",), ("denoise", "decode"), ("denoise", "decode")))
+def test_equal_stages_run_once_and_replicas_share_items(
+    flux: Any, crew: Any, cached_dry_runs: Path
+) -> None:
+    team = placed(
+        flux, 3, cached_dry_runs, (("encode",), ("denoise", "decode"), ("denoise", "decode"))
+    )
     equal = [{"prompt": "a", "seed": number} for number in (0, 1, 1)]
-    batch = ran_by(flux, both, crew(both), equal)
+    batch = ran_by(flux, team, crew(team), equal)
     ran = [(lane.device, lane.stages[0], lane.request) for lane in batch.lanes]
     assert sorted(ran) == [("a/0", "encode", 1), ("a/1", "denoise", 1), ("b/2", "denoise", 2)]
     assert batch.shared == {"encode": 2, "denoise": 1, "decode": 1}
-    assert batch.outputs[2]["image"].tobytes() == batch.outputs[3]["image"].tobytes() != batch.outputs[1]["image"].tobytes()
+    assert (
+        batch.outputs[2]["image"].tobytes()
+        == batch.outputs[3]["image"].tobytes()
+        != batch.outputs[1]["image"].tobytes()
+    )
 
 
 def test_lost_values_are_made_again(flux: Any, crew: Any, pipeline: Placement, single: Any) -> None:
-    def lose(of: Here, run: int) -> None:
+    def lose(crew_instance: Here, run: int) -> None:
         if run in (3, 5):
-            of.kept.clear()
+            crew_instance.values.clear()
 
-    here = crew(pipeline, lose)
-    assert pictures(ran_by(flux, pipeline, here, REQUESTS)) == single
-    assert len(here.ran) > 3 * len(REQUESTS)
-    always = ran_by(flux, pipeline, crew(pipeline, lambda of, _: of.kept.clear()), REQUESTS[:1])
-    assert always.errors == {1: f"its values were lost {LOSSES + 1} times"}
+    local_crew = crew(pipeline, lose)
+    assert pictures(ran_by(flux, pipeline, local_crew, REQUESTS)) == single
+    assert len(local_crew.ran) > 3 * len(REQUESTS)
+    failures = ran_by(
+        flux, pipeline, crew(pipeline, lambda local, _: local.values.clear()), REQUESTS[:1]
+    )
+    assert failures.errors == {1: f"its values were lost {LOSSES + 1} times"}
 
 
-@pytest.mark.parametrize("seeds", sampled((range(8), range(8, 20)), (range(8),), "cluster"), ids=str)
+@pytest.mark.parametrize(
+    "seeds", sampled((range(8), range(8, 20)), (range(8),), "cluster"), ids=str
+)
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.1])
 def test_items_that_are_sent_back_are_not_held_back_by_those_that_wait_for_them(
     flux: Any, pipeline: Placement, share: float, seeds: range
 ) -> None:
-    several = [{"prompt": f"prompt {number % 5}", "seed": number % 9} for number in range(12)]
-    placements, most = [pipeline, *(held_by(pipeline, of) for of in RETURNING)], list[int]()
+    requests = [{"prompt": f"prompt {number % 5}", "seed": number % 9} for number in range(12)]
+    placements, max_visits = (
+        [pipeline, *(held_by(pipeline, stage_sets) for stage_sets in RETURNING)],
+        list[int](),
+    )
     for seed in seeds:
         for placement in placements:
-            batch = ran_by(flux, placement, crew := Losing(seed, share), several)
+            batch = ran_by(flux, placement, crew := Losing(seed, share), requests)
             assert sorted([*batch.outputs, *batch.errors]) == list(range(1, 13))
             assert share or not batch.errors
             assert list(batch.outputs) == sorted(batch.outputs)
-            most.append(crew.most)
-    assert max(most[:: len(placements)]) == 1
-    assert max(most) == 2
+            max_visits.append(crew.max_visits)
+    assert max(max_visits[:: len(placements)]) == 1
+    assert max(max_visits) == 2
 
 
-def test_a_request_that_is_left_out_holds_nobody_up_who_would_share_its_runs(flux: Any, pipeline: Placement) -> None:
+def test_a_request_that_is_left_out_holds_nobody_up_who_would_share_its_runs(
+    flux: Any, pipeline: Placement
+) -> None:
     class Leaves(Watcher):
         def begins_on(self, device: str, stages: Any, request: Any) -> None:
             if request.number % 3 == 1:
                 raise LeftOut("cancelled")
 
-    several = [{"prompt": f"prompt {number % 2}", "seed": number % 4} for number in range(12)]
+    requests = [{"prompt": f"prompt {number % 2}", "seed": number % 4} for number in range(12)]
     for seed in range(5):
-        batch = ran_by(flux, pipeline, Losing(seed, 0.0), several, watcher=Leaves())
+        batch = ran_by(flux, pipeline, Losing(seed, 0.0), requests, watcher=Leaves())
         assert batch.errors.keys() <= {1, 4, 7, 10}
         assert set(batch.errors.values()) == {"cancelled"}
         assert sorted([*batch.outputs, *batch.errors]) == list(range(1, 13))
@@ -300,15 +364,21 @@ class FailsAfter(Watcher):
     """Ends the process, in effect, after so many runs."""
 
     def __init__(self, runs: int) -> None:
-        self.left = runs
+        self.rest_runs = runs
 
     def ran_on(self, *_: Any) -> None:
-        self.left -= 1
-        if not self.left:
+        self.rest_runs -= 1
+        if not self.rest_runs:
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("runs", [4, *(pytest.param(of, marks=pytest.mark.sweep("cluster")) for of in (1, 2, 3, 5, 6, 7, 8))])
+@pytest.mark.parametrize(
+    "runs",
+    [
+        4,
+        *(pytest.param(seed, marks=pytest.mark.sweep("cluster")) for seed in (1, 2, 3, 5, 6, 7, 8)),
+    ],
+)
 def test_a_batch_that_was_interrupted_resumes_after_its_stages(
     flux: Any, crew: Any, pipeline: Placement, single: Any, tmp_path: Path, runs: int
 ) -> None:
@@ -316,10 +386,20 @@ def test_a_batch_that_was_interrupted_resumes_after_its_stages(
         return save_outputs(outputs, tmp_path / f"{request.number}.png")
 
     with pytest.raises(KeyboardInterrupt):
-        ran_by(flux, pipeline, crew(pipeline), REQUESTS, journal=Journal(tmp_path / "state"), watcher=FailsAfter(runs), sink=sink)
-    here = crew(pipeline)
-    batch = ran_by(flux, pipeline, here, REQUESTS, journal=Journal(tmp_path / "state"))
-    assert len(here.ran) + runs <= 3 * len(REQUESTS) + 1, "but for a last stage whose file was not written"
+        ran_by(
+            flux,
+            pipeline,
+            crew(pipeline),
+            REQUESTS,
+            journal=Journal(tmp_path / "state"),
+            watcher=FailsAfter(runs),
+            sink=sink,
+        )
+    local_crew = crew(pipeline)
+    batch = ran_by(flux, pipeline, local_crew, REQUESTS, journal=Journal(tmp_path / "state"))
+    assert len(local_crew.ran) + runs <= 3 * len(REQUESTS) + 1, (
+        "but for a last stage whose file was not written"
+    )
     assert [(n, picture) for n, picture in single if n not in batch.done_before] == pictures(batch)
     assert sorted([*batch.done_before, *batch.outputs]) == [1, 2, 3]
 
@@ -331,49 +411,55 @@ def test_a_device_with_less_memory_than_planned_plans_again_or_says_so(
         def small(problem: Any) -> Any:
             device: Any = open_device(problem)
             if "denoise" in {phase.stage for phase in problem.phases}:
-                device.machine.capacity_bytes = int(share * pipeline.assignments[1].column.solution.simulation.peak_bytes)
+                device.machine.capacity_bytes = int(
+                    share * pipeline.assignments[1].column.solution.simulation.peak_bytes
+                )
             return device
 
         monkeypatch.setattr("graphrun.cluster.worker.open_device", small)
         return crew(pipeline)
 
-    told: list[str] = []
+    notes: list[str] = []
 
     class Told(Watcher):
         def planned_again(self, line: str) -> None:
-            told.append(line)
+            notes.append(line)
 
     assert pictures(ran_by(flux, pipeline, shrunk(0.9), REQUESTS[:1], watcher=Told())) == single[:1]
-    assert told
-    assert all(line.startswith("a/1: ") for line in told)
+    assert notes
+    assert all(line.startswith("a/1: ") for line in notes)
     with pytest.raises(BrokenPlan, match=r"device a/1: .*no plan"):
         ran_by(flux, pipeline, shrunk(0.001), REQUESTS[:1])
 
 
-def test_a_helper_with_less_memory_than_planned_plans_again(
+def test_a_secondary_with_less_memory_than_planned_plans_again(
     flux: Any, crew: Any, single: Any, cached_dry_runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = placed(flux, 3, cached_dry_runs, (("denoise", "decode"), ("encode",)), together=(2, 1))
-    solution = both.assignments[0].column.solution
+    team = placed(flux, 3, cached_dry_runs, (("denoise", "decode"), ("encode",)), team_sizes=(2, 1))
+    solution = team.assignments[0].column.solution
     assert solution is not None
-    peak = max(of.helper_peaks[0] for of in solution.simulation.slots)
+    peak = max(slot.secondary_peaks[0] for slot in solution.simulation.slots)
 
     def small(problem: Any) -> Any:
         device: Any = open_device(problem)
-        for helper in device.helpers:
-            helper.machine.capacity_bytes = peak // 2
+        for secondary in device.secondaries:
+            secondary.machine.capacity_bytes = peak // 2
         return device
 
     monkeypatch.setattr("graphrun.cluster.worker.open_device", small)
-    batch = ran_by(flux, both, crew(both), REQUESTS[:1])
+    batch = ran_by(flux, team, crew(team), REQUESTS[:1])
     assert pictures(batch) == single[:1]
-    traces = [lane.trace for lane in batch.lanes if lane.device == "a/0+a/1" and lane.trace is not None]
+    traces = [
+        lane.trace for lane in batch.lanes if lane.device == "a/0+a/1" and lane.trace is not None
+    ]
     notes = [note for trace in traces for note in trace.notes]
     assert notes
     assert all("planned again" in note for note in notes)
 
 
-def test_devices_that_would_make_different_bits_are_refused(flux: Any, crew: Any, pipeline: Placement) -> None:
+def test_devices_that_would_make_different_bits_are_refused(
+    flux: Any, crew: Any, pipeline: Placement
+) -> None:
     encode, denoise, decode = pipeline.assignments
     solution = denoise.column.solution
     assert solution is not None
@@ -385,7 +471,9 @@ def test_devices_that_would_make_different_bits_are_refused(flux: Any, crew: Any
         crew(replace(pipeline, assignments=(encode, denoise, replace(decode, column=column))))
 
 
-def test_what_a_cluster_takes_the_place_of_is_refused_and_ray_is_asked_for(flux: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_cluster_takes_the_place_of_is_refused_and_ray_is_asked_for(
+    flux: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(InputError, match="vram, hardware: leave out with a cluster"):
         graphrun.run_many(flux, ["a"], cluster=cluster_of(), **{**BUDGET, "ram": None})
     with pytest.raises(InputError, match="objective 'fast' is not known"):

@@ -1,4 +1,5 @@
-"""The master program finds what trying all assignments finds, in pure numbers; the simulator of a stream agrees with its rate."""
+"""The master program finds what trying all assignments finds, in pure numbers; the simulator of a
+stream agrees with its rate."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from campaign import sampled
 from random_clusters import Case, best_latency, best_rate, random_case
 
 from graphrun.cluster import master
-from graphrun.cluster.columns import Kind, Pricing
+from graphrun.cluster.columns import DeviceClass, Pricing
 from graphrun.cluster.machines import Cluster, Link
 from graphrun.cluster.master import Unplaceable, assignments_for
 from graphrun.cluster.placement import Column, Objective, Placement, violations
@@ -25,11 +26,11 @@ def case_of(number: int) -> Case:
 
 def placed(case: Case, objective: Objective, items: int = 100) -> Placement | None:
     try:
-        pricing = case.pricing(cold=items == 1, apart=objective == "throughput")
-        found = assignments_for(objective, case.cluster, pricing, case.values)
+        pricing = case.pricing(cold=items == 1, has_gaps=objective == "throughput")
+        assignments = assignments_for(objective, case.cluster, pricing, case.values)
     except Unplaceable:
         return None
-    placement = with_figures(case.placement(objective, found, items))
+    placement = with_figures(case.placement(objective, assignments, items))
     assert not violations(placement)
     return placement
 
@@ -44,16 +45,20 @@ def unlimited(case: Case) -> Case:
 def test_the_most_items_per_second_are_those_of_the_best_of_all_assignments(number: int) -> None:
     case = unlimited(case_of(number))
     placement = placed(case, "throughput")
-    assert (placement.items_per_second if placement is not None else 0.0) == pytest.approx(best_rate(case), rel=1e-5)
+    assert (placement.items_per_second if placement is not None else 0.0) == pytest.approx(
+        best_rate(case), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("number", CASES)
 @pytest.mark.parametrize("items", [1, 100])
-def test_the_shortest_time_of_one_item_is_that_of_the_best_of_all_chains(number: int, items: int) -> None:
+def test_the_shortest_time_of_one_item_is_that_of_the_best_of_all_chains(
+    number: int, items: int
+) -> None:
     case = case_of(number)
     placement = placed(case, "latency", items)
-    found = placement.latency_seconds if placement is not None else float("inf")
-    assert found == pytest.approx(best_latency(case, cold=items == 1), rel=1e-5)
+    value = placement.latency_seconds if placement is not None else float("inf")
+    assert value == pytest.approx(best_latency(case, cold=items == 1), rel=1e-5)
 
 
 @pytest.mark.parametrize("number", CASES)
@@ -64,61 +69,93 @@ def test_a_simulated_stream_has_the_predicted_rate(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(5))
-def test_hosts_whose_memory_is_a_row_come_out_the_same(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_whose_memory_is_a_row_come_out_the_same(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(master, "MOST_CONFIGURATIONS", 0)
     case = unlimited(case_of(number))
     placement = placed(case, "throughput")
-    assert (placement.items_per_second if placement is not None else 0.0) == pytest.approx(best_rate(case), rel=1e-5)
+    assert (placement.items_per_second if placement is not None else 0.0) == pytest.approx(
+        best_rate(case), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("number", range(20))
 def test_up_to_four_devices_of_a_host_hold_a_column_together(number: int) -> None:
-    case = replace(unlimited(random_case(number, 4 if number < 5 else 3, 2)), together=4)
+    case = replace(unlimited(random_case(number, 4 if number < 5 else 3, 2)), max_team=4)
     placement = placed(case, "throughput")
-    assert (placement.items_per_second if placement is not None else 0.0) == pytest.approx(best_rate(case), rel=1e-5)
-    alone = placed(case, "latency")
-    assert (alone.latency_seconds if alone is not None else float("inf")) == pytest.approx(best_latency(case, cold=False), rel=1e-5)
+    assert (placement.items_per_second if placement is not None else 0.0) == pytest.approx(
+        best_rate(case), rel=1e-5
+    )
+    latency_placement = placed(case, "latency")
+    assert (
+        latency_placement.latency_seconds if latency_placement is not None else float("inf")
+    ) == pytest.approx(best_latency(case, cold=False), rel=1e-5)
 
 
 def test_devices_are_put_together_where_that_is_better_and_only_there() -> None:
-    found = [placed(replace(case_of(number), together=most), "latency") for number in range(12) for most in (1, 2)]
-    pairs = list(zip(found[::2], found[1::2], strict=True))
-    assert any(more is not None and any(of.helpers for of in more.assignments) for _, more in pairs)
-    for one, more in pairs:
-        if one is not None and more is not None:
-            assert more.latency_seconds < one.latency_seconds or not any(of.helpers for of in more.assignments)
+    optima = [
+        placed(replace(case_of(number), max_team=max_team), "latency")
+        for number in range(12)
+        for max_team in (1, 2)
+    ]
+    pairs = list(zip(optima[::2], optima[1::2], strict=True))
+    assert any(
+        team is not None and any(assignment.secondaries for assignment in team.assignments)
+        for _, team in pairs
+    )
+    for single, team in pairs:
+        if single is not None and team is not None:
+            assert team.latency_seconds < single.latency_seconds or not any(
+                assignment.secondaries for assignment in team.assignments
+            )
 
 
 def test_hosts_without_a_link_exchange_nothing() -> None:
-    several = [case for case in map(case_of, range(30)) if len(case.cluster.hosts) > 1][:5]
-    for case in several:
-        apart = [replace(case, cluster=Cluster((host,))) for host in case.cluster.hosts]
+    cases = [case for case in map(case_of, range(30)) if len(case.cluster.hosts) > 1][:5]
+    for case in cases:
+        parts = [replace(case, cluster=Cluster((host,))) for host in case.cluster.hosts]
         placement = placed(replace(case, cluster=replace(case.cluster, links=())), "throughput")
-        found = placement.items_per_second if placement is not None else 0.0
-        assert found == pytest.approx(sum(map(best_rate, apart)), rel=1e-5)
+        rate = placement.items_per_second if placement is not None else 0.0
+        assert rate == pytest.approx(sum(map(best_rate, parts)), rel=1e-5)
 
 
 def test_510_devices_are_counted_and_not_named() -> None:
     """The rate of 170 equal hosts on a fast network is at least 170 times that of one."""
-    case = next(case for case in map(case_of, range(30)) if len(case.cluster.devices) == 3 and len(case.cluster.hosts) == 1)
-    (host,) = case.cluster.hosts
-    many = tuple(
-        replace(host, name=f"h{n}", devices=tuple(replace(device, host=f"h{n}") for device in host.devices)) for n in range(170)
+    case = next(
+        case
+        for case in map(case_of, range(30))
+        if len(case.cluster.devices) == 3 and len(case.cluster.hosts) == 1
     )
-    link = Link(tuple(of.name for of in many), 1e12, 0.0)
-    placement = placed(replace(case, cluster=Cluster(many, (link,))), "throughput")
+    (host,) = case.cluster.hosts
+    hosts = tuple(
+        replace(
+            host,
+            name=f"h{n}",
+            devices=tuple(replace(device, host=f"h{n}") for device in host.devices),
+        )
+        for n in range(170)
+    )
+    link = Link(tuple(machine.name for machine in hosts), 1e12, 0.0)
+    placement = placed(replace(case, cluster=Cluster(hosts, (link,))), "throughput")
     assert placement is not None
     assert placement.items_per_second >= 170 * best_rate(case) * (1 - 1e-5)
 
 
 def test_only_columns_that_may_win_are_priced() -> None:
     """Of a device that is a hundred times slower than the others, bounds suffice."""
-    case = next(case for case in map(case_of, range(30)) if len({of.hardware.name for of in case.cluster.devices}) == 2)
+    case = next(
+        case
+        for case in map(case_of, range(30))
+        if len({device.hardware.name for device in case.cluster.devices}) == 2
+    )
     slow = case.cluster.devices[0].hardware.name
-    slower = {key: seconds * (100 if key[0] == slow else 1) for key, seconds in case.compute.items()}
+    slower = {
+        key: seconds * (100 if key[0] == slow else 1) for key, seconds in case.compute.items()
+    }
     priced: list[str] = []
 
-    def price(kind: Kind, stages: tuple[str, ...], share: float) -> Column | None:
+    def price(kind: DeviceClass, stages: tuple[str, ...], share: float) -> Column | None:
         priced.append(kind.hardware.name)
         return case.price(kind, stages, share)
 

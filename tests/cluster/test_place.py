@@ -13,7 +13,16 @@ from graphrun.cluster.placement import parse_placement
 from graphrun.errors import PlanError
 
 Cli = Callable[..., tuple[int, str, str]]
-SMALL = ("--set", "height=32", "--set", "width=32", "--set", "steps=3", "--set", "max_sequence_length=16")
+SMALL = (
+    "--set",
+    "height=32",
+    "--set",
+    "width=32",
+    "--set",
+    "steps=3",
+    "--set",
+    "max_sequence_length=16",
+)
 TEXT = """graphrun: 1
 hosts: {a: {ram: 8G, devices: [{id: 0, hardware: sim, vram: 4M}, {id: 1, hardware: sim, vram: 4M}]}}
 """
@@ -27,69 +36,106 @@ def cluster(tmp_path: Path) -> Path:
 
 
 @pytest.mark.sweep("cluster")
-def test_a_placement_is_shown_saved_read_and_checked(graphrun: Cli, cluster: Path, tmp_path: Path) -> None:
-    out = tmp_path / "plan.json"
-    asked = ("plan", "flux-tiny", "--cluster", str(cluster), *SMALL, "--items", "24")
-    code, text, err = graphrun(*asked, "--json", "-o", str(out))
+def test_a_placement_is_shown_saved_read_and_checked(
+    graphrun: Cli, cluster: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    command = ("plan", "flux-tiny", "--cluster", str(cluster), *SMALL, "--items", "24")
+    code, text, err = graphrun(*command, "--json", "-o", str(path))
     assert code == 0, err
-    found = json.loads(text)
-    assert found["items_per_second"] >= found["replicas"]["items_per_second"] > 0
-    assert found["gains"][0]["items_per_second"] > found["items_per_second"]
+    output = json.loads(text)
+    assert output["items_per_second"] >= output["replicas"]["items_per_second"] > 0
+    assert output["gains"][0]["items_per_second"] > output["items_per_second"]
 
-    placement, data = files.read(out)
-    assert (placement.items_per_second, placement.seconds) == (found["items_per_second"], found["seconds"])
+    placement, data = files.read(path)
+    assert (placement.items_per_second, placement.seconds) == (
+        output["items_per_second"],
+        output["seconds"],
+    )
     assert str(placement).splitlines() == data["actions"]
-    screen = graphrun(*asked)[1]
+    screen = graphrun(*command)[1]
     assert "bottleneck:" in screen
-    assert all(of.name in screen for of in placement.assignments)
-    assert graphrun("check", str(out))[1].startswith("ok: ")
+    assert all(assignment.name in screen for assignment in placement.assignments)
+    assert graphrun("check", str(path))[1].startswith("ok: ")
 
     data["cluster"]["hosts"][0]["ram_bytes"] = 2**20
-    out.write_text(json.dumps(data))
+    path.write_text(json.dumps(data))
     with pytest.raises(PlanError, match="host a: [0-9]+ bytes of RAM of 1048576"):
-        files.read(out)
-    out.write_text(json.dumps({**data, "actions": data["actions"][:1]}))
+        files.read(path)
+    path.write_text(json.dumps({**data, "actions": data["actions"][:1]}))
     with pytest.raises(PlanError, match="no chain of devices runs every stage"):
-        files.read(out)
-    out.write_text(json.dumps({**data, "actions": [line.replace("device a/", "device b/") for line in data["actions"]]}))
+        files.read(path)
+    path.write_text(
+        json.dumps(
+            {
+                **data,
+                "actions": [line.replace("device a/", "device b/") for line in data["actions"]],
+            }
+        )
+    )
     with pytest.raises(PlanError, match="there is no device b/"):
-        files.read(out)
+        files.read(path)
 
 
 @pytest.mark.sweep("cluster")
-def test_two_devices_of_a_host_hold_what_one_would_stream(graphrun: Cli, cluster: Path, tmp_path: Path) -> None:
-    """One item takes less time on both together; two items at a time are still done sooner one on each."""
+def test_two_devices_of_a_host_hold_what_one_would_stream(
+    graphrun: Cli, cluster: Path, tmp_path: Path
+) -> None:
+    """One item takes less time on both together; two items at a time are still done sooner one on
+    each."""
     cluster.write_text(TEXT.replace("4M", "2M"))
-    asked, out = ("plan", "flux-tiny", "--cluster", str(cluster), *SMALL, "--items", "24"), tmp_path / "plan.json"
-    code, screen, err = graphrun(*asked, "--objective", "latency", "-o", str(out))
+    command, path = (
+        ("plan", "flux-tiny", "--cluster", str(cluster), *SMALL, "--items", "24"),
+        tmp_path / "plan.json",
+    )
+    code, screen, err = graphrun(*command, "--objective", "latency", "-o", str(path))
     assert code == 0, err
     assert "a/0+a/1 2 x sim 2 x 2.00 MiB" in " ".join(screen.split())
-    (one,) = files.read(out)[0].assignments
-    assert one.plan.splits
-    assert graphrun("check", str(out))[1].startswith("ok: 2 devices")
-    alone, apart = (json.loads(graphrun(*asked, "--json", "--objective", of)[1]) for of in ("latency", "throughput"))
-    assert [len(of["helpers"]) for of in alone["devices"]] == [1]
-    assert alone["latency_seconds"] < 0.9 * alone["replicas"]["latency_seconds"]
-    assert [of["helpers"] for of in apart["devices"]] == [[], []]
+    (assignment,) = files.read(path)[0].assignments
+    assert assignment.plan.splits
+    assert graphrun("check", str(path))[1].startswith("ok: 2 devices")
+    latency_data, throughput_data = (
+        json.loads(graphrun(*command, "--json", "--objective", objective)[1])
+        for objective in ("latency", "throughput")
+    )
+    assert [len(device["secondaries"]) for device in latency_data["devices"]] == [1]
+    assert latency_data["latency_seconds"] < 0.9 * latency_data["replicas"]["latency_seconds"]
+    assert [device["secondaries"] for device in throughput_data["devices"]] == [[], []]
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "placement:1: expected 'place throughput|latency items COUNT' as the first line, found no text"),
-        ("place fast items 3", "placement:1: expected 'place throughput|latency items COUNT', found 'place fast items 3'"),
-        ("place latency items 1\nplan x", "placement:2: expected 'device HOST/ID stages STAGE ...', found 'plan x'"),
-        ("place latency items 1\ndevice a/0 stages s\nslot", "section of a/0, placement:2:1: expected 'plan DIGEST'"),
+        (
+            "",
+            "placement:1: expected 'place throughput|latency items COUNT' as the first line, "
+            "found no text",
+        ),
+        (
+            "place fast items 3",
+            "placement:1: expected 'place throughput|latency items COUNT', "
+            "found 'place fast items 3'",
+        ),
+        (
+            "place latency items 1\nplan x",
+            "placement:2: expected 'device HOST/ID stages STAGE ...', found 'plan x'",
+        ),
+        (
+            "place latency items 1\ndevice a/0 stages s\nslot",
+            "section of a/0, placement:2:1: expected 'plan DIGEST'",
+        ),
     ],
 )
 def test_a_text_that_is_no_placement_is_refused_with_its_line(text: str, expected: str) -> None:
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(PlanError) as error:
         parse_placement(text)
-    assert str(caught.value).startswith(expected)
+    assert str(error.value).startswith(expected)
 
 
 def test_options_that_the_file_takes_the_place_of_are_refused(graphrun: Cli, cluster: Path) -> None:
-    code, _, err = graphrun("plan", "flux-tiny", "--cluster", str(cluster), "--vram", "4M", "--runs", "3")
+    code, _, err = graphrun(
+        "plan", "flux-tiny", "--cluster", str(cluster), "--vram", "4M", "--runs", "3"
+    )
     assert code == 2
     assert "leave --vram, --runs out" in err
     code, _, err = graphrun("plan", "flux-tiny", "--cluster", str(cluster), "--fail-over", "3s")

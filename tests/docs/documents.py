@@ -1,4 +1,5 @@
-"""The pages that people read, cut into what can be run: blocks of code, and commands between backticks."""
+"""The pages that people read, cut into what can be run: blocks of code, and commands between
+backticks."""
 
 from __future__ import annotations
 
@@ -20,17 +21,19 @@ PAGES = [
     )
 ]
 FENCE = re.compile(
-    r"^(?P<note><!--[^>]*-->\n\n?)?^(?P<indent> *)```(?P<info>[^\n]*)\n(?P<text>.*?)^ *```$", re.MULTILINE | re.DOTALL
+    r"^(?P<note><!--[^>]*-->\n\n?)?^(?P<indent> *)```(?P<info>[^\n]*)\n(?P<text>.*?)^ *```$",
+    re.MULTILINE | re.DOTALL,
 )
 NOTE = re.compile(r"<!-- (not run|fails): (.+) -->")
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code. ``file``: what it is saved as (``title="graph.yaml"``), or ``prints``: output of the last command.
+    """A block of code. ``file``: what it is saved as (``title="graph.yaml"``), or ``prints``:
+    output of the last command.
 
-    A comment on the line before the block says what is special: ``<!-- not run: why -->``, or ``<!-- fails: message -->``, which
-    the last command of the block has to print.
+    A comment on the line before the block says what is special: ``<!-- not run: why -->``, or
+    ``<!-- fails: message -->``, which the last command of the block has to print.
     """
 
     page: str
@@ -44,7 +47,11 @@ class Block:
     @property
     def commands(self) -> list[str]:
         """The command lines of a block of ``sh``: without comments, with continued lines joined."""
-        return [line for line in (command(raw) for raw in self.text.replace("\\\n", " ").splitlines()) if line]
+        return [
+            line
+            for line in (command(raw) for raw in self.text.replace("\\\n", " ").splitlines())
+            if line
+        ]
 
 
 def command(line: str) -> str:
@@ -54,22 +61,29 @@ def command(line: str) -> str:
 
 def blocks(page: str) -> list[Block]:
     """The blocks of code of ``page``, in order."""
-    text, found = (ROOT / page).read_text(encoding="utf-8"), []
+    text, page_blocks = (ROOT / page).read_text(encoding="utf-8"), []
     for match in FENCE.finditer(text):
         language, _, rest = match["info"].partition(" ")
         file = re.search(r'title="([^"]+)"', rest)
-        body = "".join(line.removeprefix(match["indent"]) for line in match["text"].splitlines(keepends=True))
+        body = "".join(
+            line.removeprefix(match["indent"]) for line in match["text"].splitlines(keepends=True)
+        )
         note = NOTE.search(match["note"] or "")
         special = {"not_run" if note[1] == "not run" else "fails": note[2]} if note else {}
         line = text.count("\n", 0, match.start("text")) + 1
-        found.append(Block(page, line, language or "text", body, file[1] if file else "", **special))
-    return found
+        page_blocks.append(
+            Block(page, line, language or "text", body, file[1] if file else "", **special)
+        )
+    return page_blocks
 
 
 def quoted(page: str) -> list[str]:
-    """The commands of ``page`` between backticks, outside of blocks: ``graphrun plan GRAPH``, ``make run``."""
+    """The commands of ``page`` between backticks, outside of blocks: ``graphrun plan GRAPH``,
+    ``make run``."""
     text = FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))
-    return list(dict.fromkeys(re.findall(r"`((?:graphrun|make) [a-z-][^`]*)`", " ".join(text.split("\n")))))
+    return list(
+        dict.fromkeys(re.findall(r"`((?:graphrun|make) [a-z-][^`]*)`", " ".join(text.split("\n"))))
+    )
 
 
 def parts(line: str) -> Iterator[list[str]]:
@@ -88,5 +102,14 @@ def parts(line: str) -> Iterator[list[str]]:
 
 def readme_commands() -> list[str]:
     """Every command of graphrun in README, in order: in blocks of ``sh``, and between backticks."""
-    lines = [line for block in blocks("README.md") if block.language == "sh" and not block.not_run for line in block.commands]
-    return [line for line in dict.fromkeys([*lines, *quoted("README.md")]) if line.startswith("graphrun ")]
+    lines = [
+        line
+        for block in blocks("README.md")
+        if block.language == "sh" and not block.not_run
+        for line in block.commands
+    ]
+    return [
+        line
+        for line in dict.fromkeys([*lines, *quoted("README.md")])
+        if line.startswith("graphrun ")
+    ]

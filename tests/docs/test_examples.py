@@ -13,7 +13,11 @@ from campaign import sampled
 from documents import ROOT
 
 FOLDER = ROOT / "examples"
-FILES = sorted(path.name for path in FOLDER.iterdir() if path.suffix in (".py", ".ipynb") and path.stem != "tiny_flux")
+FILES = sorted(
+    path.name
+    for path in FOLDER.iterdir()
+    if path.suffix in (".py", ".ipynb") and path.stem != "tiny_flux"
+)
 # What each leaves behind or prints.
 MADE = {
     "attach.ipynb": "call/2:transformer",
@@ -31,7 +35,9 @@ def test_every_example_is_known() -> None:
 
 
 @pytest.mark.parametrize("name", sampled(FILES, ["plan_and_run.py"], "docs"))
-def test_an_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_example_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
     if name.endswith(".py"):

@@ -1,4 +1,5 @@
-"""What the documents name can be imported from `graphrun`: errors, the functions' results, the documented classes."""
+"""What the documents name can be imported from `graphrun`: errors, the functions' results, the
+documented classes."""
 
 from __future__ import annotations
 
@@ -13,32 +14,56 @@ import pytest
 import graphrun
 
 DOCS = Path(__file__).parents[2] / "docs"
-ROWS = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (\d+) \|", (DOCS / "errors.md").read_text(), re.MULTILINE)
+ROWS = re.findall(
+    r"^\| `(\w+)` \| `(\w+)` \| (\d+) \|", (DOCS / "errors.md").read_text(), re.MULTILINE
+)
 
 
 @pytest.mark.parametrize(("name", "base", "exit_code"), ROWS)
 def test_every_documented_error_is_importable(name: str, base: str, exit_code: str) -> None:
     error = getattr(graphrun, name)
     assert name in graphrun.__all__
-    assert (error.__name__, error.__mro__[1].__name__, error.exit_code) == (name, base, int(exit_code))
+    assert (error.__name__, error.__mro__[1].__name__, error.exit_code) == (
+        name,
+        base,
+        int(exit_code),
+    )
     assert issubclass(error, graphrun.GraphrunError)
 
 
 def test_every_documented_class_and_function_is_importable() -> None:
-    names = re.findall(r"^::: graphrun\.(?:\w+\.)*(\w+)$", (DOCS / "python.md").read_text(), re.MULTILINE)
+    names = re.findall(
+        r"^::: graphrun\.(?:\w+\.)*(\w+)$", (DOCS / "python.md").read_text(), re.MULTILINE
+    )
     assert len(names) > 10
-    assert [name for name in names if name not in graphrun.__all__ or not hasattr(graphrun, name)] == []
+    assert [
+        name for name in names if name not in graphrun.__all__ or not hasattr(graphrun, name)
+    ] == []
 
 
 def test_every_type_that_a_public_function_returns_is_importable() -> None:
-    functions = {name: value for name in graphrun.__all__ if inspect.isfunction(value := getattr(graphrun, name))}
-    returned = {name: str(inspect.signature(function).return_annotation) for name, function in functions.items()}
-    types = {type_name for text in returned.values() for type_name in re.findall(r"\b[A-Z]\w+", text)}
+    functions = {
+        name: value
+        for name in graphrun.__all__
+        if inspect.isfunction(value := getattr(graphrun, name))
+    }
+    returned = {
+        name: str(inspect.signature(function).return_annotation)
+        for name, function in functions.items()
+    }
+    types = {
+        type_name for text in returned.values() for type_name in re.findall(r"\b[A-Z]\w+", text)
+    }
     assert types - {"Any", "Callable", "Function", "None"} <= set(graphrun.__all__)
     assert {"Graph", "Problem", "Solution", "Trace", "Attachment", "Batch", "LivePipeline"} <= types
 
 
 def test_names_are_listed_before_their_modules_are_imported() -> None:
-    code = "import sys, graphrun; print({*graphrun.__all__} <= {*dir(graphrun)}, 'torch' in sys.modules, 'highspy' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "False", "False"]
+    code = (
+        "import sys, graphrun; print({*graphrun.__all__} <= {*dir(graphrun)}, 'torch' in "
+        "sys.modules, 'highspy' in sys.modules)"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout.split() == ["True", "False", "False"]

@@ -14,22 +14,38 @@ TINY = load(Path(__file__).parents[2] / "graphs" / "flux-tiny.yaml")
 
 
 def random_stages(seed: int) -> dict[str, Stage]:
-    """Stages with two outputs each that read of others without a cycle, in an order of the file that need not be topological."""
+    """Stages with two outputs each that read of others without a cycle, in an order of the file
+    that need not be topological."""
     chance = random.Random(seed)
     names = [f"s{number}" for number in range(chance.randint(1, 8))]
     components = sorted(TINY.components)
-    made = {}
+    stages = {}
     for number, name in enumerate(names):
-        outputs = [Reference("stage", of, chance.choice(["image", "latents"])) for of in names[:number] if chance.random() < 0.4]
-        inputs = [Reference("input", of) for of in TINY.inputs if chance.random() < 0.3]
-        uses = tuple(of for of in components if chance.random() < 0.4)
-        made[name] = Stage(name, "call", uses, {"a": inputs, "b": [outputs]}, outputs=("image", "latents"))
+        outputs = [
+            Reference("stage", stage_name, chance.choice(["image", "latents"]))
+            for stage_name in names[:number]
+            if chance.random() < 0.4
+        ]
+        inputs = [
+            Reference("input", stage_name) for stage_name in TINY.inputs if chance.random() < 0.3
+        ]
+        uses = tuple(stage_name for stage_name in components if chance.random() < 0.4)
+        stages[name] = Stage(
+            name, "call", uses, {"a": inputs, "b": [outputs]}, outputs=("image", "latents")
+        )
     order = chance.sample(names, len(names))
-    return {name: made[name] for name in order}
+    return {name: stages[name] for name in order}
 
 
 def random_graph(seed: int) -> Graph:
     """A graph of `random_stages` with one to three outputs."""
     chance, stages = random.Random(seed), random_stages(seed)
-    read = [Reference("stage", chance.choice(list(stages)), "image") for _ in range(chance.randint(1, 3))]
-    return replace(TINY, stages=order_stages(stages), outputs={f"out{number}": of for number, of in enumerate(read)})
+    references = [
+        Reference("stage", chance.choice(list(stages)), "image")
+        for _ in range(chance.randint(1, 3))
+    ]
+    return replace(
+        TINY,
+        stages=order_stages(stages),
+        outputs={f"out{number}": reference for number, reference in enumerate(references)},
+    )

@@ -28,7 +28,9 @@ def directed(tmp_path: Path) -> Callable[[str], Graph]:
     return read
 
 
-def test_directives_are_read_and_do_not_change_what_the_graph_is(directed: Callable[[str], Graph]) -> None:
+def test_directives_are_read_and_do_not_change_what_the_graph_is(
+    directed: Callable[[str], Graph],
+) -> None:
     graph = directed("  keep: [vae]\n  exclude: [transformer, text_encoder_2]\n  reserve: 1.5M\n")
     assert graph.directives == Directives(("vae",), ("transformer", "text_encoder_2"), 3 * 2**19)
     assert graph.digest == load(GRAPHS / "flux-tiny.yaml").digest
@@ -44,16 +46,20 @@ def test_directives_are_read_and_do_not_change_what_the_graph_is(directed: Calla
         ("  reserve: much\n", "'much' is not a size"),
     ],
 )
-def test_a_wrong_directive_is_refused_with_its_line(directed: Callable[[str], Graph], lines: str, words: str) -> None:
-    with pytest.raises(GraphError) as caught:
+def test_a_wrong_directive_is_refused_with_its_line(
+    directed: Callable[[str], Graph], lines: str, words: str
+) -> None:
+    with pytest.raises(GraphError) as error_info:
         directed(lines)
     text = (GRAPHS / "flux-tiny.yaml").read_text()
     line = text.count("\n") + 2 + lines.count("\n")
-    assert words in str(caught.value)
-    assert f"flux-tiny.yaml:{line}: directives" in str(caught.value)
+    assert words in str(error_info.value)
+    assert f"flux-tiny.yaml:{line}: directives" in str(error_info.value)
 
 
-def test_the_command_lines_directives_add_to_the_files_and_its_reserve_replaces_it(directed: Callable[[str], Graph]) -> None:
+def test_the_command_lines_directives_add_to_the_files_and_its_reserve_replaces_it(
+    directed: Callable[[str], Graph],
+) -> None:
     graph = directed("  keep: [vae]\n  reserve: 1M\n")
     assert graph.directed(["vae", "text_encoder"], ["transformer"]).directives == Directives(
         ("vae", "text_encoder"), ("transformer",), 2**20

@@ -1,4 +1,5 @@
-"""Drawings of graphs: each node and edge is there, with the bytes of ``graphrun estimate``; and they are well-formed."""
+"""Drawings of graphs: each node and edge is there, with the bytes of ``graphrun estimate``; and
+they are well-formed."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from random_graphs import random_graph
 from graphrun.graph.graph import Component, Graph, Reference, Stage
 from graphrun.graph.loading import load
 from graphrun.report.graph_svg import graph_svg
-from graphrun.report.graph_text import dot, drawn, lines, mermaid
+from graphrun.report.graph_text import dot, drawing_graph, lines, mermaid
 from graphrun.units import show_size
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
@@ -27,7 +28,10 @@ TINY = GRAPHS / "flux-tiny.yaml"
 Cli = Callable[..., tuple[int, str, str]]
 
 _LABEL = r'"((?:[A-Za-z0-9_ .,:+-]|#\d+;|<br/>)+)"'
-_MERMAID_NODE = re.compile(rf" {{4}}(\w+)(?:\[{_LABEL}\]|\[\({_LABEL}\)\]|\(\[{_LABEL}\]\)|\[/{_LABEL}/\]|\[\\{_LABEL}\\\])")
+_MERMAID_NODE = re.compile(
+    rf" {{4}}(\w+)(?:\[{_LABEL}\]|\[\({_LABEL}\)\]|\(\[{_LABEL}\]\)"
+    rf"|\[/{_LABEL}/\]|\[\\{_LABEL}\\\])"
+)
 _MERMAID_EDGE = re.compile(r" {4}(\w+) (-->|-\.->) (\w+)")
 _TEXT = r'"((?:[^"\\\n]|\\.)*)"'
 _DOT_NODE = re.compile(rf"  {_TEXT} \[shape=\w+ label={_TEXT}( bytes=\d+)?\];")
@@ -35,7 +39,8 @@ _DOT_EDGE = re.compile(rf"  {_TEXT} -> {_TEXT}( \[style=dashed\])?;")
 
 
 def of_mermaid(text: str) -> tuple[dict[str, list[str]], set[tuple[str, str]]]:
-    """Lines of text by name of the node, and edges between names of nodes. Fails where a line is no Mermaid."""
+    """Lines of text by name of the node, and edges between names of nodes. Fails where a line is no
+    Mermaid."""
     head, title, *rows = text.splitlines()
     assert head == "flowchart TD"
     assert title.startswith("    accTitle: ")
@@ -45,11 +50,14 @@ def of_mermaid(text: str) -> tuple[dict[str, list[str]], set[tuple[str, str]]]:
         if edge := _MERMAID_EDGE.fullmatch(row):
             edges.add((edge[1], edge[3]))
         else:
-            found = _MERMAID_NODE.fullmatch(row)
-            assert found, row
-            assert found[1] not in nodes
-            label = next(filter(None, found.groups()[1:]))
-            nodes[found[1]] = [re.sub(r"#(\d+);", lambda at: chr(int(at[1])), line) for line in label.split("<br/>")]
+            match = _MERMAID_NODE.fullmatch(row)
+            assert match, row
+            assert match[1] not in nodes
+            label = next(filter(None, match.groups()[1:]))
+            nodes[match[1]] = [
+                re.sub(r"#(\d+);", lambda code: chr(int(code[1])), line)
+                for line in label.split("<br/>")
+            ]
     assert {end for edge in edges for end in edge} <= set(nodes)
     return nodes, edges
 
@@ -65,20 +73,24 @@ def of_dot(text: str) -> tuple[dict[str, list[str]], set[tuple[str, str]], dict[
         if edge := _DOT_EDGE.fullmatch(row):
             edges.add((plain.sub(r"\1", edge[1]), plain.sub(r"\1", edge[2])))
         else:
-            found = _DOT_NODE.fullmatch(row)
-            assert found, row
-            name = plain.sub(r"\1", found[1])
-            nodes[name] = [plain.sub(r"\1", line) for line in re.split(r"(?<!\\)\\n", found[2])]
-            if found[3]:
-                nbytes[name] = int(found[3].removeprefix(" bytes="))
+            match = _DOT_NODE.fullmatch(row)
+            assert match, row
+            name = plain.sub(r"\1", match[1])
+            nodes[name] = [plain.sub(r"\1", line) for line in re.split(r"(?<!\\)\\n", match[2])]
+            if match[3]:
+                nbytes[name] = int(match[3].removeprefix(" bytes="))
     return nodes, edges, nbytes
 
 
 def of_svg(text: str) -> tuple[dict[str, list[str]], int, dict[str, int]]:
-    """Lines of text by node, the number of edges, and bytes by node. Fails where anything is from outside, or outside."""
+    """Lines of text by node, the number of edges, and bytes by node. Fails where anything is from
+    outside, or outside."""
     root = ElementTree.fromstring(text)
     assert (root.get("role"), root.get("aria-labelledby")) == ("img", "title desc")
-    assert {of.get("id") for of in root if of.tag.endswith(("title", "desc"))} == {"title", "desc"}
+    assert {element.get("id") for element in root if element.tag.endswith(("title", "desc"))} == {
+        "title",
+        "desc",
+    }
     assert not re.search(r"<script|<image|href|@import|@font-face|url\((?!#arrow\))", text)
     assert "prefers-color-scheme: dark" in text
     width, height = map(float, root.get("viewBox", "").split()[2:])
@@ -90,41 +102,47 @@ def of_svg(text: str) -> tuple[dict[str, list[str]], int, dict[str, int]]:
         assert 0 <= x <= x + w <= width
         assert 0 <= y <= y + h <= height
         boxes.append((x, y, w, h))
-        nodes[name] = [of.text or "" for of in group.findall("{*}text")]
+        nodes[name] = [element.text or "" for element in group.findall("{*}text")]
         assert all(6 * len(line) < w for line in nodes[name]), "the text fits its box"
         if "data-bytes" in group.attrib:
             nbytes[name] = int(group.attrib["data-bytes"])
     for number, (x, y, w, h) in enumerate(boxes):
-        assert not [1 for a, b, c, d in boxes[:number] if x < a + c and a < x + w and y < b + d and b < y + h], "boxes apart"
+        assert not [
+            1
+            for a, b, c, d in boxes[:number]
+            if x < a + c and a < x + w and y < b + d and b < y + h
+        ], "boxes apart"
     return nodes, len(root.findall("{*}path")), nbytes
 
 
-def assert_drawn_alike(shown: networkx.DiGraph) -> None:
+def assert_drawn_alike(drawing: networkx.DiGraph) -> None:
     """The three drawings of ``shown`` name its nodes, with their lines of text, and its edges."""
-    wanted = {node: lines(of) for node, of in shown.nodes(data=True)}
-    nodes, edges, nbytes = of_dot(dot(shown))
-    assert (nodes, edges) == (wanted, set(shown.edges))
-    assert nbytes == {node: of for node, of in shown.nodes(data="bytes") if of is not None}
-    own, joined = of_mermaid(mermaid(shown))
-    numbers = dict(zip(own, wanted, strict=True))
-    assert {numbers[node]: text for node, text in own.items()} == wanted
-    assert {(numbers[tail], numbers[head]) for tail, head in joined} == set(shown.edges)
-    assert of_svg(graph_svg(shown, "note")) == (wanted, shown.number_of_edges(), nbytes)
+    expected = {node: lines(node_data) for node, node_data in drawing.nodes(data=True)}
+    nodes, edges, nbytes = of_dot(dot(drawing))
+    assert (nodes, edges) == (expected, set(drawing.edges))
+    assert nbytes == {
+        node: node_data for node, node_data in drawing.nodes(data="bytes") if node_data is not None
+    }
+    own, join_nodes = of_mermaid(mermaid(drawing))
+    numbers = dict(zip(own, expected, strict=True))
+    assert {numbers[node]: text for node, text in own.items()} == expected
+    assert {(numbers[tail], numbers[head]) for tail, head in join_nodes} == set(drawing.edges)
+    assert of_svg(graph_svg(drawing, "note")) == (expected, drawing.number_of_edges(), nbytes)
 
 
 @pytest.mark.parametrize("path", sorted(GRAPHS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_stage_component_value_and_output_of_a_reference_graph_is_drawn(path: Path) -> None:
     graph = load(path, trust=["pyramid_dit", "video_vae", "diffusion_schedulers"])
-    shown = drawn(graph.to_networkx())
-    assert_drawn_alike(shown)
-    assert {node for node in shown if not node.startswith("input:")} == {
+    drawing = drawing_graph(graph.to_networkx())
+    assert_drawn_alike(drawing)
+    assert {node for node in drawing if not node.startswith("input:")} == {
         *(f"stage:{stage.name}" for stage in graph.stages),
         *(f"component:{name}" for name in graph.components),
         *(f"value:{stage.name}.{output}" for stage in graph.stages for output in stage.outputs),
         *(f"output:{name}" for name in graph.outputs),
     }
-    assert {node for node in shown if node.startswith("input:")} == {
-        f"input:{of.name}" for of in graph.inputs.values() if of.required
+    assert {node for node in drawing if node.startswith("input:")} == {
+        f"input:{definition.name}" for definition in graph.inputs.values() if definition.required
     }
 
 
@@ -132,34 +150,62 @@ def test_nodes_are_drawn_in_the_order_of_the_file() -> None:
     """Even where most of the inputs are left out, and whatever the seed of Python's hashes is."""
     for path in GRAPHS.glob("*-tiny.yaml"):
         whole = load(path, trust=["pyramid_dit", "video_vae", "diffusion_schedulers"]).to_networkx()
-        shown = drawn(whole)
-        assert list(shown) == [node for node in whole if node in shown]
+        drawing = drawing_graph(whole)
+        assert list(drawing) == [node for node in whole if node in drawing]
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6))
 def test_any_graph_is_drawn_with_its_boxes_apart(seed: int) -> None:
-    assert_drawn_alike(drawn(random_graph(seed).to_networkx()))
+    assert_drawn_alike(drawing_graph(random_graph(seed).to_networkx()))
 
 
 def test_a_long_edge_bends_around_the_boxes_between() -> None:
-    """What the first stage makes is read by the last, past two layers of boxes in the way of a straight line."""
+    """What the first stage makes is read by the last, past two layers of boxes in the way of a
+    straight line."""
     stages = tuple(
-        Stage(name, "call", (), {"a": [Reference("stage", of, "image") for of in reads]}, outputs=("image", "latents")[:count])
+        Stage(
+            name,
+            "call",
+            (),
+            {"a": [Reference("stage", stage_name, "image") for stage_name in reads]},
+            outputs=("image", "latents")[:count],
+        )
         for name, reads, count in (("a", "", 2), ("b", "a", 1), ("c", "b", 1))
     )
-    last = Stage("d", "call", (), {"a": [Reference("stage", "c", "image"), Reference("stage", "a", "latents")]}, outputs=("image",))
-    graph = replace(load(TINY), inputs={}, components={}, stages=(*stages, last), outputs={"out": Reference("stage", "d", "image")})
-    root = ElementTree.fromstring(graph_svg(drawn(graph.to_networkx())))
-    boxes = [[float(of.get(key, "")) for key in ("x", "y", "width", "height")] for of in root.findall("{*}g/{*}rect")]
-    path = next(of for of in root.findall("{*}path") if of.findtext("{*}title") == "value:a.latents reads stage:d")
-    at, crossed = [0.0, 0.0], 0
+    last = Stage(
+        "d",
+        "call",
+        (),
+        {"a": [Reference("stage", "c", "image"), Reference("stage", "a", "latents")]},
+        outputs=("image",),
+    )
+    graph = replace(
+        load(TINY),
+        inputs={},
+        components={},
+        stages=(*stages, last),
+        outputs={"out": Reference("stage", "d", "image")},
+    )
+    root = ElementTree.fromstring(graph_svg(drawing_graph(graph.to_networkx())))
+    boxes = [
+        [float(stage_name.get(key, "")) for key in ("x", "y", "width", "height")]
+        for stage_name in root.findall("{*}g/{*}rect")
+    ]
+    path = next(
+        stage_name
+        for stage_name in root.findall("{*}path")
+        if stage_name.findtext("{*}title") == "value:a.latents reads stage:d"
+    )
+    position, crossed = [0.0, 0.0], 0
     for letter, numbers in re.findall(r"([MVC])([^MVC]+)", path.get("d", "")):
-        *_, x, y = [at[0], *map(float, numbers.split())]
+        *_, x, y = [position[0], *map(float, numbers.split())]
         if letter == "V":  # a straight line; curves are between layers
-            low, high = sorted((at[1], y))
-            crossed += sum(bx < x < bx + w and low < by + h - 1 and by + 1 < high for bx, by, w, h in boxes)
-        at = [x, y]
+            low, high = sorted((position[1], y))
+            crossed += sum(
+                bx < x < bx + w and low < top + h - 1 and top + 1 < high for bx, top, w, h in boxes
+            )
+        position = [x, y]
     assert crossed == 0
     assert path.get("d", "").count("C") == 5, "one for each layer"
 
@@ -168,53 +214,82 @@ def test_texts_that_are_syntax_elsewhere_are_escaped() -> None:
     nasty = '<b>&"];\\n`#{}--> %%'
     graph: Graph = load(TINY)
     component = replace(graph.components["vae"], name=nasty, dtype=nasty, class_path=f"x.{nasty}")
-    stages = (*graph.stages[:2], replace(graph.stages[2], name=nasty, op=graph.stages[2].op, uses=(nasty,)))
-    parts: dict[str, Component] = {**{k: v for k, v in graph.components.items() if k != "vae"}, nasty: component}
-    graph = replace(graph, name=nasty, components=parts, stages=stages, outputs={nasty: Reference("stage", nasty, "image")})
-    assert_drawn_alike(drawn(graph.to_networkx()))
+    stages = (
+        *graph.stages[:2],
+        replace(graph.stages[2], name=nasty, op=graph.stages[2].op, uses=(nasty,)),
+    )
+    parts: dict[str, Component] = {
+        **{k: v for k, v in graph.components.items() if k != "vae"},
+        nasty: component,
+    }
+    graph = replace(
+        graph,
+        name=nasty,
+        components=parts,
+        stages=stages,
+        outputs={nasty: Reference("stage", nasty, "image")},
+    )
+    assert_drawn_alike(drawing_graph(graph.to_networkx()))
 
 
 def test_what_only_one_of_several_outputs_needs_is_said() -> None:
     graph = load(TINY)
-    shown = drawn(replace(graph, outputs={**graph.outputs, "made": Reference("stage", "denoise", "latents")}).to_networkx())
-    assert lines(shown.nodes["output:image"])[-1] == "needed by it alone: vae, decode"
-    assert lines(shown.nodes["output:made"]) == ["made", "output, latents"]
-    assert lines(drawn(graph.to_networkx()).nodes["output:image"]) == ["image", "output, image"]
+    drawing = drawing_graph(
+        replace(
+            graph, outputs={**graph.outputs, "made": Reference("stage", "denoise", "latents")}
+        ).to_networkx()
+    )
+    assert lines(drawing.nodes["output:image"])[-1] == "needed by it alone: vae, decode"
+    assert lines(drawing.nodes["output:made"]) == ["made", "output, latents"]
+    assert lines(drawing_graph(graph.to_networkx()).nodes["output:image"]) == [
+        "image",
+        "output, image",
+    ]
 
 
 @pytest.fixture
 def estimated(graphrun: Cli) -> dict[str, Any]:
-    code, out, _ = graphrun("estimate", str(TINY), "--device", "sim", "--set", "height=128", "--json")
+    code, output, _ = graphrun(
+        "estimate", str(TINY), "--device", "sim", "--set", "height=128", "--json"
+    )
     assert code == 0
-    return json.loads(out)  # type: ignore[no-any-return]
+    return json.loads(output)  # type: ignore[no-any-return]
 
 
 @pytest.mark.long
-def test_bytes_in_drawings_are_those_of_estimate(graphrun: Cli, estimated: dict[str, Any], tmp_path: Path) -> None:
-    wanted = {f"component:{row['name']}": row["weights"][row["dtype"]]["bytes"] for row in estimated["components"]}
-    wanted |= {f"value:{row['name']}": row["bytes"] for row in estimated["values"]}
-    assert len(wanted) == 6
+def test_bytes_in_drawings_are_those_of_estimate(
+    graphrun: Cli, estimated: dict[str, Any], tmp_path: Path
+) -> None:
+    expected = {
+        f"component:{row['name']}": row["weights"][row["dtype"]]["bytes"]
+        for row in estimated["components"]
+    }
+    expected |= {f"value:{row['name']}": row["bytes"] for row in estimated["values"]}
+    assert len(expected) == 6
     options = ("graph", str(TINY), "--device", "sim", "--set", "height=128")
-    code, out, err = graphrun(*options, "--as", "dot")
+    code, dot, err = graphrun(*options, "--as", "dot")
     assert (code, err) == (0, "")
-    assert of_dot(out)[2] == wanted
+    assert of_dot(dot)[2] == expected
     nodes, _ = of_mermaid(graphrun(*options, "--as", "mermaid")[1])
-    shown = {text[0]: text for text in nodes.values()}
-    for node, nbytes in wanted.items():
-        assert show_size(nbytes) in " ".join(shown[node.partition(":")[2]])
-    assert graphrun(*options, "--as", "svg", "-o", "new/tiny.svg")[:2] == (0, "wrote new/tiny.svg\n")
+    shown_labels = {text[0]: text for text in nodes.values()}
+    for node, nbytes in expected.items():
+        assert show_size(nbytes) in " ".join(shown_labels[node.partition(":")[2]])
+    assert graphrun(*options, "--as", "svg", "-o", "new/tiny.svg")[:2] == (
+        0,
+        "wrote new/tiny.svg\n",
+    )
     picture = (tmp_path / "new" / "tiny.svg").read_text()
-    assert of_svg(picture)[2] == wanted
+    assert of_svg(picture)[2] == expected
     assert "height=128" in picture
 
 
 @pytest.mark.long
-def test_a_graph_without_a_dry_run_is_drawn_without_bytes(graphrun: Cli, edited: Any) -> None:
-    path = edited("flux-tiny", ("transformers.T5EncoderModel", "transformers.NoSuchModel")).path
-    code, out, err = graphrun("graph", str(path), "--as", "dot", "--set", "height=128")
+def test_a_graph_without_a_dry_run_is_drawn_without_bytes(graphrun: Cli, edit_graph: Any) -> None:
+    path = edit_graph("flux-tiny", ("transformers.T5EncoderModel", "transformers.NoSuchModel")).path
+    code, output, err = graphrun("graph", str(path), "--as", "dot", "--set", "height=128")
     assert code == 0
-    assert of_dot(out)[2] == {}
-    assert "component:text_encoder_2" in of_dot(out)[0]
+    assert of_dot(output)[2] == {}
+    assert "component:text_encoder_2" in of_dot(output)[0]
     assert err.startswith("graphrun: drawn without bytes, since there is no dry run: ")
     assert "NoSuchModel" in err
     assert "sizes are not known" in graphrun("graph", str(path), "--as", "svg")[1]
@@ -224,15 +299,23 @@ def test_a_graph_without_a_dry_run_is_drawn_without_bytes(graphrun: Cli, edited:
     ("arguments", "words"),
     [
         ((str(TINY), "--as", "png"), "--as 'png' is not known; it is mermaid, dot or svg"),
-        (("plan.json", "--as", "dot"), "plan.json is a plan; give the graph (YAML) that it was made from"),
+        (
+            ("plan.json", "--as", "dot"),
+            "plan.json is a plan; give the graph (YAML) that it was made from",
+        ),
         (("none.yaml", "--as", "dot"), "none.yaml: no such file"),
-        ((str(TINY), "--as", "dot", "--set", "hight=128"), "unknown input 'hight'; did you mean 'height'?"),
+        (
+            (str(TINY), "--as", "dot", "--set", "hight=128"),
+            "unknown input 'hight'; did you mean 'height'?",
+        ),
         ((str(TINY), "--as", "svg", "-o", "plan.json/a.svg"), "plan.json/a.svg: cannot be written"),
         ((str(TINY), "--as", "dot", "--hardware", "rtx"), "rtx"),
     ],
 )
-def test_bad_arguments_are_one_line(graphrun: Cli, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+def test_bad_arguments_are_one_line(
+    graphrun: Cli, tmp_path: Path, arguments: tuple[str, ...], words: str
+) -> None:
     (tmp_path / "plan.json").write_text('{"graphrun": 1}')
-    code, out, err = graphrun("graph", *arguments)
-    assert (code, out, err.count("\n")) == (2, "", 1)
+    code, output, err = graphrun("graph", *arguments)
+    assert (code, output, err.count("\n")) == (2, "", 1)
     assert words in err

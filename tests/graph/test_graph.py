@@ -40,7 +40,12 @@ def test_defaults_fill_what_is_not_given(graph: Graph) -> None:
 
 def test_text_becomes_the_declared_type(graph: Graph) -> None:
     values = graph.resolve({"prompt": "7", "height": "512", "guidance_scale": "4", "steps": 3})
-    assert (values["prompt"], values["height"], values["guidance_scale"], values["steps"]) == ("7", 512, 4.0, 3)
+    assert (values["prompt"], values["height"], values["guidance_scale"], values["steps"]) == (
+        "7",
+        512,
+        4.0,
+        3,
+    )
 
 
 def test_planning_needs_no_prompt(graph: Graph) -> None:
@@ -60,30 +65,43 @@ def test_planning_needs_no_prompt(graph: Graph) -> None:
         ({"height": 512.0}, "input 'height': 512.0 is not an int"),
         ({"height": True}, "input 'height': True is not an int"),
         ({"seed": 2**70}, f"input 'seed': {2**70} does not fit 64 bits"),
-        ({"guidance_scale": "-1e308"}, "input 'guidance_scale': -1e+308 is more than a float32 holds, 3.403e+38"),
+        (
+            {"guidance_scale": "-1e308"},
+            "input 'guidance_scale': -1e+308 is more than a float32 holds, 3.403e+38",
+        ),
         ({"guidance_scale": "nan"}, "input 'guidance_scale': nan is not a finite number"),
         ({"guidance_scale": 10**400}, f"input 'guidance_scale': {10**400} is not a finite number"),
-        ({"max_sequence_length": 513}, "input 'max_sequence_length': 513 is more than the maximum, 512"),
+        (
+            {"max_sequence_length": 513},
+            "input 'max_sequence_length': 513 is more than the maximum, 512",
+        ),
         ({"prompt": 3}, "input 'prompt': 3 is not a str"),
         ({"prompt": None}, "input 'prompt': None is not a str"),
     ],
 )
 def test_inputs_refused(graph: Graph, values: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError) as error_info:
         graph.resolve(values)
-    assert message in str(caught.value).splitlines()
+    assert message in str(error_info.value).splitlines()
 
 
 def test_all_input_problems_at_once(graph: Graph) -> None:
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError) as error_info:
         graph.resolve({"heigth": 1, "steps": 0})
-    assert len(str(caught.value).splitlines()) == 3
+    assert len(str(error_info.value).splitlines()) == 3
 
 
 def test_bools_are_words() -> None:
-    declared = replace(load(GRAPHS / "flux-tiny.yaml").inputs["seed"], type="bool", default=False, minimum=None)
-    graph = replace(load(GRAPHS / "flux-tiny.yaml"), inputs={"seed": declared})
-    assert [graph.resolve({"seed": word})["seed"] for word in ("yes", "TRUE", "0", "off")] == [True, True, False, False]
+    definition = replace(
+        load(GRAPHS / "flux-tiny.yaml").inputs["seed"], type="bool", default=False, minimum=None
+    )
+    graph = replace(load(GRAPHS / "flux-tiny.yaml"), inputs={"seed": definition})
+    assert [graph.resolve({"seed": word})["seed"] for word in ("yes", "TRUE", "0", "off")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def changed(tmp_path: Path, *changes: tuple[str, str]) -> str:
@@ -92,14 +110,18 @@ def changed(tmp_path: Path, *changes: tuple[str, str]) -> str:
         assert old in text
         text = text.replace(old, new)
     path = tmp_path / "other.yaml"
-    path.write_text(text.replace("configs/", f"{GRAPHS}/configs/").replace("tokenizers/", f"{GRAPHS}/tokenizers/"))
+    path.write_text(
+        text.replace("configs/", f"{GRAPHS}/configs/").replace(
+            "tokenizers/", f"{GRAPHS}/tokenizers/"
+        )
+    )
     return load(path).digest
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        ("# FLUX in small", "# Something else"),
+        ("# A tiny FLUX", "# Something else"),
         ("name: flux-tiny", "name: other"),
         ("  height: $height\n      width: $width", "  width: $width\n      height: $height"),
         ("dtype: bfloat16}", "seed: 5, dtype: bfloat16}"),
@@ -126,20 +148,26 @@ def test_digest_ignores(change: tuple[str, str], tmp_path: Path) -> None:
     ],
 )
 def test_digest_notices(change: tuple[str, str], tmp_path: Path) -> None:
-    more = [("steps: $steps", "steps: 4")] if change[1] == "{}\n" else []
+    changes = [("steps: $steps", "steps: 4")] if change[1] == "{}\n" else []
     change = (f"  {change[0]}", "") if change[1] == "{}\n" else change
-    assert changed(tmp_path, change, *more) != load(GRAPHS / "flux-tiny.yaml").digest
+    assert changed(tmp_path, change, *changes) != load(GRAPHS / "flux-tiny.yaml").digest
 
 
 def test_digest_of_a_config_is_the_same_inline_or_in_a_file(tmp_path: Path) -> None:
     inline = json.dumps(json.loads((GRAPHS / "configs/tiny-t5.json").read_text()))
-    assert changed(tmp_path, ("configs/tiny-t5.json", inline)) == load(GRAPHS / "flux-tiny.yaml").digest
+    assert (
+        changed(tmp_path, ("configs/tiny-t5.json", inline))
+        == load(GRAPHS / "flux-tiny.yaml").digest
+    )
 
 
 def test_digest_notices_another_tokenizer(tmp_path: Path) -> None:
     other = tmp_path / "bytes.json"
     other.write_text((GRAPHS / "tokenizers/bytes.json").read_text() + " ")
-    assert changed(tmp_path, ("tokenizers/bytes.json", "bytes.json")) != load(GRAPHS / "flux-tiny.yaml").digest
+    assert (
+        changed(tmp_path, ("tokenizers/bytes.json", "bytes.json"))
+        != load(GRAPHS / "flux-tiny.yaml").digest
+    )
 
 
 def test_without_sources(graph: Graph) -> None:
@@ -157,7 +185,9 @@ def test_ties_keep_the_order_given() -> None:
     def stage(name: str, *producers: str) -> Stage:
         return Stage(name, "x", (), {p: Reference("stage", p, "out") for p in producers})
 
-    stages = {s.name: s for s in (stage("z"), stage("last", "b", "a"), stage("b", "z"), stage("a", "z"))}
+    stages = {
+        s.name: s for s in (stage("z"), stage("last", "b", "a"), stage("b", "z"), stage("a", "z"))
+    }
     assert [s.name for s in order_stages(stages)] == ["z", "b", "a", "last"]
     with pytest.raises(CycleError):
         order_stages({**stages, "z": stage("z", "last")})
@@ -165,7 +195,9 @@ def test_ties_keep_the_order_given() -> None:
 
 def test_schema_is_current() -> None:
     assert (GRAPHS / "graphrun.schema.json").read_text() == schema_text(), "run: make docs"
-    assert json.loads(schema_text())["$defs"]["StageSpec"]["properties"]["op"]["anyOf"][0]["enum"] == sorted(OPERATIONS)
+    assert json.loads(schema_text())["$defs"]["StageSpec"]["properties"]["op"]["anyOf"][0][
+        "enum"
+    ] == sorted(OPERATIONS)
     for path in GRAPHS.glob("*.yaml"):
         head = "# yaml-language-server: $schema=graphrun.schema.json\n"
         assert path.read_text().startswith(head), f"{path.name} begins with {head}"
@@ -173,5 +205,7 @@ def test_schema_is_current() -> None:
 
 def test_every_key_of_the_schema_is_described() -> None:
     whole = json.loads(schema_text())
-    for name, of in {"graph": whole, **whole["$defs"]}.items():
-        assert [key for key, value in of["properties"].items() if not value.get("description")] == [], name
+    for name, part in {"graph": whole, **whole["$defs"]}.items():
+        assert [
+            key for key, value in part["properties"].items() if not value.get("description")
+        ] == [], name

@@ -1,4 +1,5 @@
-"""Images, masks, videos and audio as inputs: files and objects, what is refused, what a plan and a key see of them."""
+"""Images, masks, videos and audio as inputs: files and objects, what is refused, what a plan and a
+key see of them."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ def film(path: Path, frames: int = 3) -> Path:
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=8)
         stream.width, stream.height, stream.pix_fmt = 32, 16, "yuv420p"
-        for each in pictures:
-            container.mux(stream.encode(av.VideoFrame.from_image(each)))
+        for image in pictures:
+            container.mux(stream.encode(av.VideoFrame.from_image(image)))
         container.mux(stream.encode())
     return path
 
@@ -51,7 +52,7 @@ def film(path: Path, frames: int = 3) -> Path:
 def test_a_picture_is_rgb_and_a_mask_is_grey(tmp_path: Path, mode: str) -> None:
     file = picture(tmp_path / "a.png", mode=mode)
     image, mask = media.accept("image", str(file)), media.accept("mask", file)
-    assert (media.told(image), image.open().mode, mask.open().mode) == ("6x4", "RGB", "L")
+    assert (media.size_text(image), image.open().mode, mask.open().mode) == ("6x4", "RGB", "L")
     with Image.open(file) as whole:
         assert image.open().tobytes() == whole.convert("RGB").tobytes()
 
@@ -60,27 +61,34 @@ def test_a_picture_stands_as_its_camera_says(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter turn
     Image.new("RGB", (6, 4)).save(tmp_path / "a.jpg", exif=exif)
-    assert media.told(media.accept("image", tmp_path / "a.jpg")) == "4x6"
+    assert media.size_text(media.accept("image", tmp_path / "a.jpg")) == "4x6"
 
 
 @pytest.mark.parametrize("name", ["a.gif", "a.mp4"])
 def test_a_video_is_a_list_of_frames(tmp_path: Path, name: str) -> None:
     video = media.accept("video", film(tmp_path / name))
-    assert (media.told(video), len(video.open())) == ("3 of 32x16", 3)
+    assert (media.size_text(video), len(video.open())) == ("3 of 32x16", 3)
     assert [frame.mode for frame in video.open()] == ["RGB"] * 3
 
 
 def test_a_video_may_be_a_folder_or_a_list_of_frames(tmp_path: Path) -> None:
     files = [picture(tmp_path / f"{number}.png", seed=number) for number in range(3)]
-    folder, listed = media.accept("video", tmp_path), media.accept("video", [str(file) for file in files])
-    assert media.told(folder) == media.told(listed) == "3 of 6x4"
-    assert media.fingerprint(folder) == media.fingerprint(listed) != media.fingerprint(media.accept("video", files[::-1]))
+    folder, paths = (
+        media.accept("video", tmp_path),
+        media.accept("video", [str(file) for file in files]),
+    )
+    assert media.size_text(folder) == media.size_text(paths) == "3 of 6x4"
+    assert (
+        media.fingerprint(folder)
+        == media.fingerprint(paths)
+        != media.fingerprint(media.accept("video", files[::-1]))
+    )
 
 
 def test_sound_is_samples_by_channel_between_minus_one_and_one(tmp_path: Path) -> None:
-    found = media.accept("audio", sound(tmp_path / "a.wav"), rate=8000)
-    assert media.told(found) == "float32[1, 3]"
-    assert found.open().tolist() == [[0.0, 0.5, -1.0]]
+    audio = media.accept("audio", sound(tmp_path / "a.wav"), rate=8000)
+    assert media.size_text(audio) == "float32[1, 3]"
+    assert audio.open().tolist() == [[0.0, 0.5, -1.0]]
 
 
 def test_what_is_no_file_of_its_kind_is_said(tmp_path: Path) -> None:
@@ -109,8 +117,8 @@ def test_what_is_no_file_of_its_kind_is_said(tmp_path: Path) -> None:
     }
     with pytest.raises(ValueError, match="names no file"):
         media.accept("image", "")
-    for (kind, name), said in wrong.items():
-        with pytest.raises(ValueError, match=said):
+    for (kind, name), message in wrong.items():
+        with pytest.raises(ValueError, match=message):
             media.accept(kind, tmp_path / name)
 
 
@@ -122,12 +130,16 @@ def test_sound_of_another_rate_is_refused_and_says_both(tmp_path: Path) -> None:
 def test_a_tensor_is_alone_in_its_file(tmp_path: Path) -> None:
     file, value = tmp_path / "a.safetensors", torch.arange(6.0).reshape(1, 2, 3)
     save_file({"x": value}, file)
-    accepted = media.accept("tensor", str(file))
-    assert torch.equal(accepted.open(), value)
-    assert accepted.told == media.told(media.blank("tensor", {"shape": (1, 2, 3)})) == "float32[1, 2, 3]"
+    tensor_file = media.accept("tensor", str(file))
+    assert torch.equal(tensor_file.open(), value)
+    assert (
+        tensor_file.size_text
+        == media.size_text(media.blank("tensor", {"shape": (1, 2, 3)}))
+        == "float32[1, 2, 3]"
+    )
     save_file({"x": value, "y": value + 1}, file)
     with pytest.raises(InputError, match=r"a\.safetensors: has changed"):
-        accepted.open()
+        tensor_file.open()
     with pytest.raises(ValueError, match="holds 2 tensors: give a file with one"):
         media.accept("tensor", file)
     file.write_bytes(b"no tensors")
@@ -137,7 +149,10 @@ def test_a_tensor_is_alone_in_its_file(tmp_path: Path) -> None:
         media.blank("tensor", {"shape": (2**40,)})
 
 
-@pytest.mark.parametrize(("kind", "value"), [("image", 3), ("image", np.zeros(5)), ("video", []), ("audio", None), ("mask", [1])])
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [("image", 3), ("image", np.zeros(5)), ("video", []), ("audio", None), ("mask", [1])],
+)
 def test_objects_of_another_kind_are_refused(kind: str, value: Any) -> None:
     with pytest.raises(ValueError, match="is not (an image|a mask|a video|audio)"):
         media.accept(kind, value)
@@ -147,21 +162,21 @@ def test_objects_are_passed_on_as_they_are() -> None:
     image, tensor = Image.new("RGB", (3, 2)), torch.zeros(1, 3, 8, 8)
     assert media.accept("image", image) is image
     assert media.accept("image", tensor) is tensor
-    assert media.told(tensor) == "float32[1, 3, 8, 8]"
-    assert media.told([image] * 4) == "4 of 3x2"
+    assert media.size_text(tensor) == "float32[1, 3, 8, 8]"
+    assert media.size_text([image] * 4) == "4 of 3x2"
 
 
 def test_equal_content_has_equal_names_whatever_the_file_is_called(tmp_path: Path) -> None:
-    first, same = picture(tmp_path / "a.png"), picture(tmp_path / "b.png")
+    first, copy = picture(tmp_path / "a.png"), picture(tmp_path / "b.png")
     other = picture(tmp_path / "c.png", seed=1)
-    named = [media.fingerprint(media.accept("image", file)) for file in (first, same, other)]
-    assert named[0] == named[1] != named[2]
+    fingerprints = [media.fingerprint(media.accept("image", file)) for file in (first, copy, other)]
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
     tensors = [media.fingerprint(torch.full((2, 2), value)) for value in (1.0, 1.0, 2.0)]
     assert tensors[0] == tensors[1] != tensors[2]
 
 
 def test_a_file_that_changes_before_it_is_taken_is_refused(tmp_path: Path) -> None:
-    found = media.accept("image", picture(tmp_path / "a.png"))
+    image = media.accept("image", picture(tmp_path / "a.png"))
     picture(tmp_path / "a.png", seed=1)
     with pytest.raises(InputError, match="has changed since the run was planned"):
-        found.open()
+        image.open()

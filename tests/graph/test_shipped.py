@@ -24,7 +24,9 @@ def test_every_file_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.Mon
     assert package.load("flux-tiny").digest == package.load(GRAPHS / "flux-tiny.yaml").digest
 
 
-def test_a_file_goes_before_a_name_and_a_folder_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_goes_before_a_name_and_a_folder_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("sdxl").mkdir()
     assert graph_file("sdxl") == graphs_folder() / "sdxl.yaml"
@@ -33,7 +35,7 @@ def test_a_file_goes_before_a_name_and_a_folder_does_not(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("name", "hint"),
     [
         ("flux-dv", "did you mean flux-dev?"),
         ("lighthouse", "these are auraflow, chroma,"),
@@ -43,27 +45,44 @@ def test_a_file_goes_before_a_name_and_a_folder_does_not(tmp_path: Path, monkeyp
         ("FLUX.1-dev", "graphrun's own graph of black-forest-labs/FLUX.1-dev is called flux-dev"),
         ("flux1_DEV", "graphrun's own graph of black-forest-labs/FLUX.1-dev is called flux-dev"),
         ("Z-Image-Turbo", "graphrun's own graph of Tongyi-MAI/Z-Image-Turbo is called z-image"),
-        ("stable-diffusion-xl", "did you mean stabilityai/stable-diffusion-xl-base-1.0, which is called sdxl?"),
-        ("black-forest-labs/FLUX.1-dev", "graphrun's own graph of black-forest-labs/FLUX.1-dev is called flux-dev"),
-        ("black-forest-labs/flux.1-dev", "is called flux-dev; others with its weights: flux-controlnet"),
+        (
+            "stable-diffusion-xl",
+            "did you mean stabilityai/stable-diffusion-xl-base-1.0, which is called sdxl?",
+        ),
+        (
+            "black-forest-labs/FLUX.1-dev",
+            "graphrun's own graph of black-forest-labs/FLUX.1-dev is called flux-dev",
+        ),
+        (
+            "black-forest-labs/flux.1-dev",
+            "is called flux-dev; others with its weights: flux-controlnet",
+        ),
         ("black-forest-labs/FLUX.1-dev@main", "is called flux-dev"),
         ("https://huggingface.co/black-forest-labs/FLUX.1-dev", "is called flux-dev"),
-        ("stabilityai/stable-diffusion-xl-base-1.0", "is called sdxl; others with its weights: sdxl-nf4, sdxl-int8,"),
-        ("someone/FLUX.1-dev-copy", "to make one: graphrun import someone/FLUX.1-dev-copy -o FLUX.1-dev-copy.yaml"),
+        (
+            "stabilityai/stable-diffusion-xl-base-1.0",
+            "is called sdxl; others with its weights: sdxl-nf4, sdxl-int8,",
+        ),
+        (
+            "someone/FLUX.1-dev-copy",
+            "to make one: graphrun import someone/FLUX.1-dev-copy -o FLUX.1-dev-copy.yaml",
+        ),
         ("a/b@v1", "to make one: graphrun import a/b --revision v1 -o b.yaml"),
         ("graphs/flux", "to make one: graphrun import graphs/flux -o flux.yaml"),
     ],
 )
 def test_what_is_not_there_is_refused_with_the_name_that_was_meant(
-    asked: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(GraphError, match=f"^{asked.replace('//', '/')}: no such file") as caught:
-        package.load(asked)
-    assert told in str(caught.value)
+    with pytest.raises(GraphError, match=f"^{name.replace('//', '/')}: no such file") as error_info:
+        package.load(name)
+    assert hint in str(error_info.value)
 
 
-def test_a_path_in_a_folder_that_exists_is_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_in_a_folder_that_exists_is_no_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("graphs").mkdir()
     with pytest.raises(GraphError, match="^graphs/flux: no such file$"):
@@ -78,17 +97,25 @@ def test_a_pipeline_in_a_folder_or_a_checkpoint_is_refused_with_the_import(
     Path("pipe").mkdir()
     Path("pipe.safetensors").write_bytes(b"x")
     Path("pipe.gguf").write_bytes(b"x")
-    with pytest.raises(GraphError, match=rf"^{name}: is a (folder|checkpoint), .* graphrun import (\./)?{name} -o pipe.yaml$"):
+    with pytest.raises(
+        GraphError,
+        match=rf"^{name}: is a (folder|checkpoint), .* graphrun import (\./)?{name} -o pipe.yaml$",
+    ):
         package.load(name)
 
 
 @pytest.mark.long
-def test_a_plan_names_a_shipped_graph_and_is_read_without_the_folder(graphrun: Cli, tmp_path: Path) -> None:
+def test_a_plan_names_a_shipped_graph_and_is_read_without_the_folder(
+    graphrun: Cli, tmp_path: Path
+) -> None:
     budgets = ("--device", "sim", "--vram", "6M", "--ram", "8G")
     assert graphrun("plan", "flux-tiny", *budgets, "-o", "here/plan.json")[0] == 0
     assert json.loads(Path("here/plan.json").read_text())["graph_file"] == "flux-tiny"
-    elsewhere = tmp_path / "elsewhere" / "plan.json"
-    elsewhere.parent.mkdir()
-    shutil.move("here/plan.json", elsewhere)
-    code, out, _ = graphrun("export", str(elsewhere), "--as", "accelerate")
-    assert (code, list(json.loads(out))) == (0, ["text_encoder", "text_encoder_2", "transformer", "vae"])
+    plan_file = tmp_path / "elsewhere" / "plan.json"
+    plan_file.parent.mkdir()
+    shutil.move("here/plan.json", plan_file)
+    code, output, _ = graphrun("export", str(plan_file), "--as", "accelerate")
+    assert (code, list(json.loads(output))) == (
+        0,
+        ["text_encoder", "text_encoder_2", "transformer", "vae"],
+    )

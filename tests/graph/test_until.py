@@ -19,7 +19,9 @@ def test_only_what_the_stage_needs_is_left() -> None:
     assert [stage.name for stage in encoding.stages] == ["encode"]
     assert set(encoding.inputs) == {"prompt", "max_sequence_length"}
     assert encoding.outputs == {"embeds": Reference("stage", "encode", "embeds")}
-    assert encoding.components == GRAPH.components, "pipelines read sizes from components that they do not enter"
+    assert encoding.components == GRAPH.components, (
+        "pipelines read sizes from components that they do not enter"
+    )
     assert encoding.digest != GRAPH.digest
     assert [stage.name for stage in GRAPH.until("denoise").stages] == ["encode", "denoise"]
     with pytest.raises(InputError, match="unknown input 'height'"):
@@ -34,8 +36,8 @@ def test_until_the_last_stage_is_the_whole_graph_and_until_twice_is_until_once()
 def test_a_branch_that_the_stage_does_not_need_goes() -> None:
     encode, denoise, decode = GRAPH.stages
     other = replace(encode, name="other")
-    both = replace(GRAPH, stages=(encode, other, denoise, decode))
-    assert [stage.name for stage in both.until("denoise").stages] == ["encode", "denoise"]
+    graph = replace(GRAPH, stages=(encode, other, denoise, decode))
+    assert [stage.name for stage in graph.until("denoise").stages] == ["encode", "denoise"]
 
 
 def test_directives_stay_for_what_is_used() -> None:

@@ -1,10 +1,11 @@
-"""Mutants of every kind of file that graphrun reads, and what may become of them: accepted, or refused with a typed error.
+"""Mutants of every kind of file that graphrun reads, and what may become of them: accepted, or
+refused with a typed error.
 
-    graphs    reference graphs with entries or bytes changed        load; one in 50 of those that load: estimate
-    plans     problem or actions changed, the digest made anew      check; those that pass run: the right picture
-    weights   headers of safetensors files        loras   factors, alphas, metadata         gguf   keys and tensors
-    tokenizers   all but the vocabulary; build, encode      schedulers, components   configurations; build, on meta
-    prompts   JSON lines and CSV
+    graphs    reference graphs with entries or bytes changed        load; one in 50 of those that
+    load: estimate plans     problem or actions changed, the digest made again      check; those
+    that pass run: the right picture weights   headers of safetensors files        loras   factors,
+    alphas, metadata         gguf   keys and tensors tokenizers   all but the vocabulary; build,
+    encode      schedulers, components   configurations; build, on meta prompts   JSON lines and CSV
 
 An untyped error, 20 seconds of the processor or 1 GiB more than before are failures.
 """
@@ -41,17 +42,63 @@ BASES = ("flux-tiny", "sdxl-tiny", "sdxl-inpaint-tiny", "wan-tiny", "hidream-tin
 SMALL = {"height": 64, "width": 64, "steps": 1, "max_sequence_length": 16}  # of plans that are run
 
 ODD: list[Any] = [
-    *(None, True, -1, 0, 1, 7, 2**31, 2**53, 2**63 - 1, 2**63, 2**64, 10**30, -(2**63), 0.5, -0.0, 1e308, 1e-320),
-    *(float("inf"), float("nan"), "", "a", "\ud800", "\u202e\x9b31m", "a" * 300, "\0", "../x", "/dev/zero", "/", ".", "~nobody/x"),
-    *("$prompt", "$encode.embeds", "$nothing", "$", "9" * 50, "1e9", "inf", "8G", "diffusers.AutoencoderKL", "os.system"),
+    *(
+        None,
+        True,
+        -1,
+        0,
+        1,
+        7,
+        2**31,
+        2**53,
+        2**63 - 1,
+        2**63,
+        2**64,
+        10**30,
+        -(2**63),
+        0.5,
+        -0.0,
+        1e308,
+        1e-320,
+    ),
+    *(
+        float("inf"),
+        float("nan"),
+        "",
+        "a",
+        "\ud800",
+        "\u202e\x9b31m",
+        "a" * 300,
+        "\0",
+        "../x",
+        "/dev/zero",
+        "/",
+        ".",
+        "~nobody/x",
+    ),
+    *(
+        "$prompt",
+        "$encode.embeds",
+        "$nothing",
+        "$",
+        "9" * 50,
+        "1e9",
+        "inf",
+        "8G",
+        "diffusers.AutoencoderKL",
+        "os.system",
+    ),
     *([], {}, [[[]]], {"a": {"b": 1}}, ["a", "a"], [1, 2, 3]),
 ]
-values = st.one_of(st.sampled_from(ODD), st.integers(), st.floats(), st.text(max_size=8), st.integers(0, 64))
+values = st.one_of(
+    st.sampled_from(ODD), st.integers(), st.floats(), st.text(max_size=8), st.integers(0, 64)
+)
 
 
 @st.composite
 def changed(draw: st.DrawFn, base: Any) -> Any:
-    """A copy of the JSON-like ``base`` with one to three entries replaced, removed, doubled, or in the place of another one."""
+    """A copy of the JSON-like ``base`` with one to three entries replaced, removed, doubled, or in
+    the place of another one."""
     data = copy.deepcopy(base)
     for _ in range(draw(st.integers(1, 3))):
         places = list(_places(data))
@@ -62,7 +109,9 @@ def changed(draw: st.DrawFn, base: Any) -> Any:
         match draw(st.sampled_from(("value", "value", "near", "remove", "move", "add"))):
             case "value":
                 holder[key] = copy.deepcopy(draw(values))
-            case "near" if isinstance(holder[key], int | float) and not isinstance(holder[key], bool):
+            case "near" if isinstance(holder[key], int | float) and not isinstance(
+                holder[key], bool
+            ):
                 holder[key] += draw(st.sampled_from((-1, 1, 2)))
             case "remove":
                 del holder[key]
@@ -77,7 +126,13 @@ def changed(draw: st.DrawFn, base: Any) -> Any:
 
 def _places(data: Any) -> Iterator[tuple[Any, Any]]:
     """(container, key) of every entry, at any depth."""
-    for key, value in data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ():
+    for key, value in (
+        data.items()
+        if isinstance(data, dict)
+        else enumerate(data)
+        if isinstance(data, list)
+        else ()
+    ):
         yield data, key
         yield from _places(value)
 
@@ -85,8 +140,8 @@ def _places(data: Any) -> Iterator[tuple[Any, Any]]:
 @st.composite
 def with_bytes_changed(draw: st.DrawFn, text: bytes) -> bytes:
     for _ in range(draw(st.integers(1, 4))):
-        at, length = draw(st.integers(0, len(text))), draw(st.integers(0, 8))
-        text = text[:at] + draw(st.binary(max_size=6)) + text[at + length :]
+        position, length = draw(st.integers(0, len(text))), draw(st.integers(0, 8))
+        text = text[:position] + draw(st.binary(max_size=6)) + text[position + length :]
     return text
 
 
@@ -100,7 +155,9 @@ def graphs(draw: st.DrawFn) -> bytes:
     name = draw(st.sampled_from(BASES))
     if draw(st.integers(0, 4)) == 0:
         return draw(with_bytes_changed((GRAPHS / f"{name}.yaml").read_bytes()))
-    text: bytes = yaml.safe_dump(draw(changed(graph_data(name))), sort_keys=False).encode(errors="surrogatepass")
+    text: bytes = yaml.safe_dump(draw(changed(graph_data(name))), sort_keys=False).encode(
+        errors="surrogatepass"
+    )
     return text
 
 
@@ -135,8 +192,12 @@ def base_plan() -> tuple[Any, dict[str, Any], Any]:
 
     path = GRAPHS / "flux-tiny.yaml"
     graph = graphrun.load(path)
-    solution = graphrun.plan(graphrun.estimate(graph, vram="3M", ram="8G", hardware="sim", inputs=SMALL))
-    data = json.loads(json.dumps(content(Path("plan.json"), path, solution, summarize(solution, None))))
+    solution = graphrun.plan(
+        graphrun.estimate(graph, vram="3M", ram="8G", hardware="sim", inputs=SMALL)
+    )
+    data = json.loads(
+        json.dumps(content(Path("plan.json"), path, solution, summarize(solution, None)))
+    )
     picture = graphrun.run(solution, graph, SMALL).outputs["image"]
     return graph, data, picture
 
@@ -150,13 +211,19 @@ def plans(draw: st.DrawFn) -> Any:
     if part == "any":
         return draw(changed(data))
     if part == "actions":
-        lines, at = list(data["actions"]), draw(st.integers(1, len(data["actions"]) - 1))
-        words = lines[at].split(" ")
-        words[draw(st.integers(0, len(words) - 1))] = draw(st.sampled_from(" ".join(lines).split() + ["all", "none", "9" * 40]))
-        lines[at] = " ".join(words)
+        lines, position = list(data["actions"]), draw(st.integers(1, len(data["actions"]) - 1))
+        words = lines[position].split(" ")
+        words[draw(st.integers(0, len(words) - 1))] = draw(
+            st.sampled_from(" ".join(lines).split() + ["all", "none", "9" * 40])
+        )
+        lines[position] = " ".join(words)
         return {**data, "actions": lines}
     problem = data["problem"]
-    problem = draw(changed(problem)) if part == "problem" else {**problem, part: draw(changed(problem[part]))}
+    problem = (
+        draw(changed(problem))
+        if part == "problem"
+        else {**problem, part: draw(changed(problem[part]))}
+    )
     data = {**data, "problem": problem}
     try:
         data["actions"] = [f"plan {problem_from(problem).digest}", *data["actions"][1:]]
@@ -179,28 +246,40 @@ def read_plan(data: Any) -> str:
         trace = graphrun.run(solution, graph, SMALL)
     except GraphrunError as error:
         return f"refused by the run: {type(error).__name__}"
-    assert np.array_equal(np.asarray(trace.outputs["image"]), np.asarray(picture)), "another picture"
+    assert np.array_equal(np.asarray(trace.outputs["image"]), np.asarray(picture)), (
+        "another picture"
+    )
     assert not trace.overruns, "a cap was exceeded"
     return "the right picture"
 
 
 def _tensors(*shapes: tuple[str, list[int], int]) -> dict[str, Any]:
-    end, found = 0, dict[str, Any]()
+    end, tensors = 0, dict[str, Any]()
     for name, shape, width in shapes:
         size = width * functools.reduce(int.__mul__, shape, 1)
-        found[name] = {"dtype": {4: "F32", 2: "BF16"}[width], "shape": shape, "data_offsets": [end, end + size]}
+        tensors[name] = {
+            "dtype": {4: "F32", 2: "BF16"}[width],
+            "shape": shape,
+            "data_offsets": [end, end + size],
+        }
         end += size
-    return found
+    return tensors
 
 
 WEIGHTS = _tensors(("a", [2, 3], 4), ("b", [4], 2), ("c.weight", [2, 2, 2], 2))
-LORA = _tensors(("p.to_q.lora_A.weight", [2, 6], 4), ("p.to_q.lora_B.weight", [4, 2], 4), ("p.to_q.alpha", [], 4))
+LORA = _tensors(
+    ("p.to_q.lora_A.weight", [2, 6], 4),
+    ("p.to_q.lora_B.weight", [4, 2], 4),
+    ("p.to_q.alpha", [], 4),
+)
 
 
 @st.composite
 def headers(draw: st.DrawFn, base: dict[str, Any]) -> bytes:
     header = json.dumps(draw(changed(base))).encode()
-    size = draw(st.sampled_from((0, 0, 0, 0, -1, 1, 8))) + max(item["data_offsets"][1] for item in base.values() if "dtype" in item)
+    size = draw(st.sampled_from((0, 0, 0, 0, -1, 1, 8))) + max(
+        item["data_offsets"][1] for item in base.values() if "dtype" in item
+    )
     whole = struct.pack("<Q", len(header)) + header + bytes(size)
     return draw(st.one_of(st.just(whole), with_bytes_changed(whole)))
 
@@ -217,7 +296,7 @@ def read_weights(data: bytes) -> str:
     source = FileSource({tensor.name: tensor for tensor in tensors})
     for tensor in tensors:
         if tensor.dtype in ("float32", "bfloat16"):
-            source.into(tensor.name, torch.empty(tensor.shape, dtype=torch.float32))
+            source.read_into(tensor.name, torch.empty(tensor.shape, dtype=torch.float32))
     source.close()
     return "accepted"
 
@@ -232,9 +311,20 @@ def _layer() -> Any:
 
 
 def loras() -> st.SearchStrategy[bytes]:
-    settings = st.sampled_from(('{"p.lora_alpha": 8}', "[]", "x", '{"p.lora_alpha": null}', '{"p.lora_alpha": 1e999}', "[" * 5_000))
+    settings = st.sampled_from(
+        (
+            '{"p.lora_alpha": 8}',
+            "[]",
+            "x",
+            '{"p.lora_alpha": null}',
+            '{"p.lora_alpha": 1e999}',
+            "[" * 5_000,
+        )
+    )
     metadata = st.one_of(st.none(), settings.map(lambda text: {"lora_adapter_metadata": text}))
-    return metadata.flatmap(lambda found: headers(LORA if found is None else {**LORA, "__metadata__": found}))
+    return metadata.flatmap(
+        lambda metadata: headers(LORA if metadata is None else {**LORA, "__metadata__": metadata})
+    )
 
 
 def read_lora(data: bytes) -> str:
@@ -243,7 +333,9 @@ def read_lora(data: bytes) -> str:
 
     path = beside_graphs() / f"{os.getpid()}.lora.safetensors"
     path.write_bytes(data)
-    part = Component("p", "x.Layer", None, {}, True, "float32", ("float32",), loras=(Adapter(str(path), 1.0),))
+    part = Component(
+        "p", "x.Layer", None, {}, True, "float32", ("float32",), loras=(Adapter(str(path), 1.0),)
+    )
     for name, deltas in deltas_of(part, _layer()).items():
         for delta in deltas:
             delta.add_to(_layer().get_parameter(name).detach().clone())
@@ -265,14 +357,28 @@ def gguf_files(draw: st.DrawFn) -> bytes:
         body += _text(draw(st.sampled_from((b"general.alignment", b"k", b"\xff"))))
         kind = draw(st.one_of(small, big))
         body += struct.pack("<I", kind)
-        body += {8: _text(b"x"), 9: struct.pack("<IQ", draw(small), draw(huge))}.get(kind, struct.pack("<Q", draw(huge)))
+        body += {8: _text(b"x"), 9: struct.pack("<IQ", draw(small), draw(huge))}.get(
+            kind, struct.pack("<Q", draw(huge))
+        )
         body = body[: len(body) - draw(st.sampled_from((0, 0, 4, 6, 7)))]
     for _ in range(tensors):
         dimensions = draw(st.integers(0, 5))
         body += _text(draw(st.sampled_from((b"a", b"b", b"c")))) + struct.pack("<I", dimensions)
-        body += b"".join(struct.pack("<Q", draw(st.one_of(st.sampled_from((32, 64, 256)), huge))) for _ in range(dimensions))
-        body += struct.pack("<IQ", draw(st.sampled_from((0, 1, 2, 8, 12, 30, 99))), draw(st.sampled_from((0, 32, 7, 2**63))))
-    whole = b"GGUF" + struct.pack("<IQQ", draw(st.sampled_from((3, 2, 1))), tensors, keys) + body + bytes(4096)
+        body += b"".join(
+            struct.pack("<Q", draw(st.one_of(st.sampled_from((32, 64, 256)), huge)))
+            for _ in range(dimensions)
+        )
+        body += struct.pack(
+            "<IQ",
+            draw(st.sampled_from((0, 1, 2, 8, 12, 30, 99))),
+            draw(st.sampled_from((0, 32, 7, 2**63))),
+        )
+    whole = (
+        b"GGUF"
+        + struct.pack("<IQQ", draw(st.sampled_from((3, 2, 1))), tensors, keys)
+        + body
+        + bytes(4096)
+    )
     return draw(st.one_of(st.just(whole), with_bytes_changed(whole)))
 
 
@@ -287,16 +393,31 @@ def read_gguf(data: bytes) -> str:
 
 @st.composite
 def tokenizers(draw: st.DrawFn) -> Any:
-    """Mutants of the byte tokenizer with each kind of normalizer, over its own vocabulary or a mutant of three pieces."""
+    """Mutants of the byte tokenizer with each kind of normalizer, over its own vocabulary or a
+    mutant of three pieces."""
     whole = json.loads((GRAPHS / "tokenizers/bytes.json").read_text())
     pattern = {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}
-    bert = {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None, "lowercase": True}
+    bert = {
+        "type": "BertNormalizer",
+        "clean_text": True,
+        "handle_chinese_chars": True,
+        "strip_accents": None,
+        "lowercase": True,
+    }
     charsmap = {"type": "Precompiled", "precompiled_charsmap": "BAAAAAAAAABhYgA="}
     prefix = {"type": "Prepend", "prepend": "_"}
     parts = draw(st.lists(st.sampled_from([pattern, prefix, bert, charsmap]), max_size=2))
-    unigram = {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0], ["b", -1.0]], "byte_fallback": False}
+    unigram = {
+        "type": "Unigram",
+        "unk_id": 0,
+        "vocab": [["a", 0.0], ["b", -1.0]],
+        "byte_fallback": False,
+    }
     model = draw(st.one_of(st.just(whole.pop("model")), changed(unigram)))
-    return {**draw(changed({**whole, "normalizer": {"type": "Sequence", "normalizers": parts}})), "model": model}
+    return {
+        **draw(changed({**whole, "normalizer": {"type": "Sequence", "normalizers": parts}})),
+        "model": model,
+    }
 
 
 def read_tokenizer(data: Any) -> str:
@@ -306,7 +427,9 @@ def read_tokenizer(data: Any) -> str:
     path = beside_graphs() / f"{os.getpid()}.tokenizer.json"
     path.write_text(json.dumps(data))
     config = {"model_max_length": 16, "pad_token": "<pad>"}
-    part = Part("tokenizer", "transformers.PreTrainedTokenizerFast", config, True, path, where="fuzz")
+    part = Part(
+        "tokenizer", "transformers.PreTrainedTokenizerFast", config, True, path, file_line="fuzz"
+    )
     tokenizer = build_part(part, _graph())
     tokenizer("a lighthouse at dusk", padding="max_length", truncation=True, max_length=16)
     tokenizer.tokenize("a lighthouse")
@@ -318,7 +441,11 @@ def configured(draw: st.DrawFn, kind: str) -> Any:
     """(graph, name, mutant of its configuration) of a scheduler or a component."""
     name = draw(st.sampled_from(BASES))
     graph = loaded(name)
-    bases = {key: part.config for key, part in getattr(graph, kind).items() if getattr(part, "file", None) is None}
+    bases = {
+        key: part.config
+        for key, part in getattr(graph, kind).items()
+        if getattr(part, "file", None) is None
+    }
     key = draw(st.sampled_from(sorted(bases)))
     config = draw(changed(bases[key]))
     return name, key, config
@@ -343,13 +470,19 @@ def read_component(example: tuple[str, str, Any]) -> str:
 @st.composite
 def prompts(draw: st.DrawFn) -> tuple[str, bytes]:
     names = st.sampled_from(("prompt", "seed", "height", "steps", "guidance_scale", "nothing", ""))
-    lines = draw(st.lists(st.one_of(st.dictionaries(names, values, max_size=4), values), max_size=4))
+    lines = draw(
+        st.lists(st.one_of(st.dictionaries(names, values, max_size=4), values), max_size=4)
+    )
     if draw(st.booleans()):
         rows = [
             draw(st.lists(names, max_size=4)),
             *([str(value) for value in line] for line in lines if isinstance(line, list | dict)),
         ]
-        return "csv", draw(with_bytes_changed("\n".join(",".join(row) for row in rows).encode(errors="surrogatepass")))
+        return "csv", draw(
+            with_bytes_changed(
+                "\n".join(",".join(row) for row in rows).encode(errors="surrogatepass")
+            )
+        )
     text = "\n".join(json.dumps(line) for line in lines).encode()
     return "jsonl", draw(st.one_of(st.just(text), with_bytes_changed(text)))
 
@@ -361,12 +494,12 @@ def read_prompts(file: tuple[str, bytes]) -> str:
     path = beside_graphs() / f"{os.getpid()}.{file[0]}"
     path.write_bytes(file[1])
     graph = _graph()
-    found = resolved(read_requests(path), graph, {"prompt": "a"})
-    for request in found:
+    requests = resolved(read_requests(path), graph, {"prompt": "a"})
+    for request in requests:
         if not request.error:
             settings_of(graph, request.inputs)
             str(request.inputs).encode()
-    return "accepted" if not all(request.error for request in found) else "all lines refused"
+    return "accepted" if not all(request.error for request in requests) else "all lines refused"
 
 
 @functools.cache
@@ -396,35 +529,42 @@ READERS: Mapping[str, Reader] = {
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Fails after `SECONDS` of this process or ten times as many on the clock (other processes may have the cores), and where this
-    process has needed 1 GiB more than it ever did."""
+    """Fails after `SECONDS` of this process or ten times as many on the clock (other processes may
+    have the cores), and where this process has needed 1 GiB more than it ever did."""
 
     def ended(_: int, __: FrameType | None) -> None:
         raise AssertionError(f"took more than {SECONDS} s")
 
-    timers = (signal.SIGPROF, signal.ITIMER_PROF, SECONDS), (signal.SIGALRM, signal.ITIMER_REAL, 10 * SECONDS)
-    before, start = [signal.signal(number, ended) for number, _, _ in timers], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    timers = (
+        (signal.SIGPROF, signal.ITIMER_PROF, SECONDS),
+        (signal.SIGALRM, signal.ITIMER_REAL, 10 * SECONDS),
+    )
+    handlers, start = (
+        [signal.signal(number, ended) for number, _, _ in timers],
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    )
     for _, timer, seconds in timers:
         signal.setitimer(timer, seconds)
     try:
         yield
     finally:
-        for (number, timer, _), handler in zip(timers, before, strict=True):
+        for (number, timer, _), handler in zip(timers, handlers, strict=True):
             signal.setitimer(timer, 0)
             signal.signal(number, handler)
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start) * 1024
-    assert grown < GIB, f"took {grown} bytes"
+    growth_bytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start) * 1024
+    assert growth_bytes < GIB, f"took {growth_bytes} bytes"
 
 
 def outcome(reader: str, example: Any) -> tuple[str, float]:
-    """What became of ``example``, and the seconds of this process. Raises whatever is no GraphrunError, and AssertionError."""
+    """What became of ``example``, and the seconds of this process. Raises whatever is no
+    GraphrunError, and AssertionError."""
     start = time.process_time()
     with bounded():
         try:
-            said = READERS[reader][1](example)
+            result = READERS[reader][1](example)
         except BrokenPlan:
             raise
         except GraphrunError as error:
             str(error).encode(errors="surrogateescape")
-            said = f"refused: {type(error).__name__}"
-    return said, time.process_time() - start
+            result = f"refused: {type(error).__name__}"
+    return result, time.process_time() - start

@@ -1,4 +1,5 @@
-"""Malformed and hostile weight files, LoRAs and GGUF files are refused with an error that names the file."""
+"""Malformed and hostile weight files, LoRAs and GGUF files are refused with an error that names the
+file."""
 
 from __future__ import annotations
 
@@ -65,7 +66,10 @@ def test_a_long_header(tmp_path: Path) -> None:
         stored_tensors(tmp_path, "graph.yaml:1")
 
 
-@pytest.mark.parametrize("name", ["../a.safetensors", "/etc/passwd", "sub/../../a", "", ".", "a\0b", "x" * 5_000, 7, None])
+@pytest.mark.parametrize(
+    "name",
+    ["../a.safetensors", "/etc/passwd", "sub/../../a", "", ".", "a\0b", "x" * 5_000, 7, None],
+)
 def test_an_index_names_files_of_its_folder(name: Any, tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     folder.mkdir()
@@ -95,15 +99,21 @@ def layer() -> Layer:
     return Layer()
 
 
-def lora(path: Path, tensors: dict[str, torch.Tensor], settings: str | None = None) -> dict[str, Any]:
+def lora(
+    path: Path, tensors: dict[str, torch.Tensor], settings: str | None = None
+) -> dict[str, Any]:
     """The deltas of a file with ``tensors``, added to the weights."""
-    save_file(tensors, path, metadata=None if settings is None else {"lora_adapter_metadata": settings})
-    component = Component("part", "x.Layer", None, {}, True, "float32", ("float32",), loras=(Adapter(str(path), 1.0),))
-    found = deltas_of(component, layer())
-    for name, deltas in found.items():
+    save_file(
+        tensors, path, metadata=None if settings is None else {"lora_adapter_metadata": settings}
+    )
+    component = Component(
+        "part", "x.Layer", None, {}, True, "float32", ("float32",), loras=(Adapter(str(path), 1.0),)
+    )
+    deltas_by_name = deltas_of(component, layer())
+    for name, deltas in deltas_by_name.items():
         for delta in deltas:
             delta.add_to(layer().get_parameter(name).detach().clone())
-    return found
+    return deltas_by_name
 
 
 DOWN, UP = "part.to_q.lora_A.weight", "part.to_q.lora_B.weight"
@@ -117,7 +127,10 @@ BAD_LORAS: dict[str, tuple[dict[str, torch.Tensor], str | None]] = {
     "differing sizes": ({DOWN: torch.zeros(2, 5), UP: torch.zeros(4, 2)}, None),
     "one half": ({DOWN: torch.zeros(2, 6)}, None),
     "integers": ({DOWN: torch.zeros(2, 6, dtype=torch.int64), UP: torch.zeros(4, 2)}, None),
-    "complex numbers": ({DOWN: torch.zeros(2, 6), UP: torch.zeros(4, 2, dtype=torch.complex64)}, None),
+    "complex numbers": (
+        {DOWN: torch.zeros(2, 6), UP: torch.zeros(4, 2, dtype=torch.complex64)},
+        None,
+    ),
     "three alphas": ({**FITTING, "part.to_q.alpha": torch.zeros(3)}, None),
     "alpha not a number": ({**FITTING, "part.to_q.alpha": torch.tensor(float("nan"))}, None),
     "metadata a list": (FITTING, "[]"),
@@ -147,52 +160,111 @@ def typed_file(path: Path, tensors: dict[str, tuple[str, list[int], int]]) -> Pa
     return path
 
 
-UNREADABLE = [("F6_E2M3", 6), ("F6_E3M2", 6), ("F4", 4)]  # types of the format that torch cannot read, or cannot cast
+# types of the format that torch cannot read, or cannot cast
+UNREADABLE = [
+    ("F6_E2M3", 6),
+    ("F6_E3M2", 6),
+    ("F4", 4),
+]
 
 
 @pytest.mark.parametrize(("kind", "bits"), UNREADABLE)
-def test_loras_in_types_that_torch_cannot_compute_with(kind: str, bits: int, tmp_path: Path) -> None:
-    file = typed_file(tmp_path / "a.safetensors", {DOWN: (kind, [2, 8], bits), UP: ("F32", [4, 2], 32)})
-    part = Component("part", "x.Layer", None, {}, True, "float32", ("float32",), loras=(Adapter(str(file), 1.0),))
-    wide = torch.nn.Module()
-    wide.to_q = torch.nn.Linear(8, 4)
-    with pytest.raises(GraphError, match=rf"components.part.loras: .*a.safetensors cannot be read: {DOWN} is {kind}"):
-        deltas_of(part, wide)
+def test_loras_in_types_that_torch_cannot_compute_with(
+    kind: str, bits: int, tmp_path: Path
+) -> None:
+    file = typed_file(
+        tmp_path / "a.safetensors", {DOWN: (kind, [2, 8], bits), UP: ("F32", [4, 2], 32)}
+    )
+    part = Component(
+        "part", "x.Layer", None, {}, True, "float32", ("float32",), loras=(Adapter(str(file), 1.0),)
+    )
+    module = torch.nn.Module()
+    module.to_q = torch.nn.Linear(8, 4)
+    with pytest.raises(
+        GraphError,
+        match=rf"components.part.loras: .*a.safetensors cannot be read: {DOWN} is {kind}",
+    ):
+        deltas_of(part, module)
 
 
 @pytest.mark.parametrize(("kind", "bits"), UNREADABLE)
-def test_ip_adapters_in_types_that_torch_cannot_compute_with(kind: str, bits: int, tmp_path: Path) -> None:
+def test_ip_adapters_in_types_that_torch_cannot_compute_with(
+    kind: str, bits: int, tmp_path: Path
+) -> None:
     """Refused from the header, while planning."""
     file = typed_file(tmp_path / "a.safetensors", {"image_proj.proj.weight": (kind, [8, 8], bits)})
-    part = Component("unet", "x.Layer", None, {}, True, "float32", ("float32",), ip_adapters=(Adapter(str(file)),))
+    part = Component(
+        "unet",
+        "x.Layer",
+        None,
+        {},
+        True,
+        "float32",
+        ("float32",),
+        ip_adapters=(Adapter(str(file)),),
+    )
     unet = SimpleNamespace(_convert_ip_adapter_attn_to_diffusers=None)
-    with pytest.raises(GraphError, match=rf"components.unet.ip_adapters: .*a.safetensors cannot be read: image_proj.* is {kind}"):
+    with pytest.raises(
+        GraphError,
+        match=r"components.unet.ip_adapters: .*a.safetensors cannot be read: image_proj.* is "
+        rf"{kind}",
+    ):
         add_ip_adapters(part, unet)
 
 
 @pytest.mark.parametrize(("kind", "bits"), UNREADABLE)
-def test_weights_in_types_that_torch_cannot_compute_with(kind: str, bits: int, tmp_path: Path) -> None:
-    file = typed_file(tmp_path / "a.safetensors", {"weight": (kind, [4, 8], bits), "bias": ("F32", [4], 32)})
-    part, layer = Component("p", "x.Layer", str(file), {}, True, "float32", ("float32",)), torch.nn.Linear(8, 4)
-    with pytest.raises(GraphError, match=rf"components.p: {file} stores weight as float.*, which torch cannot compute with"):
+def test_weights_in_types_that_torch_cannot_compute_with(
+    kind: str, bits: int, tmp_path: Path
+) -> None:
+    file = typed_file(
+        tmp_path / "a.safetensors", {"weight": (kind, [4, 8], bits), "bias": ("F32", [4], 32)}
+    )
+    part, layer = (
+        Component("p", "x.Layer", str(file), {}, True, "float32", ("float32",)),
+        torch.nn.Linear(8, 4),
+    )
+    with pytest.raises(
+        GraphError,
+        match=rf"components.p: {file} stores weight as float.*, which torch cannot compute with",
+    ):
         refuse_missing(content_of(part, layer, file, "float32"), layer.state_dict(), part)
 
 
 @pytest.mark.parametrize("in_folder", [False, True])
 @pytest.mark.parametrize("key", ["num_train_timesteps", "solver_order"])
-def test_a_scheduler_that_would_take_all_memory(key: str, in_folder: bool, tmp_path: Path, flux: Graph) -> None:
+def test_a_scheduler_that_would_take_all_memory(
+    key: str, in_folder: bool, tmp_path: Path, flux: Graph
+) -> None:
     config = {"_class_name": "UniPCMultistepScheduler", key: 3 * 10**9}
     (tmp_path / "scheduler_config.json").write_text(json.dumps(config))
     source = {"source": str(tmp_path)} if in_folder else {"config": config, "has_config": True}
-    part = Part("scheduler", "diffusers.UniPCMultistepScheduler", **{"config": {}, **source}, where="g:9")
-    with pytest.raises(GraphError, match=rf"g:9: parts.scheduler.config: {key} is 3,000,000,000, .* --limit timesteps="):
+    part = Part(
+        "scheduler",
+        "diffusers.UniPCMultistepScheduler",
+        **{"config": {}, **source},
+        file_line="g:9",
+    )
+    with pytest.raises(
+        GraphError,
+        match=rf"g:9: parts.scheduler.config: {key} is 3,000,000,000, .* --limit timesteps=",
+    ):
         build_part(part, flux)
 
 
 def test_loras_that_fit(tmp_path: Path) -> None:
-    conv = {"part.conv.lora_A.weight": torch.zeros(2, 3, 3, 3), "part.conv.lora_B.weight": torch.zeros(5, 2, 1, 1)}
-    found = lora(tmp_path / "a.safetensors", {**FITTING, **conv, "part.conv.alpha": torch.tensor(4)}, '{"part.lora_alpha": 8}')
-    assert {name: deltas[0].factor for name, deltas in found.items()} == {"to_q.weight": 4.0, "conv.weight": 2.0}
+    conv = {
+        "part.conv.lora_A.weight": torch.zeros(2, 3, 3, 3),
+        "part.conv.lora_B.weight": torch.zeros(5, 2, 1, 1),
+    }
+    deltas_by_name = lora(
+        tmp_path / "a.safetensors",
+        {**FITTING, **conv, "part.conv.alpha": torch.tensor(4)},
+        '{"part.lora_alpha": 8}',
+    )
+    assert {name: deltas[0].factor for name, deltas in deltas_by_name.items()} == {
+        "to_q.weight": 4.0,
+        "conv.weight": 2.0,
+    }
 
 
 def text(value: str) -> bytes:
@@ -213,7 +285,10 @@ BAD_GGUF: dict[str, tuple[bytes, bytes, tuple[int, int]]] = {
     "alignment a text": (ALIGNMENT + struct.pack("<I", 8) + text("32"), PLAIN, (1, 1)),
     "alignment an array": (ALIGNMENT + struct.pack("<IIQI", 9, 4, 1, 32), PLAIN, (1, 1)),
     "nested arrays": (
-        text("k") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5_000 + struct.pack("<IQI", 4, 1, 1),
+        text("k")
+        + struct.pack("<I", 9)
+        + struct.pack("<IQ", 9, 1) * 5_000
+        + struct.pack("<IQI", 4, 1, 1),
         PLAIN,
         (1, 1),
     ),
@@ -231,5 +306,5 @@ def test_gguf(keys: bytes, tensors: bytes, counts: tuple[int, int], tmp_path: Pa
 
 
 def test_gguf_that_is_whole(tmp_path: Path) -> None:
-    (found,) = gguf(tmp_path / "a.gguf", ALIGNMENT + struct.pack("<II", 4, 64), PLAIN, (1, 1))
-    assert (found.shape, found.begin % 64) == ((32,), 0)
+    (tensor,) = gguf(tmp_path / "a.gguf", ALIGNMENT + struct.pack("<II", 4, 64), PLAIN, (1, 1))
+    assert (tensor.shape, tensor.begin % 64) == ((32,), 0)

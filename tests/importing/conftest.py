@@ -1,4 +1,5 @@
-"""Lets this folder's tests import the builders of tiny pipelines, the layouts of single files, and its own."""
+"""Lets this folder's tests import the builders of tiny pipelines, the layouts of single files, and
+its own."""
 
 from __future__ import annotations
 

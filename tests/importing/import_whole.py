@@ -1,4 +1,5 @@
-"""Tiny pipelines saved to folders and imported, and each pipeline's own output for the same arguments."""
+"""Tiny pipelines saved to folders and imported, and each pipeline's own output for the same
+arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from PIL import Image
 from tiny_pipelines import Case, cases, film, picture
 
 import graphrun
-from graphrun.diffusers_.importing.imported import Asked, Imported, import_source
+from graphrun.diffusers_.importing.imported import Imported, ImportOptions, import_source
 from graphrun.diffusers_.importing.signature import media_kind
 from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
@@ -31,7 +32,8 @@ NAMES = {"num_inference_steps": "steps", "num_frames": "frames"}
 
 @dataclass(frozen=True)
 class Saved:
-    """The case ``name`` in a folder, with its pipeline and the arguments of its call except ``generator`` and ``output_type``."""
+    """The case ``name`` in a folder, with its pipeline and the arguments of its call except
+    ``generator`` and ``output_type``."""
 
     name: str
     folder: Path
@@ -41,21 +43,35 @@ class Saved:
     @property
     def sets(self) -> dict[str, Any]:
         """Defaults of inputs for that call, as a user would set them."""
-        found = {NAMES.get(k, k): v for k, v in self.arguments.items() if plain(v) and k not in ("prompt", "output_type")}
+        sizes = {
+            NAMES.get(k, k): v
+            for k, v in self.arguments.items()
+            if plain(v) and k not in ("prompt", "output_type")
+        }
         pictures = [v for v in self.arguments.values() if isinstance(v, Image.Image)]
         films = [v for v in self.arguments.values() if is_film(v)]
         sized = "height" in inspect.signature(type(self.pipe).__call__).parameters
-        for one in [*pictures[:1], *(frames[0] for frames in films[:1])]:
-            found |= {} if sized else {"height": one.height, "width": one.width}
-        tensors = {k: list(v.shape) for k, v in self.arguments.items() if isinstance(v, torch.Tensor) and media_kind(k) is None}
-        return found | tensors | ({"frames": len(films[0])} if films and "frames" not in found else {})
+        for media in [*pictures[:1], *(frames[0] for frames in films[:1])]:
+            sizes |= {} if sized else {"height": media.height, "width": media.width}
+        tensors = {
+            k: list(v.shape)
+            for k, v in self.arguments.items()
+            if isinstance(v, torch.Tensor) and media_kind(k) is None
+        }
+        return (
+            sizes | tensors | ({"frames": len(films[0])} if films and "frames" not in sizes else {})
+        )
 
     @property
     def inputs(self) -> dict[str, Any]:
         """The inputs of a run of the graph."""
-        inputs = {k: v for k, v in self.arguments.items() if k == "prompt" or not plain(v)} | {"seed": SEED}
+        inputs = {k: v for k, v in self.arguments.items() if k == "prompt" or not plain(v)} | {
+            "seed": SEED
+        }
         if self.name.endswith("-two"):
-            inputs |= {f"image_{number}": picture for number, picture in enumerate(inputs.pop("image"))}
+            inputs |= {
+                f"image_{number}": picture for number, picture in enumerate(inputs.pop("image"))
+            }
         return inputs
 
     @property
@@ -63,22 +79,28 @@ class Saved:
         """Whether its outputs are compared as PIL pictures."""
         return not self.name.startswith(("StableAudio", "Marigold", "KandinskyV22Prior"))
 
-    def imported(self, **more: Any) -> Imported:
-        asked = {"configs": {}, "dtypes": {}, "sets": self.sets, **more}
-        return import_source(str(self.folder), Asked(**asked))
+    def imported(self, **changes: Any) -> Imported:
+        options = {"configs": {}, "dtypes": {}, "input_defaults": self.sets, **changes}
+        return import_source(str(self.folder), ImportOptions(**options))
 
-    def expected(self, **more: Any) -> Any:
+    def expected(self, **arguments: Any) -> Any:
         """The pipeline's own output: the first field of what it returns."""
-        known = inspect.signature(type(self.pipe).__call__).parameters
-        generator = {"generator": torch.Generator().manual_seed(SEED)} if "generator" in known else {}
+        parameters = inspect.signature(type(self.pipe).__call__).parameters
+        generator = (
+            {"generator": torch.Generator().manual_seed(SEED)} if "generator" in parameters else {}
+        )
         torch.manual_seed(1)
-        output_type = {"output_type": "pil"} if "output_type" in known and self.pictured else {}
-        made = self.pipe(**{**self.arguments, **generator, **output_type, **more})
-        return next(iter(vars(made).values())) if hasattr(made, "__dict__") else made[0]
+        output_type = (
+            {"output_type": "pil"} if "output_type" in parameters and self.pictured else {}
+        )
+        result = self.pipe(**{**self.arguments, **generator, **output_type, **arguments})
+        return next(iter(vars(result).values())) if hasattr(result, "__dict__") else result[0]
 
 
 def plain(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str)) or (isinstance(value, list) and all(plain(item) for item in value))
+    return isinstance(value, (bool, int, float, str)) or (
+        isinstance(value, list) and all(plain(item) for item in value)
+    )
 
 
 def is_film(value: Any) -> bool:
@@ -95,21 +117,33 @@ def saved(name: str, folder: Path) -> Saved:
         arguments["image"] = picture(arguments["image"].shape[-1])
     if name.endswith("-two"):  # a graph has one input for each
         arguments |= {"image": film(2)}
-    return Saved(name, folder / name, pipe, arguments | ({"num_inference_steps": case.steps} if case.steps else {}))
+    return Saved(
+        name,
+        folder / name,
+        pipe,
+        arguments | ({"num_inference_steps": case.steps} if case.steps else {}),
+    )
 
 
 GRAPHS = Path(__file__).parent.parent.parent / "graphs"
 
 
 def of_graph(name: str, folder: Path) -> Saved:
-    """The pipeline of the reference graph ``name``, with its random weights, as `save_pretrained` leaves it in ``folder``."""
+    """The pipeline of the reference graph ``name``, with its random weights, as `save_pretrained`
+    leaves it in ``folder``."""
     graph = load(GRAPHS / f"{name}.yaml")
     modules = {key: build(component, graph) for key, component in graph.components.items()}
     parts = {key: build_part(part, graph) for key, part in graph.parts.items()}
     pipe = resolve_class(graph.pipeline, graph.trust)(**modules, **parts)
     pipe.set_progress_bar_config(disable=True)
     pipe.save_pretrained(folder / name)
-    arguments = {"prompt": "a lighthouse", "height": 64, "width": 64, "num_inference_steps": 2, "max_sequence_length": 16}
+    arguments = {
+        "prompt": "a lighthouse",
+        "height": 64,
+        "width": 64,
+        "num_inference_steps": 2,
+        "max_sequence_length": 16,
+    }
     return Saved(name, folder / name, pipe, arguments)
 
 
@@ -118,17 +152,28 @@ def planned(
     inputs: Mapping[str, Any] | None = None,
     *,
     pinned: bool = False,
-    least: bool = False,
+    at_minimum: bool = False,
     cache: Path | None = None,
 ) -> Solution:
-    """A plan for ``graph`` on the simulated accelerator, with an ample budget or the ``least`` one."""
+    """A plan for ``graph`` on the simulated accelerator, with an ample budget or the ``least``
+    one."""
     pin = tuple(graph.components) if pinned else ()
-    ample = graphrun.estimate(graph, vram=AMPLE, ram=AMPLE, hardware="sim", inputs=inputs or {}, pin=pin, cache=cache)
-    return graphrun.plan(replace(ample, budget_bytes=smallest_budget(ample)) if least else ample, cache=cache)
+    ample = graphrun.estimate(
+        graph, vram=AMPLE, ram=AMPLE, hardware="sim", inputs=inputs or {}, pin=pin, cache=cache
+    )
+    return graphrun.plan(
+        replace(ample, budget_bytes=smallest_budget(ample)) if at_minimum else ample, cache=cache
+    )
 
 
-def run(graph: Graph, solution: Solution, inputs: Mapping[str, Any], modules: Mapping[str, Any] | None = None) -> Trace:
-    """Runs ``graph`` by its plan, with ``modules`` or the weights of its source. Asserts that nothing is left on the device."""
+def run(
+    graph: Graph,
+    solution: Solution,
+    inputs: Mapping[str, Any],
+    modules: Mapping[str, Any] | None = None,
+) -> Trace:
+    """Runs ``graph`` by its plan, with ``modules`` or the weights of its source. Asserts that
+    nothing is left on the device."""
     trace = graphrun.run(solution, graph, inputs, modules=modules)
     assert trace.left_bytes == 0
     return trace
@@ -142,9 +187,13 @@ def pixels(value: Any) -> np.ndarray[Any, Any]:
         return np.asarray(value)
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().float().numpy()
-    return np.stack([pixels(item) for item in value]) if isinstance(value, list) else np.asarray(value)
+    return (
+        np.stack([pixels(item) for item in value]) if isinstance(value, list) else np.asarray(value)
+    )
 
 
-def equal(made: Any, expected: Any) -> bool:
-    one, other = pixels(made), pixels(expected)
-    return one.size == other.size and bool(np.array_equal(one, other.reshape(one.shape)))
+def equal(result: Any, expected: Any) -> bool:
+    actual, wanted_pixels = pixels(result), pixels(expected)
+    return actual.size == wanted_pixels.size and bool(
+        np.array_equal(actual, wanted_pixels.reshape(actual.shape))
+    )

@@ -1,4 +1,5 @@
-"""Import of hub repositories: only small files are fetched, or taken from the cache without a network."""
+"""Import of hub repositories: only small files are fetched, or taken from the cache without a
+network."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from import_whole import saved
 
 import graphrun
 from graphrun.diffusers_.importing.folder import LARGE, SMALL
-from graphrun.diffusers_.importing.imported import Asked, import_source
+from graphrun.diffusers_.importing.imported import ImportOptions, import_source
 from graphrun.errors import InputError
 
 SIZES = {"height": 16, "width": 16}
@@ -38,11 +39,15 @@ def test_of_a_repository_configurations_and_vocabularies_are_fetched_and_never_w
         "unet/model.onnx",
         "unet/openvino_model.bin",
     ]
-    chosen = filter_repo_objects(sorted(small + large), allow_patterns=list(SMALL), ignore_patterns=list(LARGE))
-    assert list(chosen) == sorted(small)
+    file_names = filter_repo_objects(
+        sorted(small + large), allow_patterns=list(SMALL), ignore_patterns=list(LARGE)
+    )
+    assert list(file_names) == sorted(small)
 
 
-def test_a_repository_in_the_cache_is_imported_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repository_in_the_cache_is_imported_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = saved("StableDiffusionPipeline", tmp_path).folder
     for file in folder.rglob("*.safetensors"):
         file.unlink()
@@ -52,16 +57,21 @@ def test_a_repository_in_the_cache_is_imported_without_a_network(tmp_path: Path,
     (root / "snapshots").mkdir()
     folder.rename(root / "snapshots" / "0123abcd")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    found = import_source("owner/tiny", Asked({}, {"": "float16"}, sets=SIZES))
-    graph = found.write(tmp_path / "graph.yaml")
+    graph_import = import_source(
+        "owner/tiny", ImportOptions({}, {"": "float16"}, input_defaults=SIZES)
+    )
+    graph = graph_import.write(tmp_path / "graph.yaml")
     assert [stage.op for stage in graph.stages] == ["encode_prompt", "denoise", "decode"]
     assert graph.source == "owner/tiny"
     assert graph.component("unet").source == "owner/tiny/unet"
     assert {c.dtype for c in graph.components.values()} == {"float16"}
 
 
-def test_a_revision_is_pinned_as_the_commit_that_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the graph, in its components' sources and in the plan. None of them changes when the tag moves to another commit."""
+def test_a_revision_is_pinned_as_the_commit_that_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the graph, in its components' sources and in the plan. None of them changes when the tag
+    moves to another commit."""
     folder = saved("StableDiffusionPipeline", tmp_path).folder
     commits, root = {"main": "a" * 40, "v1": "b" * 40}, tmp_path / "cache" / "models--owner--tiny"
     (root / "refs").mkdir(parents=True)
@@ -70,8 +80,10 @@ def test_a_revision_is_pinned_as_the_commit_that_it_is(tmp_path: Path, monkeypat
         shutil.copytree(folder, root / "snapshots" / commit)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    found = import_source("owner/tiny", Asked({}, {}, sets=SIZES, revision="v1", whole=True))
-    graph = found.write(tmp_path / "graph.yaml")
+    graph_import = import_source(
+        "owner/tiny", ImportOptions({}, {}, input_defaults=SIZES, revision="v1", whole=True)
+    )
+    graph = graph_import.write(tmp_path / "graph.yaml")
     text = (tmp_path / "graph.yaml").read_text()
     assert f"revision: {commits['v1']}" in text
     assert "# The revision is the commit that v1 was." in text
@@ -80,9 +92,11 @@ def test_a_revision_is_pinned_as_the_commit_that_it_is(tmp_path: Path, monkeypat
     problem = graphrun.estimate(graph, vram="1G", ram="1G", hardware="sim", inputs={"steps": 1})
     assert set(dict(problem.commits).values()) == {commits["v1"]}
     with pytest.raises(InputError, match="cannot get the configurations of owner/tiny at v2"):
-        import_source("owner/tiny", Asked({}, {}, revision="v2"))
+        import_source("owner/tiny", ImportOptions({}, {}, revision="v2"))
 
 
 def test_an_unreachable_repository_is_an_error() -> None:
-    with pytest.raises(InputError, match="cannot get the configurations of owner/none at v1 from the hub"):
-        import_source("owner/none", Asked({}, {}, revision="v1"))
+    with pytest.raises(
+        InputError, match="cannot get the configurations of owner/none at v1 from the hub"
+    ):
+        import_source("owner/none", ImportOptions({}, {}, revision="v1"))

@@ -1,4 +1,5 @@
-"""Imported pipelines run by their plans under the least budget: the pipeline's own output, bit for bit."""
+"""Imported pipelines run by their plans under the least budget: the pipeline's own output, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -49,34 +50,50 @@ ALWAYS = (
 def test_an_imported_graph_makes_the_pipelines_own_output(name: str, tmp_path: Path) -> None:
     source = saved(name, tmp_path)
     graph = source.imported().write(tmp_path / "graph.yaml")
-    assert [stage.op for stage in graph.stages] == (["encode_prompt", "denoise", "decode"] if name in THREE else ["call"])
-    trace = run(graph, planned(graph, source.inputs, least=True), source.inputs)
+    assert [stage.op for stage in graph.stages] == (
+        ["encode_prompt", "denoise", "decode"] if name in THREE else ["call"]
+    )
+    trace = run(graph, planned(graph, source.inputs, at_minimum=True), source.inputs)
     assert equal(next(iter(trace.outputs.values())), source.expected())
 
 
 def test_four_encoders_are_in_the_encode_stage(tmp_path: Path) -> None:
     source = of_graph("hidream-tiny", tmp_path)
     graph = source.imported().write(tmp_path / "graph.yaml")
-    assert graph.stage("encode").uses == ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
+    assert graph.stage("encode").uses == (
+        "text_encoder",
+        "text_encoder_2",
+        "text_encoder_3",
+        "text_encoder_4",
+    )
     trace = run(graph, planned(graph), source.inputs)
     assert equal(trace.outputs["image"], source.expected())
 
 
 def test_no_negative_prompt_differs_from_an_empty_one(tmp_path: Path) -> None:
-    """SDXL uses zeros as the negative embeddings only where there is no negative prompt; the graph supports both."""
+    """SDXL uses zeros as the negative embeddings only where there is no negative prompt; the graph
+    supports both."""
     source = saved("StableDiffusionXLPipeline", tmp_path)
     graph = source.imported().write(tmp_path / "graph.yaml")
     assert not graph.inputs["negative_prompt"].required
-    for more in ({}, {"negative_prompt": ""}, {"negative_prompt": "blurry"}):
-        inputs = {**source.inputs, **more}
+    for extra_inputs in ({}, {"negative_prompt": ""}, {"negative_prompt": "blurry"}):
+        inputs = {**source.inputs, **extra_inputs}
         solution = planned(graph, inputs, cache=tmp_path / "cache")
-        assert equal(run(graph, solution, inputs).outputs["image"], source.expected(**more)), more
+        assert equal(
+            run(graph, solution, inputs).outputs["image"], source.expected(**extra_inputs)
+        ), extra_inputs
 
 
-@pytest.mark.parametrize(("name", "text"), [("StableDiffusionXLPipeline", "blurry"), ("StableAudioPipeline", "")])
-def test_a_negative_prompt_that_is_set_is_the_inputs_default(name: str, text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "text"), [("StableDiffusionXLPipeline", "blurry"), ("StableAudioPipeline", "")]
+)
+def test_a_negative_prompt_that_is_set_is_the_inputs_default(
+    name: str, text: str, tmp_path: Path
+) -> None:
     source = saved(name, tmp_path)
-    graph = source.imported(sets={**source.sets, "negative_prompt": text}).write(tmp_path / "graph.yaml")
+    graph = source.imported(input_defaults={**source.sets, "negative_prompt": text}).write(
+        tmp_path / "graph.yaml"
+    )
     assert graph.inputs["negative_prompt"].default == text
 
 
@@ -84,9 +101,14 @@ def test_inputs_other_than_the_defaults_give_the_pipelines_own_output(tmp_path: 
     source = saved("StableDiffusionPipeline", tmp_path)
     graph = source.imported().write(tmp_path / "graph.yaml")
     inputs = {**source.inputs, "batch": 2, "guidance_scale": 1.0, "steps": 3, "height": 32}
-    made = run(graph, planned(graph, inputs), inputs).outputs["image"]
-    more = {"num_images_per_prompt": 2, "guidance_scale": 1.0, "num_inference_steps": 3, "height": 32}
-    assert equal(made, source.expected(**more))
+    image = run(graph, planned(graph, inputs), inputs).outputs["image"]
+    extra_inputs = {
+        "num_images_per_prompt": 2,
+        "guidance_scale": 1.0,
+        "num_inference_steps": 3,
+        "height": 32,
+    }
+    assert equal(image, source.expected(**extra_inputs))
 
 
 def test_whole_is_one_stage_with_the_same_output(tmp_path: Path) -> None:
@@ -99,10 +121,10 @@ def test_whole_is_one_stage_with_the_same_output(tmp_path: Path) -> None:
 def test_a_vae_that_decodes_in_tiles_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decode = AutoencoderKL._decode
 
-    def tiles_alone(vae: AutoencoderKL, *given: Any, **more: Any) -> Any:
+    def tiles_alone(vae: AutoencoderKL, *arguments: Any, **options: Any) -> Any:
         if not vae.use_tiling:
             raise NotImplementedError("in tiles alone")
-        return decode(vae, *given, **more)
+        return decode(vae, *arguments, **options)
 
     monkeypatch.setattr(AutoencoderKL, "_decode", tiles_alone)
     source = saved("StableDiffusionPipeline", tmp_path)
@@ -115,7 +137,9 @@ def test_a_vae_that_decodes_in_tiles_alone(tmp_path: Path, monkeypatch: pytest.M
 def test_an_argument_that_is_a_mapping_is_in_the_file(tmp_path: Path) -> None:
     source = saved("HunyuanVideoPipeline", tmp_path)
     mapping = {"template": "a film of {}", "crop_start": 3}
-    graph = source.imported(sets={**source.sets, "prompt_template": mapping}).write(tmp_path / "graph.yaml")
+    graph = source.imported(input_defaults={**source.sets, "prompt_template": mapping}).write(
+        tmp_path / "graph.yaml"
+    )
     assert graph.stage("make").arguments["prompt_template"] == mapping
     trace = run(graph, planned(graph), source.inputs)
     assert equal(trace.outputs["video"], source.expected(prompt_template=mapping))
@@ -138,12 +162,12 @@ def test_tensors_are_files_of_the_planned_shape(tmp_path: Path) -> None:
 def test_a_live_pipeline_is_the_same_graph(tmp_path: Path) -> None:
     source = saved("StableDiffusionPipeline", tmp_path)
     live = graphrun.from_pipeline(source.pipe)
-    written = live.to_yaml(tmp_path / "live.yaml", inputs=source.sets)
-    read = source.imported().write(tmp_path / "read.yaml")
-    assert written.stages == read.stages
-    assert written.inputs == read.inputs
-    assert {n: (c.class_path, c.dtype) for n, c in written.components.items()} == {
-        n: (c.class_path, c.dtype) for n, c in read.components.items()
+    live_graph = live.to_yaml(tmp_path / "live.yaml", inputs=source.sets)
+    file_graph = source.imported().write(tmp_path / "read.yaml")
+    assert live_graph.stages == file_graph.stages
+    assert live_graph.inputs == file_graph.inputs
+    assert {n: (c.class_path, c.dtype) for n, c in live_graph.components.items()} == {
+        n: (c.class_path, c.dtype) for n, c in file_graph.components.items()
     }
     inputs = {**source.inputs, **{k: v for k, v in source.sets.items() if k in live.graph.inputs}}
     trace = run(live.graph, planned(live.graph, inputs, pinned=True), inputs, live.graph_modules)

@@ -1,4 +1,5 @@
-"""Settings of constructors: lists of numbers, a scheduler that the pipeline creates, settings that a model adds itself."""
+"""Settings of constructors: lists of numbers, a scheduler that the pipeline creates, settings that
+a model adds itself."""
 
 from __future__ import annotations
 
@@ -24,23 +25,29 @@ SD = cases()["StableDiffusionPipeline"]
 
 
 class Own(diffusers.DiffusionPipeline):
-    """Like Krea 2 it takes a list of numbers; like LongCat it creates a scheduler if it gets none."""
+    """Like Krea 2 it takes a list of numbers; like LongCat it creates a scheduler if it gets
+    none."""
 
     def __init__(self, unet: Any, vae: Any, scheduler: Any = None, layers: Any = (1, 2)) -> None:
         super().__init__()
         self.register_modules(unet=unet, vae=vae, scheduler=scheduler or diffusers.DDIMScheduler())
         self.register_to_config(layers=layers)
 
-    def __call__(self, num_images_per_prompt: int = 1, num_inference_steps: int = 2, generator: Any = None) -> Any:
+    def __call__(
+        self, num_images_per_prompt: int = 1, num_inference_steps: int = 2, generator: Any = None
+    ) -> Any:
         sample = randn_tensor((num_images_per_prompt, 3, 8, 8), generator, self._execution_device)
         self.scheduler.set_timesteps(num_inference_steps)
         for step in self.scheduler.timesteps:
             sample = self.scheduler.step(self.unet(sample, step).sample, step, sample).prev_sample
-        return ImagePipelineOutput(images=self.vae.decode(sample).sample.permute(0, 2, 3, 1).cpu().numpy())
+        return ImagePipelineOutput(
+            images=self.vae.decode(sample).sample.permute(0, 2, 3, 1).cpu().numpy()
+        )
 
 
 class Late(diffusers.StableDiffusionPipeline):
-    """Fails after its encoder without a picture, and at once with one, which the import tries next."""
+    """Fails after its encoder without a picture, and at once with one, which the import tries
+    next."""
 
     def __call__(self, prompt: Any = None, image: Any = None) -> Any:
         if image is not None:
@@ -53,38 +60,55 @@ class Edits(Own):
     """Like FLUX.2 it takes a picture before the prompt, and works without one."""
 
     def __call__(  # type: ignore[override]
-        self, image: Any = None, prompt: Any = None, num_inference_steps: int = 2, generator: Any = None
+        self,
+        image: Any = None,
+        prompt: Any = None,
+        num_inference_steps: int = 2,
+        generator: Any = None,
     ) -> Any:
         if not prompt.startswith(("a photo", "{")):
             raise ValueError(f"what is {prompt}?")
         start = randn_tensor((1, 3, 8, 8), generator, self._execution_device)
         if image is not None:
-            pixels = torch.from_numpy(np.asarray(image.resize((8, 8)), dtype=np.float32)).permute(2, 0, 1)[None]
+            pixels = torch.from_numpy(np.asarray(image.resize((8, 8)), dtype=np.float32)).permute(
+                2, 0, 1
+            )[None]
             start = start + self.vae.encode(pixels.to(start.device)).latents.mean()
-        made = self.vae.decode(self.unet(start, 1).sample).sample
-        return ImagePipelineOutput(images=made.permute(0, 2, 3, 1).cpu().numpy())
+        picture = self.vae.decode(self.unet(start, 1).sample).sample
+        return ImagePipelineOutput(images=picture.permute(0, 2, 3, 1).cpu().numpy())
 
 
 class Either(Edits):
     """Like Cosmos it takes a picture or a video before the prompt, and needs one of the two."""
 
     def __call__(  # type: ignore[override]
-        self, image: Any = None, video: Any = None, prompt: Any = None, num_inference_steps: int = 2, generator: Any = None
+        self,
+        image: Any = None,
+        video: Any = None,
+        prompt: Any = None,
+        num_inference_steps: int = 2,
+        generator: Any = None,
     ) -> Any:
         if image is None and video is None:
             raise ValueError("one of image and video")
         return super().__call__(image or video[0], prompt, num_inference_steps, generator)
 
 
-def own(kind: type[Own] = Own, **more: Any) -> Any:
-    sizes = {"encoder_block_out_channels": (8, 8), "decoder_block_out_channels": (8, 8), "latent_channels": 3}
+def own(kind: type[Own] = Own, **options: Any) -> Any:
+    sizes = {
+        "encoder_block_out_channels": (8, 8),
+        "decoder_block_out_channels": (8, 8),
+        "latent_channels": 3,
+    }
     vae = diffusers.AutoencoderTiny(**sizes, num_encoder_blocks=(1, 1), num_decoder_blocks=(1, 1))
-    return kind(tiny("UNet2DModel"), vae, **more)
+    return kind(tiny("UNet2DModel"), vae, **options)
 
 
 def test_settings_of_constructors_survive_an_import(tmp_path: Path) -> None:
     pipe = own(layers=[3, 1])
-    graph = graphrun.from_pipeline(pipe).to_yaml(tmp_path / "own.yaml", inputs={"num_images_per_prompt": 2})
+    graph = graphrun.from_pipeline(pipe).to_yaml(
+        tmp_path / "own.yaml", inputs={"num_images_per_prompt": 2}
+    )
     assert graph.pipeline_config == {"layers": [3, 1]}
     assert "scheduler" in graph.parts
     assert "block_out_channels" in pipe.vae.config
@@ -95,14 +119,24 @@ def test_settings_of_constructors_survive_an_import(tmp_path: Path) -> None:
 
 def test_a_picture_before_the_prompt_is_optional_where_the_call_runs_without_one() -> None:
     live = graphrun.from_pipeline(own(Edits))
-    assert (live.graph.inputs["image"].type, live.graph.inputs["image"].required) == ("image", False)
-    assert {str(of) for of in live.graph.stages[0].arguments.values()} >= {"$image", "$prompt"}
+    assert (live.graph.inputs["image"].type, live.graph.inputs["image"].required) == (
+        "image",
+        False,
+    )
+    assert {str(argument) for argument in live.graph.stages[0].arguments.values()} >= {
+        "$image",
+        "$prompt",
+    }
     problems = [
-        graphrun.estimate(live, vram="1G", ram="1G", hardware="sim", inputs={"prompt": "a photo", **more})
-        for more in ({}, {"image": picture(16)})
+        graphrun.estimate(
+            live, vram="1G", ram="1G", hardware="sim", inputs={"prompt": "a photo", **extra_inputs}
+        )
+        for extra_inputs in ({}, {"image": picture(16)})
     ]
-    entered = [[phase.name.partition(":")[2] for phase in problem.phases] for problem in problems]
-    assert entered == [["unet", "vae"], ["vae", "unet", "vae"]]
+    phase_names = [
+        [phase.name.partition(":")[2] for phase in problem.phases] for problem in problems
+    ]
+    assert phase_names == [["unet", "vae"], ["vae", "unet", "vae"]]
 
 
 def test_of_two_media_before_the_prompt_one_is_needed_where_the_call_needs_one() -> None:
@@ -111,28 +145,41 @@ def test_of_two_media_before_the_prompt_one_is_needed_where_the_call_needs_one()
 
 
 def test_a_prompt_that_is_set_is_the_text_of_the_trial(tmp_path: Path) -> None:
-    graph = graphrun.from_pipeline(own(Edits)).to_yaml(tmp_path / "own.yaml", inputs={"prompt": "{}"})
+    graph = graphrun.from_pipeline(own(Edits)).to_yaml(
+        tmp_path / "own.yaml", inputs={"prompt": "{}"}
+    )
     assert graph.inputs["prompt"].default == "{}"
     with pytest.raises(ProbeError, match=r"what is \["):
         graphrun.from_pipeline(own(Edits)).to_yaml(tmp_path / "other.yaml", inputs={"prompt": "["})
 
 
 def test_frames_that_condition_a_video_are_media() -> None:
-    names = ("conditioning_frames", "num_frames", "prev_segment_conditioning_frames", "video", "mask_image", "image_embeds")
+    names = (
+        "conditioning_frames",
+        "num_frames",
+        "prev_segment_conditioning_frames",
+        "video",
+        "mask_image",
+        "image_embeds",
+    )
     assert [media_kind(name) for name in names] == ["video", None, None, "video", "mask", None]
 
 
 def test_a_scheduler_that_a_folder_lacks_is_made_by_the_constructor(tmp_path: Path) -> None:
-    listed = {"scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"], "vae": [None, None]}
-    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "LongCatAudioDiTPipeline", **listed}))
+    index = {"scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"], "vae": [None, None]}
+    (tmp_path / "model_index.json").write_text(
+        json.dumps({"_class_name": "LongCatAudioDiTPipeline", **index})
+    )
     assert of_folder(tmp_path).parts == {}
     (tmp_path / "scheduler").mkdir()
     assert [*of_folder(tmp_path).parts] == ["scheduler"]
 
 
 def test_an_infinite_default_that_diffusers_writes_is_read_and_left_out(tmp_path: Path) -> None:
-    listed = {"scheduler": ["diffusers", "DPMSolverMultistepScheduler"], "vae": [None, None]}
-    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline", **listed}))
+    index = {"scheduler": ["diffusers", "DPMSolverMultistepScheduler"], "vae": [None, None]}
+    (tmp_path / "model_index.json").write_text(
+        json.dumps({"_class_name": "StableDiffusionPipeline", **index})
+    )
     diffusers.DPMSolverMultistepScheduler(solver_order=3).save_pretrained(tmp_path / "scheduler")
     file = tmp_path / "scheduler" / "scheduler_config.json"
     assert '"lambda_min_clipped": -Infinity' in file.read_text()
@@ -153,5 +200,7 @@ def test_the_error_is_that_of_the_try_that_got_furthest() -> None:
 def test_components_that_share_weights_are_refused_for_a_graph_and_planned_live() -> None:
     live = graphrun.from_pipeline(cases()["ZImageControlNetPipeline"].build())
     assert "transformer_and_controlnet" in live.modules
-    with pytest.raises(InputError, match="makes transformer and controlnet share weights.*graphrun.attach"):
+    with pytest.raises(
+        InputError, match="makes transformer and controlnet share weights.*graphrun.attach"
+    ):
         _ = live.graph

@@ -1,4 +1,5 @@
-"""Each tiny pipeline of the table in `docs/pipelines.md` is imported with the stages and for the reason that the table says."""
+"""Each tiny pipeline of the table in `docs/pipelines.md` is imported with the stages and for the
+reason that the table says."""
 
 from __future__ import annotations
 
@@ -28,18 +29,27 @@ SAMPLE = (
 
 def rows() -> dict[str, str]:
     """The table's rows by class."""
-    found = DOCUMENT.read_text().partition(HEAD)[2].partition("\n\n")[0].splitlines()
-    return {row.split(" | ")[0].removeprefix("| "): row for row in found}
+    lines = DOCUMENT.read_text().partition(HEAD)[2].partition("\n\n")[0].splitlines()
+    return {row.split(" | ")[0].removeprefix("| "): row for row in lines}
 
 
 def row_of(name: str, folder: Path) -> str:
     try:
         layout = saved(name, folder).imported().layout
     except ProbeError as error:
-        if found := re.search("something moves or casts (.*?) during the run", str(error)):
-            return f"| {name} | not | its own code casts {found[1]} during the run: give it that dtype, or attach to it |"
-        return f"| {name} | not | it {str(error).split('. ')[0].split(': import')[0].partition(' ')[2]} |"
-    return f"| {name} | {'three stages' if len(layout.stages) == 3 else 'one stage'} | {layout.why or '-'} |"
+        if match := re.search("something moves or casts (.*?) during the run", str(error)):
+            return (
+                f"| {name} | not | its own code casts {match[1]} during the run: give it that "
+                "dtype, or attach to it |"
+            )
+        return (
+            f"| {name} | not | it "
+            f"{str(error).split('. ')[0].split(': import')[0].partition(' ')[2]} |"
+        )
+    return (
+        f"| {name} | {'three stages' if len(layout.stages) == 3 else 'one stage'} | "
+        f"{layout.reason or '-'} |"
+    )
 
 
 @pytest.mark.parametrize("name", sampled(rows(), SAMPLE, "imports"))

@@ -1,4 +1,5 @@
-"""Tiny reference graphs' pipelines, imported from a folder, a live object and a class: one graph, and the pipeline's own output."""
+"""Tiny reference graphs' pipelines, imported from a folder, a live object and a class: one graph,
+and the pipeline's own output."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from PIL import Image
 
 import graphrun
 from graphrun.diffusers_.importing.found import path_of
-from graphrun.diffusers_.importing.imported import Asked, import_source
+from graphrun.diffusers_.importing.imported import ImportOptions, import_source
 from graphrun.graph.graph import Graph, Reference
 from graphrun.graph.loading import load
 from graphrun.modules.build import build, build_part, resolve_class
@@ -39,51 +40,89 @@ SMALL = {"steps": 2, "height": 64, "width": 64}
 
 
 def twin(graph: Graph, folder: Path) -> Saved:
-    """The own pipeline of ``graph`` as `save_pretrained` leaves it in ``folder``, with the arguments of the graph's first call."""
+    """The own pipeline of ``graph`` as `save_pretrained` leaves it in ``folder``, with the
+    arguments of the graph's first call."""
     own, kind = graph.pipeline_called(""), resolve_class(graph.pipeline, graph.trust)
-    things = own.named({key: build(component, graph) for key, component in graph.components.items()})
-    parts = own.named({key: build_part(part, graph) for key, part in graph.parts.items()})
+    things = own.by_pipeline_name(
+        {key: build(component, graph) for key, component in graph.components.items()}
+    )
+    parts = own.by_pipeline_name(
+        {key: build_part(part, graph) for key, part in graph.parts.items()}
+    )
     for part in parts.values():  # a graph's tokenizer has a class of its own, which checks texts
-        part.__class__ = next(of for of in type(part).__mro__ if getattr(import_module(of.__module__), of.__name__, None) is of)
+        part.__class__ = next(
+            base
+            for base in type(part).__mro__
+            if getattr(import_module(base.__module__), base.__name__, None) is base
+        )
     things |= parts
-    known = {**dict.fromkeys(kind._optional_components), **things, **own.config}
-    pipe = kind(**{name: of for name, of in known.items() if name in inspect.signature(kind.__init__).parameters})
+    members = {**dict.fromkeys(kind._optional_components), **things, **own.config}
+    pipe = kind(
+        **{
+            name: value
+            for name, value in members.items()
+            if name in inspect.signature(kind.__init__).parameters
+        }
+    )
     pipe.set_progress_bar_config(disable=True)
     pipe.save_pretrained(folder / graph.name)
-    given = {name: of for name, of in SMALL.items() if name in graph.inputs and not of % (graph.inputs[name].multiple_of or 1)}
-    given |= {name: PICTURES[of.type] for name, of in graph.inputs.items() if of.type in PICTURES}
-    values = graph.resolve(given)
+    inputs = {
+        name: size
+        for name, size in SMALL.items()
+        if name in graph.inputs and not size % (graph.inputs[name].multiple_of or 1)
+    }
+    inputs |= {
+        name: PICTURES[input_spec.type]
+        for name, input_spec in graph.inputs.items()
+        if input_spec.type in PICTURES
+    }
+    values = graph.resolve(inputs)
     arguments: dict[str, Any] = {}
     for stage in graph.stages if graph.stages[0].op != "call" else graph.stages[:1]:
-        for name, of in stage.arguments.items():
-            if not (isinstance(of, Reference) and of.kind == "stage"):
-                arguments[name] = values[of.name] if isinstance(of, Reference) else of
+        for name, argument in stage.arguments.items():
+            if not (isinstance(argument, Reference) and argument.kind == "stage"):
+                arguments[name] = (
+                    values[argument.name] if isinstance(argument, Reference) else argument
+                )
     arguments |= {"num_inference_steps": arguments.pop("steps")} if "steps" in arguments else {}
     left_out = ("seed", "tiling", "output_type", "num_images")
-    return Saved(graph.name, folder / graph.name, pipe, {k: v for k, v in arguments.items() if v is not None and k not in left_out})
+    return Saved(
+        graph.name,
+        folder / graph.name,
+        pipe,
+        {k: v for k, v in arguments.items() if v is not None and k not in left_out},
+    )
 
 
 def described(source: Saved, graph: Graph) -> dict[str, str]:
-    """What ``--config`` says of each part of the pipeline's class: its class and file, its folder, or a value."""
-    found = {name: str(value) for name, value in graph.pipeline_called("").config.items()}
+    """What ``--config`` says of each part of the pipeline's class: its class and file, its folder,
+    or a value."""
+    config = {name: str(value) for name, value in graph.pipeline_called("").config.items()}
     for name, part in source.pipe.components.items():
-        files = [*(source.folder / name).glob("config.json"), *(source.folder / name).glob("scheduler_config.json")]
+        files = [
+            *(source.folder / name).glob("config.json"),
+            *(source.folder / name).glob("scheduler_config.json"),
+        ]
         if part is not None:
-            found[name] = f"{path_of(type(part))}:{files[0] if files else source.folder / name}"
-    return found
+            config[name] = f"{path_of(type(part))}:{files[0] if files else source.folder / name}"
+    return config
 
 
 @pytest.mark.parametrize("name", sampled(TWINS, ["z-image"], "imports"))
-def test_a_folder_a_live_pipeline_and_a_class_are_one_graph_with_the_pipelines_own_output(name: str, tmp_path: Path) -> None:
+def test_a_folder_a_live_pipeline_and_a_class_are_one_graph_with_the_pipelines_own_output(
+    name: str, tmp_path: Path
+) -> None:
     graph = load(GRAPHS / f"{name}-tiny.yaml")
     source = twin(graph, tmp_path)
     expected = source.expected()
-    read = source.imported().write(tmp_path / "read.yaml")
+    file_graph = source.imported().write(tmp_path / "read.yaml")
     live = graphrun.from_pipeline(source.pipe)
-    written = live.to_yaml(tmp_path / "live.yaml", inputs=source.sets)
-    asked = Asked(configs=described(source, graph), dtypes={"": "float32"}, sets=source.sets)
-    named = import_source(graph.pipeline, asked).write(tmp_path / "class.yaml")
-    assert written.stages == read.stages == named.stages
-    assert written.inputs == read.inputs == named.inputs
-    trace = run(read, planned(read, source.inputs, least=True), source.inputs)
+    live_graph = live.to_yaml(tmp_path / "live.yaml", inputs=source.sets)
+    options = ImportOptions(
+        configs=described(source, graph), dtypes={"": "float32"}, input_defaults=source.sets
+    )
+    class_graph = import_source(graph.pipeline, options).write(tmp_path / "class.yaml")
+    assert live_graph.stages == file_graph.stages == class_graph.stages
+    assert live_graph.inputs == file_graph.inputs == class_graph.inputs
+    trace = run(file_graph, planned(file_graph, source.inputs, at_minimum=True), source.inputs)
     assert equal(next(iter(trace.outputs.values())), expected)

@@ -14,12 +14,16 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "json.md"
 Cli = Callable[..., tuple[int, str, str]]
 SIM = ("flux-tiny", "--device", "sim", "--ram", "8G", "--set", "steps=2")
 PLAN, COMMON = "plan, explain, map, run", "JSON of the commands"
-# Printed for graphs with several precisions, where a directive forbids a placement, and for several devices.
-NOT_HERE = {f"explain plan.json COMPONENT: alternatives[].{key}" for key in ("variant", "needs_permission", "refusal")}
+# Printed for graphs with several precisions, where a directive forbids a placement, and for several
+# devices.
+NOT_HERE = {
+    f"explain plan.json COMPONENT: alternatives[].{key}"
+    for key in ("variant", "needs_permission", "refusal")
+}
 HELPER_KEYS = ("hardware", "budget_bytes", "effective_bytes", "peak_bytes", "components[]")
-NOT_HERE |= {f"plan --cluster: crossings[].{key}" for key in ("value", "to[]", "nbytes", "seconds")}
-NOT_HERE |= {f"plan --cluster: devices[].helpers[].{key}" for key in ("hardware", "vram_bytes")}
-NOT_HERE |= {f"{PLAN}: helpers[].{key}" for key in HELPER_KEYS} | {"frontier: device"}
+NOT_HERE |= {f"plan --cluster: transfers[].{key}" for key in ("value", "to[]", "nbytes", "seconds")}
+NOT_HERE |= {f"plan --cluster: devices[].secondaries[].{key}" for key in ("hardware", "vram_bytes")}
+NOT_HERE |= {f"{PLAN}: secondaries[].{key}" for key in HELPER_KEYS} | {"frontier: device"}
 CASES = [
     (PLAN, ("plan", "plan.json")),
     (PLAN, ("explain", "plan.json")),
@@ -44,32 +48,37 @@ CASES = [
 
 def documented() -> dict[str, set[str]]:
     """The keys of each section of the document, and of those that all have."""
-    found: dict[str, set[str]] = {}
+    keys_by_section: dict[str, set[str]] = {}
     for section in re.split(r"^##? ", DOCUMENT.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
         rows = [row.split("|")[1] for row in section.splitlines() if row.startswith("| `")]
-        found[section.partition("\n")[0]] = {key for row in rows for key in re.findall("`([^`]+)`", row)}
-    return found
+        keys_by_section[section.partition("\n")[0]] = {
+            key for row in rows for key in re.findall("`([^`]+)`", row)
+        }
+    return keys_by_section
 
 
-def keys(data: Any, at: str = "") -> Iterator[str]:
+def keys(data: Any, path: str = "") -> Iterator[str]:
     """The paths of the values in ``data``; of an empty list or mapping, of what would be in it."""
     if data == {}:
-        yield f"{at}.NAME"
+        yield f"{path}.NAME"
     elif data == []:
-        yield f"{at}[]"
+        yield f"{path}[]"
     elif isinstance(data, dict):
         for name, value in data.items():
-            yield from keys(value, f"{at}.{name}".removeprefix("."))
+            yield from keys(value, f"{path}.{name}".removeprefix("."))
     elif isinstance(data, list):
         for value in data:
-            yield from keys(value, f"{at}[]")
+            yield from keys(value, f"{path}[]")
     else:
-        yield at
+        yield path
 
 
 def named_by(key: str, pattern: str) -> bool:
-    """Whether ``pattern`` of the document stands for the path ``key``, or for what would be in its empty list."""
-    return re.fullmatch(re.escape(pattern).replace("NAME", r"[\w-]+"), key) is not None or pattern.startswith(f"{key}.")
+    """Whether ``pattern`` of the document stands for the path ``key``, or for what would be in its
+    empty list."""
+    return re.fullmatch(
+        re.escape(pattern).replace("NAME", r"[\w-]+"), key
+    ) is not None or pattern.startswith(f"{key}.")
 
 
 @pytest.mark.long
@@ -77,34 +86,39 @@ def test_every_key_is_documented_and_printed(graphrun: Cli) -> None:
     assert graphrun("plan", *SIM, "--vram", "6M", "-o", "plan.json")[0] == 0
     assert graphrun("plan", *SIM, "--vram", "12M", "-o", "large.json")[0] == 0
     assert graphrun("export", "plan.json", "--as", "accelerate", "-o", "maps.json")[0] == 0
-    broken = json.loads(Path("plan.json").read_text())
-    broken["actions"] = [re.sub(r"ring [\d.]+ [KM]iB", "ring 1 KiB", line) for line in broken["actions"]]
-    Path("broken.json").write_text(json.dumps(broken))
+    broken_plan = json.loads(Path("plan.json").read_text())
+    broken_plan["actions"] = [
+        re.sub(r"ring buffer [\d.]+ [KM]iB", "ring buffer 1 KiB", line)
+        for line in broken_plan["actions"]
+    ]
+    Path("broken.json").write_text(json.dumps(broken_plan))
     Path("requests.jsonl").write_text('{"prompt": "a cat"}\n{"prompt": "a dog", "steps": 0}\n')
 
-    Path("cluster.yaml").write_text("{graphrun: 1, hosts: {a: {ram: 8G, devices: [{id: 0, hardware: sim, vram: 6M}]}}}")
+    Path("cluster.yaml").write_text(
+        "{graphrun: 1, hosts: {a: {ram: 8G, devices: [{id: 0, hardware: sim, vram: 6M}]}}}"
+    )
 
     sections, printed = documented(), dict[str, set[str]]()
     for section, command in CASES:
         _, text, errors = graphrun(*command, "--json")
         assert text, (command, errors)
-        out = json.loads(text)
-        assert out.pop("version") == 1, command
-        found = set(keys(out))
-        printed.setdefault(section, set()).update(found)
+        output = json.loads(text)
+        assert output.pop("version") == 1, command
+        output_keys = set(keys(output))
+        printed.setdefault(section, set()).update(output_keys)
     assert sections.keys() == {COMMON, *printed}
     assert sections[COMMON] == {"version"}
     unknown = {
         f"{section}: {key}"
-        for section, found in printed.items()
-        for key in found
+        for section, section_keys in printed.items()
+        for key in section_keys
         if not any(named_by(key, pattern) for pattern in sections[section])
     }
     assert unknown == set()
-    never = {
+    unprinted = {
         f"{section}: {pattern}"
-        for section, found in printed.items()
+        for section, section_keys in printed.items()
         for pattern in sections[section]
-        if not any(named_by(key, pattern) for key in found)
+        if not any(named_by(key, pattern) for key in section_keys)
     }
-    assert never <= NOT_HERE
+    assert unprinted <= NOT_HERE

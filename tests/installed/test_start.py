@@ -1,4 +1,5 @@
-"""How one gets in: the help, the module, the shell's completion, and the interpreter that ``make`` takes."""
+"""How one gets in: the help, the module, the shell's completion, and the interpreter that ``make``
+takes."""
 
 from __future__ import annotations
 
@@ -19,26 +20,32 @@ Cli = Callable[..., tuple[int, str, str]]
 
 @pytest.mark.parametrize("command", [(), ("plan",), ("cache", "rm")])
 def test_help_has_a_short_name(graphrun: Cli, command: tuple[str, ...]) -> None:
-    code, out, err = graphrun(*command, "-h")
+    code, output, err = graphrun(*command, "-h")
     assert (code, err) == (0, "")
-    assert out == graphrun(*command, "--help")[1] != ""
+    assert output == graphrun(*command, "--help")[1] != ""
 
 
 def module(folder: Path, *arguments: str, **environment: str) -> str:
     """What ``python -m graphrun`` prints in ``folder``."""
-    known = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, "-m", "graphrun", *arguments]
-    return subprocess.run(command, cwd=folder, env=known, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def test_the_module_is_the_command_and_the_shell_completes_graphs_and_files(tmp_path: Path) -> None:
     assert module(tmp_path, "--version") == f"graphrun {package.__version__}\n"
     (tmp_path / "flux-mine.yaml").touch()
     (tmp_path / "fluxes").mkdir()
-    words = {"COMP_WORDS": "graphrun plan flux", "COMP_CWORD": "2", "_GRAPHRUN_COMPLETE": "complete_bash"}
-    found = module(tmp_path, **words).split()
-    ours = sorted(path.stem for path in (ROOT / "graphs").glob("flux*.yaml"))
-    assert found == [*ours, "flux-mine.yaml", "fluxes/"]
+    words = {
+        "COMP_WORDS": "graphrun plan flux",
+        "COMP_CWORD": "2",
+        "_GRAPHRUN_COMPLETE": "complete_bash",
+    }
+    words_out = module(tmp_path, **words).split()
+    graph_names = sorted(path.stem for path in (ROOT / "graphs").glob("flux*.yaml"))
+    assert words_out == [*graph_names, "flux-mine.yaml", "fluxes/"]
 
 
 @pytest.mark.parametrize(
@@ -50,8 +57,11 @@ def test_the_module_is_the_command_and_the_shell_completes_graphs_and_files(tmp_
         ({}, "uv venv "),
     ],
 )
-def test_make_takes_any_python_that_is_new_enough_and_uv_without_one(pythons: dict[str, int], made_by: str, tmp_path: Path) -> None:
-    """``pythons``: interpreters and how each answers whether it is 3.11 or newer, as an exit code."""
+def test_make_takes_any_python_that_is_new_enough_and_uv_without_one(
+    pythons: dict[str, int], made_by: str, tmp_path: Path
+) -> None:
+    """``pythons``: interpreters and how each answers whether it is 3.11 or newer, as an exit
+    code."""
     make = shutil.which("make")
     assert make is not None
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
@@ -59,7 +69,12 @@ def test_make_takes_any_python_that_is_new_enough_and_uv_without_one(pythons: di
     for name, code in pythons.items():
         (tmp_path / name).write_text(f"#!/bin/sh\nexit {code}\n")
         (tmp_path / name).chmod(0o755)
-    found = subprocess.run(
-        [make, "-n", "run"], cwd=tmp_path, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True
+    process = subprocess.run(
+        [make, "-n", "run"],
+        cwd=tmp_path,
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert found.stdout.startswith(made_by)
+    assert process.stdout.startswith(made_by)

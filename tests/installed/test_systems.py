@@ -40,7 +40,8 @@ unet = diffusers.UNet2DModel(8, block_out_channels=(32, 32), **sides)
 pipe = diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler())
 pipe.set_progress_bar_config(disable=True)
 def picture():
-    return torch.from_numpy(pipe(num_inference_steps=2, generator=torch.Generator().manual_seed(0), output_type="np").images)
+    return torch.from_numpy(pipe(num_inference_steps=2, \
+generator=torch.Generator().manual_seed(0), output_type="np").images)
 before = picture()
 with attach(pipe, vram="64M", device="sim"):
     assert torch.equal(picture(), before)
@@ -48,34 +49,49 @@ with attach(pipe, vram="64M", device="sim"):
 
 
 def without_posix(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache"), "USERNAME": "someone"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "USERNAME": "someone",
+    }
     command = [sys.executable, Path(__file__).with_name("without_posix.py"), code]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.long
 def test_nothing_of_posix_alone_is_needed(tmp_path: Path) -> None:
-    done = without_posix(EVERYTHING, tmp_path)
-    assert done.returncode == 0, done.stderr
+    process = without_posix(EVERYTHING, tmp_path)
+    assert process.returncode == 0, process.stderr
     assert not list(tmp_path.rglob(".*.new-*"))
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "message"),
     [
         ("import fcntl", "this system has no fcntl"),
         ("import os; os.fchmod(1, 0o644)", "module 'os' has no attribute 'fchmod'"),
         ("import os; file = open('a', 'w'); os.replace('a', 'b')", "the file is in use"),
-        ("from pathlib import Path; file = open('a', 'w'); Path('a').unlink()", "the file is in use"),
+        (
+            "from pathlib import Path; file = open('a', 'w'); Path('a').unlink()",
+            "the file is in use",
+        ),
     ],
 )
-def test_a_module_of_graphrun_that_needs_it_would_fail(code: str, told: str, tmp_path: Path) -> None:
-    assert told in without_posix(f"exec({code!r}, {{'__name__': 'graphrun.some'}})", tmp_path).stderr
+def test_a_module_of_graphrun_that_needs_it_would_fail(
+    code: str, message: str, tmp_path: Path
+) -> None:
+    assert (
+        message
+        in without_posix(f"exec({code!r}, {{'__name__': 'graphrun.some'}})", tmp_path).stderr
+    )
 
 
-@pytest.mark.parametrize("without", [False, True], ids=["preadv", "seek"])
-def test_threads_read_one_file_at_their_offsets(without: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if without:
+@pytest.mark.parametrize("has_no_pread", [False, True], ids=["preadv", "seek"])
+def test_threads_read_one_file_at_their_offsets(
+    has_no_pread: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if has_no_pread:
         monkeypatch.delattr(os, "preadv")
     path = tmp_path / "numbers"
     path.write_bytes(b"".join(number.to_bytes(4, "big") for number in range(1000)))
@@ -83,8 +99,11 @@ def test_threads_read_one_file_at_their_offsets(without: bool, tmp_path: Path, m
 
     def read(start: int) -> None:
         for number in range(start, 1000, 4):
-            into = bytearray(4)
-            if systems.read_at(file, memoryview(into), 4 * number) != 4 or int.from_bytes(into, "big") != number:
+            buffer = bytearray(4)
+            if (
+                systems.read_at(file, memoryview(buffer), 4 * number) != 4
+                or int.from_bytes(buffer, "big") != number
+            ):
                 wrong.append(number)
 
     with path.open("rb", buffering=0) as file:

@@ -1,5 +1,6 @@
-"""Python as graphrun finds it on Windows: takes away modules, calls and signals of POSIX, and refuses to rename or delete a file
-that this process has open. Then runs the code given as the first argument.
+"""Python as graphrun finds it on Windows: takes away modules, calls and signals of POSIX, and
+refuses to rename or delete a file that this process has open. Then runs the code given as the first
+argument.
 
 What other packages import is left to them: they have code of their own for Windows.
 """
@@ -14,18 +15,38 @@ from collections.abc import Callable
 from typing import Any
 
 MODULES = ("fcntl", "resource", "termios", "pwd", "grp")
-CALLS = ("fchmod", "fchown", "fork", "preadv", "pread", "posix_fadvise", "getuid", "geteuid", "O_CLOEXEC", "sched_getaffinity")
+CALLS = (
+    "fchmod",
+    "fchown",
+    "fork",
+    "preadv",
+    "pread",
+    "posix_fadvise",
+    "getuid",
+    "geteuid",
+    "O_CLOEXEC",
+    "sched_getaffinity",
+)
 SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGALRM")
-BETWEEN = ("os", "pathlib", "shutil", "contextlib")  # of the standard library, through which graphrun renames and deletes
+# of the standard library, through which graphrun renames and deletes
+BETWEEN = (
+    "os",
+    "pathlib",
+    "shutil",
+    "contextlib",
+)
 
 
 def take_away() -> None:
-    given = builtins.__import__
+    original_import = builtins.__import__
 
-    def imported(name: str, globals: Any = None, *rest: Any, **named: Any) -> Any:
-        if name in MODULES and str((globals or {}).get("__name__", "")).partition(".")[0] in ("graphrun", "filelock"):
+    def imported(name: str, globals: Any = None, *rest: Any, **keywords: Any) -> Any:
+        if name in MODULES and str((globals or {}).get("__name__", "")).partition(".")[0] in (
+            "graphrun",
+            "filelock",
+        ):
             raise ImportError(f"this system has no {name}")
-        return given(name, globals, *rest, **named)
+        return original_import(name, globals, *rest, **keywords)
 
     builtins.__import__ = imported
     for module, names in ((os, CALLS), (signal, SIGNALS)):
@@ -36,11 +57,16 @@ def take_away() -> None:
 
 
 def refusing(change: Callable[..., Any]) -> Callable[..., Any]:
-    """``change`` (its first one or two arguments are paths), which fails where graphrun calls it for a file that is open."""
+    """``change`` (its first one or two arguments are paths), which fails where graphrun calls it
+    for a file that is open."""
 
     def changed(*paths: Any, **options: Any) -> Any:
         for path in paths:
-            if options.get("dir_fd") is None and os.path.realpath(path) in open_files() and graphrun_calls():
+            if (
+                options.get("dir_fd") is None
+                and os.path.realpath(path) in open_files()
+                and graphrun_calls()
+            ):
                 raise PermissionError(13, "the file is in use", str(path))
         return change(*paths, **options)
 

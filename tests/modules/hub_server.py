@@ -1,4 +1,5 @@
-"""A hub on loopback for huggingface_hub's own client: repositories, a store of large files behind redirects, gates, and faults."""
+"""A hub on loopback for huggingface_hub's own client: repositories, a store of large files behind
+redirects, gates, and faults."""
 
 from __future__ import annotations
 
@@ -11,12 +12,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-MEMBER, VISITOR, LIMITED = "hf_member", "hf_visitor", "hf_limited"  # tokens: with access, without, without any right to read
+# tokens: with access, without, without any right to read
+MEMBER, VISITOR, LIMITED = (
+    "hf_member",
+    "hf_visitor",
+    "hf_limited",
+)
 
 
 @dataclass
 class Repository:
-    """Files by path for each commit, commits by revision; ``gated`` as the hub's API says it: False, "auto" or "manual"."""
+    """Files by path for each commit, commits by revision; ``gated`` as the hub's API says it:
+    False, "auto" or "manual"."""
 
     commits: dict[str, dict[str, bytes]]
     revisions: dict[str, str]
@@ -27,15 +34,25 @@ class Repository:
 class Hub:
     """Serves ``repositories`` by name at `endpoint`. A context manager.
 
-    ``breaks``: how often the connection breaks in the middle of a large file, by the file's name. ``wrong``: names of large files
-    that are served with another content of the same size. ``requests``: all that were made, (method, path, Range or "").
+    ``breaks``: how often the connection breaks in the middle of a large file, by the file's name.
+    ``wrong``: names of large files that are served with another content of the same size.
+    ``requests``: all that were made, (method, path, Range or "").
     """
 
     def __init__(self, repositories: dict[str, Repository]) -> None:
         self.repositories = repositories
-        self.breaks, self.wrong, self.requests = Counter[str](), set[str](), list[tuple[str, str, str]]()
-        self._servers = [ThreadingHTTPServer(("127.0.0.1", 0), self._handler(answer)) for answer in (self._hub, self._store)]
-        self.endpoint, self.store = (f"http://127.0.0.1:{server.server_port}" for server in self._servers)
+        self.breaks, self.wrong, self.requests = (
+            Counter[str](),
+            set[str](),
+            list[tuple[str, str, str]](),
+        )
+        self._servers = [
+            ThreadingHTTPServer(("127.0.0.1", 0), self._handler(answer))
+            for answer in (self._hub, self._store)
+        ]
+        self.endpoint, self.store = (
+            f"http://127.0.0.1:{server.server_port}" for server in self._servers
+        )
 
     def __enter__(self) -> Hub:
         for server in self._servers:
@@ -56,14 +73,14 @@ class Hub:
             def do_GET(self) -> None:
                 path = unquote(urlsplit(self.path).path)
                 hub.requests.append((self.command, path, self.headers.get("Range", "")))
-                status, headers, body, sent = answer(path, self.headers)
+                status, headers, body, length = answer(path, self.headers)
                 self.send_response(status)
                 for name, value in {"Content-Length": str(len(body)), **headers}.items():
                     self.send_header(name, value)
                 self.end_headers()
                 if self.command == "GET":
-                    self.wfile.write(body[:sent])
-                    self.close_connection = sent < len(body)
+                    self.wfile.write(body[:length])
+                    self.close_connection = length < len(body)
 
             do_HEAD = do_GET
 
@@ -79,46 +96,88 @@ class Hub:
         repository = self.repositories.get(f"{owner}/{name}")
         if repository is None:
             return _refused(
-                404 if token else 401, "RepoNotFound", "Repository not found" if token else "Invalid username or password."
+                404 if token else 401,
+                "RepoNotFound",
+                "Repository not found" if token else "Invalid username or password.",
             )
         if token == LIMITED:
-            return _refused(403, "", "Please enable access to public gated repositories in your fine-grained token settings")
+            return _refused(
+                403,
+                "",
+                "Please enable access to public gated repositories in your fine-grained token "
+                "settings",
+            )
         if rest == ["auth-check"]:
             return _closed(repository, token) or _json({})
-        what, revision, *below = rest or ["revision", "main"]
+        resource, revision, *steps = rest or ["revision", "main"]
         commit = repository.revisions.get(revision, revision)
         if commit not in repository.commits:
             return _refused(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         files = repository.commits[commit]
-        if api and what == "revision":
-            siblings = [{"rfilename": file, "size": len(content), **_lfs("sha256", content)} for file, content in files.items()]
-            return _json({"id": name, "sha": commit, "gated": repository.gated, "cardData": repository.card, "siblings": siblings})
+        if api and resource == "revision":
+            siblings = [
+                {"rfilename": file, "size": len(content), **_lfs("sha256", content)}
+                for file, content in files.items()
+            ]
+            return _json(
+                {
+                    "id": name,
+                    "sha": commit,
+                    "gated": repository.gated,
+                    "cardData": repository.card,
+                    "siblings": siblings,
+                }
+            )
         if api:
-            return _json([{"type": "file", "path": f, "size": len(c), "oid": _git(c), **_lfs("oid", c)} for f, c in files.items()])
-        if refused := _closed(repository, token):
-            return refused
-        content, file = files.get("/".join(below)), below[-1]
+            return _json(
+                [
+                    {"type": "file", "path": f, "size": len(c), "oid": _git(c), **_lfs("oid", c)}
+                    for f, c in files.items()
+                ]
+            )
+        if refusal := _closed(repository, token):
+            return refusal
+        content, file = files.get("/".join(steps)), steps[-1]
         if content is None:
             return _refused(404, "EntryNotFound", "Entry not found")
         if not file.endswith(".safetensors"):
-            return 200, {"ETag": f'"{_git(content)}"', "X-Repo-Commit": commit}, content, len(content)
-        linked = {"X-Linked-Etag": f'"{_sha256(content)}"', "X-Linked-Size": str(len(content)), "X-Repo-Commit": commit}
-        return 302, {**linked, "Location": f"{self.store}/{owner}/{name}/{commit}/{'/'.join(below)}"}, b"", 0
+            return (
+                200,
+                {"ETag": f'"{_git(content)}"', "X-Repo-Commit": commit},
+                content,
+                len(content),
+            )
+        linked = {
+            "X-Linked-Etag": f'"{_sha256(content)}"',
+            "X-Linked-Size": str(len(content)),
+            "X-Repo-Commit": commit,
+        }
+        return (
+            302,
+            {**linked, "Location": f"{self.store}/{owner}/{name}/{commit}/{'/'.join(steps)}"},
+            b"",
+            0,
+        )
 
     def _store(self, path: str, headers: Any) -> tuple[int, dict[str, str], bytes, int]:
         assert "Authorization" not in headers, "a token stays at the hub"
-        owner, name, commit, *below = path.strip("/").split("/")
-        content = self.repositories[f"{owner}/{name}"].commits[commit]["/".join(below)]
-        if below[-1] in self.wrong:
+        owner, name, commit, *steps = path.strip("/").split("/")
+        content = self.repositories[f"{owner}/{name}"].commits[commit]["/".join(steps)]
+        if steps[-1] in self.wrong:
             content = content[:-1] + bytes([content[-1] ^ 1])
         start = int((headers.get("Range") or "bytes=0-").removeprefix("bytes=").rstrip("-"))
-        body, sent = content[start:], len(content) - start
-        if self.breaks[below[-1]] > 0:
-            self.breaks[below[-1]] -= 1
-            sent //= 2
+        body, length = content[start:], len(content) - start
+        if self.breaks[steps[-1]] > 0:
+            self.breaks[steps[-1]] -= 1
+            length //= 2
         if not start:
-            return 200, {}, body, sent
-        return 206, {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"}, body, sent
+            return 200, {}, body, length
+        return (
+            206,
+            {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"},
+            body,
+            length,
+        )
 
 
 def _closed(repository: Repository, token: str) -> tuple[int, dict[str, str], bytes, int] | None:
@@ -137,7 +196,11 @@ def _json(data: Any) -> tuple[int, dict[str, str], bytes, int]:
 
 
 def _lfs(name: str, content: bytes) -> dict[str, Any]:
-    return {"lfs": {name: _sha256(content), "size": len(content), "pointerSize": 134}} if len(content) > 100_000 else {}
+    return (
+        {"lfs": {name: _sha256(content), "size": len(content), "pointerSize": 134}}
+        if len(content) > 100_000
+        else {}
+    )
 
 
 def _sha256(content: bytes) -> str:

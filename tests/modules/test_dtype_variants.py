@@ -15,8 +15,8 @@ HALF, FULL = torch.float16, torch.float32
 
 def small_module(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
-    made = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval().requires_grad_(False)
-    return made.to(dtype)
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval().requires_grad_(False)
+    return module.to(dtype)
 
 
 def cast(dtype_variants: DtypeVariants, module: nn.Module, dtype: torch.dtype) -> str:
@@ -25,13 +25,16 @@ def cast(dtype_variants: DtypeVariants, module: nn.Module, dtype: torch.dtype) -
 
 def test_widening_and_casting_back_restores_the_original_tensors() -> None:
     module = small_module(HALF)
-    before = list(module.state_dict(keep_vars=True).values())
+    originals = list(module.state_dict(keep_vars=True).values())
     dtype_variants = DtypeVariants({"c": module})
     assert cast(dtype_variants, module, FULL) == "c@float32"
     assert module[0].weight.dtype == FULL
-    assert torch.equal(module[0].weight, before[0].float())
+    assert torch.equal(module[0].weight, originals[0].float())
     assert cast(dtype_variants, module, HALF) == "c"
-    assert all(one is other for one, other in zip(module.state_dict(keep_vars=True).values(), before, strict=True))
+    assert all(
+        tensor is other
+        for tensor, other in zip(module.state_dict(keep_vars=True).values(), originals, strict=True)
+    )
 
 
 def test_rounded_values_stay_rounded_and_the_variant_has_its_own_name() -> None:
@@ -75,7 +78,7 @@ def test_callbacks_run_before_tensors_leave_and_after_others_join() -> None:
         lambda name: events.append(("join", name, module[0].weight.dtype)),
     )
     cast(dtype_variants, module, HALF)
-    with dtype_variants.within(dtype_variants.now("c").cast((FULL,) * 6 + (torch.int64,))):
+    with dtype_variants.using(dtype_variants.current("c").cast((FULL,) * 6 + (torch.int64,))):
         pass
     assert events == [
         ("leave", "c", HALF),
@@ -86,9 +89,14 @@ def test_callbacks_run_before_tensors_leave_and_after_others_join() -> None:
 
 
 def test_an_interceptor_carries_out_casts_from_outside_and_passes_the_variant_name() -> None:
-    module, entered = small_module(HALF), []
+    module, events = small_module(HALF), []
     dtype_variants = DtypeVariants({"c": module})
-    with CallInterceptor({"c": module}, torch.device("cpu"), lambda name, *_: entered.append(name), casts=dtype_variants):
+    with CallInterceptor(
+        {"c": module},
+        torch.device("cpu"),
+        lambda name, *_: events.append(name),
+        casts=dtype_variants,
+    ):
         module(torch.zeros(1, 3, dtype=HALF))
         module.to("cpu", FULL)
         module(torch.zeros(1, 3))
@@ -98,4 +106,4 @@ def test_an_interceptor_carries_out_casts_from_outside_and_passes_the_variant_na
             module.to("meta")
         with pytest.raises(BrokenPlan, match="something moves or casts c"):
             module.cpu()
-    assert entered == ["c", "c@float32", "c"]
+    assert events == ["c", "c@float32", "c"]

@@ -1,4 +1,5 @@
-"""fp8 checkpoints, with and without scales: stored as in the file, computed as diffusers' layerwise casting does."""
+"""fp8 checkpoints, with and without scales: stored as in the file, computed as diffusers' layerwise
+casting does."""
 
 from __future__ import annotations
 
@@ -42,13 +43,20 @@ def cast(module: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def scaled(module: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Linear weights in fp8, each with a scale of one element or one per row, and format markers: ComfyUI's scaled fp8."""
+    """Linear weights in fp8, each with a scale of one element or one per row, and format markers:
+    ComfyUI's scaled fp8."""
     tensors = dict(module.state_dict())
     for number, path in enumerate(quantizable_layers(module, torch.bfloat16)):
         weight = tensors[f"{path}.weight"].float()
-        scale = weight.abs().amax(dim=1, keepdim=True) / 448 if number % 2 else (weight.abs().amax() / 448).reshape(1)
+        scale = (
+            weight.abs().amax(dim=1, keepdim=True) / 448
+            if number % 2
+            else (weight.abs().amax() / 448).reshape(1)
+        )
         tensors[f"{path}.weight"] = (weight / scale).to(FP8)
-        tensors[f"{path}.{'weight_scale' if number % 3 else 'scale_weight'}"] = scale.squeeze(-1).float()
+        tensors[f"{path}.{'weight_scale' if number % 3 else 'scale_weight'}"] = scale.squeeze(
+            -1
+        ).float()
         tensors[f"{path}.scale_input"] = torch.ones(())
     file = tmp_path_factory.mktemp("fp8") / "flux-scaled.safetensors"
     save_file({**tensors, "scaled_fp8": torch.zeros(2).to(FP8)}, file)
@@ -56,8 +64,8 @@ def scaled(module: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def at(graph: Graph, file: Path, *precision: str) -> Graph:
-    held = replace(graph.component("transformer"), source=str(file), precision=precision)
-    return replace(graph, components={**graph.components, "transformer": held})
+    component = replace(graph.component("transformer"), source=str(file), precision=precision)
+    return replace(graph, components={**graph.components, "transformer": component})
 
 
 def picture(graph: Graph, vram: str = "64M") -> bytes:
@@ -73,8 +81,8 @@ def test_fp8_layers_and_weights_widened_when_read_give_the_same_picture(
     flux: Graph, kind: str, request: pytest.FixtureRequest
 ) -> None:
     file = request.getfixturevalue(kind)
-    wide, held = picture(at(flux, file, "bfloat16")), picture(at(flux, file, "fp8"))
-    assert wide == held == picture(at(flux, file, "fp8"), "4M")
+    wide, narrow = picture(at(flux, file, "bfloat16")), picture(at(flux, file, "fp8"))
+    assert wide == narrow == picture(at(flux, file, "fp8"), "4M")
     assert wide != picture(flux)
 
 
@@ -84,33 +92,57 @@ def test_layers_are_diffusers_layerwise_casting(flux: Graph, cast: Path, module:
     component = at(flux, cast, "fp8").component("transformer")
     wide = build(replace(component, precision=("bfloat16",)), flux)
     layer = wide.get_submodule("transformer_blocks.0.ff.net.2")
-    mine, content = held_meta_module(component, flux.trust, "fp8")
+    meta, content = held_meta_module(component, flux.trust, "fp8")
     apply_layerwise_casting(layer, FP8, torch.bfloat16)
-    assert layer.weight.dtype == mine.get_parameter("transformer_blocks.0.ff.net.2.weight").dtype == FP8
-    own = mine.get_submodule("transformer_blocks.0.ff.net.2").to_empty(device="cpu")
+    assert (
+        layer.weight.dtype
+        == meta.get_parameter("transformer_blocks.0.ff.net.2.weight").dtype
+        == FP8
+    )
+    own = meta.get_submodule("transformer_blocks.0.ff.net.2").to_empty(device="cpu")
     own.weight.copy_(layer.weight)  # type: ignore[operator]
     own.bias.copy_(layer.bias)  # type: ignore[operator]
-    x = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    x = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0)).to(
+        torch.bfloat16
+    )
     assert torch.equal(own(x), layer(x))
 
 
 @pytest.mark.parametrize("kind", ["cast", "scaled"])
-def test_planned_bytes_are_those_of_the_file(flux: Graph, kind: str, request: pytest.FixtureRequest) -> None:
+def test_planned_bytes_are_those_of_the_file(
+    flux: Graph, kind: str, request: pytest.FixtureRequest
+) -> None:
     graph = at(flux, request.getfixturevalue(kind), "fp8")
     component = graph.component("transformer")
-    held, content = held_meta_module(component, graph.trust, "fp8")
-    layers = [name.removesuffix(".weight") for name, p in held.named_parameters() if p.dtype == FP8]
-    scales = sum(4 * held.get_submodule(path).out_features for path in layers) if kind == "scaled" else 0
-    found = {name: p.numel() * p.element_size() for name, p in held.named_parameters()}
-    assert sum(n for name, n in found.items() if name.endswith(".scale")) == scales
+    module, content = held_meta_module(component, graph.trust, "fp8")
+    layers = [
+        name.removesuffix(".weight") for name, p in module.named_parameters() if p.dtype == FP8
+    ]
+    scales = (
+        sum(4 * module.get_submodule(path).out_features for path in layers)
+        if kind == "scaled"
+        else 0
+    )
+    sizes = {name: p.numel() * p.element_size() for name, p in module.named_parameters()}
+    assert sum(n for name, n in sizes.items() if name.endswith(".scale")) == scales
     problem = graphrun.estimate(graph, vram="64M", ram="1G", hardware="sim", inputs={"steps": 1})
     numbers = problem.component("transformer")
-    whole = sum(len(k.blocks) * n for k, n in zip(numbers.groups, numbers.variants[0].block_bytes, strict=True))
-    padding = 256 * len(found) + 512 * sum(len(k.blocks) for k in numbers.groups)
-    assert sum(found.values()) <= whole <= sum(found.values()) + padding
-    assert [variant.backing_store for variant in numbers.variants] == ["pinned", "disk"]  # read as stored: nothing is quantized
+    whole = sum(
+        len(k.blocks) * n
+        for k, n in zip(numbers.groups, numbers.variants[0].block_bytes, strict=True)
+    )
+    padding = 256 * len(sizes) + 512 * sum(len(k.blocks) for k in numbers.groups)
+    assert sum(sizes.values()) <= whole <= sum(sizes.values()) + padding
+    # read as stored: nothing is quantized
+    assert [variant.backing_store for variant in numbers.variants] == [
+        "pinned",
+        "disk",
+    ]
     assert [variant.transient_bytes for variant in numbers.variants] == [0, 0]
-    assert numbers.variants[0].read_seconds[0] == numbers.variants[0].block_bytes[0] / problem.hardware.disk_bytes_per_second
+    assert (
+        numbers.variants[0].read_seconds[0]
+        == numbers.variants[0].block_bytes[0] / problem.hardware.disk_bytes_per_second
+    )
 
 
 def test_in_fp8_weights_are_read_as_stored_and_in_16_bit_multiplied_by_their_scale(
@@ -118,29 +150,48 @@ def test_in_fp8_weights_are_read_as_stored_and_in_16_bit_multiplied_by_their_sca
 ) -> None:
     graph = at(flux, scaled, "fp8", "bfloat16")
     name = "transformer_blocks.0.ff.net.2.weight"
-    for precision, made in (("fp8", False), ("bfloat16", True)):
+    for precision, is_derived in (("fp8", False), ("bfloat16", True)):
         _, writer = draft(graph.component("transformer"), graph, precision)
         assert writer.plain
-        assert isinstance(writer.source._stored[name], Derivation) == made  # type: ignore[attr-defined]
+        assert isinstance(writer.source._pieces[name], Derivation) == is_derived  # type: ignore[attr-defined]
     value = torch.empty(module.get_parameter(name).shape, dtype=torch.bfloat16)
-    writer.source.into(name, value)
-    wanted = module.get_parameter(name)
-    assert (value - wanted).abs().max() < 0.07 * wanted.abs().max()
+    writer.source.read_into(name, value)
+    expected = module.get_parameter(name)
+    assert (value - expected).abs().max() < 0.07 * expected.abs().max()
 
 
 def test_the_scale_of_a_converted_weight_is_converted_with_it(tmp_path: Path) -> None:
-    """FLUX's query, key and value are thirds of one weight, and the halves of its last norm are swapped: so are their scales."""
+    """FLUX's query, key and value are thirds of one weight, and the halves of its last norm are
+    swapped: so are their scales."""
     import original_layouts as layouts
 
-    small = {"num_attention_heads": 24, "attention_head_dim": 128, "pooled_projection_dim": 64, "joint_attention_dim": 64}
+    small = {
+        "num_attention_heads": 24,
+        "attention_head_dim": 128,
+        "pooled_projection_dim": 64,
+        "joint_attention_dim": 64,
+    }
     small |= {"in_channels": 64, "guidance_embeds": False, "num_layers": 1, "num_single_layers": 1}
     component = Component(
-        "transformer", "diffusers.FluxTransformer2DModel", str(tmp_path / "f.safetensors"), small, True, "bfloat16", ("fp8",)
+        "transformer",
+        "diffusers.FluxTransformer2DModel",
+        str(tmp_path / "f.safetensors"),
+        small,
+        True,
+        "bfloat16",
+        ("fp8",),
     )
     shapes = layouts.flux_shapes(small)
-    scales = {f"{name}_scale": (shape[0], 1) for name, shape in shapes.items() if name.endswith(".weight")}
+    scales = {
+        f"{name}_scale": (shape[0], 1) for name, shape in shapes.items() if name.endswith(".weight")
+    }
     scales["double_blocks.0.txt_attn.qkv.weight_scale"] = ()  # one element for all rows
-    layouts.write_hollow(tmp_path / "f.safetensors", {**shapes, **scales}, {name: "F32" for name in scales}, "F8_E4M3")
+    layouts.write_hollow(
+        tmp_path / "f.safetensors",
+        {**shapes, **scales},
+        {name: "F32" for name in scales},
+        "F8_E4M3",
+    )
     _, content = held_meta_module(component, ("diffusers",), "fp8")
     query, key = (content.scales[f"transformer_blocks.0.attn.to_{name}.weight"] for name in "qk")
     assert query.shape == key.shape == (3072, 1)
@@ -152,11 +203,17 @@ def test_the_scale_of_a_converted_weight_is_converted_with_it(tmp_path: Path) ->
     assert content.scales["norm_out.linear.weight"].shape == (6144, 1)
 
 
-def test_scales_of_another_shape_are_refused(flux: Graph, module: nn.Module, tmp_path: Path) -> None:
+def test_scales_of_another_shape_are_refused(
+    flux: Graph, module: nn.Module, tmp_path: Path
+) -> None:
     tensors = {name: tensor.to(FP8) for name, tensor in module.state_dict().items()}
     save_file({**tensors, "x_embedder.weight_scale": torch.ones(2, 3)}, tmp_path / "f.safetensors")
     component = at(flux, tmp_path / "f.safetensors", "fp8").component("transformer")
     with pytest.raises(
-        GraphError, match="x_embedder.weight_scale \\[2, 3\\] is not a supported scale of x_embedder.weight \\[128, 16\\]"
+        GraphError,
+        match=(
+            "x_embedder.weight_scale \\[2, 3\\] is not a supported scale of x_embedder.weight "
+            "\\[128, 16\\]"
+        ),
     ):
         holding(component, meta_module(component, flux.trust))

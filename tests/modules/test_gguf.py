@@ -1,5 +1,5 @@
-"""GGUF files as a precision: counted by their headers, computed bit for bit as diffusers' own GGUF layers, resident and
-streamed.
+"""GGUF files as a precision: counted by their headers, computed bit for bit as diffusers' own GGUF
+layers, resident and streamed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graphrun.graph.graph import Component, Graph
 from graphrun.modules.build import build, draft, held_meta_module, meta_module
 from graphrun.modules.gguf import dequantized, gguf_tensors, quantized_types, shape_of
 from graphrun.profile.precision import flags
-from graphrun.profile.quantized import widened
+from graphrun.profile.quantized import dequantization_bytes
 from graphrun.solve.infeasible import Infeasible
 from graphrun.verify.simulate import simulate
 
@@ -38,22 +38,24 @@ def flux() -> Graph:
 @pytest.fixture(scope="module")
 def file(flux: Graph, tmp_path_factory: pytest.TempPathFactory) -> Path:
     module = build(flux.component("transformer"), flux)
-    return write_gguf(tmp_path_factory.mktemp("gguf") / "flux-tiny-Q4.gguf", dict(module.state_dict()), by_role)
+    return write_gguf(
+        tmp_path_factory.mktemp("gguf") / "flux-tiny-Q4.gguf", dict(module.state_dict()), by_role
+    )
 
 
 @pytest.fixture(scope="module")
 def graph(flux: Graph, file: Path) -> Graph:
-    held = replace(flux.component("transformer"), precision=("gguf",), gguf=str(file))
-    return replace(flux, components={**flux.components, "transformer": held})
+    component = replace(flux.component("transformer"), precision=("gguf",), gguf=str(file))
+    return replace(flux, components={**flux.components, "transformer": component})
 
 
 def with_weights(component: Component, graph: Graph) -> nn.Module:
     module, writer = draft(component, graph, "gguf")
     for path, child in module.named_modules():
-        for key, like in child._parameters.items():
-            if like is not None:
-                target = torch.empty(like.shape, dtype=like.dtype)
-                writer.source.into(f"{path}.{key}" if path else key, target)
+        for key, parameter in child._parameters.items():
+            if parameter is not None:
+                target = torch.empty(parameter.shape, dtype=parameter.dtype)
+                writer.source.read_into(f"{path}.{key}" if path else key, target)
                 child._parameters[key] = nn.Parameter(target, requires_grad=False)
     return module
 
@@ -69,24 +71,29 @@ def theirs_of(component: Component, graph: Graph, file: Path, folder: Path) -> A
 
 
 def test_the_header_agrees_with_the_gguf_library(file: Path) -> None:
-    mine = {tensor.name: tensor for tensor in gguf_tensors(file, "")}
-    theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
-    assert mine.keys() == theirs.keys()
-    for name, tensor in mine.items():
-        assert (tensor.nbytes, tensor.begin) == (int(theirs[name].n_bytes), int(theirs[name].data_offset)), name
-        plain = theirs[name].tensor_type in (TYPES.F32, TYPES.F16, TYPES.BF16)
-        assert tensor.quant == ("" if plain else theirs[name].tensor_type.name)
+    tensors = {tensor.name: tensor for tensor in gguf_tensors(file, "")}
+    reference = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    assert tensors.keys() == reference.keys()
+    for name, tensor in tensors.items():
+        assert (tensor.nbytes, tensor.begin) == (
+            int(reference[name].n_bytes),
+            int(reference[name].data_offset),
+        ), name
+        plain = reference[name].tensor_type in (TYPES.F32, TYPES.F16, TYPES.BF16)
+        assert tensor.quant == ("" if plain else reference[name].tensor_type.name)
         shape = shape_of(tensor.shape, tensor.quant) if tensor.quant else tensor.shape
-        assert shape == tuple(int(n) for n in theirs[name].shape)[::-1]
-    assert {tensor.quant for tensor in mine.values()} == {"", "Q4_0", "Q8_0", "Q5_1"}
+        assert shape == tuple(int(n) for n in reference[name].shape)[::-1]
+    assert {tensor.quant for tensor in tensors.values()} == {"", "Q4_0", "Q8_0", "Q5_1"}
 
 
-def test_outputs_are_those_of_diffusers_own_gguf_layers(graph: Graph, file: Path, tmp_path: Path) -> None:
+def test_outputs_are_those_of_diffusers_own_gguf_layers(
+    graph: Graph, file: Path, tmp_path: Path
+) -> None:
     component = graph.component("transformer")
-    mine, theirs = with_weights(component, graph), theirs_of(component, graph, file, tmp_path)
-    names = dict(theirs.named_parameters())
-    assert names.keys() == dict(mine.named_parameters()).keys()
-    generator, config = torch.Generator().manual_seed(0), theirs.config
+    module, reference = with_weights(component, graph), theirs_of(component, graph, file, tmp_path)
+    names = dict(reference.named_parameters())
+    assert names.keys() == dict(module.named_parameters()).keys()
+    generator, config = torch.Generator().manual_seed(0), reference.config
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(torch.bfloat16)
@@ -102,9 +109,9 @@ def test_outputs_are_those_of_diffusers_own_gguf_layers(graph: Graph, file: Path
         "return_dict": False,
     }
     with torch.no_grad():
-        out, wanted = mine(**arguments)[0], theirs(**arguments)[0]
-    assert torch.equal(out, wanted)
-    assert wanted.isfinite().all()
+        output, expected = module(**arguments)[0], reference(**arguments)[0]
+    assert torch.equal(output, expected)
+    assert expected.isfinite().all()
 
 
 @pytest.mark.parametrize("kind", sorted(quantized_types()))
@@ -112,67 +119,84 @@ def test_every_type_of_diffusers_is_dequantized_as_by_diffusers(kind: str) -> No
     from diffusers.quantizers.gguf.utils import GGUFParameter, dequantize_gguf_tensor
 
     block, size = gguf.GGML_QUANT_SIZES[TYPES[kind]]
-    raw = torch.randint(0, 100, (3, 2 * size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    wanted = dequantize_gguf_tensor(GGUFParameter(raw, quant_type=TYPES[kind]))
-    mine = dequantized(raw, kind)
-    assert mine.shape == shape_of(raw.shape, kind) == (3, 2 * block)
-    assert torch.equal(mine.view(torch.uint8), wanted.view(torch.uint8))
+    raw = torch.randint(
+        0, 100, (3, 2 * size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
+    expected = dequantize_gguf_tensor(GGUFParameter(raw, quant_type=TYPES[kind]))
+    numbers = dequantized(raw, kind)
+    assert numbers.shape == shape_of(raw.shape, kind) == (3, 2 * block)
+    assert torch.equal(numbers.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_planned_bytes_are_the_file_s(graph: Graph, file: Path) -> None:
-    """The transformer's tensors without padding: quantized ones as stored in the file, others in the component's dtype."""
+    """The transformer's tensors without padding: quantized ones as stored in the file, others in
+    the component's dtype."""
     module, content = held_meta_module(graph.component("transformer"), graph.trust, "gguf")
     quantized = {tensor.name: tensor.nbytes for tensor in content.tensors if tensor.quant}
-    held = {name: p.numel() * p.element_size() for name, p in module.named_parameters()}
-    assert {name: held[name] for name in quantized} == quantized
+    sizes = {name: p.numel() * p.element_size() for name, p in module.named_parameters()}
+    assert {name: sizes[name] for name in quantized} == quantized
     problem = graphrun.estimate(graph, vram="64M", ram="1G", hardware="sim", inputs={"steps": 1})
     numbers = problem.component("transformer")
-    whole = sum(len(k.blocks) * n for k, n in zip(numbers.groups, numbers.variants[0].block_bytes, strict=True))
-    assert sum(held.values()) <= whole < 1.02 * sum(held.values())
+    whole = sum(
+        len(k.blocks) * n
+        for k, n in zip(numbers.groups, numbers.variants[0].block_bytes, strict=True)
+    )
+    assert sum(sizes.values()) <= whole < 1.02 * sum(sizes.values())
     assert [variant.backing_store for variant in numbers.variants] == ["pinned", "disk"]
     assert all(variant.transient_bytes == 0 for variant in numbers.variants)
     rate = problem.hardware.disk_bytes_per_second
-    assert numbers.variants[0].read_seconds == tuple(n / rate for n in numbers.variants[0].block_bytes)
+    assert numbers.variants[0].read_seconds == tuple(
+        n / rate for n in numbers.variants[0].block_bytes
+    )
 
 
 @pytest.mark.parametrize("kind", sorted(quantized_types()))
 def test_dequantization_memory_is_counted_from_its_allocations(kind: str) -> None:
     block, size = gguf.GGML_QUANT_SIZES[TYPES[kind]]
     outputs, inputs = 64, 2048
-    ((peak, written),) = widened({"w": (kind, inputs // block * size, (outputs, inputs))}, "bfloat16").values()
+    ((peak, output_bytes),) = dequantization_bytes(
+        {"w": (kind, inputs // block * size, (outputs, inputs))}, "bfloat16"
+    ).values()
     elements = outputs * inputs
-    assert 4 * elements < peak < 40 * elements  # the numbers in fp16 or fp32 and in 16 bit, and indices for types with a codebook
-    assert written > peak - 1024
+    # the numbers in fp16 or fp32 and in 16 bit, and indices for types with a codebook
+    assert 4 * elements < peak < 40 * elements
+    assert output_bytes > peak - 1024
 
 
 def test_streamed_resident_and_released_with_the_same_picture(graph: Graph) -> None:
-    pictures, seen = set(), set()
+    pictures, digests = set(), set()
     for vram in ("64M", "5M", "4M"):
         problem = graphrun.estimate(graph, vram=vram, ram="1G", hardware="sim", inputs={"steps": 2})
         solution = graphrun.plan(problem)
         trace = graphrun.run(solution, graph, {"steps": 2})
-        seen.add("stream transformer" in str(solution.plan))
+        digests.add("stream transformer" in str(solution.plan))
         pictures.add(trace.outputs["image"].tobytes())
         assert trace.left_bytes == 0
         assert all(tier.left_bytes == 0 for tier in trace.tiers)
-        for planned, measured in trace.beside(simulate(solution.problem, solution.plan).slots):
-            assert measured.peak_bytes <= planned.peak_bytes, planned.phase
-            if planned.phase.startswith("denoise") and measured.calls:
-                assert measured.peak_bytes > 0.97 * planned.peak_bytes
+        for slot, slot_trace in trace.pairs_with(simulate(solution.problem, solution.plan).slots):
+            assert slot_trace.peak_bytes <= slot.peak_bytes, slot.phase
+            if slot.phase.startswith("denoise") and slot_trace.calls:
+                assert slot_trace.peak_bytes > 0.97 * slot.peak_bytes
     assert len(pictures) == 1
-    assert seen == {True, False}
+    assert digests == {True, False}
 
 
 def test_gguf_may_be_one_of_several_precisions(flux: Graph, file: Path, tmp_path: Path) -> None:
     plain = flux.component("transformer")
     build(plain, flux).save_pretrained(tmp_path)  # type: ignore[operator]
-    both = replace(plain, source=str(tmp_path), precision=("bfloat16", "gguf"), gguf=str(file))
-    graph = replace(flux, components={**flux.components, "transformer": both})
-    arguments = {"vram": "9M", "ram": "1G", "hardware": "sim", "inputs": {"steps": 1}, "keep": ["transformer"]}
+    component = replace(plain, source=str(tmp_path), precision=("bfloat16", "gguf"), gguf=str(file))
+    graph = replace(flux, components={**flux.components, "transformer": component})
+    arguments = {
+        "vram": "9M",
+        "ram": "1G",
+        "hardware": "sim",
+        "inputs": {"steps": 1},
+        "keep": ["transformer"],
+    }
     with pytest.raises(Infeasible):  # `keep` all of it: streamed in 16 bit it would fit
         graphrun.plan(graphrun.estimate(graph, **arguments))
-    allowed = graphrun.plan(graphrun.estimate(graph, allow=["gguf"], **arguments))
-    assert dict(allowed.plan.variants)["transformer"].startswith("gguf")
+    solution = graphrun.plan(graphrun.estimate(graph, allow=["gguf"], **arguments))
+    assert dict(solution.plan.variants)["transformer"].startswith("gguf")
 
 
 def test_the_version_table_has_gguf() -> None:
@@ -182,9 +206,9 @@ def test_the_version_table_has_gguf() -> None:
 
 
 def refusal(component: Component, graph: Graph) -> str:
-    with pytest.raises(GraphError) as caught:
+    with pytest.raises(GraphError) as error_info:
         held_meta_module(component, graph.trust, "gguf")
-    return str(caught.value)
+    return str(error_info.value)
 
 
 @pytest.mark.parametrize("cut", [0, 3, 20, 200, -200_000, -1])
@@ -201,16 +225,25 @@ def test_a_truncated_file_is_named(graph: Graph, file: Path, tmp_path: Path, cut
 def test_damaged_counts_do_not_exhaust_memory(graph: Graph, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     for tensors, keys in ((1 << 60, 0), (0, 1 << 60), (1, 0)):
-        path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, tensors, keys) + struct.pack("<Q", 1 << 60))
-        assert "is not a GGUF header" in refusal(replace(graph.component("transformer"), gguf=str(path)), graph)
+        path.write_bytes(
+            b"GGUF" + struct.pack("<IQQ", 3, tensors, keys) + struct.pack("<Q", 1 << 60)
+        )
+        assert "is not a GGUF header" in refusal(
+            replace(graph.component("transformer"), gguf=str(path)), graph
+        )
 
 
 def test_other_shapes_and_types_are_named(graph: Graph, flux: Graph, tmp_path: Path) -> None:
-    state = {name: tensor for name, tensor in build(flux.component("transformer"), flux).state_dict().items()}
-    changed = {**state, "x_embedder.weight": torch.zeros(128, 64)}
+    state = {
+        name: tensor
+        for name, tensor in build(flux.component("transformer"), flux).state_dict().items()
+    }
+    tensors = {**state, "x_embedder.weight": torch.zeros(128, 64)}
     component = graph.component("transformer")
-    other = write_gguf(tmp_path / "other.gguf", changed, by_role)
-    assert "x_embedder.weight is [128, 64] float16, not [128, 16]" in refusal(replace(component, gguf=str(other)), graph)
+    other = write_gguf(tmp_path / "other.gguf", tensors, by_role)
+    assert "x_embedder.weight is [128, 64] float16, not [128, 16]" in refusal(
+        replace(component, gguf=str(other)), graph
+    )
     path = tmp_path / "types.gguf"
     writer = gguf.GGUFWriter(path, "flux")
     writer.add_tensor("a.weight", numpy.zeros((4, 54), numpy.uint8), raw_dtype=TYPES.TQ1_0)
@@ -218,16 +251,32 @@ def test_other_shapes_and_types_are_named(graph: Graph, flux: Graph, tmp_path: P
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert "a.weight is TQ1_0, which diffusers cannot compute with" in refusal(replace(component, gguf=str(path)), graph)
+    assert "a.weight is TQ1_0, which diffusers cannot compute with" in refusal(
+        replace(component, gguf=str(path)), graph
+    )
 
 
-@pytest.mark.parametrize("name", ["time_text_embed.timestep_embedder.linear_1.weight", "proj_out.bias"])
-def test_a_missing_tensor_is_named_before_a_plan(graph: Graph, flux: Graph, tmp_path: Path, name: str) -> None:
-    state = {key: tensor for key, tensor in build(flux.component("transformer"), flux).state_dict().items() if key != name}
+@pytest.mark.parametrize(
+    "name", ["time_text_embed.timestep_embedder.linear_1.weight", "proj_out.bias"]
+)
+def test_a_missing_tensor_is_named_before_a_plan(
+    graph: Graph, flux: Graph, tmp_path: Path, name: str
+) -> None:
+    state = {
+        key: tensor
+        for key, tensor in build(flux.component("transformer"), flux).state_dict().items()
+        if key != name
+    }
     path = write_gguf(tmp_path / "short.gguf", state, by_role)
-    held = replace(graph.component("transformer"), gguf=str(path))
-    with pytest.raises(GraphError, match=f"components.transformer: {path} lacks 1 tensors, such as {name}"):
-        graphrun.estimate(replace(graph, components={**graph.components, "transformer": held}), vram="64M", hardware="sim")
+    component = replace(graph.component("transformer"), gguf=str(path))
+    with pytest.raises(
+        GraphError, match=f"components.transformer: {path} lacks 1 tensors, such as {name}"
+    ):
+        graphrun.estimate(
+            replace(graph, components={**graph.components, "transformer": component}),
+            vram="64M",
+            hardware="sim",
+        )
 
 
 def test_the_error_for_a_missing_file_says_what_to_do(flux: Graph, tmp_path: Path) -> None:
@@ -240,53 +289,81 @@ def test_the_error_for_a_missing_file_says_what_to_do(flux: Graph, tmp_path: Pat
     line = "transformer.json, dtype: bfloat16"
     path = tmp_path / "graph.yaml"
 
-    def said(more: str) -> str:
-        path.write_text(text.replace(line, f"{line}, {more}"))
-        with pytest.raises(GraphError) as caught:
+    def said(precision: str) -> str:
+        path.write_text(text.replace(line, f"{line}, {precision}"))
+        with pytest.raises(GraphError) as error_info:
             graphrun.load(path)
-        return str(caught.value).split(": ", 1)[1]
+        return str(error_info.value).split(": ", 1)[1]
 
     todo = "its header is needed to plan: get it, or leave gguf out of precision:"
-    assert said("precision: [gguf], gguf: a.gguf") == f"components.transformer.gguf: no such file: {tmp_path}/a.gguf; {todo}"
-    assert said("precision: [gguf]") == "components.transformer.precision: gguf needs a file: add gguf: with the path of one"
+    assert (
+        said("precision: [gguf], gguf: a.gguf")
+        == f"components.transformer.gguf: no such file: {tmp_path}/a.gguf; {todo}"
+    )
+    assert (
+        said("precision: [gguf]")
+        == "components.transformer.precision: gguf needs a file: add gguf: with the path of one"
+    )
     assert "is not used: add gguf to precision:" in said("gguf: graph.yaml")
-    away = replace(flux.component("transformer"), precision=("gguf",), gguf="nobody/nothing-of-this-name/a.gguf")
-    assert refusal(away, flux).endswith(f"nobody/nothing-of-this-name/a.gguf is not on this machine, and {todo}")
+    component = replace(
+        flux.component("transformer"),
+        precision=("gguf",),
+        gguf="nobody/nothing-of-this-name/a.gguf",
+    )
+    assert refusal(component, flux).endswith(
+        f"nobody/nothing-of-this-name/a.gguf is not on this machine, and {todo}"
+    )
 
 
 def test_a_lora_is_not_fused_into_gguf_weights(graph: Graph) -> None:
     from graphrun.graph.graph import Adapter
 
     with pytest.raises(GraphError, match="a LoRA cannot be fused into weights in gguf"):
-        draft(replace(graph.component("transformer"), loras=(Adapter("a.safetensors"),)), graph, "gguf")
+        draft(
+            replace(graph.component("transformer"), loras=(Adapter("a.safetensors"),)),
+            graph,
+            "gguf",
+        )
 
 
 def test_flux_at_full_size_needs_the_header_only(tmp_path: Path) -> None:
-    """FLUX in Q4_0 in its authors' layout, a sparse file of 6.7 GiB: fused weights are split, swapped ones computed."""
+    """FLUX in Q4_0 in its authors' layout, a sparse file of 6.7 GiB: fused weights are split,
+    swapped ones computed."""
     import original_layouts as layouts
 
     graph = graphrun.load(GRAPHS / "flux-dev.yaml")
     path = tmp_path / "flux1-dev-Q4_0.gguf"
     total, writer = 0, gguf.GGUFWriter(path, "flux")
-    for name, shape in layouts.flux_shapes(graph.component("transformer").config | {"in_channels": 64}).items():
+    for name, shape in layouts.flux_shapes(
+        graph.component("transformer").config | {"in_channels": 64}
+    ).items():
         kind = TYPES.Q4_0 if len(shape) == 2 else TYPES.F32
         block, size = gguf.GGML_QUANT_SIZES[kind]
         nbytes = int(numpy.prod(shape)) // block * size
-        of = numpy.dtype(numpy.uint8 if len(shape) == 2 else numpy.float32)
-        writer.add_tensor_info(name, gguf.quant_shape_to_byte_shape(shape, kind) if len(shape) == 2 else shape, of, nbytes, kind)
+        dtype = numpy.dtype(numpy.uint8 if len(shape) == 2 else numpy.float32)
+        writer.add_tensor_info(
+            name,
+            gguf.quant_shape_to_byte_shape(shape, kind) if len(shape) == 2 else shape,
+            dtype,
+            nbytes,
+            kind,
+        )
         total += -(-nbytes // 32) * 32
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
-    with path.open("ab") as opened:
-        opened.truncate(-(-opened.tell() // 32) * 32 + total)
+    with path.open("ab") as file:
+        file.truncate(-(-file.tell() // 32) * 32 + total)
     component = replace(graph.component("transformer"), precision=("gguf",), gguf=str(path))
     module, content = held_meta_module(component, graph.trust, "gguf")
     assert module.state_dict().keys() == content.pieces.keys()
-    held = sum(p.numel() * p.element_size() for p in module.parameters())
-    assert 6.2e9 < held < total
+    module_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+    assert 6.2e9 < module_bytes < total
     assert content.kind("norm_out.linear.weight") == "Q4_0"
-    assert module.get_parameter("transformer_blocks.0.attn.to_q.weight").shape == (3072, 3072 // 32 * 18)
+    assert module.get_parameter("transformer_blocks.0.attn.to_q.weight").shape == (
+        3072,
+        3072 // 32 * 18,
+    )
     _, draft_writer = draft(component, graph, "gguf")
     assert draft_writer.plain

@@ -1,4 +1,5 @@
-"""Downloads from a hub on loopback, by huggingface_hub's own client: what a user reads when one works, and when it does not."""
+"""Downloads from a hub on loopback, by huggingface_hub's own client: what a user reads when one
+works, and when it does not."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ from hub_server import LIMITED, MEMBER, VISITOR, Hub, Repository
 from huggingface_hub import constants
 
 import graphrun as package
-from graphrun.cli.downloads import asked_for, downloaded
+from graphrun.cli.downloads import download_all, required_downloads
 from graphrun.errors import GraphError
 from graphrun.modules.hub import snapshot
-from graphrun.modules.needs import missing
+from graphrun.modules.needs import find_missing
 
 SHAPES = Path(__file__).parents[2] / "graphs" / "shapes"
 MAIN, OLD = "a" * 40, "b" * 40
@@ -28,7 +29,11 @@ Cli = Callable[..., tuple[int, str, str]]
 
 
 def whole() -> dict[str, bytes]:
-    return {path.relative_to(SHAPES).as_posix(): path.read_bytes() for path in SHAPES.rglob("*.*") if path.is_file()}
+    return {
+        path.relative_to(SHAPES).as_posix(): path.read_bytes()
+        for path in SHAPES.rglob("*.*")
+        if path.is_file()
+    }
 
 
 def pickled() -> dict[str, bytes]:
@@ -39,11 +44,20 @@ def pickled() -> dict[str, bytes]:
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     old = {**whole(), "vae/config.json": whole()["vae/config.json"] + b"\n"}
     shapes = Repository({MAIN: whole(), OLD: old}, {"main": MAIN, "v1": OLD})
-    gated = Repository({MAIN: whole()}, {"main": MAIN}, "auto", {"license": "other", "license_name": "some-non-commercial-license"})
+    gated = Repository(
+        {MAIN: whole()},
+        {"main": MAIN},
+        "auto",
+        {"license": "other", "license_name": "some-non-commercial-license"},
+    )
     binary = Repository({MAIN: pickled()}, {"main": MAIN})
     with Hub({"org/shapes": shapes, "org/gated": gated, "org/binary": binary}) as served:
         monkeypatch.setattr(constants, "ENDPOINT", served.endpoint)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", served.endpoint + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            served.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+        )
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -63,13 +77,24 @@ def from_hub(source: str) -> Any:
 
 
 def files(tmp_path: Path) -> list[Path]:
-    return [path for path in (tmp_path / "hub").rglob("*") if path.is_file() and "models--" in str(path)]
+    return [
+        path for path in (tmp_path / "hub").rglob("*") if path.is_file() and "models--" in str(path)
+    ]
 
 
-NONE = "there is no such repository, or it is private, and no such folder here; check the name, or log in: hf auth login"
+NONE = (
+    "there is no such repository, or it is private, and no such folder here; check the name, or "
+    "log in: hf auth login"
+)
 GATED = "it is gated; accept its licence on {hub}/org/gated, then log in: hf auth login"
-CLOSED = "it is gated, and the account in use has no access; ask for it on {hub}/org/gated, or take another account: hf auth login"
-REFUSED = "it refused the token in use (403); make one that may read it on {hub}/settings/tokens, then: hf auth login"
+CLOSED = (
+    "it is gated, and the account in use has no access; ask for it on {hub}/org/gated, or take "
+    "another account: hf auth login"
+)
+REFUSED = (
+    "it refused the token in use (403); make one that may read it on {hub}/settings/tokens, then: "
+    "hf auth login"
+)
 
 
 @pytest.mark.parametrize(
@@ -82,36 +107,55 @@ REFUSED = "it refused the token in use (403); make one that may read it on {hub}
         ("org/gated", LIMITED, f"cannot get org/gated from the hub: {REFUSED}"),
         ("org/shapes@v9", "", "cannot get org/shapes from the hub: it has no revision v9"),
         ("org/binary", "", "the repository org/binary has no safetensors in text_encoder"),
-        ("./none", "", "no config, and no {here}/none/text_encoder/config.json; give config: or another source"),
+        (
+            "./none",
+            "",
+            "no config, and no {here}/none/text_encoder/config.json; give config: or another "
+            "source",
+        ),
     ],
 )
 def test_what_a_run_cannot_get_is_said_before_planning(
-    hub: Hub, graphrun: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, token: str, message: str
+    hub: Hub,
+    graphrun: Cli,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    token: str,
+    message: str,
 ) -> None:
     """After at most two requests, with the line of the graph; nothing is downloaded."""
     monkeypatch.setenv("HF_TOKEN", token)
     monkeypatch.setattr("graphrun.api.estimate", None)
-    code, out, err = graphrun("run", "shapes", "--device", "sim", "--vram", "4M", "--source", source)
-    assert (code, out) == (2, "")
+    code, output, err = graphrun(
+        "run", "shapes", "--device", "sim", "--vram", "4M", "--source", source
+    )
+    assert (code, output) == (2, "")
     assert message.format(hub=hub.endpoint, here=tmp_path) in err
     assert "shapes.yaml:" in err
     assert len(hub.requests) <= 2
     assert not files(tmp_path)
 
 
-def test_a_full_disk_is_said_before_planning(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_said_before_planning(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
     with pytest.raises(
-        GraphError, match=r"5\.\d\d MiB are to be downloaded, and .*/hub has 1.00 MiB free: make room, or name a folder"
+        GraphError,
+        match=(
+            r"5\.\d\d MiB are to be downloaded, and .*/hub has 1.00 MiB free: make room, or name "
+            r"a folder"
+        ),
     ):
-        asked_for(from_hub("org/shapes"), None)
+        required_downloads(from_hub("org/shapes"), None)
     assert not files(tmp_path)
 
 
 def test_a_licence_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", MEMBER)
     lines = list[str]()
-    asked_for(from_hub("org/gated"), lines.append)
+    required_downloads(from_hub("org/gated"), lines.append)
     assert lines[0].startswith("org/gated at aaaaaaaa: 5.")
     assert lines[0].endswith(" files to download, licence some-non-commercial-license")
 
@@ -119,74 +163,101 @@ def test_a_licence_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("offline", "message"),
     [
-        (True, "HF_HUB_OFFLINE is set, and the hub's cache lacks it; unset it, or give a folder: none is here by this name"),
+        (
+            True,
+            "HF_HUB_OFFLINE is set, and the hub's cache lacks it; unset it, or give a folder: "
+            "none is here by this name",
+        ),
         (False, "without a network, give a folder"),
     ],
 )
-def test_without_a_network(hub: Hub, monkeypatch: pytest.MonkeyPatch, offline: bool, message: str) -> None:
+def test_without_a_network(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, offline: bool, message: str
+) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # discard: nothing listens
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
     with pytest.raises(GraphError, match=message):
-        asked_for(from_hub("org/shapes"), None)
+        required_downloads(from_hub("org/shapes"), None)
 
 
-def test_what_is_missing_is_downloaded_once(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_downloaded_once(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Large files come from another host, which is not told the token (the server asserts it)."""
     monkeypatch.setenv("HF_TOKEN", MEMBER)
     graph, lines = from_hub("org/shapes"), list[str]()
-    downloaded(asked_for(graph, lines.append), lines.append)
+    download_all(required_downloads(graph, lines.append), lines.append)
     assert len(lines) == 1
     assert lines[0].startswith("org/shapes at aaaaaaaa: ")
     snapshot_folder = tmp_path / "hub/models--org--shapes/snapshots" / MAIN
     for path, content in whole().items():
         if path != "model_index.json":
             assert (snapshot_folder / path).read_bytes() == content
-    made = len(hub.requests)
-    assert missing(graph) == asked_for(graph, None) == []
-    assert len(hub.requests) == made
+    request_count = len(hub.requests)
+    assert find_missing(graph) == required_downloads(graph, None) == []
+    assert len(hub.requests) == request_count
 
 
-def test_a_connection_that_breaks_twice_goes_on_where_it_broke(hub: Hub, tmp_path: Path, impatient: None) -> None:
+def test_a_connection_that_breaks_twice_goes_on_where_it_broke(
+    hub: Hub, tmp_path: Path, impatient: None
+) -> None:
     hub.breaks["model.safetensors"] = 2
-    downloaded(asked_for(from_hub("org/shapes"), None), None)
-    ranges = [of for method, path, of in hub.requests if path.endswith("model.safetensors") and of]
+    download_all(required_downloads(from_hub("org/shapes"), None), None)
+    ranges = [
+        byte_range
+        for method, path, byte_range in hub.requests
+        if path.endswith("model.safetensors") and byte_range
+    ]
     assert len(ranges) == 2
-    assert all(int(of.removeprefix("bytes=").removesuffix("-")) >= 100_000 for of in ranges)
+    assert all(
+        int(byte_range.removeprefix("bytes=").removesuffix("-")) >= 100_000 for byte_range in ranges
+    )
     for name in ("text_encoder", "text_encoder_2"):
         file = tmp_path / "hub/models--org--shapes/snapshots" / MAIN / name / "model.safetensors"
         assert file.read_bytes() == whole()[f"{name}/model.safetensors"]
 
 
-def test_a_download_that_failed_goes_on_with_the_files_that_are_missing(hub: Hub, tmp_path: Path, impatient: None) -> None:
-    """Which small files came before the failure is a matter of threads: those that did are not asked for again."""
+def test_a_download_that_failed_goes_on_with_the_files_that_are_missing(
+    hub: Hub, tmp_path: Path, impatient: None
+) -> None:
+    """Which small files came before the failure is a matter of threads: those that did are not
+    asked for again."""
     hub.breaks[LARGE] = 10**6
     graph = from_hub("org/shapes")
-    with pytest.raises(GraphError, match="from the hub: peer closed .*; the same command goes on with what is missing"):
-        downloaded(asked_for(graph, None), None)
+    with pytest.raises(
+        GraphError,
+        match="from the hub: peer closed .*; the same command goes on with what is missing",
+    ):
+        download_all(required_downloads(graph, None), None)
     folder = tmp_path / "hub/models--org--shapes/snapshots" / MAIN
-    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    paths = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     hub.breaks.clear()
     hub.requests.clear()
     lines = list[str]()
-    downloaded(asked_for(graph, lines.append), None)
-    asked = [path for method, path, _ in hub.requests if method == "GET" and f"/{MAIN}/" in path and "api" not in path]
-    gets = {path.partition(f"/{MAIN}/")[2] for path in asked}
+    download_all(required_downloads(graph, lines.append), None)
+    queries = [
+        path
+        for method, path, _ in hub.requests
+        if method == "GET" and f"/{MAIN}/" in path and "api" not in path
+    ]
+    gets = {path.partition(f"/{MAIN}/")[2] for path in queries}
     assert gets >= {f"transformer/{LARGE}", f"vae/{LARGE}"}
-    assert not gets & there
+    assert not gets & paths
     assert f" in {len(gets)} files to download" in lines[0]
-    assert missing(graph) == []
+    assert find_missing(graph) == []
 
 
 def test_files_with_a_wrong_hash_are_deleted(hub: Hub, tmp_path: Path) -> None:
     hub.wrong.add(LARGE)
     graph, text = (
         from_hub("org/shapes"),
-        "2 files of org/shapes are not what the hub says, and are deleted: SHA-256 is [0-9a-f]{64} instead of [0-9a-f]{64}; run",
+        "2 files of org/shapes are not what the hub says, and are deleted: SHA-256 is "
+        "[0-9a-f]{64} instead of [0-9a-f]{64}; run",
     )
     with pytest.raises(GraphError, match=text):
-        downloaded(asked_for(graph, None), None)
+        download_all(required_downloads(graph, None), None)
     hub.wrong.clear()
-    downloaded(asked_for(graph, None), None)
+    download_all(required_downloads(graph, None), None)
     for name in ("transformer", "vae"):
         file = tmp_path / "hub/models--org--shapes/snapshots" / MAIN / name / LARGE
         assert file.read_bytes() == whole()[f"{name}/{LARGE}"]
@@ -195,38 +266,69 @@ def test_files_with_a_wrong_hash_are_deleted(hub: Hub, tmp_path: Path) -> None:
 def test_a_revision_is_the_one_that_is_downloaded(hub: Hub, tmp_path: Path) -> None:
     """And stays when the tag moves."""
     lines = list[str]()
-    downloaded(asked_for(from_hub("org/shapes@v1"), lines.append), None)
+    download_all(required_downloads(from_hub("org/shapes@v1"), lines.append), None)
     assert "org/shapes at bbbbbbbb: " in lines[0]
-    assert [path.name for path in (tmp_path / "hub/models--org--shapes/snapshots").iterdir()] == [OLD]
+    assert [path.name for path in (tmp_path / "hub/models--org--shapes/snapshots").iterdir()] == [
+        OLD
+    ]
     hub.repositories["org/shapes"].revisions["v1"] = MAIN
-    assert missing(from_hub("org/shapes@v1")) == missing(from_hub(f"org/shapes@{OLD}")) == []
+    assert (
+        find_missing(from_hub("org/shapes@v1")) == find_missing(from_hub(f"org/shapes@{OLD}")) == []
+    )
 
 
 def test_the_progress_of_a_download_ends_with_all_bytes(hub: Hub) -> None:
-    seen = list[tuple[str, int, int]]()
-    snapshot("org/shapes", None, ["*.safetensors"], [], progress=lambda *of: seen.append(of))
+    reports = list[tuple[str, int, int]]()
+    snapshot(
+        "org/shapes", None, ["*.safetensors"], [], progress=lambda *report: reports.append(report)
+    )
     nbytes = sum(len(content) for path, content in whole().items() if path.endswith(".safetensors"))
-    assert ("downloading", nbytes, nbytes) in seen
-    assert seen[-1][0] == "checking"
-    assert all(done <= total <= nbytes for _, done, total in seen)
+    assert ("downloading", nbytes, nbytes) in reports
+    assert reports[-1][0] == "checking"
+    assert all(count <= total <= nbytes for _, count, total in reports)
 
 
 @pytest.mark.sweep("shapes")
 def test_a_run_from_the_hub(hub: Hub, tmp_path: Path) -> None:
     """The command itself, with the endpoint in the environment; the second run needs no hub."""
     hub.breaks[LARGE] = 2
-    environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
-    command = [sys.executable, "-m", "graphrun", "run", "shapes", "--source", "org/shapes@v1", "--device", "sim", "--vram", "4M"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "org/shapes at bbbbbbbb: " in done.stderr
-    assert "the run matched the plan" in done.stdout
-    own = subprocess.run([*command[:5], *command[7:], "-o", "own.png"], cwd=tmp_path, capture_output=True, text=True)
-    again = subprocess.run(
-        [*command, "-o", "again.png"], cwd=tmp_path, env={**environment, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_OFFLINE": "0",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "graphrun",
+        "run",
+        "shapes",
+        "--source",
+        "org/shapes@v1",
+        "--device",
+        "sim",
+        "--vram",
+        "4M",
+    ]
+    process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert "org/shapes at bbbbbbbb: " in process.stderr
+    assert "the run matched the plan" in process.stdout
+    own = subprocess.run(
+        [*command[:5], *command[7:], "-o", "own.png"], cwd=tmp_path, capture_output=True, text=True
     )
-    assert (own.returncode, again.returncode) == (0, 0), again.stderr
+    second = subprocess.run(
+        [*command, "-o", "again.png"],
+        cwd=tmp_path,
+        env={**environment, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert (own.returncode, second.returncode) == (0, 0), second.stderr
     from PIL import Image
 
-    pictures = [Image.open(tmp_path / name).tobytes() for name in ("out/shapes.png", "own.png", "again.png")]
+    pictures = [
+        Image.open(tmp_path / name).tobytes() for name in ("out/shapes.png", "own.png", "again.png")
+    ]
     assert pictures[0] == pictures[1] == pictures[2]

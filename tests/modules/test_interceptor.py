@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphrun.errors import BrokenPlan
-from graphrun.modules.interceptor import Around, CallInterceptor
+from graphrun.modules.interceptor import CallHandler, CallInterceptor
 from graphrun.sim import Machine, device
 
 CPU = torch.device("cpu")
@@ -40,39 +40,41 @@ class Codec(nn.Module):
 
 
 @pytest.fixture
-def seen() -> list[tuple[str, ...]]:
+def events() -> list[tuple[str, ...]]:
     return []
 
 
-def intercepted(codec: Codec, seen: list[tuple[str, ...]], device: torch.device = CPU) -> CallInterceptor:
-    return CallInterceptor({"codec": codec}, device, noting(seen))
+def intercepted(
+    codec: Codec, events: list[tuple[str, ...]], device: torch.device = CPU
+) -> CallInterceptor:
+    return CallInterceptor({"codec": codec}, device, noting(events))
 
 
-def noting(seen: list[tuple[str, ...]]) -> Around:
+def noting(events: list[tuple[str, ...]]) -> CallHandler:
     """Runs the component's own code and notes when it begins and has returned."""
 
     def around(component: str, entry: str, proceed: Any, args: Any, kwargs: Any) -> Any:
-        seen.append(("enter", component, entry))
+        events.append(("enter", component, entry))
         result = proceed(*args, **kwargs)
-        seen.append(("exit", component, entry))
+        events.append(("exit", component, entry))
         return result
 
     return around
 
 
-def test_only_the_outermost_entry_counts(seen: list[tuple[str, ...]]) -> None:
+def test_only_the_outermost_entry_counts(events: list[tuple[str, ...]]) -> None:
     codec, x = Codec(), torch.ones(1, 2)
-    with intercepted(codec, seen):
+    with intercepted(codec, events):
         codec(x)
         codec.decode(codec.encode(x))
     names = ["forward", "encode", "decode"]
-    assert seen == [(what, "codec", name) for name in names for what in ("enter", "exit")]
+    assert events == [(event, "codec", name) for name in names for event in ("enter", "exit")]
 
 
-def test_results_classes_and_signatures_are_unchanged(seen: list[tuple[str, ...]]) -> None:
+def test_results_classes_and_signatures_are_unchanged(events: list[tuple[str, ...]]) -> None:
     codec, x = Codec(), torch.ones(1, 2)
     want, signature = codec(x), inspect.signature(codec.encode)
-    with intercepted(codec, seen):
+    with intercepted(codec, events):
         assert isinstance(codec, Codec)
         assert type(codec).__name__ == "Codec"
         assert inspect.signature(codec.encode) == signature
@@ -82,16 +84,18 @@ def test_results_classes_and_signatures_are_unchanged(seen: list[tuple[str, ...]
     assert type(codec) is Codec
 
 
-def test_the_device_attribute_is_the_interceptors(seen: list[tuple[str, ...]]) -> None:
+def test_the_device_attribute_is_the_interceptors(events: list[tuple[str, ...]]) -> None:
     codec = Codec()
-    with intercepted(codec, seen, torch.device("meta")) as interceptor:
+    with intercepted(codec, events, torch.device("meta")) as interceptor:
         assert codec.device.type == "meta"
         interceptor.device = CPU
         assert codec.device.type == "cpu"
     assert codec.device.type == "cpu"
 
 
-def test_weights_that_code_outside_lists_report_the_interceptors_device(seen: list[tuple[str, ...]]) -> None:
+def test_weights_that_code_outside_lists_report_the_interceptors_device(
+    events: list[tuple[str, ...]],
+) -> None:
     class Listing(Codec):
         def forward(self, x: torch.Tensor) -> Any:
             return next(self.parameters()).device.type, self.inner(x)
@@ -99,33 +103,46 @@ def test_weights_that_code_outside_lists_report_the_interceptors_device(seen: li
     codec = Listing()
     codec.register_buffer("table", torch.ones(1))
     weights = list(codec.parameters())
-    with intercepted(codec, seen, torch.device("meta")):
-        listed = list(codec.parameters())
-        assert {tensor.device.type for tensor in (*listed, *codec.inner.parameters(), *codec.buffers())} == {"meta"}
-        assert [tensor.data_ptr() for tensor in listed] == [tensor.data_ptr() for tensor in weights]
-        assert [(t.dtype, t.shape, t.requires_grad) for t in listed] == [(t.dtype, t.shape, t.requires_grad) for t in weights]
-        assert type(listed[0] + 1) is torch.Tensor
+    with intercepted(codec, events, torch.device("meta")):
+        parameters = list(codec.parameters())
+        assert {
+            tensor.device.type
+            for tensor in (*parameters, *codec.inner.parameters(), *codec.buffers())
+        } == {"meta"}
+        assert [tensor.data_ptr() for tensor in parameters] == [
+            tensor.data_ptr() for tensor in weights
+        ]
+        assert [(t.dtype, t.shape, t.requires_grad) for t in parameters] == [
+            (t.dtype, t.shape, t.requires_grad) for t in weights
+        ]
+        assert type(parameters[0] + 1) is torch.Tensor
         assert codec(torch.ones(1, 2))[0] == "cpu", "its own code sees where they are"
-    assert all(one is other for one, other in zip(codec.parameters(), weights, strict=True))
+    assert all(
+        parameter is other for parameter, other in zip(codec.parameters(), weights, strict=True)
+    )
 
 
-def test_offloading_to_the_cpu_does_nothing_and_other_moves_are_refused(seen: list[tuple[str, ...]]) -> None:
+def test_offloading_to_the_cpu_does_nothing_and_other_moves_are_refused(
+    events: list[tuple[str, ...]],
+) -> None:
     codec = Codec().to(torch.float32)
-    with intercepted(codec, seen, torch.device("meta")):
+    with intercepted(codec, events, torch.device("meta")):
         assert codec.to("meta").to("cpu") is codec
         with pytest.raises(BrokenPlan, match="moves or casts codec to cuda"):
             codec.to("cuda")
 
 
-def test_an_error_ends_the_call_and_the_interceptor_is_removed_in_any_case(seen: list[tuple[str, ...]]) -> None:
+def test_an_error_ends_the_call_and_the_interceptor_is_removed_in_any_case(
+    events: list[tuple[str, ...]],
+) -> None:
     codec = Codec()
-    with pytest.raises(ValueError, match="not a number"), intercepted(codec, seen):
+    with pytest.raises(ValueError, match="not a number"), intercepted(codec, events):
         codec(torch.full((1, 2), torch.nan))
     assert type(codec) is Codec
-    assert seen == [("enter", "codec", "forward")]
-    with intercepted(codec, seen):
+    assert events == [("enter", "codec", "forward")]
+    with intercepted(codec, events):
         codec(torch.ones(1, 2))
-    assert seen[1:] == [("enter", "codec", "forward"), ("exit", "codec", "forward")]
+    assert events[1:] == [("enter", "codec", "forward"), ("exit", "codec", "forward")]
 
 
 def test_around_may_replace_the_result() -> None:
@@ -134,26 +151,32 @@ def test_around_may_replace_the_result() -> None:
     def around(component: str, entry: str, proceed: Any, args: Any, kwargs: Any) -> Any:
         return component, entry, proceed(*args, **kwargs).shape
 
-    with CallInterceptor({"codec": codec}, CPU, around=around):
+    with CallInterceptor({"codec": codec}, CPU, handle_call=around):
         assert codec.encode(torch.ones(3, 2)) == ("codec", "encode", (3, 2))
 
 
-def test_classes_are_cached_and_nested_interceptors_each_see_their_calls(seen: list[tuple[str, ...]]) -> None:
+def test_classes_are_cached_and_nested_interceptors_each_see_their_calls(
+    events: list[tuple[str, ...]],
+) -> None:
     codec, kinds = Codec(), []
     for _ in range(2):
-        with intercepted(codec, seen):
+        with intercepted(codec, events):
             kinds.append(type(codec))
-            with intercepted(codec, seen):
+            with intercepted(codec, events):
                 assert type(codec) is not kinds[0]
                 codec.encode(torch.ones(1, 2))
             assert type(codec) is kinds[0]
         assert type(codec) is Codec
         assert not [name for name in vars(codec) if "interceptor" in name]
     assert kinds[0] is kinds[1]
-    assert seen == [(what, "codec", "encode") for what in ("enter", "enter", "exit", "exit")] * 2
+    assert (
+        events == [(event, "codec", "encode") for event in ("enter", "enter", "exit", "exit")] * 2
+    )
 
 
-def test_a_slice_of_an_intercepted_module_list_is_not_intercepted(seen: list[tuple[str, ...]]) -> None:
+def test_a_slice_of_an_intercepted_module_list_is_not_intercepted(
+    events: list[tuple[str, ...]],
+) -> None:
     """diffusers' blocks use ``self.resnets[1:]``, which creates a ModuleList of the same class."""
 
     class Chain(nn.Module):
@@ -167,10 +190,10 @@ def test_a_slice_of_an_intercepted_module_list_is_not_intercepted(seen: list[tup
             return x
 
     chain = Chain()
-    with CallInterceptor({"chain": chain}, CPU, noting(seen)):
+    with CallInterceptor({"chain": chain}, CPU, noting(events)):
         part = chain.parts[1:]
         chain(torch.ones(1, 2))
-    assert seen == [("enter", "chain", "forward"), ("exit", "chain", "forward")]
+    assert events == [("enter", "chain", "forward"), ("exit", "chain", "forward")]
     assert type(part[0]) is nn.Linear
 
 
@@ -187,25 +210,33 @@ class Rotary(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.positions, self.norm, self.locations = Positions(), nn.LayerNorm(4, elementwise_affine=False), list[str]()
+        self.positions, self.norm, self.locations = (
+            Positions(),
+            nn.LayerNorm(4, elementwise_affine=False),
+            list[str](),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         cos, sin, size = self.positions(x)
-        self.locations += [made.device.type for made in (cos, sin, size)]
+        self.locations += [tensor.device.type for tensor in (cos, sin, size)]
         return self.norm(x) * cos.to(x.device)[:, None] + sin.to(x.device)[:, None] * size.item()
 
 
-def test_tables_that_a_module_without_weights_computes_on_the_cpu_move_to_its_inputs_device() -> None:
+def test_tables_that_a_module_without_weights_computes_on_the_cpu_move_to_its_inputs_device() -> (
+    None
+):
     rotary, x = Rotary(), torch.rand(3, 4)
     want = rotary(x)
     with Machine() as machine, CallInterceptor({"rotary": rotary}, device, noting([])):
-        there, copies = x.to(device), machine.copies_in
-        assert torch.equal(rotary(there).cpu(), want)
+        moved_x, copies = x.to(device), machine.copies_in
+        assert torch.equal(rotary(moved_x).cpu(), want)
         assert rotary.locations[3:] == ["sim", "sim", "cpu"]
         assert machine.copies_in == copies + 2
         assert torch.equal(rotary(x), want)
         assert rotary.locations[6:] == ["cpu"] * 3
-        assert [made.device.type for made in rotary.positions(there)] == ["cpu"] * 3  # called from outside, so it is an entry
+        assert [tensor.device.type for tensor in rotary.positions(moved_x)] == [
+            "cpu"
+        ] * 3  # called from outside, so it is an entry
 
 
 def test_tables_of_a_module_with_weights_stay() -> None:

@@ -30,8 +30,8 @@ def flux() -> Graph:
 
 def halves(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
-    down = torch.randn(RANK, weight.shape[1], generator=generator) * 0.2
-    return down, torch.randn(weight.shape[0], RANK, generator=generator) * 0.2
+    down_matrix = torch.randn(RANK, weight.shape[1], generator=generator) * 0.2
+    return down_matrix, torch.randn(weight.shape[0], RANK, generator=generator) * 0.2
 
 
 def with_lora(component: Component, file: Path, scale: float = 1.0) -> Component:
@@ -39,86 +39,142 @@ def with_lora(component: Component, file: Path, scale: float = 1.0) -> Component
 
 
 def fused(weight: torch.Tensor, factor: float) -> torch.Tensor:
-    down, up = (half.to(weight.dtype).float() for half in halves(weight))
-    return weight + (up @ down * factor).to(weight.dtype)
+    down_matrix, up_matrix = (half.to(weight.dtype).float() for half in halves(weight))
+    return weight + (up_matrix @ down_matrix * factor).to(weight.dtype)
 
 
 Write = Callable[[Path, torch.Tensor], float]
 
 
 def as_peft(file: Path, weight: torch.Tensor) -> float:
-    down, up = halves(weight)
-    save_file({f"transformer.{PATH}.lora_A.weight": down, f"transformer.{PATH}.lora_B.weight": up}, file)
+    down_matrix, up_matrix = halves(weight)
+    save_file(
+        {
+            f"transformer.{PATH}.lora_A.weight": down_matrix,
+            f"transformer.{PATH}.lora_B.weight": up_matrix,
+        },
+        file,
+    )
     return 1.0
 
 
 def with_metadata(file: Path, weight: torch.Tensor) -> float:
     as_peft(file, weight)
-    down, up = halves(weight)
-    metadata = {"lora_adapter_metadata": json.dumps({"transformer.r": RANK, "transformer.lora_alpha": 8})}
-    save_file({f"transformer.{PATH}.lora_A.weight": down, f"transformer.{PATH}.lora_B.weight": up}, file, metadata)
+    down_matrix, up_matrix = halves(weight)
+    metadata = {
+        "lora_adapter_metadata": json.dumps({"transformer.r": RANK, "transformer.lora_alpha": 8})
+    }
+    save_file(
+        {
+            f"transformer.{PATH}.lora_A.weight": down_matrix,
+            f"transformer.{PATH}.lora_B.weight": up_matrix,
+        },
+        file,
+        metadata,
+    )
     return 8 / RANK
 
 
 def as_down_and_up(file: Path, weight: torch.Tensor) -> float:
-    down, up = halves(weight)
+    down_matrix, up_matrix = halves(weight)
     alpha = torch.tensor(2.0)
-    save_file({f"{PATH}.lora.down.weight": down, f"{PATH}.lora.up.weight": up, f"{PATH}.alpha": alpha}, file)
+    save_file(
+        {
+            f"{PATH}.lora.down.weight": down_matrix,
+            f"{PATH}.lora.up.weight": up_matrix,
+            f"{PATH}.alpha": alpha,
+        },
+        file,
+    )
     return 2 / RANK
 
 
 def as_diffusers_saves(file: Path, weight: torch.Tensor) -> float:
     from diffusers import FluxPipeline
 
-    down, up = halves(weight)
-    layers = {f"{PATH}.lora_A.weight": down, f"{PATH}.lora_B.weight": up}
-    FluxPipeline.save_lora_weights(file.parent, transformer_lora_layers=layers, weight_name=file.name)
+    down_matrix, up_matrix = halves(weight)
+    layers = {f"{PATH}.lora_A.weight": down_matrix, f"{PATH}.lora_B.weight": up_matrix}
+    FluxPipeline.save_lora_weights(
+        file.parent, transformer_lora_layers=layers, weight_name=file.name
+    )
     return 1.0
 
 
 @pytest.mark.parametrize("write", [as_peft, with_metadata, as_down_and_up, as_diffusers_saves])
-def test_the_layouts_that_diffusers_writes_are_fused_by_the_formula(flux: Graph, tmp_path: Path, write: Write) -> None:
+def test_the_layouts_that_diffusers_writes_are_fused_by_the_formula(
+    flux: Graph, tmp_path: Path, write: Write
+) -> None:
     plain = build(flux.components["transformer"], flux)
     weight = plain.get_submodule(PATH).weight
     factor = write(tmp_path / "lora.safetensors", weight)
-    module = build(with_lora(flux.components["transformer"], tmp_path / "lora.safetensors", 0.5), flux)
+    module = build(
+        with_lora(flux.components["transformer"], tmp_path / "lora.safetensors", 0.5), flux
+    )
     assert torch.equal(module.get_submodule(PATH).weight, fused(weight, 0.5 * factor))
-    others = dict(plain.named_parameters())
-    assert all(torch.equal(p, others[name]) for name, p in module.named_parameters() if name != f"{PATH}.weight")
+    plain_parameters = dict(plain.named_parameters())
+    assert all(
+        torch.equal(p, plain_parameters[name])
+        for name, p in module.named_parameters()
+        if name != f"{PATH}.weight"
+    )
 
 
 def test_a_draft_writes_the_fused_weights(flux: Graph, tmp_path: Path) -> None:
     weight = build(flux.components["transformer"], flux).get_submodule(PATH).weight
     as_peft(tmp_path / "lora.safetensors", weight)
-    module, writer = draft(with_lora(flux.components["transformer"], tmp_path / "lora.safetensors"), flux, "bfloat16")
-    assert not writer.plain, "a backing store on disk keeps the fused weights, so that they are fused once"
+    module, writer = draft(
+        with_lora(flux.components["transformer"], tmp_path / "lora.safetensors"), flux, "bfloat16"
+    )
+    assert not writer.plain, (
+        "a backing store on disk keeps the fused weights, so that they are fused once"
+    )
     layout = lay_out(module, [PATH])[PATH]
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
     writer.write(layout, buffer)
     entry = next(entry for entry in layout.entries if entry.names[0] == f"{PATH}.weight")
-    found = buffer[entry.offset : entry.offset + entry.nbytes].view(torch.bfloat16).view(weight.shape)
-    assert torch.equal(found, fused(weight, 1.0))
+    result = (
+        buffer[entry.offset : entry.offset + entry.nbytes].view(torch.bfloat16).view(weight.shape)
+    )
+    assert torch.equal(result, fused(weight, 1.0))
 
 
 def test_two_loras_add_up_in_their_order(flux: Graph, tmp_path: Path) -> None:
     weight = build(flux.components["transformer"], flux).get_submodule(PATH).weight
     as_peft(tmp_path / "lora.safetensors", weight)
     lora = Adapter(str(tmp_path / "lora.safetensors"))
-    module = build(replace(flux.components["transformer"], loras=(lora, replace(lora, scale=-1.0))), flux)
+    module = build(
+        replace(flux.components["transformer"], loras=(lora, replace(lora, scale=-1.0))), flux
+    )
     assert torch.allclose(module.get_submodule(PATH).weight, weight, atol=0.02)
 
 
 @pytest.mark.parametrize(
     ("tensors", "text"),
     [
-        ({"unet.x.lora_A.weight": (4, 8)}, "has no tensors for transformer: it has unet.x.lora_A.weight"),
-        ({"transformer.nowhere.lora_A.weight": (4, 8)}, "changes nowhere, which diffusers.FluxTransformer2DModel does not have"),
-        ({f"transformer.{PATH}.lora_A.weight": (4, 7), f"transformer.{PATH}.lora_B.weight": (7, 4)}, "does not fit"),
+        (
+            {"unet.x.lora_A.weight": (4, 8)},
+            "has no tensors for transformer: it has unet.x.lora_A.weight",
+        ),
+        (
+            {"transformer.nowhere.lora_A.weight": (4, 8)},
+            "changes nowhere, which diffusers.FluxTransformer2DModel does not have",
+        ),
+        (
+            {
+                f"transformer.{PATH}.lora_A.weight": (4, 7),
+                f"transformer.{PATH}.lora_B.weight": (7, 4),
+            },
+            "does not fit",
+        ),
         ({f"transformer.{PATH}.lora_A.weight": (4, 8)}, "does not fit"),
     ],
 )
-def test_a_file_for_another_model_is_refused(flux: Graph, tmp_path: Path, tensors: dict[str, Any], text: str) -> None:
-    save_file({key: torch.zeros(shape) for key, shape in tensors.items()}, tmp_path / "lora.safetensors")
+def test_a_file_for_another_model_is_refused(
+    flux: Graph, tmp_path: Path, tensors: dict[str, Any], text: str
+) -> None:
+    save_file(
+        {key: torch.zeros(shape) for key, shape in tensors.items()}, tmp_path / "lora.safetensors"
+    )
     with pytest.raises(GraphError, match="components.transformer.loras: .*" + text):
         build(with_lora(flux.components["transformer"], tmp_path / "lora.safetensors"), flux)
 
@@ -136,8 +192,14 @@ def test_a_graph_file_names_loras_relative_to_itself(tmp_path: Path) -> None:
         elif line.startswith("  transformer: {"):
             lines[-1] = line.replace("{", "{loras: [{file: style.safetensors, scale: 0.8}], ", 1)
     (tmp_path / "graph.yaml").write_text("\n".join(lines))
-    with pytest.raises(GraphError, match=r"components.transformer.loras.*no such file: .*style.safetensors"):
+    with pytest.raises(
+        GraphError, match=r"components.transformer.loras.*no such file: .*style.safetensors"
+    ):
         load(tmp_path / "graph.yaml")
     (tmp_path / "style.safetensors").write_bytes(b"")
-    assert load(tmp_path / "graph.yaml").components["transformer"].loras == (Adapter(str(tmp_path / "style.safetensors"), 0.8),)
-    assert load(tmp_path / "graph.yaml").digest == load(GRAPHS / "flux-tiny.yaml").digest, "no number depends on it"
+    assert load(tmp_path / "graph.yaml").components["transformer"].loras == (
+        Adapter(str(tmp_path / "style.safetensors"), 0.8),
+    )
+    assert load(tmp_path / "graph.yaml").digest == load(GRAPHS / "flux-tiny.yaml").digest, (
+        "no number depends on it"
+    )

@@ -29,25 +29,28 @@ def flux() -> Graph:
 
 
 @pytest.fixture(scope="module")
-def saved(flux: Graph, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """flux-tiny as a folder in the layout of diffusers, the transformer in shards, T5 in fp32, the tokenizers and the scheduler."""
+def checkpoint(flux: Graph, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """flux-tiny as a folder in the layout of diffusers, the transformer in shards, T5 in fp32, the
+    tokenizers and the scheduler."""
     folder = tmp_path_factory.mktemp("stored")
     for name, component in flux.components.items():
         module = build(component, flux)
-        (module.float() if name == "text_encoder_2" else module).save_pretrained(folder / name, max_shard_size="4MB")
+        (module.float() if name == "text_encoder_2" else module).save_pretrained(
+            folder / name, max_shard_size="4MB"
+        )
     for name, part in flux.parts.items():
         build_part(part, flux).save_pretrained(folder / name)
     return folder
 
 
 @pytest.fixture
-def broken(saved: Path, tmp_path: Path) -> Callable[[str], Path]:
+def break_file(checkpoint: Path, tmp_path: Path) -> Callable[[str], Path]:
     """A copy of one component's folder that a test may damage."""
 
     def copy(name: str) -> Path:
         folder = tmp_path / name
         folder.mkdir()
-        for file in (saved / name).iterdir():
+        for file in (checkpoint / name).iterdir():
             (folder / file.name).write_bytes(file.read_bytes())
         return folder
 
@@ -59,49 +62,78 @@ def at(component: Component, folder: Path) -> Component:
 
 
 @pytest.mark.parametrize("name", ["transformer", "text_encoder", "text_encoder_2", "vae"])
-def test_headers_describe_the_files_tensors(saved: Path, name: str) -> None:
-    stored = {tensor.name: tensor for tensor in stored_tensors(saved / name, "")}
-    real = {key: t for file in (saved / name).glob("*.safetensors") for key, t in load_file(file).items()}
-    described = {
-        key: (str(t.dtype).removeprefix("torch."), tuple(t.shape), t.numel() * t.element_size()) for key, t in real.items()
+def test_headers_describe_the_files_tensors(checkpoint: Path, name: str) -> None:
+    file_tensors = {tensor.name: tensor for tensor in stored_tensors(checkpoint / name, "")}
+    real = {
+        key: t
+        for file in (checkpoint / name).glob("*.safetensors")
+        for key, t in load_file(file).items()
     }
-    assert {key: (t.dtype, t.shape, t.nbytes) for key, t in stored.items()} == described
+    described = {
+        key: (str(t.dtype).removeprefix("torch."), tuple(t.shape), t.numel() * t.element_size())
+        for key, t in real.items()
+    }
+    assert {key: (t.dtype, t.shape, t.nbytes) for key, t in file_tensors.items()} == described
 
 
 @pytest.mark.parametrize("name", ["transformer", "text_encoder", "text_encoder_2", "vae"])
-def test_no_tensor_of_the_module_is_missing(flux: Graph, saved: Path, name: str) -> None:
-    component = at(flux.component(name), saved / name)
+def test_no_tensor_of_the_module_is_missing(flux: Graph, checkpoint: Path, name: str) -> None:
+    component = at(flux.component(name), checkpoint / name)
     module = meta_module(component, flux.trust)
-    held = holding(component, module)
-    assert held is not None
-    assert held.missing == 0
+    files = holding(component, module)
+    assert files is not None
+    assert files.absent_count == 0
     factor = 2 if name == "text_encoder_2" else 1
-    saved_bytes = sum(t.numel() * t.element_size() for t in {id(t): t for t in module.state_dict(keep_vars=True).values()}.values())
-    assert held.nbytes == held.used_bytes == factor * saved_bytes == sum(nbytes for _, nbytes in held.dtypes)
-    assert dict(held.dtypes).keys() == {"float32" if factor == 2 else "bfloat16"}
+    saved_bytes = sum(
+        t.numel() * t.element_size()
+        for t in {id(t): t for t in module.state_dict(keep_vars=True).values()}.values()
+    )
+    assert (
+        files.nbytes
+        == files.used_bytes
+        == factor * saved_bytes
+        == sum(nbytes for _, nbytes in files.dtypes)
+    )
+    assert dict(files.dtypes).keys() == {"float32" if factor == 2 else "bfloat16"}
 
 
-def test_sources_that_are_not_local_are_none(flux: Graph, saved: Path, tmp_path: Path) -> None:
+def test_sources_that_are_not_local_are_none(flux: Graph, checkpoint: Path, tmp_path: Path) -> None:
     vae = flux.component("vae")
     module = meta_module(vae, flux.trust)
-    (tmp_path / "config.json").write_bytes((saved / "vae" / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes((checkpoint / "vae" / "config.json").read_bytes())
     for source in (None, str(tmp_path), "nobody/nothing-of-this-name/vae"):
         assert holding(replace(vae, source=source), module) is None
 
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+]
 DTYPES += [torch.uint8, torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.complex64]
 DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_that_safetensors_writes_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
-    tensors = {"scalar": torch.zeros(()).to(dtype), "none": torch.zeros(3, 0).to(dtype), "some": torch.zeros(3, 5).to(dtype)}
+    tensors = {
+        "scalar": torch.zeros(()).to(dtype),
+        "none": torch.zeros(3, 0).to(dtype),
+        "some": torch.zeros(3, 5).to(dtype),
+    }
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    found = {tensor.name: tensor for tensor in stored_tensors(tmp_path, "")}
+    file_tensors = {tensor.name: tensor for tensor in stored_tensors(tmp_path, "")}
     for name, tensor in tensors.items():
-        assert found[name].dtype == str(dtype).removeprefix("torch.")
-        assert (found[name].shape, found[name].nbytes) == (tuple(tensor.shape), tensor.numel() * tensor.element_size())
+        assert file_tensors[name].dtype == str(dtype).removeprefix("torch.")
+        assert (file_tensors[name].shape, file_tensors[name].nbytes) == (
+            tuple(tensor.shape),
+            tensor.numel() * tensor.element_size(),
+        )
 
 
 def with_header(header: Any, data: bytes = b"") -> bytes:
@@ -135,67 +167,97 @@ FAULTS = {
 def test_a_broken_file_is_named(tmp_path: Path, fault: str) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(FAULTS[fault])
-    with pytest.raises(GraphError) as caught:
+    with pytest.raises(GraphError) as error_info:
         stored_tensors(tmp_path, "graph.yaml:7")
-    text = str(caught.value)
-    assert text.startswith((f"graph.yaml:7: {file} is truncated or corrupt: ", f"graph.yaml:7: {file} is corrupt: "))
+    text = str(error_info.value)
+    assert text.startswith(
+        (f"graph.yaml:7: {file} is truncated or corrupt: ", f"graph.yaml:7: {file} is corrupt: ")
+    )
     assert text.endswith("; download it again")
     assert len(text) < 400
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": []}}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": []}}'],
+)
 def test_a_broken_index_is_named(tmp_path: Path, text: str) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(text)
-    with pytest.raises(GraphError) as caught:
+    with pytest.raises(GraphError) as error_info:
         stored_tensors(tmp_path, "graph.yaml:7")
-    assert str(caught.value).startswith(f"graph.yaml:7: {index} is not a safetensors index")
+    assert str(error_info.value).startswith(f"graph.yaml:7: {index} is not a safetensors index")
 
 
-def test_a_file_of_another_model_is_refused_while_planning(flux: Graph, broken: Callable[[str], Path]) -> None:
-    folder = broken("vae")
+def test_a_file_of_another_model_is_refused_while_planning(
+    flux: Graph, break_file: Callable[[str], Path]
+) -> None:
+    folder = break_file("vae")
     file = next(folder.glob("*.safetensors"))
     tensors = load_file(file)
     tensors["decoder.conv_in.bias"] = torch.zeros(7, dtype=torch.float16)
     save_file(tensors, file, {"format": "pt"})
     component = at(flux.component("vae"), folder)
     graph = replace(flux, components={**flux.components, "vae": component})
-    with pytest.raises(GraphError) as caught:
+    with pytest.raises(GraphError) as error_info:
         graphrun.estimate(graph, vram="8M", ram="1G", hardware="sim")
     wide = flux.component("vae").config["block_out_channels"][-1]
-    said = f"decoder.conv_in.bias is [7] float16, not [{wide}]"
-    assert str(caught.value) == f"{component.where}: components.vae: {folder} does not match its config: {said}"
+    message = f"decoder.conv_in.bias is [7] float16, not [{wide}]"
+    assert (
+        str(error_info.value)
+        == f"{component.file_line}: components.vae: {folder} does not match its config: {message}"
+    )
 
 
-def test_missing_tensors_are_counted(flux: Graph, broken: Callable[[str], Path]) -> None:
-    folder = broken("vae")
+def test_missing_tensors_are_counted(flux: Graph, break_file: Callable[[str], Path]) -> None:
+    folder = break_file("vae")
     file = next(folder.glob("*.safetensors"))
     tensors = load_file(file)
     left_out = ["decoder.conv_in.bias", "decoder.conv_in.weight"]
-    more = {"somebody.elses": torch.zeros(5)}
-    save_file({key: t for key, t in {**tensors, **more}.items() if key not in left_out}, file, {"format": "pt"})
+    extra_tensors = {"somebody.elses": torch.zeros(5)}
+    save_file(
+        {key: t for key, t in {**tensors, **extra_tensors}.items() if key not in left_out},
+        file,
+        {"format": "pt"},
+    )
     component = at(flux.component("vae"), folder)
-    held = holding(component, meta_module(component, flux.trust))
-    assert held is not None
-    assert held.missing == 2
-    assert held.nbytes - held.used_bytes == 20
-    assert held.tensors == len(tensors) - 1
+    files = holding(component, meta_module(component, flux.trust))
+    assert files is not None
+    assert files.absent_count == 2
+    assert files.nbytes - files.used_bytes == 20
+    assert files.tensors == len(tensors) - 1
 
 
 def test_the_base_models_prefix_in_names_is_removed(flux: Graph, tmp_path: Path) -> None:
     """A checkpoint of a causal language model, read as its base model."""
-    config = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 32}
-    whole = Component("any", "transformers.LlamaForCausalLM", None, config, True, "float32", ("float32",))
+    config = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "vocab_size": 32,
+    }
+    whole = Component(
+        "any", "transformers.LlamaForCausalLM", None, config, True, "float32", ("float32",)
+    )
     build(whole, flux).save_pretrained(tmp_path)
     body = at(replace(whole, class_path="transformers.LlamaModel"), tmp_path)
-    held = holding(body, meta_module(body, flux.trust))
-    assert held is not None
-    assert (held.missing, held.nbytes - held.used_bytes) == (0, 4 * 16 * 32)  # except the output layer
+    files = holding(body, meta_module(body, flux.trust))
+    assert files is not None
+    # except the output layer
+    assert (files.absent_count, files.nbytes - files.used_bytes) == (
+        0,
+        4 * 16 * 32,
+    )
 
 
 def bare(graph: Graph, folder: str) -> str:
-    """A graph file that names only the class of each component and part, and the pipeline's source."""
-    components = "\n".join(f"  {c.name}: {{class: {c.class_path}, dtype: {c.dtype}}}" for c in graph.components.values())
+    """A graph file that names only the class of each component and part, and the pipeline's
+    source."""
+    components = "\n".join(
+        f"  {c.name}: {{class: {c.class_path}, dtype: {c.dtype}}}"
+        for c in graph.components.values()
+    )
     parts = "\n".join(f"  {p.name}: {{class: {p.class_path}}}" for p in graph.parts.values())
     text = (GRAPHS / "flux-tiny.yaml").read_text()
     head, tail = text[: text.index("components:")], text[text.index("stages:") :]
@@ -204,49 +266,53 @@ def bare(graph: Graph, folder: str) -> str:
 
 @pytest.mark.parametrize("place", ["folder", "hub"])
 def test_estimate_needs_no_config_where_the_source_is_local(
-    flux: Graph, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    flux: Graph, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    source = str(saved)
+    source = str(checkpoint)
     if place == "hub":
         source = "somebody/flux-tiny"
         repository = tmp_path / "hub" / "models--somebody--flux-tiny"
         (repository / "snapshots").mkdir(parents=True)
         (repository / "refs").mkdir()
         (repository / "refs" / "main").write_text("0123abc")
-        (repository / "snapshots" / "0123abc").symlink_to(saved)
+        (repository / "snapshots" / "0123abc").symlink_to(checkpoint)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     file = tmp_path / "bare.yaml"
     file.write_text(bare(flux, source))
     graph = graphrun.load(file)
     cache = tmp_path / "cache"
-    found = graphrun.survey(graph, hardware="sim", cache=cache)
+    survey = graphrun.survey(graph, hardware="sim", cache=cache)
     expected = graphrun.survey(flux, hardware="sim")
     assert len(list(cache.glob("trace-*"))) == 1
-    assert [row["weights"]["bfloat16"]["bytes"] for row in found["components"]] == [
+    assert [row["weights"]["bfloat16"]["bytes"] for row in survey["components"]] == [
         row["weights"]["bfloat16"]["bytes"] for row in expected["components"]
     ]
-    assert found["phases"] == expected["phases"]
-    t5 = next(row for row in found["components"] if row["name"] == "text_encoder_2")
+    assert survey["phases"] == expected["phases"]
+    t5 = next(row for row in survey["components"] if row["name"] == "text_encoder_2")
     assert t5["source"]["dtypes"] == {"float32": t5["source"]["nbytes"]}
     assert t5["source"]["read_as"] == "bfloat16"
     assert t5["weights"]["bfloat16"]["basis"] == "files"
     assert all(row["source"] is None for row in expected["components"])
 
 
-def test_new_weights_invalidate_the_trace(flux: Graph, saved: Path, broken: Callable[[str], Path]) -> None:
+def test_new_weights_invalidate_the_trace(
+    flux: Graph, checkpoint: Path, break_file: Callable[[str], Path]
+) -> None:
     from graphrun.store import trace_key
 
-    folder = broken("vae")
+    folder = break_file("vae")
     graph = replace(flux, components={**flux.components, "vae": at(flux.component("vae"), folder)})
     inputs = graph.for_planning({})
-    before = trace_key(graph, inputs)
-    assert before == trace_key(graph, inputs) is not None
+    key = trace_key(graph, inputs)
+    assert key == trace_key(graph, inputs) is not None
     file = next(folder.glob("*.safetensors"))
     save_file(load_file(file), file, {"format": "pt"})
-    assert trace_key(graph, inputs) != before
+    assert trace_key(graph, inputs) != key
 
 
-def test_a_repositorys_folder_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flux: Graph) -> None:
+def test_a_repositorys_folder_in_the_hubs_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flux: Graph
+) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     assert local_folder("somebody/something/vae") is None
     root = tmp_path / "models--somebody--something"

@@ -17,7 +17,7 @@ from graphrun.errors import GraphError
 from graphrun.graph.graph import Graph, Part
 from graphrun.graph.loading import load
 from graphrun.modules.build import build_part
-from graphrun.modules.texts import MOST_TOKENS
+from graphrun.modules.texts import MAX_TOKENS
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 SCRIPT = """
@@ -25,7 +25,8 @@ import sys
 from graphrun.modules.build import build_part
 from graphrun.graph.graph import Part
 from graphrun.graph.loading import load
-part = Part("tokenizer", "transformers.PreTrainedTokenizerFast", {}, source=sys.argv[1], where="graph.yaml:9")
+kind = "transformers.PreTrainedTokenizerFast"
+part = Part("tokenizer", kind, {}, source=sys.argv[1], file_line="graph.yaml:9")
 made = build_part(part, load(sys.argv[2]))
 made("a", padding="max_length", max_length=made.model_max_length, truncation=True)
 """
@@ -39,51 +40,100 @@ def flux() -> Graph:
 def folder(place: Path, length: object) -> Path:
     """A byte tokenizer as a folder with this ``model_max_length``."""
     shutil.copy(GRAPHS / "tokenizers" / "bytes.json", place / "tokenizer.json")
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length, "pad_token": "<pad>"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": length,
+        "pad_token": "<pad>",
+    }
     (place / "tokenizer_config.json").write_text(json.dumps(config))
     return place
 
 
 def test_the_process_survives_and_the_error_names_file_and_value(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SCRIPT, str(folder(tmp_path, 77_000_000_000_000)), str(GRAPHS / "flux-tiny.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
-    what = f"a text cannot be padded to 77000000000000 tokens (model_max_length in {tmp_path}/tokenizer_config.json)"
-    assert f"graph.yaml:9: parts.tokenizer: {what}; give 1 to {MOST_TOKENS}" in done.stderr
+    command = [
+        sys.executable,
+        "-c",
+        SCRIPT,
+        str(folder(tmp_path, 77_000_000_000_000)),
+        str(GRAPHS / "flux-tiny.yaml"),
+    ]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 1, process.stderr
+    message = (
+        "a text cannot be padded to 77000000000000 tokens (model_max_length in "
+        f"{tmp_path}/tokenizer_config.json)"
+    )
+    assert f"graph.yaml:9: parts.tokenizer: {message}; give 1 to {MAX_TOKENS}" in process.stderr
 
 
 @pytest.mark.parametrize("planning", [True, False])
-@pytest.mark.parametrize("length", [-5, 0, MOST_TOKENS + 1, 2**63, 10**30])
-def test_invalid_lengths_are_refused_from_files_graphs_and_inputs(tmp_path: Path, flux: Graph, length: int, planning: bool) -> None:
+@pytest.mark.parametrize("length", [-5, 0, MAX_TOKENS + 1, 2**63, 10**30])
+def test_invalid_lengths_are_refused_from_files_graphs_and_inputs(
+    tmp_path: Path, flux: Graph, length: int, planning: bool
+) -> None:
     config = {"model_max_length": length, "pad_token": "<pad>"}
-    in_folder = Part("tokenizer", "transformers.PreTrainedTokenizerFast", {}, source=str(folder(tmp_path, length)), where="g:9")
-    of_graph = Part(
-        "tokenizer", "transformers.PreTrainedTokenizerFast", config, True, GRAPHS / "tokenizers/bytes.json", where="g:9"
+    in_folder = Part(
+        "tokenizer",
+        "transformers.PreTrainedTokenizerFast",
+        {},
+        source=str(folder(tmp_path, length)),
+        file_line="g:9",
     )
-    for part, source in ((in_folder, "tokenizer_config.json"), (of_graph, "model_max_length in g:9")):
-        made = build_part(part, flux, planning=planning)
-        with pytest.raises(GraphError, match=rf"g:9: parts\.tokenizer: a text cannot be padded to {length} tokens") as caught:
-            made("a", padding="max_length", max_length=made.model_max_length, truncation=True)
-        assert source in str(caught.value)
-        made.model_max_length = 77
+    of_graph = Part(
+        "tokenizer",
+        "transformers.PreTrainedTokenizerFast",
+        config,
+        True,
+        GRAPHS / "tokenizers/bytes.json",
+        file_line="g:9",
+    )
+    for part, source in (
+        (in_folder, "tokenizer_config.json"),
+        (of_graph, "model_max_length in g:9"),
+    ):
+        tokenizer = build_part(part, flux, planning=planning)
+        with pytest.raises(
+            GraphError, match=rf"g:9: parts\.tokenizer: a text cannot be padded to {length} tokens"
+        ) as error_info:
+            tokenizer(
+                "a", padding="max_length", max_length=tokenizer.model_max_length, truncation=True
+            )
+        assert source in str(error_info.value)
+        tokenizer.model_max_length = 77
         with pytest.raises(GraphError, match="an input such as max_sequence_length"):
-            made(["a"], padding="max_length", max_length=length, truncation=True)
-        assert len(made("a", padding="max_length", truncation=True)["input_ids"]) == 77
+            tokenizer(["a"], padding="max_length", max_length=length, truncation=True)
+        assert len(tokenizer("a", padding="max_length", truncation=True)["input_ids"]) == 77
 
 
 def test_texts_extended_while_planning_are_limited_too(tmp_path: Path, flux: Graph) -> None:
-    part = Part("tokenizer", "transformers.PreTrainedTokenizerFast", {}, source=str(folder(tmp_path, 77)), where="g:9")
-    made = build_part(part, flux, planning=True)
+    part = Part(
+        "tokenizer",
+        "transformers.PreTrainedTokenizerFast",
+        {},
+        source=str(folder(tmp_path, 77)),
+        file_line="g:9",
+    )
+    tokenizer = build_part(part, flux, planning=True)
     with pytest.raises(GraphError, match="an input such as max_sequence_length"):
-        made(["a"], padding=True, max_length=77_000_000_000_000, truncation=True)
-    assert len(made(["a"], padding=True, max_length=9, truncation=True)["input_ids"][0]) == 9
+        tokenizer(["a"], padding=True, max_length=77_000_000_000_000, truncation=True)
+    assert len(tokenizer(["a"], padding=True, max_length=9, truncation=True)["input_ids"][0]) == 9
 
 
 def test_a_tokenizer_without_a_maximum_length_does_not_pad(tmp_path: Path, flux: Graph) -> None:
-    part = Part("tokenizer", "transformers.PreTrainedTokenizerFast", {}, source=str(folder(tmp_path, int(1e30))), where="g:9")
-    made = build_part(part, flux)
-    assert len(made("a", padding="max_length", max_length=64, truncation=True)["input_ids"]) == 64
-    assert len(made("abc", padding="max_length")["input_ids"]) == len(made("abc")["input_ids"])
+    part = Part(
+        "tokenizer",
+        "transformers.PreTrainedTokenizerFast",
+        {},
+        source=str(folder(tmp_path, int(1e30))),
+        file_line="g:9",
+    )
+    tokenizer = build_part(part, flux)
+    assert (
+        len(tokenizer("a", padding="max_length", max_length=64, truncation=True)["input_ids"]) == 64
+    )
+    assert len(tokenizer("abc", padding="max_length")["input_ids"]) == len(
+        tokenizer("abc")["input_ids"]
+    )
 
 
 def edited(place: Path, **changes: Any) -> Path:
@@ -105,10 +155,19 @@ def template(token: str) -> dict[str, Any]:
 # Entry of the file -> whether loading fails; otherwise encoding fails.
 PANICS = {
     "a short charsmap": ({"normalizer": charsmap(b"ab")}, True),
-    "a charsmap that points outside itself": ({"normalizer": charsmap(b"\4\0\0\0\xff\xff\xff\xff")}, False),
-    "an empty regular expression": ({"normalizer": {"type": "Replace", "pattern": {"Regex": ""}, "content": "x"}}, False),
+    "a charsmap that points outside itself": (
+        {"normalizer": charsmap(b"\4\0\0\0\xff\xff\xff\xff")},
+        False,
+    ),
+    "an empty regular expression": (
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": ""}, "content": "x"}},
+        False,
+    ),
     "an unknown special token": ({"post_processor": template("z")}, False),
-    "no token for an unknown letter": ({"model": {"type": "Unigram", "unk_id": None, "vocab": [["b", 0.0]]}}, False),
+    "no token for an unknown letter": (
+        {"model": {"type": "Unigram", "unk_id": None, "vocab": [["b", 0.0]]}},
+        False,
+    ),
 }
 
 
@@ -120,34 +179,47 @@ def test_a_file_that_makes_the_library_panic_is_named(
     """A panic of the tokenizers library is no Exception, and no ``except Exception`` catches it."""
     kind, config = "transformers.PreTrainedTokenizerFast", {"model_max_length": 9}
     if as_folder:
-        part = Part("tokenizer", kind, {}, source=str(folder(tmp_path, 9)), where="g:9")
+        part = Part("tokenizer", kind, {}, source=str(folder(tmp_path, 9)), file_line="g:9")
         edited(tmp_path, **changes)
     else:
-        part = Part("tokenizer", kind, config, True, edited(tmp_path, **changes), where="g:9")
+        part = Part("tokenizer", kind, config, True, edited(tmp_path, **changes), file_line="g:9")
     if not at_once:
-        made = build_part(part, flux)
-        assert made.model_max_length == 9
-    with pytest.raises(GraphError, match=rf"g:9: parts\.tokenizer: .*{tmp_path}.*(panics|unk_id)") as caught:
-        build_part(part, flux) if at_once else made.tokenize("a lighthouse", add_special_tokens=True)
-    assert "\n" not in str(caught.value)
+        tokenizer = build_part(part, flux)
+        assert tokenizer.model_max_length == 9
+    with pytest.raises(
+        GraphError, match=rf"g:9: parts\.tokenizer: .*{tmp_path}.*(panics|unk_id)"
+    ) as error_info:
+        build_part(part, flux) if at_once else tokenizer.tokenize(
+            "a lighthouse", add_special_tokens=True
+        )
+    assert "\n" not in str(error_info.value)
     if not at_once:
-        for method in (made, made.encode):
+        for method in (tokenizer, tokenizer.encode):
             with pytest.raises(GraphError, match=f"{tmp_path}.* cannot encode a text"):
                 method("a lighthouse")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_is_no_panic(flux: Graph, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
+def test_an_interrupt_is_no_panic(
+    flux: Graph, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
     from transformers import PreTrainedTokenizerFast
 
     def interrupted(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", interrupted)
-    part = Part("tokenizer", "transformers.PreTrainedTokenizerFast", {}, True, GRAPHS / "tokenizers/bytes.json", where="g:9")
-    made = build_part(part, flux)
+    part = Part(
+        "tokenizer",
+        "transformers.PreTrainedTokenizerFast",
+        {},
+        True,
+        GRAPHS / "tokenizers/bytes.json",
+        file_line="g:9",
+    )
+    tokenizer = build_part(part, flux)
     with pytest.raises(error):
-        made("a")
+        tokenizer("a")
     monkeypatch.setattr(PreTrainedTokenizerFast, "__init__", interrupted)
     with pytest.raises(error):
         build_part(part, flux)
@@ -156,12 +228,18 @@ def test_an_interrupt_is_no_panic(flux: Graph, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.long
 @pytest.mark.parametrize("command", ["plan", "run"])
 def test_commands_refuse_such_a_file(tmp_path: Path, command: str) -> None:
-    """The last line on stderr is a message with file and line, without a traceback of Python, and the exit status is 2."""
-    file = edited(tmp_path, normalizer={"type": "Replace", "pattern": {"Regex": ""}, "content": "x"})
+    """The last line on stderr is a message with file and line, without a traceback of Python, and
+    the exit status is 2."""
+    file = edited(
+        tmp_path, normalizer={"type": "Replace", "pattern": {"Regex": ""}, "content": "x"}
+    )
     text = (GRAPHS / "flux-tiny.yaml").read_text().replace("configs/", f"{GRAPHS}/configs/")
     (tmp_path / "graph.yaml").write_text(text.replace("tokenizers/bytes.json", str(file)))
-    arguments = {"plan": ["--vram", "6M"], "run": ["--vram", "6M", "--device", "sim", "--prompt", "a"]}[command]
-    done = subprocess.run(
+    arguments = {
+        "plan": ["--vram", "6M"],
+        "run": ["--vram", "6M", "--device", "sim", "--prompt", "a"],
+    }[command]
+    process = subprocess.run(
         [sys.executable, "-m", "graphrun", command, str(tmp_path / "graph.yaml"), *arguments],
         capture_output=True,
         text=True,
@@ -169,7 +247,7 @@ def test_commands_refuse_such_a_file(tmp_path: Path, command: str) -> None:
         env={**os.environ, "RUST_BACKTRACE": "0", "XDG_CACHE_HOME": str(tmp_path / "cache")},
         cwd=tmp_path,
     )
-    last = done.stderr.splitlines()[-1]
-    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+    last = process.stderr.splitlines()[-1]
+    assert (process.returncode, "Traceback" in process.stderr) == (2, False), process.stderr
     assert last.startswith(f"graphrun: {tmp_path}/graph.yaml:")
     assert f"{file}" in last

@@ -1,4 +1,5 @@
-"""Graphs of a class that is no pipeline of diffusers: a `call` stage with a method, and where its code is to be got."""
+"""Graphs of a class that is no pipeline of diffusers: a `call` stage with a method, and where its
+code is to be got."""
 
 from __future__ import annotations
 
@@ -26,17 +27,37 @@ def edited(path: Path, old: str, new: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
-        ("method: generate", "method: generates", r"film.yaml:\d+: stages.make: method: Staged has no method generates"),
-        ("method: generate, ", "", "programs.Staged is not a pipeline: such a class is a DiffusionPipeline"),
-        ("units: $units", "unit: $units", "Staged.generate has no argument 'unit'; did you mean 'units'"),
-        ("{steps: 2}", "{steps: 2, texts: $texts}", r"film.yaml:\d+: pipeline_config.texts: '\$texts' is not one of pipelines:"),
+        (
+            "method: generate",
+            "method: generates",
+            r"film.yaml:\d+: stages.make: method: Staged has no method generates",
+        ),
+        (
+            "method: generate, ",
+            "",
+            "programs.Staged is not a pipeline: such a class is a DiffusionPipeline",
+        ),
+        (
+            "units: $units",
+            "unit: $units",
+            "Staged.generate has no argument 'unit'; did you mean 'units'",
+        ),
+        (
+            "{steps: 2}",
+            "{steps: 2, texts: $texts}",
+            r"film.yaml:\d+: pipeline_config.texts: '\$texts' is not one of pipelines:",
+        ),
     ],
 )
-def test_what_cannot_be_called_is_refused_at_its_line(film: Path, old: str, new: str, said: str) -> None:
-    with pytest.raises(GraphError, match=said):
-        graphrun.estimate(load(edited(film, old, new), ["programs"]), vram="1G", ram="1G", hardware="sim")
+def test_what_cannot_be_called_is_refused_at_its_line(
+    film: Path, old: str, new: str, message: str
+) -> None:
+    with pytest.raises(GraphError, match=message):
+        graphrun.estimate(
+            load(edited(film, old, new), ["programs"]), vram="1G", ram="1G", hardware="sim"
+        )
 
 
 def test_a_method_belongs_to_a_call(film: Path) -> None:
@@ -45,12 +66,24 @@ def test_a_method_belongs_to_a_call(film: Path) -> None:
         load(film, ["programs"])
 
 
-def test_without_the_code_the_file_is_refused_with_where_to_get_it_and_names_no_folder_to_import_from(film: Path) -> None:
+def test_without_its_code_the_file_is_refused_with_the_place_to_get_it(
+    film: Path,
+) -> None:
     """The package is imported from Python's path alone: `code` is text."""
     (film.parent / "elsewhere").mkdir()
-    film.parent.joinpath("elsewhere", "absent_film.py").write_text("raise AssertionError('imported')\n")
-    film.write_text(FILM.replace("programs", "absent_film").replace("the tests of graphrun", str(film.parent / "elsewhere")))
+    film.parent.joinpath("elsewhere", "absent_film.py").write_text(
+        "raise AssertionError('imported')\n"
+    )
+    film.write_text(
+        FILM.replace("programs", "absent_film").replace(
+            "the tests of graphrun", str(film.parent / "elsewhere")
+        )
+    )
     with pytest.raises(GraphError, match="only you can trust it"):
         load(film)
-    with pytest.raises(GraphError, match=r"absent_film cannot be imported: get the code from .*elsewhere and add .* PYTHONPATH"):
+    with pytest.raises(
+        GraphError,
+        match=r"absent_film cannot be imported: get the code from .*elsewhere "
+        r"and add .* PYTHONPATH",
+    ):
         graphrun.estimate(load(film, ["absent_film"]), vram="1G", ram="1G", hardware="sim")

@@ -1,4 +1,5 @@
-"""The op `depth`: the picture that transformers' own pipeline for depth estimation makes, in the smallest budget."""
+"""The op `depth`: the picture that transformers' own pipeline for depth estimation makes, in the
+smallest budget."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ components:
     config: {GRAPHS}/configs/tiny-depth-anything.json
     dtype: float32
 parts:
-  depth_processor: {{class: transformers.DPTImageProcessorPil, config: {GRAPHS}/configs/tiny-depth-processor.json}}
+  depth_processor: {{class: transformers.DPTImageProcessorPil,
+                     config: {GRAPHS}/configs/tiny-depth-processor.json}}
 stages:
   depth: {{op: depth, uses: [depth_estimator], with: {{image: $image}}}}
 outputs: {{image: $depth.image}}
@@ -42,20 +44,30 @@ outputs: {{image: $depth.image}}
     return load(tmp_path / "depth.yaml")
 
 
-def test_it_makes_the_picture_of_transformers_own_pipeline_in_the_smallest_budget(tmp_path: Path) -> None:
+def test_it_makes_the_picture_of_transformers_own_pipeline_in_the_smallest_budget(
+    tmp_path: Path,
+) -> None:
     graph = depth_alone(tmp_path)
     ample = graphrun.estimate(graph, vram="64M", ram="8G", hardware="sim", cache=None)
-    tight = graphrun.estimate(graph, vram=smallest_budget(ample), ram="8G", hardware="sim", cache=None)
-    made = graphrun.run(graphrun.plan(tight, cache=None), graph, {"image": PICTURE})
-    model, processor = build(graph.components["depth_estimator"], graph), build_part(graph.parts["depth_processor"], graph)
+    tight = graphrun.estimate(
+        graph, vram=smallest_budget(ample), ram="8G", hardware="sim", cache=None
+    )
+    result = graphrun.run(graphrun.plan(tight, cache=None), graph, {"image": PICTURE})
+    model, processor = (
+        build(graph.components["depth_estimator"], graph),
+        build_part(graph.parts["depth_processor"], graph),
+    )
     expected = DepthEstimationPipeline(model=model, image_processor=processor)(PICTURE)["depth"]
-    assert made.outputs["image"].tobytes() == expected.convert("RGB").tobytes()
+    assert result.outputs["image"].tobytes() == expected.convert("RGB").tobytes()
     assert np.ptp(np.asarray(expected)) == 255
-    assert 0 < made.peak_bytes <= tight.budget_bytes
-    assert made.left_bytes == 0
+    assert 0 < result.peak_bytes <= tight.budget_bytes
+    assert result.left_bytes == 0
 
 
 def test_what_is_no_component_of_it_is_said_at_the_stage_when_it_is_planned(tmp_path: Path) -> None:
     graph = depth_alone(tmp_path, "depth_estimator", "estimator")
-    with pytest.raises(GraphError, match=r"depth.yaml:13: stages.depth: uses estimator: depth has no parameter 'estimator'"):
+    with pytest.raises(
+        GraphError,
+        match=r"depth.yaml:14: stages.depth: uses estimator: depth has no parameter 'estimator'",
+    ):
         graphrun.estimate(graph, vram="64M", ram="8G", hardware="sim", cache=None)

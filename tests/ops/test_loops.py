@@ -9,11 +9,18 @@ from typing import Any
 import diffusers
 import pytest
 
-from graphrun.ops.loops import _why_not, why_not
+from graphrun.ops.loops import _resume_obstacle, resume_obstacle
 
 
 class Plain:
-    def __call__(self, timesteps: Any, latents: Any, embeds: Any, generator: Any = None, callback_on_step_end: Any = None) -> Any:
+    def __call__(
+        self,
+        timesteps: Any,
+        latents: Any,
+        embeds: Any,
+        generator: Any = None,
+        callback_on_step_end: Any = None,
+    ) -> Any:
         for i, t in enumerate(timesteps):
             if t > 3:
                 noise = self.model(latents, i)
@@ -29,7 +36,9 @@ class Plain:
 
 
 class ReadsNoiseOfLastStep:
-    def __call__(self, timesteps: Any, latents: Any, generator: Any = None, callback_on_step_end: Any = None) -> Any:
+    def __call__(
+        self, timesteps: Any, latents: Any, generator: Any = None, callback_on_step_end: Any = None
+    ) -> Any:
         old = None
         for _, t in enumerate(timesteps):
             noise = self.model(latents, old)
@@ -39,7 +48,9 @@ class ReadsNoiseOfLastStep:
 
 
 class AssignsInSomeSteps:
-    def __call__(self, timesteps: Any, latents: Any, generator: Any = None, callback_on_step_end: Any = None) -> Any:
+    def __call__(
+        self, timesteps: Any, latents: Any, generator: Any = None, callback_on_step_end: Any = None
+    ) -> Any:
         for i, t in enumerate(timesteps):
             if i % 2 == 0:
                 noise = self.model(latents)
@@ -48,16 +59,20 @@ class AssignsInSomeSteps:
 
 
 class AppendsToList:
-    def __call__(self, timesteps: Any, latents: Any, generator: Any = None, callback_on_step_end: Any = None) -> Any:
-        seen: list[Any] = []
+    def __call__(
+        self, timesteps: Any, latents: Any, generator: Any = None, callback_on_step_end: Any = None
+    ) -> Any:
+        latents_seen: list[Any] = []
         for _, t in enumerate(timesteps):
-            latents = self.scheduler.step(latents, t, latents, seen)
-            seen.append(latents)
+            latents = self.scheduler.step(latents, t, latents, latents_seen)
+            latents_seen.append(latents)
         return latents
 
 
 class SetsOwnAttribute:
-    def __call__(self, timesteps: Any, latents: Any, generator: Any = None, callback_on_step_end: Any = None) -> Any:
+    def __call__(
+        self, timesteps: Any, latents: Any, generator: Any = None, callback_on_step_end: Any = None
+    ) -> Any:
         for _, t in enumerate(timesteps):
             latents = self.scheduler.step(self.scale, t, latents)
             self._scale = self.scale * 2
@@ -65,7 +80,9 @@ class SetsOwnAttribute:
 
 
 class Accumulates:
-    def __call__(self, timesteps: Any, latents: Any, generator: Any = None, callback_on_step_end: Any = None) -> Any:
+    def __call__(
+        self, timesteps: Any, latents: Any, generator: Any = None, callback_on_step_end: Any = None
+    ) -> Any:
         number = 0
         for _, t in enumerate(timesteps):
             number += t
@@ -74,7 +91,14 @@ class Accumulates:
 
 
 class BranchesOnConstant:
-    def __call__(self, timesteps: Any, latents: Any, big: bool, generator: Any = None, callback_on_step_end: Any = None) -> Any:
+    def __call__(
+        self,
+        timesteps: Any,
+        latents: Any,
+        big: bool,
+        generator: Any = None,
+        callback_on_step_end: Any = None,
+    ) -> Any:
         scale = 1
         for _, t in enumerate(timesteps):
             if big:
@@ -84,40 +108,43 @@ class BranchesOnConstant:
 
 
 def test_a_loop_that_carries_latents_only() -> None:
-    assert why_not(Plain) == ""
-    assert why_not(BranchesOnConstant) == "", "the branch is the same in every step"
+    assert resume_obstacle(Plain) == ""
+    assert resume_obstacle(BranchesOnConstant) == "", "the branch is the same in every step"
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"),
+    ("kind", "name"),
     [
         (ReadsNoiseOfLastStep, "old"),
         (AssignsInSomeSteps, "noise"),
-        (AppendsToList, "seen"),
+        (AppendsToList, "latents_seen"),
         (SetsOwnAttribute, "self.scale"),
         (Accumulates, "number"),
     ],
 )
-def test_other_loop_carried_values_are_named(kind: Any, what: str) -> None:
-    assert why_not(kind) == f"its pipeline's steps also read {what} of the step before, which is not saved"
+def test_other_loop_carried_values_are_named(kind: Any, name: str) -> None:
+    assert (
+        resume_obstacle(kind)
+        == f"its pipeline's steps also read {name} of the step before, which is not saved"
+    )
 
 
 def test_pipelines_of_diffusers() -> None:
-    assert "audio_latents" in why_not(diffusers.LTX2Pipeline)
-    assert "loops over timesteps" in why_not(diffusers.StableCascadeDecoderPipeline)
-    assert "has no callback for the latents" in why_not(diffusers.LongCatImagePipeline)
-    assert not why_not(diffusers.Lumina2Pipeline)
-    assert not why_not(diffusers.WanImageToVideoPipeline)
+    assert "audio_latents" in resume_obstacle(diffusers.LTX2Pipeline)
+    assert "loops over timesteps" in resume_obstacle(diffusers.StableCascadeDecoderPipeline)
+    assert "has no callback for the latents" in resume_obstacle(diffusers.LongCatImagePipeline)
+    assert not resume_obstacle(diffusers.Lumina2Pipeline)
+    assert not resume_obstacle(diffusers.WanImageToVideoPipeline)
 
 
 def test_it_is_read_once_and_keeps_no_class() -> None:
     """Each run has a class of its own, with the same `__call__`."""
-    why_not(Plain)
-    before = _why_not.cache_info().misses
+    resume_obstacle(Plain)
+    previous_misses = _resume_obstacle.cache_info().misses
     of_a_run = type("Plain", (Plain,), {})
-    assert why_not(of_a_run) == ""
-    assert _why_not.cache_info().misses == before
-    gone = weakref.ref(of_a_run)
+    assert resume_obstacle(of_a_run) == ""
+    assert _resume_obstacle.cache_info().misses == previous_misses
+    reference = weakref.ref(of_a_run)
     del of_a_run
     gc.collect()
-    assert gone() is None
+    assert reference() is None

@@ -46,7 +46,7 @@ def test_split_calls_the_denoiser_once_per_sample_and_changes_last_bits_only(sdx
         batches.append(args[0].shape[0])
         return proceed(*args, **kwargs)
 
-    with CallInterceptor({"unet": modules["unet"]}, CPU, around=around):
+    with CallInterceptor({"unet": modules["unet"]}, CPU, handle_call=around):
         split = pixels(graph, modules, inputs, denoise="split")
     assert batches == [1, 1] * 2  # guidance makes two samples of a picture, for each of two steps
     assert np.abs(split - plain).max() <= 1
@@ -60,32 +60,40 @@ def test_slicing_changes_nothing(sdxl: Any) -> None:
 def test_tiling_and_slicing_combine(sdxl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     graph, modules, inputs, _ = sdxl
     monkeypatch.setattr(run_options, "TILE_PIXELS", 64)
-    on: list[tuple[bool, bool]] = []
+    switches: list[tuple[bool, bool]] = []
     vae = modules["vae"]
-    hook = vae.decoder.register_forward_pre_hook(lambda module, args: on.append((vae.use_tiling, vae.use_slicing)))
+    hook = vae.decoder.register_forward_pre_hook(
+        lambda module, args: switches.append((vae.use_tiling, vae.use_slicing))
+    )
     try:
-        both = pixels(graph, modules, inputs, decode="tiling+slicing")
+        combined = pixels(graph, modules, inputs, decode="tiling+slicing")
     finally:
         hook.remove()
-    assert set(on) == {(True, True)}
-    assert np.array_equal(both, pixels(graph, modules, inputs, decode="tiling"))
+    assert set(switches) == {(True, True)}
+    assert np.array_equal(combined, pixels(graph, modules, inputs, decode="tiling"))
 
 
-def test_tiling_decodes_in_tiles_and_leaves_the_vae_as_it_was(sdxl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiling_decodes_in_tiles_and_leaves_the_vae_as_it_was(
+    sdxl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     graph, modules, inputs, plain = sdxl
     monkeypatch.setattr(run_options, "TILE_PIXELS", 64)
-    before, sizes = settings(modules["vae"]), set()
-    hook = modules["vae"].decoder.register_forward_pre_hook(lambda module, args: sizes.add(tuple(args[0].shape[-2:])))
+    previous_settings, sizes = settings(modules["vae"]), set()
+    hook = modules["vae"].decoder.register_forward_pre_hook(
+        lambda module, args: sizes.add(tuple(args[0].shape[-2:]))
+    )
     try:
         tiled = pixels(graph, modules, inputs, decode="tiling")
     finally:
         hook.remove()
     assert max(max(size) for size in sizes) <= 64 // 8
     assert tiled.shape == plain.shape
-    assert settings(modules["vae"]) == before
+    assert settings(modules["vae"]) == previous_settings
 
 
 def test_an_option_that_no_component_supports_is_refused(sdxl: Any) -> None:
     graph, modules, inputs, _ = sdxl
-    with pytest.raises(GraphError, match="option tiling: none of text_encoder, text_encoder_2 supports it"):
+    with pytest.raises(
+        GraphError, match="option tiling: none of text_encoder, text_encoder_2 supports it"
+    ):
         pixels(graph, modules, inputs, encode="tiling")

@@ -1,4 +1,5 @@
-"""Embeddings are freed after the last stage that reads their numbers; the decoder's pipeline gets their shapes only."""
+"""Embeddings are freed after the last stage that reads their numbers; the decoder's pipeline gets
+their shapes only."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import graphrun
 from graphrun.graph.graph import Reference
 from graphrun.graph.order import read_by
 from graphrun.modules.build import build
-from graphrun.ops.outlines import Outline, materialized, outlined
+from graphrun.ops.outlines import Outline, materialize_outlines, outline_tensors
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 CPU = torch.device("cpu")
@@ -31,28 +32,32 @@ def test_only_the_sequence_dimension_is_reduced_to_one() -> None:
         "each": [torch.rand(7, 32)],
         "scale": 0.5,
     }
-    kept = outlined(value)
-    assert kept["layers"] == Outline((6, 2, 1, 32), torch.float32)
-    made = materialized(kept, CPU)
-    assert {name: tuple(made[name].shape) for name in ("prompt_embeds", "pooled", "mask")} == {
+    outlines = outline_tensors(value)
+    assert outlines["layers"] == Outline((6, 2, 1, 32), torch.float32)
+    tensors = materialize_outlines(outlines, CPU)
+    assert {name: tuple(tensors[name].shape) for name in ("prompt_embeds", "pooled", "mask")} == {
         "prompt_embeds": (2, 1, 32),
         "pooled": (2, 48),
         "mask": (2, 1),
     }
-    assert made["prompt_embeds"].dtype == torch.bfloat16
-    assert made["mask"].all()  # a mask must not be empty
-    assert made["each"][0].shape == (7, 32)  # [b d]: may be pooled, so its width stays
-    assert made["scale"] == 0.5
+    assert tensors["prompt_embeds"].dtype == torch.bfloat16
+    assert tensors["mask"].all()  # a mask must not be empty
+    assert tensors["each"][0].shape == (7, 32)  # [b d]: may be pooled, so its width stays
+    assert tensors["scale"] == 0.5
 
 
 def test_a_decoder_reads_latents_and_no_embeddings() -> None:
     decode = graphrun.load(GRAPHS / "sdxl-tiny.yaml").stage("decode")
     assert Reference("stage", "encode", "embeds") in decode.references
-    assert [str(of) for of in read_by(decode) if of.kind == "stage"] == ["$denoise.latents"]
+    assert [str(reference) for reference in read_by(decode) if reference.kind == "stage"] == [
+        "$denoise.latents"
+    ]
 
 
 def test_a_plan_holds_embeddings_no_longer_than_the_loop() -> None:
-    problem = graphrun.estimate(graphrun.load(GRAPHS / "flux-tiny.yaml"), vram=1 << 40, ram=1 << 40, hardware="sim")
+    problem = graphrun.estimate(
+        graphrun.load(GRAPHS / "flux-tiny.yaml"), vram=1 << 40, ram=1 << 40, hardware="sim"
+    )
     embeds = next(value for value in problem.values if value.name == "encode.embeds")
     assert embeds.consumers == ("denoise",)
     assert problem.phases[embeds.last_phase].stage == "denoise"
@@ -62,7 +67,12 @@ def test_a_plan_holds_embeddings_no_longer_than_the_loop() -> None:
 def test_no_embedding_is_in_memory_while_the_decoder_computes(precomputed: bool) -> None:
     graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
     modules = {name: build(component, graph) for name, component in graph.components.items()}
-    inputs, values, alive, seen = graph.resolve({"steps": 1}), dict[str, Any](), list[weakref.ref[torch.Tensor]](), list[int]()
+    inputs, values, alive, outlined_names = (
+        graph.resolve({"steps": 1}),
+        dict[str, Any](),
+        list[weakref.ref[torch.Tensor]](),
+        list[int](),
+    )
 
     def after_stage(stage: str, outputs: Mapping[str, Any]) -> None:
         if stage == "encode":
@@ -71,16 +81,18 @@ def test_no_embedding_is_in_memory_while_the_decoder_computes(precomputed: bool)
 
     def before_decoding(*_: Any) -> None:
         gc.collect()
-        seen.append(sum(embedding() is not None for embedding in alive))
+        outlined_names.append(sum(embedding() is not None for embedding in alive))
 
     modules["vae"].decoder.register_forward_pre_hook(before_decoding)
     whole = stages_of(graph, modules, inputs, after_stage=after_stage).run()["image"]
     if precomputed:
-        alone = graph.with_precomputed(["encode", "denoise"])
-        outputs = {str(of)[1:]: values[str(of)[1:]] for of in alone.precomputed}
-        stages = stages_of(alone, modules, inputs, precomputed=outputs)
-        assert isinstance(stages.named["encode.embeds"]["prompt_embeds"], Outline)
+        decode_graph = graph.with_precomputed(["encode", "denoise"])
+        outputs = {
+            str(reference)[1:]: values[str(reference)[1:]] for reference in decode_graph.precomputed
+        }
+        stages = stages_of(decode_graph, modules, inputs, precomputed=outputs)
+        assert isinstance(stages.values["encode.embeds"]["prompt_embeds"], Outline)
         assert stages.run()["image"].tobytes() == whole.tobytes()
     else:
         assert len(alive) >= 2
-        assert seen == [0]
+        assert outlined_names == [0]

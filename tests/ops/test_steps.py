@@ -1,4 +1,5 @@
-"""A denoising loop resumed in the middle ends with the same bits as an unbroken one, whatever state its scheduler has."""
+"""A denoising loop resumed in the middle ends with the same bits as an unbroken one, whatever state
+its scheduler has."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ import graphrun
 from graphrun.batch.cache.pack import pack, unpack
 from graphrun.modules.build import build, meta_module, resolve_class
 from graphrun.ops import Stages
-from graphrun.ops.loops import why_not
-from graphrun.ops.steps import Steps, StepState, journaled
+from graphrun.ops.loops import resume_obstacle
+from graphrun.ops.steps import Steps, StepState, journal_steps
 
 STEPS = 5
 CONFIGS: dict[str, dict[str, Any]] = {  # for schedulers other than the graph's
@@ -33,33 +34,39 @@ class Killed(BaseException):
 
 
 class MemoryJournal:
-    """A journal that keeps each state as a file would, and ends the run after saving step ``end`` (0: never)."""
+    """A journal that keeps each state as a file would, and ends the run after saving step ``end``
+    (0: never)."""
 
     def __init__(self, begin: StepState | None = None, end: int = 0) -> None:
-        self.begin, self.end, self.found = begin, end, dict[int, bytes]()
+        self.begin, self.end, self.states = begin, end, dict[int, bytes]()
 
     def state(self, stage: str) -> StepState | None:
         return self.begin
 
-    def wants(self, stage: str, done: int, steps: int) -> bool:
+    def wants(self, stage: str, step: int, steps: int) -> bool:
         return True
 
     def save(self, stage: str, state: StepState) -> None:
-        self.found[state.done] = pack(
-            {name: getattr(state, name) for name in ("done", "steps", "latents", "generator", "scheduler")}
+        self.states[state.finished_steps] = pack(
+            {
+                name: getattr(state, name)
+                for name in ("finished_steps", "steps", "latents", "generator", "scheduler")
+            }
         )
-        if state.done == self.end:
+        if state.finished_steps == self.end:
             raise Killed
 
-    def after(self, done: int) -> StepState:
-        return StepState(**unpack(self.found[done]))
+    def after(self, step: int) -> StepState:
+        return StepState(**unpack(self.states[step]))
 
 
 class Loops:
     """Tiny pipelines, run up to the end of their loops."""
 
     def __init__(self) -> None:
-        self._built = dict[str, tuple[dict[str, Any], dict[str, Any]]]()  # by name: modules, and meta modules of all components
+        self._built = dict[
+            str, tuple[dict[str, Any], dict[str, Any]]
+        ]()  # by name: modules, and meta modules of all components
 
     def stages(self, name: str, scheduler: str, journal: MemoryJournal | None = None) -> Stages:
         graph = graphrun.load(GRAPHS / f"{name}.yaml")
@@ -70,15 +77,28 @@ class Loops:
             graph = replace(graph, parts={**graph.parts, "scheduler": part})
         graph = graph.until("denoise")
         if name not in self._built:
-            modules = {c: build(graph.components[c], graph) for stage in graph.stages for c in stage.uses}
-            self._built[name] = modules, {c: meta_module(of, graph.trust) for c, of in graph.components.items()}
+            modules = {
+                c: build(graph.components[c], graph) for stage in graph.stages for c in stage.uses
+            }
+            self._built[name] = (
+                modules,
+                {
+                    c: meta_module(component, graph.trust)
+                    for c, component in graph.components.items()
+                },
+            )
         modules, meta_modules = self._built[name]
-        inputs = graph.resolve({"steps": STEPS, **({"height": 64, "width": 64} if name in ("flux-tiny", "sdxl-tiny") else {})})
+        inputs = graph.resolve(
+            {
+                "steps": STEPS,
+                **({"height": 64, "width": 64} if name in ("flux-tiny", "sdxl-tiny") else {}),
+            }
+        )
         return stages_of(graph, modules, inputs, journal=journal, meta_modules=meta_modules)
 
     def __call__(self, name: str, scheduler: str, journal: MemoryJournal | None) -> torch.Tensor:
-        found: torch.Tensor = self.stages(name, scheduler, journal).run()["latents"]
-        return found
+        latents: torch.Tensor = self.stages(name, scheduler, journal).run()["latents"]
+        return latents
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +107,11 @@ def loops() -> Loops:
 
 
 @contextmanager
-def breaking(stages: Stages, call: int, break_it: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
-    """Ends the run at the denoiser's call number ``call``, after ``break_it``. Yields a list with one entry for each of its
-    calls.
+def breaking(
+    stages: Stages, call: int, break_it: Callable[[], None] = lambda: None
+) -> Iterator[list[int]]:
+    """Ends the run at the denoiser's call number ``call``, after ``break_it``. Yields a list with
+    one entry for each of its calls.
     """
     calls: list[int] = []
     denoiser = stages.modules["unet" if "unet" in stages.modules else "transformer"]
@@ -111,7 +133,10 @@ CASES = [
     ("flux-tiny", ""),
     ("sdxl-tiny", ""),
     ("sdxl-tiny", "EulerAncestralDiscreteScheduler"),  # draws random numbers in every step
-    ("sdxl-tiny", "DPMSolverMultistepScheduler"),  # stores earlier model outputs, and computes the last steps differently
+    (
+        "sdxl-tiny",
+        "DPMSolverMultistepScheduler",
+    ),  # stores earlier model outputs, and computes the last steps differently
     ("sdxl-tiny", "UniPCMultistepScheduler"),
     ("sdxl-tiny", "DDIMScheduler"),
     ("chroma-tiny", ""),
@@ -119,7 +144,10 @@ CASES = [
     ("cogview4-tiny", ""),
     ("auraflow-tiny", ""),
     ("cogvideox-5b-tiny", ""),
-    ("cogvideox-5b-tiny", "CogVideoXDPMScheduler"),  # passes its last prediction on through the pipeline's loop
+    (
+        "cogvideox-5b-tiny",
+        "CogVideoXDPMScheduler",
+    ),  # passes its last prediction on through the pipeline's loop
     ("hidream-tiny", ""),
     ("hunyuan-dit-tiny", ""),  # draws random numbers in every step
     ("hunyuan-video-tiny", ""),
@@ -142,34 +170,46 @@ ALWAYS = [
 
 
 @pytest.mark.parametrize("case", sampled(CASES, ALWAYS, "steps"), ids="-".join)
-def test_a_loop_begun_behind_any_step_ends_with_the_same_bits(loops: Loops, case: tuple[str, str]) -> None:
+def test_a_loop_begun_behind_any_step_ends_with_the_same_bits(
+    loops: Loops, case: tuple[str, str]
+) -> None:
     (name, scheduler), whole = case, MemoryJournal()
     expected = loops(name, scheduler, None)
     assert torch.equal(loops(name, scheduler, whole), expected)
-    assert sorted(whole.found) == list(range(1, STEPS)), "a state for every step but the last"
-    broken = MemoryJournal(end=3)
+    assert sorted(whole.states) == list(range(1, STEPS)), "a state for every step but the last"
+    broken_journal = MemoryJournal(end=3)
     with pytest.raises(Killed):
-        loops(name, scheduler, broken)
-    assert sorted(broken.found) == [1, 2, 3]
-    for kept, done in ((whole, 1), (broken, 3), (whole, STEPS - 1)):
-        resumed = MemoryJournal(begin=kept.after(done))
+        loops(name, scheduler, broken_journal)
+    assert sorted(broken_journal.states) == [1, 2, 3]
+    for journal, finished_steps in ((whole, 1), (broken_journal, 3), (whole, STEPS - 1)):
+        resumed = MemoryJournal(begin=journal.after(finished_steps))
         assert torch.equal(loops(name, scheduler, resumed), expected)
-        assert sorted(resumed.found) == list(range(done + 1, STEPS)), "no step runs twice"
+        assert sorted(resumed.states) == list(range(finished_steps + 1, STEPS)), (
+            "no step runs twice"
+        )
 
 
 @pytest.mark.parametrize("case", sampled(CASES, ALWAYS, "steps"), ids="-".join)
-def test_a_run_interrupted_in_a_step_resumes_with_that_step_and_has_the_same_bits(loops: Loops, case: tuple[str, str]) -> None:
+def test_a_run_interrupted_in_a_step_resumes_with_that_step_and_has_the_same_bits(
+    loops: Loops, case: tuple[str, str]
+) -> None:
     (name, scheduler), whole, stages = case, MemoryJournal(), loops.stages(*case)
     with breaking(stages, 0) as calls:
         expected = loops(name, scheduler, whole)
     a_step = len(calls) // STEPS
-    with breaking(stages, 3 * a_step + 1), pytest.raises(Killed):  # the first call of the fourth step
+    with (
+        breaking(stages, 3 * a_step + 1),
+        pytest.raises(Killed),
+    ):  # the first call of the fourth step
         stages.run()
     stages.leave()
     state = stages.steps.state("denoise")
     assert state is not None
-    assert (state.done, state.steps) == (3, STEPS)
-    with breaking(stages, a_step + 1) as resumed, pytest.raises(Killed):  # the first call of the fifth step
+    assert (state.finished_steps, state.steps) == (3, STEPS)
+    with (
+        breaking(stages, a_step + 1) as resumed,
+        pytest.raises(Killed),
+    ):  # the first call of the fifth step
         stages.run()
     stages.leave()
     with breaking(stages, 0) as last:
@@ -195,16 +235,22 @@ def test_a_state_that_the_interrupted_step_changed_is_dropped(loops: Loops) -> N
 
 def test_the_loops_of_all_reference_graphs_but_three_can_be_resumed() -> None:
     graphs = {path.stem: graphrun.load(path) for path in GRAPHS.glob("*-tiny.yaml")}
-    cannot = {name for name, graph in graphs.items() if why_not(resolve_class(graph.pipeline, graph.trust))}
+    cannot = {
+        name
+        for name, graph in graphs.items()
+        if resume_obstacle(resolve_class(graph.pipeline, graph.trust))
+    }
     assert cannot == {
         "hunyuan-video15-tiny",  # has no callback
         "ltx2-tiny",  # its steps read the sound of the step before
         "stable-cascade-tiny",  # no loop over timesteps is found in its prior
     }
-    tested = {
-        graph.pipeline for name, graph in graphs.items() if name not in cannot and "denoise" in {s.name for s in graph.stages}
+    pairs = {
+        graph.pipeline
+        for name, graph in graphs.items()
+        if name not in cannot and "denoise" in {s.name for s in graph.stages}
     }
-    assert tested == {graphs[name].pipeline for name, _ in CASES}
+    assert pairs == {graphs[name].pipeline for name, _ in CASES}
 
 
 def test_latents_that_another_variable_refers_to_are_not_saved() -> None:
@@ -221,9 +267,9 @@ def test_latents_that_another_variable_refers_to_are_not_saved() -> None:
     for shared in (False, True):
         pipeline, journal = Inpaint(), MemoryJournal()
         pipeline.shared, pipeline.scheduler = shared, Scheduler()  # type: ignore[attr-defined]
-        with journaled(pipeline, "denoise", torch.Generator(), Steps(journal)) as callbacks:
+        with journal_steps(pipeline, "denoise", torch.Generator(), Steps(journal)) as callbacks:
             pipeline(**callbacks)
-        assert sorted(journal.found) == ([] if shared else [1, 2])
+        assert sorted(journal.states) == ([] if shared else [1, 2])
 
 
 class Scheduler:

@@ -1,4 +1,4 @@
-"""The allocator models: reserved bytes and places, beside those of a second model."""
+"""The allocator models: reserved bytes and places, compared with a second model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 from linked_blocks import LinkedBlocks
 
-from graphrun.model.allocator import LARGE_PAGE_BYTES, ROUND_BYTES, SMALL_PAGE_BYTES, Caching, Counting, Native, Pool
+from graphrun.model.allocator import (
+    LARGE_PAGE_BYTES,
+    ROUND_BYTES,
+    SMALL_PAGE_BYTES,
+    Caching,
+    Counting,
+    Native,
+    Pool,
+)
 from graphrun.units import MIB
 
 
@@ -63,21 +71,28 @@ def test_an_expandable_range_grows_at_its_end_from_a_free_tail() -> None:
 
 def test_a_free_tail_is_taken_last_because_it_can_grow() -> None:
     pool = Pool(2 * MIB, MIB << 20)
-    hole, kept, tail = (pool.take(size * MIB)[0] for size in (4, 1, 2))
+    hole, middle, tail = (pool.take(size * MIB)[0] for size in (4, 1, 2))
     pool.give(*hole)
     pool.give(*tail)
     assert pool.take(2 * MIB)[0] == (hole[0], 2 * MIB)
-    assert kept[0] == 4 * MIB
+    assert middle[0] == 4 * MIB
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "reserved"),
-    [(1, 2 * MIB), (MIB, 2 * MIB), (MIB + 1, 20 * MIB), (10 * MIB - 512, 20 * MIB), (10 * MIB, 10 * MIB), (11 * MIB + 1, 12 * MIB)],
+    ("nbytes", "reserved_bytes"),
+    [
+        (1, 2 * MIB),
+        (MIB, 2 * MIB),
+        (MIB + 1, 20 * MIB),
+        (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB),
+        (11 * MIB + 1, 12 * MIB),
+    ],
 )
-def test_size_of_a_native_segment(nbytes: int, reserved: int) -> None:
+def test_size_of_a_native_segment(nbytes: int, reserved_bytes: int) -> None:
     allocator = Native()
     allocator.allocate(1, nbytes)
-    assert allocator.used_bytes == reserved
+    assert allocator.used_bytes == reserved_bytes
 
 
 def test_native_segments_do_not_grow_so_larger_requests_take_new_ones() -> None:
@@ -93,7 +108,7 @@ def test_native_segments_do_not_grow_so_larger_requests_take_new_ones() -> None:
     assert expandable.used_bytes == 40 * MIB
 
 
-def test_a_large_native_block_keeps_a_remainder_of_a_mebibyte() -> None:
+def test_a_large_native_block_keeps_a_unblocked_of_a_mebibyte() -> None:
     allocator = Native()
     allocator.allocate(1, 12 * MIB)
     allocator.release(1)
@@ -118,18 +133,19 @@ KINDS = {  # size of pages over PyTorch's, memory of the card
 
 
 def sizes_near_boundaries(rng: random.Random, scale: float) -> list[int]:
-    """Sizes that one sequence draws from: multiples of pages and of the limits between size classes,
-    give or take some bytes, and two sizes between."""
+    """Sizes that one sequence draws from: multiples of pages and of the limits between size
+    classes, give or take some bytes, and two sizes between."""
     boundaries = [scale * mib * MIB for mib in (1, 2, 10, 20, 40, 100, 0.25, 3, 7.5)]
     offsets = (0, 0, 1, -1, ROUND_BYTES, -ROUND_BYTES)
-    near = [int(size) + rng.choice(offsets) for size in rng.choices(boundaries, k=5)]
-    between = (int(scale * rng.randrange(64 * MIB)), rng.choice((1, ROUND_BYTES, 5_000)))
-    return [max(1, size) for size in (*near, *between)]
+    sizes_at_boundaries = [int(size) + rng.choice(offsets) for size in rng.choices(boundaries, k=5)]
+    random_sizes = (int(scale * rng.randrange(64 * MIB)), rng.choice((1, ROUND_BYTES, 5_000)))
+    return [max(1, size) for size in (*sizes_at_boundaries, *random_sizes)]
 
 
 def check_sequence(kind: str, seed: int) -> None:
     """Allocates, releases and trims at random. After every step the model has the bytes and the
-    places of the linked blocks, and a range that is released and allocated again leaves no trace."""
+    places of the linked blocks, and a range that is released and allocated again leaves no
+    trace."""
     rng = random.Random(seed)
     native, (scale, card_bytes) = kind == "native", KINDS[kind]
     model = Native() if native else Caching(scale, card_bytes)
@@ -141,33 +157,33 @@ def check_sequence(kind: str, seed: int) -> None:
             model.trim()
             blocks.trim()
         elif live and rng.random() < 0.2 + 0.01 * len(live):
-            gone = rng.choice(list(live))
-            del live[gone]
-            model.release(gone)
-            blocks.release(gone)
+            victim = rng.choice(list(live))
+            del live[victim]
+            model.release(victim)
+            blocks.release(victim)
         else:
             live[key] = rng.choice(sizes)
-            asked = used_bytes_with(model, live[key])
+            expected_bytes = used_bytes_with(model, live[key])
             model.allocate(key, live[key])
             blocks.allocate(key, live[key])
-            assert asked in (None, model.used_bytes), (seed, key)
+            assert expected_bytes in (None, model.used_bytes), (seed, key)
             assert place_of(model, key) == blocks.place(key)[not native :], (seed, key)
         assert model.used_bytes == blocks.used_bytes, (seed, key)
         if live and isinstance(model, Caching) and rng.random() < 0.1:
-            again = rng.choice(list(live))
-            before, place = [model.state(small) for small in (True, False)], model.place(again)
-            model.release(again)
-            model.allocate_at(again, model.is_small(live[again]), place)
-            assert [model.state(small) for small in (True, False)] == before, (seed, key)
+            moved_key = rng.choice(list(live))
+            states, place = [model.state(small) for small in (True, False)], model.place(moved_key)
+            model.release(moved_key)
+            model.allocate_at(moved_key, model.is_small(live[moved_key]), place)
+            assert [model.state(small) for small in (True, False)] == states, (seed, key)
 
 
 def used_bytes_with(model: Caching | Native, nbytes: int) -> int | None:
     """What the model answers without changing its state; None: it is not asked."""
     if isinstance(model, Native):
         return None
-    before = [model.state(small) for small in (True, False)]
+    states = [model.state(small) for small in (True, False)]
     used_bytes = model.used_bytes_with([nbytes])
-    assert [model.state(small) for small in (True, False)] == before
+    assert [model.state(small) for small in (True, False)] == states
     return used_bytes
 
 
@@ -202,7 +218,7 @@ def test_after_a_trim_the_mapped_pages_are_searched_first() -> None:
 def replayed(trace: list[dict[str, Any]], allocator: Caching | Native) -> tuple[int, int]:
     """(peak that the model reserves, peak that the device reserved) over one device's entries of a
     memory snapshot. Entries in a row that return memory to the device are one trim."""
-    reserved = ours = theirs = 0
+    reserved_bytes = model_peak = device_peak = 0
     live = set()
     trimming = False
     for entry in trace:
@@ -211,29 +227,35 @@ def replayed(trace: list[dict[str, Any]], allocator: Caching | Native) -> tuple[
             allocator.trim()
         trimming = returned
         if entry["action"] in ("segment_alloc", "segment_map"):
-            reserved += entry["size"]
+            reserved_bytes += entry["size"]
         elif returned:
-            reserved -= entry["size"]
+            reserved_bytes -= entry["size"]
         elif entry["action"] == "alloc":
             live.add(entry["addr"])
             allocator.allocate(entry["addr"], entry["size"])
         elif entry["action"] == "free_completed" and entry["addr"] in live:
             live.remove(entry["addr"])
             allocator.release(entry["addr"])
-        ours, theirs = max(ours, allocator.used_bytes), max(theirs, reserved)
-    return ours, theirs
+        model_peak, device_peak = (
+            max(model_peak, allocator.used_bytes),
+            max(device_peak, reserved_bytes),
+        )
+    return model_peak, device_peak
 
 
 SNAPSHOT = Path(os.environ.get("GRAPHRUN_MEMORY_SNAPSHOT", "snapshot.pickle"))
 
 
-@pytest.mark.skipif(not SNAPSHOT.is_file(), reason="no snapshot: torch.cuda.memory._record_memory_history, then _dump_snapshot")
+@pytest.mark.skipif(
+    not SNAPSHOT.is_file(),
+    reason="no snapshot: torch.cuda.memory._record_memory_history, then _dump_snapshot",
+)
 def test_the_model_reserves_what_a_recorded_card_reserved() -> None:
     snapshot = pickle.loads(SNAPSHOT.read_bytes())
     expandable = any(segment.get("is_expandable") for segment in snapshot["segments"])
     for trace in filter(None, snapshot["device_traces"]):
-        ours, theirs = replayed(trace, Caching() if expandable else Native())
-        assert ours == theirs
+        model_peak, device_peak = replayed(trace, Caching() if expandable else Native())
+        assert model_peak == device_peak
 
 
 def test_the_replay_of_a_snapshot_follows_its_entries() -> None:
@@ -250,9 +272,17 @@ def test_the_replay_of_a_snapshot_follows_its_entries() -> None:
 def test_the_replay_of_a_snapshot_trims_where_the_card_did() -> None:
     actions = (
         *(("segment_map", 0, 40), ("alloc", 0, 40), ("segment_map", 40, 20), ("alloc", 40, 20)),
-        *(("segment_map", 60, 100), ("alloc", 60, 100), ("segment_map", 160, 20), ("alloc", 160, 20)),
+        *(
+            ("segment_map", 60, 100),
+            ("alloc", 60, 100),
+            ("segment_map", 160, 20),
+            ("alloc", 160, 20),
+        ),
         *(("free_completed", 0, 40), ("segment_unmap", 0, 40), ("free_completed", 60, 100)),
         *(("alloc", 60, 40), ("segment_map", 180, 100), ("alloc", 180, 100)),
     )
-    trace = [{"action": action, "addr": at * MIB, "size": n * MIB} for action, at, n in actions]
+    trace = [
+        {"action": action, "addr": position * MIB, "size": n * MIB}
+        for action, position, n in actions
+    ]
     assert replayed(trace, Caching()) == (240 * MIB, 240 * MIB)

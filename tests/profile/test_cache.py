@@ -17,7 +17,7 @@ import graphrun
 from graphrun import store as cache
 from graphrun.files import Store, digest_of
 from graphrun.profile import hardware as devices
-from graphrun.profile.problems import Limits, problem_of
+from graphrun.profile.problems import ProblemLimits, problem_of
 from graphrun.profile.recording import DryRun
 from graphrun.solve.infeasible import smallest_budget
 from graphrun.units import MIB
@@ -27,113 +27,133 @@ TINY = GRAPHS / "flux-tiny.yaml"
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch, dry: Any) -> list[str]:
-    """The heights of the dry runs that were made; each returns flux-tiny's own dry run, which all tests share."""
-    found: list[str] = []
+def dry_run_heights(monkeypatch: pytest.MonkeyPatch, dry: Any) -> list[str]:
+    """The heights of the dry runs that were made; each returns flux-tiny's own dry run, which all
+    tests share."""
+    heights: list[str] = []
 
     def probe(graph: Any, inputs: Any, options: Any = None) -> Any:
-        found.append(str(inputs["height"]))
+        heights.append(str(inputs["height"]))
         return dry("flux-tiny")[1]
 
     monkeypatch.setattr(cache, "_probe", probe)
-    return found
+    return heights
 
 
 @pytest.fixture
-def solved(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def solved_digests(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The digests of the problems that were solved."""
     from graphrun.solve import solve
 
-    found: list[str] = []
+    digests: list[str] = []
     real = solve.solve
 
     def count(problem: Any) -> Any:
-        found.append(problem.digest)
+        digests.append(problem.digest)
         return real(problem)
 
     monkeypatch.setattr(solve, "solve", count)
-    return found  # type: ignore[return-value]
+    return digests  # type: ignore[return-value]
 
 
 def estimate(folder: Path | None, vram: int = 64 * MIB, **inputs: Any) -> Any:
-    return graphrun.estimate(graphrun.load(TINY), vram=vram, ram="8G", hardware="sim", inputs=inputs, cache=folder)
+    return graphrun.estimate(
+        graphrun.load(TINY), vram=vram, ram="8G", hardware="sim", inputs=inputs, cache=folder
+    )
 
 
 @pytest.mark.parametrize("name", ["flux-tiny", "sdxl-tiny"])
 def test_a_dry_run_read_back_gives_the_same_numbers(dry: Any, name: str) -> None:
-    graph, probed, inputs = dry(name)
-    again = DryRun.from_json(json.loads(json.dumps(probed.to_json())))
-    assert again == probed
+    graph, dry_run, inputs = dry(name)
+    copy = DryRun.from_json(json.loads(json.dumps(dry_run.to_json())))
+    assert copy == dry_run
     for hardware in ("sim", "rtx4090"):
-        arguments = devices.hardware(hardware), Limits(2**33, 2**33), inputs
-        assert problem_of(graph, again, *arguments).digest == problem_of(graph, probed, *arguments).digest
+        arguments = devices.hardware(hardware), ProblemLimits(2**33, 2**33), inputs
+        assert (
+            problem_of(graph, copy, *arguments).digest
+            == problem_of(graph, dry_run, *arguments).digest
+        )
 
 
-def test_a_dry_run_is_made_once_for_all_budgets_and_again_for_other_sizes(made: list[str], tmp_path: Path) -> None:
+def test_a_dry_run_is_made_once_for_all_budgets_and_again_for_other_sizes(
+    dry_run_heights: list[str], tmp_path: Path
+) -> None:
     first = estimate(tmp_path)
     assert estimate(tmp_path) == first
     assert estimate(tmp_path, vram=65 * MIB).budget_bytes == 65 * MIB
     assert estimate(tmp_path, prompt="a dog", seed=7).digest == first.digest
-    assert made == ["128"]
+    assert dry_run_heights == ["128"]
     estimate(tmp_path, height=64)
-    assert made == ["128", "64"]
+    assert dry_run_heights == ["128", "64"]
 
 
-def test_without_a_folder_nothing_is_stored(made: list[str], tmp_path: Path) -> None:
+def test_without_a_folder_nothing_is_stored(dry_run_heights: list[str], tmp_path: Path) -> None:
     assert estimate(None) == estimate(None)
-    assert made == ["128", "128"]
+    assert dry_run_heights == ["128", "128"]
 
 
-def test_a_plan_is_solved_once(made: list[str], solved: list[str], tmp_path: Path) -> None:
+def test_a_plan_is_solved_once(
+    dry_run_heights: list[str], solved_digests: list[str], tmp_path: Path
+) -> None:
     problem = estimate(tmp_path)
     first = graphrun.plan(problem, cache=tmp_path)
     assert graphrun.plan(problem, cache=tmp_path) == first == graphrun.plan(problem)
-    assert solved == [problem.digest] * 2
+    assert solved_digests == [problem.digest] * 2
     graphrun.plan(estimate(tmp_path, vram=65 * MIB), cache=tmp_path)
-    assert len(solved) == 3
+    assert len(solved_digests) == 3
 
 
-def test_a_frontier_point_is_a_stored_plan(made: list[str], solved: list[str], tmp_path: Path) -> None:
+def test_a_frontier_point_is_a_stored_plan(
+    dry_run_heights: list[str], solved_digests: list[str], tmp_path: Path
+) -> None:
     problem = estimate(tmp_path)
-    found = cache.fitting_for(problem, Store(tmp_path))
-    assert graphrun.plan(problem, cache=tmp_path) == found == cache.fitting_for(problem, Store(tmp_path))
-    assert not solved
+    solution = cache.fitting_for(problem, Store(tmp_path))
+    assert (
+        graphrun.plan(problem, cache=tmp_path)
+        == solution
+        == cache.fitting_for(problem, Store(tmp_path))
+    )
+    assert not solved_digests
     assert cache.fitting_for(replace(problem, budget_bytes=MIB), Store(tmp_path)) is None
 
 
 def test_other_versions_and_another_source_are_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = graphrun.load(TINY)
     inputs = graph.for_planning({})
-    before = cache.trace_key(graph, inputs)
-    assert before == cache.trace_key(graph, inputs) is not None
+    first_key = cache.trace_key(graph, inputs)
+    assert first_key == cache.trace_key(graph, inputs) is not None
     monkeypatch.setattr(cache, "version", lambda name: "9.9")
     other_versions = cache.trace_key(graph, inputs)
     monkeypatch.undo()
     monkeypatch.setattr(cache, "own_source", lambda: "edited")
-    assert len({before, other_versions, cache.trace_key(graph, inputs)}) == 3
+    assert len({first_key, other_versions, cache.trace_key(graph, inputs)}) == 3
 
 
 def test_a_shipped_dry_run_serves_the_defaults_and_any_build_of_the_same_releases(
-    made: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    dry_run_heights: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    cache.ship(["flux-tiny", "pyramid-flow"], tmp_path)  # the second names another package's classes
+    # the second names another package's classes
+    cache.ship(["flux-tiny", "pyramid-flow"], tmp_path)
     monkeypatch.setattr(cache, "SHIPPED", tmp_path)
-    made.clear()
+    dry_run_heights.clear()
     assert estimate(None) == estimate(tmp_path / "cache")
     release = cache.version
     monkeypatch.setattr(cache, "version", lambda name: f"{release(name).partition('+')[0]}+cu130")
     estimate(None)
-    assert made == []
+    assert dry_run_heights == []
     estimate(None, height=96)
     monkeypatch.setattr(cache, "version", lambda name: f"{release(name).partition('+')[0]}.1")
     estimate(None)
-    assert made == ["96", "128"]
+    assert dry_run_heights == ["96", "128"]
 
 
 def test_the_key_depends_on_whether_a_prompt_is_empty_but_not_on_its_text(tmp_path: Path) -> None:
     graph = graphrun.load(GRAPHS / "sdxl-tiny.yaml")
     text = next(name for name, item in graph.inputs.items() if item.type == "str")
-    keys = [cache.trace_key(graph, {**graph.for_planning({}), text: value}) for value in ("a", "b c", "", None)]
+    keys = [
+        cache.trace_key(graph, {**graph.for_planning({}), text: value})
+        for value in ("a", "b c", "", None)
+    ]
     assert keys[0] == keys[1]
     assert len(set(keys)) == 3
 
@@ -143,12 +163,20 @@ def test_a_graph_that_depends_on_unversioned_code_is_not_stored() -> None:
     inputs = graph.for_planning({})
     assert cache.trace_key(replace(graph, trust=(*graph.trust, "somebodys_module")), inputs) is None
     component = replace(graph.components["vae"], has_config=False, source="owner/repo/vae")
-    assert cache.trace_key(replace(graph, components={**graph.components, "vae": component}), inputs) is None
+    assert (
+        cache.trace_key(replace(graph, components={**graph.components, "vae": component}), inputs)
+        is None
+    )
 
 
-@pytest.mark.parametrize("data", [None, {}, [], {"components": 3}, {"calls": [], "items": [[1]], "values": {}, "profiles": {}}])
+@pytest.mark.parametrize(
+    "data",
+    [None, {}, [], {"components": 3}, {"calls": [], "items": [[1]], "values": {}, "profiles": {}}],
+)
 @pytest.mark.parametrize("kind", ["trace", "problem", "plan"])
-def test_an_entry_of_another_shape_is_replaced(made: list[str], solved: list[str], tmp_path: Path, kind: str, data: Any) -> None:
+def test_an_entry_of_another_shape_is_replaced(
+    dry_run_heights: list[str], solved_digests: list[str], tmp_path: Path, kind: str, data: Any
+) -> None:
     problem = estimate(tmp_path)
     solution = graphrun.plan(problem, cache=tmp_path)
     key = next(tmp_path.glob(f"{kind}-*.json")).stem.partition("-")[2]
@@ -160,105 +188,139 @@ def test_an_entry_of_another_shape_is_replaced(made: list[str], solved: list[str
     assert Store(tmp_path).get(kind, key) != data
 
 
-def test_a_stored_plan_that_breaks_a_rule_is_ignored(made: list[str], solved: list[str], tmp_path: Path) -> None:
+def test_a_stored_plan_that_breaks_a_rule_is_ignored(
+    dry_run_heights: list[str], solved_digests: list[str], tmp_path: Path
+) -> None:
     problem = estimate(tmp_path)
     solution = graphrun.plan(problem, cache=tmp_path)
     key = digest_of([problem.digest, cache.own_source()])
     lines = str(solution.plan).splitlines()
     evict = next(n for n, line in enumerate(lines) if line.strip().startswith("evict"))
-    wrong = {"plan": "\n".join(lines[:evict] + lines[evict + 1 :]), "cut": [], "proof": [True, 0.0, 0.0, 0.0]}
+    wrong = {
+        "plan": "\n".join(lines[:evict] + lines[evict + 1 :]),
+        "cut": [],
+        "proof": [True, 0.0, 0.0, 0.0],
+    }
     Store(tmp_path).put("plan", key, wrong)
     assert graphrun.plan(problem, cache=tmp_path) == solution
-    assert len(solved) == 2
+    assert len(solved_digests) == 2
 
 
-def test_a_plan_split_into_layers_is_stored_with_the_split_components(made: list[str], solved: list[str], tmp_path: Path) -> None:
+def test_a_plan_split_into_layers_is_stored_with_the_split_components(
+    dry_run_heights: list[str], solved_digests: list[str], tmp_path: Path
+) -> None:
     problem = estimate(tmp_path)
     tight = replace(problem, budget_bytes=smallest_budget(problem))
     solution = graphrun.plan(tight, cache=tmp_path)
     assert "layers" in {component.granularity for component in solution.problem.components}
     assert graphrun.plan(tight, cache=tmp_path) == solution
-    assert len(solved) == 1
+    assert len(solved_digests) == 1
 
 
-def test_a_cached_plan_imports_no_torch_and_no_solver_and_is_equal(made: list[str], tmp_path: Path, cache_home: Path) -> None:
+def test_a_cached_plan_imports_no_torch_and_no_solver_and_is_equal(
+    dry_run_heights: list[str], tmp_path: Path, cache_home: Path
+) -> None:
     folder = tmp_path / "graphrun"
     solution = graphrun.plan(estimate(folder), cache=folder)
-    kept = sorted(folder.iterdir())
+    files = sorted(folder.iterdir())
     code = f"""
 import sys
 from graphrun.cli.main import main
-sys.argv = ["graphrun", "plan", {str(TINY)!r}, "--vram", "64M", "--ram", "8G", "--hardware", "sim", "--json"]
+sys.argv = ["graphrun", "plan", {str(TINY)!r}, "--vram", "64M", "--ram", "8G"]
+sys.argv += ["--hardware", "sim", "--json"]
 try:
     main()
 finally:
-    heavy = {{"torch", "diffusers", "transformers", "numpy", "scipy", "highspy", "networkx", "graphrun.solve.solve"}}
+    heavy = {{"torch", "diffusers", "transformers", "numpy", "scipy", "highspy", "networkx"}}
+    heavy |= {{"graphrun.solve.solve"}}
     heavy &= sys.modules.keys()
     assert not heavy, heavy
 """
-    environment = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(GRAPHS.parent)}
-    answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    environment = {
+        "XDG_CACHE_HOME": str(tmp_path),
+        "PATH": "",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(GRAPHS.parent),
+    }
+    answer = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
     assert answer.returncode == 0, answer.stderr
     assert json.loads(answer.stdout)["digest"] == solution.problem.digest
-    assert sorted(folder.iterdir()) == kept
+    assert sorted(folder.iterdir()) == files
 
 
 @pytest.mark.parametrize("module", ["graphrun", "graphrun.cli.main"])
 def test_importing_is_light(module: str) -> None:
-    heavy = {"torch", "diffusers", "transformers", "numpy", "scipy", "highspy", "networkx", "graphrun.solve.solve"}
+    heavy = {
+        "torch",
+        "diffusers",
+        "transformers",
+        "numpy",
+        "scipy",
+        "highspy",
+        "networkx",
+        "graphrun.solve.solve",
+    }
     code = f"import sys, {module}; print(*sorted({heavy!r} & sys.modules.keys()))"
     environment = {"PATH": "", "PYTHONPATH": str(GRAPHS.parent)}
-    answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    answer = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     assert answer.stdout.split() == []
 
 
 def test_only_the_source_of_graphrun_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = list[Path]()
-    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path) or b"")
+    read_paths = list[Path]()
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read_paths.append(path) or b"")
     cache.own_source.__wrapped__()
     package = Path(graphrun.__file__).parent
-    assert package / "store.py" in read
-    assert {path for path in read if package not in path.parents} == set()
+    assert package / "store.py" in read_paths
+    assert {path for path in read_paths if package not in path.parents} == set()
 
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_the_garbage_collector_state_is_restored(monkeypatch: pytest.MonkeyPatch, dry: Any, fails: bool, frozen: bool) -> None:
+def test_the_garbage_collector_state_is_restored(
+    monkeypatch: pytest.MonkeyPatch, dry: Any, fails: bool, frozen: bool
+) -> None:
     import gc
 
     from graphrun.profile import dry_run as probe
 
     monkeypatch.setattr(gc, "get_freeze_count", gc.get_freeze_count.__wrapped__)
-    seen, probed = list[bool](), dry("flux-tiny")[1]
+    frozen_states, tiny_dry_run = list[bool](), dry("flux-tiny")[1]
     gc.freeze() if frozen else gc.unfreeze()
-    before, later = gc.get_freeze_count(), [[number] for number in range(1000)]
+    frozen_count, new_objects = gc.get_freeze_count(), [[number] for number in range(1000)]
 
     def answer(graph: Any, inputs: Any, options: Any) -> Any:
-        seen.append(gc.isenabled() and gc.get_freeze_count() > 0)
+        frozen_states.append(gc.isenabled() and gc.get_freeze_count() > 0)
         if fails:
             raise RuntimeError("the pipeline's own")
-        return probed
+        return tiny_dry_run
 
     graph = graphrun.load(TINY)
     monkeypatch.setattr(probe, "probe", answer)
     with pytest.raises(RuntimeError) if fails else nullcontext():
         cache.dry_run(graph, graph.for_planning({}), None)
-    assert (seen, gc.isenabled()) == ([True], True)
-    most = before + len(later) // 2 if frozen else 0
-    assert gc.get_freeze_count() <= most, "who froze what there was knows why; more is not added to it"
+    assert (frozen_states, gc.isenabled()) == ([True], True)
+    limit = frozen_count + len(new_objects) // 2 if frozen else 0
+    assert gc.get_freeze_count() <= limit, (
+        "who froze what there was knows why; more is not added to it"
+    )
     gc.freeze()
 
 
 def test_the_source_digest_reads_only_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[Path] = []
+    read_paths: list[Path] = []
     content = Path.read_bytes
 
     def recorded(path: Path) -> bytes:
-        read.append(path)
+        read_paths.append(path)
         return content(path)
 
     monkeypatch.setattr(Path, "read_bytes", recorded)
     cache.own_source.__wrapped__()
     package = Path(graphrun.__file__).parent
-    assert package / "store.py" in read
-    assert [path for path in read if not path.is_relative_to(package)] == []
+    assert package / "store.py" in read_paths
+    assert [path for path in read_paths if not path.is_relative_to(package)] == []

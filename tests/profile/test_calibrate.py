@@ -1,4 +1,5 @@
-"""Calibration, and hardware profiles found by name or by card; damaged ones are ignored. No card is needed."""
+"""Calibration, and hardware profiles found by name or by card; damaged ones are ignored. No card is
+needed."""
 
 from __future__ import annotations
 
@@ -17,25 +18,27 @@ from graphrun.profile import hardware_profiles as profiles
 
 
 def test_calibrating_the_simulated_accelerator_gives_what_it_declares(tmp_path: Path) -> None:
-    measured, figures = measuring.calibrate("sim", tmp_path, allowed_seconds=0.1)
-    declared = devices.simulated()
+    hardware, figures = measuring.calibrate("sim", tmp_path, allowed_seconds=0.1)
+    simulated = devices.simulated()
     for name in ("h2d_bytes_per_second", "d2h_bytes_per_second", "flops_per_second"):
-        assert getattr(measured, name) == pytest.approx(getattr(declared, name), rel=1e-6)
-    assert measured.bidirectional == pytest.approx(0.5), "one copy engine serves both ways"
-    assert measured.copy_start_seconds == pytest.approx(0.0, abs=1e-12)
-    assert (measured.basis, measured.device, measured.context_bytes) == ("measured", "sim", 0)
+        assert getattr(hardware, name) == pytest.approx(getattr(simulated, name), rel=1e-6)
+    assert hardware.bidirectional == pytest.approx(0.5), "one copy engine serves both ways"
+    assert hardware.copy_start_seconds == pytest.approx(0.0, abs=1e-12)
+    assert (hardware.basis, hardware.device, hardware.context_bytes) == ("measured", "sim", 0)
     assert figures["disk_bytes_per_second"] > 0
     assert not list(tmp_path.iterdir()), "the file that was read is deleted"
 
 
 def test_the_processor_can_be_calibrated(tmp_path: Path) -> None:
-    measured, _ = measuring.calibrate("cpu", tmp_path, "mine", allowed_seconds=0.1)
-    assert (measured.name, measured.device, measured.basis) == ("mine", "cpu", "measured")
-    assert 1e8 < measured.h2d_bytes_per_second < 1e12
-    assert 1e8 < measured.flops_per_second < 1e15
+    hardware, _ = measuring.calibrate("cpu", tmp_path, "mine", allowed_seconds=0.1)
+    assert (hardware.name, hardware.device, hardware.basis) == ("mine", "cpu", "measured")
+    assert 1e8 < hardware.h2d_bytes_per_second < 1e12
+    assert 1e8 < hardware.flops_per_second < 1e15
 
 
-def test_the_compute_rate_weights_products_and_attention_as_flux_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compute_rate_weights_products_and_attention_as_flux_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Card(measuring.Processor):
         nbytes = 100
         clock = 0.0
@@ -57,20 +60,29 @@ def test_the_compute_rate_weights_products_and_attention_as_flux_does(tmp_path: 
             }[kind]
 
         def compute(self, kind: str) -> float:
-            self.clock += {"matmul": 1.0, "attention": 2.0, "block": 3.0, "compiled block": 2.0}[kind]
+            self.clock += {"matmul": 1.0, "attention": 2.0, "block": 3.0, "compiled block": 2.0}[
+                kind
+            ]
             return 744.0
 
     monkeypatch.setattr(measuring, "_open", lambda kind: (devices.simulated(), Card()))
-    measured, _ = measuring.calibrate("cpu", tmp_path, allowed_seconds=0.05)
-    rates = measured.h2d_bytes_per_second, measured.d2h_bytes_per_second, measured.pageable_bytes_per_second, measured.bidirectional
+    hardware, _ = measuring.calibrate("cpu", tmp_path, allowed_seconds=0.05)
+    rates = (
+        hardware.h2d_bytes_per_second,
+        hardware.d2h_bytes_per_second,
+        hardware.pageable_bytes_per_second,
+        hardware.bidirectional,
+    )
     assert rates == pytest.approx((100.0, 50.0, 25.0, 0.8))
-    assert measured.d2h_pageable_bytes_per_second == pytest.approx(12.5)
-    assert measured.copy_start_seconds == pytest.approx(0.5), "what 512 bytes take beyond their 5.12 s"
-    assert measured.flops_per_second == pytest.approx(744 / (0.595 / 0.744 + 2 * 0.149 / 0.744))
-    assert measured.compiled_gain == 0, "nobody asked for it"
+    assert hardware.d2h_pageable_bytes_per_second == pytest.approx(12.5)
+    assert hardware.copy_start_seconds == pytest.approx(0.5), (
+        "what 512 bytes take beyond their 5.12 s"
+    )
+    assert hardware.flops_per_second == pytest.approx(744 / (0.595 / 0.744 + 2 * 0.149 / 0.744))
+    assert hardware.compiled_gain == 0, "nobody asked for it"
     with torch._dynamo.config.patch(disable=False):
-        measured, _ = measuring.calibrate("cpu", tmp_path, allowed_seconds=0.05, compiled=True)
-    assert measured.compiled_gain == pytest.approx(1.5)
+        hardware, _ = measuring.calibrate("cpu", tmp_path, allowed_seconds=0.05, compiled=True)
+    assert hardware.compiled_gain == pytest.approx(1.5)
 
 
 @pytest.mark.sweep("warm")
@@ -79,24 +91,38 @@ def test_what_compiling_gains_is_measured_with_the_compiler_of_the_device() -> N
         pytest.skip("Inductor needs a C++ compiler for the CPU: g++ or clang++")
     target = measuring.Processor()
     assert measuring.compiled_gain(target, 0.05) > 0
-    for written, compiled in zip(target.blocks["block"](), target.blocks["compiled block"](), strict=True):
-        assert written.isfinite().all()
-        assert torch.nn.functional.cosine_similarity(written.flatten().float(), compiled.flatten().float(), dim=0) > 0.999
+    for plain, compiled in zip(
+        target.blocks["block"](), target.blocks["compiled block"](), strict=True
+    ):
+        assert plain.isfinite().all()
+        assert (
+            torch.nn.functional.cosine_similarity(
+                plain.flatten().float(), compiled.flatten().float(), dim=0
+            )
+            > 0.999
+        )
     torch.compiler.reset()
 
 
 def test_what_compiling_gains_is_not_measured_where_nothing_can_be_compiled(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no compiler for the simulated accelerator: leave out --compiled"):
+    with pytest.raises(
+        InputError, match="no compiler for the simulated accelerator: leave out --compiled"
+    ):
         measuring.calibrate("sim", tmp_path, compiled=True)
 
     class WithoutCompiler(measuring.Processor):
         def compute(self, kind: str) -> float:
             raise torch._inductor.exc.InvalidCxxCompiler
 
-    what = r"blocks cannot be compiled here \(No working C\+\+ compiler found.*leave out --compiled"
-    with torch._dynamo.config.patch(disable=False), pytest.raises(InputError, match=what):
+    message = (
+        r"blocks cannot be compiled here \(No working C\+\+ compiler found.*leave out --compiled"
+    )
+    with torch._dynamo.config.patch(disable=False), pytest.raises(InputError, match=message):
         measuring.compiled_gain(WithoutCompiler(), 0.05)
-    with torch._dynamo.config.patch(disable=True), pytest.raises(InputError, match="switched off by TORCHDYNAMO_DISABLE=1"):
+    with (
+        torch._dynamo.config.patch(disable=True),
+        pytest.raises(InputError, match="switched off by TORCHDYNAMO_DISABLE=1"),
+    ):
         measuring.compiled_gain(measuring.Processor(), 0.05)
 
 
@@ -104,11 +130,12 @@ GB = 10**9
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "uuid", "context"),
+    ("initial_bytes", "final_bytes", "uuid", "context"),
     [
         ({"GPU-a": GB}, {"GPU-a": 2 * GB}, "GPU-a", 700_000_000),
-        ({"GPU-a": GB, "GPU-b": 0}, {"GPU-a": GB, "GPU-b": GB}, "GPU-b", 700_000_000),  # hidden from torch, or in another order
-        ({"GPU-a": GB}, {"GPU-a": 2 * GB}, "GPU-", 700_000_000),  # the only one there is
+        # Hidden from torch, or in another order.
+        ({"GPU-a": GB, "GPU-b": 0}, {"GPU-a": GB, "GPU-b": GB}, "GPU-b", 700_000_000),
+        ({"GPU-a": GB}, {"GPU-a": 2 * GB}, "GPU-", 700_000_000),  # the only card
         ({"GPU-a": GB, "GPU-b": 0}, {"GPU-a": GB, "GPU-b": GB}, "GPU-", None),
         ({"GPU-a": GB}, {"GPU-a": GB}, "GPU-a", None),  # another process ended meanwhile
         ({"GPU-a": GB}, {"GPU-a": 9 * GB}, "GPU-a", None),  # or started
@@ -117,23 +144,30 @@ GB = 10**9
     ],
 )
 def test_context_bytes_are_what_the_card_itself_lost(
-    before: dict[str, int], after: dict[str, int], uuid: str, context: int | None
+    initial_bytes: dict[str, int], final_bytes: dict[str, int], uuid: str, context: int | None
 ) -> None:
-    assert measuring.context_bytes_taken(before, after, uuid, 300_000_000) == context
+    assert measuring.context_bytes_taken(initial_bytes, final_bytes, uuid, 300_000_000) == context
 
 
-@pytest.mark.parametrize(("assumed", "context"), [(300_000_000, 740_000_000), (900_000_000, 900_000_000)])
+@pytest.mark.parametrize(
+    ("assumed", "context"), [(300_000_000, 740_000_000), (900_000_000, 900_000_000)]
+)
 def test_context_bytes_are_measured_after_every_kind_of_kernel_and_only_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, assumed: int, context: int
 ) -> None:
-    loads = {"matmul": 10_000_000, "attention": 30_000_000, "convolution": 200_000_000}  # when a kernel first runs
-    loaded: set[str] = set()
+    # when a kernel first runs
+    loads = {
+        "matmul": 10_000_000,
+        "attention": 30_000_000,
+        "convolution": 200_000_000,
+    }
+    sources: set[str] = set()
 
     class Card(measuring.Processor):
         queued: set[str] = set()
 
         def now(self) -> float:
-            loaded.update(self.queued)
+            sources.update(self.queued)
             return super().now()
 
         def compute(self, kind: str) -> float:
@@ -141,19 +175,23 @@ def test_context_bytes_are_measured_after_every_kind_of_kernel_and_only_raised(
             return super().compute(kind)
 
     def awake(kind: str) -> tuple[Hardware, Card]:
-        loaded.add("driver")
+        sources.add("driver")
         return card("mine", context_bytes=assumed, kernels=None), Card()
 
-    used = {"driver": 500_000_000, **loads}
+    bytes_by_source = {"driver": 500_000_000, **loads}
     monkeypatch.setattr(measuring, "_open", awake)
     monkeypatch.setattr(measuring, "_uuid", lambda: "GPU-a")
-    monkeypatch.setattr(measuring, "_cards_used_bytes", lambda: {"GPU-a": GB + sum(used[each] for each in loaded)})
-    measured, figures = measuring.calibrate("cuda", tmp_path, allowed_seconds=0.05)
-    assert measured.context_bytes == figures["context_bytes"] == context
+    monkeypatch.setattr(
+        measuring,
+        "_cards_used_bytes",
+        lambda: {"GPU-a": GB + sum(bytes_by_source[source] for source in sources)},
+    )
+    hardware, figures = measuring.calibrate("cuda", tmp_path, allowed_seconds=0.05)
+    assert hardware.context_bytes == figures["context_bytes"] == context
 
 
 def test_without_a_card_cuda_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "found", lambda: None)
+    monkeypatch.setattr(devices, "detect_card", lambda: None)
     with pytest.raises(InputError, match="no CUDA device here to calibrate"):
         measuring.calibrate("cuda", tmp_path)
 
@@ -163,9 +201,9 @@ def card(name: str = "card", **changes: object) -> Hardware:
 
 
 def test_a_profile_is_found_by_its_name(tmp_path: Path) -> None:
-    mine = card("mine", basis="measured", h2d_bytes_per_second=12.5e9)
-    profiles.keep(tmp_path, mine, "geforcertx4090", {})
-    assert profiles.hardware("mine", tmp_path) == mine
+    profile = card("mine", basis="measured", h2d_bytes_per_second=12.5e9)
+    profiles.keep(tmp_path, profile, "geforcertx4090", {})
+    assert profiles.hardware("mine", tmp_path) == profile
     assert profiles.hardware("rtx4090", tmp_path) == devices.hardware("rtx4090")
     with pytest.raises(InputError, match="did you mean 'mine'"):
         profiles.hardware("mime", tmp_path)
@@ -173,16 +211,18 @@ def test_a_profile_is_found_by_its_name(tmp_path: Path) -> None:
         profiles.hardware("mine", None)
 
 
-def test_the_newest_profile_of_the_detected_card_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "found", lambda: card("geforcertx4090"))
-    assert profiles.found(tmp_path) == card("geforcertx4090")
+def test_the_newest_profile_of_the_detected_card_is_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "detect_card", lambda: card("geforcertx4090"))
+    assert profiles.detect_card(tmp_path) == card("geforcertx4090")
     profiles.keep(tmp_path, card("other-size", capacity_bytes=5), "geforcertx4090", {})
     profiles.keep(tmp_path, card("other-card"), "a100", {})
-    assert profiles.found(tmp_path) == card("geforcertx4090")
+    assert profiles.detect_card(tmp_path) == card("geforcertx4090")
     profiles.keep(tmp_path, card("here", basis="measured"), "geforcertx4090", {})
-    assert profiles.found(tmp_path) == card("here", basis="measured")
-    monkeypatch.setattr(devices, "found", lambda: None)
-    assert profiles.found(tmp_path) is None
+    assert profiles.detect_card(tmp_path) == card("here", basis="measured")
+    monkeypatch.setattr(devices, "detect_card", lambda: None)
+    assert profiles.detect_card(tmp_path) is None
 
 
 @pytest.mark.parametrize("name", ["rtx4090", "sim", "", "../escape", "a b"])
@@ -193,9 +233,17 @@ def test_taken_and_invalid_profile_names_are_refused(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", '{"hardware": {"name": "x"}, "device": "d"}', '{"hardware": 3, "device": ""}']
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"hardware": {"name": "x"}, "device": "d"}',
+        '{"hardware": 3, "device": ""}',
+    ],
 )
 def test_a_damaged_profile_is_ignored(tmp_path: Path, text: str) -> None:
     profiles.keep(tmp_path, card("good"), "card", {})
     (tmp_path / "profiles/bad.json").write_text(text)
-    assert list(profiles.kept(tmp_path)) == ["good"]
+    assert list(profiles.stored_profiles(tmp_path)) == ["good"]

@@ -1,4 +1,5 @@
-"""Constant values of meta tensors that a dry run may read: literal sizes, masks, and the worst case of expert routing."""
+"""Constant values of meta tensors that a dry run may read: literal sizes, masks, and the worst case
+of expert routing."""
 
 from __future__ import annotations
 
@@ -13,16 +14,19 @@ from graphrun.profile.recording import Call
 
 
 def record(module: nn.Module, *args: torch.Tensor) -> tuple[torch.Tensor, Recorder]:
-    recorder = Recorder(module, [f"experts.{n}" for n in range(len(getattr(module, "experts", ())))])
+    recorder = Recorder(
+        module, [f"experts.{n}" for n in range(len(getattr(module, "experts", ())))]
+    )
     recorder.ignore(args)
     with torch.no_grad(), FusedAttention(recorder), recorder:
-        out = module(*args)
+        result = module(*args)
     recorder.close()
-    return out, recorder
+    return result, recorder
 
 
 class Crop(nn.Module):
-    """Like HiDream's unpatchify: a size is moved to the device as a tensor and used as the end of a slice."""
+    """Like HiDream's unpatchify: a size is moved to the device as a tensor and used as the end of a
+    slice."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         sizes = torch.tensor([3, 5], device=x.device).unsqueeze(0).repeat(len(x), 1)
@@ -31,25 +35,26 @@ class Crop(nn.Module):
 
 
 class Experts(nn.Module):
-    """Like HiDream's mixture of experts: two of four experts for each token, each called with the tokens that selected it."""
+    """Like HiDream's mixture of experts: two of four experts for each token, each called with the
+    tokens that selected it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.ModuleList([nn.Sequential(nn.Linear(8, 8)) for _ in range(4)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        picked = torch.topk(x[:, :4], k=2, dim=-1).indices.view(-1)
-        ends = picked.bincount().cpu().numpy().cumsum(0)
-        found = torch.zeros_like(x)
+        indices = torch.topk(x[:, :4], k=2, dim=-1).indices.view(-1)
+        ends = indices.bincount().cpu().numpy().cumsum(0)
+        result = torch.zeros_like(x)
         for expert, begin, end in zip(self.experts, [0, *ends], ends, strict=False):
             if begin != end:
-                found[: end - begin] += expert(x[: end - begin])
-        return found
+                result[: end - begin] += expert(x[: end - begin])
+        return result
 
 
 def test_a_literal_size_is_constant_after_arithmetic() -> None:
-    out, _ = record(Crop(), torch.empty(2, 64, device="meta"))
-    assert out.shape == (2, 3, 5)
+    result, _ = record(Crop(), torch.empty(2, 64, device="meta"))
+    assert result.shape == (2, 3, 5)
 
 
 def test_an_overwritten_tensor_is_no_longer_constant() -> None:
@@ -59,14 +64,14 @@ def test_an_overwritten_tensor_is_no_longer_constant() -> None:
             size.copy_(x[:1].long())
             return x[: int(size)]
 
-    out, _ = record(Overwritten(), torch.empty(64, device="meta"))
-    assert out.shape == (1,), "an unknown size is taken to be 1"
+    result, _ = record(Overwritten(), torch.empty(64, device="meta"))
+    assert result.shape == (1,), "an unknown size is taken to be 1"
 
 
 def test_in_the_worst_case_all_tokens_select_the_same_two_experts() -> None:
-    out, recorder = record(Experts().to("meta"), torch.empty(32, 8, device="meta"))
-    assert out.shape == (32, 8)
-    assert recorder.record.entered == ["experts.0", "experts.1"]
+    result, recorder = record(Experts().to("meta"), torch.empty(32, 8, device="meta"))
+    assert result.shape == (32, 8)
+    assert recorder.record.entered_blocks == ["experts.0", "experts.1"]
     assert recorder.record.flops == 2 * 32 * 2 * 8 * 8, "two experts for each token"
 
 
@@ -82,8 +87,8 @@ class Packed(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
 def test_the_sum_of_a_mask_is_that_of_a_mask_of_ones(dtype: torch.dtype) -> None:
-    out, _ = record(Packed(), torch.empty(2, 16, dtype=dtype, device="meta"))
-    assert out.shape == (2, 20)
+    result, _ = record(Packed(), torch.empty(2, 16, dtype=dtype, device="meta"))
+    assert result.shape == (2, 20)
 
 
 class Sorted(nn.Module):
@@ -91,22 +96,34 @@ class Sorted(nn.Module):
 
     def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         mask = mask.bool()
-        return torch.stack([torch.cat([text[of], text[~of]]) for text, of in zip(tokens, mask, strict=True)])
+        return torch.stack(
+            [torch.cat([text[row], text[~row]]) for text, row in zip(tokens, mask, strict=True)]
+        )
 
 
 def test_a_mask_selects_every_row_and_its_complement_none() -> None:
-    out, recorder = record(Sorted(), torch.empty(2, 16, 64, device="meta"), torch.empty(2, 16, dtype=torch.int64, device="meta"))
-    assert out.shape == (2, 16, 64)
-    made = [event.nbytes for event in recorder.record.events if event.nbytes]
-    assert made.count(16 * 64 * 4) == 4, "for each text, the selected rows and their concatenation"
-    assert made.count(512) == 5, "the mask, and for each text the complement of its row and two index columns"
+    result, recorder = record(
+        Sorted(),
+        torch.empty(2, 16, 64, device="meta"),
+        torch.empty(2, 16, dtype=torch.int64, device="meta"),
+    )
+    assert result.shape == (2, 16, 64)
+    sizes = [event.nbytes for event in recorder.record.events if event.nbytes]
+    assert sizes.count(16 * 64 * 4) == 4, "for each text, the selected rows and their concatenation"
+    assert sizes.count(512) == 5, (
+        "the mask, and for each text the complement of its row and two index columns"
+    )
 
 
 class Positions(nn.Module):
-    """Like Ernie-Image's and Mochi's positions: computed in fp32 whatever autocast the caller has enabled."""
+    """Like Ernie-Image's and Mochi's positions: computed in fp32 whatever autocast the caller has
+    enabled."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(x.device.type, enabled=False), torch.autocast(x.device.type, torch.float32):
+        with (
+            torch.autocast(x.device.type, enabled=False),
+            torch.autocast(x.device.type, torch.float32),
+        ):
             return x.float() @ x.float().T
 
 
@@ -130,8 +147,8 @@ def test_code_that_enables_autocast_is_traced_in_the_lower_precision() -> None:
 
     prober = Prober({"half": Half()})
     with sim.DryMachine(), prober.interceptor:
-        made = prober.interceptor.modules["half"](torch.zeros(4, 8, device=sim.PLANNED))
-        assert made.dtype == torch.bfloat16
+        result = prober.interceptor.modules["half"](torch.zeros(4, 8, device=sim.PLANNED))
+        assert result.dtype == torch.bfloat16
     call = prober.recording.items[-1]
     assert isinstance(call, Call)
     assert call.events

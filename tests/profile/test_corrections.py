@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphrun.profile.corrections import CORRECTIONS, Convolution, attention_scratch, convolution_scratch, int8_scratch
+from graphrun.profile.corrections import (
+    CORRECTIONS,
+    Convolution,
+    attention_scratch,
+    convolution_scratch,
+    int8_scratch,
+)
 from graphrun.units import GIB, MIB
 
 
-def scratch(source: int, made: int, weight: int, size: int, inputs: int = 128, outputs: int = 128, **more: Any) -> tuple[int, int]:
-    return convolution_scratch(Convolution(source, made, weight, size, inputs, outputs, **more))
+def scratch(
+    source: int,
+    result: int,
+    weight: int,
+    size: int,
+    inputs: int = 128,
+    outputs: int = 128,
+    **options: Any,
+) -> tuple[int, int]:
+    return convolution_scratch(
+        Convolution(source, result, weight, size, inputs, outputs, **options)
+    )
 
 
 def test_a_convolution_in_16_bit_copies_its_tensors_and_in_32_bit_not_its_output() -> None:
@@ -18,7 +34,9 @@ def test_a_convolution_in_16_bit_copies_its_tensors_and_in_32_bit_not_its_output
 
 
 def test_a_convolution_with_few_input_channels_copies_nothing() -> None:
-    assert [scratch(100, 50, 7, size, channels) for size in (2, 4) for channels in (3, 7)] == [(0, 0)] * 4
+    assert [scratch(100, 50, 7, size, channels) for size in (2, 4) for channels in (3, 7)] == [
+        (0, 0)
+    ] * 4
     assert scratch(100, 50, 7, 2, 8) == (157, 0)
 
 
@@ -46,12 +64,20 @@ def test_from_2_gib_on_some_cards_do_not_copy_the_output() -> None:
 
 def test_fused_attention_has_no_square_tensor_and_the_math_backend_has_two() -> None:
     assert attention_scratch(24 * 4608, 4608, 128, 2, fused=True) == 4 * 24 * 4608
-    assert attention_scratch(24 * 4608, 4608, 128, 2, fused=False) == 2 * (2 * 24 * 4608 * 4608 + 2 * 24 * 4608 * 128)
+    assert attention_scratch(24 * 4608, 4608, 128, 2, fused=False) == 2 * (
+        2 * 24 * 4608 * 4608 + 2 * 24 * 4608 * 128
+    )
 
 
 def test_scratch_of_quantized_layers() -> None:
-    assert int8_scratch(4608, 3072, 9216, half=True) == (4608 * (3072 * 4 + 4), 4608 * (3072 + 4) + 4 * 4608 * 9216)
-    assert int8_scratch(4608, 3072, 9216) == (4608 * (3072 * 6 + 4), 4608 * (3072 + 4) + 6 * 4608 * 9216)
+    assert int8_scratch(4608, 3072, 9216, half=True) == (
+        4608 * (3072 * 4 + 4),
+        4608 * (3072 + 4) + 4 * 4608 * 9216,
+    )
+    assert int8_scratch(4608, 3072, 9216) == (
+        4608 * (3072 * 6 + 4),
+        4608 * (3072 + 4) + 6 * 4608 * 9216,
+    )
 
 
 def test_every_rule_has_a_name_of_its_own_and_a_source() -> None:

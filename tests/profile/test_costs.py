@@ -9,7 +9,13 @@ import torch
 from torch import nn
 
 from graphrun.profile import hardware as devices
-from graphrun.profile.costs import extra_seconds, kernel_seconds, quantized_seconds, tiles, work_seconds
+from graphrun.profile.costs import (
+    extra_seconds,
+    kernel_seconds,
+    quantized_seconds,
+    tiles,
+    work_seconds,
+)
 from graphrun.profile.recorder import FusedAttention, Recorder
 from graphrun.profile.recording import Call, Kernel
 
@@ -30,7 +36,9 @@ def kernels(module: nn.Module, *shape: int) -> list[Kernel]:
     with torch.no_grad(), FusedAttention(recorder), recorder:
         module(x)
     recorder.close()
-    return [recorder.record.kernels[number] for _, numbers in recorder.record.work for number in numbers]
+    return [
+        recorder.record.kernels[number] for _, numbers in recorder.record.work for number in numbers
+    ]
 
 
 class Attention(nn.Module):
@@ -41,12 +49,18 @@ class Attention(nn.Module):
 
 def test_kernels_are_recorded_by_class_with_bytes_and_tiles() -> None:
     (linear,) = kernels(nn.Linear(256, 512), 300, 256)
-    weights, moved = 256 * 512, 300 * (256 + 512)
-    assert linear == Kernel("matmul", "bfloat16", 2.0 * 300 * weights, 2 * (weights + 512 + moved), 3 * 4)
+    weights, moved_bytes = 256 * 512, 300 * (256 + 512)
+    assert linear == Kernel(
+        "matmul", "bfloat16", 2.0 * 300 * weights, 2 * (weights + 512 + moved_bytes), 3 * 4
+    )
     (activation,) = kernels(nn.SiLU(), 300, 256)
     assert activation == Kernel("elementwise", "bfloat16", 0.0, 2 * 2 * 300 * 256)
     (attention,) = kernels(Attention(), 1, 300, 256)
-    assert (attention.kind, attention.scores, attention.tiles) == ("attention", 4 * 300 * 300, 4 * 3)
+    assert (attention.kind, attention.scores, attention.tiles) == (
+        "attention",
+        4 * 300 * 300,
+        4 * 3,
+    )
     (wide,) = kernels(Attention(), 1, 300, 2048)
     assert wide.kind == "wide attention"
     (convolution,) = kernels(nn.Conv2d(16, 256, 3, padding=1), 1, 16, 32, 32)
@@ -56,17 +70,27 @@ def test_kernels_are_recorded_by_class_with_bytes_and_tiles() -> None:
 def test_the_last_wave_takes_as_long_as_a_full_one() -> None:
     assert H100.kernels is not None
     assert H100.kernels.multiprocessors == 11 * 12
-    one, two = product(11 * 128, 4096, 12 * 128), product(7 * 128, 4096, 19 * 128)  # 132 and 133 tiles
-    assert kernel_seconds(two, H100) == pytest.approx(2 * kernel_seconds(one, H100))
+    # 132 and 133 tiles
+    full_wave, partial_wave = (
+        product(11 * 128, 4096, 12 * 128),
+        product(7 * 128, 4096, 19 * 128),
+    )
+    assert kernel_seconds(partial_wave, H100) == pytest.approx(2 * kernel_seconds(full_wave, H100))
 
 
 def test_a_product_of_one_row_takes_as_long_as_its_weight() -> None:
     kernel = product(1, 8192, 8192)
-    assert kernel_seconds(kernel, H100) == pytest.approx(kernel.nbytes / H100.memory_bytes_per_second)
+    assert kernel_seconds(kernel, H100) == pytest.approx(
+        kernel.nbytes / H100.memory_bytes_per_second
+    )
 
 
 def test_cards_without_bfloat16_multiply_it_as_fp32() -> None:
-    rows = product(8192, 8192, 8192), product(8192, 8192, 8192, "float16"), product(8192, 8192, 8192, "float32")
+    rows = (
+        product(8192, 8192, 8192),
+        product(8192, 8192, 8192, "float16"),
+        product(8192, 8192, 8192, "float32"),
+    )
     bf16, fp16, fp32 = (kernel_seconds(kernel, devices.hardware("t4")) for kernel in rows)
     assert bf16 == fp32 > 5 * fp16
     bf16, fp16, _ = (kernel_seconds(kernel, H100) for kernel in rows)
@@ -76,28 +100,42 @@ def test_cards_without_bfloat16_multiply_it_as_fp32() -> None:
 def test_a_call_takes_at_least_what_the_host_needs_to_launch_it() -> None:
     small = Kernel("elementwise", "bfloat16", 0.0, 1024)
     call = Call(work=[("a", [0] * 10), ("b", [0] * 30)], kernels=[small])
-    assert work_seconds(call, H100) == pytest.approx([10 * H100.launch_seconds, 30 * H100.launch_seconds])
-    assert all(isinstance(each, float) for each in work_seconds(replace(call, work=[("a", [])]), H100)), "0 would read back as 0.0"
+    assert work_seconds(call, H100) == pytest.approx(
+        [10 * H100.launch_seconds, 30 * H100.launch_seconds]
+    )
+    assert all(
+        isinstance(seconds, float)
+        for seconds in work_seconds(replace(call, work=[("a", [])]), H100)
+    ), "0 would read back as 0.0"
     large = replace(call, kernels=[small._replace(nbytes=10**9)])
     assert sum(work_seconds(large, H100)) == pytest.approx(40 * 1e9 / H100.memory_bytes_per_second)
 
 
 def test_quantized_layers_take_what_their_libraries_do() -> None:
-    """A FLUX layer of 4608 tokens on an H100: bitsandbytes' int8 is slower than 16 bits, torchao's fp8 products are faster."""
+    """A FLUX layer of 4608 tokens on an H100: bitsandbytes' int8 is slower than 16 bits, torchao's
+    fp8 products are faster."""
     kernel, shape = product(4608, 3072, 12288), (12288, 3072)
     plain = kernel_seconds(kernel, H100)
-    extra = {name: quantized_seconds(kernel, shape, name, H100) for name in ("int8", "nf4", "int8wo", "fp8wo", "fp8dq", "bfloat16")}
+    extra = {
+        name: quantized_seconds(kernel, shape, name, H100)
+        for name in ("int8", "nf4", "int8wo", "fp8wo", "fp8dq", "bfloat16")
+    }
     assert extra["int8"] > plain / 2 > extra["nf4"] > 0
     assert extra["fp8dq"] < 0 < extra["fp8wo"] < extra["int8wo"]
     assert extra["bfloat16"] == 0
     call = Call(work=[("block.linear", [0]), ("block.other", [0])], kernels=[kernel])
-    assert extra_seconds(call, {"block.linear.weight": shape}, "nf4", H100) == {"block.linear": extra["nf4"]}
+    assert extra_seconds(call, {"block.linear.weight": shape}, "nf4", H100) == {
+        "block.linear": extra["nf4"]
+    }
 
 
 def test_the_simulated_accelerator_has_a_single_rate() -> None:
     sim = devices.simulated()
     for kind in ("matmul", "convolution", "attention"):
-        assert kernel_seconds(Kernel(kind, "float32", 1e9, 10**9, 5), sim) == 1e9 / sim.flops_per_second  # type: ignore[arg-type]
+        assert (
+            kernel_seconds(Kernel(kind, "float32", 1e9, 10**9, 5), sim)
+            == 1e9 / sim.flops_per_second
+        )  # type: ignore[arg-type]
     assert kernel_seconds(Kernel("elementwise", "float32", 0.0, 10**9), sim) == 0
     assert quantized_seconds(product(64, 64, 64), (64, 64), "int8", sim) == 0
 
@@ -109,7 +147,7 @@ def test_priors_are_within_their_data_sheets(name: str) -> None:
     assert 0.3 * sheet.tensor * 1e12 < card.flops_per_second <= sheet.tensor * 1e12
     assert card.memory_bytes_per_second <= sheet.memory * 1e9
     assert card.pageable_bytes_per_second < card.h2d_bytes_per_second
-    assert card.basis == "prior"
+    assert card.basis == "data sheet"
 
 
 def test_a_prior_gives_a_range_and_a_measured_card_a_number() -> None:

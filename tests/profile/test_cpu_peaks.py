@@ -1,4 +1,5 @@
-"""The recorded peak of small versions of real components equals the CPU allocator's, to the byte."""
+"""The recorded peak of small versions of real components equals the CPU allocator's, to the
+byte."""
 
 from __future__ import annotations
 
@@ -37,22 +38,30 @@ def denoise(module: Any, device: str) -> Any:
 
 def profiled_peak(module: Any, call: Callable[[Any, str], Any]) -> int:
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
-        out = call(module, "cpu")
-    now = peak = 0
+        result = call(module, "cpu")
+    level = peak = 0
     for event in run.profiler.kineto_results.events():
         if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    del out
+            level += event.nbytes()
+            peak = max(peak, level)
+    del result
     return peak
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "call"),
-    [("text_encoder", "float32", encode), ("text_encoder_2", "bfloat16", encode), ("transformer", "float32", denoise)],
+    [
+        ("text_encoder", "float32", encode),
+        ("text_encoder_2", "bfloat16", encode),
+        ("transformer", "float32", denoise),
+    ],
 )
 def test_clip_t5_and_flux_in_small_take_what_the_cpu_profiler_saw(
-    dry: Any, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str, call: Callable[[Any, str], Any]
+    dry: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    dtype: str,
+    call: Callable[[Any, str], Any],
 ) -> None:
     monkeypatch.setattr(recording, "ROUND_BYTES", 1)  # the CPU's allocator does not round
     graph = dry("flux-tiny")[0].without_sources()
@@ -61,7 +70,7 @@ def test_clip_t5_and_flux_in_small_take_what_the_cpu_profiler_saw(
     module = meta_module(component, graph.trust)
     recorder = Recorder(module, ())
     with torch.no_grad(), FusedAttention(recorder), recorder:
-        out = call(module, "meta")
-    del out
+        result = call(module, "meta")
+    del result
     recorder.close()
     assert recorder.record.peak_bytes == profiled_peak(build(component, graph), call)

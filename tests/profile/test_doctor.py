@@ -30,9 +30,14 @@ def available(root: Path) -> Path:
 
 def test_cgroup_v2_limits_of_all_parent_groups_count(tmp_path: Path) -> None:
     files(tmp_path, user__job__memory_dot_max=f"{3 * GIB}\n", user__job__memory_dot_current="5\n")
-    files(tmp_path, user__memory_dot_max=f"{2 * GIB}\n", memory_dot_max="max\n", own="0::/user/job\n")
+    files(
+        tmp_path, user__memory_dot_max=f"{2 * GIB}\n", memory_dot_max="max\n", own="0::/user/job\n"
+    )
     limits = memory_limits(tmp_path, tmp_path / "own")
-    assert [(limit.nbytes, limit.version, limit.used_bytes) for limit in limits] == [(2 * GIB, 2, 0), (3 * GIB, 2, 5)]
+    assert [(limit.nbytes, limit.version, limit.used_bytes) for limit in limits] == [
+        (2 * GIB, 2, 0),
+        (3 * GIB, 2, 5),
+    ]
     assert host_ram_bytes(tmp_path, tmp_path / "own", available(tmp_path)) == 2 * GIB
 
 
@@ -42,7 +47,9 @@ def test_cgroup_v1_reports_no_limit_as_a_number(tmp_path: Path) -> None:
     (tmp_path / "memory/memory.limit_in_bytes").write_text("9223372036854771712\n")
     assert memory_limits(tmp_path, tmp_path / "own") == ()
     (tmp_path / "memory/job/memory.limit_in_bytes").write_text(f"{GIB}\n")
-    assert [(limit.nbytes, limit.version) for limit in memory_limits(tmp_path, tmp_path / "own")] == [(GIB, 1)]
+    assert [
+        (limit.nbytes, limit.version) for limit in memory_limits(tmp_path, tmp_path / "own")
+    ] == [(GIB, 1)]
 
 
 def test_a_container_finds_its_limit_at_the_cgroup_root(tmp_path: Path) -> None:
@@ -57,16 +64,27 @@ def test_without_cgroups_the_machine_is_the_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "allowed", "broken"),
-    [("0.43.1", 0, 2), ("0.43.2", 1, 1), ("0.47.0", 1, 1), ("0.48.0", 2, 0), ("0.50.2", 2, 0), ("not a version", 0, 2)],
+    ("number", "allowed_count", "broken_count"),
+    [
+        ("0.43.1", 0, 2),
+        ("0.43.2", 1, 1),
+        ("0.47.0", 1, 1),
+        ("0.48.0", 2, 0),
+        ("0.50.2", 2, 0),
+        ("not a version", 0, 2),
+    ],
 )
-def test_what_a_version_of_bitsandbytes_supports(number: str, allowed: int, broken: int) -> None:
-    found = doctor.about("bitsandbytes", number)
-    assert (len(found["allows"]), len(found["breaks"])) == (allowed, broken)
+def test_what_a_version_of_bitsandbytes_supports(
+    number: str, allowed_count: int, broken_count: int
+) -> None:
+    status = doctor.package_status("bitsandbytes", number)
+    assert (len(status["allows"]), len(status["breaks"])) == (allowed_count, broken_count)
 
 
 def test_a_missing_package_is_a_problem() -> None:
-    assert doctor.about("bitsandbytes", None)["breaks"] == ["no nf4 and no int8 components"]
+    assert doctor.package_status("bitsandbytes", None)["breaks"] == [
+        "no nf4 and no int8 components"
+    ]
 
 
 def test_limits_of_a_cgroup_and_of_locked_memory_are_noted_with_what_to_type() -> None:
@@ -79,33 +97,107 @@ def test_limits_of_a_cgroup_and_of_locked_memory_are_noted_with_what_to_type() -
         "limits": [{"path": "/x", "nbytes": 4 * GIB, "used_bytes": GIB, "version": 2}],
     }
     rows = {check.name: check for check in doctor.memory_checks(memory, card=True)}
-    assert {name: check.verdict for name, check in rows.items()} == {"RAM": "ok", "swap": "ok", "cgroup": "note", "pinned": "note"}
-    assert rows["cgroup"].text == "v2: 4.00 GiB (1.00 GiB used) /x; --ram auto uses what is left of it"
+    assert {name: check.verdict for name, check in rows.items()} == {
+        "RAM": "ok",
+        "swap": "ok",
+        "cgroup": "note",
+        "pinned": "note",
+    }
+    assert (
+        rows["cgroup"].text == "v2: 4.00 GiB (1.00 GiB used) /x; --ram auto uses what is left of it"
+    )
     assert rows["pinned"].fix == "ulimit -l unlimited"
-    rows = {check.name: check for check in doctor.memory_checks({**memory, "limits": []}, card=False)}
+    rows = {
+        check.name: check for check in doctor.memory_checks({**memory, "limits": []}, card=False)
+    }
     assert (rows["cgroup"].text, rows["pinned"].verdict) == ("no limit", "ok")
 
 
 ROCM, XPU, CUDA, CPU = (
     SimpleNamespace(cuda=cuda, hip=hip, xpu=xpu)
-    for cuda, hip, xpu in ((None, "6.4.4", None), (None, None, "20250101"), ("12.8", None, None), (None, None, None))
+    for cuda, hip, xpu in (
+        (None, "6.4.4", None),
+        (None, None, "20250101"),
+        ("12.8", None, None),
+        (None, None, None),
+    )
 )
 
 
 @pytest.mark.parametrize(
     ("versions", "signs", "verdict", "text", "fix"),
     [
-        (CPU, [], "note", "no CUDA device; this torch is built for the CPU", "graphrun plan flux-dev"),
-        (ROCM, [], "note", "no CUDA device; this torch is built for ROCm 6.4.4", "graphrun plan flux-dev"),
-        (XPU, [], "note", "built for XPU 20250101, whose devices graphrun does not use", "graphrun plan flux-dev"),
-        (CPU, ["/dev/nvidiactl"], "problem", "(/dev/nvidiactl), and this torch is built for the CPU", "install torch for CUDA"),
-        (CPU, ["C:/nvidia-smi.exe"], "problem", "and this torch is built for the CPU", "install torch for CUDA"),
-        (ROCM, ["/dev/nvidiactl"], "problem", "and this torch is built for ROCm 6.4.4", "install torch for CUDA"),
-        (CUDA, ["/dev/kfd"], "problem", "and this torch is built for CUDA 12.8", "install torch for ROCm"),
-        (XPU, ["/dev/dxg"], "problem", "and this torch is built for XPU 20250101", "install torch for CUDA or ROCm"),
-        (CUDA, ["/dev/nvidiactl"], "problem", "built for CUDA 12.8, cannot open it: is the driver new", "nvidia-smi"),
+        (
+            CPU,
+            [],
+            "note",
+            "no CUDA device; this torch is built for the CPU",
+            "graphrun plan flux-dev",
+        ),
+        (
+            ROCM,
+            [],
+            "note",
+            "no CUDA device; this torch is built for ROCm 6.4.4",
+            "graphrun plan flux-dev",
+        ),
+        (
+            XPU,
+            [],
+            "note",
+            "built for XPU 20250101, whose devices graphrun does not use",
+            "graphrun plan flux-dev",
+        ),
+        (
+            CPU,
+            ["/dev/nvidiactl"],
+            "problem",
+            "(/dev/nvidiactl), and this torch is built for the CPU",
+            "install torch for CUDA",
+        ),
+        (
+            CPU,
+            ["C:/nvidia-smi.exe"],
+            "problem",
+            "and this torch is built for the CPU",
+            "install torch for CUDA",
+        ),
+        (
+            ROCM,
+            ["/dev/nvidiactl"],
+            "problem",
+            "and this torch is built for ROCm 6.4.4",
+            "install torch for CUDA",
+        ),
+        (
+            CUDA,
+            ["/dev/kfd"],
+            "problem",
+            "and this torch is built for CUDA 12.8",
+            "install torch for ROCm",
+        ),
+        (
+            XPU,
+            ["/dev/dxg"],
+            "problem",
+            "and this torch is built for XPU 20250101",
+            "install torch for CUDA or ROCm",
+        ),
+        (
+            CUDA,
+            ["/dev/nvidiactl"],
+            "problem",
+            "built for CUDA 12.8, cannot open it: is the driver new",
+            "nvidia-smi",
+        ),
         (CUDA, ["/dev/nvidiactl", "/dev/kfd"], "problem", "cannot open it", "nvidia-smi"),
-        (ROCM, ["/dev/kfd"], "problem", "built for ROCm 6.4.4, cannot open it", "sudo usermod -aG render,video $USER"),
+        (
+            ROCM,
+            ["/dev/kfd"],
+            "problem",
+            "built for ROCm 6.4.4, cannot open it",
+            "sudo usermod -aG render,video $USER",
+        ),
     ],
 )
 def test_a_device_that_torch_does_not_open_is_explained_by_the_build(
@@ -120,45 +212,78 @@ def test_a_device_that_torch_does_not_open_is_explained_by_the_build(
 
 def test_a_card_of_a_rocm_build_is_shown_with_it() -> None:
     card = {"name": "mi300x", "free_bytes": 5 * GIB, "total_bytes": 6 * GIB, "capability": "9.4"}
-    check = doctor.device_check({"card": card, "driver": None, "signs": ["/dev/kfd"], "build": "ROCm 6.4.4"})
-    assert (check.verdict, check.text) == ("ok", "mi300x, 5.00 GiB of 6.00 GiB free, compute capability 9.4, ROCm 6.4.4")
+    check = doctor.device_check(
+        {"card": card, "driver": None, "signs": ["/dev/kfd"], "build": "ROCm 6.4.4"}
+    )
+    assert (check.verdict, check.text) == (
+        "ok",
+        "mi300x, 5.00 GiB of 6.00 GiB free, compute capability 9.4, ROCm 6.4.4",
+    )
 
 
-def test_every_row_has_a_verdict_and_problems_say_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_version", lambda name: {"bitsandbytes": None, "accelerate": "1.0"}.get(name, "99"))
-    found = doctor.examine(tmp_path / "cache")
-    rows = {check["name"]: check for check in found["checks"]}
-    assert {check["verdict"] for check in found["checks"]} <= {"ok", "note", "problem"}
+def test_every_row_has_a_verdict_and_problems_say_what_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        doctor, "_version", lambda name: {"bitsandbytes": None, "accelerate": "1.0"}.get(name, "99")
+    )
+    findings = doctor.examine(tmp_path / "cache")
+    rows = {check["name"]: check for check in findings["checks"]}
+    assert {check["verdict"] for check in findings["checks"]} <= {"ok", "note", "problem"}
     assert rows["bitsandbytes"]["fix"] == "pip install -U 'bitsandbytes>=0.48'"
     assert rows["accelerate"]["fix"] == "pip install -U 'accelerate>=1.13'"
     assert rows["gguf"]["verdict"] == "note"
-    assert [text.partition(":")[0] for text in found["problems"]] == ["accelerate", "bitsandbytes"]
-    lines = doctor_screen(found).splitlines()
+    assert [text.partition(":")[0] for text in findings["problems"]] == [
+        "accelerate",
+        "bitsandbytes",
+    ]
+    lines = doctor_screen(findings).splitlines()
     assert "problems: accelerate, bitsandbytes" in lines
-    at = next(number for number, line in enumerate(lines) if line.startswith(" problem  bitsandbytes"))
-    assert lines[at + 1].strip() == "next: pip install -U 'bitsandbytes>=0.48'"
+    row = next(
+        number for number, line in enumerate(lines) if line.startswith(" problem  bitsandbytes")
+    )
+    assert lines[row + 1].strip() == "next: pip install -U 'bitsandbytes>=0.48'"
 
 
 def test_the_driver_s_version_is_read_from_the_kernel_module(tmp_path: Path) -> None:
     (tmp_path / "version").write_text(
-        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 16\nGCC version: 13.2.0\n"
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 16\nGCC version: "
+        "13.2.0\n"
     )
     assert doctor.driver(tmp_path / "version") == "570.86.15"
     assert doctor.driver(tmp_path / "nothing") is None
 
 
 def test_all_findings_are_json_and_on_the_screen(tmp_path: Path) -> None:
-    found: dict[str, Any] = json.loads(json.dumps(doctor.examine(tmp_path / "cache")))
-    assert {item["name"] for item in found["versions"]} >= {"torch", "diffusers", "transformers", "accelerate", "bitsandbytes"}
-    screen = doctor_screen(found)
+    findings: dict[str, Any] = json.loads(json.dumps(doctor.examine(tmp_path / "cache")))
+    assert {item["name"] for item in findings["versions"]} >= {
+        "torch",
+        "diffusers",
+        "transformers",
+        "accelerate",
+        "bitsandbytes",
+    }
+    screen = doctor_screen(findings)
     flat = " ".join(screen.split())
-    usable, available = (show_size(found["memory"][f"{name}_bytes"]) for name in ("usable", "available"))
+    usable, available = (
+        show_size(findings["memory"][f"{name}_bytes"]) for name in ("usable", "available")
+    )
     assert f"{usable} for --ram auto, {available} of " in flat
-    for name, of in found["precisions"].items():
+    for name, precision_flags in findings["precisions"].items():
         line = next(line for line in screen.splitlines() if re.match(rf" (ok|note) +{name} ", line))
-        assert ("moves" in line) == of["movable"]
-        assert ("unavailable" in line) == (not of["available"])
-    for word in ("device", "cgroup", "pinned", "disk", str(tmp_path / "cache"), "torch", "bitsandbytes"):
+        assert ("moves" in line) == precision_flags["movable"]
+        assert ("unavailable" in line) == (not precision_flags["available"])
+    for word in (
+        "device",
+        "cgroup",
+        "pinned",
+        "disk",
+        str(tmp_path / "cache"),
+        "torch",
+        "bitsandbytes",
+    ):
         assert word in flat
-    folded = [line for line in screen.splitlines() if "next: " not in line and str(tmp_path) not in line]
+    folded = [
+        line for line in screen.splitlines() if "next: " not in line and str(tmp_path) not in line
+    ]
     assert max(map(len, folded)) <= 80

@@ -1,4 +1,5 @@
-"""Dry runs of FLUX.1-dev and SDXL through diffusers' own code without weights: recorded calls, and the phases they form."""
+"""Dry runs of FLUX.1-dev and SDXL through diffusers' own code without weights: recorded calls, and
+the phases they form."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from graphrun.modules.build import meta_module
 from graphrun.profile.problems import phase_spans
 from graphrun.profile.recorder import FusedAttention, Recorder
-from graphrun.profile.recording import Call, Event
+from graphrun.profile.recording import Call, MemoryEvent
 from graphrun.units import MIB
 
 
@@ -23,9 +24,14 @@ def traced_mib(call: Call) -> float:
     return (call.peak_bytes + call.input_bytes) / MIB
 
 
-@pytest.mark.parametrize(("component", "expected"), [("text_encoder_2", 92.0), ("transformer", 468.0), ("vae", 1536.5)])
-def test_traced_activation_at_1024(flux: list[tuple[str, Call]], component: str, expected: float) -> None:
-    """With inputs, without convolution scratch. T5 takes 98 MiB in training mode (see below), but pipelines run it in eval mode."""
+@pytest.mark.parametrize(
+    ("component", "expected"), [("text_encoder_2", 92.0), ("transformer", 468.0), ("vae", 1536.5)]
+)
+def test_traced_activation_at_1024(
+    flux: list[tuple[str, Call]], component: str, expected: float
+) -> None:
+    """With inputs, without convolution scratch. T5 takes 98 MiB in training mode (see below), but
+    pipelines run it in eval mode."""
     call = next(call for _, call in flux if call.component == component)
     assert traced_mib(call) == pytest.approx(expected, rel=0.002)
 
@@ -39,15 +45,17 @@ def test_t5_takes_98_mib_in_training_mode_where_dropout_makes_a_copy(dry: Any) -
         recorder = Recorder(t5.train(training), ())
         recorder.ignore([ids])
         with torch.no_grad(), FusedAttention(recorder), recorder:
-            out = t5(ids, output_hidden_states=False)
-        del out
+            output = t5(ids, output_hidden_states=False)
+        del output
         recorder.close()
         peaks[training] = recorder.record.peak_bytes / MIB
     t5.eval()
     assert peaks == {False: 92.0, True: 98.0}
 
 
-def test_flops_of_the_transformer_are_59_5_linear_and_14_9_attention(flux: list[tuple[str, Call]]) -> None:
+def test_flops_of_the_transformer_are_59_5_linear_and_14_9_attention(
+    flux: list[tuple[str, Call]],
+) -> None:
     call = next(call for _, call in flux if call.component == "transformer")
     assert call.flops == pytest.approx(59.5e12 + 14.9e12, rel=0.01)
 
@@ -106,22 +114,24 @@ def test_consecutive_calls_are_one_phase_within_a_stage() -> None:
 def test_every_number_has_a_basis(make_problem: Any) -> None:
     problem = make_problem("flux-dev", 8 * 2**30, hardware="rtx4090")
     assert {phase.basis for phase in problem.phases} == {"traced"}
-    assert {component.basis for component in problem.components} == {"declared"}
-    assert problem.hardware.basis == "prior"
+    assert {component.basis for component in problem.components} == {"graph file"}
+    assert problem.hardware.basis == "data sheet"
 
 
 def test_a_vae_that_only_decodes_does_not_use_its_encoder(make_problem: Any) -> None:
     problem = make_problem("flux-dev", 8 * 2**30, hardware="rtx4090")
     vae, use = problem.component("vae"), problem.phases[-1].uses[0]
-    idle = [group.name for group, calls in zip(vae.groups, use.group_calls, strict=True) if calls == 0]
+    idle = [
+        group.name for group, calls in zip(vae.groups, use.group_calls, strict=True) if calls == 0
+    ]
     assert idle == ["encoder"]
 
 
 def test_every_recorded_allocation_is_released(dry: Any) -> None:
-    _, probed, _ = dry("flux-tiny")
+    _, dry_run, _ = dry("flux-tiny")
     live: set[int] = set()
-    for item in probed.recording.items:
-        if not isinstance(item, Event):
+    for item in dry_run.recording.items:
+        if not isinstance(item, MemoryEvent):
             continue
         if item.nbytes:
             assert item.key not in live
@@ -135,4 +145,6 @@ def test_first_and_last_phase_of_values(make_problem: Any) -> None:
     values = {value.name: value for value in make_problem("flux-tiny", 2**30).values}
     assert (values["encode.embeds"].first_phase, values["encode.embeds"].last_phase) == (2, 2)
     assert (values["denoise.latents"].first_phase, values["denoise.latents"].last_phase) == (3, 3)
-    assert values["encode.embeds"].nbytes == 64 * 96 * 2 + 512, "64 tokens of 96 in bfloat16, and a pooled vector rounded up"
+    assert values["encode.embeds"].nbytes == 64 * 96 * 2 + 512, (
+        "64 tokens of 96 in bfloat16, and a pooled vector rounded up"
+    )

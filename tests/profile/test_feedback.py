@@ -1,4 +1,5 @@
-"""Measurements of runs are in the next plan for the same device, versions, graph and settings, and that plan holds too."""
+"""Measurements of runs are in the next plan for the same device, versions, graph and settings, and
+that plan holds too."""
 
 from __future__ import annotations
 
@@ -23,26 +24,40 @@ GRAPHS = Path(__file__).parents[2] / "graphs"
 
 
 @pytest.fixture(scope="module")
-def planned(make_problem: Any) -> Any:
+def solution(make_problem: Any) -> Any:
     """Without layers: measurements of layers do not apply to blocks."""
-    of = make_problem("flux-tiny", 6 * MIB)
-    return graphrun.plan(replace(of, components=tuple(replace(component, layers=None) for component in of.components)))
+    problem = make_problem("flux-tiny", 6 * MIB)
+    return graphrun.plan(
+        replace(
+            problem,
+            components=tuple(replace(component, layers=None) for component in problem.components),
+        )
+    )
 
 
 def trace_of(solution: Any, more_bytes: int = 0, slower: float = 1.0, only: str = "") -> Trace:
-    """A run that takes ``more_bytes`` and is ``slower`` than planned in the phases whose name contains ``only``."""
+    """A run that takes ``more_bytes`` and is ``slower`` than planned in the phases whose name
+    contains ``only``."""
     problem, plan = solution.problem, solution.plan
     slots, events = [], []
     for number, report in enumerate(simulate(problem, plan).slots):
-        more = more_bytes if report.part in ("first", "steady") and only in report.phase else 0
-        slots.append(SlotTrace(report.phase, report.part, 1, report.peak_bytes + more, 0, 0.0, 0.0))
+        extra_bytes = (
+            more_bytes if report.part in ("first", "steady") and only in report.phase else 0
+        )
+        slots.append(
+            SlotTrace(report.phase, report.part, 1, report.peak_bytes + extra_bytes, 0, 0.0, 0.0)
+        )
         phase = next((phase for phase in problem.phases if phase.name == report.phase), None)
         for use in phase.uses if phase is not None and report.part == "steady" else ():
             groups = problem.component(use.component).groups
             for group, block, seconds in use.order:
                 if groups[group].streamable:
                     end = seconds * slower
-                    events.append(Event("block", use.component, number, groups[group].blocks[block], 0, 0.0, end))
+                    events.append(
+                        Event(
+                            "block", use.component, number, groups[group].blocks[block], 0, 0.0, end
+                        )
+                    )
     return Trace("", "sim", tuple(slots), tuple(events), 0, 0)
 
 
@@ -50,101 +65,153 @@ def phase_of(problem: Any, name: str) -> Any:
     return next(phase for phase in problem.phases if name in phase.name)
 
 
-def test_measured_activation_and_block_times_are_in_the_next_problem(planned: Any, tmp_path: Path) -> None:
-    problem, store = planned.problem, Store(tmp_path)
-    feedback.remember(planned, trace_of(planned, 4096, 1.5, "denoise"), store)
-    informed = feedback.informed(problem, store)
-    before, after = phase_of(problem, "denoise"), phase_of(informed, "denoise")
-    assert (after.first_bytes - before.first_bytes, after.steady_bytes - before.steady_bytes) == (4096, 4096)
-    assert (before.basis, after.basis) == ("traced", "measured")
+def test_measured_activation_and_block_times_are_in_the_next_problem(
+    solution: Any, tmp_path: Path
+) -> None:
+    problem, store = solution.problem, Store(tmp_path)
+    feedback.remember(solution, trace_of(solution, 4096, 1.5, "denoise"), store)
+    informed = feedback.with_measurements(problem, store)
+    old_phase, new_phase = phase_of(problem, "denoise"), phase_of(informed, "denoise")
+    assert (
+        new_phase.first_bytes - old_phase.first_bytes,
+        new_phase.steady_bytes - old_phase.steady_bytes,
+    ) == (
+        4096,
+        4096,
+    )
+    assert (old_phase.basis, new_phase.basis) == ("traced", "measured")
     for number, group in enumerate(problem.component("transformer").groups):
-        by = 1.5 if group.streamable else 1.0
-        assert after.uses[0].seconds[number] == pytest.approx(by * before.uses[0].seconds[number], rel=0.05)
+        factor = 1.5 if group.streamable else 1.0
+        assert new_phase.uses[0].seconds[number] == pytest.approx(
+            factor * old_phase.uses[0].seconds[number], rel=0.05
+        )
     assert informed.digest != problem.digest
 
 
-def test_measurements_apply_to_the_same_device_versions_graph_and_settings_only(planned: Any, tmp_path: Path) -> None:
-    problem, store = planned.problem, Store(tmp_path)
-    feedback.remember(planned, trace_of(planned, 4096), store)
-    others = (
+def test_measurements_apply_to_the_same_device_versions_graph_and_settings_only(
+    solution: Any, tmp_path: Path
+) -> None:
+    problem, store = solution.problem, Store(tmp_path)
+    feedback.remember(solution, trace_of(solution, 4096), store)
+    problems = (
         replace(problem, hardware=replace(problem.hardware, name="other")),
         replace(problem, versions=(("torch", "9"),)),
         replace(problem, graph_digest="0"),
         replace(problem, settings=(*problem.settings, ("x", "1"))),
     )
-    for other in others:
-        assert feedback.informed(other, store) == other
-    assert feedback.informed(replace(problem, budget_bytes=9 * MIB), store).phases == feedback.informed(problem, store).phases
+    for other in problems:
+        assert feedback.with_measurements(other, store) == other
+    assert (
+        feedback.with_measurements(replace(problem, budget_bytes=9 * MIB), store).phases
+        == feedback.with_measurements(problem, store).phases
+    )
 
 
-def test_the_largest_activation_is_used_and_noise_changes_nothing(planned: Any, tmp_path: Path) -> None:
-    problem, store = planned.problem, Store(tmp_path)
-    feedback.remember(planned, trace_of(planned, 4096, 2.0), store)
-    first = feedback.informed(problem, store)
-    feedback.remember(planned, trace_of(planned, 1024, 2.01), store)
-    assert feedback.informed(problem, store) == first
-    feedback.remember(planned, trace_of(planned, 8192, 3.0), store)
-    third = feedback.informed(problem, store)
+def test_the_largest_activation_is_used_and_noise_changes_nothing(
+    solution: Any, tmp_path: Path
+) -> None:
+    problem, store = solution.problem, Store(tmp_path)
+    feedback.remember(solution, trace_of(solution, 4096, 2.0), store)
+    first = feedback.with_measurements(problem, store)
+    feedback.remember(solution, trace_of(solution, 1024, 2.01), store)
+    assert feedback.with_measurements(problem, store) == first
+    feedback.remember(solution, trace_of(solution, 8192, 3.0), store)
+    third = feedback.with_measurements(problem, store)
     assert phase_of(third, "denoise").first_bytes == phase_of(problem, "denoise").first_bytes + 8192
-    assert phase_of(third, "denoise").uses[0].seconds[-1] > phase_of(first, "denoise").uses[0].seconds[-1]
+    assert (
+        phase_of(third, "denoise").uses[0].seconds[-1]
+        > phase_of(first, "denoise").uses[0].seconds[-1]
+    )
 
 
-@pytest.mark.parametrize(("vram", "seconds"), [(6 * MIB, {}), (64 * MIB, {"transformer": 2.0})], ids=["waited", "stayed"])
-def test_calls_give_seconds_if_their_component_was_resident(make_problem: Any, vram: int, seconds: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    ("vram", "seconds"), [(6 * MIB, {}), (64 * MIB, {"transformer": 2.0})], ids=["waited", "stayed"]
+)
+def test_calls_give_seconds_if_their_component_was_resident(
+    make_problem: Any, vram: int, seconds: dict[str, float]
+) -> None:
     solution = graphrun.plan(make_problem("flux-tiny", vram))
     slots = solution.plan.slots
     number = next(n for n, slot in enumerate(slots) if slot.part == "steady")
-    events = tuple(Event("run", "transformer", number, "forward", 0, 0.0, 1.0 + n) for n in range(3))
-    found = feedback.measured_in(solution, replace(trace_of(solution), events=events))
-    assert found[slots[number].phase].seconds == seconds
+    events = tuple(
+        Event("run", "transformer", number, "forward", 0, 0.0, 1.0 + n) for n in range(3)
+    )
+    phases = feedback.measure_phases(solution, replace(trace_of(solution), events=events))
+    assert phases[slots[number].phase].seconds == seconds
 
 
-def test_block_times_of_compiled_and_of_plain_blocks_are_kept_apart(edited: Any, tmp_path: Path) -> None:
+def test_block_times_of_compiled_and_of_plain_blocks_are_kept_apart(
+    edit_graph: Any, tmp_path: Path
+) -> None:
     asking = "tiny-flux-transformer.json, dtype: bfloat16"
-    graph, store = edited("flux-tiny", (asking, f"{asking}, compile: blocks")), Store(tmp_path / "cache")
+    graph, store = (
+        edit_graph("flux-tiny", (asking, f"{asking}, compile: blocks")),
+        Store(tmp_path / "cache"),
+    )
 
     def seconds(*allow: str) -> Any:
-        of = graphrun.estimate(graph, vram="6M", ram="1G", hardware="sim", allow=allow, cache=store.folder)
-        return of, phase_of(of, "denoise").uses[0].seconds
+        problem = graphrun.estimate(
+            graph, vram="6M", ram="1G", hardware="sim", allow=allow, cache=store.folder
+        )
+        return problem, phase_of(problem, "denoise").uses[0].seconds
 
-    (allowed, planned_seconds), (_, plain_seconds) = seconds("compile"), seconds()
-    solution = graphrun.plan(allowed)
+    (compiled_problem, planned_seconds), (_, plain_seconds) = seconds("compile"), seconds()
+    solution = graphrun.plan(compiled_problem)
     feedback.remember(solution, trace_of(solution, slower=0.5, only="denoise"), store)
     assert seconds("compile")[1] != planned_seconds
     assert seconds()[1] == plain_seconds
 
 
-DAMAGED = [None, 3, [], {"": "x"}, {"": -1.0}, {"first_bytes": 1.5}, {"first_bytes": -1, "steady_bytes": True}]
+DAMAGED = [
+    None,
+    3,
+    [],
+    {"": "x"},
+    {"": -1.0},
+    {"first_bytes": 1.5},
+    {"first_bytes": -1, "steady_bytes": True},
+]
 
 
 @pytest.mark.parametrize("data", DAMAGED, ids=str)
 @pytest.mark.parametrize("kind", ["activation", "seconds", "shapes"])
-def test_damaged_measurements_are_ignored(planned: Any, tmp_path: Path, kind: str, data: Any) -> None:
-    problem, store = planned.problem, Store(tmp_path)
-    feedback.remember(planned, trace_of(planned, 4096, 1.5), store)
-    assert feedback.informed(problem, store) != problem
+def test_damaged_measurements_are_ignored(
+    solution: Any, tmp_path: Path, kind: str, data: Any
+) -> None:
+    problem, store = solution.problem, Store(tmp_path)
+    feedback.remember(solution, trace_of(solution, 4096, 1.5), store)
+    assert feedback.with_measurements(problem, store) != problem
     for path in tmp_path.glob("*.json"):
-        store.put("seconds" if path.name.startswith("seconds") else "activation", path.stem.partition("-")[2], data)
+        store.put(
+            "seconds" if path.name.startswith("seconds") else "activation",
+            path.stem.partition("-")[2],
+            data,
+        )
     if kind == "shapes":
         store.put("shapes", _graph_key(problem), {problem.phases[0].name: data})
-    assert feedback.informed(problem, store) == problem
+    assert feedback.with_measurements(problem, store) == problem
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
-    """Folder with the measurements of a run of flux-tiny, each phase with 1 KiB more than it took; the graph; by how much each
-    phase's activation exceeds the traced one."""
+    """Folder with the measurements of a run of flux-tiny, each phase with 1 KiB more than it took;
+    the graph; by how much each phase's activation exceeds the traced one."""
     folder = tmp_path_factory.mktemp("measured")
     graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
     problem = graphrun.estimate(graph, vram=64 * MIB, hardware="sim", cache=folder)
     solution = graphrun.plan(problem)
     trace = graphrun.run(solution, graph)
-    more = replace(trace, slots=tuple(replace(slot, peak_bytes=slot.peak_bytes + 1024) for slot in trace.slots))
-    feedback.remember(solution, more, Store(folder))
-    measured = feedback.measured_in(solution, more)
-    by = {phase.name: measured[phase.name].sizes["first_bytes"] - phase.first_bytes for phase in problem.phases}
-    assert by == dict.fromkeys(by, 1024)
-    return folder, graph, by
+    larger_trace = replace(
+        trace, slots=tuple(replace(slot, peak_bytes=slot.peak_bytes + 1024) for slot in trace.slots)
+    )
+    feedback.remember(solution, larger_trace, Store(folder))
+    measurements = feedback.measure_phases(solution, larger_trace)
+    extra_bytes = {
+        phase.name: measurements[phase.name].sizes["first_bytes"] - phase.first_bytes
+        for phase in problem.phases
+    }
+    assert extra_bytes == dict.fromkeys(extra_bytes, 1024)
+    return folder, graph, extra_bytes
 
 
 def basis(problem: Any) -> dict[str, str]:
@@ -175,27 +242,33 @@ def other_t5(graph: Any) -> Any:
 def test_another_graph_with_the_same_component_and_shapes_uses_the_measurements(
     ran: Any, change: Any, inputs: dict[str, Any], shared: set[str]
 ) -> None:
-    folder, graph, by = ran
-    other = graphrun.estimate(change(graph), vram=64 * MIB, hardware="sim", inputs=inputs, cache=folder)
+    folder, graph, extra_bytes = ran
+    other = graphrun.estimate(
+        change(graph), vram=64 * MIB, hardware="sim", inputs=inputs, cache=folder
+    )
     plain = graphrun.estimate(change(graph), vram=64 * MIB, hardware="sim", inputs=inputs)
-    assert {name for name, of in basis(other).items() if of == "measured"} == shared
+    assert {name for name, kind in basis(other).items() if kind == "measured"} == shared
     assert set(basis(plain).values()) == {"traced"}
-    for phase, before in zip(other.phases, plain.phases, strict=True):
-        assert phase.first_bytes - before.first_bytes == (by[phase.name] if phase.name in shared else 0), phase.name
+    for phase, plain_phase in zip(other.phases, plain.phases, strict=True):
+        assert phase.first_bytes - plain_phase.first_bytes == (
+            extra_bytes[phase.name] if phase.name in shared else 0
+        ), phase.name
 
 
 def test_the_estimate_shows_what_was_measured_beside_what_was_traced(ran: Any) -> None:
-    folder, graph, by = ran
+    folder, graph, extra_bytes = ran
     with_runs = graphrun.survey(graph, hardware="sim", cache=folder)
-    without = graphrun.survey(graph, hardware="sim")
-    for row, before in zip(with_runs["phases"], without["phases"], strict=True):
+    plain_survey = graphrun.survey(graph, hardware="sim")
+    for row, plain_row in zip(with_runs["phases"], plain_survey["phases"], strict=True):
         assert row["basis"] == "measured"
-        assert row["reserved_bytes"] == before["reserved_bytes"] + by[row["phase"]]
-        assert row["traced"] == {name: before[name] for name in ("reserved_bytes", "seconds")}
-        assert row["seconds"] == pytest.approx(before["seconds"], rel=0.05)
-    assert {row["stage"]: row["seconds_basis"] for row in with_runs["phases"]}["denoise"] == "measured"
+        assert row["reserved_bytes"] == plain_row["reserved_bytes"] + extra_bytes[row["phase"]]
+        assert row["traced"] == {name: plain_row[name] for name in ("reserved_bytes", "seconds")}
+        assert row["seconds"] == pytest.approx(plain_row["seconds"], rel=0.05)
+    assert {row["stage"]: row["seconds_basis"] for row in with_runs["phases"]}[
+        "denoise"
+    ] == "measured"
     assert "measured" in estimate_screen(with_runs, Look(verbose=True))
-    assert "measured" not in estimate_screen(without, Look(verbose=True))
+    assert "measured" not in estimate_screen(plain_survey, Look(verbose=True))
 
 
 @pytest.mark.parametrize("name", sampled(["flux-tiny", "sdxl-tiny"], ["flux-tiny"], "reference"))
@@ -203,17 +276,26 @@ def test_a_real_run_s_measurements_make_plans_that_hold_at_other_budgets(
     dry: Any, make_problem: Any, tmp_path: Path, name: str
 ) -> None:
     graph, _, _ = dry(name)
-    budgets = (6 * MIB, 9 * MIB, 64 * MIB) if name == "flux-tiny" else (13 * MIB, 20 * MIB, 64 * MIB)
+    budgets = (
+        (6 * MIB, 9 * MIB, 64 * MIB) if name == "flux-tiny" else (13 * MIB, 20 * MIB, 64 * MIB)
+    )
     store = Store(tmp_path)
     bases = set()
     for budget in budgets:
-        problem = feedback.informed(make_problem(name, budget), store)
+        problem = feedback.with_measurements(make_problem(name, budget), store)
         bases |= {phase.basis for phase in problem.phases}
         solution = graphrun.plan(problem)
-        trace = graphrun.run(solution, graph, {"steps": problem.settings and dict(problem.settings)["steps"]}, cache=tmp_path)
+        trace = graphrun.run(
+            solution,
+            graph,
+            {"steps": problem.settings and dict(problem.settings)["steps"]},
+            cache=tmp_path,
+        )
         assert trace.overruns == ()
         image = trace.outputs["image"]  # made of 32-bit floats, whose copy to the host no plan has
-        copied_seconds = 4 * 3 * image.width * image.height / problem.hardware.pageable_bytes_per_second
+        copied_seconds = (
+            4 * 3 * image.width * image.height / problem.hardware.pageable_bytes_per_second
+        )
         planned_seconds = simulate(solution.problem, solution.plan).seconds
         assert trace.seconds == pytest.approx(planned_seconds + copied_seconds, rel=0.01)
     assert bases == {"traced", "measured"}

@@ -1,4 +1,5 @@
-"""What passes between the blocks of a call, and between them and other code, is read off a dry run."""
+"""What passes between the blocks of a call, and between them and other code, is read off a dry
+run."""
 
 from __future__ import annotations
 
@@ -33,17 +34,18 @@ class Stage(nn.Module):
     def __init__(self, count: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(count))
-        self.out = nn.Linear(8, 8)
+        self.output_layer = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor, text: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        own = self.out(x)
+        own = self.output_layer(x)
         for block in self.blocks:
             own = block(own, text, table)
-        return x + self.out(own)
+        return x + self.output_layer(own)
 
 
 class Net(nn.Module):
-    """Two equal stages, as a UNet's; ``loop``: other code instead that calls the blocks of the first."""
+    """Two equal stages, as a UNet's; ``loop``: other code instead that calls the blocks of the
+    first."""
 
     def __init__(self, loop: Callable[..., Any] | None = None) -> None:
         super().__init__()
@@ -62,13 +64,13 @@ class Net(nn.Module):
 def recorded(net: Net, *, repeats: bool = True) -> tuple[LiveTensor, ...]:
     paths = [f"stages.{n}.blocks.{i}" for n in range(len(net.stages)) for i in range(2)]
     recorder = Recorder(net.to("meta"), paths)
-    given = torch.empty(16, 8, device="meta"), torch.empty(4, 8, device="meta")
-    recorder.ignore(given)
+    arguments = torch.empty(16, 8, device="meta"), torch.empty(4, 8, device="meta")
+    recorder.ignore(arguments)
     context: Any = Repeats(net, recorder) if repeats else contextlib.nullcontext()
     with torch.no_grad(), context, FusedAttention(recorder), recorder:
-        out = net(*given)
-        recorder.returns(out)
-    del out
+        result = net(*arguments)
+        recorder.returns(result)
+    del result
     recorder.close()
     return live_tensors_of(recorder.record, {path: n for n, path in enumerate(paths, 1)})
 
@@ -77,7 +79,7 @@ def recorded(net: Net, *, repeats: bool = True) -> tuple[LiveTensor, ...]:
 def test_code_between_blocks_reads_what_they_make(repeats: bool) -> None:
     assert recorded(Net(), repeats=repeats) == (
         LiveTensor(HIDDEN, 0, (1,)),
-        LiveTensor(TEXT, 0, (1, 2, 3, 4), given=True),
+        LiveTensor(TEXT, 0, (1, 2, 3, 4), is_input=True),
         LiveTensor(TABLE, 0, (1, 2, 3, 4)),
         LiveTensor(HIDDEN, 1, (2,)),
         LiveTensor(HIDDEN, 2, (0,)),
@@ -88,7 +90,7 @@ def test_code_between_blocks_reads_what_they_make(repeats: bool) -> None:
 
 
 def odd(loop: Callable[..., Any]) -> list[tuple[int, int, tuple[int, ...]]]:
-    return [of[:3] for of in recorded(Net(loop)) if of.nbytes == HIDDEN]
+    return [tensor[:3] for tensor in recorded(Net(loop)) if tensor.nbytes == HIDDEN]
 
 
 def test_what_other_code_may_see_is_not_left_to_the_next_block() -> None:
@@ -96,7 +98,9 @@ def test_what_other_code_may_see_is_not_left_to_the_next_block() -> None:
         first = blocks[0](x, text, table)
         return blocks[1](first, text, table) + first
 
-    def moved(blocks: Any, x: torch.Tensor, text: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    def moved(
+        blocks: Any, x: torch.Tensor, text: torch.Tensor, table: torch.Tensor
+    ) -> torch.Tensor:
         first = blocks[0](x, text, table)
         return blocks[1](first, torch.zeros(1, device=first.device), table)
 
@@ -104,10 +108,17 @@ def test_what_other_code_may_see_is_not_left_to_the_next_block() -> None:
 
 
 def test_a_view_of_what_a_block_made_is_made_by_other_code() -> None:
-    def viewed(blocks: Any, x: torch.Tensor, text: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    def viewed(
+        blocks: Any, x: torch.Tensor, text: torch.Tensor, table: torch.Tensor
+    ) -> torch.Tensor:
         return blocks[1](blocks[0](x, text, table)[:], text, table)
 
-    assert odd(viewed) == [(HIDDEN, 0, (1,)), (HIDDEN, 1, (0,)), (HIDDEN, 0, (2,)), (HIDDEN, 2, (0,))]
+    assert odd(viewed) == [
+        (HIDDEN, 0, (1,)),
+        (HIDDEN, 1, (0,)),
+        (HIDDEN, 0, (2,)),
+        (HIDDEN, 2, (0,)),
+    ]
 
 
 def written(blocks: Any, x: torch.Tensor, text: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -116,7 +127,9 @@ def written(blocks: Any, x: torch.Tensor, text: torch.Tensor, table: torch.Tenso
     return blocks[1](first, text, table)
 
 
-def returned(blocks: Any, x: torch.Tensor, text: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def returned(
+    blocks: Any, x: torch.Tensor, text: torch.Tensor, table: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     first = blocks[0](x, text, table)
     return first, blocks[1](first, text, table)
 

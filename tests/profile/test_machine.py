@@ -11,8 +11,12 @@ from graphrun.errors import InputError
 from graphrun.profile.host_ram import host_ram_bytes, ram_budget, taken_bytes
 from graphrun.units import GIB, MIB
 
-# A virtual machine that began with 8 GiB and has 64 by now would say so in MemTotal; swap is in no figure.
-MEMINFO = "MemTotal:  8388608 kB\nMemFree:  1024 kB\nMemAvailable:  6291456 kB\nSwapTotal:  67108864 kB\nSwapFree:  67108864 kB\n"
+# A virtual machine that began with 8 GiB and has 64 by now would say so in MemTotal; swap is in no
+# figure.
+MEMINFO = (
+    "MemTotal:  8388608 kB\nMemFree:  1024 kB\nMemAvailable:  6291456 kB\nSwapTotal:  67108864 "
+    "kB\nSwapFree:  67108864 kB\n"
+)
 
 
 def left(tmp_path: Path, meminfo: str = MEMINFO, **texts: str) -> int:
@@ -38,13 +42,16 @@ def test_without_a_limit_the_available_memory_counts(tmp_path: Path, text: str) 
 
 @pytest.mark.parametrize("group", ["", "a__", "a__job__"])
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_cgroup_has_its_limit_minus_its_usage_left(tmp_path: Path, group: str, version: int) -> None:
+def test_a_cgroup_has_its_limit_minus_its_usage_left(
+    tmp_path: Path, group: str, version: int
+) -> None:
     folder = group if version == 2 else f"memory__{group}"
-    limit, usage = [("memory_dot_limit_in_bytes", "memory_dot_usage_in_bytes"), ("memory_dot_max", "memory_dot_current")][
-        version - 1
-    ]
-    found = left(tmp_path, **{folder + limit: f"{4 * GIB}\n", folder + usage: f"{3 * GIB}\n"})
-    assert found == GIB
+    limit, usage = [
+        ("memory_dot_limit_in_bytes", "memory_dot_usage_in_bytes"),
+        ("memory_dot_max", "memory_dot_current"),
+    ][version - 1]
+    free_bytes = left(tmp_path, **{folder + limit: f"{4 * GIB}\n", folder + usage: f"{3 * GIB}\n"})
+    assert free_bytes == GIB
     idle = ["total_inactive_file", "inactive_file"][version - 1]
     assert left(tmp_path, **{folder + "memory_dot_stat": f"anon 5\n{idle} {2 * GIB}\n"}) == 3 * GIB
     assert left(tmp_path, **{folder + usage: f"{9 * GIB}\n"}) == 0
@@ -52,10 +59,10 @@ def test_a_cgroup_has_its_limit_minus_its_usage_left(tmp_path: Path, group: str,
 
 def test_loaded_modules_are_in_the_budget_once() -> None:
     module = nn.Linear(MIB // 4, 4, bias=False)
-    twice = nn.Linear(1, 1)
-    twice.weight = module.weight
+    shared_layer = nn.Linear(1, 1)
+    shared_layer.weight = module.weight
     assert taken_bytes([module]) == 4 * MIB
-    assert taken_bytes([module, twice]) == 4 * MIB + 4
+    assert taken_bytes([module, shared_layer]) == 4 * MIB + 4
     assert taken_bytes([nn.Linear(8, 8, device="meta")]) == 0
     assert ram_budget("auto", [module], lambda: 64 * GIB) == 64 * GIB + 4 * MIB
     assert ram_budget("50%", [module], lambda: 64 * GIB) == 32 * GIB + 2 * MIB
@@ -65,8 +72,13 @@ def test_loaded_modules_are_in_the_budget_once() -> None:
 
 
 def test_small_changes_of_free_memory_give_the_same_budget() -> None:
-    found = {ram_budget("auto", (), lambda nbytes=nbytes: nbytes) for nbytes in range(40 * GIB, 41 * GIB, 100 * MIB)}
-    assert found == {40 * GIB}
+    budgets = {
+        ram_budget("auto", (), lambda nbytes=nbytes: nbytes)
+        for nbytes in range(40 * GIB, 41 * GIB, 100 * MIB)
+    }
+    assert budgets == {40 * GIB}
     assert ram_budget("auto", (), lambda: 0) == 0
     assert ram_budget("auto", (), lambda: 127) == 126
-    assert all(31 * n <= 32 * ram_budget("auto", (), lambda n=n: n) <= 32 * n for n in range(1, 5000))
+    assert all(
+        31 * n <= 32 * ram_budget("auto", (), lambda n=n: n) <= 32 * n for n in range(1, 5000)
+    )

@@ -1,4 +1,5 @@
-"""Cached results of operators on meta equal the operators' own: shapes, strides, dtypes, storages."""
+"""Cached results of operators on meta equal the operators' own: shapes, strides, dtypes,
+storages."""
 
 from __future__ import annotations
 
@@ -22,34 +23,48 @@ def described_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device.type
 
 
-def described(out: Any, arguments: list[torch.Tensor]) -> list[Any]:
-    """Everything that a record depends on in an operator's results, with the argument or result whose storage each one has."""
-    outs = [out] if isinstance(out, torch.Tensor) else list(out)
-    storages = [one.untyped_storage() for one in (*arguments, *outs)]
+def described(result: Any, arguments: list[torch.Tensor]) -> list[Any]:
+    """Everything that a record depends on in an operator's results, with the argument or result
+    whose storage each one has."""
+    outs = [result] if isinstance(result, torch.Tensor) else list(result)
+    storages = [tensor.untyped_storage() for tensor in (*arguments, *outs)]
     addresses = [storage._cdata for storage in storages]
-    return [type(out)] + [
+    return [type(result)] + [
         (
-            one.shape,
-            one.stride(),
-            one.storage_offset(),
-            one.dtype,
-            one.device.type,
+            tensor.shape,
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.dtype,
+            tensor.device.type,
             storage.nbytes(),
             addresses.index(storage._cdata),
         )
-        for one, storage in zip(outs, storages[len(arguments) :], strict=True)
+        for tensor, storage in zip(outs, storages[len(arguments) :], strict=True)
     ]
 
 
 CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "product": lambda: (aten.addmm.default, empty(6), empty(2, 4), empty(4, 6)),
-    "channels last": lambda: (aten.relu.default, empty(1, 4, 8, 8).to(memory_format=torch.channels_last)),
+    "channels last": lambda: (
+        aten.relu.default,
+        empty(1, 4, 8, 8).to(memory_format=torch.channels_last),
+    ),
     "channels first": lambda: (aten.relu.default, empty(1, 4, 8, 8)),
     "whole number": lambda: (aten.add.Tensor, empty(3, dtype=torch.long), 1),
     "number": lambda: (aten.add.Tensor, empty(3, dtype=torch.long), 1.0),
     "truth": lambda: (aten.add.Tensor, empty(3, dtype=torch.bool), True),
     "truth and number": lambda: (aten.add.Tensor, empty(3, dtype=torch.bool), 1),
-    "three results": lambda: (aten.native_group_norm.default, empty(1, 4, 8), empty(4), empty(4), 1, 4, 8, 2, 1e-5),
+    "three results": lambda: (
+        aten.native_group_norm.default,
+        empty(1, 4, 8),
+        empty(4),
+        empty(4),
+        1,
+        4,
+        8,
+        2,
+        1e-5,
+    ),
     "a list": lambda: (aten.cat.default, [empty(1, 3), empty(2, 3)]),
     "spread": lambda: (aten.mul.Tensor, empty(4, 1).expand(4, 5), empty(5)),
     "written": lambda: (aten.add_.Tensor, empty(3), 1.0),
@@ -59,17 +74,26 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("made", CALLS.values(), ids=CALLS)
-def test_a_cached_result_equals_the_operator_s(made: Callable[[], tuple[Any, ...]]) -> None:
+@pytest.mark.parametrize("make_call", CALLS.values(), ids=CALLS)
+def test_a_cached_result_equals_the_operator_s(make_call: Callable[[], tuple[Any, ...]]) -> None:
     for _ in range(3):
-        func, *args = made()
-        arguments = [one for arg in args for one in (arg if isinstance(arg, list) else [arg]) if isinstance(one, torch.Tensor)]
+        func, *args = make_call()
+        arguments = [
+            tensor
+            for arg in args
+            for tensor in (arg if isinstance(arg, list) else [arg])
+            if isinstance(tensor, torch.Tensor)
+        ]
         assert described(on_meta(func, args, {}), arguments) == described(func(*args), arguments)
 
 
 def test_equal_numbers_of_different_types_are_distinct() -> None:
     count = empty(3, dtype=torch.long)
-    assert [on_meta(aten.mul.Tensor, (count, by), {}).dtype for by in (1, 1.0, True)] == [torch.long, torch.float32, torch.long]
+    assert [on_meta(aten.mul.Tensor, (count, factor), {}).dtype for factor in (1, 1.0, True)] == [
+        torch.long,
+        torch.float32,
+        torch.long,
+    ]
 
 
 def test_results_of_integers_depend_on_the_default_dtype() -> None:
@@ -89,7 +113,11 @@ def test_results_are_new_tensors_and_real_values_are_computed() -> None:
 
 
 def test_the_second_call_is_a_cache_hit() -> None:
-    for found in (False, True):
-        before = _cached_result.cache_info().hits
-        on_meta(aten.native_group_norm.default, (empty(1, 6, 11), empty(6), empty(6), 1, 6, 11, 3, 1e-5), {})
-        assert _cached_result.cache_info().hits == before + found
+    for is_cached in (False, True):
+        hits = _cached_result.cache_info().hits
+        on_meta(
+            aten.native_group_norm.default,
+            (empty(1, 6, 11), empty(6), empty(6), 1, 6, 11, 3, 1e-5),
+            {},
+        )
+        assert _cached_result.cache_info().hits == hits + is_cached

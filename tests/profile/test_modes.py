@@ -1,4 +1,5 @@
-"""What ``graphrun estimate --mode`` says of diffusers' own ways of placing a pipeline, and the precisions it can be asked for."""
+"""What ``graphrun estimate --mode`` says of diffusers' own ways of placing a pipeline, and the
+precisions it can be asked for."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
 from graphrun.modules.build import meta_modules
 from graphrun.profile import hardware as devices
-from graphrun.profile.asked import in_precision, pictures_input
+from graphrun.profile.asked import pictures_input, with_precisions
 from graphrun.profile.dry_run import probe
-from graphrun.profile.modes import Estimate, Mode, estimated, mode, weight_bytes
+from graphrun.profile.modes import Estimate, Mode, estimate_mode, parse_mode, weight_bytes
 from graphrun.profile.recording import DryRun
 
 GRAPHS = Path(__file__).parent.parent.parent / "graphs"
@@ -26,76 +27,125 @@ CARD = devices.hardware("rtx4090")
 def sd3() -> tuple[Graph, DryRun, dict[str, int]]:
     """Stable Diffusion 3, small: the graph, its dry run, bytes of its weights."""
     graph = graphrun.load(GRAPHS / "sd3-tiny.yaml")
-    probed = probe(graph, graph.for_planning({"steps": 2}))
+    dry_run = probe(graph, graph.for_planning({"steps": 2}))
     with meta_modules(graph) as modules:
-        return graph, probed, {name: weight_bytes(graph, name, module, {}) for name, module in modules.items()}
+        return (
+            graph,
+            dry_run,
+            {name: weight_bytes(graph, name, module, {}) for name, module in modules.items()},
+        )
 
 
-def placed(sd3: tuple[Graph, DryRun, dict[str, int]], name: str, keep: Iterable[str] = (), **more: Any) -> Estimate:
+def placed(
+    sd3: tuple[Graph, DryRun, dict[str, int]], name: str, keep: Iterable[str] = (), **options: Any
+) -> Estimate:
     """The estimate of the mode called ``name``."""
-    graph, probed, weights = sd3
-    return estimated(graph, probed, CARD, mode(name, graph, {}, keep, more.pop("cpu", ()), **more), weights)
+    graph, dry_run, weights = sd3
+    return estimate_mode(
+        graph,
+        dry_run,
+        CARD,
+        parse_mode(name, graph, {}, keep, options.pop("cpu", ()), **options),
+        weights,
+    )
 
 
-def test_resident_weights_are_all_there_and_nothing_is_copied(sd3: tuple[Graph, DryRun, dict[str, int]]) -> None:
-    found = placed(sd3, "resident")
-    assert set(found.on_device) == {sum(sd3[2].values())}
-    assert (found.copied_in_bytes, found.copied_out_bytes) == (0, 0)
+def test_resident_weights_are_all_there_and_nothing_is_copied(
+    sd3: tuple[Graph, DryRun, dict[str, int]],
+) -> None:
+    estimate = placed(sd3, "resident")
+    assert set(estimate.on_device) == {sum(sd3[2].values())}
+    assert (estimate.copied_in_bytes, estimate.copied_out_bytes) == (0, 0)
 
 
 def test_the_hook_chain_leaves_t5_beside_clip_g(sd3: tuple[Graph, DryRun, dict[str, int]]) -> None:
-    """text_encoder -> text_encoder_2 -> text_encoder_3 -> transformer -> vae: with guidance the encoders are called twice, and only
-    the transformer's hook evicts T5."""
-    graph, probed, weights = sd3
-    found = placed(sd3, "model")
-    called = [call.component for _, call in probed.recording.entries()]
-    assert called[:6] == ["text_encoder", "text_encoder_2", "text_encoder_3"] * 2
-    clip, bigg, t5 = (weights[name] for name in called[:3])
-    assert found.on_device[:7] == [clip, bigg, t5, t5 + clip, t5 + bigg, t5, weights["transformer"]]
-    once = sum(weights.values())
-    assert found.copied_in_bytes == found.copied_out_bytes == once + clip + bigg, "CLIP is copied twice; all goes back at the end"
-    copied = found.copied_in_bytes / CARD.pageable_bytes_per_second + found.copied_out_bytes / CARD.d2h_pageable_bytes_per_second
-    assert sum(found.seconds.values()) == pytest.approx(sum(placed(sd3, "resident").seconds.values()) + copied)
+    """text_encoder -> text_encoder_2 -> text_encoder_3 -> transformer -> vae: with guidance the
+    encoders are called twice, and only the transformer's hook evicts T5."""
+    graph, dry_run, weights = sd3
+    estimate = placed(sd3, "model")
+    components = [call.component for _, call in dry_run.recording.entries()]
+    assert components[:6] == ["text_encoder", "text_encoder_2", "text_encoder_3"] * 2
+    clip, bigg, t5 = (weights[name] for name in components[:3])
+    assert estimate.on_device[:7] == [
+        clip,
+        bigg,
+        t5,
+        t5 + clip,
+        t5 + bigg,
+        t5,
+        weights["transformer"],
+    ]
+    weight_bytes = sum(weights.values())
+    assert estimate.copied_in_bytes == estimate.copied_out_bytes == weight_bytes + clip + bigg, (
+        "CLIP is copied twice; all goes back at the end"
+    )
+    copied_names = (
+        estimate.copied_in_bytes / CARD.pageable_bytes_per_second
+        + estimate.copied_out_bytes / CARD.d2h_pageable_bytes_per_second
+    )
+    assert sum(estimate.seconds.values()) == pytest.approx(
+        sum(placed(sd3, "resident").seconds.values()) + copied_names
+    )
 
 
-def test_sequential_offloading_copies_what_every_call_reads(sd3: tuple[Graph, DryRun, dict[str, int]]) -> None:
-    graph, probed, weights = sd3
-    calls = [call.component for _, call in probed.recording.entries()]
-    found = placed(sd3, "sequential")
-    assert found.copied_out_bytes == 0
-    assert found.copied_in_bytes <= sum(weights[name] for name in calls)
-    assert found.copied_in_bytes > sum(weights[name] for name in calls if name == "transformer")
-    assert max(found.on_device) < max(weights.values())
+def test_sequential_offloading_copies_what_every_call_reads(
+    sd3: tuple[Graph, DryRun, dict[str, int]],
+) -> None:
+    graph, dry_run, weights = sd3
+    calls = [call.component for _, call in dry_run.recording.entries()]
+    estimate = placed(sd3, "sequential")
+    assert estimate.copied_out_bytes == 0
+    assert estimate.copied_in_bytes <= sum(weights[name] for name in calls)
+    assert estimate.copied_in_bytes > sum(weights[name] for name in calls if name == "transformer")
+    assert max(estimate.on_device) < max(weights.values())
 
 
-def test_group_offloading_overlaps_copies_and_is_slower_from_pageable_memory(sd3: tuple[Graph, DryRun, dict[str, int]]) -> None:
-    by_block, by_leaf, pageable = placed(sd3, "group"), placed(sd3, "leaf"), placed(sd3, "group", pinned=False)
+def test_group_offloading_overlaps_copies_and_is_slower_from_pageable_memory(
+    sd3: tuple[Graph, DryRun, dict[str, int]],
+) -> None:
+    by_block, by_leaf, pageable = (
+        placed(sd3, "group"),
+        placed(sd3, "leaf"),
+        placed(sd3, "group", pinned=False),
+    )
     assert max(by_leaf.on_device) < max(by_block.on_device) < sum(sd3[2].values())
-    assert sum(by_block.seconds.values()) < sum(pageable.seconds.values()) < sum(placed(sd3, "sequential").seconds.values())
-    kept = placed(sd3, "group", ["text_encoder_3"])
-    assert min(kept.on_device) >= sd3[2]["text_encoder_3"]
-    assert kept.copied_in_bytes < by_block.copied_in_bytes
+    assert (
+        sum(by_block.seconds.values())
+        < sum(pageable.seconds.values())
+        < sum(placed(sd3, "sequential").seconds.values())
+    )
+    estimate = placed(sd3, "group", ["text_encoder_3"])
+    assert min(estimate.on_device) >= sd3[2]["text_encoder_3"]
+    assert estimate.copied_in_bytes < by_block.copied_in_bytes
 
 
-def test_a_component_on_the_cpu_takes_no_device_memory(sd3: tuple[Graph, DryRun, dict[str, int]]) -> None:
-    found = placed(sd3, "resident", cpu=["text_encoder_3"])
-    assert set(found.on_device) == {sum(sd3[2].values()) - sd3[2]["text_encoder_3"]}
+def test_a_component_on_the_cpu_takes_no_device_memory(
+    sd3: tuple[Graph, DryRun, dict[str, int]],
+) -> None:
+    estimate = placed(sd3, "resident", cpu=["text_encoder_3"])
+    assert set(estimate.on_device) == {sum(sd3[2].values()) - sd3[2]["text_encoder_3"]}
 
 
 def test_precisions_are_those_asked_for() -> None:
     graph = graphrun.load(GRAPHS / "flux-dev.yaml")
-    asked, formats = in_precision(graph, ["nf4", "vae=fp32"])
-    assert {name: (c.dtype, c.precision[0]) for name, c in asked.components.items()} == {
+    quantized_graph, formats = with_precisions(graph, ["nf4", "vae=fp32"])
+    assert {name: (c.dtype, c.precision[0]) for name, c in quantized_graph.components.items()} == {
         "text_encoder": ("bfloat16", "bfloat16"),
         "text_encoder_2": ("bfloat16", "nf4"),
         "transformer": ("bfloat16", "nf4"),
         "vae": ("float32", "float32"),
     }
     assert not formats
-    assert in_precision(graph, ["transformer=int8wo"])[1] == {"transformer": "int8wo"}
+    assert with_precisions(graph, ["transformer=int8wo"])[1] == {"transformer": "int8wo"}
     sdxl = graphrun.load(GRAPHS / "sdxl.yaml")
-    assert {c.dtype for name, c in in_precision(sdxl, ["bf16"])[0].components.items() if name != "vae"} == {"bfloat16"}
-    assert in_precision(sdxl, ["bf16"])[0].components["vae"].dtype == "float32", "the graph decodes in fp32"
+    assert {
+        c.dtype
+        for name, c in with_precisions(sdxl, ["bf16"])[0].components.items()
+        if name != "vae"
+    } == {"bfloat16"}
+    assert with_precisions(sdxl, ["bf16"])[0].components["vae"].dtype == "float32", (
+        "the graph decodes in fp32"
+    )
     assert pictures_input(sdxl) == "batch"
 
 
@@ -123,19 +173,25 @@ def test_a_graph_without_a_number_of_pictures_says_what_to_add() -> None:
 
 @pytest.mark.long
 def test_all_resident_counts_the_graphs_own_precision() -> None:
-    found = graphrun.survey(graphrun.load(GRAPHS / "sdxl-nf4.yaml"), hardware="rtx4090", inputs={"steps": "1"})
-    unet = next(row for row in found["components"] if row["name"] == "unet")
-    assert found["all_resident"]["weights_bytes"] == sum(
-        row["weights"]["nf4" if row is unet else row["dtype"]]["bytes"] for row in found["components"]
+    estimate = graphrun.survey(
+        graphrun.load(GRAPHS / "sdxl-nf4.yaml"), hardware="rtx4090", inputs={"steps": "1"}
     )
-    assert found["mode"]["weights_bytes"] == found["all_resident"]["weights_bytes"]
+    unet = next(row for row in estimate["components"] if row["name"] == "unet")
+    assert estimate["all_resident"]["weights_bytes"] == sum(
+        row["weights"]["nf4" if row is unet else row["dtype"]]["bytes"]
+        for row in estimate["components"]
+    )
+    assert estimate["mode"]["weights_bytes"] == estimate["all_resident"]["weights_bytes"]
 
 
 def test_formats_of_other_libraries_have_their_own_bytes() -> None:
     graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
     with meta_modules(graph) as modules:
         module = modules["transformer"]
-        sizes = [weight_bytes(graph, "transformer", module, {"transformer": name}) for name in ("quanto", "fp8wo", "int8wo")]
+        sizes = [
+            weight_bytes(graph, "transformer", module, {"transformer": name})
+            for name in ("quanto", "fp8wo", "int8wo")
+        ]
         assert sizes == sorted(sizes)
         assert sizes[-1] < weight_bytes(graph, "transformer", module, {})
     assert Mode().name == "resident"

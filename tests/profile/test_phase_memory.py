@@ -1,4 +1,5 @@
-"""Memory of each phase from hand-written recordings, by device. Sizes are in units of 512 bytes where nothing is reserved."""
+"""Memory of each phase from hand-written recordings, by device. Sizes are in units of 512 bytes
+where nothing is reserved."""
 
 from __future__ import annotations
 
@@ -9,32 +10,34 @@ import pytest
 from graphrun.profile.hardware import hardware
 from graphrun.profile.phase_memory import PhaseMemory, phase_memories_of
 from graphrun.profile.problems import phase_spans
-from graphrun.profile.recording import Call, Event, Recording, StageEnd
+from graphrun.profile.recording import Call, MemoryEvent, Recording, StageEnd
 from graphrun.units import MIB
 
 UNIT = 512
 
 
 def recording(*items: Any) -> Recording:
-    """``(key, units)`` allocates, ``(key, 0)`` releases, ``"a"`` enters component a, ``("a", units, scratch)`` does so and
-    allocates inside, ``"."`` ends the stage."""
-    found: list[Any] = []
+    """``(key, units)`` allocates, ``(key, 0)`` releases, ``"a"`` enters component a, ``("a", units,
+    scratch)`` does so and allocates inside, ``"."`` ends the stage."""
+    recorded_items: list[Any] = []
     for item in items:
         if item == ".":
-            found.append(StageEnd("stage"))
+            recorded_items.append(StageEnd("stage"))
         elif isinstance(item, str):
-            found.append(Call(item))
+            recorded_items.append(Call(item))
         elif isinstance(item[0], str):
-            scratch = [Event(0, item[2] * UNIT, scratch=True)] if item[2] else []
-            found.append(Call(item[0], events=[Event(1, item[1] * UNIT), *scratch, Event(1, 0)]))
+            scratch = [MemoryEvent(0, item[2] * UNIT, scratch=True)] if item[2] else []
+            recorded_items.append(
+                Call(item[0], events=[MemoryEvent(1, item[1] * UNIT), *scratch, MemoryEvent(1, 0)])
+            )
         else:
-            found.append(Event(item[0], item[1] * UNIT))
-    return Recording(found)
+            recorded_items.append(MemoryEvent(item[0], item[1] * UNIT))
+    return Recording(recorded_items)
 
 
 def phase_memories(*items: Any, device: str = "sim") -> list[PhaseMemory]:
-    made = recording(*items)
-    return phase_memories_of(made, phase_spans(made.entries()), hardware(device))
+    record = recording(*items)
+    return phase_memories_of(record, phase_spans(record.entries()), hardware(device))
 
 
 def test_a_phase_lasts_until_the_next_phase_s_first_entry() -> None:
@@ -66,7 +69,9 @@ def test_memory_inside_a_call_adds_to_memory_outside() -> None:
 def test_scratch_counts_on_a_card_and_not_on_sim() -> None:
     units = 4 * MIB // UNIT
     assert phase_memories(("a", units, units), ".")[0].first_bytes == 4 * MIB
-    assert phase_memories(("a", units, 10 * units), ".", device="rtx4090")[0].first_bytes >= 44 * MIB
+    assert (
+        phase_memories(("a", units, 10 * units), ".", device="rtx4090")[0].first_bytes >= 44 * MIB
+    )
 
 
 @pytest.mark.parametrize("device", ["sim", "rtx4090"])

@@ -1,4 +1,5 @@
-"""What a precision supports by version, the scratch of its layers, and the memory of quantizing; compared with bitsandbytes."""
+"""What a precision supports by version, the scratch of its layers, and the memory of quantizing;
+compared with bitsandbytes."""
 
 from __future__ import annotations
 
@@ -22,23 +23,35 @@ from graphrun.profile.precision import (
     dequantization_seconds,
     flags,
     quantizing_bytes,
-    requantized,
+    with_quantization_scratch,
 )
 from graphrun.profile.quantized import block_bytes_by_precision, weights_by_precision
 from graphrun.profile.recorder import FusedAttention, Recorder
-from graphrun.profile.recording import Call, Event, Product
+from graphrun.profile.recording import Call, MemoryEvent, Product
 from graphrun.units import round_up
 
 bnb = pytest.importorskip("bitsandbytes")
 GRAPHS = Path(__file__).parents[2] / "graphs"
-NOW = {"torch": "2.13", "diffusers": "0.42", "transformers": "5.23", "accelerate": "1.15", "bitsandbytes": "0.50"}
+NOW = {
+    "torch": "2.13",
+    "diffusers": "0.42",
+    "transformers": "5.23",
+    "accelerate": "1.15",
+    "bitsandbytes": "0.50",
+}
 
 
 def test_unquantized_precisions_move_stream_and_can_be_on_disk() -> None:
     for precision in ("float32", "bfloat16", "float16"):
-        found = flags(precision, {})
-        assert (found.available, found.movable, found.streamable, found.leaf_streamable, found.disk_able) == (True,) * 5
-        assert found.reason == ""
+        result = flags(precision, {})
+        assert (
+            result.available,
+            result.movable,
+            result.streamable,
+            result.leaf_streamable,
+            result.disk_able,
+        ) == (True,) * 5
+        assert result.reason == ""
     assert flags("fp8", NOW).disk_able
 
 
@@ -61,24 +74,26 @@ def test_unquantized_precisions_move_stream_and_can_be_on_disk() -> None:
 def test_s1_1_whether_a_module_moves_depends_on_versions(
     precision: str, package: str, number: str | None, available: bool, movable: bool
 ) -> None:
-    found = flags(precision, {**NOW, package: number})
-    assert (found.available, found.movable, found.streamable) == (available, movable, movable)
+    result = flags(precision, {**NOW, package: number})
+    assert (result.available, result.movable, result.streamable) == (available, movable, movable)
     if not movable:
-        assert package in found.reason
+        assert package in result.reason
 
 
 @pytest.mark.parametrize("precision", ["int8", "nf4"])
-def test_s4_3_4_bit_is_streamed_by_blocks_alone_and_nothing_quantized_lies_on_disk(precision: str) -> None:
-    found = flags(precision, NOW)
-    assert found.streamable
-    assert found.leaf_streamable == (precision != "nf4")
-    assert not found.disk_able
-    assert found.reason
+def test_s4_3_4_bit_is_streamed_by_blocks_alone_and_nothing_quantized_lies_on_disk(
+    precision: str,
+) -> None:
+    result = flags(precision, NOW)
+    assert result.streamable
+    assert result.leaf_streamable == (precision != "nf4")
+    assert not result.disk_able
+    assert result.reason
 
 
 def test_the_doctor_names_the_same_versions() -> None:
-    needed = {need for needs in MOVES.values() for need in needs}
-    assert needed <= {(package, first) for package, first, _, _ in doctor.RULES}
+    needs_to_move = {need for needs in MOVES.values() for need in needs}
+    assert needs_to_move <= {(package, first) for package, first, _, _ in doctor.RULES}
 
 
 @pytest.fixture(scope="module")
@@ -88,20 +103,25 @@ def flux() -> Any:
 
 def test_block_bytes_in_the_declared_precision_are_those_of_the_dry_run(dry: Any) -> None:
     for name in ("flux-dev", "sdxl-tiny"):
-        graph, probed, _ = dry(name)
-        for key, of_component in probed.profiles.items():
+        graph, dry_run, _ = dry(name)
+        for key, of_component in dry_run.profiles.items():
             component = graph.components[key]
             module = meta_module(component, graph.trust)
-            found = block_bytes_by_precision(module, of_component.groups, component.dtype)
-            assert found[component.dtype] == of_component.precisions[component.dtype] == of_component.block_bytes, key
-            assert of_component.precisions["nf4"] == found["nf4"]
+            block_bytes = block_bytes_by_precision(module, of_component.groups, component.dtype)
+            assert (
+                block_bytes[component.dtype]
+                == of_component.precisions[component.dtype]
+                == of_component.block_bytes
+            ), key
+            assert of_component.precisions["nf4"] == block_bytes["nf4"]
 
 
 def test_a_dry_run_records_every_product_of_a_quantizable_layer(dry: Any) -> None:
-    """FLUX's transformer calls each of its linear layers once; the trace names them as the profile does."""
-    _, probed, _ = dry("flux-dev")
-    of_component = probed.profiles["transformer"]
-    call = next(call for _, call in probed.recording.entries() if call.component == "transformer")
+    """FLUX's transformer calls each of its linear layers once; the trace names them as the profile
+    does."""
+    _, dry_run, _ = dry("flux-dev")
+    of_component = dry_run.profiles["transformer"]
+    call = next(call for _, call in dry_run.recording.entries() if call.component == "transformer")
     assert sorted(product.name for product in call.products) == sorted(of_component.layers)
     elements = sum(outputs * inputs for outputs, inputs in of_component.layers.values())
     assert 0.999 * of_component.parameters < elements < of_component.parameters
@@ -110,11 +130,14 @@ def test_a_dry_run_records_every_product_of_a_quantizable_layer(dry: Any) -> Non
 
 
 def test_a_quantized_transformer_s_blocks_shrink_as_published(dry: Any) -> None:
-    graph, probed, _ = dry("flux-dev")
-    of_component, module = probed.profiles["transformer"], meta_module(graph.components["transformer"], graph.trust)
-    found = block_bytes_by_precision(module, of_component.groups, "bfloat16")
-    int8, nf4, fp8 = (found[precision] for precision in ("int8", "nf4", "fp8"))
-    for index, unquantized in enumerate(found["bfloat16"]):
+    graph, dry_run, _ = dry("flux-dev")
+    of_component, module = (
+        dry_run.profiles["transformer"],
+        meta_module(graph.components["transformer"], graph.trust),
+    )
+    block_bytes = block_bytes_by_precision(module, of_component.groups, "bfloat16")
+    int8, nf4, fp8 = (block_bytes[precision] for precision in ("int8", "nf4", "fp8"))
+    for index, unquantized in enumerate(block_bytes["bfloat16"]):
         assert int8[index] / unquantized == pytest.approx(0.5, abs=0.005)
         assert nf4[index] / unquantized == pytest.approx(0.5625 / 2, abs=0.005)
         assert 0.5 <= fp8[index] / unquantized < 0.75
@@ -129,18 +152,28 @@ def replaced(module: nn.Module, precision: str) -> None:
                 continue
             sizes, bias = (child.in_features, child.out_features), child.bias
             if precision == "nf4":
-                new = bnb.nn.Linear4bit(*sizes, bias=bias is not None, quant_type="nf4", compress_statistics=False)
-                new.weight = bnb.nn.Params4bit(child.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=False)
+                new = bnb.nn.Linear4bit(
+                    *sizes, bias=bias is not None, quant_type="nf4", compress_statistics=False
+                )
+                new.weight = bnb.nn.Params4bit(
+                    child.weight.data,
+                    requires_grad=False,
+                    quant_type="nf4",
+                    compress_statistics=False,
+                )
             else:
                 new = bnb.nn.Linear8bitLt(*sizes, bias=bias is not None, has_fp16_weights=False)
-                new.weight = bnb.nn.Int8Params(child.weight.data, requires_grad=False, has_fp16_weights=False)
+                new.weight = bnb.nn.Int8Params(
+                    child.weight.data, requires_grad=False, has_fp16_weights=False
+                )
             new.bias = bias
             setattr(parent, name, new.to("cpu"))
 
 
 def real_bytes(block: nn.Module) -> int:
-    """Bytes of a block's tensors, those of quantized weights included, each at a multiple of `ALIGNMENT`."""
-    found: dict[int, torch.Tensor] = {}
+    """Bytes of a block's tensors, those of quantized weights included, each at a multiple of
+    `ALIGNMENT`."""
+    tensors: dict[int, torch.Tensor] = {}
     for child in block.modules():
         for tensor in (*child._parameters.values(), *child._buffers.values()):
             if tensor is None:
@@ -151,26 +184,36 @@ def real_bytes(block: nn.Module) -> int:
                 parts += [state.absmax, state.code]
             elif isinstance(tensor, bnb.nn.Int8Params):
                 parts.append(tensor.SCB)
-            found |= {id(tensor) * 8 + n: part for n, part in enumerate(parts)}
-    return sum(round_up(part.nbytes, ALIGNMENT) for part in found.values())
+            tensors |= {id(tensor) * 8 + n: part for n, part in enumerate(parts)}
+    return sum(round_up(part.nbytes, ALIGNMENT) for part in tensors.values())
 
 
 @pytest.mark.parametrize("precision", ["int8", "nf4"])
 def test_a_block_takes_what_bitsandbytes_layers_take(dry: Any, flux: Any, precision: str) -> None:
-    graph, probed, _ = dry("flux-tiny")
-    groups = probed.profiles["transformer"].groups
+    graph, dry_run, _ = dry("flux-tiny")
+    groups = dry_run.profiles["transformer"].groups
     module = meta_module(graph.components["transformer"], graph.trust)
     expected = block_bytes_by_precision(module, groups, "bfloat16")[precision]
     module = build(flux.component("transformer"), flux)
     replaced(module, precision)
     for group, nbytes in zip(groups, expected, strict=True):
         if group.blocks != ("",):
-            assert {round_up(real_bytes(module.get_submodule(path)), 512) for path in group.blocks} == {nbytes}, group.name
+            assert {
+                round_up(real_bytes(module.get_submodule(path)), 512) for path in group.blocks
+            } == {nbytes}, group.name
 
 
 def test_a_language_model_s_head_is_not_quantized(flux: Any) -> None:
-    config = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 96}
-    component = replace(flux.component("vae"), class_path="transformers.LlamaForCausalLM", config=config)
+    config = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "vocab_size": 96,
+    }
+    component = replace(
+        flux.component("vae"), class_path="transformers.LlamaForCausalLM", config=config
+    )
     module: Any = meta_module(component, flux.trust)
     assert module.lm_head.weight is not module.model.embed_tokens.weight
     assert set(quantizable_layers(module, torch.bfloat16).values()).isdisjoint({module.lm_head})
@@ -179,9 +222,18 @@ def test_a_language_model_s_head_is_not_quantized(flux: Any) -> None:
 
 def test_weights_by_precision_sum_the_bytes_of_all_tensors(flux: Any) -> None:
     module = meta_module(flux.component("transformer"), flux.trust)
-    found = weights_by_precision(module, "bfloat16")
-    assert found["bfloat16"] == sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
-    assert found["nf4"] < found["fp8"] < found["int8"] < found["bfloat16"] == found["float16"] < found["float32"]
+    weights = weights_by_precision(module, "bfloat16")
+    assert weights["bfloat16"] == sum(
+        tensor.nbytes for tensor in (*module.parameters(), *module.buffers())
+    )
+    assert (
+        weights["nf4"]
+        < weights["fp8"]
+        < weights["int8"]
+        < weights["bfloat16"]
+        == weights["float16"]
+        < weights["float32"]
+    )
 
 
 class Two(nn.Module):
@@ -201,63 +253,86 @@ def traced(tokens: int) -> tuple[Call, dict[str, tuple[int, int]]]:
     x = torch.zeros(1, tokens, 64, dtype=torch.bfloat16, device="meta")
     recorder.ignore([x])
     with torch.no_grad(), FusedAttention(recorder), recorder:
-        out = module(x)
-    del out
+        result = module(x)
+    del result
     recorder.close()
     return recorder.record, {"first.weight": (96, 64), "second.weight": (32, 96)}
 
 
 def peak(call: Call) -> int:
     """The peak as the simulated accelerator counts it."""
-    counter, most = Counting(), 0
+    counter, peak = Counting(), 0
     for event in call.events:
         if event.nbytes:
             counter.allocate(event.key, event.nbytes)
-            most = max(most, counter.used_bytes)
+            peak = max(peak, counter.used_bytes)
         else:
             counter.release(event.key)
     assert counter.used_bytes == 0
-    return most
+    return peak
 
 
 def test_products_are_recorded_with_weight_name_and_tokens() -> None:
     call, _ = traced(1000)
-    assert [(product.name, product.rows) for product in call.products] == [("first.weight", 1000), ("second.weight", 1000)]
-    assert [call.events[product.event].nbytes for product in call.products] == [2 * 1000 * 96, round_up(2 * 1000 * 32, 512)]
+    assert [(product.name, product.rows) for product in call.products] == [
+        ("first.weight", 1000),
+        ("second.weight", 1000),
+    ]
+    assert [call.events[product.event].nbytes for product in call.products] == [
+        2 * 1000 * 96,
+        round_up(2 * 1000 * 32, 512),
+    ]
 
 
 def test_nf4_takes_the_dequantized_weight_beside_the_product() -> None:
     tokens = 16
     call, shapes = traced(tokens)
-    found = requantized(call, shapes, "nf4")
-    assert found.peak_bytes == peak(found)
-    assert peak(found) == max(2 * 96 * 64 + 2 * tokens * 96, 2 * tokens * 96 + 2 * 32 * 96 + 2 * tokens * 32)
+    quantized_call = with_quantization_scratch(call, shapes, "nf4")
+    assert quantized_call.peak_bytes == peak(quantized_call)
+    assert peak(quantized_call) == max(
+        2 * 96 * 64 + 2 * tokens * 96, 2 * tokens * 96 + 2 * 32 * 96 + 2 * tokens * 32
+    )
     assert dequantization_seconds(10**9, 1e9) == 2.0
 
 
 def test_one_token_needs_no_weight_in_16_bit() -> None:
     call, shapes = traced(1)
-    assert peak(requantized(call, shapes, "nf4")) == peak(call)
+    assert peak(with_quantization_scratch(call, shapes, "nf4")) == peak(call)
 
 
 def test_int8_takes_its_input_and_its_product_in_other_dtypes() -> None:
     tokens = 1024
     call, shapes = traced(tokens)
-    found = requantized(call, shapes, "int8")
-    assert peak(found) == tokens * (64 + 4) + tokens * 96 * 6 + tokens * 96 * 2
-    assert found.peak_bytes == peak(found)
-    assert peak(requantized(call, shapes, "int8", "float16")) == tokens * (64 + 4) + tokens * 96 * 4 + tokens * 96 * 2
+    quantized_call = with_quantization_scratch(call, shapes, "int8")
+    assert peak(quantized_call) == tokens * (64 + 4) + tokens * 96 * 6 + tokens * 96 * 2
+    assert quantized_call.peak_bytes == peak(quantized_call)
+    assert (
+        peak(with_quantization_scratch(call, shapes, "int8", "float16"))
+        == tokens * (64 + 4) + tokens * 96 * 4 + tokens * 96 * 2
+    )
 
 
 def test_an_unquantized_layer_takes_no_scratch() -> None:
     call, shapes = traced(64)
     only = {"second.weight": shapes["second.weight"]}
-    assert len(requantized(call, only, "nf4").events) == len(call.events) + 2
-    assert requantized(call, {}, "nf4") == requantized(call, shapes, "bfloat16") == call
+    assert len(with_quantization_scratch(call, only, "nf4").events) == len(call.events) + 2
+    assert (
+        with_quantization_scratch(call, {}, "nf4")
+        == with_quantization_scratch(call, shapes, "bfloat16")
+        == call
+    )
 
 
 def test_the_peak_of_events_excludes_scratch() -> None:
-    events = [Event(1, 512), Event(0, 4096, scratch=True), Event(2, 1024), Event(1, 0), Event(3, 512), Event(2, 0), Event(3, 0)]
+    events = [
+        MemoryEvent(1, 512),
+        MemoryEvent(0, 4096, scratch=True),
+        MemoryEvent(2, 1024),
+        MemoryEvent(1, 0),
+        MemoryEvent(3, 512),
+        MemoryEvent(2, 0),
+        MemoryEvent(3, 0),
+    ]
     assert Call(events=events).peak_bytes == 1536
 
 
@@ -269,16 +344,24 @@ def test_a_product_has_one_weight() -> None:
 def test_quantizing_on_the_cpu_takes_no_more_than_predicted(precision: str) -> None:
     shape = (512, 2048)
     weight = torch.randn(*shape, dtype=torch.bfloat16)
-    kind = {"nf4": lambda: bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=False)}
+    kind = {
+        "nf4": lambda: bnb.nn.Params4bit(
+            weight, requires_grad=False, quant_type="nf4", compress_statistics=False
+        )
+    }
     kind["int8"] = lambda: bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
     kind[precision]().to("cpu")  # tables that are made once
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        made = kind[precision]().to("cpu")
-    now = most = 0
-    for event in seen.profiler.kineto_results.events():
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        layer = kind[precision]().to("cpu")
+    level = peak = 0
+    for event in profiler.profiler.kineto_results.events():
         if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    assert made is not None
-    assert 0.97 * quantizing_bytes([shape], precision) < most + weight.nbytes <= quantizing_bytes([shape], precision)
+            level += event.nbytes()
+            peak = max(peak, level)
+    assert layer is not None
+    assert (
+        0.97 * quantizing_bytes([shape], precision)
+        < peak + weight.nbytes
+        <= quantizing_bytes([shape], precision)
+    )
     assert quantizing_bytes([(1, 1), shape], precision) == quantizing_bytes([shape], precision)

@@ -1,4 +1,5 @@
-"""The choices that a problem offers: backing stores, computing on the CPU, stage options, orders of stages."""
+"""The choices that a problem offers: backing stores, computing on the CPU, stage options, orders of
+stages."""
 
 from __future__ import annotations
 
@@ -24,26 +25,36 @@ def backing_stores(problem: Any, component: str) -> list[str]:
     return [variant.name for variant in problem.component(component).variants]
 
 
-def test_random_weights_have_one_backing_store_that_is_written_before_the_run(edited: Callable[..., Any]) -> None:
-    problem = estimate(edited("flux-tiny"))
+def test_random_weights_have_one_backing_store_that_is_written_before_the_run(
+    edit_graph: Callable[..., Any],
+) -> None:
+    problem = estimate(edit_graph("flux-tiny"))
     assert all(len(component.variants) == 1 for component in problem.components)
     assert backing_stores(problem, "vae") == ["bfloat16 pinned device"]
     assert problem.component("transformer").variants[0].read_seconds == ()
 
 
-def test_a_source_can_be_read_into_a_backing_store_or_again_for_each_copy(make_problem: Any) -> None:
+def test_a_source_can_be_read_into_a_backing_store_or_again_for_each_copy(
+    make_problem: Any,
+) -> None:
     transformer = make_problem("flux-dev", 8 * 2**30, hardware="rtx4090").component("transformer")
     pinned, disk = (variant for variant in transformer.variants if variant.precision == "bfloat16")
     assert (pinned.name, disk.name) == ("bfloat16 pinned device", "bfloat16 disk device")
     rate = 1.2e9  # the prior of every card
-    assert pinned.read_seconds == disk.disk_seconds == tuple(nbytes / rate for nbytes in pinned.block_bytes)
+    assert (
+        pinned.read_seconds
+        == disk.disk_seconds
+        == tuple(nbytes / rate for nbytes in pinned.block_bytes)
+    )
     assert pinned.disk_seconds == disk.read_seconds == ()
     assert disk.host_bytes == 2 * max(disk.block_bytes)
     assert pinned.host_bytes == transformer.weight_bytes()
 
 
-def test_pageable_backing_stores_are_offered_where_page_locked_memory_is_limited_and_are_slower(edited: Callable[..., Any]) -> None:
-    problem = estimate(edited("flux-tiny"), pinned="1M")
+def test_pageable_backing_stores_are_offered_where_page_locked_memory_is_limited_and_are_slower(
+    edit_graph: Callable[..., Any],
+) -> None:
+    problem = estimate(edit_graph("flux-tiny"), pinned="1M")
     pinned, pageable = problem.component("transformer").variants
     assert (problem.pinned_bytes, pageable.backing_store) == (2**20, "pageable")
     start = problem.hardware.copy_start_seconds
@@ -51,23 +62,29 @@ def test_pageable_backing_stores_are_offered_where_page_locked_memory_is_limited
     assert [(slow - start) / (fast - start) for slow, fast in pairs] == pytest.approx([2.5] * 3)
 
 
-def test_a_graph_can_restrict_backing_stores(edited: Callable[..., Any]) -> None:
-    graph = edited("flux-tiny", ("dtype: bfloat16}", "dtype: bfloat16, backing_store: [pageable]}"))
+def test_a_graph_can_restrict_backing_stores(edit_graph: Callable[..., Any]) -> None:
+    graph = edit_graph(
+        "flux-tiny", ("dtype: bfloat16}", "dtype: bfloat16, backing_store: [pageable]}")
+    )
     assert backing_stores(estimate(graph), "text_encoder") == ["bfloat16 pageable device"]
     with pytest.raises(GraphError, match="components.text_encoder.backing_store"):
-        edited("flux-tiny", ("dtype: bfloat16}", "dtype: bfloat16, backing_store: [cloud]}"))
+        edit_graph("flux-tiny", ("dtype: bfloat16}", "dtype: bfloat16, backing_store: [cloud]}"))
 
 
-def test_computing_on_the_cpu_is_offered_where_it_is_allowed_and_copies_nothing(edited: Callable[..., Any]) -> None:
-    problem = estimate(edited("flux-tiny"), allow=["cpu"])
+def test_computing_on_the_cpu_is_offered_where_it_is_allowed_and_copies_nothing(
+    edit_graph: Callable[..., Any],
+) -> None:
+    problem = estimate(edit_graph("flux-tiny"), allow=["cpu"])
     plain, cpu = problem.component("text_encoder").variants
     assert (cpu.device, cpu.backing_store, cpu.needs, plain.needs) == ("cpu", "pageable", "cpu", "")
     assert cpu.slowdown == pytest.approx(10.0)  # sim's rates
     assert not any(cpu.load_seconds)
 
 
-def test_a_stage_option_is_offered_where_it_changes_the_numbers_and_is_allowed(edited: Callable[..., Any]) -> None:
-    graph = edited(
+def test_a_stage_option_is_offered_where_it_changes_the_numbers_and_is_allowed(
+    edit_graph: Callable[..., Any],
+) -> None:
+    graph = edit_graph(
         "sdxl-tiny",
         ("    op: denoise\n", "    op: denoise\n    options: [split]\n"),
         ("    op: decode\n", "    op: decode\n    options: [slicing]\n"),
@@ -81,61 +98,87 @@ def test_a_stage_option_is_offered_where_it_changes_the_numbers_and_is_allowed(e
     assert halved.steady_bytes < plain.steady_bytes
 
 
-def test_an_option_that_an_op_does_not_have_is_refused(edited: Callable[..., Any]) -> None:
+def test_an_option_that_an_op_does_not_have_is_refused(edit_graph: Callable[..., Any]) -> None:
     with pytest.raises(GraphError, match="encode_prompt has no option 'tiling'; it has none"):
-        edited("flux-tiny", ("    op: encode_prompt\n", "    op: encode_prompt\n    options: [tiling]\n"))
+        edit_graph(
+            "flux-tiny",
+            ("    op: encode_prompt\n", "    op: encode_prompt\n    options: [tiling]\n"),
+        )
 
 
-def test_only_changes_that_the_graph_lists_can_be_allowed(edited: Callable[..., Any]) -> None:
-    graph = edited("flux-tiny", ("dtype: bfloat16}", "dtype: bfloat16, precision: [bfloat16, nf4]}"))
+def test_only_changes_that_the_graph_lists_can_be_allowed(edit_graph: Callable[..., Any]) -> None:
+    graph = edit_graph(
+        "flux-tiny", ("dtype: bfloat16}", "dtype: bfloat16, precision: [bfloat16, nf4]}")
+    )
     assert graph.allowed(["precision", "cpu"]) == ("cpu", "nf4")
     assert graph.allowed(["nf4,cpu"]) == ("cpu", "nf4")
     with pytest.raises(InputError, match="allow int8: this graph knows cpu, nf4, precision"):
         graph.allowed(["int8"])
 
 
-def test_independent_stages_may_run_in_any_order(edited: Callable[..., Any]) -> None:
-    assert estimate(edited("flux-tiny")).precedence is None
-    decode = "op: decode, uses: [vae], with: {latents: $denoise.latents, embeds: $encode.embeds, height: $height, width: $width}"
+def test_independent_stages_may_run_in_any_order(edit_graph: Callable[..., Any]) -> None:
+    assert estimate(edit_graph("flux-tiny")).precedence is None
+    decode = (
+        "op: decode, uses: [vae], with: "
+        "{latents: $denoise.latents, embeds: $encode.embeds, height: $height, width: $width}"
+    )
     second = f"  second: {{{decode}}}\n\noutputs: {{again: $second.image, "
-    problem = estimate(edited("flux-tiny", ("\noutputs: {", second)))
+    problem = estimate(edit_graph("flux-tiny", ("\noutputs: {", second)))
     assert ("denoise", "second") in problem.precedence
     assert ("decode", "second") not in problem.precedence
 
 
 @pytest.mark.parametrize("runs", [0, -1])
-def test_a_session_has_one_run_at_least(edited: Callable[..., Any], runs: int) -> None:
+def test_a_session_has_one_run_at_least(edit_graph: Callable[..., Any], runs: int) -> None:
     with pytest.raises(InputError, match=f"runs {runs}: a session has at least one run"):
-        estimate(edited("flux-tiny"), runs=runs)
+        estimate(edit_graph("flux-tiny"), runs=runs)
 
 
-def test_pin_directives_are_in_the_problem(edited: Callable[..., Any]) -> None:
-    problem = estimate(edited("flux-tiny"), pin=["vae"])
+def test_pin_directives_are_in_the_problem(edit_graph: Callable[..., Any]) -> None:
+    problem = estimate(edit_graph("flux-tiny"), pin=["vae"])
     assert problem.demanded("vae") == {"pin"}
     with pytest.raises(InputError, match="pin vea: no such component; did you mean 'vae'"):
-        estimate(edited("flux-tiny"), pin=["vea"])
+        estimate(edit_graph("flux-tiny"), pin=["vea"])
 
 
-def test_compiled_blocks_take_their_seconds_over_what_compiling_was_measured_to_gain(edited: Callable[..., Any]) -> None:
-    graph = edited(
-        "flux-tiny", ("tiny-flux-transformer.json, dtype: bfloat16", "tiny-flux-transformer.json, dtype: bfloat16, compile: blocks")
+def test_compiled_blocks_take_their_seconds_over_what_compiling_was_measured_to_gain(
+    edit_graph: Callable[..., Any],
+) -> None:
+    graph = edit_graph(
+        "flux-tiny",
+        (
+            "tiny-flux-transformer.json, dtype: bfloat16",
+            "tiny-flux-transformer.json, dtype: bfloat16, compile: blocks",
+        ),
     )
-    twice = replace(simulated(), compiled_gain=2.0)
-    (plain, *_), (faster, *_), (refused, *_), (unmeasured, *_) = (
-        [use for phase in estimate(graph, hardware=on, allow=allow).phases for use in phase.uses if use.component == "transformer"]
-        for on, allow in ((simulated(), ()), (twice, ["compile"]), (twice, ()), (simulated(), ["compile"]))
+    fast_hardware = replace(simulated(), compiled_gain=2.0)
+    (plain, *_), (faster, *_), (forbidden, *_), (unmeasured, *_) = (
+        [
+            use
+            for phase in estimate(graph, hardware=hardware, allow=allow).phases
+            for use in phase.uses
+            if use.component == "transformer"
+        ]
+        for hardware, allow in (
+            (simulated(), ()),
+            (fast_hardware, ["compile"]),
+            (fast_hardware, ()),
+            (simulated(), ["compile"]),
+        )
     )
     blocks = [(k, i, seconds / 2 if k else seconds) for k, i, seconds in plain.order]
     assert len(blocks) > 4
     assert list(faster.order) == blocks
     assert sum(faster.seconds) < sum(plain.seconds)
-    assert refused.order == unmeasured.order == plain.order
-    assert refused.seconds == unmeasured.seconds == plain.seconds
+    assert forbidden.order == unmeasured.order == plain.order
+    assert forbidden.seconds == unmeasured.seconds == plain.seconds
 
 
-def test_a_problem_does_not_mention_a_gain_that_was_not_measured(edited: Callable[..., Any]) -> None:
-    problem = estimate(edited("flux-tiny"))
+def test_a_problem_does_not_mention_a_gain_that_was_not_measured(
+    edit_graph: Callable[..., Any],
+) -> None:
+    problem = estimate(edit_graph("flux-tiny"))
     assert "compiled_gain" not in problem.to_json()["hardware"]
-    measured = replace(problem, hardware=replace(problem.hardware, compiled_gain=1.5))
-    assert measured.to_json()["hardware"]["compiled_gain"] == 1.5
-    assert measured.digest != problem.digest
+    faster_problem = replace(problem, hardware=replace(problem.hardware, compiled_gain=1.5))
+    assert faster_problem.to_json()["hardware"]["compiled_gain"] == 1.5
+    assert faster_problem.digest != problem.digest

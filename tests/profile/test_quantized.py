@@ -1,4 +1,5 @@
-"""Weights by precision: the formulas compared with real bitsandbytes layers, quantized on the CPU."""
+"""Weights by precision: the formulas compared with real bitsandbytes layers, quantized on the
+CPU."""
 
 from __future__ import annotations
 
@@ -18,43 +19,58 @@ SHAPES = [(96, 64), (100, 70), (4096, 33), (1, 1), (640, 2048), (17, 4099)]
 
 def tensors_of_nf4(layer: Any) -> list[torch.Tensor]:
     state = layer.weight.quant_state
-    found = [layer.weight.data, state.absmax, state.code]
+    tensors = [layer.weight.data, state.absmax, state.code]
     if state.nested:
-        found += [state.offset, state.state2.absmax, state.state2.code]
-    return found
+        tensors += [state.offset, state.state2.absmax, state.state2.code]
+    return tensors
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_nf4_is_what_bitsandbytes_makes(outputs: int, inputs: int) -> None:
-    layer = bnb.nn.Linear4bit(inputs, outputs, bias=False, quant_type="nf4", compress_statistics=False)
+    layer = bnb.nn.Linear4bit(
+        inputs, outputs, bias=False, quant_type="nf4", compress_statistics=False
+    )
     weight = torch.randn(outputs, inputs, dtype=torch.bfloat16)
-    layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=False)
+    layer.weight = bnb.nn.Params4bit(
+        weight, requires_grad=False, quant_type="nf4", compress_statistics=False
+    )
     layer = layer.to("cpu")
-    assert sum(layer_tensors(outputs, inputs, "nf4")) == sum(t.nbytes for t in tensors_of_nf4(layer))
+    assert sum(layer_tensors(outputs, inputs, "nf4")) == sum(
+        t.nbytes for t in tensors_of_nf4(layer)
+    )
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_int8_is_what_bitsandbytes_makes(outputs: int, inputs: int) -> None:
     layer = bnb.nn.Linear8bitLt(inputs, outputs, bias=False, has_fp16_weights=False)
-    layer.weight = bnb.nn.Int8Params(torch.randn(outputs, inputs).half(), requires_grad=False, has_fp16_weights=False)
+    layer.weight = bnb.nn.Int8Params(
+        torch.randn(outputs, inputs).half(), requires_grad=False, has_fp16_weights=False
+    )
     layer = layer.to("cpu")
-    assert sum(layer_tensors(outputs, inputs, "int8")) == layer.weight.data.nbytes + layer.weight.SCB.nbytes
+    assert (
+        sum(layer_tensors(outputs, inputs, "int8"))
+        == layer.weight.data.nbytes + layer.weight.SCB.nbytes
+    )
 
 
 def test_weights_of_a_module_are_the_sum_of_its_layers() -> None:
-    module = nn.Sequential(nn.Embedding(10, 64), nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 64, bias=False)).bfloat16()
-    remainder = 10 * 64 + 96 + 2 * 96
+    module = nn.Sequential(
+        nn.Embedding(10, 64), nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 64, bias=False)
+    ).bfloat16()
+    unblocked = 10 * 64 + 96 + 2 * 96
     linear = 64 * 96 + 96 * 64
-    found = weights_by_precision(module, "bfloat16")
-    assert [found[p] for p in ("bfloat16", "float16", "float32")] == [n * (remainder + linear) for n in (2, 2, 4)]
-    assert found["int8"] == 2 * remainder + linear + 4 * (96 + 64)
-    assert found["nf4"] == 2 * remainder + 2 * sum(layer_tensors(64, 96, "nf4"))
+    weights = weights_by_precision(module, "bfloat16")
+    assert [weights[p] for p in ("bfloat16", "float16", "float32")] == [
+        n * (unblocked + linear) for n in (2, 2, 4)
+    ]
+    assert weights["int8"] == 2 * unblocked + linear + 4 * (96 + 64)
+    assert weights["nf4"] == 2 * unblocked + 2 * sum(layer_tensors(64, 96, "nf4"))
 
 
 def test_tied_layers_and_layers_of_another_dtype_are_not_quantized() -> None:
-    embedding, head, kept = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False), nn.Linear(8, 8)
+    embedding, head, linear = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False), nn.Linear(8, 8)
     head.weight = embedding.weight
-    module = nn.ModuleList([embedding.bfloat16(), head.bfloat16(), kept.float()])
+    module = nn.ModuleList([embedding.bfloat16(), head.bfloat16(), linear.float()])
     assert quantizable_layers(module, torch.bfloat16) == {}
     assert weights_by_precision(module, "bfloat16")["nf4"] == 2 * 80 + 4 * 72
 

@@ -11,28 +11,33 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from graphrun.profile.recorder import FusedAttention, Recorder
-from graphrun.profile.recording import Event
+from graphrun.profile.recording import MemoryEvent
 
 
 class Attention(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
+        self.output_layer = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.output_layer(
+            nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        )
 
 
 def record(
-    module: nn.Module, call: Callable[[], object], blocks: tuple[str, ...] = (), inputs: tuple[torch.Tensor, ...] = ()
+    module: nn.Module,
+    call: Callable[[], object],
+    blocks: tuple[str, ...] = (),
+    inputs: tuple[torch.Tensor, ...] = (),
 ) -> Recorder:
     recorder = Recorder(module, blocks)
     recorder.ignore(inputs)
     with torch.no_grad(), FusedAttention(recorder), recorder:
-        out = call()
-    del out
+        result = call()
+    del result
     recorder.close()
     return recorder
 
@@ -40,19 +45,25 @@ def record(
 def profiled_peak(module: nn.Module, x: torch.Tensor) -> int:
     """The CPU allocator's own peak over the same call, from the profiler's memory events."""
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
-        out = module(x)
-    now = peak = 0
+        result = module(x)
+    level = peak = 0
     for event in run.profiler.kineto_results.events():
         if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    del out
+            level += event.nbytes()
+            peak = max(peak, level)
+    del result
     return peak
 
 
 @pytest.mark.parametrize("width", [64, 256])
 def test_the_peak_equals_the_cpu_profilers_where_there_is_no_convolution(width: int) -> None:
-    module = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.SiLU(), nn.LayerNorm(width))
+    module = nn.Sequential(
+        nn.Linear(width, 4 * width),
+        nn.GELU(),
+        nn.Linear(4 * width, width),
+        nn.SiLU(),
+        nn.LayerNorm(width),
+    )
     real = profiled_peak(module, torch.zeros(8, 128, width))
     meta, x = module.to("meta"), torch.zeros(8, 128, width, device="meta")
     assert record(meta, lambda: meta(x), inputs=(x,)).record.peak_bytes == real
@@ -68,18 +79,32 @@ def test_attention_makes_no_square_tensor_and_its_flops_are_counted() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "elements"), [(torch.bfloat16, 16 + 8), (torch.float32, 16)])
-def test_a_convolution_takes_scratch_of_input_output_in_16_bit_and_weight(dtype: torch.dtype, elements: int) -> None:
+def test_a_convolution_takes_scratch_of_input_output_in_16_bit_and_weight(
+    dtype: torch.dtype, elements: int
+) -> None:
     module = nn.Conv2d(16, 8, 3, padding=1, bias=False).to("meta", dtype)
-    recorder = record(module, lambda: module(torch.zeros(1, 16, 32, 32, dtype=dtype, device="meta")))
+    recorder = record(
+        module, lambda: module(torch.zeros(1, 16, 32, 32, dtype=dtype, device="meta"))
+    )
     scratch = [event.nbytes for event in recorder.record.events if event.scratch]
     assert scratch == [dtype.itemsize * (elements * 32 * 32 + 8 * 16 * 9)]
 
 
-@pytest.mark.parametrize(("dtype", "elements"), [(torch.bfloat16, 16 * 33 * 33 + 8 * 16 * 16 + 8 * 16 * 9), (torch.float32, 0)])
-def test_a_strided_convolution_takes_scratch_in_16_bit_only(dtype: torch.dtype, elements: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "elements"),
+    [(torch.bfloat16, 16 * 33 * 33 + 8 * 16 * 16 + 8 * 16 * 9), (torch.float32, 0)],
+)
+def test_a_strided_convolution_takes_scratch_in_16_bit_only(
+    dtype: torch.dtype, elements: int
+) -> None:
     module = nn.Conv2d(16, 8, 3, stride=2, bias=False).to("meta", dtype)
-    recorder = record(module, lambda: module(torch.zeros(1, 16, 33, 33, dtype=dtype, device="meta")))
-    assert sum(event.nbytes for event in recorder.record.events if event.scratch) == dtype.itemsize * elements
+    recorder = record(
+        module, lambda: module(torch.zeros(1, 16, 33, 33, dtype=dtype, device="meta"))
+    )
+    assert (
+        sum(event.nbytes for event in recorder.record.events if event.scratch)
+        == dtype.itemsize * elements
+    )
 
 
 def test_math_attention_takes_a_square_tensor() -> None:
@@ -99,9 +124,9 @@ def test_math_attention_takes_a_square_tensor() -> None:
 def test_only_read_tensors_are_touched_and_every_allocation_is_released() -> None:
     module = nn.ModuleDict({"used": nn.Linear(8, 8), "idle": nn.Linear(8, 8)}).to("meta")
     recorder = record(module, lambda: module["used"](torch.zeros(2, 8, device="meta")))
-    assert recorder.record.touched == {"used.weight", "used.bias"}
-    taken = {event.key for event in recorder.record.events if event.nbytes and not event.scratch}
-    assert taken == {event.key for event in recorder.record.events if not event.nbytes}
+    assert recorder.record.read_weights == {"used.weight", "used.bias"}
+    keys = {event.key for event in recorder.record.events if event.nbytes and not event.scratch}
+    assert keys == {event.key for event in recorder.record.events if not event.nbytes}
 
 
 def test_an_empty_tensor_is_no_event() -> None:
@@ -112,17 +137,23 @@ def test_an_empty_tensor_is_no_event() -> None:
         return torch.cat([module(x[:0]), module(x)])
 
     recorder = record(module, empty_and_full)
-    taken = {event.key for event in recorder.record.events if event.nbytes and not event.scratch}
-    assert taken == {event.key for event in recorder.record.events if not event.nbytes}
+    keys = {event.key for event in recorder.record.events if event.nbytes and not event.scratch}
+    assert keys == {event.key for event in recorder.record.events if not event.nbytes}
 
 
 def test_flops_are_assigned_to_the_running_block() -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 32)).to("meta")
     recorder = record(module, lambda: module(torch.zeros(2, 8, device="meta")), ("0", "1"))
     kernels = recorder.record.kernels
-    by_block = [(path, sum(kernels[number].flops for number in numbers)) for path, numbers in recorder.record.work]
-    assert [entry for entry in by_block if entry[0]] == [("0", 2 * 2 * 8 * 8), ("1", 2 * 2 * 8 * 32)]
-    assert recorder.record.entered == ["0", "1"]
+    by_block = [
+        (path, sum(kernels[number].flops for number in numbers))
+        for path, numbers in recorder.record.work
+    ]
+    assert [entry for entry in by_block if entry[0]] == [
+        ("0", 2 * 2 * 8 * 8),
+        ("1", 2 * 2 * 8 * 32),
+    ]
+    assert recorder.record.entered_blocks == ["0", "1"]
 
 
 def test_hooks_are_removed_afterwards() -> None:
@@ -152,12 +183,13 @@ def test_mask_all_is_false_so_that_the_memory_of_a_mask_is_counted() -> None:
     assert recorder.record.peak_bytes >= 4 * 4 * 1024
 
 
-def test_blocks_that_run_twice_in_a_call_are_in_the_remainder(dry: Any) -> None:
-    """Wan's decoder processes one frame after another; its transformer's blocks run once per call."""
-    _, probed, _ = dry("wan-tiny")
+def test_blocks_that_run_twice_in_a_call_are_in_the_unblocked(dry: Any) -> None:
+    """Wan's decoder processes one frame after another; its transformer's blocks run once per
+    call."""
+    _, dry_run, _ = dry("wan-tiny")
     streamed = {
         name: [path for group in of_component.groups if group.streamable for path in group.blocks]
-        for name, of_component in probed.profiles.items()
+        for name, of_component in dry_run.profiles.items()
     }
     assert not any(path.startswith("decoder") for path in streamed["vae"])
     assert len(streamed["transformer"]) == 8
@@ -172,10 +204,10 @@ def test_an_empty_slice_is_no_event() -> None:
     x = torch.empty(4, 128, device="meta")
     recorder.ignore([x])
     with torch.no_grad(), recorder:
-        out = Padded()(x)
-    del out
+        result = Padded()(x)
+    del result
     recorder.close()
-    assert recorder.record.events == [Event(1, 2048), Event(1, 0)]
+    assert recorder.record.events == [MemoryEvent(1, 2048), MemoryEvent(1, 0)]
 
 
 class Inner(nn.Module):
@@ -209,12 +241,18 @@ class Reaching(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("reach", "loose"), [("", set()), ("call", {"blocks.0.embed"}), ("read", {"blocks.1"}), ("weight", {"blocks.2.linear"})]
+    ("reach", "loose"),
+    [
+        ("", set()),
+        ("call", {"blocks.0.embed"}),
+        ("read", {"blocks.1"}),
+        ("weight", {"blocks.2.linear"}),
+    ],
 )
 def test_modules_used_while_their_block_does_not_run_are_loose(reach: str, loose: set[str]) -> None:
     net, x = Reaching(reach).to("meta"), torch.empty(2, 8, device="meta")
     recorder = record(net, lambda: net(x), tuple(f"blocks.{n}" for n in range(3)), (x,))
-    assert recorder.record.loose == loose
+    assert recorder.record.loose_modules == loose
 
 
 def test_a_call_into_a_block_is_loose_if_weights_share_a_storage() -> None:
@@ -223,29 +261,30 @@ def test_a_call_into_a_block_is_loose_if_weights_share_a_storage() -> None:
     with torch.no_grad(), recorder:
         net(x)
     recorder.close()
-    assert recorder.record.loose == {"blocks.0.embed"}
+    assert recorder.record.loose_modules == {"blocks.0.embed"}
 
 
 ROUNDS = 64  # so that an address that was free is taken again
 
 
 def test_a_tensor_at_the_address_of_a_released_input_is_counted() -> None:
-    """A component may release its inputs: a UNet removes an adapter's features from their list one by one."""
+    """A component may release its inputs: a UNet removes an adapter's features from their list one
+    by one."""
 
     class Taking(nn.Module):
         def forward(self, features: list[torch.Tensor]) -> list[torch.Tensor]:
-            made = []
+            results = []
             while features:
                 features.pop()
-                made.append(torch.empty(128, device="meta"))
-            return made
+                results.append(torch.empty(128, device="meta"))
+            return results
 
     features = [torch.empty(128, device="meta") for _ in range(ROUNDS)]
     recorder = Recorder(Taking(), ())
     recorder.ignore(features)
     with torch.no_grad(), recorder:
-        out = Taking()(features)
-    del out
+        tensors = Taking()(features)
+    del tensors
     recorder.close()
     assert sum(event.nbytes for event in recorder.record.events) == ROUNDS * 512
 
@@ -258,13 +297,13 @@ def test_a_tensor_at_the_address_of_a_released_buffer_is_no_weight() -> None:
                 self.register_buffer(f"of_{number}", torch.empty(128, device="meta"))
 
         def forward(self) -> list[torch.Tensor]:
-            made = []
+            results = []
             for number in range(ROUNDS):
                 setattr(self, f"of_{number}", None)
-                made.append(torch.empty(128, device="meta"))
-            return [tensor + 1 for tensor in made]
+                results.append(torch.empty(128, device="meta"))
+            return [tensor + 1 for tensor in results]
 
     module = Counting()
     recorder = record(module, module)
-    assert recorder.record.touched == set()
+    assert recorder.record.read_weights == set()
     assert sum(event.nbytes for event in recorder.record.events) == 2 * ROUNDS * 512

@@ -22,10 +22,10 @@ class Block(nn.Module):
         self.scale = scale
         self.runs = torch.zeros(1)  # no attribute that is compared
 
-    def forward(self, x: torch.Tensor, kept: list[torch.Tensor] | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, storage: list[torch.Tensor] | None = None) -> torch.Tensor:
         self.runs += 1
-        if kept is not None:
-            kept.append(x.clone())
+        if storage is not None:
+            storage.append(x.clone())
         return x + self.linear(x * self.scale)
 
 
@@ -42,21 +42,21 @@ class Net(nn.Module):
             b[row] = a[row] * 0.5 + b[row] * 0.5
         return b
 
-    def forward(self, x: torch.Tensor, kept: list[torch.Tensor] | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, storage: list[torch.Tensor] | None = None) -> torch.Tensor:
         for block in self.blocks:
-            x = block(x, kept)
+            x = block(x, storage)
         tiles = [self.head(tile) for tile in x.split(4)]
         return torch.cat([self.blend_v(a, b, 2) for a, b in zip(tiles, tiles[1:], strict=False)])
 
 
-def record(net: Net, *, repeats: bool, kept: list[torch.Tensor] | None = None) -> Recorder:
+def record(net: Net, *, repeats: bool, storage: list[torch.Tensor] | None = None) -> Recorder:
     recorder = Recorder(net, [f"blocks.{n}" for n in range(len(net.blocks))])
     x = torch.empty(16, 8, device="meta")
     recorder.ignore([x])
     context: Any = Repeats(net, recorder) if repeats else contextlib.nullcontext()
     with torch.no_grad(), context, FusedAttention(recorder), recorder:
-        out = net(x, kept)
-    del out
+        result = net(x, storage)
+    del result
     recorder.close()
     return recorder
 
@@ -65,8 +65,15 @@ def contents(recorder: Recorder) -> Any:
     kernels: dict[str, list[Kernel]] = {}
     for path, numbers in recorder.record.work:
         if numbers:  # entries without kernels only keep the order
-            kernels.setdefault(path, []).extend(recorder.record.kernels[number] for number in numbers)
-    return replace(recorder.record, work=[], kernels=[], hops=[]), recorder.record.peak_bytes, kernels  # hops: test_live_tensors.py
+            kernels.setdefault(path, []).extend(
+                recorder.record.kernels[number] for number in numbers
+            )
+    # hops: test_live_tensors.py
+    return (
+        replace(recorder.record, work=[], kernels=[], hops=[]),
+        recorder.record.peak_bytes,
+        kernels,
+    )
 
 
 @pytest.fixture
@@ -95,10 +102,10 @@ def test_a_block_with_another_attribute_is_not_equal() -> None:
 
 
 def test_a_block_with_a_side_effect_is_always_run(net: Net) -> None:
-    kept: list[torch.Tensor] = []
-    record(net, repeats=True, kept=kept)
+    storage: list[torch.Tensor] = []
+    record(net, repeats=True, storage=storage)
     assert runs(net) == [1] * 6
-    assert len(kept) == 6
+    assert len(storage) == 6
 
 
 def test_a_block_with_hooks_is_always_run(net: Net) -> None:
@@ -116,20 +123,21 @@ def test_classes_are_restored_afterwards(net: Net) -> None:
 
 
 class Swapping(nn.Module):
-    """Replaces the tensor in its list argument by a view of its table, at the same address if possible."""
+    """Replaces the tensor in its list argument by a view of its table, at the same address if
+    possible."""
 
     def __init__(self) -> None:
         super().__init__()
         self.runs = torch.zeros(1)
         self.table = nn.Parameter(torch.empty(8, 8, device="meta"))
 
-    def forward(self, kept: list[torch.Tensor]) -> torch.Tensor:
+    def forward(self, storage: list[torch.Tensor]) -> torch.Tensor:
         self.runs += 1
-        address = id(kept.pop())
+        address = id(storage.pop())
         views = [self.table.detach()]
         while id(views[-1]) != address and len(views) < 1000:
             views.append(self.table.detach())
-        kept.append(views[-1])
+        storage.append(views[-1])
         return torch.empty(8, 8, device="meta")
 
 

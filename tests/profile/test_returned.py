@@ -12,52 +12,55 @@ from torch import nn
 from graphrun import sim
 from graphrun.profile.dry_run import Prober
 from graphrun.profile.recording import Call
-from graphrun.profile.returned import returned
+from graphrun.profile.returned import capture_result
 
 KIB = 1024
 
 
 class Encoder(nn.Module):
-    """1 KiB in; returns what ``picked`` makes of that and of 4 KiB computed from it."""
+    """1 KiB in; returns what ``select`` makes of that and of 4 KiB computed from it."""
 
-    def __init__(self, picked: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+    def __init__(self, select: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
-        self.picked = picked
+        self.select = select
 
     def forward(self, x: torch.Tensor) -> Any:
-        return self.picked(x, x[:, None] * self.weight)
+        return self.select(x, x[:, None] * self.weight)
 
 
 CASES: dict[str, tuple[Callable[..., Any], int]] = {
-    "the first half of what was made": (lambda _, made: made[:128], 4 * KIB),
-    "two halves": (lambda _, made: made.chunk(2), 4 * KIB),
-    "a column, and all of it in other dtypes": (lambda _, made: (made[:, 0], made.view(torch.int32)), 4 * KIB),
-    "another order": (lambda _, made: made.T, 4 * KIB),
-    "one number many times": (lambda _, made: made[:1, :1].clone().expand(256, 4), 512),
+    "the first half of what was made": (lambda _, product: product[:128], 4 * KIB),
+    "two halves": (lambda _, product: product.chunk(2), 4 * KIB),
+    "a column, and all of it in other dtypes": (
+        lambda _, product: (product[:, 0], product.view(torch.int32)),
+        4 * KIB,
+    ),
+    "another order": (lambda _, product: product.T, 4 * KIB),
+    "one number many times": (lambda _, product: product[:1, :1].clone().expand(256, 4), 512),
     "the argument itself": (lambda x, _: x, 0),
-    "a part of that, and a sum": (lambda x, made: {"part": x[128:], "sum": made.sum(1)}, KIB),
+    "a part of that, and a sum": (lambda x, product: {"part": x[128:], "sum": product.sum(1)}, KIB),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_result_takes_the_same_memory_in_the_dry_run_as_on_the_device(name: str) -> None:
-    picked, expected_bytes = CASES[name]
+    select, expected_bytes = CASES[name]
     with sim.Machine() as machine:
         x = torch.ones(256, device="sim")
-        before = machine.allocated_bytes
-        real = Encoder(picked)
+        baseline = machine.allocated_bytes
+        real = Encoder(select)
         real.weight = nn.Parameter(torch.ones(4, device="sim"), requires_grad=False)
         want = real(x)
         del real
-        assert machine.allocated_bytes - before == expected_bytes
-    prober = Prober({"encoder": Encoder(picked).to("meta")})
+        assert machine.allocated_bytes - baseline == expected_bytes
+    prober = Prober({"encoder": Encoder(select).to("meta")})
     with sim.DryMachine() as machine, prober.interceptor:
         x = torch.ones(256, device=sim.PLANNED)
-        before = machine.allocated_bytes
+        baseline = machine.allocated_bytes
         for _ in range(2):  # traced, then cached
             got = prober.meta_modules["encoder"](x)
-            assert machine.allocated_bytes - before == expected_bytes
+            assert machine.allocated_bytes - baseline == expected_bytes
         assert shapes(got) == shapes(want)
 
 
@@ -70,15 +73,19 @@ def shapes(value: Any) -> Any:
 def test_an_argument_with_other_strides_is_not_returned_as_a_view() -> None:
     """One trace is used for all strides."""
     x = torch.ones(4, 4, device="meta")
-    found = returned(x[1:], (x,), {}, set())
-    one = torch.ones(4, 4)
-    assert found.materialize((one,), torch.device("cpu")).data_ptr() == one[1:].data_ptr()
-    assert found.materialize((one.T,), torch.device("cpu")).untyped_storage().data_ptr() != one.data_ptr()
-    assert found.nbytes == 0
+    result = capture_result(x[1:], (x,), {}, set())
+    matrix = torch.ones(4, 4)
+    assert result.materialize((matrix,), torch.device("cpu")).data_ptr() == matrix[1:].data_ptr()
+    assert (
+        result.materialize((matrix.T,), torch.device("cpu")).untyped_storage().data_ptr()
+        != matrix.data_ptr()
+    )
+    assert result.nbytes == 0
 
 
 class Brought(nn.Module):
-    """Like Lumina's transformer: copies a table from the host to the device, and returns another one on the host."""
+    """Like Lumina's transformer: copies a table from the host to the device, and returns another
+    one on the host."""
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x + table.to(x.device), table.cpu()
@@ -89,9 +96,9 @@ def test_a_host_argument_takes_device_memory_only_when_it_is_copied_there() -> N
     prober = Prober({"brought": module})
     with sim.DryMachine() as machine, prober.interceptor:
         x = torch.ones(256, device=sim.PLANNED)
-        before = machine.allocated_bytes
+        baseline = machine.allocated_bytes
         sums, table = prober.meta_modules["brought"](x, torch.ones(256))
-        assert machine.allocated_bytes - before == KIB
+        assert machine.allocated_bytes - baseline == KIB
         assert (sums.device.type, table.device.type) == (sim.PLANNED.type, "cpu")
         prober.meta_modules["brought"](x, torch.ones(256, device=sim.PLANNED))
     of_host, of_device = (item for item in prober.recording.items if isinstance(item, Call))
@@ -113,14 +120,16 @@ class Renderer(nn.Module):
 def test_a_device_argument_is_replaced_by_the_traced_device() -> None:
     prober = Prober({"renderer": Renderer().to("meta")})
     with sim.DryMachine(), prober.interceptor:
-        made = prober.meta_modules["renderer"].render(torch.ones(8, device=sim.PLANNED), sim.PLANNED)
-    assert (made.shape, made.device.type) == ((8, 4), sim.PLANNED.type)
+        result = prober.meta_modules["renderer"].render(
+            torch.ones(8, device=sim.PLANNED), sim.PLANNED
+        )
+    assert (result.shape, result.device.type) == ((8, 4), sim.PLANNED.type)
 
 
 def test_a_view_of_a_weight_is_a_separate_tensor() -> None:
     weight = torch.ones(64, 4, device="meta")
-    found = returned((weight[:2], weight[2:4]), (), {}, {weight.untyped_storage()._cdata})
-    assert found.nbytes == 2 * 2 * 4 * 4
+    result = capture_result((weight[:2], weight[2:4]), (), {}, {weight.untyped_storage()._cdata})
+    assert result.nbytes == 2 * 2 * 4 * 4
 
 
 class Counted(nn.Module):
@@ -138,13 +147,16 @@ def test_an_entry_that_reads_numbers_is_traced_on_the_cpu_where_weights_can_be_h
     def made(weights: Callable[[str], nn.Module] | None) -> torch.Tensor:
         prober = Prober({"counted": Counted().to("meta")}, weights=weights)
         with sim.DryMachine(), prober.interceptor:
-            found = prober.meta_modules["counted"](torch.tensor([0, 1, 2, 2]).to(sim.PLANNED))
+            counts = prober.meta_modules["counted"](torch.tensor([0, 1, 2, 2]).to(sim.PLANNED))
             assert all(weight.is_meta for weight in prober.meta_modules["counted"].parameters())
-        return found  # type: ignore[no-any-return]
+        return counts  # type: ignore[no-any-return]
 
-    with pytest.warns(RuntimeWarning, match=r"counted.forward needs tensor values \(NotImplementedError.*once on the CPU"):
-        found = made(lambda _: Counted())
-    assert (found.shape, found.device.type) == ((3, 4), sim.PLANNED.type)
+    with pytest.warns(
+        RuntimeWarning,
+        match=r"counted.forward needs tensor values \(NotImplementedError.*once on the CPU",
+    ):
+        result = made(lambda _: Counted())
+    assert (result.shape, result.device.type) == ((3, 4), sim.PLANNED.type)
     with pytest.raises(NotImplementedError, match="bincount"):
         made(None)
     with pytest.raises(NotImplementedError, match="bincount"):

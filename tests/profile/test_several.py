@@ -8,20 +8,20 @@ import pytest
 
 import graphrun as api
 from graphrun.errors import InputError
-from graphrun.profile.several import Asked, per_device
+from graphrun.profile.several import DeviceOptions, per_device
 
 
 def test_each_device_has_its_budget_hardware_and_kind() -> None:
-    expected = [Asked("24G", "rtx4090", "cuda"), Asked("12G", "rtx3060", "cuda")]
+    expected = [DeviceOptions("24G", "rtx4090", "cuda"), DeviceOptions("12G", "rtx3060", "cuda")]
     assert per_device("24G,12G", "rtx4090,rtx3060", "cuda:0,cuda:1") == expected
     assert per_device(["24G", "12G"], ("rtx4090", "rtx3060"), ["cuda", "cuda"]) == expected
-    assert per_device("8G, 8G,8G", "rtx4090", "sim") == [Asked("8G", "rtx4090", "sim")] * 3
-    assert per_device("8G") == [Asked("8G")]
-    assert per_device(None, None, "cuda:0") == [Asked(None, None, "cuda")]
+    assert per_device("8G, 8G,8G", "rtx4090", "sim") == [DeviceOptions("8G", "rtx4090", "sim")] * 3
+    assert per_device("8G") == [DeviceOptions("8G")]
+    assert per_device(None, None, "cuda:0") == [DeviceOptions(None, None, "cuda")]
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         (("7,5G",), "did you mean 7.5G"),
         (("24G,12G", "rtx4090,rtx3060,rtx3060"), "vram names 2 of 3 devices"),
@@ -30,9 +30,11 @@ def test_each_device_has_its_budget_hardware_and_kind() -> None:
         (("24G", None, "cuda:1"), "cuda:1 is number 0"),
     ],
 )
-def test_what_does_not_fit_together_is_refused_with_what_was_meant(given: Any, said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        per_device(*given)
+def test_what_does_not_fit_together_is_refused_with_what_was_meant(
+    arguments: Any, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        per_device(*arguments)
 
 
 def test_devices_of_one_run_are_of_one_kind() -> None:

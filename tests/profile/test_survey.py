@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from graphrun.profile.hardware import hardware
-from graphrun.profile.problems import Limits, problem_of
+from graphrun.profile.problems import ProblemLimits, problem_of
 from graphrun.profile.recording import DryRun
 from graphrun.profile.survey import survey
 from graphrun.report.estimate_screen import estimate_screen
@@ -16,61 +16,84 @@ from graphrun.report.screen import Look
 
 @pytest.fixture(scope="module")
 def flux(dry: Any) -> dict[str, Any]:
-    graph, probed, inputs = dry("flux-dev")
-    return survey(graph, probed, hardware("rtx4090"), inputs)
+    graph, dry_run, inputs = dry("flux-dev")
+    return survey(graph, dry_run, hardware("rtx4090"), inputs)
 
 
-def test_weights_are_exact_in_the_declared_precision_and_by_formula_in_others(flux: dict[str, Any]) -> None:
+def test_weights_are_exact_in_the_declared_precision_and_by_formula_in_others(
+    flux: dict[str, Any],
+) -> None:
     transformer = next(row for row in flux["components"] if row["name"] == "transformer")
     assert transformer["parameters"] == 11_901_408_320
-    assert transformer["weights"]["bfloat16"]["bytes"] == pytest.approx(2 * transformer["parameters"], rel=1e-4)
-    assert transformer["weights"]["nf4"]["bytes"] == pytest.approx(0.5625 * transformer["parameters"], rel=2e-3)
+    assert transformer["weights"]["bfloat16"]["bytes"] == pytest.approx(
+        2 * transformer["parameters"], rel=1e-4
+    )
+    assert transformer["weights"]["nf4"]["bytes"] == pytest.approx(
+        0.5625 * transformer["parameters"], rel=2e-3
+    )
     assert {p: w["basis"] for p, w in transformer["weights"].items()} == {
-        "float32": "declared",
-        "bfloat16": "declared",
-        "float16": "declared",
+        "float32": "graph file",
+        "bfloat16": "graph file",
+        "float16": "graph file",
         "fp8": "formula",
         "int8": "formula",
         "nf4": "formula",
     }
-    assert [p for p, w in transformer["weights"].items() if w["allowed"]] == ["bfloat16", "int8", "nf4"]
+    assert [p for p, w in transformer["weights"].items() if w["allowed"]] == [
+        "bfloat16",
+        "int8",
+        "nf4",
+    ]
 
 
-def test_a_phase_reserves_more_than_it_allocates_and_native_segments_most(flux: dict[str, Any]) -> None:
+def test_a_phase_reserves_more_than_it_allocates_and_native_segments_most(
+    flux: dict[str, Any],
+) -> None:
     for phase in flux["phases"]:
         assert phase["allocated_bytes"] <= phase["reserved_bytes"]
     denoise = next(phase for phase in flux["phases"] if phase["stage"] == "denoise")
     assert denoise["reserved_native_bytes"] > 1.5 * denoise["reserved_bytes"]
     assert denoise["reserved_bytes"] < 1.3 * denoise["allocated_bytes"]
-    assert (denoise["basis"], denoise["seconds_basis"]) == ("traced", "prior")
+    assert (denoise["basis"], denoise["seconds_basis"]) == ("traced", "data sheet")
     assert denoise["flops"] / 28 == pytest.approx(59.5e12 + 14.9e12, rel=0.01)
 
 
 def test_the_estimate_shows_the_numbers_of_the_problem(dry: Any, flux: dict[str, Any]) -> None:
-    graph, probed, inputs = dry("flux-dev")
-    problem = problem_of(graph, probed, hardware("rtx4090"), Limits(8 * 2**30, 2**36), inputs)
+    graph, dry_run, inputs = dry("flux-dev")
+    problem = problem_of(
+        graph, dry_run, hardware("rtx4090"), ProblemLimits(8 * 2**30, 2**36), inputs
+    )
     for number, (phase, row) in enumerate(zip(problem.phases, flux["phases"], strict=True)):
-        beside = problem.value_bytes(number) + phase.live_in_bytes + max(phase.first_bytes, phase.steady_bytes)
-        assert row["allocated_bytes"] == beside
+        activation_bytes = (
+            problem.value_bytes(number)
+            + phase.input_bytes
+            + max(phase.first_bytes, phase.steady_bytes)
+        )
+        assert row["allocated_bytes"] == activation_bytes
         assert row["phase"] == phase.name
 
 
 def test_a_dry_run_read_back_gives_the_same_survey(dry: Any, flux: dict[str, Any]) -> None:
-    graph, probed, inputs = dry("flux-dev")
-    assert survey(graph, DryRun.from_json(probed.to_json()), hardware("rtx4090"), inputs) == flux
+    graph, dry_run, inputs = dry("flux-dev")
+    assert survey(graph, DryRun.from_json(dry_run.to_json()), hardware("rtx4090"), inputs) == flux
 
 
 def test_the_screen_has_a_row_for_each_component_and_phase(flux: dict[str, Any]) -> None:
     lines = estimate_screen(flux, Look(verbose=True)).splitlines()
-    assert lines[0].startswith("needs 34.8 GiB with everything on the device: does not fit on rtx4090 (24 GiB);")
+    assert lines[0].startswith(
+        "needs 34.8 GiB with everything on the device: does not fit on rtx4090 (24 GiB);"
+    )
     assert any(line.startswith("estimate flux-dev  ") for line in lines)
-    assert any(line.startswith(" transformer ") and "22.17*" in line and "19 + 38" in line for line in lines)
-    assert sum("traced, prior" in line for line in lines) == 4
+    assert any(
+        line.startswith(" transformer ") and "22.17*" in line and "19 + 38" in line
+        for line in lines
+    )
+    assert sum("traced, data sheet" in line for line in lines) == 4
 
 
 def test_on_sim_reserved_bytes_equal_allocated_bytes(dry: Any) -> None:
-    graph, probed, inputs = dry("sdxl-tiny")
-    found = survey(graph, probed, hardware("sim"), inputs)
-    assert found["corrections"] == []
-    for phase in found["phases"]:
+    graph, dry_run, inputs = dry("sdxl-tiny")
+    estimate = survey(graph, dry_run, hardware("sim"), inputs)
+    assert estimate["corrections"] == []
+    for phase in estimate["phases"]:
         assert phase["allocated_bytes"] == phase["reserved_bytes"] == phase["reserved_native_bytes"]

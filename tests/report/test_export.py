@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from graphrun.report import plan_files
 from graphrun.report.perfetto import perfetto, trace_json
 from graphrun.trace import Event, SlotTrace, Tier, Trace
 
@@ -34,7 +35,9 @@ TRACE = Trace(
 
 
 def named(events: list[dict[str, Any]], track: str) -> list[dict[str, Any]]:
-    number = next(e["tid"] for e in events if e["name"] == "thread_name" and e["args"]["name"] == track)
+    number = next(
+        e["tid"] for e in events if e["name"] == "thread_name" and e["args"]["name"] == track
+    )
     return [e for e in events if e.get("tid") == number and e["ph"] == "X"]
 
 
@@ -44,14 +47,18 @@ def counter(events: list[dict[str, Any]], name: str) -> list[tuple[float, int]]:
 
 def test_every_event_is_on_its_track_at_its_time() -> None:
     events = perfetto(TRACE)["traceEvents"]
-    assert [(e["name"], e["ts"], e["dur"]) for e in named(events, "compute")] == [("a.forward", 1e6, 2e6)]
-    assert [(e["name"], e["ts"], e["dur"], e["args"]["bytes"]) for e in named(events, "copies")] == [
-        ("load a remainder", 0, 1e6, 60),
+    assert [(e["name"], e["ts"], e["dur"]) for e in named(events, "compute")] == [
+        ("a.forward", 1e6, 2e6)
+    ]
+    assert [
+        (e["name"], e["ts"], e["dur"], e["args"]["bytes"]) for e in named(events, "copies")
+    ] == [
+        ("load a unblocked", 0, 1e6, 60),
         ("stream a blocks.0", 1e6, 0.5e6, 20),
         ("stream a blocks.1", 1.5e6, 1e6, 20),
     ]
     assert [e["name"] for e in named(events, "slots")] == ["s/0:a load", "s/0:a first", "end"]
-    assert [(e["name"], e["ts"]) for e in events if e["ph"] == "i"] == [("evict a remainder", 3e6)]
+    assert [(e["name"], e["ts"]) for e in events if e["ph"] == "i"] == [("evict a unblocked", 3e6)]
 
 
 def test_memory_of_each_tier_is_a_counter() -> None:
@@ -68,7 +75,12 @@ def test_the_files_name_says_which_form_it_takes() -> None:
         "plan": {"graph": "g"},
         "made": {"date": "d"},
     }
-    assert TRACE.to_json()["tiers"][1] == {"name": "pinned", "before_bytes": 100, "after_bytes": 100, "left_bytes": 0}
+    assert TRACE.to_json()["tiers"][1] == {
+        "name": "pinned",
+        "before_bytes": 100,
+        "after_bytes": 100,
+        "left_bytes": 0,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -83,15 +95,18 @@ def real() -> Trace:
 
 
 def test_a_real_run_gives_tracks_on_which_nothing_overlaps(real: Trace) -> None:
-    made = json.loads(json.dumps(perfetto(real)))["traceEvents"]
+    events = json.loads(json.dumps(perfetto(real)))["traceEvents"]
     for track in ("slots", "compute", "copies"):
-        spans = named(made, track)
+        spans = named(events, track)
         assert len(spans) >= 5
-        assert all(one["ts"] + one["dur"] <= other["ts"] + 1e-3 for one, other in pairwise(spans))
-    timed = [event["ts"] for event in made if event["ph"] != "M"]
-    assert timed == sorted(timed)
-    assert sum(e["args"]["bytes"] for e in named(made, "copies")) == real.moved_bytes
-    assert counter(made, "device weights")[-1][1] == 0
+        assert all(
+            span["ts"] + span["dur"] <= next_span["ts"] + 1e-3
+            for span, next_span in pairwise(spans)
+        )
+    timestamps = [event["ts"] for event in events if event["ph"] != "M"]
+    assert timestamps == sorted(timestamps)
+    assert sum(e["args"]["bytes"] for e in named(events, "copies")) == real.moved_bytes
+    assert counter(events, "device weights")[-1][1] == 0
 
 
 def test_a_real_run_leaves_no_tier_with_more_than_before(real: Trace) -> None:
@@ -99,3 +114,15 @@ def test_a_real_run_leaves_no_tier_with_more_than_before(real: Trace) -> None:
     assert set(tiers) == {"device", "arenas", "pinned"}
     assert all(tier.before_bytes == tier.after_bytes for tier in tiers.values())
     assert tiers["pinned"].after_bytes == tiers["arenas"].after_bytes > 4 << 20
+
+
+def test_a_list_of_numbers_takes_a_line_of_a_json_file(tmp_path: Path) -> None:
+    """A plan of a video has half a million numbers."""
+    text = "a list [\\n1, 2]"
+    data = {"numbers": [1, -2.5, 1e-9], "lists": [[0, 1], ["a", 1], []], "text": text}
+    path = tmp_path / "plan.json"
+    plan_files.write_json(path, data)
+    lines = path.read_text().splitlines()
+    assert json.loads(path.read_text()) == data
+    assert ' "numbers": [1,-2.5,1e-09],' in lines
+    assert "  [0,1]," in lines

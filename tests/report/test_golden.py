@@ -1,4 +1,5 @@
-"""The screens of FLUX.1-dev: plans at three budgets, a budget that does not fit; at two widths, in a pipe and on a terminal.
+"""The screens of FLUX.1-dev: plans at three budgets, a budget that does not fit; at two widths, in
+a pipe and on a terminal.
 
 Update with ``make golden`` after looking at every difference.
 """
@@ -40,9 +41,11 @@ def shown(screen: str, width: int) -> str:
     """What a terminal gets: ``screen`` with its colours."""
     from rich.console import Console
 
-    to = io.StringIO()
-    print_to(Console(file=to, force_terminal=True, color_system="standard", width=width), screen)
-    return to.getvalue().removesuffix("\n")
+    buffer = io.StringIO()
+    print_to(
+        Console(file=buffer, force_terminal=True, color_system="standard", width=width), screen
+    )
+    return buffer.getvalue().removesuffix("\n")
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +60,17 @@ def test_plan_screen(make_problem: Any, compare: Any, gib: int) -> None:
     compare(f"flux-dev-{gib}g", plan_screen(solution))
 
 
-THEN = 'next, on that card: graphrun run flux-dev --vram 8G --ram 64G --hardware rtx4090 --prompt "..."'
+THEN = (
+    "next, on that card: graphrun run flux-dev --vram 8G --ram 64G --hardware rtx4090 --prompt "
+    '"..."'
+)
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_plan_screen_at_two_widths_in_a_pipe_and_on_a_terminal(solution_8g: Any, compare: Any, width: int) -> None:
-    screen = plan_screen(solution_8g, look=Look(width, made="a picture", then=THEN))
+def test_plan_screen_at_two_widths_in_a_pipe_and_on_a_terminal(
+    solution_8g: Any, compare: Any, width: int
+) -> None:
+    screen = plan_screen(solution_8g, look=Look(width, product="a picture", next_command=THEN))
     assert max(map(len, screen.splitlines())) <= width
     compare(f"flux-dev-8g-{width}", screen)
     compare(f"flux-dev-8g-{width}-terminal", shown(screen, width))
@@ -74,7 +82,8 @@ def test_plan_screen_with_all_figures(solution_8g: Any, compare: Any) -> None:
 
 def test_plan_text_at_8_gib(solution_8g: Any, compare: Any) -> None:
     plan = solution_8g.plan
-    compare("flux-dev-8g-plan", str(plan).replace(plan.problem, "DIGEST"))  # it depends on the versions of the libraries too
+    # it depends on the versions of the libraries too
+    compare("flux-dev-8g-plan", str(plan).replace(plan.problem, "DIGEST"))
 
 
 def test_explain_screen_at_8_gib(solution_8g: Any, compare: Any) -> None:
@@ -83,9 +92,11 @@ def test_explain_screen_at_8_gib(solution_8g: Any, compare: Any) -> None:
 
 @pytest.mark.long
 def test_infeasible_screen(make_problem: Any, compare: Any) -> None:
-    with pytest.raises(Infeasible) as caught:
+    with pytest.raises(Infeasible) as error:
         solve(make_problem("flux-dev", 2 * GIB, 16 * GIB, hardware="rtx4090"))
-    screen = infeasible_screen(caught.value, Look(then="next: graphrun plan flux-dev --vram 3.4G"))
+    screen = infeasible_screen(
+        error.value, Look(next_command="next: graphrun plan flux-dev --vram 3.4G")
+    )
     assert max(map(len, screen.splitlines())) <= 80
     compare("flux-dev-2g-infeasible", screen)
     compare("flux-dev-2g-infeasible-terminal", shown(screen, 80))
@@ -102,7 +113,12 @@ def test_the_cast_in_the_readme_shows_the_screens_as_they_are() -> None:
     texts = ElementTree.parse(ROOT / "docs" / "cast.svg").getroot().findall(".//{*}text")
     lines = {"".join("".join(text.itertext()).split()) for text in texts}
     screen = (GOLDEN / "flux-dev-8g-80.txt").read_text().splitlines()
-    assert {"".join(line.split()) for line in screen if line and not line.startswith("next")} <= lines  # next is folded
+    assert {
+        "".join(line.split()) for line in screen if line and not line.startswith("next")
+    } <= lines  # next is folded
     assert any(line.startswith("done:") for line in lines)
     assert any(re.search(r"step\d+/12,", line) for line in lines)
-    assert "![graphrun plan and graphrun run on a terminal](docs/cast.svg)" in (ROOT / "README.md").read_text()
+    assert (
+        "![graphrun plan and graphrun run on a terminal](docs/cast.svg)"
+        in (ROOT / "README.md").read_text()
+    )

@@ -1,4 +1,5 @@
-"""What a run makes as files: which output goes where in which format, and what is refused before anything is loaded."""
+"""What a run makes as files: which output goes where in which format, and what is refused before
+anything is loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from PIL import Image
 
 from graphrun.errors import InputError
 from graphrun.graph import media
-from graphrun.report.outputs import named, output_files, save_outputs
+from graphrun.report.outputs import output_files, request_files, save_outputs
 
 KINDS = {"image": "image", "film": "video", "sound": "audio", "latents": "latents"}
 
@@ -33,10 +34,10 @@ def names(paths: list[Path]) -> list[str]:
 
 
 def test_several_pictures_sort_as_they_follow(tmp_path: Path) -> None:
-    written = save_outputs({"image": frames(12)}, tmp_path / "a.png")
-    assert names(written)[:3] == ["a-00.png", "a-01.png", "a-02.png"]
-    assert names(written) == sorted(names(written))
-    assert Image.open(written[11]).getpixel((0, 0)) == (220, 0, 0)
+    paths = save_outputs({"image": frames(12)}, tmp_path / "a.png")
+    assert names(paths)[:3] == ["a-00.png", "a-01.png", "a-02.png"]
+    assert names(paths) == sorted(names(paths))
+    assert Image.open(paths[11]).getpixel((0, 0)) == (220, 0, 0)
     assert names(save_outputs({"image": frames(1)}, tmp_path / "b.png")) == ["b.png"]
 
 
@@ -45,68 +46,89 @@ def test_several_videos_are_all_written(tmp_path: Path) -> None:
 
 
 def test_a_gif_holds_a_whole_video(tmp_path: Path) -> None:
-    (written,) = save_outputs({"image": frames(5)}, tmp_path / "a.gif", fps=8)
-    with Image.open(written) as moving:
+    (path,) = save_outputs({"image": frames(5)}, tmp_path / "a.gif", fps=8)
+    with Image.open(path) as moving:
         assert (moving.n_frames, moving.info["duration"]) == (5, 120)
-    assert names(save_outputs({"image": [frames(2), frames(3)]}, tmp_path / "b.gif")) == ["b-0.gif", "b-1.gif"]
-    (still,) = save_outputs({"image": frames(1)[0]}, tmp_path / "c.gif")
-    assert Image.open(still).size == (8, 8)
+    assert names(save_outputs({"image": [frames(2), frames(3)]}, tmp_path / "b.gif")) == [
+        "b-0.gif",
+        "b-1.gif",
+    ]
+    (image_path,) = save_outputs({"image": frames(1)[0]}, tmp_path / "c.gif")
+    assert Image.open(image_path).size == (8, 8)
 
 
 @pytest.mark.parametrize("size", [(32, 16), (31, 17)])
 def test_an_mp4_holds_every_frame_at_its_rate(tmp_path: Path, size: tuple[int, int]) -> None:
     import av
 
-    (written,) = save_outputs({"film": frames(9, size)}, tmp_path / "a.mp4", fps=12.5)
-    with av.open(str(written)) as container:
+    (path,) = save_outputs({"film": frames(9, size)}, tmp_path / "a.mp4", fps=12.5)
+    with av.open(str(path)) as container:
         assert float(container.streams.video[0].average_rate) == 12.5
-    found = media.accept("video", written).open()
-    assert (len(found), found[0].size) == (9, size)
-    assert abs(found[8].getpixel((3, 3))[0] - 160) <= 4, "compressed, and still this frame"
+    frames_read = media.accept("video", path).open()
+    assert (len(frames_read), frames_read[0].size) == (9, size)
+    assert abs(frames_read[8].getpixel((3, 3))[0] - 160) <= 4, "compressed, and still this frame"
 
 
 def test_formats_are_what_their_names_say(tmp_path: Path) -> None:
     for suffix, kind in ((".png", "PNG"), (".jpg", "JPEG"), (".webp", "WEBP")):
-        (written,) = save_outputs({"image": Image.new("RGBA", (8, 8))}, tmp_path / f"a{suffix}")
-        assert Image.open(written).format == kind
+        (path,) = save_outputs({"image": Image.new("RGBA", (8, 8))}, tmp_path / f"a{suffix}")
+        assert Image.open(path).format == kind
 
 
 def test_sound_is_as_it_was_made(tmp_path: Path) -> None:
     samples = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
-    (written,) = save_outputs({"sound": Sound(samples, 16000)}, tmp_path / "a.wav")
-    assert media.accept("audio", written, rate=16000).open().tolist() == samples.tolist()
+    (path,) = save_outputs({"sound": Sound(samples, 16000)}, tmp_path / "a.wav")
+    assert media.accept("audio", path, rate=16000).open().tolist() == samples.tolist()
     pytest.importorskip("soundfile")
-    (written,) = save_outputs({"sound": Sound(samples, 16000)}, tmp_path / "a.flac")
-    assert np.abs(media.accept("audio", written, rate=16000).open() - samples).max() < 2**-14
+    (path,) = save_outputs({"sound": Sound(samples, 16000)}, tmp_path / "a.flac")
+    assert np.abs(media.accept("audio", path, rate=16000).open() - samples).max() < 2**-14
 
 
 def test_what_a_path_does_not_suit_goes_beside_it(tmp_path: Path) -> None:
-    outputs = {"image": frames(1)[0], "sound": [Sound(np.zeros((1, 2), np.float32), 8)] * 2, "latents": torch.ones(2)}
-    written = save_outputs(outputs, tmp_path / "a.png")
-    assert names(written) == ["a.png", "a-0.wav", "a-1.wav", "a.safetensors"]
+    outputs = {
+        "image": frames(1)[0],
+        "sound": [Sound(np.zeros((1, 2), np.float32), 8)] * 2,
+        "latents": torch.ones(2),
+    }
+    paths = save_outputs(outputs, tmp_path / "a.png")
+    assert names(paths) == ["a.png", "a-0.wav", "a-1.wav", "a.safetensors"]
 
 
 def test_named_outputs_go_where_each_is_sent_and_others_nowhere(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    target = output_files([f"latents={tmp_path}/l.safetensors", f"film={tmp_path}/film"], KINDS, tmp_path / "x")
-    outputs = {"image": frames(1)[0], "film": frames(3), "latents": torch.ones(2), "sound": Sound(np.zeros((1, 2)), 8)}
-    written = save_outputs(outputs, target)
-    assert [str(path.relative_to(tmp_path)) for path in written] == ["l.safetensors", *(f"film/000{n}.png" for n in range(3))]
-    assert load_file(written[0])["latents"].tolist() == [1.0, 1.0]
+    target = output_files(
+        [f"latents={tmp_path}/l.safetensors", f"film={tmp_path}/film"], KINDS, tmp_path / "x"
+    )
+    outputs = {
+        "image": frames(1)[0],
+        "film": frames(3),
+        "latents": torch.ones(2),
+        "sound": Sound(np.zeros((1, 2)), 8),
+    }
+    paths = save_outputs(outputs, target)
+    assert [str(path.relative_to(tmp_path)) for path in paths] == [
+        "l.safetensors",
+        *(f"film/000{n}.png" for n in range(3)),
+    ]
+    assert load_file(paths[0])["latents"].tolist() == [1.0, 1.0]
     assert names(sorted(tmp_path.iterdir())) == ["film", "l.safetensors"]
 
 
 def test_a_folder_of_frames_is_replaced_as_a_whole_and_no_other_folder_is(tmp_path: Path) -> None:
     save_outputs({"film": frames(5)}, tmp_path / "film")
-    assert len(save_outputs({"film": frames(2)}, tmp_path / "film")) == len(list((tmp_path / "film").iterdir())) == 2
+    assert (
+        len(save_outputs({"film": frames(2)}, tmp_path / "film"))
+        == len(list((tmp_path / "film").iterdir()))
+        == 2
+    )
     (tmp_path / "film" / "mine.txt").write_text("kept")
-    for refused in (
+    for call in (
         lambda: output_files([f"film={tmp_path}/film"], KINDS, tmp_path / "x"),
         lambda: save_outputs({"a": frames(2)}, tmp_path / "film"),
     ):
         with pytest.raises(InputError, match="is not a folder of frames"):
-            refused()
+            call()
     assert len(list((tmp_path / "film").iterdir())) == 3
     assert output_files([f"{tmp_path}/film"], KINDS, tmp_path / "x", of_list=True), (
         "a folder of each request's files is only added to"
@@ -121,13 +143,16 @@ def test_the_default_is_by_what_there_is(tmp_path: Path) -> None:
         ({"a": "embeds"}, "g.png"),
     ):
         assert output_files([], kinds, tmp_path / "g") == {"": tmp_path / name}
-    both = output_files([], {"a": "image", "b": "video"}, tmp_path / "g")
-    assert both == {"a": tmp_path / "g-a.png", "b": tmp_path / "g-b.mp4"}
-    assert named(both, 3, {}, {"a": "image", "b": "video"}) == {"a": tmp_path / "g-a-0003.png", "b": tmp_path / "g-b-0003.mp4"}
+    target = output_files([], {"a": "image", "b": "video"}, tmp_path / "g")
+    assert target == {"a": tmp_path / "g-a.png", "b": tmp_path / "g-b.mp4"}
+    assert request_files(target, 3, {}, {"a": "image", "b": "video"}) == {
+        "a": tmp_path / "g-a-0003.png",
+        "b": tmp_path / "g-b-0003.mp4",
+    }
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("arguments", "message"),
     [
         (["imgae=a.png"], "no such output 'imgae'; outputs are film, image, latents, sound"),
         (["image="], "names no file"),
@@ -143,9 +168,11 @@ def test_the_default_is_by_what_there_is(tmp_path: Path) -> None:
         (["image=/proc/none/a.png"], "cannot be written"),
     ],
 )
-def test_what_will_not_do_is_refused_before_anything_is_loaded(asked: list[str], said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        output_files(asked, KINDS, Path("x"))
+def test_what_will_not_do_is_refused_before_anything_is_loaded(
+    arguments: list[str], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        output_files(arguments, KINDS, Path("x"))
 
 
 def test_files_say_what_they_were_made_of(tmp_path: Path) -> None:
@@ -154,7 +181,12 @@ def test_files_say_what_they_were_made_of(tmp_path: Path) -> None:
     import av
     from safetensors import safe_open
 
-    made = {"graph": "g", "inputs": {"prompt": "ein Käse", "seed": 3}, "plan": "0123", "versions": {"graphrun": "1"}}
+    origin = {
+        "graph": "g",
+        "inputs": {"prompt": "ein Käse", "seed": 3},
+        "plan": "0123",
+        "versions": {"graphrun": "1"},
+    }
     outputs = {
         "image": frames(1)[0],
         "film": frames(2),
@@ -163,26 +195,26 @@ def test_files_say_what_they_were_made_of(tmp_path: Path) -> None:
     }
 
     def written(name: str, suffix: str) -> Path:
-        return save_outputs({name: outputs[name]}, tmp_path / f"a{suffix}", made_of=made)[0]
+        return save_outputs({name: outputs[name]}, tmp_path / f"a{suffix}", source=origin)[0]
 
-    assert json.loads(Image.open(written("image", ".png")).text["graphrun"]) == made
+    assert json.loads(Image.open(written("image", ".png")).text["graphrun"]) == origin
     for suffix in (".jpg", ".webp", ".tif"):
-        assert json.loads(Image.open(written("image", suffix)).getexif()[0x010E]) == made
-    assert json.loads(Image.open(written("film", ".gif")).info["comment"]) == made
-    assert json.loads(Image.open(written("film", "")).text["graphrun"]) == made
+        assert json.loads(Image.open(written("image", suffix)).getexif()[0x010E]) == origin
+    assert json.loads(Image.open(written("film", ".gif")).info["comment"]) == origin
+    assert json.loads(Image.open(written("film", "")).text["graphrun"]) == origin
     with av.open(str(written("film", ".mp4"))) as container:
-        assert json.loads(container.metadata["comment"]) == made
+        assert json.loads(container.metadata["comment"]) == origin
     sound = written("sound", ".wav")
     assert media.accept("audio", sound, rate=8000).open().shape == (1, 3)
     data = sound.read_bytes()
     assert int.from_bytes(data[4:8], "little") == len(data) - 8
-    assert json.loads(data[data.index(b"ICMT") + 8 :].rstrip(b"\0")) == made
+    assert json.loads(data[data.index(b"ICMT") + 8 :].rstrip(b"\0")) == origin
     with safe_open(written("latents", ".safetensors"), "pt") as tensors:
-        assert json.loads(tensors.metadata()["graphrun"]) == made
+        assert json.loads(tensors.metadata()["graphrun"]) == origin
 
 
 @pytest.mark.parametrize(
-    ("there", "asked", "refused"),
+    ("file_name", "arguments", "existing"),
     [
         ("a.png", ["a.png"], "a.png"),
         ("a-07.png", ["a.png"], "a-07.png"),
@@ -196,22 +228,26 @@ def test_files_say_what_they_were_made_of(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_there_is_not_overwritten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, asked: list[str], refused: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    file_name: str,
+    arguments: list[str],
+    existing: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path(there).parent.mkdir(exist_ok=True)
-    Path(there).touch()
+    Path(file_name).parent.mkdir(exist_ok=True)
+    Path(file_name).touch()
     kinds = {"image": "image", "sound": "audio", "film": "video"}
-    assert output_files(asked, kinds, Path("a"), overwrite=True)
-    if refused:
-        with pytest.raises(InputError, match=f"^{refused} already exists; add --overwrite$"):
-            output_files(asked, kinds, Path("a"), overwrite=False)
+    assert output_files(arguments, kinds, Path("a"), overwrite=True)
+    if existing:
+        with pytest.raises(InputError, match=f"^{existing} already exists; add --overwrite$"):
+            output_files(arguments, kinds, Path("a"), overwrite=False)
     else:
-        assert output_files(asked, kinds, Path("a"), overwrite=False)
+        assert output_files(arguments, kinds, Path("a"), overwrite=False)
 
 
 @pytest.mark.parametrize(
-    ("there", "chosen"),
+    ("file_names", "expected"),
     [
         ([], "a.png"),
         (["a-b.png", "a.txt"], "a.png"),
@@ -223,22 +259,25 @@ def test_what_is_there_is_not_overwritten(
     ],
 )
 def test_the_default_name_is_numbered_where_it_exists(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: list[str], chosen: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file_names: list[str], expected: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in there:
+    for name in file_names:
         Path(name).touch()
     kinds = {"image": "image", "sound": "audio"}
-    assert output_files([], kinds, Path("a"), overwrite=False) == {"": Path(chosen)}
+    assert output_files([], kinds, Path("a"), overwrite=False) == {"": Path(expected)}
     assert output_files([], kinds, Path("a"), overwrite=True) == {"": Path("a.png")}
     film = {"image": "image", "film": "video"}
     for name in ("a-image.png", "a-film.mp4"):
         Path(name).touch()
-    assert output_files([], film, Path("a"), overwrite=False) == {"image": Path("a-2-image.png"), "film": Path("a-2-film.mp4")}
+    assert output_files([], film, Path("a"), overwrite=False) == {
+        "image": Path("a-2-image.png"),
+        "film": Path("a-2-film.mp4"),
+    }
 
 
 @pytest.mark.parametrize(
-    ("asked", "files"),
+    ("arguments", "files"),
     [
         (["a.png"], {"": "a-0007.png"}),
         (["a"], {"": "a/0007.png"}),
@@ -249,23 +288,38 @@ def test_the_default_name_is_numbered_where_it_exists(
     ],
 )
 def test_files_of_a_list_lie_in_a_folder_or_are_named_by_a_pattern(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str], files: dict[str, str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], files: dict[str, str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     kinds = {"image": "image", "sound": "audio"}
-    inputs = {"seed": 3, "prompt": "../A harbour / at dusk: etc\\x", "scale": 0.5, "image": object()}
-    target = output_files(asked, kinds, Path("a"))
-    assert named(target, 7, inputs, kinds) == {name: Path(path) for name, path in files.items()}
+    inputs = {
+        "seed": 3,
+        "prompt": "../A harbour / at dusk: etc\\x",
+        "scale": 0.5,
+        "image": object(),
+    }
+    target = output_files(arguments, kinds, Path("a"))
+    assert request_files(target, 7, inputs, kinds) == {
+        name: Path(path) for name, path in files.items()
+    }
 
 
 @pytest.mark.parametrize(
-    ("pattern", "said"),
+    ("pattern", "message"),
     [
-        ("a-{sed}.png", r"-o a-{sed}.png: {sed} is neither the line nor a plain input; did you mean 'seed'"),
+        (
+            "a-{sed}.png",
+            r"-o a-{sed}.png: {sed} is neither the line nor a plain input; did you mean 'seed'",
+        ),
         ("a-{image}.png", "{image} is neither the line nor a plain input"),
         ("a-{prompt:04d}.png", "{prompt:04d}: Unknown format code 'd'"),
     ],
 )
-def test_a_wrong_pattern_is_refused(pattern: str, said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        named({"": Path(pattern)}, 1, {"seed": 3, "prompt": "x", "image": object()}, {"image": "image"})
+def test_a_wrong_pattern_is_refused(pattern: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        request_files(
+            {"": Path(pattern)},
+            1,
+            {"seed": 3, "prompt": "x", "image": object()},
+            {"image": "image"},
+        )

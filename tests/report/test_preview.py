@@ -14,8 +14,12 @@ from graphrun.report.preview import Preview, preview_of
 TINY = str(Path(__file__).parents[2] / "graphs" / "flux-tiny.yaml")
 
 
-@pytest.mark.parametrize(("shape", "aspect"), [((1, 4, 8, 16), 1.0), ((2, 16, 3, 8, 16), 1.0), ((1, 128, 64), 0.5)])
-def test_edges_of_the_latents_are_edges_of_the_preview(shape: tuple[int, ...], aspect: float) -> None:
+@pytest.mark.parametrize(
+    ("shape", "aspect"), [((1, 4, 8, 16), 1.0), ((2, 16, 3, 8, 16), 1.0), ((1, 128, 64), 0.5)]
+)
+def test_edges_of_the_latents_are_edges_of_the_preview(
+    shape: tuple[int, ...], aspect: float
+) -> None:
     torch.manual_seed(0)
     latents = 0.1 * torch.randn(shape)
     if len(shape) == 3:
@@ -30,7 +34,10 @@ def test_edges_of_the_latents_are_edges_of_the_preview(shape: tuple[int, ...], a
 
 def test_there_are_about_eight_previews() -> None:
     preview = Preview(Path("p.png"), {})
-    assert [sum(preview.wants("denoise", done, steps) for done in range(1, steps)) for steps in (2, 8, 28, 50)] == [1, 7, 9, 8]
+    assert [
+        sum(preview.wants("denoise", step, steps) for step in range(1, steps))
+        for steps in (2, 8, 28, 50)
+    ] == [1, 7, 9, 8]
 
 
 def test_a_run_leaves_its_last_preview(graphrun: Callable[..., tuple[int, str, str]]) -> None:

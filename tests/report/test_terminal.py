@@ -19,27 +19,42 @@ ROOT = Path(__file__).parents[2]
 
 def seen(code: str, columns: int = 80, **environment: str) -> str:
     """What a terminal of so many columns gets from a Python program, stdout and stderr."""
-    own, other = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), "PYTHONPATH": str(ROOT), **environment}
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=other, stdout=other, stderr=other, env=environment)
-    os.close(other)
+    reader, terminal_file = pty.openpty()
+    environment = {
+        **os.environ,
+        "TERM": "xterm-256color",
+        "COLUMNS": str(columns),
+        "PYTHONPATH": str(ROOT),
+        **environment,
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=terminal_file,
+        stdout=terminal_file,
+        stderr=terminal_file,
+        env=environment,
+    )
+    os.close(terminal_file)
     parts = []
     try:
-        while part := os.read(own, 65536):
+        while part := os.read(reader, 65536):
             parts.append(part)
     except OSError:  # the other end is closed
         pass
     process.wait()
-    os.close(own)
+    os.close(reader)
     return b"".join(parts).decode()
 
 
-SCREEN = "from graphrun.cli.terminal import coloured, width; coloured(f'fits: yes. {width()}')"
+SCREEN = (
+    "from graphrun.cli.terminal import print_coloured, width; print_coloured(f'fits: yes. "
+    "{width()}')"
+)
 
 
-@pytest.mark.parametrize(("columns", "shown"), [(60, 80), (100, 100), (300, 120)])
-def test_a_terminal_has_colour_and_its_width(columns: int, shown: int) -> None:
-    assert seen(SCREEN, columns) == f"\x1b[1;32mfits: yes\x1b[0m. {shown}\r\n"
+@pytest.mark.parametrize(("columns", "text"), [(60, 80), (100, 100), (300, 120)])
+def test_a_terminal_has_colour_and_its_width(columns: int, text: int) -> None:
+    assert seen(SCREEN, columns) == f"\x1b[1;32mfits: yes\x1b[0m. {text}\r\n"
 
 
 def test_colour_can_be_turned_off() -> None:
@@ -66,7 +81,9 @@ def test_nothing_is_written_on_the_line_of_the_bar() -> None:
         assert text in [line.replace("\x1b[0m", "") for line in lines], lines
 
 
-def test_in_a_pipe_a_line_says_what_takes_long(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_pipe_a_line_says_what_takes_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(terminal, "SOON_SECONDS", 0.2)
     with alive("a short thing"):
         pass

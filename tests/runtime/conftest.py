@@ -1,4 +1,5 @@
-"""Makes the helper modules of this folder importable, and checks every run in it for races."""
+"""Makes the secondary device modules of this folder importable, and checks every run in it for
+races."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(autouse=True, scope="module")
 def check_ordering() -> Iterator[None]:
-    """Every run here is checked for races: on the simulator bytes move at once, and a missing wait changes no result."""
+    """Every run here is checked for races: on the simulator bytes move at once, and a missing wait
+    changes no result."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Machine, "check_ordering", True)
         yield

@@ -1,4 +1,5 @@
-"""A small test component: a remainder with tied weights, buffers and mixed dtypes, and two block groups."""
+"""A small test component: a remainder with tied weights, buffers and mixed dtypes, and two block
+groups."""
 
 from __future__ import annotations
 
@@ -9,7 +10,16 @@ import torch
 from torch import nn
 
 from graphrun.model.plan import Plan, parse
-from graphrun.model.problem import ALLOCATION_BYTES, BlockGroup, ComponentNumbers, Hardware, PhaseNumbers, Problem, Use, Variant
+from graphrun.model.problem import (
+    ALLOCATION_BYTES,
+    BlockGroup,
+    ComponentNumbers,
+    Hardware,
+    PhaseNumbers,
+    Problem,
+    Use,
+    Variant,
+)
 from graphrun.modules.blocks import lay_out
 from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.devices.simulated import SimulatedDevice
@@ -21,7 +31,7 @@ from graphrun.verify.solution import solution_of
 
 WIDTH, ROWS = 64, 16
 GROUPS = (
-    BlockGroup("remainder", ("",), False),
+    BlockGroup("unblocked", ("",), False),
     BlockGroup("wide", tuple(f"wide.{i}" for i in range(4)), True),
     BlockGroup("thin", tuple(f"thin.{i}" for i in range(6)), True),
 )
@@ -31,16 +41,17 @@ ACTIVATION_BYTES = 256 * 1024
 class Block(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.up = nn.Linear(WIDTH, hidden)
-        self.down = nn.Linear(hidden, WIDTH, bias=False)
+        self.expand = nn.Linear(WIDTH, hidden)
+        self.project = nn.Linear(hidden, WIDTH, bias=False)
         self.register_buffer("gain", torch.rand(WIDTH).to(torch.bfloat16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x))) * self.gain
+        return x + self.project(torch.relu(self.expand(x))) * self.gain
 
 
 class Small(nn.Module):
-    """``skip``: blocks that a call leaves out. ``inside`` runs after the third block; ``reverse``: reverse block order."""
+    """``skip``: blocks that a call leaves out. ``inside`` runs after the third block; ``reverse``:
+    reverse block order."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -56,16 +67,19 @@ class Small(nn.Module):
         self.requires_grad_(False)
         self.skip: frozenset[str] = frozenset()
         self.reverse = False
-        self.inside: Callable[[torch.Tensor], None] | None = None
+        self.callback: Callable[[torch.Tensor], None] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)[:, self.order] * self.scale
-        blocks = [*((f"wide.{i}", b) for i, b in enumerate(self.wide)), *((f"thin.{i}", b) for i, b in enumerate(self.thin))]
+        blocks = [
+            *((f"wide.{i}", b) for i, b in enumerate(self.wide)),
+            *((f"thin.{i}", b) for i, b in enumerate(self.thin)),
+        ]
         for path, block in reversed(blocks) if self.reverse else blocks:
             if path not in self.skip:
                 x = block(x)
-            if self.inside is not None and path == "wide.2":
-                self.inside(x)
+            if self.callback is not None and path == "wide.2":
+                self.callback(x)
         return self.head(x)
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
@@ -79,53 +93,70 @@ class Small(nn.Module):
         return x
 
 
-def hardware(h2d: float = 1e9, flops: float = 1e11) -> Hardware:
+def small_hardware(h2d: float = 1e9, flops: float = 1e11) -> Hardware:
     return Hardware("sim", "sim", 1 << 40, 0, 0, h2d, h2d, h2d, 1.0, h2d, flops, False, False)
 
 
-def numbers(name: str, module: nn.Module, on: Hardware) -> ComponentNumbers:
+def numbers(name: str, module: nn.Module, hardware: Hardware) -> ComponentNumbers:
     layouts = lay_out(module, [path for k in GROUPS for path in k.blocks])
     sizes = tuple(round_up(layouts[k.blocks[0]].nbytes, ALLOCATION_BYTES) for k in GROUPS)
-    loads = tuple(on.copy_start_seconds + size / on.h2d_bytes_per_second for size in sizes)
+    loads = tuple(
+        hardware.copy_start_seconds + size / hardware.h2d_bytes_per_second for size in sizes
+    )
     host_bytes = sum(size * len(k.blocks) for size, k in zip(sizes, GROUPS, strict=True))
-    return ComponentNumbers(name, 0, GROUPS, (Variant("float32", "pinned", "device", sizes, loads, host_bytes),))
+    return ComponentNumbers(
+        name, 0, GROUPS, (Variant("float32", "pinned", "device", sizes, loads, host_bytes),)
+    )
 
 
-def use(name: str, calls: int, on: Hardware, group_calls: tuple[int, ...] | None = None) -> Use:
+def use(
+    name: str, calls: int, hardware: Hardware, group_calls: tuple[int, ...] | None = None
+) -> Use:
     flops = [4 * ROWS * WIDTH * WIDTH, 4 * ROWS * WIDTH * 3 * WIDTH, 4 * ROWS * WIDTH * WIDTH]
-    return Use(name, calls, group_calls or (calls, calls, calls), tuple(f / on.flops_per_second for f in flops))
+    return Use(
+        name,
+        calls,
+        group_calls or (calls, calls, calls),
+        tuple(f / hardware.flops_per_second for f in flops),
+    )
 
 
-def problem(
-    modules: Mapping[str, nn.Module], phases: Sequence[Sequence[Use]], on: Hardware | None = None, budget: int = 1 << 30
+def small_problem(
+    modules: Mapping[str, nn.Module],
+    phases: Sequence[Sequence[Use]],
+    hardware: Hardware | None = None,
+    budget: int = 1 << 30,
 ) -> Problem:
-    on = on or hardware()
+    hardware = hardware or small_hardware()
     return Problem(
         graph="small",
         graph_digest="0",
         settings=(),
-        hardware=on,
+        hardware=hardware,
         budget_bytes=budget,
         ram_bytes=1 << 40,
-        components=tuple(numbers(name, module, on) for name, module in modules.items()),
+        components=tuple(numbers(name, module, hardware) for name, module in modules.items()),
         phases=tuple(
-            PhaseNumbers(f"s{i}", 0, tuple(uses), 8192, ACTIVATION_BYTES, ACTIVATION_BYTES) for i, uses in enumerate(phases)
+            PhaseNumbers(f"s{i}", 0, tuple(uses), 8192, ACTIVATION_BYTES, ACTIVATION_BYTES)
+            for i, uses in enumerate(phases)
         ),
     )
 
 
-def plan_of(of: Problem, text: str) -> Plan:
-    return parse(f"plan {of.digest}\n{text}")
+def plan_of(problem: Problem, text: str) -> Plan:
+    return parse(f"plan {problem.digest}\n{text}")
 
 
-def device_of(of: Problem) -> SimulatedDevice:
+def device_of(problem: Problem) -> SimulatedDevice:
     """With all of the problem's rates."""
-    device = open_device(of)
+    device = open_device(problem)
     assert isinstance(device, SimulatedDevice)
     return device
 
 
-def calls_to(modules: Mapping[str, Any], calls: Sequence[str], device: torch.device | None) -> dict[str, torch.Tensor]:
+def calls_to(
+    modules: Mapping[str, Any], calls: Sequence[str], device: torch.device | None
+) -> dict[str, torch.Tensor]:
     """Calls ``a``, ``a.encode`` and the like one after another, each on what the last returned."""
     x = torch.linspace(-1, 1, ROWS * WIDTH, device="cpu").reshape(ROWS, WIDTH)
     if device is not None:
@@ -136,8 +167,21 @@ def calls_to(modules: Mapping[str, Any], calls: Sequence[str], device: torch.dev
     return {"x": x.cpu()}
 
 
-def run(of: Problem, plan: Plan, host: Host, device: SimulatedDevice, calls: Sequence[str], **options: Any) -> Trace:
-    return follow(solution_of(of, plan), host, device, lambda: calls_to(host.modules, calls, device.torch_device), **options)
+def run(
+    problem: Problem,
+    plan: Plan,
+    host: Host,
+    device: SimulatedDevice,
+    calls: Sequence[str],
+    **options: Any,
+) -> Trace:
+    return follow(
+        solution_of(problem, plan),
+        host,
+        device,
+        lambda: calls_to(host.modules, calls, device.torch_device),
+        **options,
+    )
 
 
 def plain(modules: Mapping[str, nn.Module], calls: Sequence[str]) -> torch.Tensor:
@@ -161,22 +205,23 @@ def untouched(module: nn.Module) -> bool:
     )
 
 
-ON = hardware()
+ON = small_hardware()
 WIDE, THIN = numbers("a", Small(), ON).variants[0].block_bytes[1:]
 
-# ``a`` is called four times, then ``b`` once: a streams all its blocks, and b is loaded during a's last three calls.
+# ``a`` is called four times, then ``b`` once: a streams all its blocks, and b is loaded during a's
+# last three calls.
 PREFETCH = """
     slot s0/0:a load
-      load a remainder[0] from pinned
+      load a unblocked[0] from pinned
     slot s0/0:a first
-      stream a keep remainder[0] ring {ring} B
+      stream a keep unblocked[0] ring buffer {ring_buffer} B
       run
     slot s0/0:a steady x3
-      stream a keep remainder[0] ring {ring} B
+      stream a keep unblocked[0] ring buffer {ring_buffer} B
       load b all from pinned
       run
     slot s1/0:b load
-      evict a remainder[0]
+      evict a unblocked[0]
     slot s1/0:b first
       run
     slot end

@@ -1,4 +1,5 @@
-"""The small component with its weights in a file: parameters on meta, read when its backing store is read."""
+"""The small component with its weights in a file: parameters on meta, read when its backing store
+is read."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ from graphrun.runtime.host import Host
 def saved(folder: Path, seed: int = 0) -> Path:
     """A folder with the weights of ``Small(seed)`` in one file; tied tensors once."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.clone() for name, tensor in Small(seed).state_dict().items() if name != "head.weight"}
+    tensors = {
+        name: tensor.clone()
+        for name, tensor in Small(seed).state_dict().items()
+        if name != "head.weight"
+    }
     save_file(tensors, folder / "model.safetensors")
     return folder
 
@@ -29,34 +34,47 @@ def saved(folder: Path, seed: int = 0) -> Path:
 def meta_module_and_writer(folder: Path) -> tuple[Small, Writer]:
     """A module whose parameters are on meta, and the writer of its blocks."""
     module = Small()
-    made: dict[int, torch.nn.Parameter] = {}
+    parameters: dict[int, torch.nn.Parameter] = {}
     for child in module.modules():
         for key, parameter in child._parameters.items():
             if parameter is not None:
                 meta = torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
-                child._parameters[key] = made.setdefault(id(parameter), meta)
-    stored = {tensor.name: tensor for tensor in stored_tensors(folder, "")}
-    stored["head.weight"] = stored["embed.weight"]
-    buffers = {name: buffer for name, buffer in module.named_buffers() if name not in stored}
-    return module, Writer(FileSource(stored), buffers=buffers)
+                child._parameters[key] = parameters.setdefault(id(parameter), meta)
+    tensors = {tensor.name: tensor for tensor in stored_tensors(folder, "")}
+    tensors["head.weight"] = tensors["embed.weight"]
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name not in tensors}
+    return module, Writer(FileSource(tensors), buffers=buffers)
 
 
-def in_backing_store(backing_store: str, name: str, on: Hardware, **changes: Any) -> ComponentNumbers:
+def in_backing_store(
+    backing_store: str, name: str, hardware: Hardware, **changes: Any
+) -> ComponentNumbers:
     """The small component in ``backing_store``; if that is in RAM, the plan reads it."""
-    plain = numbers(name, Small(), on)
+    plain = numbers(name, Small(), hardware)
     variant = plain.variants[0]
-    read = tuple(nbytes / on.disk_bytes_per_second for nbytes in variant.block_bytes)
+    read_seconds = tuple(nbytes / hardware.disk_bytes_per_second for nbytes in variant.block_bytes)
     if backing_store == "disk":
-        variant = replace(variant, backing_store="disk", host_bytes=2 * max(variant.block_bytes), disk_seconds=read)
+        variant = replace(
+            variant,
+            backing_store="disk",
+            host_bytes=2 * max(variant.block_bytes),
+            disk_seconds=read_seconds,
+        )
     else:
-        rate = on.pageable_bytes_per_second if backing_store == "pageable" else on.h2d_bytes_per_second
+        rate = (
+            hardware.pageable_bytes_per_second
+            if backing_store == "pageable"
+            else hardware.h2d_bytes_per_second
+        )
         loads = tuple(nbytes / rate for nbytes in variant.block_bytes)
-        variant = replace(variant, backing_store=backing_store, read_seconds=read, load_seconds=loads)
+        variant = replace(
+            variant, backing_store=backing_store, read_seconds=read_seconds, load_seconds=loads
+        )
     return replace(plain, variants=(replace(variant, **changes),))
 
 
-def host_of(of: Problem, folders: Mapping[str, Path], device: SimulatedDevice) -> Host:
+def host_of(problem: Problem, folders: Mapping[str, Path], device: SimulatedDevice) -> Host:
     """Host memory of meta_module_and_writer components."""
     drafts = {name: meta_module_and_writer(folder) for name, folder in folders.items()}
     modules = {name: module for name, (module, _) in drafts.items()}
-    return Host(modules, of, device, {name: writer for name, (_, writer) in drafts.items()})
+    return Host(modules, problem, device, {name: writer for name, (_, writer) in drafts.items()})

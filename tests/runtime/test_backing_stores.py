@@ -1,4 +1,5 @@
-"""Backing stores are read and dropped as planned, or stay on disk: same bits, planned bytes, planned seconds."""
+"""Backing stores are read and dropped as planned, or stay on disk: same bits, planned bytes,
+planned seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from small_component import THIN, WIDE, Small, device_of, hardware, plain, plan_of, problem, run, use
+from small_component import (
+    THIN,
+    WIDE,
+    Small,
+    device_of,
+    plain,
+    plan_of,
+    run,
+    small_hardware,
+    small_problem,
+    use,
+)
 from stored_component import host_of, in_backing_store, saved
 
 from graphrun.errors import InputError, PlanError
@@ -24,13 +36,14 @@ from graphrun.sim import Machine
 from graphrun.trace import Trace
 from graphrun.verify.simulate import simulate
 
-ON = replace(hardware(), disk_bytes_per_second=4e8, pageable_bytes_per_second=5e8)
+ON = replace(small_hardware(), disk_bytes_per_second=4e8, pageable_bytes_per_second=5e8)
 
-# ``a`` computes twice while ``b`` is read; then the backing store of a is dropped, and b is copied from its own.
+# ``a`` computes twice while ``b`` is read; then the backing store of a is dropped, and b is copied
+# from its own.
 BESIDE = """
     slot s0/0:a load
       read a
-      load a remainder[0] from {backing_store}
+      load a unblocked[0] from {backing_store}
     slot s0/0:a first
       read b
       load a wide[0-3] thin[0-5] from {backing_store}
@@ -40,7 +53,7 @@ BESIDE = """
     slot s1/0:b load
       drop a
       evict a all
-      load b remainder[0] from {backing_store}
+      load b unblocked[0] from {backing_store}
     slot s1/0:b first
       load b wide[0-3] thin[0-5] from {backing_store}
       run
@@ -52,18 +65,18 @@ BESIDE = """
 # a streams from disk, keeping one block of each group; b is loaded whole at the same time.
 FROM_DISK = """
     slot s0/0:a load
-      load a remainder[0] from disk
+      load a unblocked[0] from disk
     slot s0/0:a first
-      stream a keep remainder[0] wide[1] thin[2] ring {ring} B
+      stream a keep unblocked[0] wide[1] thin[2] ring buffer {ring_buffer} B
       load a wide[1] thin[2] from disk
       run
     slot s0/0:a steady x2
-      stream a keep remainder[0] wide[1] thin[2] ring {ring} B
+      stream a keep unblocked[0] wide[1] thin[2] ring buffer {ring_buffer} B
       load b all from disk
       run
     slot s1/0:b load
       drop a
-      evict a remainder[0] wide[1] thin[2]
+      evict a unblocked[0] wide[1] thin[2]
     slot s1/0:b first
       run
     slot end
@@ -76,9 +89,14 @@ class Case:
 
     def __init__(self, folder: Path, backing_store: str, text: str, calls: list[str]) -> None:
         phases = [[use("a", calls.count("a"), ON)], [use("b", calls.count("b"), ON)]]
-        of = problem({}, phases, ON)
-        self.problem: Problem = replace(of, components=tuple(in_backing_store(backing_store, name, ON) for name in ("a", "b")))
-        self.plan: Plan = plan_of(self.problem, text.format(backing_store=backing_store, ring=2 * WIDE))
+        problem = small_problem({}, phases, ON)
+        self.problem: Problem = replace(
+            problem,
+            components=tuple(in_backing_store(backing_store, name, ON) for name in ("a", "b")),
+        )
+        self.plan: Plan = plan_of(
+            self.problem, text.format(backing_store=backing_store, ring_buffer=2 * WIDE)
+        )
         self.calls, self.backing_store = calls, backing_store
         self.folders = {"a": saved(folder / "a"), "b": saved(folder / "b", 1)}
         self.device: SimulatedDevice = device_of(self.problem)
@@ -101,14 +119,20 @@ def make(tmp_path: Path) -> Make:
 
 
 @pytest.mark.parametrize("backing_store", ["pinned", "pageable"])
-def test_backing_stores_are_read_and_dropped_as_planned_with_the_same_bits(make: Make, backing_store: str) -> None:
+def test_backing_stores_are_read_and_dropped_as_planned_with_the_same_bits(
+    make: Make, backing_store: str
+) -> None:
     case = make(backing_store, BESIDE, ["a", "a", "b"])
     for _ in range(2):
         assert case.device.arenas.nbytes("arenas") == 0, "nothing is read before the run"
         trace = case.run()
         assert torch.equal(trace.outputs["x"], case.expected)
-        assert [slot.host_bytes for slot in trace.slots] == [slot.host_bytes for slot in case.planned().slots]
-        assert [slot.locked_bytes for slot in trace.slots] == [slot.pinned_bytes for slot in case.planned().slots]
+        assert [slot.host_bytes for slot in trace.slots] == [
+            slot.host_bytes for slot in case.planned().slots
+        ]
+        assert [slot.locked_bytes for slot in trace.slots] == [
+            slot.pinned_bytes for slot in case.planned().slots
+        ]
         assert trace.host_bytes == 2 * case.problem.components[0].variants[0].host_bytes
         assert {e.component for e in trace.events if e.kind == "read"} == {"a", "b"}
         assert sum(e.nbytes for e in trace.events if e.kind == "drop") == trace.host_bytes
@@ -116,52 +140,78 @@ def test_backing_stores_are_read_and_dropped_as_planned_with_the_same_bits(make:
 
 
 @pytest.mark.parametrize("backing_store", ["pinned", "pageable"])
-def test_copies_wait_for_the_read_of_their_own_block_in_the_planned_seconds(make: Make, backing_store: str) -> None:
+def test_copies_wait_for_the_read_of_their_own_block_in_the_planned_seconds(
+    make: Make, backing_store: str
+) -> None:
     case = make(backing_store, BESIDE, ["a", "a", "b"])
-    trace, planned = case.run(), case.planned()
-    assert trace.seconds == pytest.approx(planned.seconds, rel=0.02)
+    trace, simulation = case.run(), case.planned()
+    assert trace.seconds == pytest.approx(simulation.seconds, rel=0.02)
     read_seconds = 2 * case.problem.components[0].weight_bytes() / ON.disk_bytes_per_second
-    copies = trace.moved_bytes / (ON.h2d_bytes_per_second if backing_store == "pinned" else ON.pageable_bytes_per_second)
-    assert read_seconds < trace.seconds < read_seconds + 0.75 * copies, "copies and compute overlap with the reads"
-    loads = {e.detail: e.start_seconds for e in trace.events if e.kind == "load" and e.component == "a"}
-    reads = {e.detail: e.end_seconds for e in trace.events if e.kind == "read" and e.component == "a"}
+    copies = trace.moved_bytes / (
+        ON.h2d_bytes_per_second if backing_store == "pinned" else ON.pageable_bytes_per_second
+    )
+    assert read_seconds < trace.seconds < read_seconds + 0.75 * copies, (
+        "copies and compute overlap with the reads"
+    )
+    loads = {
+        e.detail: e.start_seconds for e in trace.events if e.kind == "load" and e.component == "a"
+    }
+    reads = {
+        e.detail: e.end_seconds for e in trace.events if e.kind == "read" and e.component == "a"
+    }
     assert all(loads[path] >= reads[path] - 1e-9 for path in reads)
 
 
-def test_a_backing_store_on_disk_is_read_at_every_copy_through_two_blocks_of_memory(make: Make) -> None:
+def test_a_backing_store_on_disk_is_read_at_every_copy_through_two_blocks_of_memory(
+    make: Make,
+) -> None:
     case = make("disk", FROM_DISK, ["a", "a", "a", "b"])
-    trace, planned = case.run(), case.planned()
+    trace, simulation = case.run(), case.planned()
     assert torch.equal(trace.outputs["x"], case.expected)
-    assert trace.seconds == pytest.approx(planned.seconds, rel=0.02)
+    assert trace.seconds == pytest.approx(simulation.seconds, rel=0.02)
     copies = [e for e in trace.events if e.kind in ("load", "stream")]
-    assert sorted(e.detail for e in trace.events if e.kind == "fetch") == sorted(e.detail for e in copies)
+    assert sorted(e.detail for e in trace.events if e.kind == "fetch") == sorted(
+        e.detail for e in copies
+    )
     assert trace.moved_bytes == sum(e.nbytes for e in copies)
-    assert 0.99 * trace.moved_bytes < trace.disk_bytes_read <= trace.moved_bytes, "files hold no alignment"
-    assert [slot.host_bytes for slot in trace.slots] == [slot.host_bytes for slot in planned.slots]
+    assert 0.99 * trace.moved_bytes < trace.disk_bytes_read <= trace.moved_bytes, (
+        "files hold no alignment"
+    )
+    assert [slot.host_bytes for slot in trace.slots] == [
+        slot.host_bytes for slot in simulation.slots
+    ]
     assert trace.host_bytes == 2 * 2 * max(WIDE, THIN)
     assert torch.equal(case.run().outputs["x"], case.expected)
 
 
-def test_modules_have_no_weights_on_the_host_after_their_backing_store_is_dropped(make: Make) -> None:
+def test_modules_have_no_weights_on_the_host_after_their_backing_store_is_dropped(
+    make: Make,
+) -> None:
     case = make("pinned", BESIDE, ["a", "a", "b"])
     case.run()
-    assert all(parameter.is_meta for module in case.host.modules.values() for parameter in module.parameters())
+    assert all(
+        parameter.is_meta
+        for module in case.host.modules.values()
+        for parameter in module.parameters()
+    )
 
 
-@pytest.mark.parametrize("what", ["cut", "changed", "gone"])
-def test_a_file_that_is_not_what_it_was_is_refused_by_name(make: Make, what: str) -> None:
+@pytest.mark.parametrize("change", ["cut", "changed", "gone"])
+def test_a_file_that_is_not_what_it_was_is_refused_by_name(make: Make, change: str) -> None:
     case = make("disk", FROM_DISK, ["a", "a", "a", "b"])
     file = case.folders["b"] / "model.safetensors"
-    if what == "cut":
+    if change == "cut":
         os.truncate(file, file.stat().st_size - 1000)
-    elif what == "changed":
-        with file.open("r+b") as opened:
-            opened.seek(-4, os.SEEK_END)
-            opened.write(b"evil")
+    elif change == "changed":
+        with file.open("r+b") as stream:
+            stream.seek(-4, os.SEEK_END)
+            stream.write(b"evil")
         os.utime(file, ns=(1, 1))
     else:
         file.unlink()
-    with pytest.raises(InputError, match=r"b/model.safetensors (was changed|can no longer be opened)"):
+    with pytest.raises(
+        InputError, match=r"b/model.safetensors (was changed|can no longer be opened)"
+    ):
         case.run()
     assert case.device.allocated_bytes == 0
     saved(case.folders["b"], 1)
@@ -174,14 +224,18 @@ def test_reads_may_run_on_a_thread(make: Make, monkeypatch: pytest.MonkeyPatch) 
 
     case = make("pageable", BESIDE, ["a", "a", "b"])
     with ThreadPoolExecutor(1) as reader:
-        monkeypatch.setattr(case.device, "background", lambda job, queue="disk": reader.submit(job).result)
+        monkeypatch.setattr(
+            case.device, "background", lambda job, queue="disk": reader.submit(job).result
+        )
         assert torch.equal(case.run().outputs["x"], case.expected)
     assert case.device.arenas.nbytes("arenas") == 0
 
 
 def test_a_module_passed_in_is_not_read_from_disk(make: Make) -> None:
     case = make("disk", FROM_DISK, ["a", "a", "a", "b"])
-    with pytest.raises(InputError, match="a was passed in, but the plan reads it from disk: leave it out"):
+    with pytest.raises(
+        InputError, match="a was passed in, but the plan reads it from disk: leave it out"
+    ):
         Host({"a": Small(), "b": Small(1)}, case.problem, case.device)
 
 
@@ -198,17 +252,17 @@ def test_a_plan_that_drops_a_module_passed_in_is_refused(make: Make) -> None:
 
 MIXED = """
     slot s0/0:a load
-      load a remainder[0] from disk
+      load a unblocked[0] from disk
     slot s0/0:a first
       read b
-      stream a keep remainder[0] ring {ring} B
+      stream a keep unblocked[0] ring buffer {ring_buffer} B
       run
     slot s0/0:a steady x2
-      stream a keep remainder[0] ring {ring} B
+      stream a keep unblocked[0] ring buffer {ring_buffer} B
       run
     slot s1/0:b load
       drop a
-      evict a remainder[0]
+      evict a unblocked[0]
       load b all from pinned
     slot s1/0:b first
       run
@@ -221,33 +275,39 @@ def test_reads_keep_step_with_fetches_for_copies_as_simulated(tmp_path: Path) ->
     case = Case(tmp_path, "disk", MIXED, ["a", "a", "a", "b"])
     a = case.problem.components[0]
     case.problem = replace(case.problem, components=(a, in_backing_store("pinned", "b", ON)))
-    case.plan = plan_of(case.problem, MIXED.format(ring=2 * WIDE))
+    case.plan = plan_of(case.problem, MIXED.format(ring_buffer=2 * WIDE))
     case.host = host_of(case.problem, case.folders, case.device)
-    trace, planned = case.run(), case.planned()
+    trace, simulation = case.run(), case.planned()
     assert torch.equal(trace.outputs["x"], case.expected)
-    measured, simulated = (
-        sorted((e.start_seconds, e.kind, e.component, e.detail) for e in of if e.kind in ("read", "fetch"))
-        for of in (trace.events, planned.events)
+    actual, expected = (
+        sorted(
+            (e.start_seconds, e.kind, e.component, e.detail)
+            for e in events
+            if e.kind in ("read", "fetch")
+        )
+        for events in (trace.events, simulation.events)
     )
-    assert [order[1:] for order in measured] == [order[1:] for order in simulated]
-    assert [order[0] for order in measured] == pytest.approx([order[0] for order in simulated], rel=0.02, abs=2e-5)
-    assert trace.seconds == pytest.approx(planned.seconds, rel=0.02)
+    assert [order[1:] for order in actual] == [order[1:] for order in expected]
+    assert [order[0] for order in actual] == pytest.approx(
+        [order[0] for order in expected], rel=0.02, abs=2e-5
+    )
+    assert trace.seconds == pytest.approx(simulation.seconds, rel=0.02)
 
 
 BESIDE_STREAM = """
     slot s0/0:a load
       read a
-      load a remainder[0] from pinned
+      load a unblocked[0] from pinned
     slot s0/0:a first
-      stream a keep remainder[0] ring {ring} B
+      stream a keep unblocked[0] ring buffer {ring_buffer} B
       run
     slot s0/0:a steady x9
-      stream a keep remainder[0] ring {ring} B
+      stream a keep unblocked[0] ring buffer {ring_buffer} B
       load b all from disk
       run
     slot s1/0:b load
       drop a
-      evict a remainder[0]
+      evict a unblocked[0]
     slot s1/0:b first
       run
     slot end
@@ -255,27 +315,42 @@ BESIDE_STREAM = """
 """
 
 
-def test_streamed_blocks_overtake_a_prefetch_that_is_still_being_read_as_simulated(tmp_path: Path) -> None:
+def test_streamed_blocks_overtake_a_prefetch_that_is_still_being_read_as_simulated(
+    tmp_path: Path,
+) -> None:
     case = Case(tmp_path, "disk", BESIDE_STREAM, ["a"] * 10 + ["b"])
-    case.problem = replace(case.problem, components=(in_backing_store("pinned", "a", ON), case.problem.components[1]))
-    case.plan = plan_of(case.problem, BESIDE_STREAM.format(ring=2 * WIDE))
+    case.problem = replace(
+        case.problem, components=(in_backing_store("pinned", "a", ON), case.problem.components[1])
+    )
+    case.plan = plan_of(case.problem, BESIDE_STREAM.format(ring_buffer=2 * WIDE))
     case.host = host_of(case.problem, case.folders, case.device)
-    trace, planned = case.run(), case.planned()
+    trace, simulation = case.run(), case.planned()
     assert torch.equal(trace.outputs["x"], case.expected)
     kinds = ("fetch", "load", "stream")
-    measured, simulated = (
-        sorted((e.start_seconds, e.kind, e.component, e.detail) for e in of if e.kind in kinds and e.slot == 2)
-        for of in (trace.events, planned.events)
+    actual, expected = (
+        sorted(
+            (e.start_seconds, e.kind, e.component, e.detail)
+            for e in events
+            if e.kind in kinds and e.slot == 2
+        )
+        for events in (trace.events, simulation.events)
     )
-    assert [order[1:] for order in measured] == [order[1:] for order in simulated]
-    assert [order[0] for order in measured] == pytest.approx([order[0] for order in simulated], rel=0.02, abs=2e-5)
+    assert [order[1:] for order in actual] == [order[1:] for order in expected]
+    assert [order[0] for order in actual] == pytest.approx(
+        [order[0] for order in expected], rel=0.02, abs=2e-5
+    )
     for event in (e for e in trace.events if e.kind == "load" and e.component == "b"):
-        (read,) = (e for e in trace.events if (e.kind, e.component, e.detail) == ("fetch", "b", event.detail))
-        assert read.end_seconds <= event.start_seconds + 1e-9
+        (read_event,) = (
+            e
+            for e in trace.events
+            if (e.kind, e.component, e.detail) == ("fetch", "b", event.detail)
+        )
+        assert read_event.end_seconds <= event.start_seconds + 1e-9
 
 
 class LateReader(SimulatedDevice):
-    """A device whose disk is as slow as can be: jobs run in order, when the host waits for one. ``log``: what happened."""
+    """A device whose disk is as slow as can be: jobs run in order, when the host waits for one.
+    ``log``: what happened."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
@@ -283,13 +358,13 @@ class LateReader(SimulatedDevice):
         self.jobs: deque[Callable[[], None]] = deque()
 
     def background(self, job: Callable[[], None]) -> Callable[[], None]:
-        joined: list[Callable[[], None]] = []
-        self.jobs.append(lambda: joined.append(SimulatedDevice.background(self, job)))
+        waits: list[Callable[[], None]] = []
+        self.jobs.append(lambda: waits.append(SimulatedDevice.background(self, job)))
 
         def join() -> None:
-            while not joined:
+            while not waits:
                 self.jobs.popleft()()
-            joined[0]()
+            waits[0]()
 
         return join
 
@@ -311,17 +386,17 @@ def with_late_reader(case: Case) -> LateReader:
 
 STREAMED = """
     slot s0/0:a load
-      load a remainder[0] from disk
+      load a unblocked[0] from disk
     slot s0/0:a first
-      stream a keep remainder[0] wide[1] ring {ring} B
+      stream a keep unblocked[0] wide[1] ring buffer {ring_buffer} B
       load a wide[1] from disk
       run
     slot s0/0:a steady x1
-      stream a keep remainder[0] wide[1] ring {ring} B
+      stream a keep unblocked[0] wide[1] ring buffer {ring_buffer} B
       run
     slot s1/0:b load
       drop a
-      evict a remainder[0] wide[1]
+      evict a unblocked[0] wide[1]
       load b all from disk
     slot s1/0:b first
       run
@@ -330,7 +405,7 @@ STREAMED = """
 """
 LOADED = """
     slot s0/0:a load
-      load a remainder[0] from disk
+      load a unblocked[0] from disk
     slot s0/0:a first
       load a wide[0-3] thin[0-5] from disk
       run
@@ -349,15 +424,22 @@ BLOCKS = [*(f"wide.{i}" for i in range(4)), *(f"thin.{i}" for i in range(6))]
 
 
 @pytest.mark.parametrize(
-    ("text", "again"), [(STREAMED, set(BLOCKS) - {"wide.1"}), (LOADED, set[str]())], ids=["streamed", "loaded"]
+    ("text", "reread_blocks"),
+    [(STREAMED, set(BLOCKS) - {"wide.1"}), (LOADED, set[str]())],
+    ids=["streamed", "loaded"],
 )
-def test_the_host_waits_for_the_read_of_a_block_when_compute_has_reached_it(make: Make, text: str, again: set[str]) -> None:
-    """``again``: blocks that the second call copies too. Before the calls the remainder is read, behind them all blocks of b."""
+def test_the_host_waits_for_the_read_of_a_block_when_compute_has_reached_it(
+    make: Make, text: str, reread_blocks: set[str]
+) -> None:
+    """``reread_blocks``: blocks that the second call copies too. The unblocked weights are read
+    before the calls, all blocks of b after them."""
     case = make("disk", text, ["a", "a", "b"])
     device = with_late_reader(case)
     assert torch.equal(case.run().outputs["x"], case.expected)
-    first = [each for path in BLOCKS for each in (path, "read")]
-    second = [each for path in BLOCKS for each in ((path, "read") if path in again else (path,))]
+    first = [item for path in BLOCKS for item in (path, "read")]
+    second = [
+        item for path in BLOCKS for item in ((path, "read") if path in reread_blocks else (path,))
+    ]
     assert device.log == ["read", *first, *second, *["read"] * 11]
 
 
@@ -377,10 +459,10 @@ def test_a_run_that_fails_waits_for_the_reads_under_way(make: Make) -> None:
     def fail(x: torch.Tensor) -> None:
         raise ValueError("bad shape")
 
-    case.host.modules["a"].inside = fail
+    case.host.modules["a"].callback = fail
     with pytest.raises(ValueError, match="bad shape"):
         case.run()
     assert not device.jobs, "a read would write to memory that is free"
-    case.host.modules["a"].inside = None
+    case.host.modules["a"].callback = None
     device.log.clear()
     assert torch.equal(case.run().outputs["x"], case.expected)

@@ -1,8 +1,8 @@
-"""What the executor needs of a device: tested alike on the simulated accelerator, on the same under the ordering checker, and on
-CUDA.
+"""What the executor needs of a device: tested alike on the simulated accelerator, on the same under
+the ordering checker, and on CUDA.
 
-On the simulator bytes move at once: there the checker notices a missing wait, and on CUDA the results do, as kernels or copies
-are slow. Run on a card by `benchmarks/card.sh check`.
+On the simulator bytes move at once: there the checker notices a missing wait, and on CUDA the
+results do, as kernels or copies are slow. Run on a card by `benchmarks/card.sh check`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,18 @@ from typing import Any
 
 import pytest
 import torch
-from small_component import ACTIVATION_BYTES, PREFETCH, WIDE, Small, calls_to, hardware, plain, plan_of, problem, use
+from small_component import (
+    ACTIVATION_BYTES,
+    PREFETCH,
+    WIDE,
+    Small,
+    calls_to,
+    plain,
+    plan_of,
+    small_hardware,
+    small_problem,
+    use,
+)
 from stored_component import host_of, in_backing_store, saved
 from torch import nn
 
@@ -28,11 +39,11 @@ from graphrun.errors import OutOfMemory
 from graphrun.model.allocator import LARGE_PAGE_BYTES
 from graphrun.model.phase_trace import PhaseTrace
 from graphrun.model.problem import Hardware, Problem
-from graphrun.profile.hardware import found
+from graphrun.profile.hardware import detect_card
 from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.executor import follow
 from graphrun.runtime.host import Host
-from graphrun.runtime.spilled import Values
+from graphrun.runtime.spilled import RunValues
 from graphrun.sim import Machine
 from graphrun.trace import Trace
 from graphrun.units import MIB
@@ -41,25 +52,26 @@ from graphrun.verify.solution import solution_of
 
 CALLS = ["a"] * 4 + ["b"]
 SLEEP_CYCLES = 4_000_000  # about two milliseconds: longer than any kernel or copy here
-RATES = {"kernels": hardware(flops=1e9), "copies": hardware(flops=1e13)}
+RATES = {"kernels": small_hardware(flops=1e9), "copies": small_hardware(flops=1e13)}
 
-# a streams from its backing store, keeping one block of each group; b is loaded whole at the same time.
+# a streams from its backing store, keeping one block of each group; b is loaded whole at the same
+# time.
 STORED = """
     slot s0/0:a load
       {read_a}
-      load a remainder[0] from {backing_store}
+      load a unblocked[0] from {backing_store}
     slot s0/0:a first
       {read_b}
-      stream a keep remainder[0] wide[1] thin[2] ring {ring} B
+      stream a keep unblocked[0] wide[1] thin[2] ring buffer {ring_buffer} B
       load a wide[1] thin[2] from {backing_store}
       run
     slot s0/0:a steady x3
-      stream a keep remainder[0] wide[1] thin[2] ring {ring} B
+      stream a keep unblocked[0] wide[1] thin[2] ring buffer {ring_buffer} B
       load b all from {backing_store}
       run
     slot s1/0:b load
       drop a
-      evict a remainder[0] wide[1] thin[2]
+      evict a unblocked[0] wide[1] thin[2]
     slot s1/0:b first
       run
     slot end
@@ -74,13 +86,13 @@ class Contract:
     def __init__(self, kind: str, patch: pytest.MonkeyPatch) -> None:
         self.kind, self._patch = kind, patch
 
-    def device(self, of: Problem, slow: str = "") -> Any:
+    def device(self, problem: Problem, slow: str = "") -> Any:
         """A device for ``of``, whose rates should be those of ``slow``."""
         if self.kind != "cuda":
-            return open_device(of)
+            return open_device(problem)
         from graphrun.runtime.devices.cuda import CudaDevice
 
-        device: Any = CudaDevice(workspace_bytes=of.hardware.workspace_bytes)
+        device: Any = CudaDevice(workspace_bytes=problem.hardware.workspace_bytes)
         if slow == "copies":
             queue = device.copy
 
@@ -95,7 +107,9 @@ class Contract:
     def slow_kernels(self, modules: Mapping[str, nn.Module]) -> None:
         """On CUDA, every block of ``modules`` computes late from now on."""
         if self.kind == "cuda":
-            for block in (block for module in modules.values() for block in (*module.wide, *module.thin)):  # type: ignore[misc, operator]
+            for block in (
+                block for module in modules.values() for block in (*module.wide, *module.thin)
+            ):  # type: ignore[misc, operator]
                 block.register_forward_pre_hook(lambda *_: torch.cuda._sleep(SLEEP_CYCLES))
 
     def resident(self, modules: Mapping[str, Small], calls: list[str]) -> torch.Tensor:
@@ -103,12 +117,18 @@ class Contract:
         if self.kind != "cuda":
             return plain(modules, calls)
         with torch.no_grad():
-            return calls_to({name: copy.deepcopy(m).cuda() for name, m in modules.items()}, calls, torch.device("cuda"))["x"]
+            return calls_to(
+                {name: copy.deepcopy(m).cuda() for name, m in modules.items()},
+                calls,
+                torch.device("cuda"),
+            )["x"]
 
-    def run(self, of: Problem, text: str, device: Any, host: Host, calls: list[str]) -> Trace:
+    def run(self, problem: Problem, text: str, device: Any, host: Host, calls: list[str]) -> Trace:
         """A run of the plan ``text``, which leaves nothing behind."""
-        solution = solution_of(of, plan_of(of, text))
-        trace = follow(solution, host, device, lambda: calls_to(host.modules, calls, device.torch_device))
+        solution = solution_of(problem, plan_of(problem, text))
+        trace = follow(
+            solution, host, device, lambda: calls_to(host.modules, calls, device.torch_device)
+        )
         assert trace.left_bytes == 0
         return trace
 
@@ -123,52 +143,73 @@ def contract(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return Contract(request.param, monkeypatch)
 
 
-def two(on: Hardware) -> tuple[dict[str, Small], Problem]:
+def two(hardware: Hardware) -> tuple[dict[str, Small], Problem]:
     modules = {"a": Small(), "b": Small(1)}
-    return modules, problem(modules, [[use("a", 4, on)], [use("b", 1, on)]], on)
+    return modules, small_problem(
+        modules, [[use("a", 4, hardware)], [use("b", 1, hardware)]], hardware
+    )
 
 
-@pytest.mark.parametrize("ring", [1, 2, 3])
+@pytest.mark.parametrize("ring_buffer", [1, 2, 3])
 @pytest.mark.parametrize("slow", ["kernels", "copies"])
-def test_streamed_is_resident(contract: Contract, slow: str, ring: int) -> None:
-    modules, of = two(RATES[slow])
+def test_streamed_is_resident(contract: Contract, slow: str, ring_buffer: int) -> None:
+    modules, problem = two(RATES[slow])
     expected = contract.resident(modules, CALLS)
-    device = contract.device(of, slow)
+    device = contract.device(problem, slow)
     if slow == "kernels":
         contract.slow_kernels(modules)
-    host = Host(modules, of, device)
+    host = Host(modules, problem, device)
     for _ in range(2):
-        assert torch.equal(contract.run(of, PREFETCH.format(ring=ring * WIDE), device, host, CALLS).outputs["x"], expected)
+        assert torch.equal(
+            contract.run(
+                problem, PREFETCH.format(ring_buffer=ring_buffer * WIDE), device, host, CALLS
+            ).outputs["x"],
+            expected,
+        )
 
 
 @pytest.mark.parametrize("slow", ["kernels", "copies"])
 def test_blocks_that_a_call_skips(contract: Contract, slow: str) -> None:
     """The copies of the blocks that it skips are under way, and others are laid over them."""
-    modules, of = two(RATES[slow])
+    modules, problem = two(RATES[slow])
     modules["a"].skip = frozenset({"wide.1", "wide.2", "thin.0", "thin.4"})
     expected = contract.resident(modules, CALLS)
-    device = contract.device(of, slow)
+    device = contract.device(problem, slow)
     if slow == "kernels":
         contract.slow_kernels(modules)
-    host = Host(modules, of, device)
-    assert torch.equal(contract.run(of, PREFETCH.format(ring=2 * WIDE), device, host, CALLS).outputs["x"], expected)
+    host = Host(modules, problem, device)
+    assert torch.equal(
+        contract.run(problem, PREFETCH.format(ring_buffer=2 * WIDE), device, host, CALLS).outputs[
+            "x"
+        ],
+        expected,
+    )
 
 
 @pytest.mark.parametrize("slow", ["kernels", "copies"])
 @pytest.mark.parametrize("backing_store", ["pinned", "pageable", "disk"])
-def test_homes_that_are_read_in_the_run(contract: Contract, backing_store: str, slow: str, tmp_path: Path) -> None:
-    on = replace(RATES[slow], disk_bytes_per_second=4e8, pageable_bytes_per_second=5e8)
-    of = problem({}, [[use("a", 4, on)], [use("b", 1, on)]], on)
-    of = replace(of, components=tuple(in_backing_store(backing_store, name, on) for name in ("a", "b")))
+def test_homes_that_are_read_in_the_run(
+    contract: Contract, backing_store: str, slow: str, tmp_path: Path
+) -> None:
+    hardware = replace(RATES[slow], disk_bytes_per_second=4e8, pageable_bytes_per_second=5e8)
+    problem = small_problem({}, [[use("a", 4, hardware)], [use("b", 1, hardware)]], hardware)
+    problem = replace(
+        problem,
+        components=tuple(in_backing_store(backing_store, name, hardware) for name in ("a", "b")),
+    )
     expected = contract.resident({"a": Small(), "b": Small(1)}, CALLS)
-    device = contract.device(of, slow)
-    host = host_of(of, {"a": saved(tmp_path / "a"), "b": saved(tmp_path / "b", 1)}, device)
+    device = contract.device(problem, slow)
+    host = host_of(problem, {"a": saved(tmp_path / "a"), "b": saved(tmp_path / "b", 1)}, device)
     if slow == "kernels":
         contract.slow_kernels(host.modules)
-    reads = {"read_a": "", "read_b": ""} if backing_store == "disk" else {"read_a": "read a", "read_b": "read b"}
-    text = STORED.format(backing_store=backing_store, ring=2 * WIDE, **reads)
+    reads = (
+        {"read_a": "", "read_b": ""}
+        if backing_store == "disk"
+        else {"read_a": "read a", "read_b": "read b"}
+    )
+    text = STORED.format(backing_store=backing_store, ring_buffer=2 * WIDE, **reads)
     for _ in range(2):
-        assert torch.equal(contract.run(of, text, device, host, CALLS).outputs["x"], expected)
+        assert torch.equal(contract.run(problem, text, device, host, CALLS).outputs["x"], expected)
     assert device.arenas.nbytes("arenas") == 0
 
 
@@ -176,72 +217,85 @@ class Holder:
     """Of one value."""
 
     def __init__(self, value: torch.Tensor) -> None:
-        self.named: dict[str, Any] = {"value": value}
-        self.left_out = frozenset[str]()
+        self.values: dict[str, Any] = {"value": value}
+        self.excluded_stages = frozenset[str]()
 
 
 def test_spill_and_restore(contract: Contract) -> None:
-    modules, of = two(RATES["copies"])
-    device = contract.device(of, "copies")
+    modules, problem = two(RATES["copies"])
+    device = contract.device(problem, "copies")
     with device.session(256 * MIB):
-        holder = Holder(torch.arange(MIB, dtype=torch.float32, device="cpu").to(device.torch_device))
-        values = Values(device, holder)
+        holder = Holder(
+            torch.arange(MIB, dtype=torch.float32, device="cpu").to(device.torch_device)
+        )
+        values = RunValues(device, holder)
         device.barrier()
         values.spill("value")
         device.barrier()
         values.release_originals()
-        assert holder.named["value"].device.type == "cpu"
-        over = torch.full((MIB,), -1.0, device=device.torch_device)  # where the value was
+        assert holder.values["value"].device.type == "cpu"
+        overwrite = torch.full((MIB,), -1.0, device=device.torch_device)  # where the value was
         values.restore("value")
-        result = (holder.named["value"] + 1).cpu()  # computed with at once
+        result = (holder.values["value"] + 1).cpu()  # computed with at once
         device.barrier()
         values.release_originals()
-        del over
+        del overwrite
     assert torch.equal(result, torch.arange(MIB, dtype=torch.float32) + 1)
 
 
 def test_a_slot_reserves_what_is_planned(contract: Contract) -> None:
-    """In pages: of PyTorch's sizes on CUDA, of a thousandth on the simulator, as the weights are small."""
-    on = replace(hardware(), caching_allocator=True, page_scale=2**-10)
+    """In pages: of PyTorch's sizes on CUDA, of a thousandth on the simulator, as the weights are
+    small."""
+    hardware = replace(small_hardware(), caching_allocator=True, page_scale=2**-10)
     if contract.kind == "cuda":
-        card = found()
+        card = detect_card()
         assert card is not None
-        on = replace(on, workspace_bytes=card.workspace_bytes, page_scale=1.0)
-    modules, of = two(on)
+        hardware = replace(hardware, workspace_bytes=card.workspace_bytes, page_scale=1.0)
+    modules, problem = two(hardware)
     computing = (1, ACTIVATION_BYTES), (1, 0)
-    of = replace(of, phases=tuple(replace(p, trace=PhaseTrace((), computing, computing)) for p in of.phases))
-    device = contract.device(of)
-    host = Host(modules, of, device)
-    text = PREFETCH.format(ring=2 * WIDE)
-    planned = solution_of(of, plan_of(of, text)).simulation.slots
+    problem = replace(
+        problem,
+        phases=tuple(
+            replace(p, trace=PhaseTrace((), computing, computing)) for p in problem.phases
+        ),
+    )
+    device = contract.device(problem)
+    host = Host(modules, problem, device)
+    text = PREFETCH.format(ring_buffer=2 * WIDE)
+    reports = solution_of(problem, plan_of(problem, text)).simulation.slots
     for _ in range(2):
-        trace = contract.run(of, text, device, host, CALLS)
-        for slot, expected in zip(trace.slots, planned, strict=True):
+        trace = contract.run(problem, text, device, host, CALLS)
+        for slot, expected in zip(trace.slots, reports, strict=True):
             assert slot.peak_bytes <= expected.peak_bytes, f"slot {slot.phase} {slot.part}"
-        assert trace.peak_bytes > max(slot.peak_bytes for slot in planned) - ACTIVATION_BYTES - LARGE_PAGE_BYTES * on.page_scale
+        assert (
+            trace.peak_bytes
+            > max(slot.peak_bytes for slot in reports)
+            - ACTIVATION_BYTES
+            - LARGE_PAGE_BYTES * hardware.page_scale
+        )
 
 
 def test_the_cap_holds_and_freed_memory_can_be_had_again_in_other_sizes(contract: Contract) -> None:
     """Expandable segments: otherwise what is cached in pieces cannot become one."""
-    on = replace(hardware(), caching_allocator=True, page_scale=1.0)
-    _, of = two(on)
-    device = contract.device(of)
+    hardware = replace(small_hardware(), caching_allocator=True, page_scale=1.0)
+    _, problem = two(hardware)
+    device = contract.device(problem)
     with device.session(200 * MIB):
         device.reset_peak()
         for _ in range(3):
             pieces = [device.allocate(30 * MIB) for _ in range(6)]
-            with pytest.raises(torch.OutOfMemoryError) as caught:
+            with pytest.raises(torch.OutOfMemoryError) as error_info:
                 device.allocate(60 * MIB)
-            assert isinstance(device.explain(caught.value), OutOfMemory)
-            kept = pieces[::2]  # 90 MiB with holes between
+            assert isinstance(device.explain(error_info.value), OutOfMemory)
+            fragments = pieces[::2]  # 90 MiB with holes between
             del pieces
-            del kept[0]
+            del fragments[0]
             whole = device.allocate(120 * MIB)
             assert whole.numel() == 120 * MIB
             if contract.kind == "cuda":
                 segments: Any = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
                 assert max(segments, key=lambda segment: segment["total_size"])["is_expandable"]
-            del kept, caught, whole
+            del fragments, error_info, whole
         assert device.peak_bytes <= 200 * MIB
         device.barrier()
 
@@ -267,17 +321,17 @@ def other_default_device(device: Any) -> Iterator[None]:
         torch.set_default_device(None)
 
 
-@pytest.mark.parametrize("around", [other_stream, other_default_device])
-def test_whatever_the_caller_has_set(contract: Contract, around: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("context", [other_stream, other_default_device])
+def test_whatever_the_caller_has_set(contract: Contract, context: Callable[[Any], Any]) -> None:
     """A current stream that is not the default one; a default device that is not the CPU."""
-    modules, of = two(RATES["kernels"])
+    modules, problem = two(RATES["kernels"])
     expected = contract.resident(modules, CALLS)
-    device, text = contract.device(of, "copies"), PREFETCH.format(ring=2 * WIDE)
-    with around(device):
-        trace = contract.run(of, text, device, Host(modules, of, device), CALLS)
+    device, text = contract.device(problem, "copies"), PREFETCH.format(ring_buffer=2 * WIDE)
+    with context(device):
+        trace = contract.run(problem, text, device, Host(modules, problem, device), CALLS)
     assert torch.equal(trace.outputs["x"], expected)
     if contract.kind != "cuda":
-        planned_seconds = simulate(of, plan_of(of, text)).seconds
+        planned_seconds = simulate(problem, plan_of(problem, text)).seconds
         assert trace.seconds == pytest.approx(planned_seconds, rel=0.03), "copies overlap compute"
 
 
@@ -285,6 +339,22 @@ def test_the_sanitizer_of_torch_finds_nothing(contract: Contract) -> None:
     """The other tests of this file again, with ``torch.cuda._sanitizer`` on."""
     if contract.kind != "cuda":
         pytest.skip("the simulator has the ordering checker")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "cuda and not sanitizer and not cap"]
-    done = subprocess.run(command, env={**os.environ, "TORCH_CUDA_SANITIZER": "1"}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        __file__,
+        "-k",
+        "cuda and not sanitizer and not cap",
+    ]
+    process = subprocess.run(
+        command,
+        env={**os.environ, "TORCH_CUDA_SANITIZER": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout[-4000:]

@@ -8,7 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_component import PREFETCH, WIDE, Small, calls_to, hardware, plan_of, problem, tensors, use
+from small_component import (
+    PREFETCH,
+    WIDE,
+    Small,
+    calls_to,
+    plan_of,
+    small_hardware,
+    small_problem,
+    tensors,
+    use,
+)
 
 from graphrun.errors import OutOfMemory
 from graphrun.runtime.executor import follow
@@ -25,16 +35,28 @@ def test_streaming_on_cuda_gives_the_bits_of_resident_weights_and_leaves_nothing
     from graphrun.runtime.devices.cuda import CudaDevice
 
     modules = {"a": Small(), "b": Small(1)}
-    on = hardware(h2d=20e9, flops=1e13)
-    of = problem(modules, [[use("a", 4, on)], [use("b", 1, on)]], on)
-    plan, device = plan_of(of, PREFETCH.format(ring=2 * WIDE)), CudaDevice(workspace_bytes=64 * MIB)
+    hardware = small_hardware(h2d=20e9, flops=1e13)
+    problem = small_problem(modules, [[use("a", 4, hardware)], [use("b", 1, hardware)]], hardware)
+    plan, device = (
+        plan_of(problem, PREFETCH.format(ring_buffer=2 * WIDE)),
+        CudaDevice(workspace_bytes=64 * MIB),
+    )
     with torch.no_grad():
-        expected = calls_to({n: copy.deepcopy(m).cuda() for n, m in modules.items()}, CALLS, device.torch_device)["x"]
+        expected = calls_to(
+            {n: copy.deepcopy(m).cuda() for n, m in modules.items()}, CALLS, device.torch_device
+        )["x"]
     torch._C._cuda_clearCublasWorkspaces()
-    host = Host(modules, of, device)
-    assert all(residency.backing_store.memory.is_pinned("cuda") for residency in host.residencies.values())
+    host = Host(modules, problem, device)
+    assert all(
+        residency.backing_store.memory.is_pinned("cuda") for residency in host.residencies.values()
+    )
     for _ in range(5):
-        trace = follow(solution_of(of, plan), host, device, lambda: calls_to(host.modules, CALLS, device.torch_device))
+        trace = follow(
+            solution_of(problem, plan),
+            host,
+            device,
+            lambda: calls_to(host.modules, CALLS, device.torch_device),
+        )
         assert torch.equal(trace.outputs["x"], expected)
         assert trace.left_bytes == 0
         assert all(t.device.type == "cpu" for module in modules.values() for t in tensors(module))
@@ -46,21 +68,24 @@ def test_the_allocator_refuses_more_than_the_cap_and_recovers() -> None:
     from graphrun.runtime.devices.cuda import CudaDevice
 
     device = CudaDevice()
-    with device.session(64 * MIB), pytest.raises(torch.OutOfMemoryError) as caught:
+    with device.session(64 * MIB), pytest.raises(torch.OutOfMemoryError) as error_info:
         device.allocate(GIB)
-    assert isinstance(device.explain(caught.value), OutOfMemory)
+    assert isinstance(device.explain(error_info.value), OutOfMemory)
     with device.session(2 * GIB):
         assert device.allocate(GIB).numel() == GIB
 
 
 class Allocator:
-    """PyTorch's caching allocator and cuBLAS's workspace, as `CudaDevice` sees them: bytes of tensors and of the workspace."""
+    """PyTorch's caching allocator and cuBLAS's workspace, as `CudaDevice` sees them: bytes of
+    tensors and of the workspace."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.tensors = self.workspace = self.cached = self.peak = 0
         patch.setattr(torch.cuda, "memory_allocated", lambda index: self.tensors + self.workspace)
         patch.setattr(torch.cuda, "max_memory_reserved", lambda index: self.peak)
-        patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda index: self.reserve(restart=True))
+        patch.setattr(
+            torch.cuda, "reset_peak_memory_stats", lambda index: self.reserve(restart=True)
+        )
         patch.setattr(torch.cuda, "empty_cache", self.empty)
         patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", self.clear, raising=False)
 
@@ -79,7 +104,9 @@ class Allocator:
         self.cached = 0
 
 
-def test_the_peak_is_without_the_workspace_where_a_product_has_allocated_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peak_is_without_the_workspace_where_a_product_has_allocated_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from graphrun.runtime.devices.cuda import CudaDevice
 
     allocator, device = Allocator(monkeypatch), CudaDevice.__new__(CudaDevice)
@@ -97,7 +124,9 @@ def test_the_peak_is_without_the_workspace_where_a_product_has_allocated_it(monk
     assert peaks == [20 * MIB] * 4
 
 
-def test_the_allocators_limit_is_that_of_the_cap_or_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_allocators_limit_is_that_of_the_cap_or_of_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With the cap as its limit, the allocator would refuse requests that map fewer pages than they
     have bytes, though the plan stays within the cap."""
     from graphrun.runtime.devices.cuda import CudaDevice
@@ -116,7 +145,11 @@ def test_the_allocators_limit_is_that_of_the_cap_or_of_the_plan(monkeypatch: pyt
     monkeypatch.setattr(CudaDevice, "mark", lambda self, stream: None)
     device = CudaDevice.__new__(CudaDevice)
     device._index, device._workspace_bytes = 0, 8 * MIB
-    for cap, limit, expected in ((8 * GIB, 0, 8 * GIB), (8 * GIB, 7 * GIB, 8 * GIB), (8 * GIB, 9 * GIB, 9 * GIB)):
+    for cap, limit, expected in (
+        (8 * GIB, 0, 8 * GIB),
+        (8 * GIB, 7 * GIB, 8 * GIB),
+        (8 * GIB, 9 * GIB, 9 * GIB),
+    ):
         with device.session(cap, limit):
             assert int(shares[-1] * total) == expected + 8 * MIB
         assert shares[-1] == 1.0

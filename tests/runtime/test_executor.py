@@ -1,4 +1,5 @@
-"""Runs follow their plan and are repeatable; plans that do not fit the problem are refused before anything is loaded."""
+"""Runs follow their plan and are repeatable; plans that do not fit the problem are refused before
+anything is loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from small_component import ON, PREFETCH, WIDE, Small, calls_to, device_of, hardware, plain, plan_of, problem, run, use
+from small_component import (
+    ON,
+    PREFETCH,
+    WIDE,
+    Small,
+    calls_to,
+    device_of,
+    plain,
+    plan_of,
+    run,
+    small_hardware,
+    small_problem,
+    use,
+)
 
 from graphrun.errors import BrokenPlan, InputError, PlanError
 from graphrun.model.plan import Plan
@@ -23,124 +37,157 @@ CALLS = ["a"] * 4 + ["b"]
 
 
 @pytest.fixture
-def of() -> Problem:
-    return problem({"a": Small(), "b": Small(1)}, [[use("a", 4, ON)], [use("b", 1, ON)]])
+def problem() -> Problem:
+    return small_problem({"a": Small(), "b": Small(1)}, [[use("a", 4, ON)], [use("b", 1, ON)]])
 
 
 @pytest.fixture
-def plan(of: Problem) -> Plan:
-    return plan_of(of, PREFETCH.format(ring=2 * WIDE))
+def plan(problem: Problem) -> Plan:
+    return plan_of(problem, PREFETCH.format(ring_buffer=2 * WIDE))
 
 
 def done(trace: Trace) -> list[tuple[Any, ...]]:
     return [(e.kind, e.component, e.slot, e.detail, e.nbytes) for e in trace.events]
 
 
-def test_a_second_run_does_the_same_in_the_same_bytes(of: Problem, plan: Plan) -> None:
-    modules, device = {"a": Small(), "b": Small(1)}, device_of(of)
-    host = Host(modules, of, device)
-    first, second = (run(of, plan, host, device, CALLS) for _ in range(2))
+def test_a_second_run_does_the_same_in_the_same_bytes(problem: Problem, plan: Plan) -> None:
+    modules, device = {"a": Small(), "b": Small(1)}, device_of(problem)
+    host = Host(modules, problem, device)
+    first, second = (run(problem, plan, host, device, CALLS) for _ in range(2))
     assert done(first) == done(second)
     assert [s.peak_bytes for s in first.slots] == [s.peak_bytes for s in second.slots]
     assert torch.equal(first.outputs["x"], second.outputs["x"])
 
 
-def test_modules_that_were_run_can_be_run_again_without_their_host(of: Problem, plan: Plan) -> None:
-    modules, device = {"a": Small(), "b": Small(1)}, device_of(of)
+def test_modules_that_were_run_can_be_run_again_without_their_host(
+    problem: Problem, plan: Plan
+) -> None:
+    modules, device = {"a": Small(), "b": Small(1)}, device_of(problem)
     expected = plain(modules, CALLS)
     for _ in range(2):
-        assert torch.equal(run(of, plan, Host(modules, of, device), device, CALLS).outputs["x"], expected)
+        assert torch.equal(
+            run(problem, plan, Host(modules, problem, device), device, CALLS).outputs["x"], expected
+        )
     assert torch.equal(plain(modules, CALLS), expected)
 
 
-def test_a_trace_has_every_slot_and_every_event_in_seconds_from_its_start(of: Problem, plan: Plan) -> None:
-    device = device_of(of)
-    host = Host({"a": Small(), "b": Small(1)}, of, device)
-    run(of, plan, host, device, CALLS)
-    trace = run(of, plan, host, device, CALLS)
+def test_a_trace_has_every_slot_and_every_event_in_seconds_from_its_start(
+    problem: Problem, plan: Plan
+) -> None:
+    device = device_of(problem)
+    host = Host({"a": Small(), "b": Small(1)}, problem, device)
+    run(problem, plan, host, device, CALLS)
+    trace = run(problem, plan, host, device, CALLS)
     assert [(s.phase, s.part) for s in trace.slots] == [(s.phase, s.part) for s in plan.slots]
     assert trace.slots[0].start_seconds == pytest.approx(0, abs=1e-4)
     assert all(0 <= e.start_seconds <= e.end_seconds <= trace.seconds + 1e-4 for e in trace.events)
     assert [e.detail for e in trace.events if e.kind == "run"] == ["forward"] * 5
     assert [e.component for e in trace.events if e.kind == "evict"] == ["a"] + ["b"] * 11
-    assert trace.moved_bytes == sum(e.nbytes for e in trace.events) - sum(e.nbytes for e in trace.events if e.kind == "evict")
+    assert trace.moved_bytes == sum(e.nbytes for e in trace.events) - sum(
+        e.nbytes for e in trace.events if e.kind == "evict"
+    )
     assert trace.plan_digest == plan.digest
 
 
-def test_progress_is_told_of_slots_and_calls(of: Problem, plan: Plan) -> None:
-    told: list[tuple[int, int, int]] = []
-    device = device_of(of)
-    run(of, plan, Host({"a": Small(), "b": Small(1)}, of, device), device, CALLS, progress=lambda *at: told.append(at))
+def test_progress_is_told_of_slots_and_calls(problem: Problem, plan: Plan) -> None:
+    progress: list[tuple[int, int, int]] = []
+    device = device_of(problem)
+    run(
+        problem,
+        plan,
+        Host({"a": Small(), "b": Small(1)}, problem, device),
+        device,
+        CALLS,
+        progress=lambda *call: progress.append(call),
+    )
     first, steady = [(0, 0, 0), (1, 0, 1), (1, 1, 1)], [(2, 0, 3), (2, 1, 3), (2, 2, 3), (2, 3, 3)]
-    assert told == [*first, *steady, (3, 0, 0), (4, 0, 1), (4, 1, 1), (5, 0, 0)]
+    assert progress == [*first, *steady, (3, 0, 0), (4, 0, 1), (4, 1, 1), (5, 0, 0)]
 
 
-def test_a_plan_of_another_problem_or_graph_is_refused(of: Problem, plan: Plan) -> None:
-    device = device_of(of)
-    host = Host({"a": Small(), "b": Small(1)}, of, device)
-    other = replace(of, ram_bytes=1 << 39)
-    with pytest.raises(PlanError, match=f"digest {plan.problem}, this one has {other.digest}: plan again"):
+def test_a_plan_of_another_problem_or_graph_is_refused(problem: Problem, plan: Plan) -> None:
+    device = device_of(problem)
+    host = Host({"a": Small(), "b": Small(1)}, problem, device)
+    other = replace(problem, ram_bytes=1 << 39)
+    with pytest.raises(
+        PlanError, match=f"digest {plan.problem}, this one has {other.digest}: plan again"
+    ):
         run(other, plan, host, device, CALLS)
 
     class Other:
         digest = "feed"
 
     with pytest.raises(PlanError, match="graph 'small' with digest 0, this one has feed"):
-        refuse_unfit(solution_of(of, plan), Other())  # type: ignore[arg-type]
+        refuse_unfit(solution_of(problem, plan), Other())  # type: ignore[arg-type]
 
 
-def test_a_plan_that_breaks_a_rule_is_refused_with_the_rule_and_the_place(of: Problem, plan: Plan) -> None:
-    device = device_of(of)
-    broken = replace(plan, slots=(replace(plan.slots[0], actions=()), *plan.slots[1:]))
-    with pytest.raises(PlanError, match=r"may not be run:\n.*slot 1.*remainder"):
-        run(of, broken, Host({"a": Small(), "b": Small(1)}, of, device), device, CALLS)
+def test_a_plan_that_breaks_a_rule_is_refused_with_the_rule_and_the_place(
+    problem: Problem, plan: Plan
+) -> None:
+    device = device_of(problem)
+    broken_plan = replace(plan, slots=(replace(plan.slots[0], actions=()), *plan.slots[1:]))
+    with pytest.raises(PlanError, match=r"may not be run:\n.*slot 1.*unblocked"):
+        run(
+            problem,
+            broken_plan,
+            Host({"a": Small(), "b": Small(1)}, problem, device),
+            device,
+            CALLS,
+        )
     assert device.machine.allocations == 0
 
 
-def test_host_memory_of_another_problem_is_refused(of: Problem, plan: Plan) -> None:
-    device = device_of(of)
-    only = problem({"a": Small()}, [[use("a", 1, ON)]])
+def test_host_memory_of_another_problem_is_refused(problem: Problem, plan: Plan) -> None:
+    device = device_of(problem)
+    only = small_problem({"a": Small()}, [[use("a", 1, ON)]])
     with pytest.raises(InputError, match="built for another graph or other blocks"):
-        run(of, plan, Host({"a": Small()}, only, device), device, CALLS)
+        run(problem, plan, Host({"a": Small()}, only, device), device, CALLS)
 
 
-def test_the_machine_has_no_more_than_the_budget_and_its_own_capacity_afterwards(of: Problem, plan: Plan) -> None:
-    device = device_of(of)
-    before = device.machine.capacity_bytes
-    seen = []
-    host = Host({"a": Small(), "b": Small(1)}, of, device)
-    host.modules["a"].inside = lambda _: seen.append(device.machine.capacity_bytes)
-    run(of, plan, host, device, CALLS)
-    assert set(seen) == {of.effective_bytes}
-    assert device.machine.capacity_bytes == before != of.effective_bytes
+def test_the_machine_has_no_more_than_the_budget_and_its_own_capacity_afterwards(
+    problem: Problem, plan: Plan
+) -> None:
+    device = device_of(problem)
+    capacity_bytes = device.machine.capacity_bytes
+    capacities = []
+    host = Host({"a": Small(), "b": Small(1)}, problem, device)
+    host.modules["a"].callback = lambda _: capacities.append(device.machine.capacity_bytes)
+    run(problem, plan, host, device, CALLS)
+    assert set(capacities) == {problem.effective_bytes}
+    assert device.machine.capacity_bytes == capacity_bytes != problem.effective_bytes
 
 
 def test_the_device_of_a_problem_is_opened_with_its_rates() -> None:
-    device = open_device(problem({"a": Small()}, [], hardware(h2d=2e9, flops=3e9)))
+    device = open_device(small_problem({"a": Small()}, [], small_hardware(h2d=2e9, flops=3e9)))
     assert device.name == "sim"
     assert device.machine.h2d_bytes_per_second == 2e9  # type: ignore[attr-defined]
     assert device.machine.flops_per_second == 3e9  # type: ignore[attr-defined]
     with pytest.raises(InputError, match="computes on 'tpu', which this version cannot run on"):
-        open_device(problem({"a": Small()}, [], replace(hardware(), device="tpu")))
+        open_device(small_problem({"a": Small()}, [], replace(small_hardware(), device="tpu")))
 
 
-def test_host_memory_that_a_run_leaves_behind_breaks_the_plan_and_goes_when_its_storage_does() -> None:
+def test_host_memory_that_a_run_leaves_behind_breaks_the_plan_and_goes_when_its_storage_does() -> (
+    None
+):
     modules = {"a": Small()}
-    of = problem(modules, [[use("a", 1, hardware())]])
-    device = device_of(of)
-    host = Host(modules, of, device)
-    held = device.arenas.nbytes("arenas")
-    plan = plan_of(of, "slot s0/0:a load\n  load a all from pinned\nslot s0/0:a first\n  run\nslot end\n  evict a all")
-    kept: list[torch.Tensor] = []
+    problem = small_problem(modules, [[use("a", 1, small_hardware())]])
+    device = device_of(problem)
+    host = Host(modules, problem, device)
+    arena_bytes = device.arenas.nbytes("arenas")
+    plan = plan_of(
+        problem,
+        "slot s0/0:a load\n  load a all from pinned\nslot s0/0:a first\n  run\nslot end\n  evict a "
+        "all",
+    )
+    tensors: list[torch.Tensor] = []
 
     def work() -> dict[str, torch.Tensor]:
-        kept.append(device.arena(1024))
+        tensors.append(device.arena(1024))
         return calls_to(host.modules, ["a"], device.torch_device)
 
     with pytest.raises(BrokenPlan, match="1.00 KiB stayed in arenas on the host"):
-        follow(solution_of(of, plan), host, device, work)
-    kept.clear()
-    assert device.arenas.nbytes("arenas") == held > 0
+        follow(solution_of(problem, plan), host, device, work)
+    tensors.clear()
+    assert device.arenas.nbytes("arenas") == arena_bytes > 0
     modules.clear()
     host.modules.clear()
     host.residencies.clear()

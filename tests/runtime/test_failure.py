@@ -1,4 +1,5 @@
-"""Injected failures: a typed error, an empty device while the error is held, unchanged modules, and a correct next run."""
+"""Injected failures: a typed error, an empty device while the error is held, unchanged modules, and
+a correct next run."""
 
 from __future__ import annotations
 
@@ -7,7 +8,19 @@ import weakref
 import pytest
 import torch
 from campaign import sampled
-from small_component import ON, PREFETCH, WIDE, Small, device_of, plain, plan_of, problem, run, untouched, use
+from small_component import (
+    ON,
+    PREFETCH,
+    WIDE,
+    Small,
+    device_of,
+    plain,
+    plan_of,
+    run,
+    small_problem,
+    untouched,
+    use,
+)
 
 from graphrun.errors import BrokenPlan, GraphrunError, OutOfMemory, TransferFailed
 from graphrun.model.plan import Plan
@@ -23,15 +36,17 @@ class Case:
 
     def __init__(self) -> None:
         self.modules = {"a": Small(), "b": Small(1)}
-        self.problem: Problem = problem(self.modules, [[use("a", 4, ON)], [use("b", 1, ON)]])
-        self.plan: Plan = plan_of(self.problem, PREFETCH.format(ring=2 * WIDE))
+        self.problem: Problem = small_problem(self.modules, [[use("a", 4, ON)], [use("b", 1, ON)]])
+        self.plan: Plan = plan_of(self.problem, PREFETCH.format(ring_buffer=2 * WIDE))
         self.device: SimulatedDevice = device_of(self.problem)
         self.host = Host(self.modules, self.problem, self.device)
         self.expected = plain({"a": Small(), "b": Small(1)}, CALLS)
 
     def run(self) -> torch.Tensor:
-        out: torch.Tensor = run(self.problem, self.plan, self.host, self.device, CALLS).outputs["x"]
-        return out
+        result: torch.Tensor = run(self.problem, self.plan, self.host, self.device, CALLS).outputs[
+            "x"
+        ]
+        return result
 
     def ends_clean(self) -> None:
         assert self.device.allocated_bytes == 0, self.device.holders()
@@ -45,9 +60,9 @@ def case() -> Case:
 
 def counted(case: Case) -> tuple[int, int]:
     machine = case.device.machine
-    before = machine.allocations, machine.copies_in + machine.copies_out
+    counts = machine.allocations, machine.copies_in + machine.copies_out
     assert torch.equal(case.run(), case.expected)
-    return machine.allocations - before[0], machine.copies_in + machine.copies_out - before[1]
+    return machine.allocations - counts[0], machine.copies_in + machine.copies_out - counts[1]
 
 
 def test_every_copy_may_fail(case: Case) -> None:
@@ -55,18 +70,18 @@ def test_every_copy_may_fail(case: Case) -> None:
     assert copies > 50
     for n in range(1, copies + 1):
         case.device.machine.fail_copy = n
-        with pytest.raises(TransferFailed, match="injected fault") as caught:
+        with pytest.raises(TransferFailed, match="injected fault") as error_info:
             case.run()
         case.ends_clean()
-        assert "stayed" not in "".join(getattr(caught.value, "__notes__", []))
+        assert "stayed" not in "".join(getattr(error_info.value, "__notes__", []))
     assert torch.equal(case.run(), case.expected)
 
 
-@pytest.mark.parametrize("every", sampled([7, 1], [7], "faults"))
-def test_every_allocation_may_fail(case: Case, every: int) -> None:
+@pytest.mark.parametrize("step", sampled([7, 1], [7], "faults"))
+def test_every_allocation_may_fail(case: Case, step: int) -> None:
     allocations, _ = counted(case)
     assert allocations > 50
-    for n in range(1, allocations + 1, every):
+    for n in range(1, allocations + 1, step):
         case.device.machine.fail_allocation = n
         with pytest.raises(OutOfMemory, match="injected fault"):
             case.run()
@@ -91,22 +106,26 @@ def test_a_budget_that_is_too_small_in_reality_is_out_of_memory(case: Case) -> N
         case.device.machine.capacity_bytes = None
 
 
-@pytest.mark.parametrize("error", [ValueError("bad shape"), KeyboardInterrupt(), RuntimeError("odd")], ids=repr)
-def test_an_error_of_the_components_own_code_is_raised_as_it_is(case: Case, error: BaseException) -> None:
+@pytest.mark.parametrize(
+    "error", [ValueError("bad shape"), KeyboardInterrupt(), RuntimeError("odd")], ids=repr
+)
+def test_an_error_of_the_components_own_code_is_raised_as_it_is(
+    case: Case, error: BaseException
+) -> None:
     def inside(x: torch.Tensor) -> None:
-        held = x + 1  # noqa: F841 (a local on the device, in a frame of the traceback)
+        local_tensor = x + 1  # noqa: F841 (a local on the device, in a frame of the traceback)
         raise error
 
-    case.modules["a"].inside = inside
+    case.modules["a"].callback = inside
     try:
-        with pytest.raises(type(error)) as caught:
+        with pytest.raises(type(error)) as error_info:
             case.run()
-        assert caught.value is error
+        assert error_info.value is error
         assert "in inside" in error.__notes__[0]
         assert "slot s0/0:a first" in error.__notes__[0]
         case.ends_clean()
     finally:
-        case.modules["a"].inside = None
+        case.modules["a"].callback = None
     assert torch.equal(case.run(), case.expected)
 
 
@@ -118,13 +137,13 @@ def test_an_error_that_came_from_the_devices_is_typed(case: Case) -> None:
         except torch.OutOfMemoryError as error:
             raise RuntimeError("attention failed") from error
 
-    case.modules["a"].inside = inside
+    case.modules["a"].callback = inside
     try:
         with pytest.raises(OutOfMemory, match="slot s0/0:a first: sim out of memory"):
             case.run()
         case.ends_clean()
     finally:
-        case.modules["a"].inside = None
+        case.modules["a"].callback = None
 
 
 def test_a_component_called_out_of_order_is_an_error_before_it_computes(case: Case) -> None:
@@ -137,15 +156,19 @@ def test_a_component_called_out_of_order_is_an_error_before_it_computes(case: Ca
 
 
 def test_what_stays_on_the_device_after_a_run_is_named(case: Case) -> None:
-    kept: list[torch.Tensor] = []
-    case.modules["a"].inside = lambda x: kept.append(x.clone())
+    clones: list[torch.Tensor] = []
+    case.modules["a"].callback = lambda x: clones.append(x.clone())
     try:
-        with pytest.raises(BrokenPlan, match=r"16.00 KiB stayed on the device after the run: 4.00 KiB torch.float32 \(16, 64\)"):
+        with pytest.raises(
+            BrokenPlan,
+            match=r"16.00 KiB stayed on the device after the run: "
+            r"4.00 KiB torch.float32 \(16, 64\)",
+        ):
             case.run()
     finally:
-        case.modules["a"].inside = None
+        case.modules["a"].callback = None
     assert case.device.allocated_bytes == 4 * 4096
-    kept.clear()
+    clones.clear()
     case.ends_clean()
 
 
@@ -155,18 +178,18 @@ def test_reference_cycles_of_the_ops_code_do_not_keep_the_device(case: Case) -> 
             self.x, self.me = x.clone(), self
 
     nodes: list[weakref.ref[Node]] = []
-    case.modules["a"].inside = lambda x: nodes.append(weakref.ref(Node(x)))
+    case.modules["a"].callback = lambda x: nodes.append(weakref.ref(Node(x)))
     try:
         assert torch.equal(case.run(), case.expected)
     finally:
-        case.modules["a"].inside = None
+        case.modules["a"].callback = None
     assert not [node for node in nodes if node() is not None]
     case.ends_clean()
 
 
 def test_a_baseline_that_was_there_before_stays(case: Case) -> None:
     with case.device.session(1 << 30):
-        mine = torch.ones(1000, device=case.device.torch_device)
+        caller_tensor = torch.ones(1000, device=case.device.torch_device)
     trace = run(case.problem, case.plan, case.host, case.device, CALLS)
     assert trace.baseline_bytes == 4096
     assert trace.left_bytes == 0
@@ -174,5 +197,5 @@ def test_a_baseline_that_was_there_before_stays(case: Case) -> None:
     with pytest.raises(GraphrunError):
         case.run()
     assert case.device.allocated_bytes == 4096
-    del mine
+    del caller_tensor
     case.ends_clean()

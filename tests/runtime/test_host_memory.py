@@ -1,4 +1,5 @@
-"""Host memory as a card sees it: the host waits for copies of pageable memory, and page-locking takes seconds. Plans know both."""
+"""Host memory as a card sees it: the host waits for copies of pageable memory, and page-locking
+takes seconds. Plans know both."""
 
 from __future__ import annotations
 
@@ -11,7 +12,17 @@ from typing import Any, cast
 
 import pytest
 import torch
-from small_component import WIDE, Small, device_of, hardware, plain, plan_of, problem, run, use
+from small_component import (
+    WIDE,
+    Small,
+    device_of,
+    plain,
+    plan_of,
+    run,
+    small_hardware,
+    small_problem,
+    use,
+)
 from stored_component import host_of, in_backing_store, saved
 
 from graphrun.errors import GraphrunError
@@ -19,23 +30,23 @@ from graphrun.model.problem import Hardware
 from graphrun.trace import Trace
 from graphrun.verify.simulate import simulate
 
-ON = replace(hardware(), disk_bytes_per_second=4e8, pageable_bytes_per_second=5e8)
+ON = replace(small_hardware(), disk_bytes_per_second=4e8, pageable_bytes_per_second=5e8)
 
 # a streams all but two of its blocks.
 STREAMED = """
     slot s0/0:a load
       read a
-      load a remainder[0] from {backing_store}
+      load a unblocked[0] from {backing_store}
     slot s0/0:a first
-      stream a keep remainder[0] wide[1] thin[2] ring {ring} B
+      stream a keep unblocked[0] wide[1] thin[2] ring buffer {ring_buffer} B
       load a wide[1] thin[2] from {backing_store}
       run
     slot s0/0:a steady x3
-      stream a keep remainder[0] wide[1] thin[2] ring {ring} B
+      stream a keep unblocked[0] wide[1] thin[2] ring buffer {ring_buffer} B
       run
     slot end
       drop a
-      evict a remainder[0] wide[1] thin[2]
+      evict a unblocked[0] wide[1] thin[2]
 """
 
 # a computes with resident weights while b is copied.
@@ -63,23 +74,36 @@ BESIDE_RESIDENT = """
 class Case:
     """Components whose weights lie in files, and the plan ``text`` for them."""
 
-    def __init__(self, folder: Path, text: str, backing_store: str, calls: list[str], on: Hardware) -> None:
+    def __init__(
+        self, folder: Path, text: str, backing_store: str, calls: list[str], hardware: Hardware
+    ) -> None:
         names = sorted(set(calls))
-        of = problem({}, [[use(name, calls.count(name), on)] for name in names], on)
-        self.problem = replace(of, components=tuple(in_backing_store(backing_store, name, on) for name in names))
-        self.plan = plan_of(self.problem, text.format(backing_store=backing_store, ring=2 * WIDE))
+        problem = small_problem(
+            {}, [[use(name, calls.count(name), hardware)] for name in names], hardware
+        )
+        self.problem = replace(
+            problem,
+            components=tuple(in_backing_store(backing_store, name, hardware) for name in names),
+        )
+        self.plan = plan_of(
+            self.problem, text.format(backing_store=backing_store, ring_buffer=2 * WIDE)
+        )
         self.folders = {name: saved(folder / name, seed) for seed, name in enumerate(names)}
-        self.calls, self.planned = calls, simulate(self.problem, self.plan)
+        self.calls, self.simulation = calls, simulate(self.problem, self.plan)
 
     def run(self, device: Any) -> Trace:
-        trace = run(self.problem, self.plan, host_of(self.problem, self.folders, device), device, self.calls)
+        trace = run(
+            self.problem, self.plan, host_of(self.problem, self.folders, device), device, self.calls
+        )
         expected = plain({name: Small(seed) for seed, name in enumerate(self.folders)}, self.calls)
         assert torch.equal(trace.outputs["x"], expected)
         return trace
 
     def as_planned(self, trace: Trace) -> None:
-        for measured, expected in zip(trace.slots, self.planned.slots, strict=True):
-            assert measured.end_seconds - measured.start_seconds == pytest.approx(expected.seconds, rel=0.03)
+        for actual, expected in zip(trace.slots, self.simulation.slots, strict=True):
+            assert actual.end_seconds - actual.start_seconds == pytest.approx(
+                expected.seconds, rel=0.03
+            )
 
 
 @pytest.mark.parametrize("flops", [1e9, 5e9], ids=["compute-bound", "even"])
@@ -87,8 +111,9 @@ class Case:
 def test_the_host_waits_for_copies_from_pageable_memory_when_no_compute_is_left_to_queue(
     tmp_path: Path, blocks: int, flops: float
 ) -> None:
-    """Otherwise it would queue no compute meanwhile, and the run would take the sum of both. ``blocks`` of the ring, if any."""
-    text = STREAMED.replace("{ring}", str(blocks * WIDE)) if blocks else BESIDE_RESIDENT
+    """Otherwise it would queue no compute meanwhile, and the run would take the sum of both.
+    ``blocks`` of the ring buffer, if any."""
+    text = STREAMED.replace("{ring_buffer}", str(blocks * WIDE)) if blocks else BESIDE_RESIDENT
     calls = ["a"] * 4 + ["b"] * (not blocks)
     case = Case(tmp_path, text, "pageable", calls, replace(ON, flops_per_second=flops))
     case.as_planned(case.run(device_of(case.problem)))
@@ -96,29 +121,42 @@ def test_the_host_waits_for_copies_from_pageable_memory_when_no_compute_is_left_
 
 def test_page_locking_goes_on_beside_reads_and_takes_the_planned_seconds(tmp_path: Path) -> None:
     """Of twice the seconds of all reads: the copies wait for it."""
-    on = replace(ON, page_lock_seconds=2 / ON.disk_bytes_per_second, flops_per_second=1e9)
-    case = Case(tmp_path, BESIDE_RESIDENT, "pinned", ["a"] * 4 + ["b"], on)
+    hardware = replace(ON, page_lock_seconds=2 / ON.disk_bytes_per_second, flops_per_second=1e9)
+    case = Case(tmp_path, BESIDE_RESIDENT, "pinned", ["a"] * 4 + ["b"], hardware)
     case.as_planned(case.run(device_of(case.problem)))
-    read_seconds = sum(case.problem.components[0].variants[0].read_seconds[k] * n for k, n in enumerate((1, 4, 6)))
-    assert case.planned.slots[0].seconds == pytest.approx(2 * read_seconds, rel=0.5)
-    assert case.planned.slots[0].seconds > 2 * read_seconds
-    assert case.planned.slots[1].seconds == pytest.approx(case.planned.slots[1].compute_seconds), "hidden behind compute"
+    read_seconds = sum(
+        case.problem.components[0].variants[0].read_seconds[k] * n for k, n in enumerate((1, 4, 6))
+    )
+    assert case.simulation.slots[0].seconds == pytest.approx(2 * read_seconds, rel=0.5)
+    assert case.simulation.slots[0].seconds > 2 * read_seconds
+    assert case.simulation.slots[1].seconds == pytest.approx(
+        case.simulation.slots[1].compute_seconds
+    ), "hidden behind compute"
 
 
-def test_memory_is_page_locked_by_a_thread_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_page_locked_by_a_thread_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = Case(tmp_path, BESIDE_RESIDENT, "pinned", ["a"] * 4 + ["b"], ON)
     device, lockers = device_of(case.problem), list[str]()
     pin = device.pin
     with ThreadPoolExecutor(1, "disk") as disk, ThreadPoolExecutor(1, "lock") as lock:
         queues = {"disk": disk, "lock": lock}
-        monkeypatch.setattr(device, "background", lambda job, queue="disk": queues[queue].submit(job).result)
-        monkeypatch.setattr(device, "pin", lambda arena: (lockers.append(threading.current_thread().name), pin(arena)))
+        monkeypatch.setattr(
+            device, "background", lambda job, queue="disk": queues[queue].submit(job).result
+        )
+        monkeypatch.setattr(
+            device,
+            "pin",
+            lambda arena: (lockers.append(threading.current_thread().name), pin(arena)),
+        )
         case.run(device)
     assert lockers == ["lock_0"] * 2
 
 
 class Joined:
-    """Page-locks memory no earlier than somebody waits for it; ``pending`` are the jobs that nobody waited for yet."""
+    """Page-locks memory no earlier than somebody waits for it; ``pending`` are the jobs that nobody
+    waited for yet."""
 
     def __init__(self, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pending, self._background = list[Callable[[], None]](), device.background
@@ -138,7 +176,9 @@ class Joined:
 
 
 @pytest.mark.parametrize("text", [STREAMED, BESIDE_RESIDENT], ids=["streamed", "resident"])
-def test_copies_wait_for_page_locking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_copies_wait_for_page_locking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
     case = Case(tmp_path, text, "pinned", ["a"] * 4 + ["b"] * (text is BESIDE_RESIDENT), ON)
     device = device_of(case.problem)
     locks = Joined(device, monkeypatch)
@@ -146,7 +186,9 @@ def test_copies_wait_for_page_locking(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not locks.pending
 
 
-def test_memory_is_not_freed_while_it_is_page_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_not_freed_while_it_is_page_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its reads fail, so that nothing is copied."""
     case = Case(tmp_path, BESIDE_RESIDENT, "pinned", ["a"] * 4 + ["b"], ON)
     device = device_of(case.problem)

@@ -1,4 +1,5 @@
-"""Killed processes, a full disk, a cgroup with little RAM: no partial files count, and the next run works."""
+"""Killed processes, a full disk, a cgroup with little RAM: no partial files count, and the next run
+works."""
 
 from __future__ import annotations
 
@@ -30,18 +31,25 @@ from graphrun.verify.solution import solution_of
 
 
 class OnDisk:
-    """FLUX in small, its random weights spooled to disk: a run that writes, reads, computes and saves a picture."""
+    """FLUX tiny, its random weights spooled to disk: a run that writes, reads, computes and
+    saves a picture."""
 
     def __init__(self) -> None:
         self.whole = TinyPipeline("flux-tiny", {"steps": 1, "height": 32, "width": 32})
-        least = self.whole.smallest()
+        smallest = self.whole.smallest()
         components = []
-        for c in least.components:
+        for c in smallest.components:
             v = c.variants[0]
-            read = tuple(b / least.hardware.disk_bytes_per_second for b in v.block_bytes)
-            held = replace(v, backing_store="disk", host_bytes=2 * max(v.block_bytes), disk_seconds=read, stored_bytes=v.host_bytes)
-            components.append(replace(c, variants=(held,)))
-        self.problem: Problem = replace(least, components=tuple(components))
+            read_seconds = tuple(b / smallest.hardware.disk_bytes_per_second for b in v.block_bytes)
+            variant = replace(
+                v,
+                backing_store="disk",
+                host_bytes=2 * max(v.block_bytes),
+                disk_seconds=read_seconds,
+                stored_bytes=v.host_bytes,
+            )
+            components.append(replace(c, variants=(variant,)))
+        self.problem: Problem = replace(smallest, components=tuple(components))
         self.plan = planned(self.problem)
 
     def run(self, root: Path, picture: Path) -> None:
@@ -70,34 +78,39 @@ def exit_code(work: Callable[[], None], seconds: float | None = None) -> int | N
 
 
 def kill_at(case: OnDisk, folder: Path, moments: int, seed: int = 4) -> None:
-    """Runs are killed at random moments. These count processor time, which other processes on the machine do not change."""
+    """Runs are killed at random moments. These count processor time, which other processes on the
+    machine do not change."""
     root, picture = folder / "tmp", folder / "picture.png"
     root.mkdir()
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    usage_before = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert exit_code(lambda: case.run(root, picture)) == 0
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    whole_run = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    usage_after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    whole_run = (
+        usage_after.ru_utime + usage_after.ru_stime - usage_before.ru_utime - usage_before.ru_stime
+    )
     expected = picture.read_bytes()
     assert not list(root.iterdir())
-    left = killed = 0
+    folder_count = kill_count = 0
     for moment in random.Random(seed).sample(range(1000), moments):
 
         def mortal(moment: int = moment) -> None:
             signal.setitimer(signal.ITIMER_PROF, max(1e-6, whole_run * moment / 1000))
             case.run(root, picture)
 
-        killed += exit_code(mortal) == -signal.SIGPROF
-        left += bool(list(root.glob(f"{PREFIX}*")))
+        kill_count += exit_code(mortal) == -signal.SIGPROF
+        folder_count += bool(list(root.glob(f"{PREFIX}*")))
         assert picture.read_bytes() == expected, "whole, or not there"
         assert len(list(root.glob(f"{PREFIX}*"))) <= 1, "each run removes what the one before left"
-    assert killed > moments // 2
-    assert left > 0
+    assert kill_count > moments // 2
+    assert folder_count > 0
     case.run(root, picture)
     assert not list(root.iterdir())
     assert np.array_equal(case.image, case.whole.image)
 
 
-def test_a_run_that_is_killed_leaves_nothing_that_counts_and_the_next_one_works(case: OnDisk, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_leaves_nothing_that_counts_and_the_next_one_works(
+    case: OnDisk, tmp_path: Path
+) -> None:
     kill_at(case, tmp_path, 6)
 
 
@@ -119,8 +132,11 @@ def test_a_folder_that_a_process_still_uses_stays(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_refuses_is_an_error_that_says_how_much_and_leaves_nothing(case: OnDisk, tmp_path: Path) -> None:
-    """A limit on the size of files stands for a full disk: writing fails in the middle of a block."""
+def test_a_disk_that_refuses_is_an_error_that_says_how_much_and_leaves_nothing(
+    case: OnDisk, tmp_path: Path
+) -> None:
+    """A limit on the size of files stands for a full disk: writing fails in the middle of a
+    block."""
 
     def work() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -134,20 +150,24 @@ def test_a_disk_that_refuses_is_an_error_that_says_how_much_and_leaves_nothing(c
             os._exit(7)
 
     assert exit_code(work) == 7
-    written = [path.name for path in tmp_path.glob("**/*.safetensors")]
-    assert written == ["text_encoder.safetensors"], "what did not fit whole is not there"
+    names = [path.name for path in tmp_path.glob("**/*.safetensors")]
+    assert names == ["text_encoder.safetensors"], "what did not fit whole is not there"
     assert len(remove_stale(tmp_path)) == 1
     assert not list(tmp_path.iterdir())
 
 
-def test_s3_4_a_group_with_less_ram_than_the_plan_holds_is_refused_before_anything_is_loaded(case: OnDisk, tmp_path: Path) -> None:
+def test_s3_4_a_group_with_less_ram_than_the_plan_holds_is_refused_before_anything_is_loaded(
+    case: OnDisk, tmp_path: Path
+) -> None:
     whole, problem = case.whole, case.whole.smallest()
     plan = planned(problem)
     (tmp_path / "memory.max").write_text(str(simulate(problem, plan).host_peak_bytes - 1))
-    has = host_ram_bytes(root=tmp_path, own=tmp_path / "none")
+    has = host_ram_bytes(root=tmp_path, membership=tmp_path / "none")
     device = open_device(problem)
     with pytest.raises(
-        PlanError, match=r"holds .* in RAM, and this machine, or this process's cgroup, has .*plan again with --ram"
+        PlanError,
+        match=r"holds .* in RAM, and this machine, or this process's cgroup, has .*"
+        r"plan again with --ram",
     ):
         execute(solution_of(problem, plan), whole.graph, whole.inputs, device, ram_bytes=has)
     assert device.arenas.nbytes("arenas") == 0

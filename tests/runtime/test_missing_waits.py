@@ -1,4 +1,5 @@
-"""The ordering checker reports a missing wait in every run, also on a device whose earlier runs had one."""
+"""The ordering checker reports a missing wait in every run, also on a device whose earlier runs had
+one."""
 
 from __future__ import annotations
 
@@ -6,31 +7,47 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from small_component import WIDE, Small, device_of, hardware, plan_of, problem, run, untouched, use
+from small_component import (
+    WIDE,
+    Small,
+    device_of,
+    plan_of,
+    run,
+    small_hardware,
+    small_problem,
+    untouched,
+    use,
+)
 
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.runtime.host import Host
 from graphrun.sim.ordering import RaceError
 
 CALLS = ["a", "a"]
-ON = hardware()
+ON = small_hardware()
 PLAN = f"""
     slot s0/0:a load
-      load a remainder[0] thin[0-5] from pinned
+      load a unblocked[0] thin[0-5] from pinned
     slot s0/0:a first
-      stream a keep remainder[0] thin[0-5] ring {2 * WIDE} B
+      stream a keep unblocked[0] thin[0-5] ring buffer {2 * WIDE} B
       run
     slot s0/0:a steady x1
-      stream a keep remainder[0] thin[0-5] ring {2 * WIDE} B
+      stream a keep unblocked[0] thin[0-5] ring buffer {2 * WIDE} B
       run
     slot end
-      evict a remainder[0] thin[0-5]
+      evict a unblocked[0] thin[0-5]
 """
-FIRST, STREAMED = 0, 5  # numbers of waits: of the load slot's first copy for its allocation, of compute for a streamed block
+# numbers of waits: of the load slot's first copy for its allocation, of compute for a streamed
+# block
+FIRST, STREAMED = (
+    0,
+    5,
+)
 
 
 class Waits:
-    """Counts a run's waits of a stream for a mark, and leaves out number ``left_out`` (-1: none)."""
+    """Counts a run's waits of a stream for a mark, and leaves out number ``left_out`` (-1:
+    none)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, self.left_out = 0, -1
@@ -45,11 +62,12 @@ class Waits:
 
 
 class Runs:
-    """Runs of one plan on one device. The plan loads some blocks of a component and streams the others, in two calls."""
+    """Runs of one plan on one device. The plan loads some blocks of a component and streams the
+    others, in two calls."""
 
     def __init__(self, waits: Waits) -> None:
         self.waits, self.modules = waits, {"a": Small()}
-        self.problem = problem(self.modules, [[use("a", 2, ON)]], ON)
+        self.problem = small_problem(self.modules, [[use("a", 2, ON)]], ON)
         self.device = device_of(self.problem)
         self.host = Host(self.modules, self.problem, self.device)
 
@@ -96,11 +114,11 @@ def test_a_race_beside_an_error_of_the_components_code_leaves_nothing_behind(wai
     def fails(x: torch.Tensor) -> None:
         raise ValueError("of the component's own code")
 
-    runs.modules["a"].inside = fails
+    runs.modules["a"].callback = fails
     waits.left_out = STREAMED
-    with pytest.raises(RaceError) as caught:
+    with pytest.raises(RaceError) as error_info:
         runs.run()
-    assert isinstance(caught.value.__context__, ValueError)
-    runs.modules["a"].inside = None
+    assert isinstance(error_info.value.__context__, ValueError)
+    runs.modules["a"].callback = None
     assert all(map(untouched, runs.modules.values()))
     assert runs.device.allocated_bytes == 0

@@ -1,4 +1,5 @@
-"""S2.2 and S4.4: modules that another library moves are refused before a run; moving a component during a run is an error."""
+"""S2.2 and S4.4: modules that another library moves are refused before a run; moving a component
+during a run is an error."""
 
 from __future__ import annotations
 
@@ -9,7 +10,18 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from diffusers.hooks import apply_group_offloading, apply_layerwise_casting
-from small_component import PREFETCH, WIDE, Small, device_of, hardware, plan_of, problem, run, untouched, use
+from small_component import (
+    PREFETCH,
+    WIDE,
+    Small,
+    device_of,
+    plan_of,
+    run,
+    small_hardware,
+    small_problem,
+    untouched,
+    use,
+)
 from torch import nn
 
 from graphrun.errors import BrokenPlan, InputError
@@ -33,7 +45,9 @@ def dispatched() -> Small:
 
 def group_offloaded() -> Small:
     module = Small()
-    apply_group_offloading(module, torch.device("cpu"), torch.device("cpu"), offload_type="leaf_level")
+    apply_group_offloading(
+        module, torch.device("cpu"), torch.device("cpu"), offload_type="leaf_level"
+    )
     return module
 
 
@@ -53,10 +67,13 @@ def with_lora() -> Small:
     class LoraLinear(nn.Module):  # as peft lays its layers out
         def __init__(self, base: nn.Module) -> None:
             super().__init__()
-            self.base_layer, self.lora_A = base, nn.ModuleDict({"cozy": nn.Linear(64, 4, bias=False)})
+            self.base_layer, self.lora_A = (
+                base,
+                nn.ModuleDict({"cozy": nn.Linear(64, 4, bias=False)}),
+            )
 
     module = Small()
-    module.wide[1].up = LoraLinear(module.wide[1].up)
+    module.wide[1].expand = LoraLinear(module.wide[1].expand)
     return module
 
 
@@ -65,7 +82,7 @@ def unread() -> Small:
 
 
 @pytest.mark.parametrize(
-    ("made", "told"),
+    ("make_module", "message"),
     [
         (model_offloaded, "a carries accelerate's CpuOffload.*remove_all_hooks"),
         (sequentially_offloaded, "carries accelerate's AlignDevicesHook.*remove_hook_from_module"),
@@ -73,16 +90,19 @@ def unread() -> Small:
         (group_offloaded, "carries diffusers' group_offloading hook"),
         (cast_by_layer, "carries diffusers' layerwise_casting hook"),
         (mapped, "device_map that places parts of it on 0, disk"),
-        (with_lora, r"a\.wide\.1\.up carries the LoRA cozy.*unload_lora_weights"),
+        (with_lora, r"a\.wide\.1\.expand carries the LoRA cozy.*unload_lora_weights"),
         (unread, "is on the meta device.*pass a in on the CPU"),
     ],
 )
-def test_s2_2_a_second_mover_is_found_before_anything_moves(made: Any, told: str) -> None:
-    of = problem({"a": Small(), "b": Small()}, [[use("a", 1, hardware())], [use("b", 1, hardware())]])
+def test_s2_2_a_second_mover_is_found_before_anything_moves(make_module: Any, message: str) -> None:
+    problem = small_problem(
+        {"a": Small(), "b": Small()},
+        [[use("a", 1, small_hardware())], [use("b", 1, small_hardware())]],
+    )
     first = Small()
     weight = first.embed.weight
-    with pytest.raises(InputError, match=told):
-        Host({"b": first, "a": made()}, of, device_of(of))
+    with pytest.raises(InputError, match=message):
+        Host({"b": first, "a": make_module()}, problem, device_of(problem))
     assert first.embed.weight is weight
 
 
@@ -98,19 +118,24 @@ def test_taking_the_hooks_off_makes_the_module_good_again() -> None:
     refuse_movers({"a": module})
 
 
-@pytest.mark.parametrize("move", [lambda m: m.to("cpu"), lambda m: m.cpu(), lambda m: m.half(), lambda m: m.to(torch.float64)])
+@pytest.mark.parametrize(
+    "move",
+    [lambda m: m.to("cpu"), lambda m: m.cpu(), lambda m: m.half(), lambda m: m.to(torch.float64)],
+)
 def test_s4_4_moving_a_component_during_a_run_is_refused_and_the_next_run_works(move: Any) -> None:
     modules = {"a": Small(), "b": Small(1)}
-    of = problem(modules, [[use("a", 4, hardware())], [use("b", 1, hardware())]])
-    device, plan = device_of(of), plan_of(of, PREFETCH.format(ring=2 * WIDE))
-    host = Host(modules, of, device)
-    modules["a"].inside = lambda _: move(modules["a"])
+    problem = small_problem(
+        modules, [[use("a", 4, small_hardware())], [use("b", 1, small_hardware())]]
+    )
+    device, plan = device_of(problem), plan_of(problem, PREFETCH.format(ring_buffer=2 * WIDE))
+    host = Host(modules, problem, device)
+    modules["a"].callback = lambda _: move(modules["a"])
     with pytest.raises(BrokenPlan, match=r"moves or casts a\b.*remove the call"):
-        run(of, plan, host, device, ["a"] * 4 + ["b"])
+        run(problem, plan, host, device, ["a"] * 4 + ["b"])
     assert device.allocated_bytes == 0
-    modules["a"].inside = None
+    modules["a"].callback = None
     assert all(untouched(module) for module in modules.values())
-    run(of, plan, host, device, ["a"] * 4 + ["b"])
+    run(problem, plan, host, device, ["a"] * 4 + ["b"])
 
 
 @pytest.mark.parametrize("place", ["meta", torch.device("meta", 0)])

@@ -1,4 +1,5 @@
-"""Tiny FLUX and SDXL under budgets that force streaming: the plain pipeline's image, planned bytes, nothing left behind."""
+"""Tiny FLUX and SDXL under budgets that force streaming: the plain pipeline's image, planned bytes,
+nothing left behind."""
 
 from __future__ import annotations
 
@@ -35,18 +36,39 @@ def peaks(trace: Trace) -> list[int]:
 
 
 def as_built(whole: TinyPipeline) -> bool:
-    """All tensors on the CPU, classes as they were, and no hook of graphrun's (transformers leaves its own on text encoders)."""
+    """All tensors on the CPU, classes as they were, and no hook of graphrun's (transformers leaves
+    its own on text encoders)."""
     inner = [m for module in whole.modules.values() for m in module.modules()]
-    hooks = [hook for m in inner for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+    hooks = [
+        hook for m in inner for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
+    ]
     hooked = any(hook.__module__.startswith("graphrun") for hook in hooks)
-    placed = all(t.device.type == "cpu" for module in whole.modules.values() for t in (*module.parameters(), *module.buffers()))
-    return placed and not hooked and {name: type(module) for name, module in whole.modules.items()} == whole.kinds
+    is_on_cpu = all(
+        t.device.type == "cpu"
+        for module in whole.modules.values()
+        for t in (*module.parameters(), *module.buffers())
+    )
+    return (
+        is_on_cpu
+        and not hooked
+        and {name: type(module) for name, module in whole.modules.items()} == whole.kinds
+    )
 
 
-@pytest.mark.parametrize("room", sampled([0.0, 0.1, 0.6], [0.0, 0.6], "reference"), ids=["smallest", "a tenth more", "more"])
-def test_the_image_is_the_plain_pipelines_in_the_planned_bytes(whole: TinyPipeline, room: float) -> None:
-    least = whole.smallest()
-    problem = whole.within(int(least.budget_bytes + room * (whole.largest_with_activation() - least.budget_bytes)))
+@pytest.mark.parametrize(
+    "room",
+    sampled([0.0, 0.1, 0.6], [0.0, 0.6], "reference"),
+    ids=["smallest", "a tenth more", "more"],
+)
+def test_the_image_is_the_plain_pipelines_in_the_planned_bytes(
+    whole: TinyPipeline, room: float
+) -> None:
+    smallest = whole.smallest()
+    problem = whole.within(
+        int(
+            smallest.budget_bytes + room * (whole.largest_with_activation() - smallest.budget_bytes)
+        )
+    )
     assert problem.budget_bytes < whole.largest_with_activation()
     plan = planned(problem)
     largest = max(problem.components, key=lambda c: c.weight_bytes()).name
@@ -67,9 +89,12 @@ def test_with_room_for_all_nothing_streams_and_the_image_is_the_same(whole: Tiny
 
 
 def test_tables_that_modules_keep_in_attributes_go_with_their_stage(whole: TinyPipeline) -> None:
-    """Also where the module itself would keep them for its next call (AnyFlow's rotary frequencies)."""
+    """Also where the module itself would keep them for its next call (AnyFlow's rotary
+    frequencies)."""
     layer = next(whole.modules[name] for name in ("transformer", "unet") if name in whole.modules)
-    hook = layer.register_forward_hook(lambda module, args, out: setattr(module, "table", torch.ones_like(out[0])))
+    hook = layer.register_forward_hook(
+        lambda module, args, output: setattr(module, "table", torch.ones_like(output[0]))
+    )
     problem = whole.within(4 * whole.largest_with_activation())
     try:
         trace = whole.run(problem, planned(problem))
@@ -84,8 +109,11 @@ def test_a_second_run_has_the_same_peaks_and_actions(whole: TinyPipeline) -> Non
     plan = planned(problem)
     first, second = whole.run(problem, plan), whole.run(problem, plan)
     assert peaks(first) == peaks(second)
-    told = [[(e.kind, e.component, e.slot, e.detail, e.nbytes) for e in trace.events] for trace in (first, second)]
-    assert told[0] == told[1]
+    events = [
+        [(e.kind, e.component, e.slot, e.detail, e.nbytes) for e in trace.events]
+        for trace in (first, second)
+    ]
+    assert events[0] == events[1]
 
 
 def test_peaks_do_not_depend_on_when_garbage_is_collected(whole: TinyPipeline) -> None:
@@ -100,7 +128,8 @@ def test_peaks_do_not_depend_on_when_garbage_is_collected(whole: TinyPipeline) -
 
 
 class Faulty:
-    """One denoising step of FLUX on a small picture, run again and again with one fault each; with ``parts`` of it alone."""
+    """One denoising step of FLUX on a small picture, run again and again with one fault each; with
+    ``parts`` of it alone."""
 
     def __init__(self, whole: TinyPipeline, parts: Sequence[str] = ()) -> None:
         self.whole, self.graph, self.precomputed = whole, whole.graph, dict[str, Any]()
@@ -115,17 +144,30 @@ class Faulty:
         self.copies = self.machine.copies_in + self.machine.copies_out - copies
         self.allocations = self.machine.allocations - allocations
 
-    def _leave_out(self, done: Sequence[str]) -> None:
+    def _leave_out(self, stages: Sequence[str]) -> None:
         def keep(stage: str, outputs: Mapping[str, Any]) -> None:
-            self.precomputed |= {f"{stage}.{name}": walk(value, lambda tensor: tensor.cpu()) for name, value in outputs.items()}
+            self.precomputed |= {
+                f"{stage}.{name}": walk(value, lambda tensor: tensor.cpu())
+                for name, value in outputs.items()
+            }
 
         self.whole.run(self.problem, self.plan, after_stage=keep)
-        self.graph = self.graph.with_precomputed(done)
-        self.precomputed = {str(of)[1:]: self.precomputed[str(of)[1:]] for of in self.graph.precomputed}
-        self.problem = without(self.problem, [stage.name for stage in self.graph.stages], done, self.graph.digest)
+        self.graph = self.graph.with_precomputed(stages)
+        self.precomputed = {
+            str(reference)[1:]: self.precomputed[str(reference)[1:]]
+            for reference in self.graph.precomputed
+        }
+        self.problem = without(
+            self.problem, [stage.name for stage in self.graph.stages], stages, self.graph.digest
+        )
         self.plan = planned(self.problem)
-        modules = {component.name: self.whole.modules[component.name] for component in self.problem.components}
-        self.whole.host = Host.of_graph(self.graph, apply_choices(self.problem, self.plan), self.whole.device, modules)
+        modules = {
+            component.name: self.whole.modules[component.name]
+            for component in self.problem.components
+        }
+        self.whole.host = Host.of_graph(
+            self.graph, apply_choices(self.problem, self.plan), self.whole.device, modules
+        )
 
     def run(self) -> Trace:
         return self.whole.run(self.problem, self.plan, self.graph, precomputed=self.precomputed)
@@ -152,39 +194,39 @@ class Faulty:
 
 @pytest.fixture(scope="module")
 def faulty() -> Faulty:
-    made = Faulty(TinyPipeline("flux-tiny", ONE_STEP))
+    case = Faulty(TinyPipeline("flux-tiny", ONE_STEP))
     gc.freeze()  # each failed run collects garbage, and the pipeline was imported only now
-    return made
+    return case
 
 
-@pytest.mark.parametrize("every", sampled([5, 1], [5], "faults"))
-def test_every_copy_of_a_run_may_fail(faulty: Faulty, every: int) -> None:
+@pytest.mark.parametrize("step", sampled([5, 1], [5], "faults"))
+def test_every_copy_of_a_run_may_fail(faulty: Faulty, step: int) -> None:
     """Every fifth in the small case."""
     assert faulty.copies > 30
-    faulty.sweep_copies(range(1, faulty.copies + 1, every))
+    faulty.sweep_copies(range(1, faulty.copies + 1, step))
     faulty.succeeds()
 
 
-def sweep_allocations_in(faulty: Faulty, module: nn.Module, every: int = 1) -> None:
-    found = ranges_of(faulty.machine, {"": module}, faulty.run)[""]
-    assert len(found) > 20
-    faulty.sweep_allocations(found[::every])
+def sweep_allocations_in(faulty: Faulty, module: nn.Module, step: int = 1) -> None:
+    allocations = ranges_of(faulty.machine, {"": module}, faulty.run)[""]
+    assert len(allocations) > 20
+    faulty.sweep_allocations(allocations[::step])
     faulty.succeeds()
 
 
 def test_allocations_of_a_block_may_fail(faulty: Faulty) -> None:
-    sweep_allocations_in(faulty, faulty.whole.modules["transformer"].transformer_blocks[1], every=7)
+    sweep_allocations_in(faulty, faulty.whole.modules["transformer"].transformer_blocks[1], step=7)
 
 
 def test_allocations_of_the_encoder_may_fail(faulty: Faulty) -> None:
-    sweep_allocations_in(faulty, faulty.whole.modules["text_encoder"], every=7)
+    sweep_allocations_in(faulty, faulty.whole.modules["text_encoder"], step=7)
 
 
 @pytest.mark.sweep("faults")
 def test_every_allocation_of_the_decoder_alone_may_fail() -> None:
     """Each in a run that gets the outputs of the stages before it as precomputed values."""
-    alone = Faulty(TinyPipeline("flux-tiny", ONE_STEP), ["decode"])
-    sweep_allocations_in(alone, alone.whole.modules["vae"].decoder)
+    decoder_run = Faulty(TinyPipeline("flux-tiny", ONE_STEP), ["decode"])
+    sweep_allocations_in(decoder_run, decoder_run.whole.modules["vae"].decoder)
 
 
 def test_eight_other_allocations_may_fail(faulty: Faulty) -> None:

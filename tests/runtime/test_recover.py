@@ -1,4 +1,5 @@
-"""Out of memory: the remaining stages are planned again and the run continues; if no plan fits, values are saved."""
+"""Out of memory: the remaining stages are planned again and the run continues; if no plan fits,
+values are saved."""
 
 from __future__ import annotations
 
@@ -27,20 +28,33 @@ def whole() -> TinyPipeline:
     return TinyPipeline("flux-tiny", {"steps": 2, "height": 64, "width": 64})
 
 
-def run(whole: TinyPipeline, problem: Problem, told: list[str], keep: Path | None = None) -> Trace:
+def run(
+    whole: TinyPipeline, problem: Problem, messages: list[str], keep: Path | None = None
+) -> Trace:
     solution = solution_of(problem, planned(problem))
-    return execute(solution, whole.graph, whole.inputs, whole.device, host=whole.host, tell=told.append, keep=keep)
+    return execute(
+        solution,
+        whole.graph,
+        whole.inputs,
+        whole.device,
+        host=whole.host,
+        tell=messages.append,
+        keep=keep,
+    )
 
 
 @contextmanager
-def shrinking(whole: TinyPipeline, component: str, capacity_bytes: int, call: int = 1) -> Iterator[list[str]]:
-    """The machine has ``capacity_bytes`` from call number ``call`` of ``component`` on; yields the components entered."""
-    entered: list[str] = []
+def shrinking(
+    whole: TinyPipeline, component: str, capacity_bytes: int, call: int = 1
+) -> Iterator[list[str]]:
+    """The machine has ``capacity_bytes`` from call number ``call`` of ``component`` on; yields the
+    components entered."""
+    calls: list[str] = []
 
     def enter(name: str) -> Any:
         def before(*_: Any) -> None:
-            entered.append(name)
-            if name == component and entered.count(name) == call:
+            calls.append(name)
+            if name == component and calls.count(name) == call:
                 whole.device.machine.capacity_bytes = capacity_bytes
 
         return before
@@ -51,7 +65,7 @@ def shrinking(whole: TinyPipeline, component: str, capacity_bytes: int, call: in
         if name in whole.modules
     ]
     try:
-        yield entered
+        yield calls
     finally:
         for hook in hooks:
             hook.remove()
@@ -63,92 +77,129 @@ def roomy(whole: TinyPipeline) -> Problem:
     return whole.within(whole.largest_with_activation() + (1 << 20))
 
 
-def test_memory_that_vanishes_in_a_stage_has_the_remaining_stages_planned_again(whole: TinyPipeline) -> None:
-    problem, told = roomy(whole), list[str]()
-    less = whole.smallest().budget_bytes + 200_000
-    with shrinking(whole, "transformer", less) as entered:
-        trace = run(whole, problem, told)
+def test_memory_that_vanishes_in_a_stage_has_the_remaining_stages_planned_again(
+    whole: TinyPipeline,
+) -> None:
+    problem, messages = roomy(whole), list[str]()
+    budget_bytes = whole.smallest().budget_bytes + 200_000
+    with shrinking(whole, "transformer", budget_bytes) as calls:
+        trace = run(whole, problem, messages)
     assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
-    assert len(told) == len(trace.notes) == 1
-    assert "slot denoise/0:transformer first: sim out of memory" in told[0]
-    assert "planned again with" in told[0]
-    assert told[0].endswith("continuing from denoise, from its start")
-    assert entered.count("text_encoder") == entered.count("text_encoder_2") == 1, "what was finished is not done again"
-    assert max(slot.peak_bytes for slot in trace.slots if slot.phase.startswith(("denoise", "decode"))) <= less
+    assert len(messages) == len(trace.notes) == 1
+    assert "slot denoise/0:transformer first: sim out of memory" in messages[0]
+    assert "planned again with" in messages[0]
+    assert messages[0].endswith("continuing from denoise, from its start")
+    assert calls.count("text_encoder") == calls.count("text_encoder_2") == 1, (
+        "what was finished is not done again"
+    )
+    assert (
+        max(slot.peak_bytes for slot in trace.slots if slot.phase.startswith(("denoise", "decode")))
+        <= budget_bytes
+    )
     assert [slot.part for slot in trace.slots][-1] == "end"
     assert whole.device.allocated_bytes == 0
 
 
 @pytest.mark.parametrize("call", [2, 5])
 def test_it_continues_after_the_last_finished_step(call: int) -> None:
-    whole, told = TinyPipeline("flux-tiny", {"steps": 5, "height": 64, "width": 64}), list[str]()
+    whole, messages = (
+        TinyPipeline("flux-tiny", {"steps": 5, "height": 64, "width": 64}),
+        list[str](),
+    )
     problem = roomy(whole)
-    with shrinking(whole, "transformer", whole.smallest().budget_bytes + 200_000, call) as entered:
-        trace = run(whole, problem, told)
+    with shrinking(whole, "transformer", whole.smallest().budget_bytes + 200_000, call) as calls:
+        trace = run(whole, problem, messages)
     assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
-    assert len(told) == 1
-    assert told[0].endswith(f"continuing from denoise, after step {call - 1} of 5")
-    assert entered.count("transformer") == 5 + 1, "the step that broke is taken twice, and no other one"
-    assert sum(slot.calls for slot in trace.slots if slot.phase.startswith("denoise") and slot.part != "load") == 6 - call
+    assert len(messages) == 1
+    assert messages[0].endswith(f"continuing from denoise, after step {call - 1} of 5")
+    assert calls.count("transformer") == 5 + 1, (
+        "the step that broke is taken twice, and no other one"
+    )
+    assert (
+        sum(
+            slot.calls
+            for slot in trace.slots
+            if slot.phase.startswith("denoise") and slot.part != "load"
+        )
+        == 6 - call
+    )
     assert whole.device.allocated_bytes == 0
 
 
-def test_a_loop_that_cannot_resume_restarts_and_the_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphrun.ops.steps.why_not", lambda _: "as for pipelines whose loops are not understood")
-    whole, told = TinyPipeline("wan-tiny", {"steps": 2}), list[str]()
-    with shrinking(whole, "transformer", whole.smallest().budget_bytes + 200_000, 4) as entered:
-        trace = run(whole, roomy(whole), told)
+def test_a_loop_that_cannot_resume_restarts_and_the_note_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "graphrun.ops.steps.resume_obstacle",
+        lambda _: "as for pipelines whose loops are not understood",
+    )
+    whole, messages = TinyPipeline("wan-tiny", {"steps": 2}), list[str]()
+    with shrinking(whole, "transformer", whole.smallest().budget_bytes + 200_000, 4) as calls:
+        trace = run(whole, roomy(whole), messages)
     assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
-    assert told[0].endswith("continuing from denoise, from its start")
-    assert entered.count("transformer") == 3 + 1 + 4
+    assert messages[0].endswith("continuing from denoise, from its start")
+    assert calls.count("transformer") == 3 + 1 + 4
 
 
 def test_memory_that_vanished_is_noticed_before_a_stage_begins(whole: TinyPipeline) -> None:
-    problem, told = roomy(whole), list[str]()
-    encoding = max(slot.peak_bytes for slot in simulate(problem, planned(problem)).slots if slot.phase.startswith("encode/1"))
-    with shrinking(whole, "text_encoder_2", max(encoding, whole.smallest().budget_bytes)) as entered:
-        trace = run(whole, problem, told)
-    assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
-    assert len(told) == 1
-    assert "before denoise, " in told[0]
-    assert " are available of the " in told[0]
-    assert entered.count("transformer") == 2, "the stage did not have to fail"
-
-
-def test_an_activation_that_was_estimated_too_low_is_raised_to_what_was_seen(whole: TinyPipeline) -> None:
-    told: list[str] = []
-    least = whole.smallest()
-    low = tuple(
-        replace(p, first_bytes=p.first_bytes // 4, steady_bytes=p.steady_bytes // 4) if p.stage == "denoise" else p
-        for p in least.phases
+    problem, messages = roomy(whole), list[str]()
+    encoding = max(
+        slot.peak_bytes
+        for slot in simulate(problem, planned(problem)).slots
+        if slot.phase.startswith("encode/1")
     )
-    problem = replace(least, phases=low, budget_bytes=least.budget_bytes + 100_000)
-    trace = run(whole, problem, told)
+    with shrinking(whole, "text_encoder_2", max(encoding, whole.smallest().budget_bytes)) as calls:
+        trace = run(whole, problem, messages)
     assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
-    assert 1 <= len(told) <= 4
+    assert len(messages) == 1
+    assert "before denoise, " in messages[0]
+    assert " are available of the " in messages[0]
+    assert calls.count("transformer") == 2, "the stage did not have to fail"
+
+
+def test_an_activation_that_was_estimated_too_low_is_raised_to_what_was_seen(
+    whole: TinyPipeline,
+) -> None:
+    messages: list[str] = []
+    smallest = whole.smallest()
+    low = tuple(
+        replace(p, first_bytes=p.first_bytes // 4, steady_bytes=p.steady_bytes // 4)
+        if p.stage == "denoise"
+        else p
+        for p in smallest.phases
+    )
+    problem = replace(smallest, phases=low, budget_bytes=smallest.budget_bytes + 100_000)
+    trace = run(whole, problem, messages)
+    assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
+    assert 1 <= len(messages) <= 4
     assert trace.peak_bytes <= problem.effective_bytes
 
 
-def test_when_no_plan_fits_it_stops_with_finished_values_saved_and_named(whole: TinyPipeline, tmp_path: Path) -> None:
-    problem, told = roomy(whole), list[str]()
-    with shrinking(whole, "transformer", 100_000, 2), pytest.raises(OutOfMemory) as caught:
-        run(whole, problem, told, tmp_path / "kept")
-    assert not told
-    text = str(caught.value)
+def test_when_no_plan_fits_it_stops_with_finished_values_saved_and_named(
+    whole: TinyPipeline, tmp_path: Path
+) -> None:
+    problem, messages = roomy(whole), list[str]()
+    with shrinking(whole, "transformer", 100_000, 2), pytest.raises(OutOfMemory) as error_info:
+        run(whole, problem, messages, tmp_path / "kept")
+    assert not messages
+    text = str(error_info.value)
     assert "no plan fits the remaining stages (nothing fits: " in text
     assert f"finished values are saved in {tmp_path}/kept/values.safetensors: " in text
     assert text.endswith(": denoise.latents after step 1 of 2, encode.embeds")
-    found = load_file(tmp_path / "kept" / "values.safetensors")
-    embeds = whole.run(whole.problem, planned(whole.problem))  # nothing is left behind by the failure
+    tensors = load_file(tmp_path / "kept" / "values.safetensors")
+    # nothing is left behind by the failure
+    embeds = whole.run(whole.problem, planned(whole.problem))
     assert np.array_equal(pixels(embeds.outputs["image"]), whole.image)
-    assert {"encode.embeds.prompt_embeds", "encode.embeds.pooled_prompt_embeds"} <= found.keys()
-    assert "denoise.latents after step 1 of 2" in found
-    assert all(torch.isfinite(tensor).all() for tensor in found.values())
+    assert {"encode.embeds.prompt_embeds", "encode.embeds.pooled_prompt_embeds"} <= tensors.keys()
+    assert "denoise.latents after step 1 of 2" in tensors
+    assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
     assert [file.name for file in (tmp_path / "kept").iterdir()] == ["values.safetensors"]
     assert whole.device.allocated_bytes == 0
 
 
-def test_values_that_the_disk_does_not_take_are_said_to_be_lost(whole: TinyPipeline, tmp_path: Path) -> None:
+def test_values_that_the_disk_does_not_take_are_said_to_be_lost(
+    whole: TinyPipeline, tmp_path: Path
+) -> None:
     (tmp_path / "kept").touch()
     with (
         shrinking(whole, "transformer", 100_000),
@@ -158,12 +209,14 @@ def test_values_that_the_disk_does_not_take_are_said_to_be_lost(whole: TinyPipel
 
 
 def test_a_run_as_planned_is_not_planned_again(whole: TinyPipeline) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     problem = whole.smallest()
-    trace = run(whole, problem, told)
-    assert not told
+    trace = run(whole, problem, messages)
+    assert not messages
     assert trace.notes == ()
-    assert [slot.phase for slot in trace.slots] == [slot.phase for slot in simulate(problem, planned(problem)).slots]
+    assert [slot.phase for slot in trace.slots] == [
+        slot.phase for slot in simulate(problem, planned(problem)).slots
+    ]
 
 
 def test_values_that_cannot_be_copied_from_the_device_end_the_run(whole: TinyPipeline) -> None:
@@ -172,10 +225,13 @@ def test_values_that_cannot_be_copied_from_the_device_end_the_run(whole: TinyPip
 
     hook = whole.modules["transformer"].register_forward_pre_hook(broken)
     try:
-        with shrinking(whole, "transformer", 100_000), pytest.raises(OutOfMemory) as caught:
+        with shrinking(whole, "transformer", 100_000), pytest.raises(OutOfMemory) as error_info:
             run(whole, roomy(whole), [])
     finally:
         hook.remove()
         whole.device.machine.fail_copy = None
-    assert "no plan fits the remaining stages (encode.embeds could not be copied from the device)" in str(caught.value)
+    assert (
+        "no plan fits the remaining stages (encode.embeds could not be copied from the device)"
+        in str(error_info.value)
+    )
     assert whole.device.allocated_bytes == 0

@@ -1,10 +1,19 @@
-"""Moving a module's tensors to the device and back keeps values, ties, dtypes and identity; there is one host copy."""
+"""Moving a module's tensors to the device and back keeps values, ties, dtypes and identity; there
+is one host copy."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from small_component import GROUPS, Small, device_of, hardware, numbers, problem, tensors
+from small_component import (
+    GROUPS,
+    Small,
+    device_of,
+    numbers,
+    small_hardware,
+    small_problem,
+    tensors,
+)
 
 from graphrun.errors import InputError
 from graphrun.runtime.devices.simulated import SimulatedDevice
@@ -15,12 +24,12 @@ PATHS = [path for k in GROUPS for path in k.blocks]
 
 @pytest.fixture
 def device() -> SimulatedDevice:
-    return device_of(problem({"a": Small()}, [], hardware()))
+    return device_of(small_problem({"a": Small()}, [], small_hardware()))
 
 
 def made(device: SimulatedDevice) -> tuple[Small, Residency]:
     module = Small()
-    return module, Residency(module, numbers("a", module, hardware()), device)
+    return module, Residency(module, numbers("a", module, small_hardware()), device)
 
 
 def test_building_the_arena_keeps_every_value_dtype_shape_and_tie(device: SimulatedDevice) -> None:
@@ -39,7 +48,9 @@ def test_the_arena_is_the_only_host_copy(device: SimulatedDevice) -> None:
     module, residency = made(device)
     arena = residency.backing_store.memory
     assert arena is not None
-    assert all(arena.data_ptr() <= t.data_ptr() < arena.data_ptr() + arena.numel() for t in tensors(module))
+    assert all(
+        arena.data_ptr() <= t.data_ptr() < arena.data_ptr() + arena.numel() for t in tensors(module)
+    )
     assert arena.numel() == sum(residency.nbytes(path) for path in PATHS)
 
 
@@ -61,7 +72,9 @@ def test_loaded_blocks_equal_the_host_and_ties_hold_on_the_device(device: Simula
     assert device.allocated_bytes == 0
 
 
-def test_eviction_puts_the_same_host_tensors_back_and_frees_that_block_alone(device: SimulatedDevice) -> None:
+def test_eviction_puts_the_same_host_tensors_back_and_frees_that_block_alone(
+    device: SimulatedDevice,
+) -> None:
     module, residency = made(device)
     host = [id(t) for t in tensors(module)]
     with device.session(1 << 30):
@@ -70,10 +83,10 @@ def test_eviction_puts_the_same_host_tensors_back_and_frees_that_block_alone(dev
             device.barrier()
             residency.load(path)
         device.barrier()
-        both = device.allocated_bytes
+        both_bytes = device.allocated_bytes
         residency.evict("wide.1")
-        assert both - device.allocated_bytes == -(-residency.nbytes("wide.1") // 512) * 512
-        assert module.wide[1].up.weight.device.type == "cpu"
+        assert both_bytes - device.allocated_bytes == -(-residency.nbytes("wide.1") // 512) * 512
+        assert module.wide[1].expand.weight.device.type == "cpu"
         assert module.embed.weight.device.type == "sim"
         residency.evict("")
         assert device.allocated_bytes == 0
@@ -82,20 +95,20 @@ def test_eviction_puts_the_same_host_tensors_back_and_frees_that_block_alone(dev
 
 def test_a_module_that_was_not_planned_for_is_refused(device: SimulatedDevice) -> None:
     module = Small()
-    planned = numbers("a", module, hardware())
-    module.wide[2].up = torch.nn.Linear(64, 500)
+    component = numbers("a", module, small_hardware())
+    module.wide[2].expand = torch.nn.Linear(64, 500)
     with pytest.raises(InputError, match=r"a: block 'wide.2' has \d+ bytes"):
-        Residency(module, planned, device)
+        Residency(module, component, device)
 
 
 def test_a_module_that_is_not_on_the_cpu_is_refused(device: SimulatedDevice) -> None:
     module = Small().to("meta")
     with pytest.raises(InputError, match="on meta; pass it in on the CPU"):
-        Residency(module, numbers("a", module, hardware()), device)
+        Residency(module, numbers("a", module, small_hardware()), device)
 
 
 def test_blocks_are_named_in_call_order() -> None:
-    planned = numbers("a", Small(), hardware())
-    assert blocks_of(planned, None) == PATHS
-    assert blocks_of(planned, (("thin", (0, 5)), ("remainder", (0,)))) == ["", "thin.0", "thin.5"]
-    assert blocks_of(planned, ()) == []
+    component = numbers("a", Small(), small_hardware())
+    assert blocks_of(component, None) == PATHS
+    assert blocks_of(component, (("thin", (0, 5)), ("unblocked", (0,)))) == ["", "thin.0", "thin.5"]
+    assert blocks_of(component, ()) == []

@@ -1,4 +1,5 @@
-"""Several runs of one plan: kept weights stay, later runs execute their own slots, closing releases everything."""
+"""Several runs of one plan: kept weights stay, later runs execute their own slots, closing releases
+everything."""
 
 from __future__ import annotations
 
@@ -7,24 +8,34 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_component import WIDE, Small, calls_to, device_of, hardware, plain, plan_of, problem, use
+from small_component import (
+    WIDE,
+    Small,
+    calls_to,
+    device_of,
+    plain,
+    plan_of,
+    small_hardware,
+    small_problem,
+    use,
+)
 from stored_component import host_of, in_backing_store, saved
 
 from graphrun.errors import PlanError, TransferFailed
-from graphrun.runtime.executor import Session
+from graphrun.runtime.executor import PlanSession
 from graphrun.verify.simulate import simulate
 from graphrun.verify.solution import solution_of
 
-ON = replace(hardware(), disk_bytes_per_second=4e8)
+ON = replace(small_hardware(), disk_bytes_per_second=4e8)
 CALLS = ["a", "b"]
 TEXT = f"""
-    leaves a remainder[0] wide[0,2]
+    leaves a unblocked[0] wide[0,2]
     slot s0/0:a load
       read a
-      load a remainder[0] wide[0,2] from pinned
+      load a unblocked[0] wide[0,2] from pinned
     slot s0/0:a first
       read b
-      stream a keep remainder[0] wide[0,2] ring {2 * WIDE} B
+      stream a keep unblocked[0] wide[0,2] ring buffer {2 * WIDE} B
       run
     slot s1/0:b load
       load b all from pinned
@@ -35,7 +46,7 @@ TEXT = f"""
     again
     slot s0/0:a load
     slot s0/0:a first
-      stream a keep remainder[0] wide[0,2] ring {2 * WIDE} B
+      stream a keep unblocked[0] wide[0,2] ring buffer {2 * WIDE} B
       run
     slot s1/0:b load
       load b all from pinned
@@ -48,11 +59,17 @@ TEXT = f"""
 
 class Case:
     def __init__(self, folder: Path) -> None:
-        of = problem({}, [[use("a", 1, ON)], [use("b", 1, ON)]], ON)
-        self.problem = replace(of, runs=3, components=tuple(in_backing_store("pinned", name, ON) for name in ("a", "b")))
+        problem = small_problem({}, [[use("a", 1, ON)], [use("b", 1, ON)]], ON)
+        self.problem = replace(
+            problem,
+            runs=3,
+            components=tuple(in_backing_store("pinned", name, ON) for name in ("a", "b")),
+        )
         self.plan = plan_of(self.problem, TEXT)
         self.device = device_of(self.problem)
-        self.host = host_of(self.problem, {"a": saved(folder / "a"), "b": saved(folder / "b", 1)}, self.device)
+        self.host = host_of(
+            self.problem, {"a": saved(folder / "a"), "b": saved(folder / "b", 1)}, self.device
+        )
         self.expected = plain({"a": Small(), "b": Small(1)}, CALLS)
 
     def work(self) -> dict[str, torch.Tensor]:
@@ -65,14 +82,22 @@ def case(tmp_path: Path) -> Case:
 
 
 def test_further_runs_find_what_the_first_kept_and_closing_returns_everything(case: Case) -> None:
-    with Session(solution_of(case.problem, case.plan), case.host, case.device) as session:
+    with PlanSession(solution_of(case.problem, case.plan), case.host, case.device) as session:
         traces = [session.run(case.work) for _ in range(3)]
         assert case.device.allocated_bytes > 0
-        assert case.device.arenas.nbytes("pinned") == 2 * case.problem.components[0].variants[0].host_bytes
-    planned = simulate(case.problem, case.plan)
-    assert [trace.moved_bytes for trace in traces] == [planned.moved_bytes, *[planned.again_moved_bytes] * 2]
-    assert planned.again_moved_bytes < planned.moved_bytes
-    assert [trace.seconds for trace in traces] == pytest.approx([planned.seconds, *[planned.again_seconds] * 2], rel=0.02)
+        assert (
+            case.device.arenas.nbytes("pinned")
+            == 2 * case.problem.components[0].variants[0].host_bytes
+        )
+    simulation = simulate(case.problem, case.plan)
+    assert [trace.moved_bytes for trace in traces] == [
+        simulation.moved_bytes,
+        *[simulation.further_moved_bytes] * 2,
+    ]
+    assert simulation.further_moved_bytes < simulation.moved_bytes
+    assert [trace.seconds for trace in traces] == pytest.approx(
+        [simulation.seconds, *[simulation.further_seconds] * 2], rel=0.02
+    )
     assert all(torch.equal(trace.outputs["x"], case.expected) for trace in traces)
     assert {trace.plan_digest for trace in traces} == {case.plan.digest}
     assert [len([e for e in trace.events if e.kind == "read"]) for trace in traces] == [22, 0, 0]
@@ -80,51 +105,57 @@ def test_further_runs_find_what_the_first_kept_and_closing_returns_everything(ca
 
 
 def test_a_run_that_fails_ends_the_session_and_the_next_is_a_first_one(case: Case) -> None:
-    with Session(solution_of(case.problem, case.plan), case.host, case.device) as session:
+    with PlanSession(solution_of(case.problem, case.plan), case.host, case.device) as session:
         first = session.run(case.work)
         case.device.machine.fail_copy = 3
         with pytest.raises(TransferFailed):
             session.run(case.work)
         assert case.device.allocated_bytes == case.device.arenas.nbytes("arenas") == 0
-        again = session.run(case.work)
-    assert again.moved_bytes == first.moved_bytes
-    assert torch.equal(again.outputs["x"], case.expected)
+        further_run = session.run(case.work)
+    assert further_run.moved_bytes == first.moved_bytes
+    assert torch.equal(further_run.outputs["x"], case.expected)
 
 
-def test_the_first_slot_may_be_performed_ahead_and_an_error_in_it_empties_the_device(case: Case) -> None:
-    with Session(solution_of(case.problem, case.plan), case.host, case.device) as session:
+def test_the_first_slot_may_be_performed_ahead_and_an_error_in_it_empties_the_device(
+    case: Case,
+) -> None:
+    with PlanSession(solution_of(case.problem, case.plan), case.host, case.device) as session:
         whole = session.run(case.work)
         session.close()
         session.load_ahead()
-        loaded = case.device.allocated_bytes
+        loaded_bytes = case.device.allocated_bytes
         assert session.loaded_ahead
-        assert loaded > 0
+        assert loaded_bytes > 0
         session.load_ahead()
-        assert case.device.allocated_bytes == loaded, "once"
-        ahead = session.run(case.work)
+        assert case.device.allocated_bytes == loaded_bytes, "once"
+        first_run = session.run(case.work)
         session.load_ahead()
         assert not session.loaded_ahead, "a further run finds what the first one left"
-        further = session.run(case.work)
+        further_run = session.run(case.work)
         session.close()
         assert case.device.allocated_bytes == case.device.arenas.nbytes("arenas") == 0
         case.device.machine.fail_copy = 2
         with pytest.raises(TransferFailed):
             session.load_ahead()
         assert case.device.allocated_bytes == case.device.arenas.nbytes("arenas") == 0
-        after = session.run(case.work)
-    for trace in (ahead, after):
-        assert [(of.phase, of.part, of.moved_bytes) for of in trace.slots] == [
-            (of.phase, of.part, of.moved_bytes) for of in whole.slots
+        next_run = session.run(case.work)
+    for trace in (first_run, next_run):
+        assert [(slot.phase, slot.part, slot.moved_bytes) for slot in trace.slots] == [
+            (slot.phase, slot.part, slot.moved_bytes) for slot in whole.slots
         ]
         assert torch.equal(trace.outputs["x"], case.expected)
-        assert [of.start_seconds for of in trace.slots] == sorted(of.start_seconds for of in trace.slots)
-    assert further.moved_bytes < ahead.moved_bytes
+        assert [slot.start_seconds for slot in trace.slots] == sorted(
+            slot.start_seconds for slot in trace.slots
+        )
+    assert further_run.moved_bytes < first_run.moved_bytes
 
 
 def test_a_plan_for_one_run_is_not_run_twice_in_a_session(case: Case) -> None:
     single = replace(case.problem, runs=1)
-    text = TEXT.split("again")[0].replace("evict b all", "evict a remainder[0] wide[0,2]\n      evict b all")
-    with Session(solution_of(single, plan_of(single, text)), case.host, case.device) as session:
+    text = TEXT.split("again")[0].replace(
+        "evict b all", "evict a unblocked[0] wide[0,2]\n      evict b all"
+    )
+    with PlanSession(solution_of(single, plan_of(single, text)), case.host, case.device) as session:
         session.run(case.work)
         with pytest.raises(PlanError, match="the plan is for one run"):
             session.run(case.work)

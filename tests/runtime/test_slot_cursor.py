@@ -1,14 +1,15 @@
-"""The slots that a call into a component opens. Plans are in text form; a call is the name of a component."""
+"""The slots that a call into a component opens. Plans are in text form; a call is the name of a
+component."""
 
 from __future__ import annotations
 
 import pytest
-from small_component import Small, hardware, plan_of, problem, use
+from small_component import Small, plan_of, small_hardware, small_problem, use
 
 from graphrun.errors import BrokenPlan
 from graphrun.runtime.cursor import SlotCursor
 
-ON = hardware()
+ON = small_hardware()
 TWO = """
     slot s0/0:a load
     slot s0/0:a first
@@ -34,8 +35,11 @@ SAME = """
 
 
 def cursor_of(text: str, *phases: tuple[tuple[str, int], ...]) -> SlotCursor:
-    of = problem({"a": Small(), "b": Small()}, [[use(name, calls, ON) for name, calls in phase] for phase in phases])
-    return SlotCursor(of, plan_of(of, text))
+    problem = small_problem(
+        {"a": Small(), "b": Small()},
+        [[use(name, calls, ON) for name, calls in phase] for phase in phases],
+    )
+    return SlotCursor(problem, plan_of(problem, text))
 
 
 def two() -> SlotCursor:
@@ -43,65 +47,96 @@ def two() -> SlotCursor:
 
 
 def test_load_and_first_open_with_the_first_call_and_steady_with_the_second() -> None:
-    at = two()
-    assert [at.enter("a"), at.enter("a"), at.enter("a"), at.enter("b"), at.finish()] == [[0, 1], [2], [], [3, 4], [5]]
+    cursor = two()
+    assert [
+        cursor.enter("a"),
+        cursor.enter("a"),
+        cursor.enter("a"),
+        cursor.enter("b"),
+        cursor.finish(),
+    ] == [
+        [0, 1],
+        [2],
+        [],
+        [3, 4],
+        [5],
+    ]
 
 
 def test_slots_of_stages_that_a_run_leaves_out_open_on_the_way() -> None:
-    at = two()
-    at.leave_out({"s0"})
-    assert [at.ahead(), at.enter("b"), at.finish()] == [[0], [1, 2, 3, 4], [5]]
-    at = two()
-    at.leave_out({"s1"})
-    assert [at.enter("a"), at.enter("a"), at.enter("a"), at.finish()] == [[0, 1], [2], [], [3, 4, 5]]
+    cursor = two()
+    cursor.leave_out({"s0"})
+    assert [cursor.ahead(), cursor.enter("b"), cursor.finish()] == [[0], [1, 2, 3, 4], [5]]
+    cursor = two()
+    cursor.leave_out({"s1"})
+    assert [cursor.enter("a"), cursor.enter("a"), cursor.enter("a"), cursor.finish()] == [
+        [0, 1],
+        [2],
+        [],
+        [3, 4, 5],
+    ]
     with pytest.raises(BrokenPlan, match="b was called out of order"):
-        at.enter("b")
+        cursor.enter("b")
 
 
 def test_a_call_beyond_the_plan_stays_in_steady() -> None:
-    at = two()
-    assert [at.enter("a") for _ in range(4)] == [[0, 1], [2], [], []]
+    cursor = two()
+    assert [cursor.enter("a") for _ in range(4)] == [[0, 1], [2], [], []]
 
 
 def test_first_lasts_until_every_component_of_the_phase_was_called() -> None:
-    at = cursor_of(PAIR, (("a", 3), ("b", 2)))
-    assert [at.enter(c) for c in "aabab"] == [[0, 1], [], [], [2], []]
+    cursor = cursor_of(PAIR, (("a", 3), ("b", 2)))
+    assert [cursor.enter(c) for c in "aabab"] == [[0, 1], [], [], [2], []]
 
 
 def test_a_phase_with_the_same_component_begins_when_the_planned_calls_are_done() -> None:
-    at = cursor_of(SAME, (("a", 2),), (("a", 1),))
-    assert [at.enter("a"), at.enter("a"), at.enter("a"), at.finish()] == [[0, 1], [2], [3, 4], [5]]
+    cursor = cursor_of(SAME, (("a", 2),), (("a", 1),))
+    assert [cursor.enter("a"), cursor.enter("a"), cursor.enter("a"), cursor.finish()] == [
+        [0, 1],
+        [2],
+        [3, 4],
+        [5],
+    ]
 
 
 def test_a_call_out_of_order_names_the_component_the_slot_and_what_was_expected() -> None:
-    with pytest.raises(BrokenPlan, match="b was called out of order at the start: the plan expects a next"):
+    with pytest.raises(
+        BrokenPlan, match="b was called out of order at the start: the plan expects a next"
+    ):
         two().enter("b")
-    at = two()
+    cursor = two()
     for component in "aaab":
-        at.enter(component)
-    with pytest.raises(BrokenPlan, match="a was called out of order in slot s1/0:b first: the plan expects nothing more"):
-        at.enter("a")
+        cursor.enter(component)
+    with pytest.raises(
+        BrokenPlan,
+        match="a was called out of order in slot s1/0:b first: the plan expects nothing more",
+    ):
+        cursor.enter("a")
 
 
 def test_leaving_a_phase_before_its_steady_slot_is_an_error() -> None:
-    at = two()
-    at.enter("a")
-    with pytest.raises(BrokenPlan, match="b was called in slot .* before that phase had its planned calls"):
-        at.enter("b")
+    cursor = two()
+    cursor.enter("a")
+    with pytest.raises(
+        BrokenPlan, match="b was called in slot .* before that phase had its planned calls"
+    ):
+        cursor.enter("b")
 
 
 def test_a_second_call_where_the_plan_has_one_is_an_error() -> None:
-    at = two()
+    cursor = two()
     for component in "aaab":
-        at.enter(component)
-    with pytest.raises(BrokenPlan, match="b was called again in s1/0:b, for which the plan has one call"):
-        at.enter("b")
+        cursor.enter(component)
+    with pytest.raises(
+        BrokenPlan, match="b was called again in s1/0:b, for which the plan has one call"
+    ):
+        cursor.enter("b")
 
 
 @pytest.mark.parametrize("entries", ["", "a", "aa", "aaa"])
 def test_a_run_that_ends_before_its_plan_is_an_error(entries: str) -> None:
-    at = two()
+    cursor = two()
     for component in entries:
-        at.enter(component)
+        cursor.enter(component)
     with pytest.raises(BrokenPlan, match="before the plan did"):
-        at.finish()
+        cursor.finish()

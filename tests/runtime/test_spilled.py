@@ -1,4 +1,5 @@
-"""Values that are spilled to the host and restored: equal, tied tensors once, and in order with what computes on them."""
+"""Values that are spilled to the host and restored: equal, tied tensors once, and in order with
+what computes on them."""
 
 from __future__ import annotations
 
@@ -6,22 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from small_component import problem
+from small_component import small_problem
 
 from graphrun.errors import BrokenPlan
 from graphrun.model.plan import Restore, Slot, Spill
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.runtime.events import EventRecorder
 from graphrun.runtime.slot import OpenSlot
-from graphrun.runtime.spilled import Values
+from graphrun.runtime.spilled import RunValues
 from graphrun.sim import Machine
 
 
 class Holder:
-    left_out = frozenset[str]()
+    excluded_stages = frozenset[str]()
 
-    def __init__(self, **named: Any) -> None:
-        self.named: dict[str, Any] = named
+    def __init__(self, **values: Any) -> None:
+        self.values: dict[str, Any] = values
 
 
 def test_a_restored_value_is_computed_with_at_once() -> None:
@@ -29,7 +30,7 @@ def test_a_restored_value_is_computed_with_at_once() -> None:
     with device.session(1 << 30):
         tensor = torch.arange(64.0).to(device.torch_device)
         holder = Holder(embeds={"prompt": tensor, "pooled": [tensor, torch.ones(2)]})
-        values = Values(device, holder)
+        values = RunValues(device, holder)
         device.barrier()
         del tensor
         assert values.spill("embeds") == 64 * 4 + 2 * 4
@@ -37,38 +38,45 @@ def test_a_restored_value_is_computed_with_at_once() -> None:
         values.release_originals()
         assert device.allocated_bytes == 0
         values.restore("embeds")
-        doubled = holder.named["embeds"]["prompt"] * 2
+        doubled = holder.values["embeds"]["prompt"] * 2
         device.barrier()
         values.release_originals()
         assert torch.equal(doubled.cpu(), torch.arange(64.0) * 2)
-        assert holder.named["embeds"]["pooled"][0] is holder.named["embeds"]["prompt"]
+        assert holder.values["embeds"]["pooled"][0] is holder.values["embeds"]["prompt"]
 
 
 def test_the_trace_has_the_times_of_both_copies() -> None:
     device = SimulatedDevice(Machine(h2d_bytes_per_second=1e9, d2h_bytes_per_second=5e8))
     with device.session(1 << 30):
         holder = Holder(embeds=torch.ones(1000).to(device.torch_device))
-        recorder, values = EventRecorder(device, device.mark("compute")), Values(device, holder)
+        recorder, values = EventRecorder(device, device.mark("compute")), RunValues(device, holder)
         device.barrier()
         for index, action in enumerate((Spill("embeds"), Restore("embeds"))):
-            slot = OpenSlot(index, Slot("", "end", 0, (action,)), problem({}, []), {}, recorder, values)
+            slot = OpenSlot(
+                index, Slot("", "end", 0, (action,)), small_problem({}, []), {}, recorder, values
+            )
             slot.open()
             slot.close()
         del slot
-    spilled, restored = recorder.events
-    assert (spilled.kind, spilled.nbytes, restored.kind, restored.nbytes) == ("spill", 4000, "restore", 4000)
-    assert (spilled.start_seconds, spilled.end_seconds) == pytest.approx((0.0, 8e-6))
-    assert (restored.start_seconds, restored.end_seconds) == pytest.approx((8e-6, 12e-6))
+    spill_event, restore_event = recorder.events
+    assert (spill_event.kind, spill_event.nbytes, restore_event.kind, restore_event.nbytes) == (
+        "spill",
+        4000,
+        "restore",
+        4000,
+    )
+    assert (spill_event.start_seconds, spill_event.end_seconds) == pytest.approx((0.0, 8e-6))
+    assert (restore_event.start_seconds, restore_event.end_seconds) == pytest.approx((8e-6, 12e-6))
 
 
 def test_a_value_that_no_stage_has_produced_is_an_error() -> None:
     with pytest.raises(BrokenPlan, match="moves the value embeds, which no stage has produced"):
-        Values(SimulatedDevice(Machine()), Holder()).spill("embeds")
+        RunValues(SimulatedDevice(Machine()), Holder()).spill("embeds")
 
 
 def test_a_value_that_only_stages_which_are_left_out_read_stays_away() -> None:
     absent = Holder()
     with pytest.raises(BrokenPlan, match="which no stage has produced"):
-        Values(SimulatedDevice(Machine()), absent).restore("decode.x")
-    absent.left_out = frozenset({"decode"})
-    assert Values(SimulatedDevice(Machine()), absent).restore("decode.x") == 0
+        RunValues(SimulatedDevice(Machine()), absent).restore("decode.x")
+    absent.excluded_stages = frozenset({"decode"})
+    assert RunValues(SimulatedDevice(Machine()), absent).restore("decode.x") == 0

@@ -1,4 +1,5 @@
-"""A component whose blocks lie on several devices: same bits, planned time and bytes, caps on both, nothing left after an error."""
+"""A component whose blocks lie on several devices: same bits, planned time and bytes, caps on both,
+nothing left after an error."""
 
 from __future__ import annotations
 
@@ -7,17 +8,28 @@ from dataclasses import replace
 import pytest
 import torch
 from campaign import sampled
-from small_component import ROWS, WIDTH, Small, hardware, plain, plan_of, problem, run, untouched, use
+from small_component import (
+    ROWS,
+    WIDTH,
+    Small,
+    plain,
+    plan_of,
+    run,
+    small_hardware,
+    small_problem,
+    untouched,
+    use,
+)
 
 from graphrun.errors import OutOfMemory, TransferFailed
-from graphrun.model.problem import Helper, LiveTensor, Problem
+from graphrun.model.problem import LiveTensor, Problem, Secondary
 from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.runtime.host import Host
 from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
 
-ON, HELPER = hardware(), hardware(h2d=5e8, flops=5e10)
+ON, HELPER = small_hardware(), small_hardware(h2d=5e8, flops=5e10)
 CALLS = ["a", "a"]
 PASSED = ROWS * WIDTH * 4
 SPLIT = "    split a device1 wide[3] thin[0-2]\n"
@@ -31,115 +43,156 @@ WHOLE = f"""{SPLIT}
     slot end
       evict a all
 """
-KEPT = "remainder[0] wide[0] wide@1[0] thin@1[0-2]"
+KEPT = "unblocked[0] wide[0] wide@1[0] thin@1[0-2]"
 STREAMED = f"""{SPLIT}
     slot s0/0:a load
       load a {KEPT} from pinned
     slot s0/0:a first
-      stream a keep {KEPT} ring 400 KiB
+      stream a keep {KEPT} ring buffer 400 KiB
       run
     slot s0/0:a steady x1
-      stream a keep {KEPT} ring 400 KiB
+      stream a keep {KEPT} ring buffer 400 KiB
       run
     slot end
       evict a {KEPT}
 """
-TWO = WHOLE.replace(SPLIT, "    split a device1 wide[1]\n    split a device2 wide[2-3] thin[0-1]\n")  # directly after another
+# directly after another
+TWO = WHOLE.replace(SPLIT, "    split a device1 wide[1]\n    split a device2 wide[2-3] thin[0-1]\n")
 
 
-def case(*helper_bytes: int) -> Problem:
-    """``a`` may be split over helpers that compute and copy half as fast as the device."""
-    passed = (LiveTensor(PASSED, n, (n + 1 if n < 10 else 0,)) for n in range(11))
-    of = problem({"a": Small()}, [[replace(use("a", 2, ON), crossing=(PASSED, PASSED), live_tensors=tuple(passed))]], ON)
-    (a,) = of.components
+def case(*secondary_bytes: int) -> Problem:
+    """``a`` may be split over secondary devices that compute and copy half as fast as the
+    device."""
+    live_tensors = (LiveTensor(PASSED, n, (n + 1 if n < 10 else 0,)) for n in range(11))
+    problem = small_problem(
+        {"a": Small()},
+        [[replace(use("a", 2, ON), transfer=(PASSED, PASSED), live_tensors=tuple(live_tensors))]],
+        ON,
+    )
+    (a,) = problem.components
     loads = tuple(2 * seconds for seconds in a.variants[0].load_seconds)
-    helpers = tuple(Helper(HELPER, nbytes) for nbytes in helper_bytes or (1 << 30,))
+    secondaries = tuple(Secondary(HELPER, nbytes) for nbytes in secondary_bytes or (1 << 30,))
     half = replace(a.variants[0], streamable=False, slowdown=2.0, load_seconds=loads)
-    there = (replace(half, device=f"device{number}") for number in range(1, len(helpers) + 1))
-    return replace(of, components=(replace(a, variants=(a.variants[0], *there)),), helpers=helpers)
+    secondary_variants = (
+        replace(half, device=f"device{number}") for number in range(1, len(secondaries) + 1)
+    )
+    return replace(
+        problem,
+        components=(replace(a, variants=(a.variants[0], *secondary_variants)),),
+        secondaries=secondaries,
+    )
 
 
-def planned(of: Problem, text: str) -> tuple[object, SimulatedDevice]:
-    device = open_device(of, check_ordering=True)
+def planned(problem: Problem, text: str) -> tuple[object, SimulatedDevice]:
+    device = open_device(problem, check_ordering=True)
     assert isinstance(device, SimulatedDevice)
-    return plan_of(of, "    variant a float32 pinned device\n" + text), device
+    return plan_of(problem, "    variant a float32 pinned device\n" + text), device
 
 
 @pytest.mark.parametrize("text", [WHOLE, STREAMED], ids=["resident", "streamed"])
-def test_blocks_on_the_helper_give_the_same_bits_in_the_planned_time(text: str) -> None:
-    of, own = case(), {"a": Small()}
-    plan, device = planned(of, text)
-    assert check(of, plan) == ()
-    (helper,) = device.helpers
-    seen: list[str] = []
+def test_blocks_on_the_secondary_give_the_same_bits_in_the_planned_time(text: str) -> None:
+    problem, own = case(), {"a": Small()}
+    plan, device = planned(problem, text)
+    assert check(problem, plan) == ()
+    (secondary,) = device.secondaries
+    devices: list[str] = []
     blocks = [own["a"].get_submodule(path) for path in ("wide.2", "wide.3", "thin.2", "thin.3")]
-    hooks = [block.register_forward_pre_hook(lambda _, args: seen.append(str(args[0].device))) for block in blocks]
-    trace = run(of, plan, Host(own, of, device), device, CALLS)
+    hooks = [
+        block.register_forward_pre_hook(lambda _, args: devices.append(str(args[0].device)))
+        for block in blocks
+    ]
+    trace = run(problem, plan, Host(own, problem, device), device, CALLS)
     for hook in hooks:
         hook.remove()
     assert torch.equal(trace.outputs["x"], plain({"a": Small()}, CALLS))
-    assert seen == ["sim:0", "sim:0", "sim:1", "sim:0"] * 2  # hooks of the caller run before the copy
-    simulated = simulate(of, plan)
+    # hooks of the caller run before the copy
+    assert devices == ["sim:0", "sim:0", "sim:1", "sim:0"] * 2
+    simulated = simulate(problem, plan)
     assert trace.seconds == pytest.approx(simulated.seconds, rel=0.01)
     assert trace.moved_bytes == simulated.moved_bytes
-    assert helper.machine.bytes_across == device.machine.bytes_across == 2 * PASSED
-    for slot, measured in zip(simulated.slots, trace.slots, strict=True):
-        assert measured.helper_peaks[0] <= slot.helper_peaks[0]
-        assert measured.peak_bytes <= slot.peak_bytes
-    assert simulated.slots[0].helper_peaks[0] > 0
-    assert device.allocated_bytes == helper.allocated_bytes == 0
+    assert secondary.machine.bytes_across == device.machine.bytes_across == 2 * PASSED
+    for slot, actual in zip(simulated.slots, trace.slots, strict=True):
+        assert actual.secondary_peaks[0] <= slot.secondary_peaks[0]
+        assert actual.peak_bytes <= slot.peak_bytes
+    assert simulated.slots[0].secondary_peaks[0] > 0
+    assert device.allocated_bytes == secondary.allocated_bytes == 0
     assert all(map(untouched, own.values()))
 
 
-def test_blocks_on_two_helpers_give_the_same_bits_in_the_planned_time() -> None:
-    of, own = case(1 << 30, 1 << 30), {"a": Small()}
-    plan, device = planned(of, TWO)
-    assert check(of, plan) == ()
-    trace = run(of, plan, Host(own, of, device), device, CALLS)
+def test_blocks_on_two_secondaries_give_the_same_bits_in_the_planned_time() -> None:
+    problem, own = case(1 << 30, 1 << 30), {"a": Small()}
+    plan, device = planned(problem, TWO)
+    assert check(problem, plan) == ()
+    trace = run(problem, plan, Host(own, problem, device), device, CALLS)
     assert torch.equal(trace.outputs["x"], plain({"a": Small()}, CALLS))
-    simulated = simulate(of, plan)
+    simulated = simulate(problem, plan)
     assert trace.seconds == pytest.approx(simulated.seconds, rel=0.01)
     assert trace.moved_bytes == simulated.moved_bytes
-    assert [each.machine.bytes_across for each in device.every] == [4 * PASSED, 2 * PASSED, 2 * PASSED]
-    for slot, measured in zip(simulated.slots, trace.slots, strict=True):
-        assert all(peak <= most for peak, most in zip(measured.helper_peaks, slot.helper_peaks, strict=True))
-    assert min(simulated.slots[0].helper_peaks) > 0
-    assert [each.allocated_bytes for each in device.every] == [0, 0, 0]
+    assert [accelerator.machine.bytes_across for accelerator in device.all_devices] == [
+        4 * PASSED,
+        2 * PASSED,
+        2 * PASSED,
+    ]
+    for slot, actual in zip(simulated.slots, trace.slots, strict=True):
+        assert all(
+            peak <= peak_limit
+            for peak, peak_limit in zip(actual.secondary_peaks, slot.secondary_peaks, strict=True)
+        )
+    assert min(simulated.slots[0].secondary_peaks) > 0
+    assert [accelerator.allocated_bytes for accelerator in device.all_devices] == [0, 0, 0]
     assert all(map(untouched, own.values()))
 
 
-def test_the_cap_of_the_helper_holds() -> None:
-    of = case()
-    needed = simulate(of, planned(of, WHOLE)[0]).slots[1].helper_peaks[0]
-    enough, less = case(needed), case(needed - 1)
-    assert check(enough, planned(enough, WHOLE)[0]) == ()
-    assert {violation.rule for violation in check(less, planned(less, WHOLE)[0])} == {"helper"}
+def test_the_cap_of_the_secondary_holds() -> None:
+    roomy_problem = case()
+    peak_bytes = (
+        simulate(roomy_problem, planned(roomy_problem, WHOLE)[0]).slots[1].secondary_peaks[0]
+    )
+    exact_problem, tight_problem = case(peak_bytes), case(peak_bytes - 1)
+    assert check(exact_problem, planned(exact_problem, WHOLE)[0]) == ()
+    assert {
+        violation.rule for violation in check(tight_problem, planned(tight_problem, WHOLE)[0])
+    } == {"secondary"}
     own = {"a": Small()}
-    plan, device = planned(enough, WHOLE)
-    own["a"].thin[1].register_forward_hook(lambda _, __, x: x + x.new_zeros(1 << 20).sum())  # takes more than was traced
-    with pytest.raises(OutOfMemory, match="sim:1 has a capacity of") as caught:
-        run(enough, plan, Host(own, enough, device), device, CALLS)
-    assert (caught.value.helper, caught.value.part) == (1, "first")
-    assert [each.allocated_bytes for each in device.every] == [0, 0]
+    plan, device = planned(exact_problem, WHOLE)
+    # takes more than was traced
+    own["a"].thin[1].register_forward_hook(lambda _, __, x: x + x.new_zeros(1 << 20).sum())
+    with pytest.raises(OutOfMemory, match="sim:1 has a capacity of") as error_info:
+        run(exact_problem, plan, Host(own, exact_problem, device), device, CALLS)
+    assert (error_info.value.secondary, error_info.value.part) == (1, "first")
+    assert [accelerator.allocated_bytes for accelerator in device.all_devices] == [0, 0]
 
 
 @pytest.mark.parametrize("step", sampled((1, 37), (37,), "faults"))
 @pytest.mark.parametrize("fault", ["fail_allocation", "fail_copy"])
 @pytest.mark.parametrize(
-    ("text", "number"), [(STREAMED, 0), (STREAMED, 1), *(pytest.param(TWO, n, marks=pytest.mark.sweep("faults")) for n in range(3))]
+    ("text", "number"),
+    [
+        (STREAMED, 0),
+        (STREAMED, 1),
+        *(pytest.param(TWO, n, marks=pytest.mark.sweep("faults")) for n in range(3)),
+    ],
 )
-def test_after_an_error_at_any_allocation_or_copy_nothing_is_left(fault: str, text: str, number: int, step: int) -> None:
-    of, own = case(*[1 << 30] * (2 if text == TWO else 1)), {"a": Small()}
-    plan, device = planned(of, text)
-    host, machine = Host(own, of, device), device.every[number].machine
-    run(of, plan, host, device, CALLS)
-    count = machine.allocations if fault == "fail_allocation" else machine.copies_in + machine.copies_out + 4
+def test_after_an_error_at_any_allocation_or_copy_nothing_is_left(
+    fault: str, text: str, number: int, step: int
+) -> None:
+    problem, own = case(*[1 << 30] * (2 if text == TWO else 1)), {"a": Small()}
+    plan, device = planned(problem, text)
+    host, machine = Host(own, problem, device), device.all_devices[number].machine
+    run(problem, plan, host, device, CALLS)
+    count = (
+        machine.allocations
+        if fault == "fail_allocation"
+        else machine.copies_in + machine.copies_out + 4
+    )
     assert count > 4
-    for at in range(1, count + 1, step):
-        setattr(machine, fault, at)
-        with pytest.raises((OutOfMemory, TransferFailed)) as caught:
-            run(of, plan, host, device, CALLS)
-        assert getattr(caught.value, "helper", number) == number
-        assert not any(each.allocated_bytes for each in device.every)
+    for number_at_fault in range(1, count + 1, step):
+        setattr(machine, fault, number_at_fault)
+        with pytest.raises((OutOfMemory, TransferFailed)) as error_info:
+            run(problem, plan, host, device, CALLS)
+        assert getattr(error_info.value, "secondary", number) == number
+        assert not any(accelerator.allocated_bytes for accelerator in device.all_devices)
         assert all(map(untouched, own.values()))
-    assert torch.equal(run(of, plan, host, device, CALLS).outputs["x"], plain({"a": Small()}, CALLS))
+    assert torch.equal(
+        run(problem, plan, host, device, CALLS).outputs["x"], plain({"a": Small()}, CALLS)
+    )

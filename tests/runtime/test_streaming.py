@@ -1,4 +1,5 @@
-"""Streaming keeps the result bitwise equal, stays within its planned bytes and time, and leaves nothing behind."""
+"""Streaming keeps the result bitwise equal, stays within its planned bytes and time, and leaves
+nothing behind."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from small_component import (
     WIDE,
     Small,
     device_of,
-    hardware,
     plain,
     plan_of,
-    problem,
     run,
+    small_hardware,
+    small_problem,
     untouched,
     use,
 )
@@ -32,16 +33,17 @@ from graphrun.trace import Event, Trace
 from graphrun.verify.simulate import simulate
 
 
-def kept(count: int, of: str, total: int) -> str:
-    return f"{of}[{','.join(map(str, sorted(keep_order(total)[:count])))}]" if count else ""
+def kept(count: int, group: str, total: int) -> str:
+    return f"{group}[{','.join(map(str, sorted(keep_order(total)[:count])))}]" if count else ""
 
 
-def streamed(of: Problem, wide: int, thin: int, ring_bytes: int, steady: int) -> Plan:
-    """Loads ``wide`` and ``thin`` blocks of the two groups beforehand and streams the others through ``ring_bytes``."""
-    keep = " ".join(filter(None, ("remainder[0]", kept(wide, "wide", 4), kept(thin, "thin", 6))))
-    stream = f"stream a keep {keep} ring {ring_bytes} B" if wide + thin < 10 else ""
+def streamed(problem: Problem, wide: int, thin: int, ring_buffer_bytes: int, steady: int) -> Plan:
+    """Loads ``wide`` and ``thin`` blocks of the two groups beforehand and streams the others
+    through ``ring_buffer_bytes``."""
+    keep = " ".join(filter(None, ("unblocked[0]", kept(wide, "wide", 4), kept(thin, "thin", 6))))
+    stream = f"stream a keep {keep} ring buffer {ring_buffer_bytes} B" if wide + thin < 10 else ""
     return plan_of(
-        of,
+        problem,
         f"""
         slot s0/0:a load
           load a {keep} from pinned
@@ -57,107 +59,139 @@ def streamed(of: Problem, wide: int, thin: int, ring_bytes: int, steady: int) ->
     )
 
 
-def follow_streamed(wide: int, thin: int, ring_bytes: int, on: Hardware = ON, calls: int = 3) -> tuple[Problem, Plan, Trace]:
+def follow_streamed(
+    wide: int, thin: int, ring_buffer_bytes: int, hardware: Hardware = ON, calls: int = 3
+) -> tuple[Problem, Plan, Trace]:
     module = Small()
-    of = problem({"a": module}, [[use("a", calls, on)]], on)
-    plan, device = streamed(of, wide, thin, ring_bytes, calls - 1), device_of(of)
-    trace = run(of, plan, Host({"a": module}, of, device), device, ["a"] * calls)
+    problem = small_problem({"a": module}, [[use("a", calls, hardware)]], hardware)
+    plan, device = streamed(problem, wide, thin, ring_buffer_bytes, calls - 1), device_of(problem)
+    trace = run(problem, plan, Host({"a": module}, problem, device), device, ["a"] * calls)
     assert torch.equal(trace.outputs["x"], plain({"a": Small()}, ["a"] * calls))
     assert untouched(module)
     assert device.allocated_bytes == trace.left_bytes == 0
-    return of, plan, trace
+    return problem, plan, trace
 
 
 @pytest.mark.parametrize("wide", range(5))
 @pytest.mark.parametrize("thin", [0, 1, 3, 5, 6])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_every_number_of_kept_blocks_gives_the_same_bits_in_the_planned_bytes(wide: int, thin: int, depth: int) -> None:
-    ring_bytes = depth * (WIDE if wide < 4 else THIN)
-    of, plan, trace = follow_streamed(wide, thin, ring_bytes)
-    planned = simulate(of, plan)
-    for expected, measured in zip(planned.slots, trace.slots, strict=True):
-        assert measured.peak_bytes <= expected.peak_bytes
-        assert measured.calls == (0 if measured.part in ("load", "end") else 1 if measured.part == "first" else 2)
-    assert trace.moved_bytes <= planned.moved_bytes
-    assert [e.detail for e in trace.events if e.kind == "stream"] == [e.detail for e in planned.events if e.kind == "stream"]
+def test_every_number_of_kept_blocks_gives_the_same_bits_in_the_planned_bytes(
+    wide: int, thin: int, depth: int
+) -> None:
+    ring_buffer_bytes = depth * (WIDE if wide < 4 else THIN)
+    problem, plan, trace = follow_streamed(wide, thin, ring_buffer_bytes)
+    simulation = simulate(problem, plan)
+    for expected, actual in zip(simulation.slots, trace.slots, strict=True):
+        assert actual.peak_bytes <= expected.peak_bytes
+        assert actual.calls == (
+            0 if actual.part in ("load", "end") else 1 if actual.part == "first" else 2
+        )
+    assert trace.moved_bytes <= simulation.moved_bytes
+    assert [e.detail for e in trace.events if e.kind == "stream"] == [
+        e.detail for e in simulation.events if e.kind == "stream"
+    ]
 
 
-RINGS = [WIDE, WIDE + THIN, 2 * WIDE, 2 * WIDE + 256, 3 * WIDE - 256, 2 * WIDE + THIN, 5 * WIDE + 3 * THIN, 40 * WIDE]
+RINGS = [
+    WIDE,
+    WIDE + THIN,
+    2 * WIDE,
+    2 * WIDE + 256,
+    3 * WIDE - 256,
+    2 * WIDE + THIN,
+    5 * WIDE + 3 * THIN,
+    40 * WIDE,
+]
 
 
-@pytest.mark.parametrize("ring_bytes", RINGS)
+@pytest.mark.parametrize("ring_buffer_bytes", RINGS)
 @pytest.mark.parametrize("flops", [1e9, 2e10, 1e13], ids=["compute-bound", "even", "copy-bound"])
 @pytest.mark.parametrize("start_seconds", [0.0, 50e-6])
-def test_the_clock_shows_the_simulated_seconds_for_any_ring(ring_bytes: int, flops: float, start_seconds: float) -> None:
+def test_the_clock_shows_the_simulated_seconds_for_any_ring_buffer(
+    ring_buffer_bytes: int, flops: float, start_seconds: float
+) -> None:
     """``start_seconds`` of a copy: half of what the bytes of a wide block take."""
-    on = replace(hardware(flops=flops), copy_start_seconds=start_seconds, launch_seconds=1e-7)
-    of, plan, trace = follow_streamed(1, 2, ring_bytes, on, calls=4)
-    planned = simulate(of, plan)
-    for expected, measured in zip(planned.slots, trace.slots, strict=True):
-        assert measured.end_seconds - measured.start_seconds == pytest.approx(expected.seconds, rel=0.03, abs=20e-6)
+    hardware = replace(
+        small_hardware(flops=flops), copy_start_seconds=start_seconds, launch_seconds=1e-7
+    )
+    problem, plan, trace = follow_streamed(1, 2, ring_buffer_bytes, hardware, calls=4)
+    simulation = simulate(problem, plan)
+    for expected, actual in zip(simulation.slots, trace.slots, strict=True):
+        assert actual.end_seconds - actual.start_seconds == pytest.approx(
+            expected.seconds, rel=0.03, abs=20e-6
+        )
 
 
-def test_a_copy_into_the_ring_waits_for_the_block_that_lay_there() -> None:
-    """Ring of two wide blocks, compute slow: the copy of block n + 2 cannot start before block n was computed."""
-    on = hardware(flops=1e8)
-    _, _, trace = follow_streamed(0, 6, 2 * WIDE, on, calls=2)
-    seconds = use("a", 1, on).seconds[1]
+def test_a_copy_into_the_ring_buffer_waits_for_the_block_that_lay_there() -> None:
+    """Ring buffer of two wide blocks, compute slow: the copy of block n + 2 cannot start before
+    block n was computed."""
+    hardware = small_hardware(flops=1e8)
+    _, _, trace = follow_streamed(0, 6, 2 * WIDE, hardware, calls=2)
+    seconds = use("a", 1, hardware).seconds[1]
     copies = [e for e in trace.events if e.kind == "stream" and e.slot == 2]
     assert [e.detail for e in copies] == [f"wide.{i}" for i in range(4)]
-    for before, after in pairwise(copies[2:]):
-        assert after.start_seconds - before.start_seconds >= seconds * 0.99
+    for copy, next_copy in pairwise(copies[2:]):
+        assert next_copy.start_seconds - copy.start_seconds >= seconds * 0.99
 
 
 def test_with_room_for_one_block_copies_and_compute_take_turns() -> None:
-    on = hardware(flops=1e9)
-    _, _, trace = follow_streamed(0, 6, WIDE, on, calls=2)
+    hardware = small_hardware(flops=1e9)
+    _, _, trace = follow_streamed(0, 6, WIDE, hardware, calls=2)
     copies = [e for e in trace.events if e.kind == "stream" and e.slot == 2]
-    seconds = use("a", 1, on).seconds[1] + (copies[0].end_seconds - copies[0].start_seconds)
-    for before, after in pairwise(copies):
-        assert after.start_seconds - before.start_seconds >= seconds * 0.99
+    seconds = use("a", 1, hardware).seconds[1] + (copies[0].end_seconds - copies[0].start_seconds)
+    for copy, next_copy in pairwise(copies):
+        assert next_copy.start_seconds - copy.start_seconds >= seconds * 0.99
 
 
 def test_blocks_that_first_loads_and_keeps_come_in_call_order_with_the_streamed_ones() -> None:
     module = Small()
-    of = problem({"a": module}, [[use("a", 3, ON)]])
+    problem = small_problem({"a": module}, [[use("a", 3, ON)]])
     plan = plan_of(
-        of,
+        problem,
         f"""
         slot s0/0:a load
-          load a remainder[0] wide[0] from pinned
+          load a unblocked[0] wide[0] from pinned
         slot s0/0:a first
-          stream a keep remainder[0] wide[0,2] thin[3,5] ring {2 * WIDE} B
+          stream a keep unblocked[0] wide[0,2] thin[3,5] ring buffer {2 * WIDE} B
           load a wide[2] thin[3,5] from pinned
           run
         slot s0/0:a steady x2
-          stream a keep remainder[0] wide[0,2] thin[3,5] ring {2 * WIDE} B
+          stream a keep unblocked[0] wide[0,2] thin[3,5] ring buffer {2 * WIDE} B
           run
         slot end
-          evict a remainder[0] wide[0,2] thin[3,5]
+          evict a unblocked[0] wide[0,2] thin[3,5]
         """,
     )
-    device = device_of(of)
-    trace = run(of, plan, Host({"a": module}, of, device), device, ["a"] * 3)
+    device = device_of(problem)
+    trace = run(problem, plan, Host({"a": module}, problem, device), device, ["a"] * 3)
     assert torch.equal(trace.outputs["x"], plain({"a": Small()}, ["a"] * 3))
     first = [e.detail for e in trace.events if e.slot == 1 and e.kind in ("load", "stream")]
     assert first == ["wide.1", "wide.2", "wide.3", *(f"thin.{i}" for i in range(6))]
-    assert {e.detail for e in trace.events if e.slot == 1 and e.kind == "load"} == {"wide.2", "thin.3", "thin.5"}
-    assert trace.slots[1].peak_bytes <= simulate(of, plan).slots[1].peak_bytes
+    assert {e.detail for e in trace.events if e.slot == 1 and e.kind == "load"} == {
+        "wide.2",
+        "thin.3",
+        "thin.5",
+    }
+    assert trace.slots[1].peak_bytes <= simulate(problem, plan).slots[1].peak_bytes
 
 
 def prefetched(flops: float) -> tuple[Problem, Plan, Trace]:
     modules = {"a": Small(), "b": Small(1)}
-    on = hardware(flops=flops)
-    of = problem(modules, [[use("a", 4, on)], [use("b", 1, on)]], on)
-    plan, device = plan_of(of, PREFETCH.format(ring=2 * WIDE)), device_of(of)
-    trace = run(of, plan, Host(modules, of, device), device, ["a"] * 4 + ["b"])
+    hardware = small_hardware(flops=flops)
+    problem = small_problem(modules, [[use("a", 4, hardware)], [use("b", 1, hardware)]], hardware)
+    plan, device = plan_of(problem, PREFETCH.format(ring_buffer=2 * WIDE)), device_of(problem)
+    trace = run(problem, plan, Host(modules, problem, device), device, ["a"] * 4 + ["b"])
     assert torch.equal(trace.outputs["x"], plain({"a": Small(), "b": Small(1)}, ["a"] * 4 + ["b"]))
-    return of, plan, trace
+    return problem, plan, trace
 
 
 def test_prefetch_is_spread_between_the_streamed_blocks() -> None:
     _, _, trace = prefetched(2e10)
-    order = ["p" if e.kind == "load" else "s" for e in trace.events if e.slot == 2 and e.kind in ("load", "stream")]
+    order = [
+        "p" if e.kind == "load" else "s"
+        for e in trace.events
+        if e.slot == 2 and e.kind in ("load", "stream")
+    ]
     assert order.count("p") == 11
     assert order.count("s") == 30
     assert order[0] == "s", "streamed blocks come first"
@@ -168,18 +202,20 @@ def test_prefetch_is_spread_between_the_streamed_blocks() -> None:
 
 @pytest.mark.parametrize("flops", [2e9, 2e10, 1e13], ids=["compute-bound", "even", "copy-bound"])
 def test_prefetch_beside_streaming_takes_the_simulated_time(flops: float) -> None:
-    of, plan, trace = prefetched(flops)
-    for expected, measured in zip(simulate(of, plan).slots, trace.slots, strict=True):
-        assert measured.end_seconds - measured.start_seconds == pytest.approx(expected.seconds, rel=0.05, abs=30e-6)
-        assert measured.peak_bytes <= expected.peak_bytes
+    problem, plan, trace = prefetched(flops)
+    for expected, actual in zip(simulate(problem, plan).slots, trace.slots, strict=True):
+        assert actual.end_seconds - actual.start_seconds == pytest.approx(
+            expected.seconds, rel=0.05, abs=30e-6
+        )
+        assert actual.peak_bytes <= expected.peak_bytes
 
 
 def test_prefetch_without_streaming_is_issued_at_once_and_hides_behind_compute() -> None:
     modules = {"a": Small(), "b": Small(1)}
-    on = hardware(flops=1e9)
-    of = problem(modules, [[use("a", 3, on)], [use("b", 1, on)]], on)
+    hardware = small_hardware(flops=1e9)
+    problem = small_problem(modules, [[use("a", 3, hardware)], [use("b", 1, hardware)]], hardware)
     plan = plan_of(
-        of,
+        problem,
         """
         slot s0/0:a load
           load a all from pinned
@@ -196,25 +232,27 @@ def test_prefetch_without_streaming_is_issued_at_once_and_hides_behind_compute()
           evict b all
         """,
     )
-    device = device_of(of)
-    trace = run(of, plan, Host(modules, of, device), device, ["a", "a", "a", "b"])
+    device = device_of(problem)
+    trace = run(problem, plan, Host(modules, problem, device), device, ["a", "a", "a", "b"])
     copies = [e for e in trace.events if e.slot == 2 and e.kind == "load"]
     computed = [e for e in trace.events if e.slot == 2 and e.kind == "run"]
     assert len(copies) == 11
     assert copies[0].start_seconds == pytest.approx(computed[0].start_seconds)
-    assert trace.slots[2].end_seconds == pytest.approx(computed[-1].end_seconds), "the copies are hidden"
+    assert trace.slots[2].end_seconds == pytest.approx(computed[-1].end_seconds), (
+        "the copies are hidden"
+    )
     assert trace.slots[3].moved_bytes == 0
 
 
 @pytest.mark.parametrize("flops", [2e9, 2e10, 1e13], ids=["compute-bound", "even", "copy-bound"])
 def test_blocks_that_the_first_call_loads_wait_each_for_its_own_copy(flops: float) -> None:
-    module, on = Small(), hardware(flops=flops)
-    of = problem({"a": module}, [[use("a", 1, on)]], on)
+    module, hardware = Small(), small_hardware(flops=flops)
+    problem = small_problem({"a": module}, [[use("a", 1, hardware)]], hardware)
     plan = plan_of(
-        of,
+        problem,
         """
         slot s0/0:a load
-          load a remainder[0] from pinned
+          load a unblocked[0] from pinned
         slot s0/0:a first
           load a wide[0,1,2,3] thin[0,1,2,3,4,5] from pinned
           run
@@ -222,28 +260,35 @@ def test_blocks_that_the_first_call_loads_wait_each_for_its_own_copy(flops: floa
           evict a all
         """,
     )
-    device = device_of(of)
-    trace = run(of, plan, Host({"a": module}, of, device), device, ["a"])
+    device = device_of(problem)
+    trace = run(problem, plan, Host({"a": module}, problem, device), device, ["a"])
     first = trace.slots[1].end_seconds - trace.slots[1].start_seconds
-    remainder, _, thin = use("a", 1, on).seconds
-    assert first == pytest.approx(simulate(of, plan).slots[1].seconds, abs=remainder + 5e-6), "the head computes last here"
+    unblocked, _, thin = use("a", 1, hardware).seconds
+    assert first == pytest.approx(simulate(problem, plan).slots[1].seconds, abs=unblocked + 5e-6), (
+        "the head computes last here"
+    )
     copies = {e.detail: e for e in trace.events if e.kind == "load"}
     call = next(e for e in trace.events if e.kind == "run")
-    assert list(copies) == [path for k in of.components[0].groups for path in k.blocks]
-    assert call.start_seconds == pytest.approx(copies[""].end_seconds), "the call does not wait for its blocks, only they do"
+    assert list(copies) == [path for k in problem.components[0].groups for path in k.blocks]
+    assert call.start_seconds == pytest.approx(copies[""].end_seconds), (
+        "the call does not wait for its blocks, only they do"
+    )
     assert call.end_seconds >= copies["thin.5"].end_seconds + thin
 
 
-def test_two_components_that_alternate_stream_through_a_ring_each() -> None:
+def test_two_components_that_alternate_stream_through_a_ring_buffer_each() -> None:
     modules = {"a": Small(), "b": Small(1)}
-    of = problem(modules, [[use("a", 3, ON), use("b", 3, ON)]])
-    stream = "\n".join(f"stream {c} keep remainder[0] wide[{i}] ring {2 * WIDE} B" for c, i in (("a", 0), ("b", 2)))
+    problem = small_problem(modules, [[use("a", 3, ON), use("b", 3, ON)]])
+    stream = "\n".join(
+        f"stream {c} keep unblocked[0] wide[{i}] ring buffer {2 * WIDE} B"
+        for c, i in (("a", 0), ("b", 2))
+    )
     plan = plan_of(
-        of,
+        problem,
         f"""
         slot s0/0:a+b load
-          load a remainder[0] wide[0] from pinned
-          load b remainder[0] wide[2] from pinned
+          load a unblocked[0] wide[0] from pinned
+          load b unblocked[0] wide[2] from pinned
         slot s0/0:a+b first
           {stream}
           run
@@ -251,48 +296,56 @@ def test_two_components_that_alternate_stream_through_a_ring_each() -> None:
           {stream}
           run
         slot end
-          evict a remainder[0] wide[0]
-          evict b remainder[0] wide[2]
+          evict a unblocked[0] wide[0]
+          evict b unblocked[0] wide[2]
         """,
     )
-    device = device_of(of)
-    trace = run(of, plan, Host(modules, of, device), device, ["a", "b"] * 3)
+    device = device_of(problem)
+    trace = run(problem, plan, Host(modules, problem, device), device, ["a", "b"] * 3)
     assert torch.equal(trace.outputs["x"], plain({"a": Small(), "b": Small(1)}, ["a", "b"] * 3))
     assert [slot.calls for slot in trace.slots] == [0, 1, 2, 0]
-    for expected, measured in zip(simulate(of, plan).slots, trace.slots, strict=True):
-        assert measured.peak_bytes <= expected.peak_bytes
+    for expected, actual in zip(simulate(problem, plan).slots, trace.slots, strict=True):
+        assert actual.peak_bytes <= expected.peak_bytes
 
 
-@pytest.mark.parametrize("skip", ["wide.1", "thin.5", "wide.0 wide.1 wide.2 wide.3", "thin.0 thin.2 thin.4 wide.3"])
+@pytest.mark.parametrize(
+    "skip", ["wide.1", "thin.5", "wide.0 wide.1 wide.2 wide.3", "thin.0 thin.2 thin.4 wide.3"]
+)
 def test_a_call_that_leaves_blocks_out_is_served(skip: str) -> None:
     module, expected = Small(), Small()
     module.skip = expected.skip = frozenset(skip.split())
-    of = problem({"a": module}, [[use("a", 3, ON)]])
-    device = device_of(of)
-    for ring_bytes in (WIDE, 2 * WIDE, 3 * WIDE + 256, 9 * WIDE):
-        trace = run(of, streamed(of, 0, 0, ring_bytes, 2), Host({"a": module}, of, device), device, ["a"] * 3)
+    problem = small_problem({"a": module}, [[use("a", 3, ON)]])
+    device = device_of(problem)
+    for ring_buffer_bytes in (WIDE, 2 * WIDE, 3 * WIDE + 256, 9 * WIDE):
+        trace = run(
+            problem,
+            streamed(problem, 0, 0, ring_buffer_bytes, 2),
+            Host({"a": module}, problem, device),
+            device,
+            ["a"] * 3,
+        )
         assert torch.equal(trace.outputs["x"], plain({"a": expected}, ["a"] * 3))
 
 
-def test_entry_points_that_use_a_part_each_share_one_ring() -> None:
+def test_entry_points_that_use_a_part_each_share_one_ring_buffer() -> None:
     module = Small()
-    of = problem({"a": module}, [[use("a", 4, ON, (0, 2, 2))]])
+    problem = small_problem({"a": module}, [[use("a", 4, ON, (0, 2, 2))]])
     plan = plan_of(
-        of,
+        problem,
         f"""
         slot s0/0:a load
         slot s0/0:a first
-          stream a keep none ring {2 * WIDE} B
+          stream a keep none ring buffer {2 * WIDE} B
           run
         slot s0/0:a steady x3
-          stream a keep none ring {2 * WIDE} B
+          stream a keep none ring buffer {2 * WIDE} B
           run
         slot end
         """,
     )
-    device = device_of(of)
+    device = device_of(problem)
     calls = ["a.encode", "a.decode", "a.encode", "a.decode"]
-    trace = run(of, plan, Host({"a": module}, of, device), device, calls)
+    trace = run(problem, plan, Host({"a": module}, problem, device), device, calls)
     assert torch.equal(trace.outputs["x"], plain({"a": Small()}, calls))
     assert device.allocated_bytes == 0
 
@@ -300,25 +353,37 @@ def test_entry_points_that_use_a_part_each_share_one_ring() -> None:
 def test_blocks_out_of_the_plans_order_break_the_plan() -> None:
     module = Small()
     module.reverse = True
-    of = problem({"a": module}, [[use("a", 3, ON)]])
-    device = device_of(of)
+    problem = small_problem({"a": module}, [[use("a", 3, ON)]])
+    device = device_of(problem)
     with pytest.raises(BrokenPlan, match="a: block thin.4 ran after thin.5"):
-        run(of, streamed(of, 0, 0, 2 * WIDE, 2), Host({"a": module}, of, device), device, ["a"] * 3)
+        run(
+            problem,
+            streamed(problem, 0, 0, 2 * WIDE, 2),
+            Host({"a": module}, problem, device),
+            device,
+            ["a"] * 3,
+        )
     assert device.allocated_bytes == 0
     assert untouched(module)
 
 
 def test_more_calls_than_planned_are_streamed_too() -> None:
     module = Small()
-    of = problem({"a": module}, [[use("a", 3, ON)]])
-    device = device_of(of)
-    trace = run(of, streamed(of, 1, 1, 2 * WIDE, 2), Host({"a": module}, of, device), device, ["a"] * 6)
+    problem = small_problem({"a": module}, [[use("a", 3, ON)]])
+    device = device_of(problem)
+    trace = run(
+        problem,
+        streamed(problem, 1, 1, 2 * WIDE, 2),
+        Host({"a": module}, problem, device),
+        device,
+        ["a"] * 6,
+    )
     assert torch.equal(trace.outputs["x"], plain({"a": Small()}, ["a"] * 6))
     assert trace.slots[2].calls == 5
 
 
 def test_nothing_is_prefetched_that_no_planned_call_needs() -> None:
-    of, plan, trace = follow_streamed(0, 0, 20 * WIDE, calls=2)
+    problem, plan, trace = follow_streamed(0, 0, 20 * WIDE, calls=2)
     passes: list[Event] = [e for e in trace.events if e.kind == "stream"]
     assert len(passes) == 20
     assert [e.slot for e in passes] == [1] * 10 + [2] * 10

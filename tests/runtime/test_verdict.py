@@ -23,9 +23,9 @@ from graphrun.report import plan_files
 from graphrun.report.summary import summarize
 from graphrun.runtime.devices import open as devices
 from graphrun.serve.answers import Pictures, result
-from graphrun.serve.asked import Asked
+from graphrun.serve.asked import PictureRequest
 from graphrun.serve.jobs import Job
-from graphrun.serve.together import Measured
+from graphrun.serve.together import RunFigures
 from graphrun.trace import Overrun, verdict
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -39,7 +39,10 @@ WARNING = rf"the run took more than planned: {NUMBERS}; plan again .* reserve=$"
 
 def lowered(problem: Problem, stage: str = "decode", name: str = "first_bytes") -> Problem:
     """``problem`` with half of the bytes ``name`` in the phases of ``stage``."""
-    phases = (replace(phase, **{name: getattr(phase, name) // 2}) if phase.stage == stage else phase for phase in problem.phases)
+    phases = (
+        replace(phase, **{name: getattr(phase, name) // 2}) if phase.stage == stage else phase
+        for phase in problem.phases
+    )
     return replace(problem, phases=tuple(phases))
 
 
@@ -65,27 +68,33 @@ def low_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_matches_its_plan_in_every_slot(graph: Any, problem: Problem) -> None:
-    planned = package.plan(problem)
+    solution = package.plan(problem)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        trace = package.run(planned, graph, SMALL)
+        trace = package.run(solution, graph, SMALL)
     assert (trace.overruns, trace.verdict) == ((), "the run matched the plan")
-    assert [slot.planned_peaks for slot in trace.slots] == [(slot.peak_bytes,) for slot in planned.simulation.slots]
+    assert [slot.planned_peaks for slot in trace.slots] == [
+        (slot.peak_bytes,) for slot in solution.simulation.slots
+    ]
 
 
 @pytest.mark.parametrize(
     ("stage", "name", "slot"),
-    [("decode", "first_bytes", SLOT), ("denoise", "live_in_bytes", "denoise/0:transformer load")],
+    [("decode", "first_bytes", SLOT), ("denoise", "input_bytes", "denoise/0:transformer load")],
 )
-def test_lowered_bytes_are_an_overrun_with_both_numbers(graph: Any, problem: Problem, stage: str, name: str, slot: str) -> None:
+def test_lowered_bytes_are_an_overrun_with_both_numbers(
+    graph: Any, problem: Problem, stage: str, name: str, slot: str
+) -> None:
     low = package.plan(lowered(problem, stage, name))
-    with pytest.warns(RuntimeWarning, match="the run took more than planned") as caught:
+    with pytest.warns(RuntimeWarning, match="the run took more than planned") as warnings_info:
         trace = package.run(low, graph, SMALL)
-    assert [warning.filename for warning in caught] == [__file__]
-    planned = {f"{report.phase} {report.part}": report.peak_bytes for report in low.simulation.slots}
-    measured = {of.name: of.peak_bytes for of in trace.slots}
-    assert Overrun(slot, 0, planned[slot], measured[slot]) in trace.overruns
-    assert measured[slot] > planned[slot]
+    assert [warning.filename for warning in warnings_info] == [__file__]
+    planned_bytes = {
+        f"{report.phase} {report.part}": report.peak_bytes for report in low.simulation.slots
+    }
+    measured_bytes = {slot.name: slot.peak_bytes for slot in trace.slots}
+    assert Overrun(slot, 0, planned_bytes[slot], measured_bytes[slot]) in trace.overruns
+    assert measured_bytes[slot] > planned_bytes[slot]
     assert all(overrun.slot.startswith(stage) for overrun in trace.overruns)
 
 
@@ -117,15 +126,19 @@ def test_a_run_planned_again_within_its_budget_is_compared_with_its_plans(
     graph: Any, problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device has less memory when the run reaches the denoising loop."""
-    low, opened, open_device = package.plan(lowered(problem, "encode")), [], devices.open_device
+    low, devices_opened, open_device = (
+        package.plan(lowered(problem, "encode")),
+        [],
+        devices.open_device,
+    )
 
     def shrinking(*args: Any, **kwargs: Any) -> Any:
-        opened.append(open_device(*args, **kwargs))
-        return opened[-1]
+        devices_opened.append(open_device(*args, **kwargs))
+        return devices_opened[-1]
 
     def progress(slot: int, _call: int, _calls: int) -> None:
         if low.plan.slots[min(slot, len(low.plan.slots) - 1)].phase.startswith("denoise"):
-            opened[0].machine.capacity_bytes = 5 * 2**20
+            devices_opened[0].machine.capacity_bytes = 5 * 2**20
 
     monkeypatch.setattr(devices, "open_device", shrinking)
     with pytest.warns(RuntimeWarning, match="the run took more than planned: .* in encode/"):
@@ -133,23 +146,29 @@ def test_a_run_planned_again_within_its_budget_is_compared_with_its_plans(
     assert trace.notes
     assert trace.peak_bytes < low.problem.effective_bytes
     assert {overrun.slot.partition("/")[0] for overrun in trace.overruns} == {"encode"}
-    assert re.match(r"planned again once; the run took more than planned: .* in encode/", trace.verdict)
+    assert re.match(
+        r"planned again once; the run took more than planned: .* in encode/", trace.verdict
+    )
 
 
 @pytest.mark.long
-def test_the_command_says_it_on_the_screen_and_in_json(graphrun: Cli, solution: Solution, tmp_path: Path) -> None:
+def test_the_command_says_it_on_the_screen_and_in_json(
+    graphrun: Cli, solution: Solution, tmp_path: Path
+) -> None:
     path = tmp_path / "plan.json"
     plan_files.save(path, GRAPH, solution, summarize(solution, None))
     assert graphrun("check", str(path))[0] == 0
-    code, out, _ = graphrun("run", str(path), "-o", "a.png", "--reuse", "none")
+    code, output, _ = graphrun("run", str(path), "-o", "a.png", "--reuse", "none")
     assert (code, (tmp_path / "a.png").exists()) == (4, True)
-    assert re.search(rf"^the run took more than planned: {NUMBERS}; left on the device: 0 B$", out, re.M)
-    assert " on sim, more than planned " in " ".join(out.split())
-    code, out, _ = graphrun("run", str(path), "-o", "b.png", "--json", "--reuse", "none")
-    measured = json.loads(out)["measured"]
-    assert (code, measured["kept_plan"]) == (4, False)
-    assert re.fullmatch(rf"the run took more than planned: {NUMBERS}", measured["verdict"])
-    assert [row["slot"] for row in measured["overruns"]] == [SLOT]
+    assert re.search(
+        rf"^the run took more than planned: {NUMBERS}; left on the device: 0 B$", output, re.M
+    )
+    assert " on sim, more than planned " in " ".join(output.split())
+    code, output, _ = graphrun("run", str(path), "-o", "b.png", "--json", "--reuse", "none")
+    figures = json.loads(output)["measured"]
+    assert (code, figures["kept_plan"]) == (4, False)
+    assert re.fullmatch(rf"the run took more than planned: {NUMBERS}", figures["verdict"])
+    assert [row["slot"] for row in figures["overruns"]] == [SLOT]
 
 
 @pytest.mark.long
@@ -158,21 +177,21 @@ def test_the_command_for_a_list_says_it(graphrun: Cli, low_estimates: None, tmp_
     settings = [part for name, value in SMALL.items() for part in ("--set", f"{name}={value}")]
     budgets = ("--device", "sim", "--vram", "64M", "--ram", "8G")
     run = ("run", str(GRAPH), "--inputs", "p.jsonl", *budgets, "--reuse", "none", *settings)
-    code, out, _ = graphrun(*run, "-o", "{line}.png")
+    code, output, _ = graphrun(*run, "-o", "{line}.png")
     assert code == 4
-    assert re.search(rf"^the run took more than planned: {NUMBERS}$", out, re.M)
-    code, out, _ = graphrun(*run, "-o", "{line}.png", "--overwrite", "--json")
-    measured = json.loads(out)["measured"]
-    assert (code, [row["slot"] for row in measured["overruns"]]) == (4, [SLOT])
+    assert re.search(rf"^the run took more than planned: {NUMBERS}$", output, re.M)
+    code, output, _ = graphrun(*run, "-o", "{line}.png", "--overwrite", "--json")
+    figures = json.loads(output)["measured"]
+    assert (code, [row["slot"] for row in figures["overruns"]]) == (4, [SLOT])
 
 
 @pytest.mark.filterwarnings("ignore:the run took more than planned")
 def test_a_server_answers_with_it(graph: Any, problem: Problem, solution: Solution) -> None:
-    asked = Asked("flux-tiny", ("flux-tiny", ()), (SMALL, SMALL), ".png", as_url=False)
-    job = Job(asked, "", Path(), False)
+    request = PictureRequest("flux-tiny", ("flux-tiny", ()), (SMALL, SMALL), ".png", as_url=False)
+    job = Job(request, "", Path(), False)
     for run in (package.plan(problem), solution):
-        measured = Measured()
-        measured.add(package.run(run, graph, SMALL), run, False, 0)
-        job.measured.append(asdict(measured) | {"overruns": measured.overruns})
+        figures = RunFigures()
+        figures.add(package.run(run, graph, SMALL), run, False, 0)
+        job.results.append(asdict(figures) | {"overruns": figures.overruns})
     answer = result(job, Pictures(), "")["graphrun"]
     assert re.fullmatch(rf"the run took more than planned: {NUMBERS}", answer["verdict"])

@@ -1,4 +1,5 @@
-"""Makes the helpers of other tests and of the benchmarks importable; the tiny FLUX, profiled once."""
+"""Makes the secondary devices of other tests and of the benchmarks importable; the tiny FLUX,
+profiled once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Pipelines under diffusers' own offloading on `sim`: which defects of S2 and S4 occur there.
 
-Model offloading does not stream; for scenarios about streaming, diffusers' sequential and group offloading are tested.
+Model offloading does not stream; for scenarios about streaming, diffusers' sequential and group
+offloading are tested.
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ STREAMING = ["sequential offload", "group offload, block", "group offload, leaf"
 
 
 def leaves(module: nn.Module) -> list[nn.Module]:
-    return [part for part in module.modules() if next(part.parameters(recurse=False), None) is not None]
+    return [
+        part for part in module.modules() if next(part.parameters(recurse=False), None) is not None
+    ]
 
 
-def test_s2_2_under_diffusers_offloading_a_second_mover_is_found_in_some_orders_only(flux: TinyPipeline) -> None:
+def test_s2_2_under_diffusers_offloading_a_second_mover_is_found_in_some_orders_only(
+    flux: TinyPipeline,
+) -> None:
     pipe = pipeline("flux-tiny")
     accelerate.cpu_offload(pipe.transformer, "cpu")
     with offloaded(pipe):  # takes accelerate's hooks off
@@ -39,27 +44,37 @@ def test_s2_2_under_diffusers_offloading_a_second_mover_is_found_in_some_orders_
         with pytest.raises(ValueError, match="group offloading enabled. This is not supported"):
             pipe.enable_model_cpu_offload(device=sim.device)
     pipe = pipeline("flux-tiny")
-    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"), offloaded(pipe):  # noqa: PT012
+    with (  # noqa: PT012
+        pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"),
+        offloaded(pipe),
+    ):
         accelerate.cpu_offload(pipe.transformer, sim.device)  # is accepted
         picture(pipe, flux)
 
 
 @pytest.mark.parametrize("tool", STREAMING)
-def test_s2_3_and_s2_6_under_diffusers_streaming_the_bits_and_the_clock_are_right(flux: TinyPipeline, tool: str) -> None:
-    """No defect. No mode predicts seconds, so none can predict too few: the measured ones are never below bytes over bandwidth."""
+def test_s2_3_and_s2_6_under_diffusers_streaming_the_bits_and_the_clock_are_right(
+    flux: TinyPipeline, tool: str
+) -> None:
+    """No defect. No mode predicts seconds, so none can predict too few: the measured ones are never
+    below bytes over bandwidth."""
     assert not [
-        name for name in dir(diffusers.DiffusionPipeline) if any(word in name for word in ("predict", "estimate", "seconds"))
+        name
+        for name in dir(diffusers.DiffusionPipeline)
+        if any(word in name for word in ("predict", "estimate", "seconds"))
     ]
     pipe = pipeline("flux-tiny")
     with offloaded(pipe, tool) as machine:
         assert np.array_equal(picture(pipe, flux), flux.image)
         machine.synchronize()
         assert machine.seconds() >= machine.bytes_in / machine.h2d_bytes_per_second
-        twice = nbytes(pipe.transformer) + 0.9 * nbytes(pipe.transformer)
-        assert machine.bytes_in >= twice, "two steps, and nothing stays resident"
+        double_bytes = nbytes(pipe.transformer) + 0.9 * nbytes(pipe.transformer)
+        assert machine.bytes_in >= double_bytes, "two steps, and nothing stays resident"
 
 
-def test_s2_4_under_diffusers_streaming_the_peak_is_the_largest_leafs_and_nobody_says_so_before(flux: TinyPipeline) -> None:
+def test_s2_4_under_diffusers_streaming_the_peak_is_the_largest_leafs_and_nobody_says_so_before(
+    flux: TinyPipeline,
+) -> None:
     peaks = {}
     for tool in ("model offload", "group offload, block", "group offload, leaf"):
         pipe = pipeline("flux-tiny")
@@ -74,22 +89,31 @@ def test_s2_4_under_diffusers_streaming_the_peak_is_the_largest_leafs_and_nobody
         "blocks are looked for in a module's own lists, not in T5's encoder"
     )
     assert peaks["group offload, leaf"] >= largest >= encoder.shared.weight.nbytes
-    asked = inspect.signature(diffusers.DiffusionPipeline.enable_group_offload).parameters
-    assert not [name for name in asked if "memory" in name.replace("low_cpu_mem_usage", "") or "budget" in name]
+    parameters = inspect.signature(diffusers.DiffusionPipeline.enable_group_offload).parameters
+    assert not [
+        name
+        for name in parameters
+        if "memory" in name.replace("low_cpu_mem_usage", "") or "budget" in name
+    ]
 
 
-def test_s4_1_under_diffusers_offloading_whole_components_have_their_inputs_where_they_are(flux: TinyPipeline) -> None:
-    """No defect: a component is wholly on the device when it is entered. Under offloading by leaf its device is meta (S4.1)."""
-    pipe, seen = pipeline("flux-tiny"), list[tuple[str, str]]()
+def test_s4_1_under_diffusers_offloading_whole_components_have_their_inputs_where_they_are(
+    flux: TinyPipeline,
+) -> None:
+    """No defect: a component is wholly on the device when it is entered. Under offloading by leaf
+    its device is meta (S4.1)."""
+    pipe, devices = pipeline("flux-tiny"), list[tuple[str, str]]()
     with offloaded(pipe) as machine:
         hook = pipe.text_encoder_2.encoder.register_forward_pre_hook(
-            lambda module, args, kwargs: seen.append((next(module.parameters()).device.type, kwargs["input_ids"].device.type)),
+            lambda module, args, kwargs: devices.append(
+                (next(module.parameters()).device.type, kwargs["input_ids"].device.type)
+            ),
             with_kwargs=True,
         )
         assert np.array_equal(picture(pipe, flux), flux.image)
         hook.remove()
         assert machine.peak_bytes < nbytes(*flux.modules.values()), "and it alone"
-    assert seen == [("sim", "sim")]
+    assert devices == [("sim", "sim")]
 
 
 @pytest.fixture(scope="module")
@@ -98,36 +122,37 @@ def glm(tmp_path_factory: pytest.TempPathFactory) -> Encoding:
 
 
 @pytest.mark.parametrize("tool", ["model offload", *STREAMING])
-def test_s4_2_under_diffusers_offloading_glm_gives_the_same_bits_since_its_pipeline_asks_for_no_module_s_device(
-    glm: Encoding, tool: str
-) -> None:
-    """No defect in diffusers 0.42, under sequential offloading neither, where ``text_encoder.device`` is still meta."""
+def test_s4_2_under_diffusers_offloading_glm_gives_the_same_bits(glm: Encoding, tool: str) -> None:
+    """No defect in diffusers 0.42, under sequential offloading neither, where
+    ``text_encoder.device`` is still meta."""
     pipe = glm.pipeline(torch.device("cpu"))
-    between = "meta" if tool == "sequential offload" else "cpu"
+    rest_device = "meta" if tool == "sequential offload" else "cpu"
     with offloaded(pipe, tool):
-        assert pipe.text_encoder.device.type == between
-        found = encode(pipe, glm.inputs)
-        assert pipe.text_encoder.device.type == ("sim" if tool == "model offload" else between)
-    assert all(torch.equal(one, other) for one, other in zip(found, glm.plain, strict=True))
+        assert pipe.text_encoder.device.type == rest_device
+        outputs = encode(pipe, glm.inputs)
+        assert pipe.text_encoder.device.type == ("sim" if tool == "model offload" else rest_device)
+    assert all(torch.equal(output, other) for output, other in zip(outputs, glm.plain, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("tool", "error", "told"),
+    ("tool", "error", "message"),
     [
         ("model offload", RuntimeError, "at least two devices, sim:0 and cpu"),
         ("sequential offload", NotImplementedError, "Cannot copy out of meta tensor"),
     ],
 )
-def test_s4_4_under_diffusers_offloading_a_move_fails_in_torch_and_says_no_remedy(
-    flux: TinyPipeline, tool: str, error: type[Exception], told: str
+def test_s4_4_under_diffusers_offloading_a_move_fails_in_torch_and_says_no_suggestion(
+    flux: TinyPipeline, tool: str, error: type[Exception], message: str
 ) -> None:
     pipe = pipeline("flux-tiny")
-    hook = pipe.transformer.transformer_blocks[0].register_forward_hook(lambda *_: move(pipe.transformer))
-    with pytest.raises(error, match=told) as caught, offloaded(pipe, tool):  # noqa: PT012
+    hook = pipe.transformer.transformer_blocks[0].register_forward_hook(
+        lambda *_: move(pipe.transformer)
+    )
+    with pytest.raises(error, match=message) as error_info, offloaded(pipe, tool):  # noqa: PT012
         assert pipe.transformer.device.type in ("cpu", "meta")
         picture(pipe, flux)
     hook.remove()
-    assert "offload" not in str(caught.value)
+    assert "offload" not in str(error_info.value)
 
 
 def test_s4_4_under_diffusers_group_offloading_a_move_is_left_out_with_a_warning(

@@ -27,7 +27,11 @@ GRAPHS = Path(__file__).parents[2] / "graphs"
 KEY = "a key for tests"
 BUDGETS = ("--vram", "2M", "--ram", "8G", "--device", "sim")
 SMALL = {
-    "flux-tiny.yaml": (("default: 128", "default: 32"), ("default: 4,", "default: 3,"), ("default: 64,", "default: 16,")),
+    "flux-tiny.yaml": (
+        ("default: 128", "default: 32"),
+        ("default: 4,", "default: 3,"),
+        ("default: 64,", "default: 16,"),
+    ),
     "configs/tiny-flux-transformer.json": (
         ('"num_layers": 4', '"num_layers": 1'),
         ('"num_single_layers": 8', '"num_single_layers": 3'),
@@ -53,16 +57,20 @@ class Server:
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
         lines = self.client.get("/metrics").text.splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if re.match(rf"graphrun_{name}[{{ ]", line))
+        return sum(
+            float(line.rpartition(" ")[2])
+            for line in lines
+            if re.match(rf"graphrun_{name}[{{ ]", line)
+        )
 
     def until(self, holds: Callable[[], Any]) -> Any:
         """Waits until ``holds()`` is true, and returns it."""
         deadline = time.monotonic() + 900
-        while not (found := _quietly(holds)):
+        while not (result := _quietly(holds)):
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.2)
-        return found
+        return result
 
     def stop(self) -> int:
         """Sends SIGTERM and returns the exit status."""
@@ -77,7 +85,10 @@ def _quietly(holds: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def serving(
-    folder: Path, *options: str, names: tuple[str, ...] = ("flux-tiny",), budgets: tuple[str, ...] = BUDGETS
+    folder: Path,
+    *options: str,
+    names: tuple[str, ...] = ("flux-tiny",),
+    budgets: tuple[str, ...] = BUDGETS,
 ) -> Iterator[Server]:
     """A server of small graphs in ``folder``, ready; killed at the end with its processes."""
     shutil.copytree(GRAPHS, folder / "graphs", dirs_exist_ok=True)
@@ -90,26 +101,39 @@ def serving(
     (folder / "keys").write_text(f"tester {hashlib.sha256(KEY.encode()).hexdigest()}\n")
     graphs = [str(folder / "graphs" / f"{name}.yaml") for name in names]
     own = ["--port", "0", "--keys", str(folder / "keys"), *budgets]
-    command = [sys.executable, "-c", "from graphrun.cli.main import main; main()", "serve", *graphs, *own, *options]
+    command = [
+        sys.executable,
+        "-c",
+        "from graphrun.cli.main import main; main()",
+        "serve",
+        *graphs,
+        *own,
+        *options,
+    ]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
     server = Server(process, "", folder / "log", httpx.Client())
     try:
-        found = server.until(lambda: re.search(r"on (http://\S+)", server.log.read_text()))
-        server.url = found[1]
-        server.client = httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=300)
+        match = server.until(lambda: re.search(r"on (http://\S+)", server.log.read_text()))
+        server.url = match[1]
+        server.client = httpx.Client(
+            base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=300
+        )
         server.until(lambda: server.client.get("/readyz").status_code == 200)
         yield server
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
-            for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-                each.kill()
+            for child in [*psutil.Process(process.pid).children(recursive=True), process]:
+                child.kill()
         process.wait()
 
 
 @dataclass
 class Port:
-    """A port in this process. ``service`` has no worker, and a planner that never answers: what needs a plan waits."""
+    """A port in this process. ``service`` has no worker, and a planner that never answers: what
+    needs a plan waits."""
 
     number: int
     service: Any
@@ -128,22 +152,25 @@ async def port_of(
     *,
     buffer_bytes: int | None = None,
     bounds: Mapping[str, float] | None = None,
-    **changed: Any,
+    **overrides: Any,
 ) -> AsyncIterator[Port]:
-    """A port whose deadlines are an hour off but for ``bounds``. ``changed``: of its settings. Everything ends after 10 s."""
+    """A port whose deadlines are an hour off but for ``bounds``. ``changed``: of its settings.
+    Everything ends after 10 s."""
     from graphrun.serve.server import http_server
     from graphrun.serve.service import Service
     from graphrun.serve.settings import Bounds, Settings
 
     own: dict[str, Any] = {"body_seconds": 3600.0, "idle_seconds": 3600.0, **(bounds or {})}
     keys = {"tester": hashlib.sha256(b"a key").hexdigest()}
-    settings = Settings((Path("flux-tiny"),), (), {}, (), folder, "none", folder, {}, "1", Bounds(**own), keys)
-    service: Any = Service(replace(settings, **changed))
+    settings = Settings(
+        (Path("flux-tiny"),), (), {}, (), folder, "none", folder, {}, "1", Bounds(**own), keys
+    )
+    service: Any = Service(replace(settings, **overrides))
     service._planner = SimpleNamespace(send=lambda *_, **__: None)
     server, listener = http_server(service, host, 0)
     if buffer_bytes is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
-    running = asyncio.ensure_future(server.serve([listener]))
+    task = asyncio.ensure_future(server.serve([listener]))
     try:
         async with asyncio.timeout(10):
             while not server.started:
@@ -153,7 +180,7 @@ async def port_of(
         for connection in list(server.server_state.connections):
             connection.transport.abort()
         server.should_exit = True
-        await running
+        await task
 
 
 @pytest.fixture(name="port_of")
@@ -164,9 +191,11 @@ def port_of_fixture() -> Any:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that the tests of a session share; none of them may harm it. It streams, and is planned in a tenth of the time that
-    the smallest budget takes."""
-    with serving(tmp_path_factory.mktemp("serve"), "--max-steps", "200", "--vram", "2.5M") as started:
+    """A server that the tests of a session share; none of them may harm it. It streams, and is
+    planned in a tenth of the time that the smallest budget takes."""
+    with serving(
+        tmp_path_factory.mktemp("serve"), "--max-steps", "200", "--vram", "2.5M"
+    ) as started:
         yield started
 
 

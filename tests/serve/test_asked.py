@@ -1,4 +1,5 @@
-"""Requests become inputs of a graph, or are refused with the field at fault, before anything is planned."""
+"""Requests become inputs of a graph, or are refused with the field at fault, before anything is
+planned."""
 
 from __future__ import annotations
 
@@ -24,9 +25,22 @@ def flux() -> Any:
 
 
 def test_a_request_is_a_run_per_picture_with_seeds_that_follow_each_other(flux: Any) -> None:
-    asked = asked_of({"prompt": "a", "n": 2, "size": "64x32", "seed": 7, "steps": 3, "user": "me"}, flux, BOUNDS, {})
-    assert [(run["seed"], run["width"], run["height"], run["steps"]) for run in asked.runs] == [(7, 64, 32, 3), (8, 64, 32, 3)]
-    assert asked.shape == asked_of({"prompt": "b", "size": "64x32", "steps": 3}, flux, BOUNDS, {}).shape, "texts and seeds are free"
+    picture_request = asked_of(
+        {"prompt": "a", "n": 2, "size": "64x32", "seed": 7, "steps": 3, "user": "me"},
+        flux,
+        BOUNDS,
+        {},
+    )
+    assert [
+        (run["seed"], run["width"], run["height"], run["steps"]) for run in picture_request.runs
+    ] == [
+        (7, 64, 32, 3),
+        (8, 64, 32, 3),
+    ]
+    assert (
+        picture_request.shape
+        == asked_of({"prompt": "b", "size": "64x32", "steps": 3}, flux, BOUNDS, {}).shape
+    ), "texts and seeds are free"
 
 
 def test_without_a_seed_pictures_differ(flux: Any) -> None:
@@ -58,17 +72,22 @@ def test_without_a_seed_pictures_differ(flux: Any) -> None:
         ({"output_format": "../a.png"}, "output_format", "invalid_value"),
     ],
 )
-def test_what_is_wrong_is_named(flux: Any, body: dict[str, Any], param: str | None, code: str) -> None:
-    with pytest.raises(Refused) as refused:
+def test_what_is_wrong_is_named(
+    flux: Any, body: dict[str, Any], param: str | None, code: str
+) -> None:
+    with pytest.raises(Refused) as refusal:
         asked_of(body, flux, BOUNDS, {})
-    assert (refused.value.status, refused.value.code, refused.value.param) == (422, code, param)
+    assert (refusal.value.status, refusal.value.code, refusal.value.param) == (422, code, param)
 
 
-@pytest.mark.parametrize("name", ["nope", "../flux-tiny", "/etc/passwd", "graphs/flux-tiny.yaml", "", 7, ["flux-tiny"], {}])
+@pytest.mark.parametrize(
+    "name",
+    ["nope", "../flux-tiny", "/etc/passwd", "graphs/flux-tiny.yaml", "", 7, ["flux-tiny"], {}],
+)
 def test_an_unknown_model_is_404_with_those_that_are_there(flux: Any, name: Any) -> None:
-    with pytest.raises(Refused, match="models are flux-tiny") as refused:
+    with pytest.raises(Refused, match="models are flux-tiny") as refusal:
         graph_of({"model": name}, {"flux-tiny": flux})
-    assert refused.value.status == 404
+    assert refusal.value.status == 404
 
 
 def test_a_picture_cannot_be_named_by_its_path() -> None:
@@ -80,7 +99,9 @@ def test_a_picture_cannot_be_named_by_its_path() -> None:
 
 def test_keys_are_found_by_their_hash(tmp_path: Path) -> None:
     digests = [hashlib.sha256(key.encode()).hexdigest() for key in ("one", "two")]
-    (file := tmp_path / "keys").write_text(f"# people\nann {digests[0]}\nbob {digests[1]} # until May\n")
+    (file := tmp_path / "keys").write_text(
+        f"# people\nann {digests[0]}\nbob {digests[1]} # until May\n"
+    )
     keys = read_keys(file)
     assert [owner_of(key, keys) for key in ("one", "two", "three", "", "\udcff", digests[0])] == [
         "ann",
@@ -93,7 +114,9 @@ def test_keys_are_found_by_their_hash(tmp_path: Path) -> None:
     assert "one" not in repr(keys)
 
 
-@pytest.mark.parametrize("text", ["", "ann", "ann one", "ann " + "g" * 64, "ann " + "0" * 64 + "\nann " + "1" * 64])
+@pytest.mark.parametrize(
+    "text", ["", "ann", "ann one", "ann " + "g" * 64, "ann " + "0" * 64 + "\nann " + "1" * 64]
+)
 def test_a_file_of_keys_in_another_form_is_refused(tmp_path: Path, text: str) -> None:
     (file := tmp_path / "keys").write_text(text)
     with pytest.raises(InputError, match="keys"):

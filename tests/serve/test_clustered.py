@@ -39,14 +39,14 @@ def cluster(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("option", ["--vram=8G", "--device=sim", "--ram=8G", "--hardware=sim"])
 def test_what_the_cluster_file_has_is_refused_beside_it(cluster: Path, option: str) -> None:
-    found = CliRunner().invoke(app, ["serve", "flux-tiny", "--cluster", str(cluster), option])
-    assert isinstance(found.exception, graphrun.InputError)
-    assert option.partition("=")[0] in str(found.exception)
+    result = CliRunner().invoke(app, ["serve", "flux-tiny", "--cluster", str(cluster), option])
+    assert isinstance(result.exception, graphrun.InputError)
+    assert option.partition("=")[0] in str(result.exception)
 
 
 def test_errors_of_devices_are_those_of_the_api(tmp_path: Path) -> None:
     """What a run on actors ends with is told as one on a device of the worker's own is."""
-    told = list[tuple[str, dict[str, Any]]]()
+    messages = list[tuple[str, dict[str, Any]]]()
 
     class Failing(ClusterWorker):
         clock_seconds = 0.0
@@ -59,12 +59,19 @@ def test_errors_of_devices_are_those_of_the_api(tmp_path: Path) -> None:
                 raise errors.pop(0)
 
     settings = Settings((Path("flux-tiny"),), (), {}, (), tmp_path, "none", tmp_path, {}, "1")
-    worker = Failing(settings, lambda kind, **content: told.append((kind, content)))
-    own: dict[str, Any] = {"inputs": {}, "folder": tmp_path, "suffix": ".png", "preview": False, "budgets": {}, "beside": ()}
+    worker = Failing(settings, lambda kind, **content: messages.append((kind, content)))
+    own: dict[str, Any] = {
+        "inputs": {},
+        "folder": tmp_path,
+        "suffix": ".png",
+        "preview": False,
+        "budgets": {},
+        "resident_groups": (),
+    }
     errors = [DeviceLost("its process died"), OutOfMemory("full"), StageError("no such guidance")]
     for _ in range(4):
         worker.run("1", ("flux-tiny", 1.0), graph="flux-tiny", **own)
-    assert [(kind, content.get("status")) for kind, content in told] == [
+    assert [(kind, content.get("status")) for kind, content in messages] == [
         ("failed", 503),
         ("failed", 503),
         ("failed", 422),
@@ -77,37 +84,49 @@ def test_pictures_come_from_the_actors_of_a_cluster_whichever_of_them_dies(
     serving: Any, tmp_path: Path, cluster: Path, record_property: Any
 ) -> None:
     with serving(tmp_path, "--cluster", str(cluster), "--reuse", "none", budgets=()) as server:
-        about: dict[str, Any] = {"base_url": f"{server.url}/v1", "api_key": "a key for tests", "max_retries": 0, "timeout": 600}
+        client_options: dict[str, Any] = {
+            "base_url": f"{server.url}/v1",
+            "api_key": "a key for tests",
+            "max_retries": 0,
+            "timeout": 600,
+        }
 
         async def ask(seeds: range) -> list[Any]:
-            async with openai.AsyncOpenAI(**about) as client:
-                asked = (client.images.generate(prompt=f"prompt {seed}", extra_body={"seed": seed}) for seed in seeds)
-                return await asyncio.gather(*asked)
+            async with openai.AsyncOpenAI(**client_options) as client:
+                tasks = (
+                    client.images.generate(prompt=f"prompt {seed}", extra_body={"seed": seed})
+                    for seed in seeds
+                )
+                return await asyncio.gather(*tasks)
 
         def actors() -> list[psutil.Process]:
-            every = psutil.Process(server.process.pid).children(recursive=True)
-            return [each for each in every if each.name().startswith("ray::_Actor")]
+            processes = psutil.Process(server.process.pid).children(recursive=True)
+            return [child for child in processes if child.name().startswith("ray::_Actor")]
 
         first = asyncio.run(ask(range(6)))
-        before = actors()
+        first_actors = actors()
         job = server.client.post("/v1/jobs", json={"prompt": "a", "n": 4}).json()
-        for process in before:
+        for process in first_actors:
             os.kill(process.pid, signal.SIGKILL)
-        later = asyncio.run(ask(range(6, 12)))
+        second = asyncio.run(ask(range(6, 12)))
         server.until(lambda: server.client.get(f"/v1/jobs/{job['id']}").json()["state"] == "done")
-        assert {of.pid for of in actors()}.isdisjoint({of.pid for of in before})
+        assert {actor.pid for actor in actors()}.isdisjoint({actor.pid for actor in first_actors})
         assert server.metric("worker_restarts_total") == 0
         graph = graphrun.load(tmp_path / "graphs" / "flux-tiny.yaml")
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert server.stop() == 0
-        assert psutil.wait_procs(children, 120)[1] == []  # Ray's agents look from time to time whether their parent lives
+        # Ray's agents look from time to time whether their parent lives
+        assert psutil.wait_procs(children, 120)[1] == []
     requests = [{"prompt": f"prompt {seed}", "seed": seed} for seed in range(12)]
     single = graphrun.run_many(graph, requests, vram="4M", ram="8G", hardware="sim", reuse="none")
-    for number, found in enumerate([*first, *later], 1):
-        picture = Image.open(io.BytesIO(base64.b64decode(found.data[0].b64_json)))
+    for number, response in enumerate([*first, *second], 1):
+        picture = Image.open(io.BytesIO(base64.b64decode(response.data[0].b64_json)))
         assert picture.tobytes() == single.outputs[number]["image"].tobytes()
-        peaks = found.graphrun["peak_bytes"]
+        peaks = response.graphrun["peak_bytes"]
         assert peaks["measured"] <= peaks["planned"] <= 4 * 2**20
-    together = [found.graphrun["together"] for found in (*first, *later)]
-    record_property("figures", {"requests": 12, "actors killed": len(before), "most together": max(together)})
-    assert max(together) > 1
+    batch_sizes = [response.graphrun["together"] for response in (*first, *second)]
+    record_property(
+        "figures",
+        {"requests": 12, "actors killed": len(first_actors), "most together": max(batch_sizes)},
+    )
+    assert max(batch_sizes) > 1

@@ -1,4 +1,5 @@
-"""Clients that send too little, too much or nothing, or read nothing, at the port of a server without its processes."""
+"""Clients that send too little, too much or nothing, or read nothing, at the port of a server
+without its processes."""
 
 from __future__ import annotations
 
@@ -27,8 +28,14 @@ EARLY = {
     "too large": (413, POST + KEY + JSON + b"Content-Length: 99999999\r\n\r\n"),
     "no form": (415, POST.replace(b"generations", b"edits") + KEY + b"Content-Length: 100\r\n\r\n"),
     "no address": (404, POST.replace(b"generations", b"none") + b"Content-Length: 100\r\n\r\n"),
-    "no method": (405, POST.replace(b"/v1/images/generations", b"/healthz") + b"Content-Length: 100\r\n\r\n"),
-    "a body nobody reads": (200, b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n"),
+    "no method": (
+        405,
+        POST.replace(b"/v1/images/generations", b"/healthz") + b"Content-Length: 100\r\n\r\n",
+    ),
+    "a body nobody reads": (
+        200,
+        b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n",
+    ),
 }
 
 
@@ -41,36 +48,42 @@ async def opened(port: int, text: bytes) -> tuple[asyncio.StreamReader, asyncio.
 async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes, bytes]:
     """Status, headers and body."""
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
-    (length,) = (int(line.split(b":")[1]) for line in head.splitlines() if line.startswith(b"content-length"))
+    (length,) = (
+        int(line.split(b":")[1]) for line in head.splitlines() if line.startswith(b"content-length")
+    )
     return int(head.split()[1]), head, await reader.readexactly(length)
 
 
 async def deaf(port: int, text: bytes) -> socket.socket:
     """A connection over which ``text`` is sent, and nothing read yet."""
-    (found := socket.socket()).setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    found.setblocking(False)
+    (client := socket.socket()).setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.setblocking(False)
     loop = asyncio.get_running_loop()
-    await loop.sock_connect(found, ("127.0.0.1", port))
-    await loop.sock_sendall(found, text)
+    await loop.sock_connect(client, ("127.0.0.1", port))
+    await loop.sock_sendall(client, text)
     await asyncio.sleep(0.01)
-    return found
+    return client
 
 
 async def health(port: int) -> int:
     """The status that a new client gets."""
-    reader, writer = await opened(port, b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+    reader, writer = await opened(
+        port, b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+    )
     status, _, _ = await answer(reader)
     writer.close()
     return status
 
 
 @pytest.mark.parametrize(("status", "text"), EARLY.values(), ids=EARLY)
-def test_after_an_answer_before_the_body_the_connection_is_closed(port_of: Any, tmp_path: Path, status: int, text: bytes) -> None:
+def test_after_an_answer_before_the_body_the_connection_is_closed(
+    port_of: Any, tmp_path: Path, status: int, text: bytes
+) -> None:
     async def silent() -> None:
         async with port_of(tmp_path, connections=CONNECTIONS, bounds={"idle_seconds": 0.2}) as port:
             reader, writer = await opened(port.number, text)
-            found, head, _ = await answer(reader)
-            assert (found, b"connection: close" in head) == (status, True)
+            code, head, _ = await answer(reader)
+            assert (code, b"connection: close" in head) == (status, True)
             writer.write(b"1")  # and then nothing
             assert await reader.read() == b""
             await until(lambda: not port.connections)
@@ -84,31 +97,38 @@ async def until(holds: Any) -> None:
 
 
 @pytest.mark.parametrize("chunked", [True, False])
-def test_after_an_answer_before_the_body_a_bounded_part_of_it_is_read(port_of: Any, tmp_path: Path, chunked: bool) -> None:
-    """As much as a body may have, so that a client that sends no more gets its answer on every system."""
-    most, piece = 2**16, 2**12
-    length = b"Transfer-Encoding: chunked\r\n\r\n" if chunked else b"Content-Length: 99999999999\r\n\r\n"
+def test_after_an_answer_before_the_body_a_bounded_part_of_it_is_read(
+    port_of: Any, tmp_path: Path, chunked: bool
+) -> None:
+    """As much as a body may have, so that a client that sends no more gets its answer on every
+    system."""
+    limit, piece = 2**16, 2**12
+    length = (
+        b"Transfer-Encoding: chunked\r\n\r\n" if chunked else b"Content-Length: 99999999999\r\n\r\n"
+    )
     head, part = (b"1000\r\n", b"\r\n") if chunked else (b"", b"")
 
     async def flood() -> tuple[int, int]:
-        sent = 0
-        async with port_of(tmp_path, connections=CONNECTIONS, bounds={"body_bytes": most}) as port:
+        sent_bytes = 0
+        async with port_of(tmp_path, connections=CONNECTIONS, bounds={"body_bytes": limit}) as port:
             reader, writer = await opened(port.number, POST + KEY + length)
             status, _, _ = await answer(reader)
             with contextlib.suppress(ConnectionError):
-                while sent < 64 * 2**20:
+                while sent_bytes < 64 * 2**20:
                     writer.write(head + b"x" * piece + part)
                     await writer.drain()
-                    sent += piece
+                    sent_bytes += piece
             writer.close()
-            return status, sent
+            return status, sent_bytes
 
-    status, sent = asyncio.run(flood())
+    status, total_bytes = asyncio.run(flood())
     assert status == 415
-    assert most <= sent < 32 * 2**20, "the rest is in buffers of the system"
+    assert limit <= total_bytes < 32 * 2**20, "the rest is in buffers of the system"
 
 
-def test_a_small_body_is_read_after_the_answer_so_that_the_client_gets_it_whole(port_of: Any, tmp_path: Path) -> None:
+def test_a_small_body_is_read_after_the_answer_so_that_the_client_gets_it_whole(
+    port_of: Any, tmp_path: Path
+) -> None:
     async def ask() -> None:
         async with port_of(tmp_path, connections=CONNECTIONS) as port:
             reader, writer = await opened(port.number, EARLY["no JSON"][1])
@@ -119,15 +139,21 @@ def test_a_small_body_is_read_after_the_answer_so_that_the_client_gets_it_whole(
     asyncio.run(ask())
 
 
-@pytest.mark.parametrize(("limit", "words"), [("body_seconds", b"did not come within"), ("idle_seconds", b"nothing came for")])
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [("body_seconds", b"did not come within"), ("idle_seconds", b"nothing came for")],
+)
 @pytest.mark.parametrize("path", [b"generations", b"edits"])
-def test_slow_bodies_are_refused_and_cut_off(port_of: Any, tmp_path: Path, limit: str, words: bytes, path: bytes) -> None:
+def test_slow_bodies_are_refused_and_cut_off(
+    port_of: Any, tmp_path: Path, limit: str, words: bytes, path: bytes
+) -> None:
     kind = JSON if path == b"generations" else b"Content-Type: multipart/form-data; boundary=b\r\n"
 
     async def send() -> None:
         async with port_of(tmp_path, connections=CONNECTIONS, bounds={limit: 0.3}) as port:
             reader, writer = await opened(
-                port.number, POST.replace(b"generations", path) + KEY + kind + b"Content-Length: 10000\r\n\r\n"
+                port.number,
+                POST.replace(b"generations", path) + KEY + kind + b"Content-Length: 10000\r\n\r\n",
             )
             writer.write(b'--b\r\nContent-Disposition: form-data; name="prompt"\r\n\r\n')
 
@@ -170,7 +196,9 @@ SILENT = {
 
 
 @pytest.mark.parametrize("text", SILENT.values(), ids=SILENT)
-def test_connections_that_wait_for_their_clients_lock_nobody_out(port_of: Any, tmp_path: Path, text: bytes) -> None:
+def test_connections_that_wait_for_their_clients_lock_nobody_out(
+    port_of: Any, tmp_path: Path, text: bytes
+) -> None:
     """No deadline ends them here: the one that waits longest makes room."""
 
     async def attack() -> None:
@@ -179,11 +207,16 @@ def test_connections_that_wait_for_their_clients_lock_nobody_out(port_of: Any, t
             for _ in range(2 * CONNECTIONS):
                 silent.append(await deaf(port.number, text))
                 if GET in text:
-                    await until(lambda: all(each.flow.write_paused or each.transport.is_closing() for each in port.connections))
+                    await until(
+                        lambda: all(
+                            connection.flow.write_paused or connection.transport.is_closing()
+                            for connection in port.connections
+                        )
+                    )
             assert await asyncio.gather(*(health(port.number) for _ in range(5))) == [200] * 5
             assert len(port.connections) <= CONNECTIONS
-            for each in silent:
-                each.close()
+            for client in silent:
+                client.close()
 
     asyncio.run(attack())
 
@@ -192,44 +225,63 @@ def test_the_connection_that_waits_longest_makes_room(port_of: Any, tmp_path: Pa
     async def attack() -> None:
         async with port_of(tmp_path, connections=CONNECTIONS) as port:
             silent = [await deaf(port.number, b"") for _ in range(CONNECTIONS)]
-            reader, writer = await opened(port.number, POST + KEY + JSON + b"Content-Length: 14\r\n\r\n")
+            reader, writer = await opened(
+                port.number, POST + KEY + JSON + b"Content-Length: 14\r\n\r\n"
+            )
             silent += [await deaf(port.number, b"") for _ in range(CONNECTIONS // 2)]
             writer.write(b'{"model": "x"}')
             assert (await answer(reader))[0] == 404
-            for each in silent:
-                each.close()
+            for client in silent:
+                client.close()
 
     asyncio.run(attack())
 
 
-def test_where_the_server_works_for_all_connections_the_next_one_is_refused(port_of: Any, tmp_path: Path) -> None:
+def test_where_the_server_works_for_all_connections_the_next_one_is_refused(
+    port_of: Any, tmp_path: Path
+) -> None:
     async def ask() -> None:
         async with port_of(tmp_path, connections=CONNECTIONS) as port:
             text = POST + KEY + JSON + b'Content-Length: 15\r\n\r\n{"prompt": "a"}'
-            working = [await opened(port.number, text) for _ in range(CONNECTIONS)]
-            await until(lambda: [each.waits_for_client for each in port.connections] == [False] * CONNECTIONS)
-            reader, _ = await opened(port.number, b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            busy = [await opened(port.number, text) for _ in range(CONNECTIONS)]
+            await until(
+                lambda: (
+                    [connection.waits_for_client for connection in port.connections]
+                    == [False] * CONNECTIONS
+                )
+            )
+            reader, _ = await opened(
+                port.number, b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+            )
             status, head, body = await answer(reader)
             assert (status, json.loads(body)["error"]["code"]) == (503, "busy")
             assert b"retry-after: 5" in head
             assert await reader.read() == b""
-            working.pop()[1].close()
+            busy.pop()[1].close()
             await until(lambda: len(port.connections) < CONNECTIONS)
             assert await health(port.number) == 200
 
     asyncio.run(ask())
 
 
-def test_a_client_that_reads_nothing_is_cut_off_and_a_slow_one_gets_everything(port_of: Any, tmp_path: Path) -> None:
+def test_a_client_that_reads_nothing_is_cut_off_and_a_slow_one_gets_everything(
+    port_of: Any, tmp_path: Path
+) -> None:
     async def read() -> None:
-        async with port_of(tmp_path, connections=CONNECTIONS, buffer_bytes=4096, bounds={"idle_seconds": 0.2}) as port:
+        async with port_of(
+            tmp_path, connections=CONNECTIONS, buffer_bytes=4096, bounds={"idle_seconds": 0.2}
+        ) as port:
             with await deaf(port.number, GET * 100):
-                await until(lambda: any(each.flow.write_paused for each in port.connections))
+                await until(
+                    lambda: any(connection.flow.write_paused for connection in port.connections)
+                )
                 await until(lambda: not port.connections)
             with await deaf(port.number, GET * 20) as slow:
-                read, loop = b"", asyncio.get_running_loop()
-                while read.count(b"HTTP/1.1 200") < 20 or not read.endswith(b"}"):
-                    read += await loop.sock_recv(slow, 4096)
+                received_bytes, loop = b"", asyncio.get_running_loop()
+                while received_bytes.count(b"HTTP/1.1 200") < 20 or not received_bytes.endswith(
+                    b"}"
+                ):
+                    received_bytes += await loop.sock_recv(slow, 4096)
                     await asyncio.sleep(0.02)
 
     asyncio.run(read())
@@ -244,26 +296,33 @@ for count in (500, 100, 10**9):
     allow_open_files(count)
     print({limits}[0] == min(max(count, 500), {limits}[1]))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True"] * 3
+    process = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert process.stdout.split() == ["True"] * 3
 
 
 @pytest.mark.sweep("serve")
-def test_600_connections_that_fall_silent_leave_the_server_reachable(serving: Any, tmp_path: Path) -> None:
-    """More than a server has at once by default, each with one byte after an early answer; then a body without an end."""
+def test_600_connections_that_fall_silent_leave_the_server_reachable(
+    serving: Any, tmp_path: Path
+) -> None:
+    """More than a server has at once by default, each with one byte after an early answer; then a
+    body without an end."""
     early = [text for status, text in EARLY.values() if status != 200]
-    with serving(tmp_path, "--idle", "1h") as server, contextlib.ExitStack() as opened:
+    with serving(tmp_path, "--idle", "1h") as server, contextlib.ExitStack() as stack:
         host = httpx.URL(server.url)
         for number in range(600):
-            connection = opened.enter_context(socket.create_connection((host.host, host.port), timeout=60))
+            connection = stack.enter_context(
+                socket.create_connection((host.host, host.port), timeout=60)
+            )
             connection.sendall(early[number % len(early)].replace(b"a key", b"a key for tests"))
             assert connection.recv(65536).startswith(b"HTTP/1.1 4")
             connection.sendall(b"1")
         assert [httpx.get(f"{server.url}/healthz").status_code for _ in range(20)] == [200] * 20
-        flood, sent = socket.create_connection((host.host, host.port), timeout=60), 0
+        flood, sent_bytes = socket.create_connection((host.host, host.port), timeout=60), 0
         with flood, contextlib.suppress(ConnectionError):
             flood.sendall(EARLY["no JSON, chunked"][1].replace(b"a key", b"a key for tests"))
-            while sent < 256 * 2**20:
+            while sent_bytes < 256 * 2**20:
                 flood.sendall(b"10000\r\n" + b"x" * 2**16 + b"\r\n")
-                sent += 2**16
-        assert 2**20 <= sent < 32 * 2**20
+                sent_bytes += 2**16
+        assert 2**20 <= sent_bytes < 32 * 2**20

@@ -23,7 +23,9 @@ URL = "/v1/images/generations"
 
 
 def client_of(port: Any) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port.number}", headers=HEADERS, timeout=60)
+    return httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{port.number}", headers=HEADERS, timeout=60
+    )
 
 
 async def until(holds: Any) -> None:
@@ -33,8 +35,10 @@ async def until(holds: Any) -> None:
 
 def waiting(port: Any) -> float:
     """Requests that wait for a plan."""
-    (found,) = re.findall(r"^graphrun_planning_requests (\S+)$", port.service.metrics.text().decode(), re.MULTILINE)
-    return float(found)
+    (value,) = re.findall(
+        r"^graphrun_planning_requests (\S+)$", port.service.metrics.text().decode(), re.MULTILINE
+    )
+    return float(value)
 
 
 def planned(port: Any) -> None:
@@ -45,67 +49,82 @@ def planned(port: Any) -> None:
 
 
 def refused(answer: httpx.Response) -> bool:
-    return (answer.status_code, answer.json()["error"]["code"], answer.headers["retry-after"]) == (503, "stopping", "10")
+    return (answer.status_code, answer.json()["error"]["code"], answer.headers["retry-after"]) == (
+        503,
+        "stopping",
+        "10",
+    )
 
 
-def test_requests_that_wait_for_a_plan_are_refused_when_the_drain_ends(port_of: Any, tmp_path: Path, capfd: Any) -> None:
+def test_requests_that_wait_for_a_plan_are_refused_when_the_drain_ends(
+    port_of: Any, tmp_path: Path, capfd: Any
+) -> None:
     async def ask() -> list[httpx.Response]:
         async with port_of(tmp_path, drain_seconds=0.2) as port, client_of(port) as client:
-            asked = [asyncio.ensure_future(client.post(URL, json=ASK)) for _ in range(3)]
+            tasks = [asyncio.ensure_future(client.post(URL, json=ASK)) for _ in range(3)]
             await until(lambda: waiting(port) == 3)
             await port.service.drain()
             await port.service.idle()
             port.server.should_exit = True
-            return await asyncio.gather(*asked)
+            return await asyncio.gather(*tasks)
 
     assert all(refused(answer) for answer in asyncio.run(ask()))
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_request_whose_plan_comes_during_the_drain_is_admitted(port_of: Any, tmp_path: Path, capfd: Any) -> None:
+def test_a_request_whose_plan_comes_during_the_drain_is_admitted(
+    port_of: Any, tmp_path: Path, capfd: Any
+) -> None:
     async def ask() -> None:
         async with port_of(tmp_path, drain_seconds=60) as port, client_of(port) as client:
-            asked = asyncio.ensure_future(client.post(URL, json=ASK))
+            task = asyncio.ensure_future(client.post(URL, json=ASK))
             await until(lambda: waiting(port) == 1)
             draining = asyncio.ensure_future(port.service.drain())
             await until(lambda: port.service.draining)
             assert refused(await client.post(URL, json=ASK)), "a new one"
             planned(port)
             await until(lambda: port.service.line.entries)
-            assert not asked.done()
+            assert not task.done()
             assert not draining.done()
             port.service.cancel_all()  # as a second signal does
-            assert refused(await asked)
+            assert refused(await task)
             await draining
 
     asyncio.run(ask())
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_client_that_leaves_while_its_request_is_planned_holds_no_drain_up(port_of: Any, tmp_path: Path) -> None:
+def test_a_client_that_leaves_while_its_request_is_planned_holds_no_drain_up(
+    port_of: Any, tmp_path: Path
+) -> None:
     async def ask() -> None:
         async with port_of(tmp_path, drain_seconds=60) as port, client_of(port) as client:
-            asked = [asyncio.ensure_future(client.post(URL, json=ASK)) for _ in range(2)]
+            tasks = [asyncio.ensure_future(client.post(URL, json=ASK)) for _ in range(2)]
             draining = None
-            for left in (2, 1):
-                await until(lambda left=left: waiting(port) == left)
+            for count in (2, 1):
+                await until(lambda expected=count: waiting(port) == expected)
                 draining = draining or asyncio.ensure_future(port.service.drain())
                 await asyncio.sleep(0.05)
                 assert not draining.done()
-                asked.pop().cancel()
+                tasks.pop().cancel()
             await draining
 
     asyncio.run(ask())
 
 
-def test_a_request_whose_body_comes_while_the_server_ends_is_refused(port_of: Any, tmp_path: Path, capfd: Any) -> None:
+def test_a_request_whose_body_comes_while_the_server_ends_is_refused(
+    port_of: Any, tmp_path: Path, capfd: Any
+) -> None:
     """uvicorn cancels what is left 5 s after the server was told to end."""
 
     async def ask() -> bytes:
         async with port_of(tmp_path) as port:
             port.server.config.timeout_graceful_shutdown = 1
             reader, writer = await asyncio.open_connection("127.0.0.1", port.number)
-            head = "Host: 127.0.0.1\r\nAuthorization: Bearer a key\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+            head = (
+                "Host: 127.0.0.1\r\nAuthorization: Bearer a key\r\n"
+                "Content-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+            )
             writer.write(f"POST {URL} HTTP/1.1\r\n{head}".encode())
             await until(lambda: port.server.server_state.tasks)
             port.server.should_exit = True
@@ -119,20 +138,29 @@ def test_a_request_whose_body_comes_while_the_server_ends_is_refused(port_of: An
 
 @pytest.mark.sweep("serve")
 @pytest.mark.parametrize(("drain", "resumes"), [("300s", True), ("1s", False)])
-def test_sigterm_while_a_request_is_planned(serving: Any, tmp_path: Path, drain: str, resumes: bool) -> None:
-    """Three requests wait for a planner that is stopped by SIGSTOP. Where it goes on in time, they get their pictures."""
+def test_sigterm_while_a_request_is_planned(
+    serving: Any, tmp_path: Path, drain: str, resumes: bool
+) -> None:
+    """Three requests wait for a planner that is stopped by SIGSTOP. Where it goes on in time, they
+    get their pictures."""
     with serving(tmp_path, "--drain", drain) as server, ThreadPoolExecutor(3) as pool:
-        others = (each for each in psutil.Process(server.process.pid).children() if each.pid != server.worker.pid)
-        (planner,) = (each for each in others if "resource_tracker" not in " ".join(each.cmdline()))
+        children = (
+            child
+            for child in psutil.Process(server.process.pid).children()
+            if child.pid != server.worker.pid
+        )
+        (planner,) = (
+            child for child in children if "resource_tracker" not in " ".join(child.cmdline())
+        )
         os.kill(planner.pid, signal.SIGSTOP)
         ask = {"prompt": "a", "size": "48x32", "steps": 1}
-        asked = [pool.submit(server.client.post, URL, json=ask) for _ in range(3)]
+        futures = [pool.submit(server.client.post, URL, json=ask) for _ in range(3)]
         server.until(lambda: server.metric("planning_requests") == 3)
         server.process.terminate()
         server.until(lambda: "stopping" in server.log.read_text())
         if resumes:
             os.kill(planner.pid, signal.SIGCONT)
-        answers = [each.result() for each in asked]
+        answers = [future.result() for future in futures]
         assert server.process.wait(120) == 0
         assert "Traceback" not in server.log.read_text()
     if resumes:

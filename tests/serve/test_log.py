@@ -18,7 +18,8 @@ HOSTILE = "\x1b]0;owned\x07 \u202etxt\u2069 \x9b31m\ngraphrun: forged"
 
 
 def tells(connection: Connection, settings: Any) -> None:
-    """The main function of a process that writes a client's text in each way there is, and ends with an error that has it."""
+    """The main function of a process that writes a client's text in each way there is, and ends
+    with an error that has it."""
     print("print", HOSTILE)
     print("stderr", HOSTILE, file=sys.stderr)
     logging.getLogger("a library").warning("logging %s", HOSTILE)
@@ -43,11 +44,13 @@ async def ended() -> None:
 @pytest.mark.long
 def test_whatever_a_process_of_the_server_writes_has_escapes(capfd: Any) -> None:
     asyncio.run(ended())
-    told = "".join(capfd.readouterr())
+    output = "".join(capfd.readouterr())
     for way in ("print", "stderr", "logging", "warning", "RuntimeError: error"):
-        assert f"{way} \\x1b]0;owned\\x07 \\u202etxt" in told
-    assert not {"\x1b", "\x07", "\u202e", "\u2069", "\x9b"} & set(told)
-    assert not [line for line in told.splitlines() if line.startswith("graphrun:")], "an entry that nobody wrote"
+        assert f"{way} \\x1b]0;owned\\x07 \\u202etxt" in output
+    assert not {"\x1b", "\x07", "\u202e", "\u2069", "\x9b"} & set(output)
+    assert not [line for line in output.splitlines() if line.startswith("graphrun:")], (
+        "an entry that nobody wrote"
+    )
 
 
 def test_so_has_what_the_server_itself_writes(capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +63,7 @@ def test_so_has_what_the_server_itself_writes(capfd: Any, monkeypatch: pytest.Mo
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, getattr(sys, name))  # to have it again
     server.serve(Few(), "127.0.0.1", 0, print)  # type: ignore[arg-type]
-    told = "".join(capfd.readouterr())
-    assert "\\x1b]0;owned" in told
-    assert not {"\x1b", "\x07", "\u202e", "\u2069", "\x9b"} & set(told)
-    assert "31m\\ngraphrun: forged" in told
+    output = "".join(capfd.readouterr())
+    assert "\\x1b]0;owned" in output
+    assert not {"\x1b", "\x07", "\u202e", "\u2069", "\x9b"} & set(output)
+    assert "31m\\ngraphrun: forged" in output

@@ -1,4 +1,5 @@
-"""A server as its clients see it: the official `openai` client, jobs, a browser, and those that mean harm."""
+"""A server as its clients see it: the official `openai` client, jobs, a browser, and those that
+mean harm."""
 
 from __future__ import annotations
 
@@ -38,16 +39,31 @@ def job_of(server: Any, **body: Any) -> dict[str, Any]:
 
 
 def test_pictures_of_what_was_asked(client: openai.OpenAI) -> None:
-    found = client.images.generate(model="flux-tiny", prompt="a", size="32x48", n=2, extra_body={"seed": 7, "steps": 2})
-    assert [picture(each).size for each in found.data or []] == [(32, 48)] * 2
-    inputs = [json.loads(picture(each).info["graphrun"])["inputs"] for each in found.data or []]
-    assert [(each["prompt"], each["seed"], each["steps"]) for each in inputs] == [("a", 7, 2), ("a", 8, 2)]
-    again = client.images.generate(model="flux-tiny", prompt="a", size="32x48", extra_body={"seed": 8, "steps": 2})
-    assert picture(again.data[0]).tobytes() == picture(found.data[1]).tobytes() != picture(found.data[0]).tobytes()
+    response = client.images.generate(
+        model="flux-tiny", prompt="a", size="32x48", n=2, extra_body={"seed": 7, "steps": 2}
+    )
+    assert [picture(image).size for image in response.data or []] == [(32, 48)] * 2
+    inputs = [
+        json.loads(picture(image).info["graphrun"])["inputs"] for image in response.data or []
+    ]
+    assert [(values["prompt"], values["seed"], values["steps"]) for values in inputs] == [
+        ("a", 7, 2),
+        ("a", 8, 2),
+    ]
+    second = client.images.generate(
+        model="flux-tiny", prompt="a", size="32x48", extra_body={"seed": 8, "steps": 2}
+    )
+    assert (
+        picture(second.data[0]).tobytes()
+        == picture(response.data[1]).tobytes()
+        != picture(response.data[0]).tobytes()
+    )
 
 
 def test_an_answer_says_what_was_planned_and_measured(server: Any, client: openai.OpenAI) -> None:
-    raw = client.images.with_raw_response.generate(prompt="never encoded before", output_format="webp", response_format="url")
+    raw = client.images.with_raw_response.generate(
+        prompt="never encoded before", output_format="webp", response_format="url"
+    )
     assert [part.partition(";")[0] for part in raw.headers["server-timing"].split(", ")] == [
         "plan",
         "queue",
@@ -56,8 +72,14 @@ def test_an_answer_says_what_was_planned_and_measured(server: Any, client: opena
         "decode",
     ]
     url = raw.parse().data[0].url
-    kept = httpx.get(url)
-    assert (kept.headers["content-type"], Image.open(io.BytesIO(kept.content)).format) == ("image/webp", "WEBP")
+    file_response = httpx.get(url)
+    assert (
+        file_response.headers["content-type"],
+        Image.open(io.BytesIO(file_response.content)).format,
+    ) == (
+        "image/webp",
+        "WEBP",
+    )
     figures = raw.parse().graphrun
     for stage in figures["stages"]:
         assert stage["measured_seconds"] == pytest.approx(stage["planned_seconds"], rel=0.05)
@@ -69,13 +91,23 @@ def test_an_answer_says_what_was_planned_and_measured(server: Any, client: opena
 
 def test_several_at_once_by_the_asyncio_client(server: Any) -> None:
     async def ask() -> list[Any]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=300) as client:
-            asked = [client.images.generate(prompt=f"{n}", extra_body={"seed": n}) for n in range(3)]
-            return await asyncio.gather(*asked)
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=300
+        ) as client:
+            tasks = [
+                client.images.generate(prompt=f"{n}", extra_body={"seed": n}) for n in range(3)
+            ]
+            return await asyncio.gather(*tasks)
 
-    found = asyncio.run(ask())
-    about = [json.loads(picture(each.data[0]).info["graphrun"])["inputs"] for each in found]
-    assert [(each["prompt"], each["seed"]) for each in about] == [("0", 0), ("1", 1), ("2", 2)]
+    responses = asyncio.run(ask())
+    inputs = [
+        json.loads(picture(response.data[0]).info["graphrun"])["inputs"] for response in responses
+    ]
+    assert [(values["prompt"], values["seed"]) for values in inputs] == [
+        ("0", 0),
+        ("1", 1),
+        ("2", 2),
+    ]
 
 
 def test_its_own_typed_errors(server: Any, client: openai.OpenAI) -> None:
@@ -88,17 +120,26 @@ def test_its_own_typed_errors(server: Any, client: openai.OpenAI) -> None:
     with pytest.raises(openai.UnprocessableEntityError, match="did you mean 'steps'"):
         client.images.generate(prompt="a", extra_body={"step": 3})
     with pytest.raises(openai.BadRequestError, match="not JSON"):
-        client.post("/images/generations", body=b"{", cast_to=object, options={"headers": {"Content-Type": "application/json"}})
+        client.post(
+            "/images/generations",
+            body=b"{",
+            cast_to=object,
+            options={"headers": {"Content-Type": "application/json"}},
+        )
     assert server.metric("pictures_total") >= 0
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_loaded(server: Any, client: openai.OpenAI) -> None:
-    before = server.metric("pictures_total")
-    with pytest.raises(openai.UnprocessableEntityError, match="nothing fits") as refused:
+def test_what_does_not_fit_is_refused_before_anything_is_loaded(
+    server: Any, client: openai.OpenAI
+) -> None:
+    picture_count = server.metric("pictures_total")
+    with pytest.raises(openai.UnprocessableEntityError, match="nothing fits") as refusal:
         client.images.generate(prompt="a", size="512x512", extra_body={"steps": 2})
-    assert refused.value.code == "does_not_fit"
-    assert {pair for repair in refused.value.body["repairs"] for pair in repair["change"]}, "with what to do"
-    assert server.metric("pictures_total") == before
+    assert refusal.value.code == "does_not_fit"
+    assert {
+        pair for suggestion in refusal.value.body["suggestions"] for pair in suggestion["change"]
+    }, "with what to do"
+    assert server.metric("pictures_total") == picture_count
 
 
 def test_models_have_limits_and_predicted_seconds(client: openai.OpenAI) -> None:
@@ -116,62 +157,89 @@ def test_a_job_tells_its_steps_and_previews_and_ends_with_the_picture(server: An
     with server.client.stream("GET", f"/v1/jobs/{job['id']}/events") as stream:
         text = "".join(stream.iter_text())
     events = [event.split("\n") for event in text.strip().split("\n\n")]
-    states = [json.loads(data.removeprefix("data: ")) for kind, data in events if kind != "event: preview"]
-    assert {each["step"] for each in states} & {1, 2, 3, 4, 5}
-    assert [each["step"] for each in states[:-1]] == sorted(each["step"] for each in states[:-1])
+    states = [
+        json.loads(data.removeprefix("data: ")) for kind, data in events if kind != "event: preview"
+    ]
+    assert {state["step"] for state in states} & {1, 2, 3, 4, 5}
+    assert [state["step"] for state in states[:-1]] == sorted(
+        state["step"] for state in states[:-1]
+    )
     previews = [data for kind, data in events if kind == "event: preview"]
-    assert Image.open(io.BytesIO(base64.b64decode(previews[0].removeprefix("data: ")))).format == "PNG"
+    assert (
+        Image.open(io.BytesIO(base64.b64decode(previews[0].removeprefix("data: ")))).format == "PNG"
+    )
     assert (events[-1][0], states[-1]["state"]) == ("event: end", "done")
     result = server.client.get(f"/v1/jobs/{job['id']}/result").json()
     assert result["data"][0]["seed"] == 3
     assert server.client.get("/v1/jobs/another").status_code == 404
 
 
-def test_a_cancelled_job_stops_at_a_step_and_the_next_one_runs(server: Any, client: openai.OpenAI) -> None:
+def test_a_cancelled_job_stops_at_a_step_and_the_next_one_runs(
+    server: Any, client: openai.OpenAI
+) -> None:
     job = job_of(server, steps=120)
     url = f"/v1/jobs/{job['id']}"
     assert server.client.get(f"{url}/result").status_code == 409
     server.until(lambda: server.client.get(url).json()["step"])
     server.client.delete(url)
-    ended = server.until(lambda: (state := server.client.get(url).json())["state"] == "cancelled" and state)
+    ended = server.until(
+        lambda: (state := server.client.get(url).json())["state"] == "cancelled" and state
+    )
     assert 0 < ended["step"] < 120
     assert client.images.generate(prompt="a").data
 
 
 def test_a_client_that_leaves_cancels_its_request(server: Any) -> None:
     cancelled = 'graphrun_requests_total{graph="flux-tiny",status="409"}'
-    before = [line for line in server.client.get("/metrics").text.splitlines() if line.startswith(cancelled)]
+    first_pictures = [
+        line
+        for line in server.client.get("/metrics").text.splitlines()
+        if line.startswith(cancelled)
+    ]
     body = b'{"prompt": "a", "steps": 120}'
     head = (
-        f"Host: 127.0.0.1\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        f"Host: 127.0.0.1\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
     )
     host = httpx.URL(server.url)
     with socket.create_connection((host.host, host.port)) as connection:
         connection.sendall(b"POST /v1/images/generations HTTP/1.1\r\n" + head.encode() + body)
         server.until(lambda: server.metric("running_requests") == 1)
     server.until(lambda: server.metric("running_requests") == 0)
-    after = [line for line in server.client.get("/metrics").text.splitlines() if line.startswith(cancelled)]
-    assert after != before
+    second_pictures = [
+        line
+        for line in server.client.get("/metrics").text.splitlines()
+        if line.startswith(cancelled)
+    ]
+    assert second_pictures != first_pictures
 
 
 @pytest.mark.sweep("serve")
 def test_a_planner_that_is_killed_is_replaced_and_nobody_waits_for_it_in_vain(server: Any) -> None:
     def planner() -> psutil.Process:
-        others = (each for each in psutil.Process(server.process.pid).children() if each.pid != server.worker.pid)
-        (found,) = (each for each in others if "resource_tracker" not in " ".join(each.cmdline()))
-        return found
+        children = (
+            child
+            for child in psutil.Process(server.process.pid).children()
+            if child.pid != server.worker.pid
+        )
+        (planner_process,) = (
+            child for child in children if "resource_tracker" not in " ".join(child.cmdline())
+        )
+        return planner_process
 
-    killed = planner()
-    killed.kill()
-    server.until(lambda: not killed.is_running() or killed.status() == psutil.STATUS_ZOMBIE)
-    asked = {"prompt": "a", "size": "48x32", "steps": 1}
-    answers = [server.client.post("/v1/images/generations", json=asked, timeout=120)]
+    first_planner = planner()
+    first_planner.kill()
+    server.until(
+        lambda: not first_planner.is_running() or first_planner.status() == psutil.STATUS_ZOMBIE
+    )
+    body = {"prompt": "a", "size": "48x32", "steps": 1}
+    answers = [server.client.post("/v1/images/generations", json=body, timeout=120)]
     while answers[-1].status_code == 503:
         assert answers[-1].headers["retry-after"]
         time.sleep(1)
-        answers.append(server.client.post("/v1/images/generations", json=asked, timeout=120))
+        answers.append(server.client.post("/v1/images/generations", json=body, timeout=120))
     assert answers[-1].status_code == 200
-    assert planner().pid != killed.pid
+    assert planner().pid != first_planner.pid
 
 
 @pytest.mark.sweep("serve")
@@ -183,11 +251,15 @@ def test_a_worker_that_is_killed_is_replaced_and_its_request_goes_on(server: Any
     server.worker.kill()
     server.until(lambda: server.client.get(url).json()["state"] == "done")
     assert server.metric("worker_restarts_total") == 1
-    killed, whole = server.client.get(f"{url}/result").json(), None
-    whole = server.client.post("/v1/images/generations", json={"prompt": "a", "steps": 120, "seed": 5}).json()
-    assert picture_of(killed).tobytes() == picture_of(whole).tobytes()
-    resumed = {of["name"]: of["measured_seconds"] for of in killed["graphrun"]["stages"]}
-    in_whole = {of["name"]: of["measured_seconds"] for of in whole["graphrun"]["stages"]}
+    resumed_answer, whole = server.client.get(f"{url}/result").json(), None
+    whole = server.client.post(
+        "/v1/images/generations", json={"prompt": "a", "steps": 120, "seed": 5}
+    ).json()
+    assert picture_of(resumed_answer).tobytes() == picture_of(whole).tobytes()
+    resumed = {
+        stage["name"]: stage["measured_seconds"] for stage in resumed_answer["graphrun"]["stages"]
+    }
+    in_whole = {stage["name"]: stage["measured_seconds"] for stage in whole["graphrun"]["stages"]}
     assert resumed["denoise"] < in_whole["denoise"], "it went on at its last step"
 
 
@@ -200,12 +272,20 @@ def test_those_that_mean_harm_are_refused(server: Any) -> None:
     statuses = {
         "10 MB prompt": post("/v1/images/generations", json={"prompt": "x" * 10**7}).status_code,
         "long prompt": post("/v1/images/generations", json={"prompt": "x" * 10**5}).status_code,
-        "nested": post("/v1/images/generations", content=b"[" * 10**5, headers={"Content-Type": "application/json"}).status_code,
-        "a form of another site": post("/v1/images/generations", content=b"{}", headers={"Content-Type": "text/plain"}).status_code,
+        "nested": post(
+            "/v1/images/generations",
+            content=b"[" * 10**5,
+            headers={"Content-Type": "application/json"},
+        ).status_code,
+        "a form of another site": post(
+            "/v1/images/generations", content=b"{}", headers={"Content-Type": "text/plain"}
+        ).status_code,
         "path": server.client.get("/v1/images/files/..%2f..%2fetc%2fpasswd").status_code,
         "asset": server.client.get("/page/..%2fapp.py").status_code,
         "no key": httpx.get(f"{server.url}/v1/models").status_code,
-        "another scheme": httpx.get(f"{server.url}/v1/models", headers={"Authorization": f"Basic {KEY}"}).status_code,
+        "another scheme": httpx.get(
+            f"{server.url}/v1/models", headers={"Authorization": f"Basic {KEY}"}
+        ).status_code,
     }
     expected = [413, 422, 400, 415, 404, 404, 401, 401]
     assert statuses == dict(zip(statuses, expected, strict=True))
@@ -221,16 +301,30 @@ def test_those_that_mean_harm_are_refused(server: Any) -> None:
     assert server.client.get("/readyz").status_code == 200
 
 
-def test_libraries_write_nothing_to_the_log_when_the_processes_import_them(server: Any, client: openai.OpenAI) -> None:
+def test_libraries_write_nothing_to_the_log_when_the_processes_import_them(
+    server: Any, client: openai.OpenAI
+) -> None:
     assert client.images.generate(prompt="a").data
-    assert not [line for line in server.log.read_text().splitlines() for part in DROPPED.values() if part in line]
+    assert not [
+        line
+        for line in server.log.read_text().splitlines()
+        for part in DROPPED.values()
+        if part in line
+    ]
 
 
 def test_openapi_and_the_page_name_nothing_elsewhere(server: Any) -> None:
-    assert {"/v1/images/generations", "/v1/images/edits", "/v1/jobs", "/v1/models"} <= server.client.get("/openapi.json").json()[
-        "paths"
-    ].keys()
+    assert {
+        "/v1/images/generations",
+        "/v1/images/edits",
+        "/v1/jobs",
+        "/v1/models",
+    } <= server.client.get("/openapi.json").json()["paths"].keys()
     front = server.client.get("/")
     assert "default-src 'none'" in front.headers["content-security-policy"]
-    for text in (front.text, server.client.get("/page/page.js").text, server.client.get("/page/page.css").text):
+    for text in (
+        front.text,
+        server.client.get("/page/page.js").text,
+        server.client.get("/page/page.css").text,
+    ):
         assert "://" not in text

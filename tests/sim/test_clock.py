@@ -1,4 +1,5 @@
-"""Virtual time of the simulated accelerator: FLOPs and copies on two timelines, and waits between them."""
+"""Virtual time of the simulated accelerator: FLOPs and copies on two timelines, and waits between
+them."""
 
 from __future__ import annotations
 
@@ -64,11 +65,11 @@ def test_copies_overlap_compute_and_events_order_them():
         buffer = torch.zeros(1000, dtype=torch.uint8, device="sim")
         with sim.on_copy_stream():
             buffer.copy_(host)
-            copied = sim.record("copy")
-        assert (sim.seconds("compute"), sim.seconds("copy"), copied) == (0, 1.0, 1.0)
+            event = sim.record("copy")
+        assert (sim.seconds("compute"), sim.seconds("copy"), event) == (0, 1.0, 1.0)
         x @ x
         assert sim.seconds("compute") == 0.54
-        sim.wait("compute", copied)
+        sim.wait("compute", event)
         x @ x
         assert (sim.seconds("compute"), sim.seconds("copy")) == (1.54, 1.0)
         assert sim.charge_flops == 108
@@ -102,15 +103,15 @@ def test_the_nth_copy_in_either_direction_fails_once_before_anything_changed():
             x.cpu()
         assert (sim.copies_in, sim.copies_out, sim.fail_copy) == (1, 0, None)
         sim.fail_copy = 1
-        before = sim.allocated_bytes
+        allocated_bytes = sim.allocated_bytes
         with pytest.raises(SimulatedCopyError, match="to sim:0"):
             x.copy_(torch.zeros(4))
         assert x.tolist() == [1, 1, 1, 1]
-        assert sim.allocated_bytes == before
+        assert sim.allocated_bytes == allocated_bytes
         sim.fail_copy = 1
         with pytest.raises(SimulatedCopyError):
             torch.ones(4).to("sim")
-        assert sim.allocated_bytes == before
+        assert sim.allocated_bytes == allocated_bytes
 
 
 def _operators(device: str) -> None:
@@ -131,7 +132,11 @@ def _operators(device: str) -> None:
 
 
 def test_flops_are_those_of_pytorchs_counter():
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # it does not count the CPU's fused attention
+    # FlopCounterMode does not count the CPU's fused attention.
+    with (
+        FlopCounterMode(display=False) as counter,
+        sdpa_kernel(SDPBackend.MATH),
+    ):
         _operators("cpu")
     with Machine() as sim:
         _operators("sim")
@@ -139,14 +144,17 @@ def test_flops_are_those_of_pytorchs_counter():
 
 
 def test_inference_mode_costs_the_same():
-    """There composite operators arrive whole: unless taken apart, their products and copies would be free."""
-    seen = []
+    """There composite operators arrive whole: unless taken apart, their products and copies would
+    be free."""
+    events = []
     for mode in (torch.no_grad(), torch.inference_mode()):
         with Machine() as sim, mode:
             _operators("sim")
             torch.ones(3).to("sim").cpu()
-            seen.append((sim.charge_flops, sim.peak_bytes, sim.allocations, sim.bytes_in, sim.bytes_out))
-    assert seen[0] == seen[1]
+            events.append(
+                (sim.charge_flops, sim.peak_bytes, sim.allocations, sim.bytes_in, sim.bytes_out)
+            )
+    assert events[0] == events[1]
 
 
 def test_a_stream_of_the_device_module_is_asynchronous_where_a_copy_is_asked_to_be():
@@ -156,12 +164,12 @@ def test_a_stream_of_the_device_module_is_asynchronous_where_a_copy_is_asked_to_
         machine.page_lock(host)
         with backend.stream(stream):
             assert backend.current_stream().timeline == "copy"
-            kept = [host.to("sim", non_blocking=True)]
+            copies = [host.to("sim", non_blocking=True)]
         machine.charge(1_000_000)
         assert (machine.seconds("compute"), machine.seconds("copy")) == pytest.approx((1e-3, 1e-3))
         stream.synchronize()
         with backend.stream(stream):
-            kept.append(host.to("sim"))
+            copies.append(host.to("sim"))
         machine.charge(1_000_000)
         assert (machine.seconds("compute"), machine.seconds("copy")) == pytest.approx((3e-3, 2e-3))
 
@@ -199,21 +207,30 @@ def test_kernels_shorter_than_their_launches_wait_for_the_host():
 
 def test_a_host_that_waits_for_each_copy_pays_every_launch():
     host = torch.zeros(9, dtype=torch.uint8)
-    with Machine(h2d_bytes_per_second=100, flops_per_second=100, launch_seconds=0.1, copy_start_seconds=0.2) as sim:
+    with Machine(
+        h2d_bytes_per_second=100, flops_per_second=100, launch_seconds=0.1, copy_start_seconds=0.2
+    ) as sim:
         x = torch.empty(3, 3, device="sim").fill_(1)
         sim.synchronize()
         start = sim.seconds()
         for _ in range(3):
             host.to("sim")
             x @ x
-        assert sim.seconds() - start == pytest.approx(0.1 + 3 * (0.2 + 0.09 + 0.1 + 0.54)), "only copies are launched ahead"
+        assert sim.seconds() - start == pytest.approx(0.1 + 3 * (0.2 + 0.09 + 0.1 + 0.54)), (
+            "only copies are launched ahead"
+        )
 
 
-@pytest.mark.parametrize("locked", [True, False])
-def test_the_host_waits_for_copies_of_memory_that_is_not_page_locked(locked):
+@pytest.mark.parametrize("is_locked", [True, False])
+def test_the_host_waits_for_copies_of_memory_that_is_not_page_locked(is_locked):
     host = torch.zeros(1000, dtype=torch.uint8)
-    with Machine(h2d_bytes_per_second=1000, flops_per_second=100, pageable_bytes_per_second=500, page_lock_seconds=1e-3) as sim:
-        if locked:
+    with Machine(
+        h2d_bytes_per_second=1000,
+        flops_per_second=100,
+        pageable_bytes_per_second=500,
+        page_lock_seconds=1e-3,
+    ) as sim:
+        if is_locked:
             sim.page_lock(host)
             assert sim.seconds("lock") == pytest.approx(1.0)
         x = torch.ones(3, 3, device="sim")
@@ -221,4 +238,6 @@ def test_the_host_waits_for_copies_of_memory_that_is_not_page_locked(locked):
         with sim.on_copy_stream():
             buffer.copy_(host)
         x @ x
-        assert (sim.seconds("copy"), sim.seconds("compute")) == pytest.approx((1.0, 0.54) if locked else (2.0, 2.54))
+        assert (sim.seconds("copy"), sim.seconds("compute")) == pytest.approx(
+            (1.0, 0.54) if is_locked else (2.0, 2.54)
+        )

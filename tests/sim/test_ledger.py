@@ -1,4 +1,5 @@
-"""Memory of the simulated accelerator: what is counted, when an allocation is refused, what is freed."""
+"""Memory of the simulated accelerator: what is counted, when an allocation is refused, what is
+freed."""
 
 from __future__ import annotations
 
@@ -63,13 +64,20 @@ def test_empty_tensors_cost_nothing():
 def test_views_share_one_storage_that_lives_as_long_as_the_last_of_them():
     with Machine() as machine:
         base = torch.zeros(256, 4, device="sim")
-        views = [base.view(4, 256), base[3:], base.t(), base.detach(), *base.split(64), base.view(torch.uint8)]
+        views = [
+            base.view(4, 256),
+            base[3:],
+            base.t(),
+            base.detach(),
+            *base.split(64),
+            base.view(torch.uint8),
+        ]
         assert (machine.allocated_bytes, machine.allocations) == (4 * KIB, 1)
         del base, views[1:]
         gc.collect()  # the storage's Python object is not what keeps the count
-        again = views[0].reshape(16, 64)
+        view = views[0].reshape(16, 64)
         assert (machine.allocated_bytes, machine.allocations) == (4 * KIB, 1)
-        del views, again
+        del views, view
         assert machine.allocated_bytes == 0
 
 
@@ -116,12 +124,21 @@ def test_attention_holds_no_scores():
 def test_capacity_is_hard_and_a_refusal_changes_nothing():
     with Machine(4 * KIB) as machine:
         x = zeros(3 * KIB)
-        before = machine.allocated_bytes, machine.allocations, machine.peak_bytes
+        counters = machine.allocated_bytes, machine.allocations, machine.peak_bytes
         host = torch.ones(2048, dtype=torch.uint8)
-        for attempt in (lambda: zeros(KIB + 1), x.clone, x.exp, lambda: host.to("sim"), partial(torch.cat, [x, x])):
-            with pytest.raises(torch.OutOfMemoryError, match="capacity of 4.00 KiB, of which 1.00 KiB .1024 bytes. is free"):
+        for attempt in (
+            lambda: zeros(KIB + 1),
+            x.clone,
+            x.exp,
+            lambda: host.to("sim"),
+            partial(torch.cat, [x, x]),
+        ):
+            with pytest.raises(
+                torch.OutOfMemoryError,
+                match="capacity of 4.00 KiB, of which 1.00 KiB .1024 bytes. is free",
+            ):
                 attempt()
-            assert (machine.allocated_bytes, machine.allocations, machine.peak_bytes) == before
+            assert (machine.allocated_bytes, machine.allocations, machine.peak_bytes) == counters
         del attempt
         z = zeros(KIB)  # exactly full is fine
         assert machine.allocated_bytes == 4 * KIB
@@ -175,11 +192,11 @@ def test_resizing_in_place_is_counted_as_new_beside_old():
 
 def test_results_written_into_an_argument_may_grow_it():
     with Machine(4 * KIB) as machine:
-        out = torch.empty(0, device="sim")
-        torch.add(torch.ones(256, device="sim"), 1, out=out)
-        assert out.shape == (256,)
+        result = torch.empty(0, device="sim")
+        torch.add(torch.ones(256, device="sim"), 1, out=result)
+        assert result.shape == (256,)
         assert machine.allocated_bytes == KIB
-        assert out.tolist() == [2.0] * 256
+        assert result.tolist() == [2.0] * 256
         big, out_2 = torch.ones(512, device="sim"), torch.empty(0, device="sim")
         with pytest.raises(SimulatedOutOfMemory):
             torch.add(big, 1, out=out_2)
@@ -188,7 +205,7 @@ def test_results_written_into_an_argument_may_grow_it():
         out_2.resize_(2)
         assert out_2.shape == (2,)
         assert machine.allocated_bytes == 3 * KIB + 512
-        del out, big, out_2
+        del result, big, out_2
         assert machine.allocated_bytes == 0
 
 
@@ -232,31 +249,38 @@ def test_the_listener_hears_every_allocation_and_free_in_order():
         del y
         machine.listener = None
         zeros(1)
-    assert recorder.events == [("+", 1, 512), ("+", 2, 512), ("-", 1, 0), ("+", 3, 1536), ("-", 2, 0), ("-", 3, 0)]
+    assert recorder.events == [
+        ("+", 1, 512),
+        ("+", 2, 512),
+        ("-", 1, 0),
+        ("+", 3, 1536),
+        ("-", 2, 0),
+        ("-", 3, 0),
+    ]
 
 
 def test_live_storages_are_listed_largest_first():
     with Machine() as machine:
-        kept = [zeros(10), torch.zeros(300, 2, dtype=torch.float16, device="sim")]
+        tensors = [zeros(10), torch.zeros(300, 2, dtype=torch.float16, device="sim")]
         assert machine.live() == [(1536, (300, 2), torch.float16), (512, (10,), torch.uint8)]
-        del kept
+        del tensors
         assert machine.live() == []
 
 
-@pytest.mark.parametrize("at", [1, 2, 3])
-def test_the_nth_allocation_fails_once(at):
-    with Machine(fail_allocation=at) as machine:
-        kept = [zeros(1) for _ in range(at - 1)]
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_the_nth_allocation_fails_once(number):
+    with Machine(fail_allocation=number) as machine:
+        tensors = [zeros(1) for _ in range(number - 1)]
         with pytest.raises(SimulatedOutOfMemory, match="injected"):
             zeros(1)
-        assert machine.allocated_bytes == 512 * (at - 1)
+        assert machine.allocated_bytes == 512 * (number - 1)
         assert machine.fail_allocation is None
         zeros(1)
         machine.fail_allocation = 2  # counts from now
         zeros(1)
         with pytest.raises(SimulatedOutOfMemory, match="injected"):
-            kept[0].add(1) if kept else zeros(1)
-        del kept
+            tensors[0].add(1) if tensors else zeros(1)
+        del tensors
     assert machine.allocated_bytes == 0
 
 
@@ -294,10 +318,10 @@ def test_entering_twice_and_making_tensors_outside_are_errors():
     with machine:
         with pytest.raises(RuntimeError, match="already active"), machine:
             pass
-        kept = zeros(1)  # the failed entry left the first one active
+        tensor = zeros(1)  # the failed entry left the first one active
     with pytest.raises(RuntimeError, match="no simulated machine is active"):
         zeros(1)
-    assert kept.cpu().tolist() == [0]
+    assert tensor.cpu().tolist() == [0]
 
 
 @pytest.mark.parametrize(

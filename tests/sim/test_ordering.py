@@ -1,4 +1,5 @@
-"""The ordering checker: what it takes for a race, what it takes for an order, and what its message says."""
+"""The ordering checker: what it takes for a race, what it takes for an order, and what its message
+says."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ from graphrun.sim.ordering import RaceError, spans_of
 
 @pytest.fixture
 def device() -> Iterator[SimulatedDevice]:
-    made = SimulatedDevice(Machine(check_ordering=True))
-    with made.session(1 << 30):
-        yield made
+    device = SimulatedDevice(Machine(check_ordering=True))
+    with device.session(1 << 30):
+        yield device
 
 
 def host(nbytes: int = 64) -> torch.Tensor:
@@ -27,30 +28,34 @@ def host(nbytes: int = 64) -> torch.Tensor:
 
 def on_device(device: SimulatedDevice, nbytes: int = 64) -> torch.Tensor:
     """Allocated and written on the compute stream, and known to the host."""
-    made = device.allocate(nbytes)
-    made.fill_(1)
+    arena = device.allocate(nbytes)
+    arena.fill_(1)
     device.barrier()
-    return made
+    return arena
 
 
-def test_a_copy_over_bytes_that_compute_reads_is_a_race_unless_it_waits(device: SimulatedDevice) -> None:
+def test_a_copy_over_bytes_that_compute_reads_is_a_race_unless_it_waits(
+    device: SimulatedDevice,
+) -> None:
     source = host()
     weights = on_device(device)
     result = weights + 1
     device.annotate(slot="slot denoise/0:unet steady", block="unet down.0")
     device.copy(weights, source)
-    with pytest.raises(RaceError) as caught:
+    with pytest.raises(RaceError) as error:
         device.barrier()
-    text = str(caught.value)
-    assert "write of bytes 0..64 by copy (copy of unet down.0 in slot denoise/0:unet steady, " in text
+    text = str(error.value)
+    assert (
+        "write of bytes 0..64 by copy (copy of unet down.0 in slot denoise/0:unet steady, " in text
+    )
     assert "read of bytes 0..64 by compute (aten::add" in text
     assert text.count("test_ordering.py:") == 2, "the code of both accesses"
     assert result.numel()
-    again = weights + 1
+    product = weights + 1
     device.wait("copy", device.mark("compute"))
     device.copy(weights, source)
     device.barrier()
-    assert again.numel()
+    assert product.numel()
 
 
 def test_a_race_that_comes_again_is_reported_again(device: SimulatedDevice) -> None:
@@ -58,9 +63,9 @@ def test_a_race_that_comes_again_is_reported_again(device: SimulatedDevice) -> N
     for _ in range(3):
         assert (weights + 1).numel()
         device.copy(weights, source)
-        with pytest.raises(RaceError) as caught:
+        with pytest.raises(RaceError) as error:
             device.barrier()
-        assert str(caught.value).count("race in") == 1
+        assert str(error.value).count("race in") == 1
     device.barrier()
 
 
@@ -70,9 +75,9 @@ def test_a_report_has_each_pair_of_code_lines_once(device: SimulatedDevice) -> N
         assert (weights + 1).numel()
         device.copy(weights, source)
         device.wait("compute", device.mark("copy"))
-    with pytest.raises(RaceError) as caught:
+    with pytest.raises(RaceError) as error:
         device.barrier()
-    assert str(caught.value).count("race in") == 1
+    assert str(error.value).count("race in") == 1
 
 
 def test_a_race_behind_the_last_barrier_is_reported_at_the_end_of_the_session() -> None:
@@ -98,18 +103,22 @@ def test_compute_waits_for_a_copy_by_its_mark(device: SimulatedDevice) -> None:
     device.barrier()
     device.copy(weights, source)
     assert (weights + 1).numel()
-    with pytest.raises(RaceError, match="read of bytes 0..64 by compute .* is not ordered behind write of bytes 0..64 by copy"):
+    with pytest.raises(
+        RaceError,
+        match="read of bytes 0..64 by compute .* is not ordered behind write of bytes 0..64 "
+        "by copy",
+    ):
         device.barrier()
 
 
 def test_other_bytes_of_the_storage_are_no_race(device: SimulatedDevice) -> None:
     source = host()
-    ring = on_device(device, 128)
-    assert (ring[:64] + 1).numel()
-    device.copy(ring[64:], source)
+    ring_buffer = on_device(device, 128)
+    assert (ring_buffer[:64] + 1).numel()
+    device.copy(ring_buffer[64:], source)
     device.barrier()
-    assert (ring[:65] + 1).numel()
-    device.copy(ring[64:], source)
+    assert (ring_buffer[:65] + 1).numel()
+    device.copy(ring_buffer[64:], source)
     with pytest.raises(RaceError, match=r"bytes 64..128 by copy .* bytes 0..65 by compute"):
         device.barrier()
 
@@ -138,7 +147,9 @@ def test_columns_of_a_table_are_apart(device: SimulatedDevice) -> None:
         (torch.zeros(0, 3), ()),
     ],
 )
-def test_spans_are_the_bytes_of_a_view(view: torch.Tensor, spans: tuple[tuple[int, int], ...]) -> None:
+def test_spans_are_the_bytes_of_a_view(
+    view: torch.Tensor, spans: tuple[tuple[int, int], ...]
+) -> None:
     assert spans_of(view) == spans
 
 
@@ -146,11 +157,17 @@ def test_memory_is_written_by_its_allocation_and_its_free(device: SimulatedDevic
     source = host()
     fresh = device.allocate(64)
     device.copy(fresh, source)
-    with pytest.raises(RaceError, match=r"write of bytes 0..64 by copy .* is not ordered behind write .* by compute \(allocation"):
+    with pytest.raises(
+        RaceError,
+        match=r"write of bytes 0..64 by copy .* is not ordered behind write .* by compute "
+        r"\(allocation",
+    ):
         device.barrier()
     device.copy(fresh, source)
     del fresh
-    with pytest.raises(RaceError, match=r"by compute \(free.* is not ordered behind write of bytes 0..64 by copy"):
+    with pytest.raises(
+        RaceError, match=r"by compute \(free.* is not ordered behind write of bytes 0..64 by copy"
+    ):
         device.barrier()
 
 
@@ -159,29 +176,41 @@ def test_host_memory_is_not_freed_while_it_is_copied(device: SimulatedDevice) ->
     device.copy(target, source)
     del source
     gc.collect()
-    with pytest.raises(RaceError, match=r"race in host memory: write .* by host \(free.* behind read of bytes 0..64 by copy"):
+    with pytest.raises(
+        RaceError,
+        match=r"race in host memory: write .* by host \(free.* behind read of bytes 0..64 by copy",
+    ):
         device.barrier()
 
 
 def test_the_host_reads_a_spilled_value_behind_its_copy_only(device: SimulatedDevice) -> None:
-    value, there = on_device(device), host()
-    device.copy(there, value)
+    value, host_copy = on_device(device), host()
+    device.copy(host_copy, value)
     device.barrier()
-    assert (there + 1).numel()
-    device.copy(there, value)
-    assert (there + 1).numel()
-    with pytest.raises(RaceError, match="read of bytes 0..64 by host .* is not ordered behind write of bytes 0..64 by copy"):
+    assert (host_copy + 1).numel()
+    device.copy(host_copy, value)
+    assert (host_copy + 1).numel()
+    with pytest.raises(
+        RaceError,
+        match="read of bytes 0..64 by host .* is not ordered behind write of bytes 0..64 by copy",
+    ):
         device.barrier()
 
 
-def test_a_mark_of_the_disk_orders_nothing_and_joining_the_job_does(device: SimulatedDevice) -> None:
+def test_a_mark_of_the_disk_orders_nothing_and_joining_the_job_does(
+    device: SimulatedDevice,
+) -> None:
     arena, target = host(), on_device(device)
-    joined = device.background(lambda: device.read(arena, 64))
+    job = device.background(lambda: device.read(arena, 64))
     device.wait("copy", device.mark("disk"))
     device.copy(target, arena)
-    with pytest.raises(RaceError, match=r"read of bytes 0..64 by copy .* behind write of bytes 0..64 by disk \(read from disk"):
+    with pytest.raises(
+        RaceError,
+        match=r"read of bytes 0..64 by copy .* behind write of bytes 0..64 by disk \(read "
+        r"from disk",
+    ):
         device.barrier()
-    joined()
+    job()
     device.copy(target, arena)
     device.barrier()
 
@@ -199,17 +228,20 @@ def test_a_read_waits_for_the_copy_out_of_its_place(device: SimulatedDevice) -> 
     device.barrier()
     device.copy(target, arena)
     device.background(lambda: device.read(arena, 64))()
-    with pytest.raises(RaceError, match=r"write of bytes 0..64 by disk .* is not ordered behind read of bytes 0..64 by copy"):
+    with pytest.raises(
+        RaceError,
+        match=r"write of bytes 0..64 by disk .* is not ordered behind read of bytes 0..64 by copy",
+    ):
         device.barrier()
 
 
 def test_blocking_copies_and_items_order_what_follows(device: SimulatedDevice) -> None:
     source = host()
-    copied = source.to(sim.device)
+    copy = source.to(sim.device)
     del source
-    assert int(copied.sum()) == 0
+    assert int(copy.sum()) == 0
     arena = host()
-    arena.copy_(copied)
+    arena.copy_(copy)
     assert (arena + 1).numel()
     device.barrier()
 

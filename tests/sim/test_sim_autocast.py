@@ -10,7 +10,9 @@ from graphrun.sim import Machine
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_are_in_the_lower_precision_and_sums_of_exponentials_in_fp32(dtype: torch.dtype) -> None:
+def test_products_are_in_the_lower_precision_and_sums_of_exponentials_in_fp32(
+    dtype: torch.dtype,
+) -> None:
     with Machine():
         x, w = torch.randn(4, 8).to("sim"), torch.nn.Parameter(torch.randn(8, 8).to("sim"))
         low = x.to(dtype)
@@ -27,5 +29,8 @@ def test_products_are_in_the_lower_precision_and_sums_of_exponentials_in_fp32(dt
             assert (x.double() @ x.double().T).dtype == torch.float64
             with torch.autocast("sim", enabled=False):
                 assert functional.linear(x, w).dtype == torch.float32
-            assert torch.equal(functional.linear(x, w).cpu(), functional.linear(x.cpu().to(dtype), w.detach().cpu().to(dtype)))
+            assert torch.equal(
+                functional.linear(x, w).cpu(),
+                functional.linear(x.cpu().to(dtype), w.detach().cpu().to(dtype)),
+            )
         assert functional.linear(x, w).dtype == torch.float32

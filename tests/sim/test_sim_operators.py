@@ -1,4 +1,5 @@
-"""The simulated device as a torch device: creating, mixing, copying and printing tensors as on CUDA, with the CPU's results."""
+"""The simulated device as a torch device: creating, mixing, copying and printing tensors as on
+CUDA, with the CPU's results."""
 
 from __future__ import annotations
 
@@ -28,8 +29,11 @@ def same(operator, *shapes) -> None:
         torch.manual_seed(0)
         inputs = [torch.randn(shape).to(dtype) for shape in shapes]
         expected = operator(*(x.clone() for x in inputs))
-        found = operator(*(x.to("sim") for x in inputs))
-        for e, f in zip(*((r if isinstance(r, (tuple, list)) else (r,)) for r in (expected, found)), strict=True):
+        result = operator(*(x.to("sim") for x in inputs))
+        for e, f in zip(
+            *((r if isinstance(r, (tuple, list)) else (r,)) for r in (expected, result)),
+            strict=True,
+        ):
             assert f.device == device
             assert (f.dtype, f.shape, f.stride()) == (e.dtype, e.shape, e.stride())
             assert torch.equal(f.cpu(), e)
@@ -40,16 +44,34 @@ OPERATORS = {
     "matmul broadcast": (lambda a, b: a @ b, (2, 1, 4, 5), (3, 5, 6)),
     "linear strided": (lambda a, w: functional.linear(a.transpose(1, 2), w), (2, 5, 3), (4, 5)),
     "einsum": (lambda a, b: torch.einsum("bij,bkj->bik", a, b), (2, 3, 4), (2, 5, 4)),
-    "attention": (lambda q, k: functional.scaled_dot_product_attention(q, k, k), (1, 2, 5, 8), (1, 2, 7, 8)),
-    "causal": (lambda q: functional.scaled_dot_product_attention(q, q, q, is_causal=True), (1, 2, 5, 8)),
-    "attention mask": (lambda q, m: functional.scaled_dot_product_attention(q, q, q, attn_mask=m), (1, 2, 5, 8), (5, 5)),
-    "grouped": (lambda q, k: functional.scaled_dot_product_attention(q, k, k, enable_gqa=True), (1, 4, 5, 8), (1, 2, 5, 8)),
+    "attention": (
+        lambda q, k: functional.scaled_dot_product_attention(q, k, k),
+        (1, 2, 5, 8),
+        (1, 2, 7, 8),
+    ),
+    "causal": (
+        lambda q: functional.scaled_dot_product_attention(q, q, q, is_causal=True),
+        (1, 2, 5, 8),
+    ),
+    "attention mask": (
+        lambda q, m: functional.scaled_dot_product_attention(q, q, q, attn_mask=m),
+        (1, 2, 5, 8),
+        (5, 5),
+    ),
+    "grouped": (
+        lambda q, k: functional.scaled_dot_product_attention(q, k, k, enable_gqa=True),
+        (1, 4, 5, 8),
+        (1, 2, 5, 8),
+    ),
     "layer_norm": (lambda x, w: functional.layer_norm(x, (8,), w, w), (3, 8), (8,)),
     "group_norm": (lambda x: functional.group_norm(x, 2), (2, 4, 5, 5)),
     "rms_norm": (lambda x, w: functional.rms_norm(x, (8,), w), (3, 8), (8,)),
     "conv": (lambda x, w: functional.conv2d(x, w, padding=1, stride=2), (1, 3, 8, 8), (4, 3, 3, 3)),
     "conv same": (lambda x, w: functional.conv1d(x, w, padding="same"), (1, 3, 8), (4, 3, 3)),
-    "interpolate": (lambda x: functional.interpolate(x, scale_factor=2.0, mode="nearest"), (1, 2, 4, 4)),
+    "interpolate": (
+        lambda x: functional.interpolate(x, scale_factor=2.0, mode="nearest"),
+        (1, 2, 4, 4),
+    ),
     "bilinear": (lambda x: functional.interpolate(x, size=(7, 9), mode="bilinear"), (1, 2, 4, 4)),
     "pad": (lambda x: functional.pad(x, (1, 2), mode="reflect"), (2, 3, 5)),
     "chunk": (lambda x: x.chunk(3, dim=-1), (2, 9)),
@@ -60,7 +82,10 @@ OPERATORS = {
     "where": (lambda x: torch.where(x > 0, x, 0.0), (4, 4)),
     "gelu": (lambda x: functional.gelu(x, approximate="tanh"), (3, 8)),
     "channels_last": (lambda x: x.to(memory_format=torch.channels_last), (1, 2, 3, 4)),
-    "complex": (lambda x: torch.view_as_real(torch.view_as_complex(x.float().view(3, 4, 2)) * 1j), (3, 8)),
+    "complex": (
+        lambda x: torch.view_as_real(torch.view_as_complex(x.float().view(3, 4, 2)) * 1j),
+        (3, 8),
+    ),
     "in place": (lambda x: x.add_(1).unsqueeze_(0).transpose_(1, 2).squeeze_(), (3, 8)),
     "median": (lambda x: x.median(dim=1), (3, 5)),
 }
@@ -101,10 +126,10 @@ def test_new_tensors(make):
     torch.manual_seed(3)
     expected = make("cpu")
     torch.manual_seed(3)
-    found = make("sim")
-    assert found.device == device
-    assert found.dtype == expected.dtype
-    assert torch.equal(found.cpu(), expected)
+    result = make("sim")
+    assert result.device == device
+    assert result.dtype == expected.dtype
+    assert torch.equal(result.cpu(), expected)
 
 
 def test_devices_do_not_mix():
@@ -146,13 +171,20 @@ def test_generators_of_the_host_are_refused():
         lambda g: torch.ones(3, device="sim").normal_(generator=g),
         lambda g: torch.randperm(3, generator=g, device="sim"),
     ):
-        with pytest.raises(RuntimeError, match="Expected a 'sim' device type for generator but found 'cpu'"):
+        with pytest.raises(
+            RuntimeError, match="Expected a 'sim' device type for generator but found 'cpu'"
+        ):
             draw(torch.Generator())
 
 
 def test_what_python_sees_of_a_tensor():
     x = torch.tensor([[1.5, 2.0]], device="sim")
-    assert (x.tolist(), x[0, 0].item(), float(x[0, 1]), bool(x[0, 0] > 1)) == ([[1.5, 2.0]], 1.5, 2.0, True)
+    assert (x.tolist(), x[0, 0].item(), float(x[0, 1]), bool(x[0, 0] > 1)) == (
+        [[1.5, 2.0]],
+        1.5,
+        2.0,
+        True,
+    )
     assert f"{x.sum():.2f}" == "3.50"
     assert "1.5" in f"{x}"
     assert "device='sim:0'" in repr(x)
@@ -205,17 +237,19 @@ def test_nothing_of_torch_is_left_changed(sim):
 import torch
 def state():
     future = torch.__future__
-    return (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack(), torch.get_default_device(),
-            torch.get_default_dtype(), future.get_swap_module_params_on_conversion(),
-            future.get_overwrite_module_params_on_conversion(), torch.is_grad_enabled(), torch.Tensor.tolist, torch.Tensor.numpy,
-            torch.Tensor.__repr__, torch.nn.functional.scaled_dot_product_attention)
-before = state()
+    return (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack(),
+            torch.get_default_device(), torch.get_default_dtype(),
+            future.get_swap_module_params_on_conversion(),
+            future.get_overwrite_module_params_on_conversion(), torch.is_grad_enabled(),
+            torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__repr__,
+            torch.nn.functional.scaled_dot_product_attention)
+initial_state = state()
 from graphrun.sim import Machine, register
 register(); register()
 with Machine():
-    assert state() == before
+    assert state() == initial_state
     torch.zeros(2, device="sim") + 1
-assert state() == before
+assert state() == initial_state
 assert torch.ones(2).is_pinned() is False
 """
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
@@ -234,9 +268,11 @@ try:
 except Exception as error:
     print(type(error).__name__, error)
 """
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    assert done.stdout.startswith(GraphrunError.__name__)
-    assert "taken by 'other'" in done.stdout
+    process = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+    assert process.stdout.startswith(GraphrunError.__name__)
+    assert "taken by 'other'" in process.stdout
 
 
 def test_random_states_can_be_forked_once_sim_is_registered() -> None:
@@ -249,16 +285,18 @@ def test_random_states_can_be_forked_once_sim_is_registered() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_hollow_machine_takes_the_memory_of_large_tensors_and_computes_small_ones(sim: Machine) -> None:
-    seen = []
+def test_a_hollow_machine_takes_the_memory_of_large_tensors_and_computes_small_ones(
+    sim: Machine,
+) -> None:
+    counters = []
     for hollow_bytes in (None, 1 << 16):
         sim.hollow_bytes = hollow_bytes
-        before = sim.allocations
+        allocations = sim.allocations
         large, small = torch.ones(1 << 16, device="sim"), torch.ones(4, device="sim")
         half = (large * 0.5 + 0.5).clamp(0, 1)[::2]
         assert (half.shape, half.device.type) == ((1 << 15,), "sim")
         assert (small * 3).tolist() == [3.0] * 4
-        seen.append((sim.peak_bytes, sim.allocations - before))
+        counters.append((sim.peak_bytes, sim.allocations - allocations))
         del large, small, half
         sim.reset_peak()
-    assert seen[0] == seen[1]
+    assert counters[0] == counters[1]

@@ -1,4 +1,5 @@
-"""Whole pipelines on the simulated device: FLUX and SDXL give the CPU's bits; injected faults leave the counters consistent."""
+"""Whole pipelines on the simulated device: FLUX and SDXL give the CPU's bits; injected faults leave
+the counters consistent."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ from diffusers import (
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    T5Config,
+    T5EncoderModel,
+)
 
 from graphrun.sim import Machine, SimulatedCopyError, SimulatedOutOfMemory
 
@@ -60,7 +67,15 @@ def flux_parts(dtype: torch.dtype) -> Parts:
     parts: Parts = {
         "text_encoder": CLIPTextModel(_clip(16)),
         "text_encoder_2": T5EncoderModel(
-            T5Config(vocab_size=64, d_model=24, d_kv=8, d_ff=48, num_layers=2, num_heads=3, feed_forward_proj="gated-gelu")
+            T5Config(
+                vocab_size=64,
+                d_model=24,
+                d_kv=8,
+                d_ff=48,
+                num_layers=2,
+                num_heads=3,
+                feed_forward_proj="gated-gelu",
+            )
         ),
         "transformer": FluxTransformer2DModel(
             in_channels=16,
@@ -114,11 +129,16 @@ def embed_ids(batch: int) -> torch.Tensor:
 
 
 def run_flux(parts: Parts, device: str) -> torch.Tensor:
-    pipeline = FluxPipeline(scheduler=FlowMatchEulerDiscreteScheduler(), tokenizer=None, tokenizer_2=None, **parts)
+    pipeline = FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(), tokenizer=None, tokenizer_2=None, **parts
+    )
     pipeline.set_progress_bar_config(disable=True)
     ids = embed_ids(1).to(device)
     with torch.no_grad():
-        pooled, embeds = pipeline.text_encoder(ids)["pooler_output"], pipeline.text_encoder_2(ids)[0]
+        pooled, embeds = (
+            pipeline.text_encoder(ids)["pooler_output"],
+            pipeline.text_encoder_2(ids)[0],
+        )
     return pipeline(
         prompt_embeds=embeds,
         pooled_prompt_embeds=pooled,
@@ -132,7 +152,11 @@ def run_flux(parts: Parts, device: str) -> torch.Tensor:
 
 def run_sdxl(parts: Parts, device: str) -> torch.Tensor:
     pipeline = StableDiffusionXLPipeline(
-        scheduler=EulerDiscreteScheduler(), tokenizer=None, tokenizer_2=None, add_watermarker=False, **parts
+        scheduler=EulerDiscreteScheduler(),
+        tokenizer=None,
+        tokenizer_2=None,
+        add_watermarker=False,
+        **parts,
     )
     pipeline.set_progress_bar_config(disable=True)
     ids = embed_ids(1).to(device)
@@ -161,20 +185,31 @@ PIPELINES: dict[str, tuple[Callable[..., Parts], Callable[..., torch.Tensor]]] =
 
 def place(module: nn.Module) -> None:
     """Puts all of ``module`` on sim as views of one flat buffer."""
-    entries = [(group, name) for child in module.modules() for group in (child._parameters, child._buffers) for name in group]
+    entries = [
+        (group, name)
+        for child in module.modules()
+        for group in (child._parameters, child._buffers)
+        for name in group
+    ]
     entries = [(group, name) for group, name in entries if group[name] is not None]
     distinct = {id(group[name]): group[name] for group, name in entries}
     offsets, end = {}, 0
     for key, tensor in distinct.items():
         offsets[key], end = end, end + -(-tensor.nbytes // 256) * 256
     buffer = torch.empty(end, dtype=torch.uint8, device="sim")
-    made = {}
+    parts = {}
     for key, tensor in distinct.items():
-        view = buffer[offsets[key] : offsets[key] + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        view = (
+            buffer[offsets[key] : offsets[key] + tensor.nbytes]
+            .view(tensor.dtype)
+            .view(tensor.shape)
+        )
         view.copy_(tensor)
-        made[key] = nn.Parameter(view, requires_grad=False) if isinstance(tensor, nn.Parameter) else view
+        parts[key] = (
+            nn.Parameter(view, requires_grad=False) if isinstance(tensor, nn.Parameter) else view
+        )
     for group, name in entries:
-        group[name] = made[id(group[name])]
+        group[name] = parts[id(group[name])]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -183,7 +218,11 @@ def place(module: nn.Module) -> None:
 def test_pipelines_give_the_cpus_bits_and_leave_nothing(name, dtype, flat):
     make, run = PIPELINES[name]
     expected = run(make(dtype), "cpu")
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # it does not count the CPU's fused attention
+    # FlopCounterMode does not count the CPU's fused attention.
+    with (
+        FlopCounterMode(display=False) as counter,
+        sdpa_kernel(SDPBackend.MATH),
+    ):
         run(make(dtype), "cpu")
     assert expected.isfinite().all()
     assert expected.std() > 0
@@ -194,21 +233,22 @@ def test_pipelines_give_the_cpus_bits_and_leave_nothing(name, dtype, flat):
                 place(part)
             else:
                 part.to("sim")
-        found = run(parts, "sim")
-        assert found.device.type == "sim"
-        assert torch.equal(found.cpu(), expected)
+        result = run(parts, "sim")
+        assert result.device.type == "sim"
+        assert torch.equal(result.cpu(), expected)
         assert machine.charge_flops == counter.get_total_flops()
         weights = machine.allocated_bytes
         assert machine.peak_bytes > weights
-    del parts, part, found
+    del parts, part, result
     gc.collect()  # pipelines and modules hold reference cycles of their own
     assert machine.allocated_bytes == 0
     assert machine.live() == []
 
 
 @pytest.fixture(scope="module")
-def placed():
-    """A machine with a FLUX transformer on it, a call of it, the output, the bytes at rest, and how often a call allocates."""
+def placement():
+    """A machine with a FLUX transformer on it, a call of it, the output, the bytes at rest, and how
+    often a call allocates."""
     transformer = flux_parts(torch.bfloat16)["transformer"]
     generator = torch.Generator().manual_seed(0)
     inputs = {
@@ -224,17 +264,20 @@ def placed():
 
     def call() -> torch.Tensor:
         with machine, torch.no_grad():
-            return transformer(**{key: value.to("sim") for key, value in inputs.items()}, return_dict=False)[0].cpu()
+            return transformer(
+                **{key: value.to("sim") for key, value in inputs.items()}, return_dict=False
+            )[0].cpu()
 
     with machine:
         place(transformer)
-    baseline, before = machine.allocated_bytes, machine.allocations
+    baseline, allocations = machine.allocated_bytes, machine.allocations
     expected = call()
-    return machine, call, expected, baseline, machine.allocations - before
+    return machine, call, expected, baseline, machine.allocations - allocations
 
 
 def fails(call: Callable[[], object], kind: type[Exception]) -> bool:
-    """Whether ``call`` raises ``kind``; the error and its frames, which hold tensors, are gone afterwards."""
+    """Whether ``call`` raises ``kind``; the error and its frames, which hold tensors, are gone
+    afterwards."""
     try:
         call()
     except kind:
@@ -242,8 +285,8 @@ def fails(call: Callable[[], object], kind: type[Exception]) -> bool:
     return False
 
 
-def test_a_call_leaves_the_books_as_they_were_without_the_collector(placed):
-    machine, call, expected, baseline, _ = placed
+def test_a_call_leaves_the_books_as_they_were_without_the_collector(placement):
+    machine, call, expected, baseline, _ = placement
     gc.disable()
     try:
         assert torch.equal(call(), expected)
@@ -252,28 +295,28 @@ def test_a_call_leaves_the_books_as_they_were_without_the_collector(placed):
         gc.enable()
 
 
-def test_an_allocation_may_fail_anywhere_and_the_next_run_works(placed):
-    machine, call, expected, baseline, count = placed
-    for at in [*range(1, count, max(1, count // 40)), count]:
-        machine.fail_allocation = at
+def test_an_allocation_may_fail_anywhere_and_the_next_run_works(placement):
+    machine, call, expected, baseline, count = placement
+    for number in [*range(1, count, max(1, count // 40)), count]:
+        machine.fail_allocation = number
         assert fails(call, SimulatedOutOfMemory)
         assert (machine.allocated_bytes, machine.fail_allocation) == (baseline, None)
     assert torch.equal(call(), expected)
 
 
-def test_any_copy_may_fail_and_the_next_run_works(placed):
-    machine, call, expected, baseline, _ = placed
-    before = machine.copies_in + machine.copies_out
+def test_any_copy_may_fail_and_the_next_run_works(placement):
+    machine, call, expected, baseline, _ = placement
+    copies = machine.copies_in + machine.copies_out
     call()
-    for at in range(1, machine.copies_in + machine.copies_out - before + 1):
-        machine.fail_copy = at
+    for number in range(1, machine.copies_in + machine.copies_out - copies + 1):
+        machine.fail_copy = number
         assert fails(call, SimulatedCopyError)
         assert machine.allocated_bytes == baseline
     assert torch.equal(call(), expected)
 
 
-def test_the_peak_is_exactly_the_capacity_that_suffices(placed):
-    machine, call, expected, baseline, _ = placed
+def test_the_peak_is_exactly_the_capacity_that_suffices(placement):
+    machine, call, expected, baseline, _ = placement
     machine.reset_peak()
     call()
     peak = machine.peak_bytes
@@ -293,10 +336,15 @@ def test_diffusers_own_offloading_runs_on_it_unmodified():
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         with Machine() as machine:
-            pipeline = FluxPipeline(scheduler=FlowMatchEulerDiscreteScheduler(), tokenizer=None, tokenizer_2=None, **parts)
+            pipeline = FluxPipeline(
+                scheduler=FlowMatchEulerDiscreteScheduler(),
+                tokenizer=None,
+                tokenizer_2=None,
+                **parts,
+            )
             pipeline.enable_model_cpu_offload(device="sim")
-            found = run_flux(parts, "sim")
-            assert torch.equal(found.cpu(), expected)
+            result = run_flux(parts, "sim")
+            assert torch.equal(result.cpu(), expected)
             assert machine.copies_in > 0
             pipeline.remove_all_hooks()
     finally:

@@ -1,4 +1,5 @@
-"""Puts this folder on the import path, for `planner_problems`, `planner_oracle` and the other helper modules."""
+"""Puts this folder on the import path, for `planner_problems`, `planner_oracle` and the other
+secondary device modules."""
 
 from __future__ import annotations
 

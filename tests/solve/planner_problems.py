@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from graphrun.model.problem import BlockGroup, ComponentNumbers, Hardware, PhaseNumbers, Problem, Use, ValueNumbers, Variant
+from graphrun.model.problem import (
+    BlockGroup,
+    ComponentNumbers,
+    Hardware,
+    PhaseNumbers,
+    Problem,
+    Use,
+    ValueNumbers,
+    Variant,
+)
 
 MIB, GIB = 2**20, 2**30
 
 
-def hardware(capacity_bytes: int = 2**40, context_bytes: int = 0, workspace_bytes: int = 0) -> Hardware:
+def hardware(
+    capacity_bytes: int = 2**40, context_bytes: int = 0, workspace_bytes: int = 0
+) -> Hardware:
     rates = 25e9, 6e9, 25e9, 0.8, 3e9, 1e14
-    return Hardware("test", "sim", capacity_bytes, context_bytes, workspace_bytes, *rates, basis="declared")
+    return Hardware(
+        "test", "sim", capacity_bytes, context_bytes, workspace_bytes, *rates, basis="simulated"
+    )
 
 
 def component(
@@ -20,7 +33,8 @@ def component(
     streamable: bool = True,
     host_bytes: int | None = None,
 ) -> ComponentNumbers:
-    """``groups``: (name, number of blocks, bytes of a block[, streamable; by default, if there is more than one block])."""
+    """``groups``: (name, number of blocks, bytes of a block[, streamable; by default, if there is
+    more than one block])."""
     full = tuple((c[0], c[1], c[2], c[3] if len(c) == 4 else c[1] > 1) for c in groups)
     total = sum(count * nbytes for _, count, nbytes, _ in full)
     variant = Variant(
@@ -33,7 +47,10 @@ def component(
         movable,
         streamable,
     )
-    blocks = tuple(BlockGroup(k, tuple(f"{k}.{i}" for i in range(count)), streams) for k, count, _, streams in full)
+    blocks = tuple(
+        BlockGroup(k, tuple(f"{k}.{i}" for i in range(count)), streams)
+        for k, count, _, streams in full
+    )
     return ComponentNumbers(name, total // 2, blocks, (variant,))
 
 
@@ -43,24 +60,46 @@ def problem(
     phases: tuple[PhaseNumbers, ...],
     values: tuple[ValueNumbers, ...] = (),
     ram_bytes: int = 2**40,
-    on: Hardware | None = None,
+    card: Hardware | None = None,
 ) -> Problem:
-    return Problem("test", "0" * 16, (), on or hardware(), budget_bytes, ram_bytes, components, phases, values)
+    return Problem(
+        "test",
+        "0" * 16,
+        (),
+        card or hardware(),
+        budget_bytes,
+        ram_bytes,
+        components,
+        phases,
+        values,
+    )
 
 
 def flux(budget_bytes: int, steps: int = 28) -> Problem:
     """Approximately FLUX.1-dev at 1024x1024 on an RTX 4090 with PCIe 4."""
     components = (
-        component("text_encoder", ("remainder", 1, 246 * MIB)),
-        component("text_encoder_2", ("blocks", 24, 370 * MIB), ("remainder", 1, 251 * MIB)),
-        component("transformer", ("double", 19, 340 * 10**6), ("single", 38, 142 * 10**6), ("remainder", 1, 180 * MIB)),
-        component("vae", ("remainder", 1, 160 * MIB)),
+        component("text_encoder", ("unblocked", 1, 246 * MIB)),
+        component("text_encoder_2", ("blocks", 24, 370 * MIB), ("unblocked", 1, 251 * MIB)),
+        component(
+            "transformer",
+            ("double", 19, 340 * 10**6),
+            ("single", 38, 142 * 10**6),
+            ("unblocked", 1, 180 * MIB),
+        ),
+        component("vae", ("unblocked", 1, 160 * MIB)),
     )
     phases = (
         PhaseNumbers("encode", 0, (Use("text_encoder", 1, (1,), (0.003,)),), 0, 10 * MIB, 0),
-        PhaseNumbers("encode", 1, (Use("text_encoder_2", 1, (1, 1), (0.005, 0.001)),), MIB, 98 * MIB, 0),
         PhaseNumbers(
-            "denoise", 0, (Use("transformer", steps, (steps,) * 3, (0.0125, 0.0105, 0.002)),), 2 * MIB, 468 * MIB, 468 * MIB
+            "encode", 1, (Use("text_encoder_2", 1, (1, 1), (0.005, 0.001)),), MIB, 98 * MIB, 0
+        ),
+        PhaseNumbers(
+            "denoise",
+            0,
+            (Use("transformer", steps, (steps,) * 3, (0.0125, 0.0105, 0.002)),),
+            2 * MIB,
+            468 * MIB,
+            468 * MIB,
         ),
         PhaseNumbers("decode", 0, (Use("vae", 1, (1,), (0.3,)),), MIB, 1536 * MIB, 0),
     )
@@ -69,4 +108,4 @@ def flux(budget_bytes: int, steps: int = 28) -> Problem:
         ValueNumbers("latents", MIB, "denoise", ("decode",), 3, 3),
     )
     context = hardware(24 * GIB, 650 * MIB)
-    return problem(budget_bytes, components, phases, values, on=context)
+    return problem(budget_bytes, components, phases, values, card=context)

@@ -1,4 +1,5 @@
-"""Problems of real graphs, as `graphrun plan GRAPH --vram 24G --ram 64G --hardware rtx4090` makes them, and with more variants."""
+"""Problems of real graphs, as `graphrun plan GRAPH --vram 24G --ram 64G --hardware rtx4090` makes
+them, and with more variants."""
 
 from __future__ import annotations
 
@@ -14,20 +15,26 @@ FILES = Path(__file__).parent / "problems"
 
 def real(name: str, gib: int) -> Problem:
     """The problem of graph ``name`` with ``gib`` GiB of VRAM."""
-    return replace(problem_from(json.loads((FILES / f"{name}.json").read_text())), budget_bytes=gib * 2**30)
-
-
-def with_backing_stores(of: Problem, ram_gib: int) -> Problem:
-    """``of`` with variants whose backing store is read from disk into RAM or stays on disk, and a lower precision of large
-    components."""
     return replace(
-        of, components=tuple(_backing_stores(component, of.hardware) for component in of.components), ram_bytes=ram_gib * 2**30
+        problem_from(json.loads((FILES / f"{name}.json").read_text())), budget_bytes=gib * 2**30
     )
 
 
-def _backing_stores(component: ComponentNumbers, on: Hardware) -> ComponentNumbers:
+def with_backing_stores(problem: Problem, ram_gib: int) -> Problem:
+    """``of`` with variants whose backing store is read from disk into RAM or stays on disk, and a
+    lower precision of large components."""
+    return replace(
+        problem,
+        components=tuple(
+            _backing_stores(component, problem.hardware) for component in problem.components
+        ),
+        ram_bytes=ram_gib * 2**30,
+    )
+
+
+def _backing_stores(component: ComponentNumbers, card: Hardware) -> ComponentNumbers:
     (plain,) = component.variants
-    reads = tuple(nbytes / on.disk_bytes_per_second for nbytes in plain.block_bytes)
+    reads = tuple(nbytes / card.disk_bytes_per_second for nbytes in plain.block_bytes)
     bounce = 2 * max(plain.block_bytes)
     variants = [
         replace(plain, read_seconds=reads),

@@ -1,4 +1,5 @@
-"""A problem with variants, options, orders and sessions, and plans for it in text form, for tests of `check` and `simulate`."""
+"""A problem with variants, options, orders and sessions, and plans for it in text form, for tests
+of `check` and `simulate`."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ slot refine/0:up load
   load up all from pinned
 slot refine/0:up first
   read dit
-  load dit remainder[0] from pinned
+  load dit unblocked[0] from pinned
   run
 slot denoise/0:dit load
   drop up
@@ -33,10 +34,10 @@ slot denoise/0:dit load
   restore embeds
   load dit big[0] from pinned
 slot denoise/0:dit first
-  stream dit keep big[0] remainder[0] ring 4 KiB
+  stream dit keep big[0] unblocked[0] ring buffer 4 KiB
   run
 slot denoise/0:dit steady x3
-  stream dit keep big[0] remainder[0] ring 4 KiB
+  stream dit keep big[0] unblocked[0] ring buffer 4 KiB
   run
 slot decode/0:vae load
   drop dit
@@ -46,11 +47,11 @@ slot decode/0:vae first
   run
 slot end
   evict vae all
-""".replace("evict dit all", "evict dit big[0] remainder[0]")
+""".replace("evict dit all", "evict dit big[0] unblocked[0]")
 
 SESSION = """plan {digest}
 leaves up all
-leaves dit remainder[0]
+leaves dit unblocked[0]
 variant te bfloat16 pageable cpu
 variant dit bfloat16 disk device
 slot encode/0:te load
@@ -60,14 +61,14 @@ slot encode/0:te first
   run
 slot refine/0:up load
 slot refine/0:up first
-  load dit remainder[0] from disk
+  load dit unblocked[0] from disk
   run
 slot denoise/0:dit load
 slot denoise/0:dit first
-  stream dit keep remainder[0] ring 4 KiB
+  stream dit keep unblocked[0] ring buffer 4 KiB
   run
 slot denoise/0:dit steady x3
-  stream dit keep remainder[0] ring 4 KiB
+  stream dit keep unblocked[0] ring buffer 4 KiB
   run
 slot decode/0:vae load
   load vae all from pinned
@@ -84,10 +85,10 @@ slot refine/0:up first
   run
 slot denoise/0:dit load
 slot denoise/0:dit first
-  stream dit keep remainder[0] ring 4 KiB
+  stream dit keep unblocked[0] ring buffer 4 KiB
   run
 slot denoise/0:dit steady x3
-  stream dit keep remainder[0] ring 4 KiB
+  stream dit keep unblocked[0] ring buffer 4 KiB
   run
 slot decode/0:vae load
   load vae all from pinned
@@ -99,10 +100,16 @@ slot end
 
 
 def example_problem(**changes: object) -> Problem:
-    """Four stages. ``te`` may compute on the CPU, ``dit`` may have its backing store on disk; nf4 and slicing need permission."""
-    te, dit = component("te", ("remainder", 1, 2 * K)), component("dit", ("big", 4, 2 * K), ("remainder", 1, K))
+    """Four stages. ``te`` may compute on the CPU, ``dit`` may have its backing store on disk; nf4
+    and slicing need permission."""
+    te, dit = (
+        component("te", ("unblocked", 1, 2 * K)),
+        component("dit", ("big", 4, 2 * K), ("unblocked", 1, K)),
+    )
     (te_variant,), (dit_variant,) = te.variants, dit.variants
-    read_in_run = replace(dit_variant, load_seconds=(2.0, 1.0), read_seconds=(4.0, 2.0), transient_bytes=100)
+    read_in_run = replace(
+        dit_variant, load_seconds=(2.0, 1.0), read_seconds=(4.0, 2.0), transient_bytes=100
+    )
     components = (
         replace(te, variants=(replace(te_variant, read_seconds=(2.0,)), _on_cpu(te_variant))),
         component("up", ("mid", 2, K), seconds_per_byte=1 / K),
@@ -121,7 +128,7 @@ def example_problem(**changes: object) -> Problem:
                 replace(read_in_run, precision="nf4", needs="nf4"),
             ),
         ),
-        component("vae", ("remainder", 1, 3 * K), seconds_per_byte=1 / K),
+        component("vae", ("unblocked", 1, 3 * K), seconds_per_byte=1 / K),
     )
     decode = PhaseNumbers("decode", 0, (Use("vae", 1, (1,), (1.0,)),), 0, 3 * K, 0)
     phases = (
@@ -131,24 +138,34 @@ def example_problem(**changes: object) -> Problem:
         decode,
     )
     options = (
-        StageOption("decode", "tiling", (replace(decode, first_bytes=K, uses=(Use("vae", 1, (1,), (2.0,)),)),)),
+        StageOption(
+            "decode",
+            "tiling",
+            (replace(decode, first_bytes=K, uses=(Use("vae", 1, (1,), (2.0,)),)),),
+        ),
         StageOption("decode", "slicing", (replace(decode, first_bytes=0),), needs="slicing"),
     )
     values = (
         ValueNumbers("embeds", 512, "encode", ("denoise",), 1, 2),
         ValueNumbers("latents", 256, "denoise", ("decode",), 3, 3),
     )
-    of = replace(
+    instance = replace(
         problem(14 * K, components, phases, values),
         precedence=(("encode", "denoise"), ("refine", "denoise"), ("denoise", "decode")),
         options=options,
     )
-    return replace(of, hardware=replace(of.hardware, d2h_bytes_per_second=256, h2d_bytes_per_second=512), **changes)  # type: ignore[arg-type]
+    return replace(
+        instance,
+        hardware=replace(instance.hardware, d2h_bytes_per_second=256, h2d_bytes_per_second=512),
+        **changes,
+    )  # type: ignore[arg-type]
 
 
 def _on_cpu(variant: object) -> object:
-    return replace(variant, backing_store="pageable", device="cpu", read_seconds=(2.0,), slowdown=8.0)  # type: ignore[type-var]
+    return replace(
+        variant, backing_store="pageable", device="cpu", read_seconds=(2.0,), slowdown=8.0
+    )  # type: ignore[type-var]
 
 
-def plan_for(of: Problem, text: str) -> Plan:
-    return parse(text.format(digest=of.digest))
+def plan_for(instance: Problem, text: str) -> Plan:
+    return parse(text.format(digest=instance.digest))

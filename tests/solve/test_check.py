@@ -16,22 +16,22 @@ GOOD = """plan {digest}
 slot encode/0:te load
   load te all from pinned
 slot encode/0:te first
-  load dit remainder[0] from pinned
+  load dit unblocked[0] from pinned
   run
 slot denoise/0:dit load
   evict te all
   load dit big[1] from pinned
 slot denoise/0:dit first
-  stream dit keep big[0,1] remainder[0] ring 4 KiB
+  stream dit keep big[0,1] unblocked[0] ring buffer 4 KiB
   load dit big[0] from pinned
   run
 slot denoise/0:dit steady x3
   evict dit big[0]
-  stream dit keep big[1] remainder[0] ring 4 KiB
+  stream dit keep big[1] unblocked[0] ring buffer 4 KiB
   load vae mid[0] from pinned
   run
 slot decode/0:vae load
-  evict dit big[1] remainder[0]
+  evict dit big[1] unblocked[0]
   load vae mid[1] from pinned
 slot decode/0:vae first
   run
@@ -41,8 +41,8 @@ slot end
 
 
 def example_problem(budget_bytes: int = 12 * K, **changes: object) -> Problem:
-    te = component("te", ("remainder", 1, 2 * K))
-    dit = component("dit", ("big", 4, 2 * K), ("remainder", 1, K))
+    te = component("te", ("unblocked", 1, 2 * K))
+    dit = component("dit", ("big", 4, 2 * K), ("unblocked", 1, K))
     vae = component("vae", ("mid", 2, K, False), ("unused", 1, K))
     phases = (
         PhaseNumbers("encode", 0, (Use("te", 1, (1,), (0.1,)),), 100, 500, 0),
@@ -53,9 +53,12 @@ def example_problem(budget_bytes: int = 12 * K, **changes: object) -> Problem:
     return replace(problem(budget_bytes, (te, dit, vae), phases, values), **changes)
 
 
-def broken_rules(text: str, of: Problem | None = None) -> list[tuple[str, int, int]]:
-    of = of or example_problem()
-    return [(v.rule, v.slot, v.action) for v in check(of, parse(text.format(digest=of.digest)))]
+def broken_rules(text: str, problem: Problem | None = None) -> list[tuple[str, int, int]]:
+    problem = problem or example_problem()
+    return [
+        (v.rule, v.slot, v.action)
+        for v in check(problem, parse(text.format(digest=problem.digest)))
+    ]
 
 
 def test_the_unchanged_plan_is_valid() -> None:
@@ -63,72 +66,127 @@ def test_the_unchanged_plan_is_valid() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "broken"),
+    ("old", "new", "rules"),
     [
         ("plan {digest}", "plan 0123456789abcdef", [("digest", -1, -1)]),
         ("dit steady x3", "dit steady x4", [("structure", 4, -1)]),
         ("slot end\n  evict vae mid[0,1]\n", "", [("structure", 7, -1)]),
         ("  run\nslot denoise/0:dit steady", "slot denoise/0:dit steady", [("order", 3, -1)]),
         ("  evict te all\n", "  evict te all\n  run\n", [("order", 2, -1)]),
-        ("  load dit remainder[0] from pinned\n  run", "  run\n  load dit remainder[0] from pinned", [("order", 1, 0)]),
-        ("  evict te all\n  load dit big[1] from pinned", "  load dit big[1] from pinned\n  evict te all", [("order", 2, 1)]),
+        (
+            "  load dit unblocked[0] from pinned\n  run",
+            "  run\n  load dit unblocked[0] from pinned",
+            [("order", 1, 0)],
+        ),
+        (
+            "  evict te all\n  load dit big[1] from pinned",
+            "  load dit big[1] from pinned\n  evict te all",
+            [("order", 2, 1)],
+        ),
         ("load te all", "load te all from pinned\n  load tee all", [("unknown", 0, 1)]),
-        ("load vae mid[0]", "load vae mid[0,2]", [("unknown", 4, 2), ("evict-absent", 7, 0), ("not-streamable", 6, -1)]),
-        ("  load vae mid[0] from pinned\n", "  load vae mid[0] from pinned\n  drop vie\n", [("unknown", 4, 3), ("order", 4, 3)]),
-        ("load dit big[1] from", "load dit big[1] remainder[0] from", [("load-present", 2, 1)]),
+        (
+            "load vae mid[0]",
+            "load vae mid[0,2]",
+            [("unknown", 4, 2), ("evict-absent", 7, 0), ("not-streamable", 6, -1)],
+        ),
+        (
+            "  load vae mid[0] from pinned\n",
+            "  load vae mid[0] from pinned\n  drop vie\n",
+            [("unknown", 4, 3), ("order", 4, 3)],
+        ),
+        ("load dit big[1] from", "load dit big[1] unblocked[0] from", [("load-present", 2, 1)]),
         ("load te all from pinned", "load te all from disk", [("backing-store", 0, 0)]),
         ("  evict te all\n", "  evict te all\n  evict vae unused[0]\n", [("evict-absent", 2, 1)]),
-        ("  stream dit keep big[0,1] remainder[0] ring 4 KiB\n", "", [("missing", 3, -1)]),
+        ("  stream dit keep big[0,1] unblocked[0] ring buffer 4 KiB\n", "", [("missing", 3, -1)]),
         (
-            "  load dit remainder[0] from pinned\n",
+            "  load dit unblocked[0] from pinned\n",
             "",
-            [("not-streamable", 3, -1), ("not-streamable", 4, -1), ("stream", 3, 0), ("evict-absent", 5, 0)],
+            [
+                ("not-streamable", 3, -1),
+                ("not-streamable", 4, -1),
+                ("stream", 3, 0),
+                ("evict-absent", 5, 0),
+            ],
         ),
-        ("  load vae mid[0]", "  load dit big[0] from pinned\n  load vae mid[0]", [("steady-load", 4, -1), ("stream", 4, 1)]),
+        (
+            "  load vae mid[0]",
+            "  load dit big[0] from pinned\n  load vae mid[0]",
+            [("steady-load", 4, -1), ("stream", 4, 1)],
+        ),
         ("keep big[0,1]", "keep big[1]", [("stream", 3, 0)]),
-        ("  evict te all\n", "  evict te all\n  stream dit keep remainder[0] ring 4 KiB\n", [("stream", 2, 1)]),
-        ("big[0,1] remainder[0] ring 4 KiB", "big[0,1] remainder[0] ring 2047 B", [("ring", 3, 0)]),
+        (
+            "  evict te all\n",
+            "  evict te all\n  stream dit keep unblocked[0] ring buffer 4 KiB\n",
+            [("stream", 2, 1)],
+        ),
+        (
+            "big[0,1] unblocked[0] ring buffer 4 KiB",
+            "big[0,1] unblocked[0] ring buffer 2047 B",
+            [("ring_buffer", 3, 0)],
+        ),
         ("  evict vae mid[0,1]", "  evict vae mid[0]", [("baseline", 7, -1)]),
     ],
 )
-def test_a_violation_names_rule_slot_and_action(old: str, new: str, broken: list[tuple[str, int, int]]) -> None:
+def test_a_violation_names_rule_slot_and_action(
+    old: str, new: str, rules: list[tuple[str, int, int]]
+) -> None:
     assert old in GOOD
-    assert set(broken) <= set(broken_rules(GOOD.replace(old, new)))
-    assert {rule for rule, _, _ in broken_rules(GOOD.replace(old, new))} <= {rule for rule, _, _ in broken} | {"baseline"}
+    assert set(rules) <= set(broken_rules(GOOD.replace(old, new)))
+    assert {rule for rule, _, _ in broken_rules(GOOD.replace(old, new))} <= {
+        rule for rule, _, _ in rules
+    } | {"baseline"}
 
 
-def test_a_ring_needs_room_for_the_largest_streamed_block() -> None:
-    assert broken_rules(GOOD.replace("ring 4 KiB", "ring 2 KiB")) == []
-    assert broken_rules(GOOD.replace("ring 4 KiB", "ring 2047 B")) == [("ring", 3, 0), ("ring", 4, 1)]
+def test_a_ring_buffer_needs_room_for_the_largest_streamed_block() -> None:
+    assert broken_rules(GOOD.replace("ring buffer 4 KiB", "ring buffer 2 KiB")) == []
+    assert broken_rules(GOOD.replace("ring buffer 4 KiB", "ring buffer 2047 B")) == [
+        ("ring_buffer", 3, 0),
+        ("ring_buffer", 4, 1),
+    ]
 
 
 def test_budgets_are_exact_to_the_byte() -> None:
-    # denoise first: 5 KiB weights + 4 KiB ring + 900 + 412 + 100; steady: 3 KiB + 1 KiB prefetch + 4 KiB ring + 1000 + 412 + 100
+    # denoise first: 5 KiB weights + 4 KiB ring buffer + 900 + 412 + 100; steady: 3 KiB + 1 KiB
+    # prefetch + 4 KiB ring buffer + 1000 + 412 + 100
     first = 5 * K + 4 * K + 900 + 512
     assert broken_rules(GOOD, example_problem(first)) == []
-    (found,) = check(example_problem(first - 1), parse(GOOD.format(digest=example_problem(first - 1).digest)))
-    assert (found.rule, found.slot) == ("vram", 3)
-    assert found.detail == f"5120 weights + 4096 rings + 900 activation + 512 values and live-in = {first} > {first - 1} bytes"
+    (violation,) = check(
+        example_problem(first - 1), parse(GOOD.format(digest=example_problem(first - 1).digest))
+    )
+    assert (violation.rule, violation.slot) == ("vram", 3)
+    assert (
+        violation.detail
+        == "5120 weights + 4096 ring buffers + 900 activation + 512 values and inputs"
+        f" = {first} > {first - 1} bytes"
+    )
     host = 2 * K + 9 * K + 3 * K
     assert broken_rules(GOOD, example_problem(ram_bytes=host)) == []
     assert broken_rules(GOOD, example_problem(ram_bytes=host - 1)) == [("ram", 0, -1)]
 
 
 def test_device_allocations_are_rounded_up() -> None:
-    odd = component("te", ("remainder", 1, 1025))
+    odd = component("te", ("unblocked", 1, 1025))
     phases = (PhaseNumbers("encode", 0, (Use("te", 1, (1,), (0.1,)),), 0, 0, 0),)
-    text = "plan {digest}\nslot encode/0:te load\nload te all from pinned\nslot encode/0:te first\nrun\nslot end\nevict te all"
+    text = (
+        "plan {digest}\nslot encode/0:te load\nload te all from pinned\nslot encode/0:te first\nrun"
+        "\nslot end\nevict te all"
+    )
     assert broken_rules(text, problem(1536, (odd,), phases)) == []
     assert broken_rules(text, problem(1535, (odd,), phases)) == [("vram", 0, -1), ("vram", 1, -1)]
 
 
 def test_an_immovable_component_is_neither_evicted_nor_streamed() -> None:
     whole = example_problem()
-    dit = replace(whole.components[1], variants=(replace(whole.components[1].variants[0], movable=False),))
+    dit = replace(
+        whole.components[1], variants=(replace(whole.components[1].variants[0], movable=False),)
+    )
     fixed = replace(whole, components=(whole.components[0], dit, whole.components[2]))
     assert {rule for rule, _, _ in broken_rules(GOOD, fixed)} == {"immovable", "not-streamable"}
 
 
 def test_a_phase_without_components_has_only_a_first_slot() -> None:
-    glue = problem(K, (), (PhaseNumbers("glue", 0, (), 0, 10, 0),))
-    assert broken_rules("plan {digest}\nslot glue/0: first\nrun\nslot end", glue) == []
+    pipeline_code = problem(K, (), (PhaseNumbers("pipeline_code", 0, (), 0, 10, 0),))
+    assert (
+        broken_rules("plan {digest}\nslot pipeline_code/0: first\nrun\nslot end", pipeline_code)
+        == []
+    )

@@ -15,7 +15,14 @@ from graphrun.files import Store
 from graphrun.model.directives import directed
 from graphrun.model.problem import Directive, Problem
 from graphrun.model.solution import Solution
-from graphrun.solve.frontier import at_budget, curve, curve_ends, frontier, sizes_between, values_between
+from graphrun.solve.frontier import (
+    at_budget,
+    curve,
+    curve_ends,
+    frontier,
+    sizes_between,
+    values_between,
+)
 from graphrun.solve.infeasible import smallest_budget
 from graphrun.solve.pages import carried_over, solved
 from graphrun.solve.solve import solve
@@ -27,24 +34,33 @@ GRAPHS = Path(__file__).parents[2] / "graphs"
 
 @pytest.mark.long
 def test_every_point_is_the_plan_for_its_budget_alone() -> None:
-    of = flux(8 * GIB, steps=4)
-    for point in frontier(of, (4 * GIB, 8 * GIB, 24 * GIB)):
-        alone = solve(replace(of, budget_bytes=point.budget_bytes))
-        found = simulate(alone.problem, alone.plan)
+    problem = flux(8 * GIB, steps=4)
+    for point in frontier(problem, (4 * GIB, 8 * GIB, 24 * GIB)):
+        single_solution = solve(replace(problem, budget_bytes=point.budget_bytes))
+        simulation = simulate(single_solution.problem, single_solution.plan)
         assert point.solution is not None
-        assert str(point.solution.plan) == str(alone.plan)
-        assert (point.seconds, point.peak_bytes, point.moved_bytes) == (found.seconds, found.peak_bytes, found.moved_bytes)
+        assert str(point.solution.plan) == str(single_solution.plan)
+        assert (point.seconds, point.peak_bytes, point.moved_bytes) == (
+            simulation.seconds,
+            simulation.peak_bytes,
+            simulation.moved_bytes,
+        )
 
 
 def test_time_never_rises_with_the_budget() -> None:
     points = frontier(flux(GIB), [gib * GIB for gib in (4, 6, 8, 12, 16, 24)])
     bounds = [point.solution.bound_seconds for point in points if point.solution]
     assert len(bounds) == 6
-    assert all(later <= earlier + 1e-4 for earlier, later in zip(bounds, bounds[1:], strict=False))
+    assert all(
+        bound <= previous + 1e-4 for previous, bound in zip(bounds, bounds[1:], strict=False)
+    )
 
 
-def test_what_a_frontier_carries_over_is_the_plan_for_the_larger_budget_from_then_on(tmp_path: Path) -> None:
-    """flux-tiny took 39.8 ms in 6.42 MiB and 40.2 in 9.35. Here the plan that is known for more streams all of the transformer."""
+def test_what_a_frontier_carries_over_is_the_plan_for_the_larger_budget_from_then_on(
+    tmp_path: Path,
+) -> None:
+    """flux-tiny took 39.8 ms in 6.42 MiB and 40.2 in 9.35. Here the plan that is known for more
+    streams all of the transformer."""
     small, large = (flux(gib * GIB, steps=4) for gib in (8, 9))
     worse = solve(directed(large, [Directive("exclude", "transformer")]))
     slow = carried_over(large, worse, 0.0)
@@ -53,31 +69,39 @@ def test_what_a_frontier_carries_over_is_the_plan_for_the_larger_budget_from_the
     keep_plan(large, slow, store)
     fast, carried = frontier_for(small, (8 * GIB, 9 * GIB), store)
     assert carried.seconds == fast.seconds < slow.simulation.total_seconds
-    found = fitting_for(large, store)
-    assert found is not None
-    assert found.simulation.total_seconds == fast.seconds
+    curve_points = fitting_for(large, store)
+    assert curve_points is not None
+    assert curve_points.simulation.total_seconds == fast.seconds
 
 
 @pytest.mark.sweep("frontier", of_all=4)
 @pytest.mark.parametrize(
-    "name", sorted(path.stem for path in GRAPHS.glob("*.yaml") if "-tiny" not in path.stem and path.stem != "pyramid-flow")
+    "name",
+    sorted(
+        path.stem
+        for path in GRAPHS.glob("*.yaml")
+        if "-tiny" not in path.stem and path.stem != "pyramid-flow"
+    ),
 )
 def test_no_frontier_of_a_reference_graph_rises(name: str, make_problem: Any) -> None:
-    """25 budgets, from the smallest that works to one for all components at once, or to the card's memory."""
+    """25 budgets, from the smallest that works to one for all components at once, or to the card's
+    memory."""
     problem = make_problem(name, 24 * GIB, hardware="rtx4090")
-    least, most = curve_ends(problem)
-    points = frontier(problem, [least + (most - least) * number // 24 for number in range(25)])
+    minimum, maximum = curve_ends(problem)
+    points = frontier(
+        problem, [minimum + (maximum - minimum) * number // 24 for number in range(25)]
+    )
     assert len(points) >= 25
     assert all(point.fits for point in points)
-    assert all(later.seconds <= earlier.seconds for earlier, later in pairwise(points))
+    assert all(point.seconds <= previous.seconds for previous, point in pairwise(points))
 
 
 def test_infeasible_points_name_the_smallest_budget_to_the_byte() -> None:
-    of = flux(GIB)
-    least = smallest_budget(of)
-    below, at = frontier(of, (least - 1, least))
-    assert (below.fits, at.fits) == (False, True)
-    assert below.smallest_budget_bytes == at.smallest_budget_bytes == least
+    problem = flux(GIB)
+    minimum = smallest_budget(problem)
+    unfitting_point, fitting_point = frontier(problem, (minimum - 1, minimum))
+    assert (unfitting_point.fits, fitting_point.fits) == (False, True)
+    assert unfitting_point.smallest_budget_bytes == fitting_point.smallest_budget_bytes == minimum
 
 
 def on_card(gib: int, budget_bytes: int) -> Problem:
@@ -87,58 +111,69 @@ def on_card(gib: int, budget_bytes: int) -> Problem:
 
 
 def test_no_budget_is_solved_beyond_the_card() -> None:
-    problem, asked = on_card(8, 8 * GIB), list[int]()
+    problem, solved_budgets = on_card(8, 8 * GIB), list[int]()
 
-    def counted(of: Problem) -> Solution | None:
-        asked.append(of.budget_bytes)
-        return solved(of)
+    def counted(candidate: Problem) -> Solution | None:
+        solved_budgets.append(candidate.budget_bytes)
+        return solved(candidate)
 
-    least = smallest_budget(problem)
-    points = frontier(problem, (GIB, least - 1, least, 6 * GIB, 12 * GIB, 24 * GIB, 48 * GIB), counted)
-    assert asked == [GIB, least - 1, least, 6 * GIB, 8 * GIB]
+    minimum = smallest_budget(problem)
+    points = frontier(
+        problem, (GIB, minimum - 1, minimum, 6 * GIB, 12 * GIB, 24 * GIB, 48 * GIB), counted
+    )
+    assert solved_budgets == [GIB, minimum - 1, minimum, 6 * GIB, 8 * GIB]
     assert [point.fits for point in points] == [False, False, True, True, True, True, True]
     assert [point.budget_bytes // GIB for point in points[-3:]] == [12, 24, 48]
     for point in points[-3:]:
-        alone = solve(at_budget(problem, point.budget_bytes))
+        single_solution = solve(at_budget(problem, point.budget_bytes))
         assert point.solution is not None
-        assert str(point.solution.plan) == str(alone.plan), "the same as if it were solved"
-    asked.clear()
+        assert str(point.solution.plan) == str(single_solution.plan), (
+            "the same as if it were solved"
+        )
+    solved_budgets.clear()
     frontier(problem, (24 * GIB,), counted)
-    assert asked == [8 * GIB]
+    assert solved_budgets == [8 * GIB]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("card", "budget"), [(8, 6), (8, 8), (8, 24), (16, 6), (96, 8), (96, 60)])
-def test_a_curve_ends_at_the_card_and_solves_what_is_seen_of_it(card: int, budget: int, tmp_path: Path) -> None:
-    """The plan that the curve is drawn around is not solved again, nor a budget between two that take as long."""
-    problem, asked = on_card(card, budget * GIB), list[int]()
+def test_a_curve_ends_at_the_card_and_solves_what_is_seen_of_it(
+    card: int, budget: int, tmp_path: Path
+) -> None:
+    """The plan that the curve is drawn around is not solved again, nor a budget between two that
+    take as long."""
+    problem, solved_budgets = on_card(card, budget * GIB), list[int]()
     own = solve(problem)
 
-    def counted(of: Problem) -> Solution | None:
-        asked.append(of.budget_bytes)
-        return solved(of)
+    def counted(candidate: Problem) -> Solution | None:
+        solved_budgets.append(candidate.budget_bytes)
+        return solved(candidate)
 
     points = curve(problem, own, counted)
     budgets = [point.budget_bytes for point in points]
-    least, most = curve_ends(problem)
-    assert least == smallest_budget(problem)
-    end = max(most, min(budget, card) * GIB)
+    minimum, maximum = curve_ends(problem)
+    assert minimum == smallest_budget(problem)
+    end = max(maximum, min(budget, card) * GIB)
     assert end <= card * GIB
-    assert budgets == sorted({least, min(budget, card) * GIB, end, *asked})
-    assert min(budget, card) * GIB not in asked
-    assert len(asked) == len(set(asked)) <= 9
+    assert budgets == sorted({minimum, min(budget, card) * GIB, end, *solved_budgets})
+    assert min(budget, card) * GIB not in solved_budgets
+    assert len(solved_budgets) == len(set(solved_budgets)) <= 9
     assert all(point.fits for point in points)
-    assert all(later.seconds <= earlier.seconds for earlier, later in pairwise(points))
+    assert all(point.seconds <= previous.seconds for previous, point in pairwise(points))
     highest = points[0].seconds
     for low, high in pairwise(points):
         steep = low.seconds - high.seconds > highest / 100
-        assert not steep or high.budget_bytes - low.budget_bytes <= (end - least) / 8, "steep parts are drawn finely"
+        assert not steep or high.budget_bytes - low.budget_bytes <= (end - minimum) / 8, (
+            "steep parts are drawn finely"
+        )
     store, steps = Store(tmp_path), list[str]()
-    assert [point.seconds for point in curve_for(problem, own, store, steps.append)] == [point.seconds for point in points]
-    assert len(steps) == len(asked)
+    assert [point.seconds for point in curve_for(problem, own, store, steps.append)] == [
+        point.seconds for point in points
+    ]
+    assert len(steps) == len(solved_budgets)
     assert "GiB" in steps[-1]
     curve_for(problem, own, store, steps.append)
-    assert len(steps) == len(asked), "every other plan is in the cache"
+    assert len(steps) == len(solved_budgets), "every other plan is in the cache"
 
 
 def test_a_range_of_budgets() -> None:
@@ -157,6 +192,14 @@ def test_malformed_ranges_of_budgets_are_refused(text: str) -> None:
 
 def test_a_range_of_an_input() -> None:
     assert values_between("height=512:1100:256") == ("height", (512, 768, 1024))
-    for text in ("height", "height=512", "height=9:8:1", "height=8:9:0", "=8:9:1", "height=a:9:1", "height=1:99999:1"):
+    for text in (
+        "height",
+        "height=512",
+        "height=9:8:1",
+        "height=8:9:0",
+        "=8:9:1",
+        "height=a:9:1",
+        "height=1:99999:1",
+    ):
         with pytest.raises(InputError, match="sweep"):
             values_between(text)

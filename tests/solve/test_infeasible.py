@@ -1,4 +1,5 @@
-"""Explanations of infeasible problems: memory terms that add up, exact smallest budgets, and repairs that work."""
+"""Explanations of infeasible problems: memory terms that add up, exact smallest budgets, and
+suggestions that work."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ from graphrun.units import parse_size, typed_size
 from graphrun.verify.check import check
 
 
-def refused(of: Problem) -> Infeasible:
-    with pytest.raises(Infeasible) as caught:
-        solve(of)
-    return caught.value
+def refused(problem: Problem) -> Infeasible:
+    with pytest.raises(Infeasible) as error_info:
+        solve(problem)
+    return error_info.value
 
 
 def test_each_phase_that_does_not_fit_is_named_with_its_terms() -> None:
@@ -27,18 +28,28 @@ def test_each_phase_that_does_not_fit_is_named_with_its_terms() -> None:
     assert error.exit_code == 3
     assert [(need.phase, need.part) for need in error.needs] == [("decode/0:vae", "first")]
     (need,) = error.needs
-    assert (need.weights_bytes, need.ring_bytes, need.activation_bytes, need.values_bytes) == (160 * MIB, 0, 1536 * MIB, 2 * MIB)
+    assert (
+        need.weights_bytes,
+        need.ring_buffer_bytes,
+        need.activation_bytes,
+        need.values_bytes,
+    ) == (
+        160 * MIB,
+        0,
+        1536 * MIB,
+        2 * MIB,
+    )
     assert need.total_bytes == 1698 * MIB
     assert need.available_bytes == 2 * GIB - 650 * MIB
-    assert "decode/0:vae first needs 1.66G = 160M fixed weights + 0B ring" in str(error)
+    assert "decode/0:vae first needs 1.66G = 160M fixed weights + 0B ring buffer" in str(error)
     assert error.smallest_budget_bytes == 650 * MIB + 1698 * MIB
 
 
-def test_streamed_components_need_their_fixed_weights_and_a_ring() -> None:
+def test_streamed_components_need_their_fixed_weights_and_a_ring_buffer() -> None:
     needs = {need.phase: need for need in least_memory(flux(8 * GIB))}
     need = needs["denoise/0:transformer"]
     assert need.weights_bytes == 180 * MIB
-    assert need.ring_bytes == -(-340 * 10**6 // 512) * 512, "one block of the larger group"
+    assert need.ring_buffer_bytes == -(-340 * 10**6 // 512) * 512, "one block of the larger group"
 
 
 def test_the_smallest_budget_is_exact() -> None:
@@ -48,63 +59,87 @@ def test_the_smallest_budget_is_exact() -> None:
     assert refused(flux(smallest - 1)).smallest_budget_bytes == smallest
 
 
-def test_with_the_largest_block_alone_in_the_ring_a_plan_exists_and_with_a_byte_less_none() -> None:
-    one = component("one", ("large", 3, 10 * 1024), ("small", 9, 4 * 1024), ("remainder", 1, 1024))
-    of = problem(11 * 1024 + 512, (one,), (PhaseNumbers("s", 0, (Use("one", 2, (2, 2, 2), (1.0, 1.0, 0.0)),), 0, 512, 0),))
-    assert smallest_budget(of) == 11 * 1024 + 512
-    solution = solve(of)
-    assert check(of, solution.plan) == ()
-    rings = {action.ring_bytes for slot in solution.plan.slots for action in slot.actions if isinstance(action, Stream)}
-    assert rings == {10 * 1024}
-    refused(replace(of, budget_bytes=11 * 1024 + 511))
+def test_the_largest_block_alone_in_the_ring_buffer_fits_to_the_byte() -> None:
+    block_component = component(
+        "one", ("large", 3, 10 * 1024), ("small", 9, 4 * 1024), ("unblocked", 1, 1024)
+    )
+    instance = problem(
+        11 * 1024 + 512,
+        (block_component,),
+        (PhaseNumbers("s", 0, (Use("one", 2, (2, 2, 2), (1.0, 1.0, 0.0)),), 0, 512, 0),),
+    )
+    assert smallest_budget(instance) == 11 * 1024 + 512
+    solution = solve(instance)
+    assert check(instance, solution.plan) == ()
+    ring_buffers = {
+        action.ring_buffer_bytes
+        for slot in solution.plan.slots
+        for action in slot.actions
+        if isinstance(action, Stream)
+    }
+    assert ring_buffers == {10 * 1024}
+    refused(replace(instance, budget_bytes=11 * 1024 + 511))
 
 
 def test_first_and_steady_slots_are_sized_separately() -> None:
-    # first streams wide blocks through a ring of 30 KiB; steady streams none of them and has 51 KiB of activation and 10 of ring
-    one = component("one", ("tall", 1, 10 * 1024, True), ("small", 10, 4 * 1024), ("wide", 10, 30 * 1024))
+    # first streams wide blocks through a ring buffer of 30 KiB; steady streams none of them and has
+    # 51 KiB of activation and 10 of ring buffer
+    block_component = component(
+        "one", ("tall", 1, 10 * 1024, True), ("small", 10, 4 * 1024), ("wide", 10, 30 * 1024)
+    )
     phase = PhaseNumbers("s", 0, (Use("one", 3, (3, 3, 1), (1.0, 1.0, 1.0)),), 0, 0, 51 * 1024)
-    of = problem(61 * 1024, (one,), (phase,))
-    assert smallest_budget(of) == 61 * 1024
-    assert check(of, solve(of).plan) == ()
-    refused(replace(of, budget_bytes=61 * 1024 - 1))
+    instance = problem(61 * 1024, (block_component,), (phase,))
+    assert smallest_budget(instance) == 61 * 1024
+    assert check(instance, solve(instance).plan) == ()
+    refused(replace(instance, budget_bytes=61 * 1024 - 1))
 
 
 def test_ram_holds_every_backing_store() -> None:
-    of = flux(8 * GIB)
-    total = sum(component.variants[0].host_bytes for component in of.components)
-    assert smallest_ram(of) == total
-    solve(replace(of, ram_bytes=total))
-    error = refused(replace(of, ram_bytes=total - 1))
+    problem = flux(8 * GIB)
+    total = sum(component.variants[0].host_bytes for component in problem.components)
+    assert smallest_ram(problem) == total
+    solve(replace(problem, ram_bytes=total))
+    error = refused(replace(problem, ram_bytes=total - 1))
     assert (error.binding, error.needs, error.smallest_ram_bytes) == ("RAM", (), total)
-    separate = [repair for repair in error.repairs if "separately" in repair.text]
-    (ram,) = [repair for repair in error.repairs if repair not in separate]
-    assert ram.text == f"raise the RAM budget from {typed_size(total - 1, down=True)} to {typed_size(total)}"
-    assert parse_size(typed_size(total - 1, down=True)) < total <= parse_size(typed_size(total))
+    separate = [suggestion for suggestion in error.suggestions if "separately" in suggestion.text]
+    (ram,) = [suggestion for suggestion in error.suggestions if suggestion not in separate]
+    assert (
+        ram.text == f"raise the RAM budget from {typed_size(total - 1, round_down=True)}"
+        f" to {typed_size(total)}"
+    )
+    assert (
+        parse_size(typed_size(total - 1, round_down=True)) < total <= parse_size(typed_size(total))
+    )
     assert f'ram="{typed_size(total)}": {ram.text}' in str(error)
-    assert ram.seconds == pytest.approx(solve(of).objective_seconds), "each is verified by a solve"
-    assert [repair.change for repair in separate] == [(("--until", "encode"),), (("--until", "denoise"),)]
-    assert not any(repair.changes_output for repair in error.repairs)
+    assert ram.seconds == pytest.approx(solve(problem).objective_seconds), (
+        "each is verified by a solve"
+    )
+    assert [suggestion.change for suggestion in separate] == [
+        (("--until", "encode"),),
+        (("--until", "denoise"),),
+    ]
+    assert not any(suggestion.changes_output for suggestion in error.suggestions)
 
 
 def test_a_budget_above_the_capacity_asks_for_another_device() -> None:
     error = refused(replace(flux(8 * GIB), hardware=hardware(2 * GIB, 650 * MIB)))
-    assert error.repairs[0].text.startswith("use a device with ")
+    assert error.suggestions[0].text.startswith("use a device with ")
     assert error.effective_bytes == 2 * GIB - 650 * MIB
 
 
-def test_repairs_work() -> None:
-    of = flux(2 * GIB)
-    error = refused(of)
-    vram, smaller = error.repairs
+def test_suggestions_work() -> None:
+    problem = flux(2 * GIB)
+    error = refused(problem)
+    vram, smaller = error.suggestions
     assert "raise the VRAM budget" in vram.text
     assert "shrink the activation of decode/0:vae from 1.5G" in smaller.text
     assert (vram.changes_output, smaller.changes_output) == (False, True), "so it comes last"
     short = error.needs[0].short_bytes
-    decode = replace(of.phases[3], first_bytes=of.phases[3].first_bytes - short)
-    solve(replace(of, phases=(*of.phases[:3], decode)))
-    solve(replace(of, budget_bytes=error.smallest_budget_bytes))
+    decode = replace(problem.phases[3], first_bytes=problem.phases[3].first_bytes - short)
+    solve(replace(problem, phases=(*problem.phases[:3], decode)))
+    solve(replace(problem, budget_bytes=error.smallest_budget_bytes))
     weights_alone = refused(flux(800 * MIB))
-    assert not any("shrink" in repair.text for repair in weights_alone.repairs)
+    assert not any("shrink" in suggestion.text for suggestion in weights_alone.suggestions)
 
 
 def test_a_budget_below_the_context_names_every_phase() -> None:

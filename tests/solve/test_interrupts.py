@@ -24,9 +24,9 @@ from graphrun.verify.check import check
 @pytest.fixture(autouse=True)
 def default_handler() -> Iterator[None]:
     """That of a process with a terminal: a shell has its background jobs ignore interrupts."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    old_handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, old_handler)
 
 
 def interrupt() -> None:
@@ -34,14 +34,17 @@ def interrupt() -> None:
 
 
 def hard_program() -> tuple[linear.MilpModel, linear.Linear]:
-    """A market split problem of 5 rows and 40 columns, which branch and bound enumerates for hours."""
+    """A market split problem of 5 rows and 40 columns, which branch and bound enumerates for
+    hours."""
     model, numbers = linear.MilpModel(0.0), np.random.default_rng(1).integers(0, 100, (5, 40))
     columns, excess = [model.binary() for _ in range(40)], []
     for row in numbers:
-        over, under = model.column(), model.column()
-        excess += [over, under]
-        left = linear.total([column * float(number) for column, number in zip(columns, row, strict=True)])
-        model.add((left + over - under).equals(float(row.sum() // 2)))
+        positive, negative = model.column(), model.column()
+        excess += [positive, negative]
+        distance = linear.total(
+            [column * float(number) for column, number in zip(columns, row, strict=True)]
+        )
+        model.add((distance + positive - negative).equals(float(row.sum() // 2)))
     return model, linear.total(excess)
 
 
@@ -72,32 +75,39 @@ def test_ctrl_c_stops_the_solver_in_the_middle_of_a_solve(monkeypatch: pytest.Mo
 
 
 def test_a_handler_of_the_process_is_left_alone_and_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = list[int]()
-    signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    codes = list[int]()
+    signal.signal(signal.SIGINT, lambda number, frame: codes.append(number))
     run = linear._Quiet.run
     monkeypatch.setattr(linear._Quiet, "run", lambda self: (interrupt(), run(self))[1])
     model = linear.MilpModel(0.0)
     column = model.binary()
     model.add(column >= 0.5)
-    found = model.minimise(column)
-    assert (found is not None and found.value, seen) == (1.0, [signal.SIGINT])
+    result = model.minimise(column)
+    assert (result is not None and result.value, codes) == (1.0, [signal.SIGINT])
 
 
 def test_a_solver_is_freed_without_garbage_collection() -> None:
-    made, init = list[Any](), linear._Quiet.__init__
+    instances, init = list[Any](), linear._Quiet.__init__
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear._Quiet, "__init__", lambda self: (init(self), made.append(weakref.ref(self)))[0])
+        patch.setattr(
+            linear._Quiet,
+            "__init__",
+            lambda self: (init(self), instances.append(weakref.ref(self)))[0],
+        )
         gc.disable()
         try:
             model = linear.MilpModel(0.0)
             model.minimise(model.column(1.0))
-            assert [solver() for solver in made] == [None]
+            assert [solver() for solver in instances] == [None]
         finally:
             gc.enable()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sampled(["flux-tiny", "blocks", "flux-dev", "session"], ["flux-tiny", "blocks"], "interrupts"))
+@pytest.mark.parametrize(
+    "name",
+    sampled(["flux-tiny", "blocks", "flux-dev", "session"], ["flux-tiny", "blocks"], "interrupts"),
+)
 def test_after_a_candidate_the_best_plan_so_far_fits_and_its_bound_holds(
     name: str, make_problem: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,11 +117,16 @@ def test_after_a_candidate_the_best_plan_so_far_fits_and_its_bound_holds(
     elif name == "flux-tiny":
         problem = make_problem(name, 6 * MIB, hardware="sim:pages=0.0005")
     else:
-        problem = replace(make_problem("flux-dev", 8 * GIB, hardware="rtx4090"), runs=8 if name == "session" else 1)
+        problem = replace(
+            make_problem("flux-dev", 8 * GIB, hardware="rtx4090"),
+            runs=8 if name == "session" else 1,
+        )
     offer, offered = interrupts.offer, list[Candidate]()
-    monkeypatch.setattr(fastest, "offer", lambda candidate: (offered.append(candidate), offer(candidate))[1])
+    monkeypatch.setattr(
+        fastest, "offer", lambda candidate: (offered.append(candidate), offer(candidate))[1]
+    )
     final = solve.solve(problem)
-    count, known = len(offered), 0
+    count, bounded_count = len(offered), 0
     assert count > 1
     for number in sorted({1, count // 2, count}):
         offered.clear()
@@ -123,36 +138,40 @@ def test_after_a_candidate_the_best_plan_so_far_fits_and_its_bound_holds(
                 interrupt()
 
         monkeypatch.setattr(fastest, "offer", until)
-        with pytest.raises(PlanningInterrupted) as caught:
+        with pytest.raises(PlanningInterrupted) as error_info:
             solve.solve(problem)
-        best = caught.value.best()
-        assert not caught.value.infeasible
+        best = error_info.value.best()
+        assert not error_info.value.infeasible
         if best is not None:
-            known += 1
+            bounded_count += 1
             assert check(best.problem, best.plan) == ()
             assert best.short_of_pages() == {}
             assert best.simulation.peak_bytes <= problem.effective_bytes
-            least, seconds = final.simulation.total_seconds, best.simulation.total_seconds
-            assert 0 < best.bound_seconds <= min(least, seconds)
-            assert least <= seconds * fastest.TOLERANCE, "faster by less is not looked for"
+            final_seconds, seconds = final.simulation.total_seconds, best.simulation.total_seconds
+            assert 0 < best.bound_seconds <= min(final_seconds, seconds)
+            assert final_seconds <= seconds * fastest.TOLERANCE, "faster by less is not looked for"
             assert best.problem.budget_bytes == problem.budget_bytes
-    assert known
+    assert bounded_count
 
 
 def test_before_the_first_candidate_there_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solve, "solved", lambda problem: interrupt())
-    with pytest.raises(PlanningInterrupted) as caught:
+    with pytest.raises(PlanningInterrupted) as error_info:
         solve.solve(flux(8 * GIB))
-    assert caught.value.best() is None
-    assert isinstance(caught.value, KeyboardInterrupt), "as Python's own: nothing swallows it by accident"
+    assert error_info.value.best() is None
+    assert isinstance(error_info.value, KeyboardInterrupt), (
+        "as Python's own: nothing swallows it by accident"
+    )
 
 
-def test_while_looking_for_what_helps_it_is_known_that_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_looking_for_what_helps_it_is_known_that_nothing_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(solve, "refusal", lambda problem: interrupt())
-    with pytest.raises(PlanningInterrupted) as caught:
+    with pytest.raises(PlanningInterrupted) as error_info:
         solve.solve(flux(GIB))
-    assert caught.value.infeasible
-    assert caught.value.best() is None
+    assert error_info.value.infeasible
+    assert error_info.value.best() is None
 
 
 def test_a_candidate_for_other_times_or_beyond_the_budget_is_no_plan() -> None:
@@ -161,5 +180,11 @@ def test_a_candidate_for_other_times_or_beyond_the_budget_is_no_plan() -> None:
         solve.solved(problem)
     assert best_of(candidates, problem) is not None
     assert best_of(candidates, replace(problem, budget_bytes=GIB)) is None
-    others = [replace(each, problem=replace(each.problem, components=each.problem.components[:1])) for each in candidates]
-    assert best_of(others, problem) is None
+    coarse_candidates = [
+        replace(
+            candidate,
+            problem=replace(candidate.problem, components=candidate.problem.components[:1]),
+        )
+        for candidate in candidates
+    ]
+    assert best_of(coarse_candidates, problem) is None

@@ -19,7 +19,12 @@ def test_bit_reversal_for_powers_of_two() -> None:
 @pytest.mark.parametrize("count", [19, 24, 38, 57])
 def test_prefixes_are_spread_evenly(count: int) -> None:
     order = keep_order(count)
-    for kept in range(2, count):
-        some = sorted(order[:kept])
-        distances = [after - before for before, after in zip(some, [*some[1:], some[0] + count], strict=True)]
-        assert max(distances) <= 2 * count / kept + 1
+    for keep_count in range(2, count):
+        positions = sorted(order[:keep_count])
+        distances = [
+            next_position - position
+            for position, next_position in zip(
+                positions, [*positions[1:], positions[0] + count], strict=True
+            )
+        ]
+        assert max(distances) <= 2 * count / keep_count + 1

@@ -1,4 +1,5 @@
-"""Sessions of many runs are solved one run after the other: programs of half the size, and further runs that are as good."""
+"""Sessions of many runs are solved one run after the other: programs of half the size, and further
+runs that are as good."""
 
 from __future__ import annotations
 
@@ -20,37 +21,46 @@ from graphrun.solve.solve import solve
 
 
 def test_no_program_is_larger_than_that_of_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    of, sizes, run = two_phases(7 * K), list[int](), linear._run
+    problem, sizes, run = two_phases(7 * K), list[int](), linear._run
 
-    def counted(lp: Any, *more: Any) -> Any:
+    def counted(lp: Any, *arguments: Any) -> Any:
         sizes.append(lp.num_col_)
-        return run(lp, *more)
+        return run(lp, *arguments)
 
     monkeypatch.setattr(linear, "_run", counted)
-    once = solve(replace(of, runs=1))
+    single_run = solve(replace(problem, runs=1))
     largest, count = max(sizes), len(sizes)
     sizes.clear()
-    session = solve(of)
+    session = solve(problem)
     assert max(sizes) <= largest
     assert len(sizes) <= 3 * count
-    assert session.simulation.again_moved_bytes < once.simulation.moved_bytes
+    assert session.simulation.further_moved_bytes < single_run.simulation.moved_bytes
 
 
 @pytest.mark.parametrize("seed", sampled(range(60), [3, 17, 21], "many runs"))
-def test_further_runs_are_as_fast_and_move_as_little_as_in_one_program_of_both_runs(seed: int) -> None:
-    programs = [of.program for of in stage_choices(replace(random_problem(seed), runs=100))[0]]
-    both, found = choose([Formulation(program) for program in programs]), choose_for(programs)
-    if both is None or found is None:
-        assert both is found is None
+def test_further_runs_are_as_fast_and_move_as_little_as_in_one_program_of_both_runs(
+    seed: int,
+) -> None:
+    programs = [
+        stage_choice.program
+        for stage_choice in stage_choices(replace(random_problem(seed), runs=100))[0]
+    ]
+    joint, stepwise = choose([Formulation(program) for program in programs]), choose_for(programs)
+    if joint is None or stepwise is None:
+        assert joint is stepwise is None
         return
-    (least, least_bytes), (seconds, nbytes) = (further(of.program, of.choice) for of in (both, found))
-    assert seconds <= least * (1 + 1e-5)
-    assert nbytes <= least_bytes or seconds < least * (1 - 1e-5)
-    assert found.bound <= both.program.seconds(both.choice) * (1 + 1e-5)
-    assert not found.program.excess_bytes(found.choice)
+    (minimum, least_bytes), (seconds, nbytes) = (
+        further(answer.program, answer.choice) for answer in (joint, stepwise)
+    )
+    assert seconds <= minimum * (1 + 1e-5)
+    assert nbytes <= least_bytes or seconds < minimum * (1 - 1e-5)
+    assert stepwise.bound <= joint.program.seconds(joint.choice) * (1 + 1e-5)
+    assert not stepwise.program.excess_bytes(stepwise.choice)
 
 
 def further(program: Program, choice: Choice) -> tuple[float, int]:
     """Seconds of the further run, and the bytes that it moves."""
-    copied = program.copied_blocks(choice)[program.run_length :] @ [group.block_bytes for group in program.groups]
-    return sum(program.slot_seconds(choice)[program.run_length :]), int(sum(copied))
+    copied_blocks = program.copied_blocks(choice)[program.run_length :] @ [
+        group.block_bytes for group in program.groups
+    ]
+    return sum(program.slot_seconds(choice)[program.run_length :]), int(sum(copied_blocks))

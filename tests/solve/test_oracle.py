@@ -1,6 +1,8 @@
-"""The solver against brute force on random problems with every kind of choice: same feasibility, seconds and bytes moved.
+"""The solver against brute force on random problems with every kind of choice: same feasibility,
+seconds and bytes moved.
 
-The solver's first choice is compared, before copy times are raised. Its plan passes `check`, and `simulate` finds the same bytes.
+The solver's first choice is compared, before copy times are raised. Its plan passes `check`, and
+`simulate` finds the same bytes.
 """
 
 from __future__ import annotations
@@ -31,60 +33,70 @@ BLOCKS = [range(start, start + 50) for start in range(0, SEEDS, 50)]
 @pytest.mark.parametrize("seeds", sampled(BLOCKS, BLOCKS[:4], "random", of_all=6), ids=str)
 def test_solver_agrees_with_brute_force(seeds: range) -> None:
     for seed in seeds:
-        of = random_problem(seed)
-        best = Oracle(of).best(of.effective_bytes)
-        found, every = stage_choices(of, dominated=True)
-        answer = choose([Formulation(reordered.program) for reordered in found])
+        problem = random_problem(seed)
+        best = Oracle(problem).best(problem.effective_bytes)
+        choices, is_complete = stage_choices(problem, dominated=True)
+        answer = choose([Formulation(reordered.program) for reordered in choices])
         assert (answer is None) == (best is None), f"{seed}: feasible is {best is not None}"
         if answer is None or best is None:
             continue
-        assert every, seed
-        plan, run = checked_optimum(of, answer, found[answer.number], best, seed)
-        assert run.host_peak_bytes <= of.ram_bytes, seed
-        assert of.pinned_bytes is None or run.pinned_peak_bytes <= of.pinned_bytes, seed
-        assert all(slot.seconds >= slot.compute_seconds - 1e-9 for slot in (*run.slots, *run.again)), seed
+        assert is_complete, seed
+        plan, run = checked_optimum(problem, answer, choices[answer.number], best, seed)
+        assert run.host_peak_bytes <= problem.ram_bytes, seed
+        assert problem.pinned_bytes is None or run.pinned_peak_bytes <= problem.pinned_bytes, seed
+        assert all(
+            slot.seconds >= slot.compute_seconds - 1e-9 for slot in (*run.slots, *run.further_slots)
+        ), seed
 
 
 @pytest.mark.parametrize("seeds", [range(start, SEEDS, 20) for start in (0, 10)], ids=str)
 def test_solve_reports_the_same_optimum(seeds: range) -> None:
     for seed in seeds:
-        of = random_problem(seed)
-        best = Oracle(of).best(of.effective_bytes)
+        problem = random_problem(seed)
+        best = Oracle(problem).best(problem.effective_bytes)
         if best is None:
             continue  # explanations have tests of their own, and take solves
-        solution = solve(of)
-        if (simulated := solution.simulation.total_seconds) < best[0] * (1 - 1e-6):  # copies overlap what brute force leaves out
+        solution = solve(problem)
+        if (simulated := solution.simulation.total_seconds) < best[0] * (
+            1 - 1e-6
+        ):  # copies overlap what brute force leaves out
             assert 0 < solution.bound_seconds <= simulated * (1 + 1e-6), seed
         else:
             assert solution.bound_seconds == pytest.approx(best[0], rel=1e-5, abs=1e-4), seed
         assert solution.objective_seconds >= best[0] - 1e-6, seed
-        assert check(of, solution.plan) == (), seed
+        assert check(problem, solution.plan) == (), seed
 
 
 def test_problems_that_are_infeasible_by_brute_force_are_refused() -> None:
     for seed in range(0, 120, 5):
-        of = random_problem(seed)
-        if Oracle(of).best(of.effective_bytes) is None:
+        problem = random_problem(seed)
+        if Oracle(problem).best(problem.effective_bytes) is None:
             with pytest.raises(Infeasible):
-                solve(of)
+                solve(problem)
 
 
 def test_the_random_problems_cover_every_feature() -> None:
     counts: Counter[str] = Counter()
     for seed in range(SEEDS):
-        of = random_problem(seed)
-        variants = [variant for component in of.components for variant in component.variants]
-        counts["session"] += of.runs > 1
-        counts["orders"] += of.precedence is not None
-        counts["option"] += bool(of.options)
-        counts["directive"] += bool(of.directives)
-        counts["two phases in a stage"] += any(phase.index for phase in of.phases)
+        problem = random_problem(seed)
+        variants = [variant for component in problem.components for variant in component.variants]
+        counts["session"] += problem.runs > 1
+        counts["orders"] += problem.precedence is not None
+        counts["option"] += bool(problem.options)
+        counts["directive"] += bool(problem.directives)
+        counts["two phases in a stage"] += any(phase.index for phase in problem.phases)
         counts["a value that is not read at once"] += any(
-            any(phase.stage not in value.consumers for phase in of.phases[value.first_phase : value.last_phase]) and value.nbytes
-            for value in of.values
+            any(
+                phase.stage not in value.consumers
+                for phase in problem.phases[value.first_phase : value.last_phase]
+            )
+            and value.nbytes
+            for value in problem.values
         )
         for backing_store in ("pageable", "disk"):
-            counts[backing_store] += any(variant.backing_store == backing_store for variant in variants)
+            counts[backing_store] += any(
+                variant.backing_store == backing_store for variant in variants
+            )
         counts["cpu"] += any(variant.device == "cpu" for variant in variants)
         counts["needs"] += any(variant.needs for variant in variants)
         counts["read"] += any(variant.read_seconds for variant in variants)

@@ -24,13 +24,17 @@ def test_compute_between_blocks_overlaps_two_copies_or_four_reads_and_none_of_it
 
 
 def test_where_the_host_binds_components_that_need_less_host_memory_are_split() -> None:
-    blocks = (BlockGroup("remainder", ("",), False), BlockGroup("b", ("b.0", "b.1"), True))
-    layers = ComponentNumbers("a", 201, blocks, (replace(DISK, host_bytes=20),), granularity="layers")
-    one = ComponentNumbers("a", 201, blocks, (DISK,), layers=layers)
-    other = replace(one, name="c", layers=replace(layers, name="c", variants=(DISK,)))
+    blocks = (BlockGroup("unblocked", ("",), False), BlockGroup("b", ("b.0", "b.1"), True))
+    layers = ComponentNumbers(
+        "a", 201, blocks, (replace(DISK, host_bytes=20),), granularity="layers"
+    )
+    streamed_component = ComponentNumbers("a", 201, blocks, (DISK,), layers=layers)
+    other = replace(
+        streamed_component, name="c", layers=replace(layers, name="c", variants=(DISK,))
+    )
     card = Hardware("card", "sim", 1000, 0, 0, 100.0, 50.0, 100.0, 1.0, 10.0, 100.0)
-    of = Problem("g", "0" * 16, (), card, 1000, 100, (one, other), (), ())
-    split = finer(of, ())
+    instance = Problem("g", "0" * 16, (), card, 1000, 100, (streamed_component, other), (), ())
+    split = finer(instance, ())
     assert split is not None
     assert [component.granularity for component in split.components] == ["layers", "blocks"]
     assert finer(split, ()) is None

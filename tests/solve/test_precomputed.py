@@ -1,4 +1,5 @@
-"""Problems with precomputed stages or finished steps: what is left out, and plans for the remainder."""
+"""Problems with precomputed stages or finished steps: what is left out, and plans for the
+remainder."""
 
 from __future__ import annotations
 
@@ -19,31 +20,46 @@ def flux_tiny(make_problem: Any, dry: Any) -> Any:
 
 
 @pytest.mark.long
-def test_a_precomputed_stage_is_not_planned_and_its_value_is_live_from_the_start(flux_tiny: Any) -> None:
+def test_a_precomputed_stage_is_not_planned_and_its_value_is_live_from_the_start(
+    flux_tiny: Any,
+) -> None:
     graph, problem = flux_tiny
     reduced = graph.with_precomputed(["encode"])
-    remaining = without(problem, ["denoise", "decode"], ["encode"], reduced.digest)
-    assert [phase.name for phase in remaining.phases] == ["denoise/0:transformer", "decode/0:vae"]
-    assert [component.name for component in remaining.components] == ["transformer", "vae"]
-    assert {value.name: (value.first_phase, value.last_phase) for value in remaining.values} == {
+    reduced_problem = without(problem, ["denoise", "decode"], ["encode"], reduced.digest)
+    assert [phase.name for phase in reduced_problem.phases] == [
+        "denoise/0:transformer",
+        "decode/0:vae",
+    ]
+    assert [component.name for component in reduced_problem.components] == ["transformer", "vae"]
+    assert {
+        value.name: (value.first_phase, value.last_phase) for value in reduced_problem.values
+    } == {
         "encode.embeds": (0, 0),
         "denoise.latents": (1, 1),
     }
-    assert remaining.digest != problem.digest
-    solution = graphrun.plan(remaining)
+    assert reduced_problem.digest != problem.digest
+    solution = graphrun.plan(reduced_problem)
     assert not check(solution.problem, solution.plan)
     assert "text_encoder" not in str(solution.plan)
     assert solution.problem.precomputed == ("encode",)
     full = graphrun.plan(problem)
-    assert simulate(solution.problem, solution.plan).seconds < simulate(full.problem, full.plan).seconds
+    assert (
+        simulate(solution.problem, solution.plan).seconds
+        < simulate(full.problem, full.plan).seconds
+    )
 
 
 @pytest.mark.long
 def test_finished_steps_are_not_planned(flux_tiny: Any) -> None:
     problem = flux_tiny[1]
-    remaining = shortened(problem, {"denoise": (3, 4)})
-    assert [max(use.calls for use in phase.uses) for phase in remaining.phases] == [1, 1, 1, 1]
-    assert all(slot.part != "steady" for slot in graphrun.plan(remaining).plan.slots)
+    reduced_problem = shortened(problem, {"denoise": (3, 4)})
+    assert [max(use.calls for use in phase.uses) for phase in reduced_problem.phases] == [
+        1,
+        1,
+        1,
+        1,
+    ]
+    assert all(slot.part != "steady" for slot in graphrun.plan(reduced_problem).plan.slots)
     with pytest.raises(InputError, match="4 calls of transformer cannot be divided into 3 steps"):
         shortened(problem, {"denoise": (1, 3)})
 
@@ -51,9 +67,13 @@ def test_finished_steps_are_not_planned(flux_tiny: Any) -> None:
 def test_a_graph_with_precomputed_stages(flux_tiny: Any) -> None:
     graph = flux_tiny[0]
     reduced = graph.with_precomputed(["denoise"])
-    assert [stage.name for stage in reduced.stages] == ["encode", "decode"], "the decoder reads embeddings too"
+    assert [stage.name for stage in reduced.stages] == ["encode", "decode"], (
+        "the decoder reads embeddings too"
+    )
     assert [str(reference) for reference in reduced.precomputed] == ["$denoise.latents"]
-    assert [stage.name for stage in graph.with_precomputed(["encode", "denoise"]).stages] == ["decode"]
+    assert [stage.name for stage in graph.with_precomputed(["encode", "denoise"]).stages] == [
+        "decode"
+    ]
     assert graph.with_precomputed([]) == graph
     assert reduced.digest != graph.digest
     with pytest.raises(InputError, match="did you mean 'encode'"):
@@ -71,5 +91,8 @@ def test_a_part_of_a_graph_outputs_all_values_that_other_parts_read(flux_tiny: A
     }
     assert part.precomputed == ()
     last = graph.part(["decode"])
-    assert [str(reference) for reference in last.precomputed] == ["$denoise.latents", "$encode.embeds"]
+    assert [str(reference) for reference in last.precomputed] == [
+        "$denoise.latents",
+        "$encode.embeds",
+    ]
     assert list(last.outputs) == ["image"]

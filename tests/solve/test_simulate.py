@@ -20,20 +20,22 @@ K = 1024
 def example_problem(calls: int, copy_seconds: float, compute_seconds: float) -> Problem:
     dit = component("dit", ("big", 4, K), seconds_per_byte=copy_seconds / K)
     vae = component("vae", ("mid", 2, K), seconds_per_byte=copy_seconds / K)
-    phases = (PhaseNumbers("denoise", 0, (Use("dit", calls, (calls,), (compute_seconds,)),), 10, 20, 30),)
+    phases = (
+        PhaseNumbers("denoise", 0, (Use("dit", calls, (calls,), (compute_seconds,)),), 10, 20, 30),
+    )
     return problem(2**20, (dit, vae), phases)
 
 
-def run(of: Problem, text: str) -> Simulation:
-    return simulate(of, parse(f"plan x\n{text}"))
+def run(problem: Problem, text: str) -> Simulation:
+    return simulate(problem, parse(f"plan x\n{text}"))
 
 
 STREAMED = """slot denoise/0:dit load
 slot denoise/0:dit first
-  stream dit keep none ring 2 KiB
+  stream dit keep none ring buffer 2 KiB
   run
 slot denoise/0:dit steady x2
-  stream dit keep none ring 2 KiB
+  stream dit keep none ring buffer 2 KiB
   run
 slot end"""
 
@@ -47,8 +49,8 @@ def test_streaming_bound_by_copies() -> None:
 
 
 def test_streaming_bound_by_compute_runs_ahead_across_calls() -> None:
-    # copy     0..1|1..2|    4..5|   7..8 ...  ring space is free once compute with its block is done
-    # compute      1..4 |4..7   |7..10 ...
+    # copy     0..1|1..2|    4..5|   7..8 ...  ring buffer space is free once compute with its block
+    # is done compute      1..4 |4..7   |7..10 ...
     slots = run(example_problem(3, 1.0, 3.0), STREAMED).slots
     assert [slot.seconds for slot in slots] == [0, 13, 25, 0]
 
@@ -63,11 +65,15 @@ def test_compute_with_a_loaded_block_waits_only_for_that_copy() -> None:
     slot end
       evict dit all
       evict vae all"""
-    found = run(example_problem(1, 2.0, 3.0), text)
+    simulation = run(example_problem(1, 2.0, 3.0), text)
     # copy     |d1 2|d2 4|d3 6|f 8|f 10
     # compute  |d0  3|d1 6|d2  9|d3 12
-    assert [slot.seconds for slot in found.slots] == [2, 12, 0]
-    assert [(e.component, e.detail, e.end_seconds) for e in found.events if e.kind == "load" and e.slot == 1] == [
+    assert [slot.seconds for slot in simulation.slots] == [2, 12, 0]
+    assert [
+        (e.component, e.detail, e.end_seconds)
+        for e in simulation.events
+        if e.kind == "load" and e.slot == 1
+    ] == [
         ("dit", "big.1", 4),
         ("dit", "big.2", 6),
         ("dit", "big.3", 8),
@@ -77,11 +83,15 @@ def test_compute_with_a_loaded_block_waits_only_for_that_copy() -> None:
 
 
 def test_prefetch_is_interleaved_with_streamed_blocks_in_proportion() -> None:
-    text = STREAMED.replace("2 KiB\n  run\nslot end", "2 KiB\n  load vae all from pinned\n  run\nslot end")
-    found = run(example_problem(3, 1.0, 3.0), text)
-    kinds = "".join(e.component[0] for e in found.events if e.slot == 2 and e.kind != "run")
-    assert kinds == "ddvddvdddd", "the first when the ring is full, the second after half of the streamed bytes"
-    assert found.slots[2].seconds == 25, "overlapped: compute takes 24 s after the first copy"
+    text = STREAMED.replace(
+        "2 KiB\n  run\nslot end", "2 KiB\n  load vae all from pinned\n  run\nslot end"
+    )
+    simulation = run(example_problem(3, 1.0, 3.0), text)
+    kinds = "".join(e.component[0] for e in simulation.events if e.slot == 2 and e.kind != "run")
+    assert kinds == "ddvddvdddd", (
+        "the first when the ring buffer is full, the second after half of the streamed bytes"
+    )
+    assert simulation.slots[2].seconds == 25, "overlapped: compute takes 24 s after the first copy"
 
 
 def test_the_slot_waits_for_its_prefetch() -> None:
@@ -97,10 +107,13 @@ def test_the_slot_waits_for_its_prefetch() -> None:
 
 
 def test_peak_bytes_of_a_slot_are_the_sum_of_its_terms() -> None:
-    text = STREAMED.replace("2 KiB\n  run\nslot end", "2 KiB\n  load vae all from pinned\n  run\nslot end\n  evict vae all")
-    found = run(example_problem(3, 1.0, 3.0), text)
-    assert [slot.peak_bytes for slot in found.slots] == [10, 2 * K + 30, 2 * K + 2 * K + 40, 0]
-    assert [(m.slot, m.action, m.device_bytes) for m in found.moments] == [
+    text = STREAMED.replace(
+        "2 KiB\n  run\nslot end",
+        "2 KiB\n  load vae all from pinned\n  run\nslot end\n  evict vae all",
+    )
+    simulation = run(example_problem(3, 1.0, 3.0), text)
+    assert [slot.peak_bytes for slot in simulation.slots] == [10, 2 * K + 30, 2 * K + 2 * K + 40, 0]
+    assert [(m.slot, m.action, m.device_bytes) for m in simulation.moments] == [
         (1, 0, 2 * K + 10),
         (1, 1, 2 * K + 30),
         (2, 0, 2 * K + 10),
@@ -108,21 +121,41 @@ def test_peak_bytes_of_a_slot_are_the_sum_of_its_terms() -> None:
         (2, 2, 4 * K + 40),
         (3, 0, 0),
     ]
-    assert (found.slots[2].streamed_bytes, found.slots[2].loaded_bytes, found.moved_bytes) == (8 * K, 2 * K, 14 * K)
+    assert (
+        simulation.slots[2].streamed_bytes,
+        simulation.slots[2].loaded_bytes,
+        simulation.moved_bytes,
+    ) == (
+        8 * K,
+        2 * K,
+        14 * K,
+    )
 
 
 def test_a_group_with_fewer_calls_runs_in_the_first_ones() -> None:
-    of = example_problem(3, 1.0, 3.0)
-    few = replace(of, phases=(replace(of.phases[0], uses=(Use("dit", 3, (2,), (3.0,)),)),))
-    assert run(few, STREAMED).slots[2].compute_seconds == 12
+    problem = example_problem(3, 1.0, 3.0)
+    fewer_calls = replace(
+        problem, phases=(replace(problem.phases[0], uses=(Use("dit", 3, (2,), (3.0,)),)),)
+    )
+    assert run(fewer_calls, STREAMED).slots[2].compute_seconds == 12
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("slot denoise/0:dit first\n  run\nslot end", "big.0 of dit is needed, but neither resident, loaded nor streamed"),
-        ("slot denoise/0:dit first\n  stream dit keep none ring 1 KiB\n  run\nslot other/0:dit load", "no phase 'other/0:dit'"),
-        ("slot denoise/0:dit first\n  stream dit keep none ring 1023 B\n  run", "does not fit a ring of 1023 bytes"),
+        (
+            "slot denoise/0:dit first\n  run\nslot end",
+            "big.0 of dit is needed, but neither resident, loaded nor streamed",
+        ),
+        (
+            "slot denoise/0:dit first\n  stream dit keep none ring buffer 1 KiB\n  run\n"
+            "slot other/0:dit load",
+            "no phase 'other/0:dit'",
+        ),
+        (
+            "slot denoise/0:dit first\n  stream dit keep none ring buffer 1023 B\n  run",
+            "does not fit a ring buffer of 1023 bytes",
+        ),
         ("slot denoise/0:dit load\n  load dot all from pinned", "no component 'dot'"),
     ],
 )
@@ -133,19 +166,31 @@ def test_a_plan_that_cannot_be_executed_is_refused(text: str, message: str) -> N
 
 @pytest.mark.parametrize("budget", [24, 12, 8, 5, 3])
 def test_a_run_takes_at_least_its_copies_and_its_compute(budget: int) -> None:
-    of = flux(budget * GIB)
-    solution = solve(of)
-    found = simulate(of, solution.plan)
-    for index, slot in enumerate(found.slots):
-        copies = [e for e in found.events if e.slot == index and e.kind in ("load", "stream")]
+    problem = flux(budget * GIB)
+    solution = solve(problem)
+    simulation = simulate(problem, solution.plan)
+    for index, slot in enumerate(simulation.slots):
+        copies = [e for e in simulation.events if e.slot == index and e.kind in ("load", "stream")]
         assert slot.seconds >= sum(e.end_seconds - e.start_seconds for e in copies) * (1 - 1e-9)
         assert slot.seconds >= slot.compute_seconds * (1 - 1e-9)
         assert sum(e.nbytes for e in copies) == slot.streamed_bytes + slot.loaded_bytes
-        assert slot.peak_bytes == slot.resident_bytes + slot.ring_bytes + slot.activation_bytes + slot.values_bytes
-    copying = sorted((e.start_seconds, e.end_seconds) for e in found.events if e.kind in ("load", "stream"))
-    assert all(end <= start + 1e-9 for (_, end), (start, _) in zip(copying, copying[1:], strict=False)), "one copy at a time"
-    stages = found.stages()
+        assert (
+            slot.peak_bytes
+            == slot.resident_bytes
+            + slot.ring_buffer_bytes
+            + slot.activation_bytes
+            + slot.values_bytes
+        )
+    copying = sorted(
+        (e.start_seconds, e.end_seconds) for e in simulation.events if e.kind in ("load", "stream")
+    )
+    assert all(
+        end <= start + 1e-9 for (_, end), (start, _) in zip(copying, copying[1:], strict=False)
+    ), "one copy at a time"
+    stages = simulation.stages()
     assert [stage.stage for stage in stages] == ["encode", "denoise", "decode"]
-    assert sum(stage.load_seconds + stage.run_seconds for stage in stages) == pytest.approx(found.seconds)
-    assert max(stage.peak_bytes for stage in stages) == found.peak_bytes
-    assert found.seconds <= 1.03 * solution.objective_seconds
+    assert sum(stage.load_seconds + stage.run_seconds for stage in stages) == pytest.approx(
+        simulation.seconds
+    )
+    assert max(stage.peak_bytes for stage in stages) == simulation.peak_bytes
+    assert simulation.seconds <= 1.03 * solution.objective_seconds

@@ -1,4 +1,5 @@
-"""The solver against brute force on small random problems: same seconds, bytes moved and smallest budget."""
+"""The solver against brute force on small random problems: same seconds, bytes moved and smallest
+budget."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from planner_problems import component, hardware, problem
 from graphrun.errors import InputError
 from graphrun.model.directives import directed
 from graphrun.model.plan import Plan, parse
-from graphrun.model.problem import Directive, PhaseNumbers, Placement, Problem, Use, ValueNumbers
+from graphrun.model.problem import (
+    ComponentPlacement,
+    Directive,
+    PhaseNumbers,
+    Problem,
+    Use,
+    ValueNumbers,
+)
 from graphrun.solve.actions import plan_of
 from graphrun.solve.infeasible import Infeasible, smallest_budget
 from graphrun.solve.milp import Formulation
@@ -26,42 +34,72 @@ pytestmark = pytest.mark.long
 
 
 def random_problem(seed: int) -> Problem:
-    """Two or three components with one or two block groups, one to three phases, integer seconds so that ties are exact."""
+    """Two or three components with one or two block groups, one to three phases, integer seconds so
+    that ties are exact."""
     rng = random.Random(seed)
     size = lambda: rng.choice((512, 1024, 1536, 2048, 1000, 700, 256, 0))  # noqa: E731
     components = []
     for name in "abc"[: rng.choice((2, 2, 3))]:
         groups = [
-            (f"k{i}", rng.choice((1, 2, 3)), size(), rng.random() < 0.8) for i in range(rng.choice((1, 2)) if name != "c" else 1)
+            (f"k{i}", rng.choice((1, 2, 3)), size(), rng.random() < 0.8)
+            for i in range(rng.choice((1, 2)) if name != "c" else 1)
         ]
-        made = component(name, *groups, movable=rng.random() < 0.85, streamable=rng.random() < 0.9)
+        random_component = component(
+            name, *groups, movable=rng.random() < 0.85, streamable=rng.random() < 0.9
+        )
         loads = tuple(float(rng.randint(0, 4)) for _ in groups)
-        components.append(replace(made, variants=(replace(made.variants[0], load_seconds=loads),)))
+        components.append(
+            replace(
+                random_component,
+                variants=(replace(random_component.variants[0], load_seconds=loads),),
+            )
+        )
     phases = []
     for index in range(rng.choice((1, 2, 2, 3))):
         uses = []
-        for used in rng.sample(components, rng.choice((0, 1, 1, 1, 2))):
+        for user in rng.sample(components, rng.choice((0, 1, 1, 1, 2))):
             calls = rng.choice((1, 1, 2, 5))
-            group_calls = tuple(rng.choice((calls, calls, rng.randint(0, calls))) for _ in used.groups)
-            uses.append(Use(used.name, calls, group_calls, tuple(float(rng.randint(0, 3)) for _ in used.groups)))
+            group_calls = tuple(
+                rng.choice((calls, calls, rng.randint(0, calls))) for _ in user.groups
+            )
+            uses.append(
+                Use(
+                    user.name,
+                    calls,
+                    group_calls,
+                    tuple(float(rng.randint(0, 3)) for _ in user.groups),
+                )
+            )
         activation = rng.choice((0, 512, 1000, 2048))
         phases.append(
-            PhaseNumbers(f"s{index}", 0, tuple(uses), rng.choice((0, 100)), activation, rng.choice((activation, 0, 3000)))
+            PhaseNumbers(
+                f"s{index}",
+                0,
+                tuple(uses),
+                rng.choice((0, 100)),
+                activation,
+                rng.choice((activation, 0, 3000)),
+            )
         )
-    values = tuple(ValueNumbers(f"v{i}", rng.choice((0, 300)), "s0", ("s1",), 1, 1) for i in range(rng.choice((0, 1, 2))))
-    on = hardware(context_bytes=rng.choice((0, 4096)), workspace_bytes=rng.choice((0, 100)))
-    return problem(2**20, tuple(components), tuple(phases), values, on=on)
+    values = tuple(
+        ValueNumbers(f"v{i}", rng.choice((0, 300)), "s0", ("s1",), 1, 1)
+        for i in range(rng.choice((0, 1, 2)))
+    )
+    card = hardware(context_bytes=rng.choice((0, 4096)), workspace_bytes=rng.choice((0, 100)))
+    return problem(2**20, tuple(components), tuple(phases), values, card=card)
 
 
-def compared(seed: int, of: Problem, oracle: Oracle) -> tuple[Problem, Plan, Answer, tuple[float, float]]:
-    """``of`` with a budget that suffices, the solver's plan and answer, and the oracle's least seconds and bytes, which are
-    equal."""
-    overhead = of.budget_bytes - of.effective_bytes
-    least = oracle.smallest_effective()
-    assert smallest_budget(of) == least + overhead, seed
+def compared(
+    seed: int, problem: Problem, oracle: Oracle
+) -> tuple[Problem, Plan, Answer, tuple[float, float]]:
+    """``of`` with a budget that suffices, the solver's plan and answer, and the oracle's least
+    seconds and bytes, which are equal."""
+    overhead = problem.budget_bytes - problem.effective_bytes
+    minimum = oracle.smallest_effective()
+    assert smallest_budget(problem) == minimum + overhead, seed
     spare = random.Random(seed).choice((0, 1, 512, 1500, 3000, 6000))
-    fits = replace(of, budget_bytes=least + overhead + spare)
-    best, program = oracle.best(least + spare), program_of(fits)
+    fits = replace(problem, budget_bytes=minimum + overhead + spare)
+    best, program = oracle.best(minimum + spare), program_of(fits)
     assert best is not None
     answer = choose([Formulation(program)])
     assert answer is not None
@@ -70,12 +108,14 @@ def compared(seed: int, of: Problem, oracle: Oracle) -> tuple[Problem, Plan, Ans
     return fits, plan_of(program, answer.choice), answer, best
 
 
-@pytest.mark.parametrize("seeds", [range(start, start + 20) for start in range(0, 120, 20)], ids=str)
+@pytest.mark.parametrize(
+    "seeds", [range(start, start + 20) for start in range(0, 120, 20)], ids=str
+)
 def test_solver_agrees_with_brute_force(seeds: range) -> None:
     for seed in seeds:
-        of = random_problem(seed)
-        oracle = Oracle(of)
-        fits, plan, answer, best = compared(seed, of, oracle)
+        problem = random_problem(seed)
+        oracle = Oracle(problem)
+        fits, plan, answer, best = compared(seed, problem, oracle)
         assert answer.bound == pytest.approx(best[0], abs=1e-4), seed
         assert check(fits, plan) == (), seed
         assert parse(str(plan)) == plan, seed
@@ -88,34 +128,42 @@ def test_solver_agrees_with_brute_force(seeds: range) -> None:
 @pytest.mark.parametrize("seeds", [range(start, start + 10) for start in range(0, 40, 10)], ids=str)
 def test_a_byte_below_the_smallest_budget_is_infeasible(seeds: range) -> None:
     for seed in seeds:
-        of = random_problem(seed)
-        smallest = smallest_budget(of)
-        solution = solve(replace(of, budget_bytes=smallest))
+        problem = random_problem(seed)
+        smallest = smallest_budget(problem)
+        solution = solve(replace(problem, budget_bytes=smallest))
         assert check(solution.problem, solution.plan) == (), seed
-        with pytest.raises(Infeasible) as caught:
-            solve(replace(of, budget_bytes=smallest - 1))
-        assert caught.value.smallest_budget_bytes == smallest, seed
-        assert caught.value.binding == "VRAM", seed
-        assert max(need.short_bytes for need in caught.value.needs) == 1, seed
+        with pytest.raises(Infeasible) as error_info:
+            solve(replace(problem, budget_bytes=smallest - 1))
+        assert error_info.value.smallest_budget_bytes == smallest, seed
+        assert error_info.value.binding == "VRAM", seed
+        assert max(need.short_bytes for need in error_info.value.needs) == 1, seed
 
 
 def directed_problem(seed: int) -> Problem | None:
     """A random problem with one to three random directives; None where they cannot be obeyed."""
-    of, rng = random_problem(seed), random.Random(-seed)
-    names = [component.name for component in of.components]
-    kinds: tuple[Placement, ...] = ("keep", "exclude", "whole", "drop")
+    problem, rng = random_problem(seed), random.Random(-seed)
+    names = [component.name for component in problem.components]
+    kinds: tuple[ComponentPlacement, ...] = ("keep", "exclude", "whole", "drop")
     try:
-        return directed(of, [Directive(rng.choice(kinds), rng.choice(names)) for _ in range(rng.choice((1, 2, 2, 3)))])
+        return directed(
+            problem,
+            [
+                Directive(rng.choice(kinds), rng.choice(names))
+                for _ in range(rng.choice((1, 2, 2, 3)))
+            ],
+        )
     except InputError:
         return None
 
 
-@pytest.mark.parametrize("seeds", [range(start, start + 40) for start in range(1000, 1160, 40)], ids=str)
+@pytest.mark.parametrize(
+    "seeds", [range(start, start + 40) for start in range(1000, 1160, 40)], ids=str
+)
 def test_directives_are_obeyed_at_the_least_cost_that_brute_force_finds(seeds: range) -> None:
     for seed in seeds:
-        of = directed_problem(seed)
-        if of is None:
+        problem = directed_problem(seed)
+        if problem is None:
             continue
-        fits, plan, _, best = compared(seed, of, Oracle(of))
+        fits, plan, _, best = compared(seed, problem, Oracle(problem))
         assert check(fits, plan) == (), seed
         assert simulate(fits, plan).moved_bytes == best[1], seed

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-TINY_PIPELINES = [
-    str(ROOT / "tests" / name) for name in ("attach", "sweep", "runtime", "standins")
-]  # of the tiny pipelines that tests attach to
+# of the tiny pipelines that tests attach to
+TINY_PIPELINES = [str(ROOT / "tests" / name) for name in ("attach", "sweep", "runtime", "standins")]
 
 
 def answer(ask: Callable[[], Any]) -> str:
@@ -48,8 +47,18 @@ def state() -> dict[str, Any]:
         return [tensor.is_pinned() for tensor in loader]
 
     keys = ("PrivateUse1", "AutocastPrivateUse1", "AutogradPrivateUse1", "AutocastCUDA", "Meta")
-    operators = ("aten::empty.memory_format", "aten::linear", "aten::_to_copy", "aten::mm", "aten::scaled_dot_product_attention")
-    kernels = {f"{key} {name}": torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys for name in operators}
+    operators = (
+        "aten::empty.memory_format",
+        "aten::linear",
+        "aten::_to_copy",
+        "aten::mm",
+        "aten::scaled_dot_product_attention",
+    )
+    kernels = {
+        f"{key} {name}": torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+        for key in keys
+        for name in operators
+    }
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):  # a loader draws a seed
         warnings.simplefilter("ignore")
         loader = answer(pinned_by_a_loader)
@@ -58,7 +67,9 @@ def state() -> dict[str, Any]:
         "accelerator is available": answer(torch.accelerator.is_available),
         "accelerator memory": answer(torch.accelerator.memory_allocated),
         "privateuse1 backend": torch._C._get_privateuse1_backend_name(),
-        "device modules": [name for name in ("sim", "stranger", "privateuseone") if hasattr(torch, name)],
+        "device modules": [
+            name for name in ("sim", "stranger", "privateuseone") if hasattr(torch, name)
+        ],
         "pin_memory": answer(lambda: torch.zeros(1).pin_memory().is_pinned()),
         "loader with pin_memory": loader,
         "kernels": kernels,
@@ -67,8 +78,14 @@ def state() -> dict[str, Any]:
         "default dtype": str(torch.get_default_dtype()),
         "default device": str(torch.get_default_device()),
         "gradients": torch.is_grad_enabled(),
-        "autocast": [(torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))) for kind in ("cpu", "cuda")],
-        "autocast is original": [torch.autocast.__init__.__module__, torch.autocast.__enter__.__module__],
+        "autocast": [
+            (torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind)))
+            for kind in ("cpu", "cuda")
+        ],
+        "autocast is original": [
+            torch.autocast.__init__.__module__,
+            torch.autocast.__enter__.__module__,
+        ],
         "modes": [len(_get_current_dispatch_mode_stack()), torch._C._len_torch_function_stack()],
         "threads of torch": torch.get_num_threads(),
         "precision of products": torch.get_float32_matmul_precision(),
@@ -80,14 +97,27 @@ def state() -> dict[str, Any]:
         "folder": os.getcwd(),
         "paths": sys.path.copy(),
         "warnings filters": list(map(str, warnings.filters)),
-        "signal handlers": {str(number): str(signal.getsignal(number)) for number in signal.valid_signals()},
+        "signal handlers": {
+            str(number): str(signal.getsignal(number)) for number in signal.valid_signals()
+        },
         "threads": sorted(thread.name for thread in threading.enumerate()),
-        "hooks": [str(hook) for hook in (sys.excepthook, sys.unraisablehook, threading.excepthook, warnings.showwarning)],
+        "hooks": [
+            str(hook)
+            for hook in (
+                sys.excepthook,
+                sys.unraisablehook,
+                threading.excepthook,
+                warnings.showwarning,
+            )
+        ],
         "root logger": [logging.root.level, *map(str, logging.root.handlers)],
         "loggers' filters": [
             name
             for name in sorted(logging.root.manager.loggerDict)
-            if any(type(kept).__module__.startswith("graphrun") for kept in logging.getLogger(name).filters)
+            if any(
+                type(filter_).__module__.startswith("graphrun")
+                for filter_ in logging.getLogger(name).filters
+            )
         ],
     }
 
@@ -150,7 +180,14 @@ def call(pipe: Any) -> None:
     import torch
 
     generator = torch.Generator().manual_seed(1)
-    pipe("a lighthouse", height=16, width=16, num_inference_steps=2, max_sequence_length=16, generator=generator)
+    pipe(
+        "a lighthouse",
+        height=16,
+        width=16,
+        num_inference_steps=2,
+        max_sequence_length=16,
+        generator=generator,
+    )
 
 
 def attach(pipe: Any) -> None:
@@ -186,9 +223,9 @@ def sim() -> None:
 
 def import_folder(folder: Path) -> None:
     """Imports a saved pipeline."""
-    from graphrun.diffusers_.importing.imported import Asked, import_source
+    from graphrun.diffusers_.importing.imported import ImportOptions, import_source
 
-    import_source(str(folder / "flux"), Asked({}, {})).write(folder / "flux.yaml")
+    import_source(str(folder / "flux"), ImportOptions({}, {})).write(folder / "flux.yaml")
 
 
 def saved_pipeline(folder: Path) -> None:
@@ -206,15 +243,22 @@ def serve(folder: Path) -> None:
     from graphrun.serve.settings import Settings
     from graphrun.serve.shares import WHOLE
 
-    ours, theirs = multiprocessing.Pipe()
+    parent_end, child_end = multiprocessing.Pipe()
     budgets = {"vram": "1G", "ram": 8 * 2**30}
     cards = (hardware("rtx4090", None),)
     graphs = (ROOT / "graphs" / "flux-tiny.yaml",)
-    settings = Settings(graphs, (), budgets, cards, folder / "cache", "none", folder, {}, graphrun.__version__)
-    ours.send(("plan", {"graph": "flux-tiny", "key": 1, "inputs": {"prompt": "a lighthouse"}, "share": WHOLE}))
-    ours.send(("stop", None))
-    plan_forever(theirs, settings)
-    assert ours.recv()[0] == "planned"
+    settings = Settings(
+        graphs, (), budgets, cards, folder / "cache", "none", folder, {}, graphrun.__version__
+    )
+    parent_end.send(
+        (
+            "plan",
+            {"graph": "flux-tiny", "key": 1, "inputs": {"prompt": "a lighthouse"}, "share": WHOLE},
+        )
+    )
+    parent_end.send(("stop", None))
+    plan_forever(child_end, settings)
+    assert parent_end.recv()[0] == "planned"
 
 
 if __name__ == "__main__":
@@ -229,6 +273,6 @@ if __name__ == "__main__":
     if backend:
         register_backend()
     act = prepared(action, Path(folder))
-    before = state()
+    previous_state = state()
     act()
-    print(json.dumps([before, state()]))
+    print(json.dumps([previous_state, state()]))

@@ -6,7 +6,7 @@ ranges by offset instead; the two share no code.
 
     Pool.free            mapped blocks without a tensor, by size, then address: `get_free_block`
     Pool.unmapped        blocks without memory, by address: `find_expandable_block`
-    Block.before, after  neighbours in a segment, merged if both are free, and both mapped or not
+    Block.previous, next  neighbours in a segment, merged if both are free, and both mapped or not
 
 One stream of one device; no limit on the split size; no rounding to powers of two. A later segment
 has a higher address. On a card the driver chooses addresses.
@@ -24,11 +24,11 @@ ADDRESS_SPACE = 1 << 60  # between the beginnings of two segments
 class Block:
     """A piece of a segment."""
 
-    def __init__(self, address: int, size: int, mapped: bool) -> None:
-        self.address, self.size, self.mapped = address, size, mapped
-        self.used = False
-        self.before: Block | None = None
-        self.after: Block | None = None
+    def __init__(self, address: int, size: int, is_mapped: bool) -> None:
+        self.address, self.size, self.is_mapped = address, size, is_mapped
+        self.is_used = False
+        self.previous: Block | None = None
+        self.next: Block | None = None
 
 
 def by_size(block: Block) -> tuple[int, int]:
@@ -54,40 +54,40 @@ class Pool:
     # -- sorted lists
 
     def add(self, block: Block) -> None:
-        if block.mapped:
+        if block.is_mapped:
             insort(self.free, block, key=by_size)
         else:
             insort(self.unmapped, block, key=by_address)
 
     def remove(self, block: Block) -> None:
-        if block.mapped:
+        if block.is_mapped:
             del self.free[bisect_left(self.free, by_size(block), key=by_size)]
         else:
             del self.unmapped[bisect_left(self.unmapped, block.address, key=by_address)]
 
     def cut(self, block: Block, size: int) -> Block:
         """Shortens ``block`` to ``size``, and returns the rest of it as a new block behind it."""
-        rest = Block(block.address + size, block.size - size, block.mapped)
-        rest.before, rest.after = block, block.after
-        if rest.after is not None:
-            rest.after.before = rest
-        block.after, block.size = rest, size
+        rest = Block(block.address + size, block.size - size, block.is_mapped)
+        rest.previous, rest.next = block, block.next
+        if rest.next is not None:
+            rest.next.previous = rest
+        block.next, block.size = rest, size
         return rest
 
     def merge(self, block: Block) -> None:
-        """Extends ``block``, which is in no list, over free neighbours that are mapped, or unmapped,
-        as it is."""
-        if (other := block.before) and not other.used and other.mapped == block.mapped:
+        """Extends ``block``, which is in no list, over free neighbours that are mapped, or
+        unmapped, as it is."""
+        if (other := block.previous) and not other.is_used and other.is_mapped == block.is_mapped:
             self.remove(other)
-            block.address, block.before = other.address, other.before
+            block.address, block.previous = other.address, other.previous
             block.size += other.size
-            if block.before is not None:
-                block.before.after = block
-        if (other := block.after) and not other.used and other.mapped == block.mapped:
+            if block.previous is not None:
+                block.previous.next = block
+        if (other := block.next) and not other.is_used and other.is_mapped == block.is_mapped:
             self.remove(other)
-            block.size, block.after = block.size + other.size, other.after
-            if block.after is not None:
-                block.after.before = block
+            block.size, block.next = block.size + other.size, other.next
+            if block.next is not None:
+                block.next.previous = block
 
     # -- what the allocator does
 
@@ -97,11 +97,11 @@ class Pool:
         rest = block.size - size
         if rest >= LEAST if self.small or self.page_bytes else rest > MIB:
             self.add(self.cut(block, size))
-        block.used = True
+        block.is_used = True
         return block
 
     def give(self, block: Block) -> None:
-        block.used = False
+        block.is_used = False
         self.merge(block)
         self.add(block)
 
@@ -125,13 +125,14 @@ class Pool:
         return Block(self.segments * ADDRESS_SPACE, native_bytes(size), True)
 
     def expanded(self, size: int) -> Block:
-        """Maps pages at the lowest address where free blocks in a row, one of them unmapped, fit."""
+        """Maps pages at the lowest address where free blocks in a row, one of them unmapped,
+        fit."""
         block = self.first_with_room(size)
-        if not block.mapped:
+        if not block.is_mapped:
             self.map(block, min(block.size, size))
         while block.size < size:
-            assert block.after is not None
-            unmapped = block.after
+            assert block.next is not None
+            unmapped = block.next
             self.map(unmapped, min(size - block.size, unmapped.size))
             block = unmapped  # merged with the block before it
         self.remove(block)
@@ -139,11 +140,11 @@ class Pool:
 
     def first_with_room(self, size: int) -> Block:
         for unmapped in self.unmapped:
-            before = unmapped.before
-            first = unmapped if before is None or before.used else before
+            previous = unmapped.previous
+            first = unmapped if previous is None or previous.is_used else previous
             room_bytes, block = 0, first
-            while block is not None and not block.used and room_bytes < size:
-                room_bytes, block = room_bytes + block.size, block.after  # type: ignore[assignment]
+            while block is not None and not block.is_used and room_bytes < size:
+                room_bytes, block = room_bytes + block.size, block.next  # type: ignore[assignment]
             if room_bytes >= size:
                 return first
         self.segments += 1
@@ -158,17 +159,18 @@ class Pool:
         self.remove(block)
         if size < block.size:
             self.add(self.cut(block, size))
-        block.mapped = True
+        block.is_mapped = True
         self.merge(block)
         self.add(block)
         self.reserved_bytes += size
 
     def trim(self) -> None:
-        """Releases native segments without a tensor, and unmaps pages that lie within free blocks."""
+        """Releases native segments without a tensor, and unmaps pages that lie within free
+        blocks."""
         for block in list(self.free):
             if self.page_bytes:
                 self.unmap(block)
-            elif block.before is None and block.after is None:
+            elif block.previous is None and block.next is None:
                 self.remove(block)
                 self.reserved_bytes -= block.size
 
@@ -185,14 +187,14 @@ class Pool:
             head, block = block, self.cut(block, first - block.address)
             self.add(head)
         self.reserved_bytes -= block.size
-        block.mapped = False
+        block.is_mapped = False
         self.merge(block)
-        if block.before is not None or block.after is not None:
+        if block.previous is not None or block.next is not None:
             self.add(block)  # else the segment is released as a whole
 
 
 def room(block: Block) -> int:
-    return block.size + (block.after.size if block.after and not block.after.mapped else 0)
+    return block.size + (block.next.size if block.next and not block.next.is_mapped else 0)
 
 
 def native_bytes(size: int) -> int:
@@ -234,10 +236,13 @@ class LinkedBlocks:
         return self.small.reserved_bytes + self.large.reserved_bytes
 
     def allocate(self, key: int, nbytes: int) -> None:
-        before, size = self.used_bytes, whole(nbytes)
+        previous_bytes, size = self.used_bytes, whole(nbytes)
         pool = self.small if size <= self.small_bytes else self.large
         self.live[key] = pool, pool.take(size)
-        if self.used_bytes > before and before + native_bytes(size) > self.limit_bytes:
+        if (
+            self.used_bytes > previous_bytes
+            and previous_bytes + native_bytes(size) > self.limit_bytes
+        ):
             raise Refused(nbytes)
 
     def release(self, key: int) -> None:

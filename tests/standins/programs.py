@@ -1,4 +1,5 @@
-"""A program that is no pipeline of diffusers: a plain object that owns modules, as research code does."""
+"""A program that is no pipeline of diffusers: a plain object that owns modules, as research code
+does."""
 
 from __future__ import annotations
 
@@ -30,11 +31,12 @@ components:
 stages:
   make: {op: call, method: generate, uses: [text, dit, vae], with: {text: $text, units: $units, seed: $seed}}
 outputs: {frames: $make.frames}
-"""
+"""  # noqa: E501
 
 
 class Posterior:
-    """What the encoder returns of a picture: an object of a class of its own, with tensors in it."""
+    """What the encoder returns of a picture: an object of a class of its own, with tensors in
+    it."""
 
     def __init__(self, moments: torch.Tensor) -> None:
         self.mean, self.logvar = moments.chunk(2, dim=-1)
@@ -48,7 +50,11 @@ class Posterior:
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.wide, self.narrow = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm, self.wide, self.narrow = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.Linear(4 * WIDTH, WIDTH),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.narrow(functional.gelu(self.wide(self.norm(x))))
@@ -77,7 +83,9 @@ class Denoiser(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList([Block() for _ in range(4)])
 
-    def forward(self, x: torch.Tensor, history: list[torch.Tensor], text: torch.Tensor, t: float) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, history: list[torch.Tensor], text: torch.Tensor, t: float
+    ) -> torch.Tensor:
         rows = torch.cat([text, *history, x])
         for block in self.blocks:
             rows = block(rows)
@@ -90,15 +98,15 @@ class CausalLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.mix = nn.Linear(3 * WIDTH, WIDTH)
-        self.before: deque[torch.Tensor] = deque(maxlen=2)
+        self.history: deque[torch.Tensor] = deque(maxlen=2)
 
     def forward(self, x: torch.Tensor, first: bool) -> torch.Tensor:
         if first:
-            self.before.clear()
-            self.before.extend([x, x])
-        out = self.mix(torch.cat([*self.before, x], dim=-1))
-        self.before.append(x)
-        return out
+            self.history.clear()
+            self.history.extend([x, x])
+        output = self.mix(torch.cat([*self.history, x], dim=-1))
+        self.history.append(x)
+        return output
 
 
 class Decoder(nn.Module):
@@ -113,7 +121,8 @@ class Decoder(nn.Module):
 
 
 class Film:
-    """Texts to frames, unit by unit: each unit is denoised beside a history of those before, and decoded after them."""
+    """Texts to frames, unit by unit: each unit is denoised beside a history of those before, and
+    decoded after them."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -130,13 +139,23 @@ class Film:
         return self
 
     @torch.no_grad()
-    def generate(self, text: str, units: int = 3, generator: torch.Generator | None = None, cpu_offloading: bool = False) -> Any:
+    def generate(
+        self,
+        text: str,
+        units: int = 3,
+        generator: torch.Generator | None = None,
+        cpu_offloading: bool = False,
+    ) -> Any:
         ids = torch.tensor([ord(letter) % 64 for letter in text.ljust(12)[:12]])
         words = self.models["text"](ids.to(self.device))
         if cpu_offloading:
             self.models["text"].to("cpu")
             self.dit.to("cuda")
-        start = self.models["text"].encode_picture(torch.ones(4, WIDTH, device=self.device)).sample(generator)
+        start = (
+            self.models["text"]
+            .encode_picture(torch.ones(4, WIDTH, device=self.device))
+            .sample(generator)
+        )
         history = [start]
         for _ in range(units):
             x = torch.randn(4, WIDTH, generator=generator).to(self.device)
@@ -144,7 +163,9 @@ class Film:
                 x = x - self.dit(x, history, words, 1 / (1 + step))
             history.append(x)
         self.last = history
-        return torch.stack([self.vae.decode_piece(piece, number == 0) for number, piece in enumerate(history)])
+        return torch.stack(
+            [self.vae.decode_piece(piece, number == 0) for number, piece in enumerate(history)]
+        )
 
     def bytes(self) -> int:
         modules = (self.models["text"], self.dit, self.vae)
@@ -165,7 +186,9 @@ class Reader(Encoder):
     """Takes the text itself, and pads it to twelve letters; a longer one stays as long as it is."""
 
     def forward(self, text: str, device: torch.device) -> torch.Tensor:
-        return super().forward(torch.tensor([ord(letter) % 64 for letter in text.ljust(12)]).to(device))
+        return super().forward(
+            torch.tensor([ord(letter) % 64 for letter in text.ljust(12)]).to(device)
+        )
 
 
 class Told:
@@ -182,10 +205,16 @@ class Told:
 
 
 def captioner() -> Any:
-    """A model of transformers that writes a text for a picture, token by token, with a cache of keys and values."""
+    """A model of transformers that writes a text for a picture, token by token, with a cache of
+    keys and values."""
     torch.manual_seed(0)
     picture = t.ViTConfig(
-        hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=128, image_size=16, patch_size=4
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=128,
+        image_size=16,
+        patch_size=4,
     )
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
     sizes = {"vocab_size": 50, "n_positions": 32, "n_embd": 32, "n_layer": 3, "n_head": 2}

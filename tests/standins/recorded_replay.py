@@ -1,4 +1,5 @@
-"""The events of a whole plan: what its replay (`graphrun.verify.pages`) allocates, releases and trims."""
+"""The events of a whole plan: what its replay (`graphrun.verify.pages`) allocates, releases and
+trims."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ class Event(NamedTuple):
 
 
 class Recorded(Caching):
-    """Notes every event. No two states are equal, so every call is replayed. What is allocated where
-    it was just released is renamed."""
+    """Notes every event. No two states are equal, so every call is replayed. What is allocated
+    where it was just released is renamed."""
 
     def __init__(self, page_scale: float, card_bytes: int) -> None:
         super().__init__(page_scale, card_bytes)
         self.events: list[Event] = []
-        self._released: dict[tuple[bool, tuple[int, ...]], int] = {}  # not noted yet
+        self._free_places: dict[tuple[bool, tuple[int, ...]], int] = {}  # not noted yet
         self._first_keys: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
 
@@ -43,12 +44,15 @@ class Recorded(Caching):
     def release(self, key: int) -> None:
         small, place = self.is_small(self._sizes[key]), self.place(key)
         super().release(key)
-        self._released[small, place] = key
+        self._free_places[small, place] = key
 
     def allocate_at(self, key: int, small: bool, place: tuple[int, ...]) -> None:
         super().allocate_at(key, small, place)
-        before = self._released.pop((small, place))
-        self._first_keys[key], self._sizes[key] = self._first_keys.get(before, before), self._sizes[before]
+        previous = self._free_places.pop((small, place))
+        self._first_keys[key], self._sizes[key] = (
+            self._first_keys.get(previous, previous),
+            self._sizes[previous],
+        )
 
     def trim(self) -> None:
         self._note_released()
@@ -56,9 +60,9 @@ class Recorded(Caching):
         self.events.append(Event("trim", (), self.used_bytes))
 
     def _note_released(self) -> None:
-        keys = [self._first_keys.get(key, key) for key in self._released.values()]
+        keys = [self._first_keys.get(key, key) for key in self._free_places.values()]
         self.events += [Event("release", (key,), self.used_bytes) for key in keys]
-        self._released.clear()
+        self._free_places.clear()
 
 
 def replay_events(problem: Problem, plan: Plan) -> list[Event]:

@@ -1,8 +1,10 @@
-"""Which tests run: the small ones, or those marked ``sweep``. ``--part`` and ``--minutes`` take some of these, ``--record`` notes
-how they ended, with what they noted by pytest's ``record_property("figures", ...)``.
+"""Which tests run: the small ones, or those marked ``sweep``. ``--part`` and ``--minutes`` take
+some of these, ``--record`` notes how they ended, with what they noted by pytest's
+``record_property("figures", ...)``.
 
-``pytest.mark.sweep("NAME")`` marks a long test of part NAME; without a name the part is called after the file (``test_NAME.py``).
-``pytest.mark.sweep("NAME", of_all=6)``: where all parts run, six of its cases, every day others; the part alone runs all of them.
+``pytest.mark.sweep("NAME")`` marks a long test of part NAME; without a name the part is called
+after the file (``test_NAME.py``). ``pytest.mark.sweep("NAME", of_all=6)``: where all parts run, six
+of its cases, every day others; the part alone runs all of them.
 """
 
 from __future__ import annotations
@@ -24,21 +26,34 @@ import pytest
 
 SEED = 17  # of the order in which a slice is run
 LEFT = "no time left"
-LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "bitsandbytes", "highspy", "ortools")
+LIBRARIES = (
+    "torch",
+    "diffusers",
+    "transformers",
+    "accelerate",
+    "bitsandbytes",
+    "highspy",
+    "ortools",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", help="Of the tests marked sweep, those of this part alone.")
-    parser.addoption("--minutes", type=float, help="Start tests for so many minutes, in one random order.")
+    parser.addoption(
+        "--minutes", type=float, help="Start tests for so many minutes, in one random order."
+    )
     parser.addoption("--record", type=Path, help="Write the outcome of each part to this file.")
     parser.addoption("--started", type=float, default=time.time(), help=argparse.SUPPRESS)
 
 
-def sampled(cases: Iterable[Any], sample: Iterable[Any], part: str, **of: int) -> list[Any]:
-    """``cases`` as parameters of a test: those in ``sample`` always run, the others in the part of the sweep called ``part``, some
-    of them (``of_all``) where all parts run."""
-    always = set(sample)
-    return [pytest.param(case, marks=[] if case in always else [pytest.mark.sweep(part, **of)]) for case in cases]
+def sampled(cases: Iterable[Any], sample: Iterable[Any], part: str, **counts: int) -> list[Any]:
+    """``cases`` as parameters of a test: those in ``sample`` always run, the others in the part of
+    the sweep called ``part``, some of them (``of_all``) where all parts run."""
+    required = set(sample)
+    return [
+        pytest.param(case, marks=[] if case in required else [pytest.mark.sweep(part, **counts)])
+        for case in cases
+    ]
 
 
 def part_of(item: pytest.Item) -> str | None:
@@ -50,20 +65,25 @@ def part_of(item: pytest.Item) -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    asked = config.getoption("--part")
-    sweeping = asked is not None or "sweep" in config.getoption("-m")
+    part_option = config.getoption("--part")
+    sweeping = part_option is not None or "sweep" in config.getoption("-m")
     parts = {item: part_of(item) for item in items}
-    if asked is not None and asked not in parts.values():
+    if part_option is not None and part_option not in parts.values():
         raise pytest.UsageError(
-            f"there is no part {asked}; there are: {', '.join(sorted({part for part in parts.values() if part}))}"
+            f"there is no part {part_option}; there are: "
+            f"{', '.join(sorted({part for part in parts.values() if part}))}"
         )
-    kept = [item for item, part in parts.items() if (part is not None) == sweeping and asked in (None, part)]
+    selection = [
+        item
+        for item, part in parts.items()
+        if (part is not None) == sweeping and part_option in (None, part)
+    ]
     if config.getoption("--minutes"):
-        random.Random(SEED).shuffle(kept)
-    elif asked is None:
-        kept = of_the_day(kept, config.getoption("--started"))
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-    items[:] = kept
+        random.Random(SEED).shuffle(selection)
+    elif part_option is None:
+        selection = of_the_day(selection, config.getoption("--started"))
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(selection)])
+    items[:] = selection
     for item in items:
         item.user_properties.append(("part", parts[item]))
 
@@ -75,13 +95,13 @@ def of_the_day(items: list[pytest.Item], started: float) -> list[pytest.Item]:
         if (mark := item.get_closest_marker("sweep")) and "of_all" in mark.kwargs:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     day = int(started // 86_400)
-    left = set[pytest.Item]()
-    for of in cases.values():
-        count = of[0].get_closest_marker("sweep").kwargs["of_all"]  # type: ignore[union-attr]
-        random.Random(SEED).shuffle(of)
-        first = day * count % len(of)
-        left |= set(of) - set((of + of)[first : first + count])
-    return [item for item in items if item not in left]
+    excluded = set[pytest.Item]()
+    for group in cases.values():
+        count = group[0].get_closest_marker("sweep").kwargs["of_all"]  # type: ignore[union-attr]
+        random.Random(SEED).shuffle(group)
+        first = day * count % len(group)
+        excluded |= set(group) - set((group + group)[first : first + count])
+    return [item for item in items if item not in excluded]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -92,8 +112,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    found: dict[str, Counter[str]] = {}
-    left: Counter[str] = Counter()
+    counts_by_part: dict[str, Counter[str]] = {}
+    left_out_counts: Counter[str] = Counter()
     figures: dict[str, Any] = {}
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.stats.get(outcome, ()):
@@ -104,27 +124,37 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             late = outcome == "skipped" and LEFT in str(report.longrepr)
             if "figures" in properties:
                 figures[report.nodeid] = properties["figures"]
-            found.setdefault(part, Counter())["left" if late else "failed" if outcome == "error" else outcome] += 1
-            found[part]["seconds"] += round(report.duration)
+            counts_by_part.setdefault(part, Counter())[
+                "left" if late else "failed" if outcome == "error" else outcome
+            ] += 1
+            counts_by_part[part]["seconds"] += round(report.duration)
             if late:
-                left[report.nodeid.partition("[")[0]] += 1
-    if not found:
+                left_out_counts[report.nodeid.partition("[")[0]] += 1
+    if not counts_by_part:
         return
     terminalreporter.section("sweep")
-    for part, counts in sorted(found.items()):
+    for part, counts in sorted(counts_by_part.items()):
         run = counts["passed"] + counts["failed"]
-        terminalreporter.line(f"{part}: {run} run, {counts['failed']} failed, {counts['left']} left, {counts['seconds']} s")
-    for name, count in sorted(left.items()):
+        terminalreporter.line(
+            f"{part}: {run} run, {counts['failed']} failed, {counts['left']} left, "
+            f"{counts['seconds']} s"
+        )
+    for name, count in sorted(left_out_counts.items()):
         terminalreporter.line(f"  left: {count} of {name}")
     if record := config.getoption("--record"):
-        told = {"about": about(), "parts": found, **({"figures": figures} if figures else {})}
-        record.write_text(json.dumps(told, indent=1, sort_keys=True) + "\n")
+        outcomes = {
+            "about": about(),
+            "parts": counts_by_part,
+            **({"figures": figures} if figures else {}),
+        }
+        record.write_text(json.dumps(outcomes, indent=1, sort_keys=True) + "\n")
 
 
 def about() -> dict[str, Any]:
     """Date, machine, versions."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, "
+        f"Python {platform.python_version()}",
         "versions": {name: version(name) for name in LIBRARIES},
     }

@@ -13,18 +13,18 @@ DAY = 86_400
 class Case:
     """What is asked of a test of pytest's."""
 
-    def __init__(self, nodeid: str, **of: int) -> None:
-        self.nodeid, self._mark = nodeid, pytest.mark.sweep("grid", **of).mark
+    def __init__(self, nodeid: str, **counts: int) -> None:
+        self.nodeid, self._mark = nodeid, pytest.mark.sweep("grid", **counts).mark
 
     def get_closest_marker(self, name: str) -> Any:
         return self._mark
 
 
 def test_some_cases_of_a_grid_run_every_day_and_all_of_them_in_as_few_days_as_that_takes() -> None:
-    others = [Case("b.py::test_b[0]"), Case("b.py::test_b[1]")]
+    other_cases = [Case("b.py::test_b[0]"), Case("b.py::test_b[1]")]
     grid = [Case(f"a.py::test_a[{number}]", of_all=4) for number in range(10)]
-    days: Any = [of_the_day([*grid, *others], day * DAY) for day in (20_000, 20_001, 20_002)]
+    days: Any = [of_the_day([*grid, *other_cases], day * DAY) for day in (20_000, 20_001, 20_002)]
     assert [len(day) for day in days] == [6, 6, 6]
-    assert all(set(map(id, others)) < set(map(id, day)) for day in days)
-    assert set(map(id, grid)) < {id(one) for day in days for one in day}
+    assert all(set(map(id, other_cases)) < set(map(id, day)) for day in days)
+    assert set(map(id, grid)) < {id(case) for day in days for case in day}
     assert of_the_day(grid, 20_000 * DAY + 1) == of_the_day(grid, 20_000 * DAY)

@@ -1,1 +1,2 @@
-"""The cache of stage outputs on disk: keys, file format, index, lookup. Knows neither plans nor devices."""
+"""The cache of stage outputs on disk: keys, file format, index and lookup. It handles neither plans
+nor devices."""

@@ -1,8 +1,10 @@
-"""Serializes stage outputs as one safetensors file: the tensors, and the structure that holds them as JSON in the header.
+"""Serialize stage outputs as one safetensors file: the tensors, and their structure as JSON in the
+header.
 
 Nothing is pickled, so reading an untrusted file runs no code. Pure: works on bytes, not on files.
 
-    {"embeds": {"prompt_embeds": T0, "pooled": T1}}   ->   header {"value": ["map", [["embeds", ["map", ...]]]]} | 0: T0 | 1: T1
+    {"embeds": {"prompt_embeds": T0, "pooled": T1}}
+    -> header {"value": ["map", [["embeds", ["map", ...]]]]} | 0: T0 | 1: T1
 """
 
 from __future__ import annotations
@@ -19,24 +21,32 @@ VERSION = 2
 
 
 def pack(value: Any) -> bytes:
-    """``value`` as the bytes of a safetensors file.
+    """Return ``value`` as the bytes of a safetensors file.
 
-    ``value`` may nest mappings with string keys, lists, tuples, tensors, numpy arrays, PIL images, dtypes, numbers, strings, None.
-    A tensor that occurs twice is written once. The order of its dimensions in memory is kept, since kernels are chosen by it and
-    round differently. Raises InputError naming any other type.
+    ``value`` may nest mappings with string keys, lists, tuples, tensors, numpy arrays, PIL images,
+    dtypes, numbers, strings and None. A tensor that occurs twice is written once. The order of a
+    tensor's dimensions in memory is kept, because kernels depend on it and round differently.
+    Raises InputError that names any other type.
     """
     from safetensors.torch import save
 
     tensors: dict[int, tuple[int, torch.Tensor]] = {}
-    shape = _described(value, tensors)
-    orders = {str(number): sorted(range(tensor.ndim), key=tensor.stride, reverse=True) for number, tensor in tensors.values()}
-    named = {str(n): tensor.detach().cpu().permute(orders[str(n)]).contiguous().clone() for n, tensor in tensors.values()}
+    shape = _describe(value, tensors)
+    orders = {
+        str(number): sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+        for number, tensor in tensors.values()
+    }
+    tensors_by_name = {
+        str(n): tensor.detach().cpu().permute(orders[str(n)]).contiguous().clone()
+        for n, tensor in tensors.values()
+    }
     metadata = {"graphrun": str(VERSION), "value": json.dumps(shape), "orders": json.dumps(orders)}
-    return bytes(save(named, metadata=metadata))
+    return bytes(save(tensors_by_name, metadata=metadata))
 
 
 def unpack(data: bytes) -> Any:
-    """The value that `pack` wrote, with its tensors on the CPU. Raises InputError where ``data`` is anything else."""
+    """Return the value that `pack` wrote, with its tensors on the CPU. Raises InputError for any
+    other ``data``."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -46,14 +56,26 @@ def unpack(data: bytes) -> Any:
         if header["graphrun"] != str(VERSION):
             raise ValueError(f"version {header['graphrun']}")
         orders = json.loads(header["orders"])
-        tensors = {name: of.permute([orders[name].index(dim) for dim in range(of.ndim)]) for name, of in load(data).items()}
-        return _made(json.loads(header["value"]), tensors)
-    except (SafetensorError, LookupError, ValueError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
+        tensors = {
+            name: tensor.permute([orders[name].index(dim) for dim in range(tensor.ndim)])
+            for name, tensor in load(data).items()
+        }
+        return _rebuild(json.loads(header["value"]), tensors)
+    except (
+        SafetensorError,
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        RuntimeError,
+    ) as error:
         raise InputError(f"is not a saved value: {type(error).__name__} {error}") from error
 
 
-def _described(value: Any, tensors: dict[int, tuple[int, torch.Tensor]]) -> list[Any]:
-    """``value`` as JSON: each tensor is added to ``tensors`` (by its `id`, with its number), and replaced by its number."""
+def _describe(value: Any, tensors: dict[int, tuple[int, torch.Tensor]]) -> list[Any]:
+    """Return ``value`` as JSON. Each tensor is added to ``tensors`` (by its `id`, with its number),
+    and replaced by its number."""
 
     def index(tensor: torch.Tensor) -> int:
         return tensors.setdefault(id(tensor), (len(tensors), tensor))[0]
@@ -63,9 +85,9 @@ def _described(value: Any, tensors: dict[int, tuple[int, torch.Tensor]]) -> list
         case torch.Tensor():
             return ["tensor", index(value)]
         case Mapping() if all(isinstance(key, str) for key in value):
-            return ["map", [[key, _described(item, tensors)] for key, item in value.items()]]
+            return ["map", [[key, _describe(item, tensors)] for key, item in value.items()]]
         case list() | tuple() if type(value) in (list, tuple):
-            return [type(value).__name__, [_described(item, tensors) for item in value]]
+            return [type(value).__name__, [_describe(item, tensors) for item in value]]
         case None | bool() | int() | float() | str():
             return ["plain", value]
         case torch.dtype():
@@ -77,23 +99,26 @@ def _described(value: Any, tensors: dict[int, tuple[int, torch.Tensor]]) -> list
             return ["picture", [value.mode, list(value.size), index(pixels)]]
         case _ if hasattr(value, "item") and kind.startswith("numpy."):
             return ["plain", value.item()]
-    raise InputError(f"a {type(value).__name__} cannot be saved; tensors, images, numbers, strings and containers of them can")
+    raise InputError(
+        f"a {type(value).__name__} cannot be saved; "
+        "tensors, images, numbers, strings and containers of them can"
+    )
 
 
-def _made(shape: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _rebuild(shape: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     match shape:
         case ["tensor", number]:
             return tensors[str(number)]
         case ["map", items]:
-            return {key: _made(item, tensors) for key, item in items}
+            return {key: _rebuild(item, tensors) for key, item in items}
         case ["list", items]:
-            return [_made(item, tensors) for item in items]
+            return [_rebuild(item, tensors) for item in items]
         case ["tuple", items]:
-            return tuple(_made(item, tensors) for item in items)
+            return tuple(_rebuild(item, tensors) for item in items)
         case ["plain", value]:
             return value
-        case ["dtype", name] if isinstance(found := getattr(torch, name), torch.dtype):
-            return found
+        case ["dtype", name] if isinstance(dtype := getattr(torch, name), torch.dtype):
+            return dtype
         case ["array", number]:
             return tensors[str(number)].numpy()
         case ["picture", [mode, size, number]]:

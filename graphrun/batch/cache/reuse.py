@@ -1,6 +1,7 @@
-"""Looks up cached stage outputs for a run, and caches the outputs of the stages that run.
+"""Look up cached stage outputs for a run, and cache the outputs of the stages that run.
 
-A cache folder that cannot be read or written is reported once and never fails a run. Knows neither plans nor devices.
+A cache folder that cannot be read or written is reported once and never fails a run. This module
+handles neither plans nor devices.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from graphrun.batch.cache.index import Index
-from graphrun.batch.cache.keys import Choices, Keys, cacheable
+from graphrun.batch.cache.keys import Choices, StageKeys, cacheable
 from graphrun.batch.cache.pack import pack, unpack
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph, Stage
@@ -21,8 +22,8 @@ What = Literal["encoded", "all", "none"]
 class Reuse:
     """The cached outputs of ``graph`` for resolved ``inputs`` on ``device``, in ``index``.
 
-    ``what``: ``encoded`` caches the outputs of `encode_prompt`, ``all`` latents too. ``allow``: as for a plan. ``note`` is called
-    once with the reason where the cache folder cannot be used.
+    ``scope``: ``encoded`` caches the outputs of `encode_prompt`, ``all`` also latents. ``allow``:
+    as for a plan. ``note`` is called once with the reason if the cache folder cannot be used.
     """
 
     def __init__(
@@ -32,42 +33,55 @@ class Reuse:
         inputs: Mapping[str, Any],
         device: str,
         *,
-        what: What = "encoded",
+        scope: What = "encoded",
         allow: Collection[str] = (),
         note: Callable[[str], None] | None = None,
     ) -> None:
-        self.index, self.graph, self.what, self.allow = index, graph, what, allow
-        self.keys = Keys(graph, inputs, device, index.file_digest)
+        self.index, self.graph, self.scope, self.allow = index, graph, scope, allow
+        self.keys = StageKeys(graph, inputs, device, index.file_digest)
         self._note = note
 
     def takes(self, stage: Stage) -> bool:
         """Whether outputs of ``stage`` are looked up and cached."""
-        return cacheable(stage) and (self.what == "all" or (self.what == "encoded" and stage.op == "encode_prompt"))
+        return cacheable(stage) and (
+            self.scope == "all" or (self.scope == "encoded" and stage.op == "encode_prompt")
+        )
 
     def find(self) -> dict[str, Any]:
-        """The cached outputs of stages that need not run, by name as in ``encode.embeds``.
+        """Return the cached outputs of stages that need not run, by name as in ``encode.embeds``.
 
-        Stages that only a cached stage needs are left out. Stages whose outputs are the graph's outputs always run.
+        Stages that only a cached stage needs are left out. Stages whose outputs are the graph's
+        outputs always run.
         """
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         last = {reference.name for reference in self.graph.outputs.values()}
-        needed = set(last)
+        required = set(last)
         for stage in reversed(self.graph.stages):  # consumers before producers
-            if stage.name in needed:
-                outputs = self._look(stage) if stage.name not in last and self.takes(stage) else None
+            if stage.name in required:
+                outputs = (
+                    self._look(stage) if stage.name not in last and self.takes(stage) else None
+                )
                 if outputs is None:
-                    needed |= set(self.graph.producers(stage.name))
+                    required |= set(self.graph.producers(stage.name))
                 else:
-                    found |= {f"{stage.name}.{name}": value for name, value in outputs.items()}
-        return found
+                    values |= {f"{stage.name}.{name}": value for name, value in outputs.items()}
+        return values
 
     def keep(self, stage: str, outputs: Mapping[str, Any], choices: Choices | None = None) -> None:
-        """Caches the ``outputs`` of ``stage``, which was run with ``choices``, if `takes` says so."""
-        if not any(each.name == stage and self.takes(each) for each in self.graph.stages):
+        """Cache the ``outputs`` of ``stage``, which ran with ``choices``, if `takes` allows it."""
+        if not any(
+            candidate.name == stage and self.takes(candidate) for candidate in self.graph.stages
+        ):
             return
         if (key := self.keys.key(stage, choices)) is not None:
             try:
-                self.index.put(key, pack(dict(outputs)), graph=self.graph.name, stage=stage, about=self.keys.about(stage))
+                self.index.put(
+                    key,
+                    pack(dict(outputs)),
+                    graph=self.graph.name,
+                    stage=stage,
+                    inputs_text=self.keys.about(stage),
+                )
             except InputError as error:
                 self._report(error)
 
@@ -80,8 +94,13 @@ class Reuse:
                     return dict(unpack(data))
         except InputError as error:
             self._report(error)
-        except (TypeError, ValueError):  # what is cached is no mapping
-            self._report(InputError(f"{self.index.folder}: the entry of {stage.name} is damaged; remove it: graphrun cache rm"))
+        except (TypeError, ValueError):  # the cached value is no mapping
+            self._report(
+                InputError(
+                    f"{self.index.folder}: the entry of {stage.name} is damaged; "
+                    "remove it: graphrun cache rm"
+                )
+            )
         return None
 
     def _report(self, error: InputError) -> None:
@@ -95,12 +114,21 @@ def reuse_for(
     values: Mapping[str, Any],
     device_name: str,
     cache: Path,
-    what: What,
+    scope: What,
     allow: Iterable[str],
     note: Callable[[str], None] | None = None,
 ) -> Reuse:
-    """The outputs cached in the folder ``cache`` for runs of ``graph`` with the input ``values``.
+    """Return the cached outputs in the folder ``cache`` for runs of ``graph`` with the input
+    ``values``.
 
-    ``device_name``: `Hardware.label`, of several devices those of all.
+    ``device_name``: `Hardware.label`; of several devices all labels.
     """
-    return Reuse(Index(cache / "outputs"), graph, values, device_name, what=what, allow=tuple(allow), note=note)
+    return Reuse(
+        Index(cache / "outputs"),
+        graph,
+        values,
+        device_name,
+        scope=scope,
+        allow=tuple(allow),
+        note=note,
+    )

@@ -1,1 +1,2 @@
-"""Import of pipelines as graph files: from a folder, a hub repository, one file, a class or a live object."""
+"""Import of pipelines as graph files: from a folder, a hub repository, one file, a class or a live
+object."""

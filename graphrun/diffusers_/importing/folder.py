@@ -1,6 +1,7 @@
 """Pipelines from folders in diffusers' layout and from hub repositories.
 
-From the hub only small files are fetched, never weights. Of weights in a local folder the headers are read, for their dtypes.
+Only small files are fetched from the hub, never weights. Only headers of weights in a local folder
+are read, for their dtypes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ from typing import Any
 
 import diffusers
 
-from graphrun.diffusers_.importing.found import Found, class_in, dtype_of, existing_kind, is_module, plain_settings, slug
+from graphrun.diffusers_.importing.found import (
+    PipelineDescription,
+    class_in,
+    dtype_of,
+    existing_kind,
+    is_module,
+    plain_settings,
+    slug,
+)
 from graphrun.diffusers_.importing.modular_spec import add_default, own_code, pipeline_of
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.document import read_json
@@ -24,123 +33,226 @@ from graphrun.ops.modular import BLOCKS, is_modular_class
 
 INDEX = "model_index.json"
 MODULAR_INDEX, OWN_BLOCKS = "modular_model_index.json", "modular_config.json"
-# Files to fetch: configurations, tokenizers, processors, schedulers. `LARGE`: weights and exports for other frameworks, never
-# fetched.
+# Files to fetch: configurations, tokenizers, processors, schedulers. `LARGE` files are never
+# fetched: weights, and exports for other frameworks.
 SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
-LARGE = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*onnx*", "*.msgpack", "*.h5", "*openvino*", "*.pb")
+LARGE = (
+    "*.safetensors",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.gguf",
+    "*onnx*",
+    "*.msgpack",
+    "*.h5",
+    "*openvino*",
+    "*.pb",
+)
 CONFIGS = ("config.json", "scheduler_config.json")
 
 
-def of_folder(folder: Path, without: Collection[str] = (), origin: str = "", trust: tuple[str, ...] = ()) -> Found:
-    """The pipeline saved in ``folder``. Raises InputError where there is none, or where it needs code of its own."""
+def of_folder(
+    folder: Path,
+    excluded_names: Collection[str] = (),
+    origin: str = "",
+    trust: tuple[str, ...] = (),
+) -> PipelineDescription:
+    """Return the description of the pipeline saved in ``folder``.
+
+    ``excluded_names``: members to leave out. Raises InputError if there is no pipeline, or if the
+    pipeline needs code from the folder.
+    """
     if folder.is_file():
         raise InputError(existing_kind(folder))
-    return _read(folder, folder.resolve().as_posix(), None, without, origin or str(folder), trust)
+    return _read(
+        folder, folder.resolve().as_posix(), None, excluded_names, origin or str(folder), trust
+    )
 
 
-def of_hub(repository: str, revision: str | None = None, without: Collection[str] = (), trust: tuple[str, ...] = ()) -> Found:
-    """The pipeline in the hub's ``repository``. Its small files are fetched, or taken from the hub's cache.
+def of_hub(
+    repository: str,
+    revision: str | None = None,
+    excluded_names: Collection[str] = (),
+    trust: tuple[str, ...] = (),
+) -> PipelineDescription:
+    """Return the description of the pipeline in the hub's ``repository``.
 
-    A ``revision`` (branch, tag or commit) is pinned: what is found names the commit that it is now, since the configurations are of
-    that commit. Raises InputError where there is no such repository, or where it cannot be reached and is not in the cache.
+    Small files are fetched or taken from the hub's cache. A ``revision`` (branch, tag or commit) is
+    pinned: the description names its present commit, which the configurations belong to. Raises
+    InputError if the repository does not exist, or cannot be reached and is not in the cache.
     """
-    folder = _fetched(repository, revision, SMALL)
-    commit = folder.name if revision is not None else None  # of the hub's cache: models--owner--name/snapshots/COMMIT
-    found = _read(folder, repository, commit, without, repository, trust)
+    folder = _fetch(repository, revision, SMALL)
+    # a folder of the hub's cache: models--owner--name/snapshots/COMMIT
+    commit = folder.name if revision is not None else None
+    description = _read(folder, repository, commit, excluded_names, repository, trust)
     if commit != revision:
-        found.notes = (f"The revision is the commit that {revision} was.",)
-    return found
+        description.notes = (f"The revision is the commit that {revision} was.",)
+    return description
 
 
-def _fetched(repository: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """The folder in the hub's cache with those files of ``repository`` that match ``patterns``, no weights. Raises InputError."""
-    what = f"the configurations of {repository}{f' at {revision}' if revision else ''}"
-    return hub.snapshot(repository, revision, patterns, LARGE, what=what)
+def _fetch(repository: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """Return the folder in the hub's cache with the small files that match ``patterns``.
+
+    Raises InputError.
+    """
+    text = f"the configurations of {repository}{f' at {revision}' if revision else ''}"
+    return hub.snapshot(repository, revision, patterns, LARGE, subject=text)
 
 
-def _read(folder: Path, source: str, revision: str | None, without: Collection[str], origin: str, trust: tuple[str, ...]) -> Found:
-    modular = (folder / MODULAR_INDEX).is_file() and not any((folder / name).is_file() for name in (INDEX, OWN_BLOCKS))
-    index = read_json(folder / MODULAR_INDEX) if modular else _index(folder, origin)
+def _read(
+    folder: Path,
+    source: str,
+    revision: str | None,
+    excluded_names: Collection[str],
+    origin: str,
+    trust: tuple[str, ...],
+) -> PipelineDescription:
+    is_modular = (folder / MODULAR_INDEX).is_file() and not any(
+        (folder / name).is_file() for name in (INDEX, OWN_BLOCKS)
+    )
+    index = read_json(folder / MODULAR_INDEX) if is_modular else _index(folder, origin)
     path = _pipeline(index.get("_class_name"), origin, trust)
-    found = Found(origin, path, slug(source), source, folder.resolve(), revision, trust)
-    (_add_blocks if modular else _add_members)(found, index, without)
-    return found
+    description = PipelineDescription(
+        origin, path, slug(source), source, folder.resolve(), revision, trust
+    )
+    (_add_blocks if is_modular else _add_members)(description, index, excluded_names)
+    return description
 
 
-def _add_members(found: Found, index: Mapping[str, Any], without: Collection[str]) -> None:
-    listed = {name: entry for name, entry in index.items() if not name.startswith("_")}
-    if wrong := [name for name in listed if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,63}", name)]:
-        raise InputError(f"{INDEX}: {wrong[0]!r} cannot be a part's name, which is that of its folder: rename it", found.origin)
-    pairs = {name: entry for name, entry in listed.items() if _is_pair(entry)}
-    _refuse_unknown(without, pairs, found.origin)
-    absent = [n for n, pair in pairs.items() if pair[0] is None or n in without or _made_by_constructor(found, n, pair)]
-    plain = {name: entry for name, entry in listed.items() if name not in pairs}
-    for name in (name for name in pairs if name not in absent):
-        if several := _several(found, name, pairs[name]):
-            plain[name] = [f"${name}_{number}" for number in range(len(several))]
-            for number, (own, entry) in enumerate(several.items()):
-                _add(found, f"{name}_{number}", _folder(found), own, entry, f"{found.source}/{own}")
+def _add_members(
+    description: PipelineDescription, index: Mapping[str, Any], excluded_names: Collection[str]
+) -> None:
+    entries = {name: entry for name, entry in index.items() if not name.startswith("_")}
+    if wrong := [name for name in entries if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,63}", name)]:
+        raise InputError(
+            f"{INDEX}: {wrong[0]!r} cannot be a part's name, which is that of its folder: rename "
+            "it",
+            description.origin,
+        )
+    class_entries = {name: entry for name, entry in entries.items() if _is_pair(entry)}
+    _refuse_unknown(excluded_names, class_entries, description.origin)
+    absent = [
+        n
+        for n, pair in class_entries.items()
+        if pair[0] is None or n in excluded_names or _has_default_scheduler(description, n, pair)
+    ]
+    settings = {name: entry for name, entry in entries.items() if name not in class_entries}
+    for name in (name for name in class_entries if name not in absent):
+        if list_entries := _list_entries(description, name, class_entries[name]):
+            settings[name] = [f"${name}_{number}" for number in range(len(list_entries))]
+            for number, (subfolder, entry) in enumerate(list_entries.items()):
+                _add(
+                    description,
+                    f"{name}_{number}",
+                    _folder(description),
+                    subfolder,
+                    entry,
+                    f"{description.source}/{subfolder}",
+                )
         else:
-            _add(found, name, _folder(found), name, pairs[name])
-    found.settings = plain_settings(found.kind, plain, absent)
+            _add(description, name, _folder(description), name, class_entries[name])
+    description.settings = plain_settings(description.kind, settings, absent)
 
 
-def _made_by_constructor(found: Found, name: str, entry: list[str]) -> bool:
-    """Whether the member ``name`` is a scheduler that was not saved: its constructor makes one of fixed settings where none is
-    given."""
-    parameter = inspect.signature(found.kind.__init__).parameters.get(name)
-    if (_folder(found) / name).exists() or parameter is None or parameter.default is not None:
+def _has_default_scheduler(description: PipelineDescription, name: str, entry: list[str]) -> bool:
+    """Return whether member ``name`` is a scheduler that was not saved.
+
+    The pipeline's constructor then creates a scheduler with fixed settings.
+    """
+    parameter = inspect.signature(description.kind.__init__).parameters.get(name)
+    if (_folder(description) / name).exists() or parameter is None or parameter.default is not None:
         return False
-    path = class_in(entry[0], entry[1], found.kind, f"{found.origin}/{name}", found.trust)
-    return hasattr(resolve_class(path, found.trust), "set_timesteps")
+    path = class_in(
+        entry[0], entry[1], description.kind, f"{description.origin}/{name}", description.trust
+    )
+    return hasattr(resolve_class(path, description.trust), "set_timesteps")
 
 
-def _folder(found: Found) -> Path:
-    assert found.folder is not None
-    return found.folder
+def _folder(description: PipelineDescription) -> Path:
+    assert description.folder is not None
+    return description.folder
 
 
-def _refuse_unknown(without: Collection[str], parts: Collection[str], origin: str) -> None:
-    if unknown := sorted(set(without) - set(parts)):
-        raise InputError(f"without {unknown[0]}: {origin} has no such part; it has {', '.join(parts)}")
+def _refuse_unknown(excluded_names: Collection[str], parts: Collection[str], origin: str) -> None:
+    if unknown := sorted(set(excluded_names) - set(parts)):
+        raise InputError(
+            f"without {unknown[0]}: {origin} has no such part; it has {', '.join(parts)}"
+        )
 
 
-def _add_blocks(found: Found, index: Mapping[str, Any], without: Collection[str]) -> None:
-    """Adds the members of a modular pipeline, which may each be in another folder or repository."""
-    kind, origin = found.kind, found.origin
+def _add_blocks(
+    description: PipelineDescription, index: Mapping[str, Any], excluded_names: Collection[str]
+) -> None:
+    """Add the members of a modular pipeline, each possibly from another folder or repository."""
+    kind, origin = description.kind, description.origin
     if not is_modular_class(kind):
-        raise InputError(f"{origin}/{MODULAR_INDEX} is of {found.pipeline}, which is not modular: it belongs into {INDEX}")
-    named = str(index.get("_blocks_class_name"))
-    classes = getattr(getattr(diffusers, named, None), "block_classes", None)
+        raise InputError(
+            f"{origin}/{MODULAR_INDEX} is of {description.pipeline}, which is not modular: it "
+            f"belongs into {INDEX}"
+        )
+    blocks_name = str(index.get("_blocks_class_name"))
+    classes = getattr(getattr(diffusers, blocks_name, None), "block_classes", None)
     if classes is None:
-        raise InputError(f"{origin}: {own_code(named)}")
-    own = f"diffusers.{named}" if classes and named != kind.default_blocks_name else None
-    pipeline = pipeline_of(kind, own)
-    _refuse_unknown(without, pipeline._component_specs, origin)
-    for name in (name for name in pipeline._component_specs if name not in without):
+        raise InputError(f"{origin}: {own_code(blocks_name)}")
+    blocks_path = (
+        f"diffusers.{blocks_name}" if classes and blocks_name != kind.default_blocks_name else None
+    )
+    pipeline = pipeline_of(kind, blocks_path)
+    _refuse_unknown(excluded_names, pipeline._component_specs, origin)
+    for name in (name for name in pipeline._component_specs if name not in excluded_names):
         entry = index.get(name)
         if not isinstance(entry, list) or len(entry) != 3:
-            add_default(found, pipeline, name)
-        elif isinstance(said := entry[2], dict) and said.get("pretrained_model_name_or_path"):
-            at = str(said.get("subfolder") or "")
-            here = bool(at) and (_folder(found) / at).is_dir()
-            location, source = (_folder(found), found.source) if here else _elsewhere(said, at, f"{origin}/{name}")
-            named_class = [str(text) for text in (entry[:2] if entry[0] else said.get("type_hint", entry))[:2]]
-            _add(found, name, location, at, named_class, None if here and at == name else f"{source}/{at}".rstrip("/"))
-    found.settings = {
-        name: index[name] for name, spec in pipeline._config_specs.items() if name in index and index[name] != spec.default
-    } | ({BLOCKS: own} if own else {})
+            add_default(description, pipeline, name)
+        elif isinstance(specification := entry[2], dict) and specification.get(
+            "pretrained_model_name_or_path"
+        ):
+            subfolder = str(specification.get("subfolder") or "")
+            is_local = bool(subfolder) and (_folder(description) / subfolder).is_dir()
+            location, source = (
+                (_folder(description), description.source)
+                if is_local
+                else _locate(specification, subfolder, f"{origin}/{name}")
+            )
+            class_entry = [
+                str(text)
+                for text in (entry[:2] if entry[0] else specification.get("type_hint", entry))[:2]
+            ]
+            _add(
+                description,
+                name,
+                location,
+                subfolder,
+                class_entry,
+                None if is_local and subfolder == name else f"{source}/{subfolder}".rstrip("/"),
+            )
+    description.settings = {
+        name: index[name]
+        for name, spec in pipeline._config_specs.items()
+        if name in index and index[name] != spec.default
+    } | ({BLOCKS: blocks_path} if blocks_path else {})
 
 
-def _elsewhere(said: Mapping[str, Any], subfolder: str, origin: str) -> tuple[Path, str]:
-    """(folder with the small files, source) of a component that is not in its pipeline's folder. Raises InputError."""
-    location, revision = str(said["pretrained_model_name_or_path"]), said.get("revision")
+def _locate(specification: Mapping[str, Any], subfolder: str, origin: str) -> tuple[Path, str]:
+    """Return (folder with the small files, source) of a component outside its pipeline's folder.
+
+    Raises InputError.
+    """
+    location, revision = (
+        str(specification["pretrained_model_name_or_path"]),
+        specification.get("revision"),
+    )
     if (folder := Path(location).expanduser()).is_dir():
         return folder, str(folder.resolve())
     if location.startswith((".", "/", "~")) or location.count("/") != 1:
-        raise InputError(f"{origin}: there is no folder {location}: move the component to {subfolder}/ beside {MODULAR_INDEX}")
+        raise InputError(
+            f"{origin}: there is no folder {location}: move the component to {subfolder}/ beside "
+            f"{MODULAR_INDEX}"
+        )
     files = tuple(f"{subfolder}/{kind}" for kind in SMALL) if subfolder else SMALL
-    return _fetched(location, revision, files), f"{location}@{revision.replace('/', '%2F')}" if revision else location
+    return _fetch(
+        location, revision, files
+    ), f"{location}@{revision.replace('/', '%2F')}" if revision else location
 
 
 def _index(folder: Path, origin: str) -> Mapping[str, Any]:
@@ -149,16 +261,21 @@ def _index(folder: Path, origin: str) -> Mapping[str, Any]:
     if not (folder / INDEX).is_file():
         if (folder / OWN_BLOCKS).is_file():
             raise InputError(f"{origin}: {own_code(OWN_BLOCKS)}")
-        what = "a component's folder: give the one above it" if (folder / "config.json").is_file() else "no pipeline of diffusers"
-        raise InputError(f"{origin} has no {INDEX}: it is {what}")
+        kind_text = (
+            "a component's folder: give the one above it"
+            if (folder / "config.json").is_file()
+            else "no pipeline of diffusers"
+        )
+        raise InputError(f"{origin} has no {INDEX}: it is {kind_text}")
     return read_json(folder / INDEX)
 
 
 def _pipeline(name: Any, origin: str, trust: tuple[str, ...]) -> str:
-    """The class path of the pipeline called ``name``, of diffusers or a trusted package."""
+    """Return the class path of the pipeline ``name``, from diffusers or a trusted package."""
     if not isinstance(name, str):
         raise InputError(
-            f"{origin} names {name} as its pipeline, code that comes with it: such code is never run. Install it as a package, and "
+            f"{origin} names {name} as its pipeline, code that comes with it: such code is never "
+            "run. Install it as a package, and "
             "write the graph with pipeline: and allow: by hand (docs/howto/import.md)"
         )
     for path in (f"{package}.{name}" for package in (*trust, "diffusers")):
@@ -167,42 +284,79 @@ def _pipeline(name: Any, origin: str, trust: tuple[str, ...]) -> str:
             return path
         except GraphError as error:
             last = error
-    text = "; a pipeline that is not part of diffusers is never run from a checkpoint: install its package, and write the graph"
-    raise GraphError(f"{last}{text} with pipeline: and allow: by hand (docs/howto/import.md)") from last
+    text = (
+        "; a pipeline that is not part of diffusers is never run from a checkpoint: install its "
+        "package, and write the graph"
+    )
+    raise GraphError(
+        f"{last}{text} with pipeline: and allow: by hand (docs/howto/import.md)"
+    ) from last
 
 
 def _is_pair(entry: Any) -> bool:
-    """Whether an entry of the index names a library and a class, or nothing."""
-    return isinstance(entry, list) and len(entry) == 2 and all(item is None or isinstance(item, str) for item in entry)
+    """Return whether an entry of the index names a library and a class, or nothing."""
+    return (
+        isinstance(entry, list)
+        and len(entry) == 2
+        and all(item is None or isinstance(item, str) for item in entry)
+    )
 
 
-def _several(found: Found, name: str, entry: list[str]) -> dict[str, list[str]]:
-    """The entries of the folders NAME, NAME_1, ... of a member that is a list, such as several ControlNets; else empty."""
-    path = class_in(entry[0], entry[1], found.kind, f"{found.origin}/{name}", found.trust)
-    whole: Any = resolve_class(path, found.trust)
-    configured = hasattr(whole, "load_config") or getattr(whole, "config_class", None) is not None
+def _list_entries(
+    description: PipelineDescription, name: str, entry: list[str]
+) -> dict[str, list[str]]:
+    """Return index entries for the folders NAME, NAME_1, ... of a member that is a list.
+
+    Several ControlNets are such a list. Empty for other members.
+    """
+    path = class_in(
+        entry[0], entry[1], description.kind, f"{description.origin}/{name}", description.trust
+    )
+    kind: Any = resolve_class(path, description.trust)
+    has_config = hasattr(kind, "load_config") or getattr(kind, "config_class", None) is not None
     entries = dict[str, list[str]]()
-    if not configured and is_module(path, found.trust, found.origin):
-        while (file := _folder(found) / (own := f"{name}_{len(entries)}" if entries else name) / CONFIGS[0]).is_file():
-            entries[own] = ["diffusers", str(read_json(file).get("_class_name"))]
+    if not has_config and is_module(path, description.trust, description.origin):
+        while (
+            file := _folder(description)
+            / (subfolder := f"{name}_{len(entries)}" if entries else name)
+            / CONFIGS[0]
+        ).is_file():
+            entries[subfolder] = ["diffusers", str(read_json(file).get("_class_name"))]
     return entries
 
 
-def _add(found: Found, name: str, folder: Path, at: str, entry: list[str], source: str | None = None) -> None:
-    """Adds the member saved in ``folder`` at ``at``, of the class that ``entry`` of the index names."""
-    own, where = folder / at, f"{found.origin}/{at}"
-    if any(own.glob("*.py")):
+def _add(
+    description: PipelineDescription,
+    name: str,
+    folder: Path,
+    subfolder: str,
+    entry: list[str],
+    source: str | None = None,
+) -> None:
+    """Add the member saved in ``folder`` / ``subfolder``, of the class in the index ``entry``."""
+    member_folder, location = folder / subfolder, f"{description.origin}/{subfolder}"
+    if any(member_folder.glob("*.py")):
         raise InputError(
-            f"{where} brings code of its own ({next(own.glob('*.py')).name}): code that comes with a checkpoint is never run. "
-            "Install it as a package, and write the graph with class: and allow: by hand (docs/howto/import.md)"
+            f"{location} brings code of its own ({next(member_folder.glob('*.py')).name}): code "
+            "that comes with a checkpoint is never run. "
+            "Install it as a package, and write the graph with class: and allow: by hand "
+            "(docs/howto/import.md)"
         )
-    path = class_in(entry[0], entry[1], found.kind, where, found.trust)
-    file = next((own / file for file in CONFIGS if (own / file).is_file()), None)
+    path = class_in(entry[0], entry[1], description.kind, location, description.trust)
+    file = next(
+        (member_folder / file for file in CONFIGS if (member_folder / file).is_file()), None
+    )
     config = read_json(file, infinite=True) if file is not None else None
-    if not is_module(path, found.trust, where):
-        found.add(name, path, config, source=source)
+    if not is_module(path, description.trust, location):
+        description.add(name, path, config, source=source)
         return
     if config is None:
-        raise InputError(f"{where} has no config.json: without it {entry[1]} has no sizes")
-    stored = stored_tensors(own, where) if has_weights(own) else ()
-    found.add(name, path, config, dtype_of(config, [(tensor.dtype, tensor.nbytes) for tensor in stored]), source=source)
+        raise InputError(f"{location} has no config.json: without it {entry[1]} has no sizes")
+    tensors = stored_tensors(member_folder, location) if has_weights(member_folder) else ()
+    description.add(
+        name,
+        path,
+        config,
+        dtype_of(config, [(tensor.dtype, tensor.nbytes) for tensor in tensors]),
+        source=source,
+    )

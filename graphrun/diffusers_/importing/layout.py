@@ -1,6 +1,6 @@
-"""Inputs, stage options and outputs of an imported graph, shared by all ways to split a pipeline into stages.
+"""Inputs, stage options and outputs of an imported graph, for all ways to split a pipeline.
 
-Decides which inputs a call gets. Knows no YAML.
+This module decides which inputs a call gets. It does not write YAML.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from graphrun.diffusers_.importing.fingerprint import EntryRecord
-from graphrun.diffusers_.importing.signature import InputSpec, further_inputs, media_kind
+from graphrun.diffusers_.importing.fingerprint import ComponentCall
+from graphrun.diffusers_.importing.signature import InputParameter, further_inputs, media_kind
 from graphrun.diffusers_.importing.trial import TrialPipeline
 from graphrun.errors import GraphrunError
 from graphrun.graph.graph import Reference, Stage
@@ -19,160 +19,282 @@ from graphrun.ops.call import FIELDS
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """The part of a graph file that is not classes and configurations.
+class GraphLayout:
+    """The parts of a graph file other than classes and configurations.
 
-    ``inputs``: name -> entry. ``entered``: the component entries of each stage, in order. ``unused``: components that no stage
-    enters. ``why``: the reason why the pipeline is one stage; empty where there are several.
+    ``inputs``: by name, the entry in the graph file. ``component_calls``: by stage, its calls into
+    components, in order. ``unused``: components that no stage calls. ``reason``: why the pipeline
+    is one stage; empty for several stages.
     """
 
     inputs: Mapping[str, Mapping[str, Any]]
     stages: tuple[Stage, ...]
     outputs: Mapping[str, str]
-    entered: Mapping[str, tuple[EntryRecord, ...]]
+    component_calls: Mapping[str, tuple[ComponentCall, ...]]
     unused: tuple[str, ...]
-    why: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class CallInputs:
     """Inputs and arguments of a pipeline call.
 
-    ``inputs``: name -> entry in the graph file. ``passed``: parameter -> reference to an input or literal, with ``seed`` in place
-    of ``generator``. ``arguments``: values with which the call runs. ``parameters``: input name -> parameter that it is passed as.
+    ``inputs``: by name, the entry in the graph file. ``references``: by parameter, the reference to
+    an input or the literal; ``seed`` replaces ``generator``. ``arguments``: values with which the
+    call runs. ``parameters``: by input name, the parameter of the call.
     """
 
     inputs: Mapping[str, Mapping[str, Any]]
-    passed: dict[str, Any]
+    references: dict[str, Any]
     arguments: dict[str, Any]
     parameters: Mapping[str, str]
 
 
 def call_inputs(
-    trial: TrialPipeline, plain: Mapping[str, InputSpec], arguments: Mapping[str, Any], sizes: Mapping[str, Any]
+    trial: TrialPipeline,
+    plain: Mapping[str, InputParameter],
+    arguments: Mapping[str, Any],
+    sizes: Mapping[str, Any],
 ) -> CallInputs:
-    """The inputs of a call with ``arguments``: the ``plain`` ones, and media with the ``sizes`` given."""
-    more = {*arguments, *further_inputs(trial.parameters, {})}
-    always = ("seed", "steps", "negative_prompt")
-    kept = {name: input_spec for name, input_spec in plain.items() if input_spec.parameter in more or name in always}
-    inputs: dict[str, Mapping[str, Any]] = {name: kept[name].entry for name in plain if name in kept}
-    inputs |= {name: _media_entry(name, inputs, sizes) for name in trial.media}
-    inputs |= {name: _media_entry(name, inputs, sizes) | {"optional": True} for name in trial.offered}
+    """Return the inputs of a call: the ``plain`` ones, and media of the given ``sizes``."""
+    names = {*arguments, *further_inputs(trial.parameters, {})}
+    fixed_names = ("seed", "steps", "negative_prompt")
+    input_specs = {
+        name: input_spec
+        for name, input_spec in plain.items()
+        if input_spec.parameter in names or name in fixed_names
+    }
+    inputs: dict[str, Mapping[str, Any]] = {
+        name: input_specs[name].entry for name in plain if name in input_specs
+    }
+    inputs |= {name: _media_input(name, inputs, sizes) for name in trial.media}
+    inputs |= {
+        name: _media_input(name, inputs, sizes) | {"optional": True}
+        for name in trial.optional_media
+    }
     inputs |= {name: {"type": "tensor", "shape": shape} for name, shape in trial.tensors.items()}
-    passed: dict[str, Any] = {}
+    references: dict[str, Any] = {}
     for name in inputs:
-        parameter = kept[name].parameter if name in kept else name
-        passed["seed" if parameter == "generator" else parameter] = Reference("input", name)
-    for name in (name for name in trial.media if isinstance(arguments[name], list) and media_kind(name) != "video"):
-        own = [f"{name}_{number}" for number in range(len(arguments[name]))]  # one for each of several ControlNets
-        inputs |= dict.fromkeys(own, inputs.pop(name))
-        passed[name] = [Reference("input", each) for each in own]
-    passed |= {name: value for name, value in arguments.items() if isinstance(value, (list, dict)) and name not in trial.media}
-    parameters = {name: input_spec.parameter for name, input_spec in kept.items()}
-    return CallInputs(inputs, passed, dict(arguments), parameters)
+        parameter = input_specs[name].parameter if name in input_specs else name
+        references["seed" if parameter == "generator" else parameter] = Reference("input", name)
+    for name in (
+        name
+        for name in trial.media
+        if isinstance(arguments[name], list) and media_kind(name) != "video"
+    ):
+        # one input per ControlNet
+        numbered_names = [f"{name}_{number}" for number in range(len(arguments[name]))]
+        inputs |= dict.fromkeys(numbered_names, inputs.pop(name))
+        references[name] = [Reference("input", numbered_name) for numbered_name in numbered_names]
+    references |= {
+        name: value
+        for name, value in arguments.items()
+        if isinstance(value, (list, dict)) and name not in trial.media
+    }
+    parameters = {name: input_spec.parameter for name, input_spec in input_specs.items()}
+    return CallInputs(inputs, references, dict(arguments), parameters)
 
 
 class NotSplit(Exception):
     """The reason why a call is not split into stages."""
 
 
-def tried(
+def checked_layout(
     trial: TrialPipeline,
     call: CallInputs,
     stages: Sequence[Stage],
     outputs: Sequence[str],
     trials: Iterable[tuple[Mapping[str, Any], Collection[str]]],
-    how: tuple[str, str],
+    texts: tuple[str, str],
     home: Callable[[str], str],
-) -> Layout:
-    """``stages``, if they enter the same components with the same values as the whole call does, in each of ``trials``: (inputs of
-    the call, names of inputs that are left out where it differs).
+) -> GraphLayout:
+    """Return the layout of ``stages`` if they compute the same as the whole call in all ``trials``.
 
-    ``how``: how the call was split, and what differs, in words; ``home`` is as in `laid_out`. Raises NotSplit where a trial differs
-    and there is nothing to leave out.
+    Both must make the same calls into components with the same values. ``trials``: (inputs of the
+    call, names of inputs to leave out of the stages if the trial differs). ``texts``: how the call
+    was split and what differs, in words. ``home``: as in `layout_of`. Raises NotSplit if a trial
+    differs and there is no input to leave out.
     """
-    referred = {name: Reference("stage", stages[-1].name, name) for name in outputs}
-    first, entered = dict[str, tuple[EntryRecord, ...]](), dict[str, tuple[EntryRecord, ...]]()
-    stages, left_out = list(stages), set[str]()
-    for changed, blamed in trials:
-        values = {name: value for name, value in changed.items() if name not in left_out}
-        free = tuple(replace(stage, uses=tuple(trial.meta_modules)) for stage in stages)
-        given = call.arguments | {call.parameters.get(name, name): value for name, value in values.items() if value is not None}
-        seed = given.pop("generator", 0)
+    output_references = {name: Reference("stage", stages[-1].name, name) for name in outputs}
+    first_calls, component_calls = (
+        dict[str, tuple[ComponentCall, ...]](),
+        dict[str, tuple[ComponentCall, ...]](),
+    )
+    stages, excluded_names = list(stages), set[str]()
+    for inputs, suspect_names in trials:
+        values = {name: value for name, value in inputs.items() if name not in excluded_names}
+        open_stages = tuple(replace(stage, uses=tuple(trial.meta_modules)) for stage in stages)
+        arguments = call.arguments | {
+            call.parameters.get(name, name): value
+            for name, value in values.items()
+            if value is not None
+        }
+        seed = arguments.pop("generator", 0)
         try:
-            found = trial.run_staged(replace(trial.graph, stages=free, outputs=referred), values)
-            same = tuple(entry for entries in found.values() for entry in entries) == trial.run_whole(given, seed)
-            why = "" if same else f"{how[0]} it enters its components with other {how[1]}"
+            stage_calls = trial.run_staged(
+                replace(trial.graph, stages=open_stages, outputs=output_references), values
+            )
+            is_same = tuple(
+                component_call
+                for stage_records in stage_calls.values()
+                for component_call in stage_records
+            ) == trial.run_whole(arguments, seed)
+            reason = "" if is_same else f"{texts[0]} it enters its components with other {texts[1]}"
         except (GraphrunError, *PIPELINE_ERRORS) as error:
-            why = f"{how[0]} its own code fails: {error_line(error)}"
-        if why and not blamed:
-            raise NotSplit(why)
-        if why:
-            left_out |= set(blamed)
-            gone = [Reference("input", name) for name in blamed]
-            stages = [replace(s, arguments={k: v for k, v in s.arguments.items() if v not in gone}) for s in stages]
+            reason = f"{texts[0]} its own code fails: {error_line(error)}"
+        if reason and not suspect_names:
+            raise NotSplit(reason)
+        if reason:
+            excluded_names |= set(suspect_names)
+            removed_references = [Reference("input", name) for name in suspect_names]
+            stages = [
+                replace(
+                    stage,
+                    arguments={
+                        key: value
+                        for key, value in stage.arguments.items()
+                        if value not in removed_references
+                    },
+                )
+                for stage in stages
+            ]
             continue
-        first = first or found
-        entered = {stage: (*entered.get(stage, ()), *entries) for stage, entries in found.items()}
-    return laid_out(trial, call, stages, outputs, first, entered, home)
+        first_calls = first_calls or stage_calls
+        component_calls = {
+            stage: (*component_calls.get(stage, ()), *records)
+            for stage, records in stage_calls.items()
+        }
+    return layout_of(trial, call, stages, outputs, first_calls, component_calls, home)
 
 
-def laid_out(
+def layout_of(
     trial: TrialPipeline,
     call: CallInputs,
     stages: Sequence[Stage],
     outputs: Sequence[str],
-    first: Mapping[str, tuple[EntryRecord, ...]],
-    entered: Mapping[str, tuple[EntryRecord, ...]],
+    first_calls: Mapping[str, tuple[ComponentCall, ...]],
+    component_calls: Mapping[str, tuple[ComponentCall, ...]],
     home: Callable[[str], str],
-    why: str = "",
-) -> Layout:
-    """``stages`` with the components that they enter, the run options that these support, and the inputs that they read.
+    reason: str = "",
+) -> GraphLayout:
+    """Return the layout of ``stages`` with their components, run options and inputs.
 
-    ``home``: the stage of a component that no stage enters. The last stage makes ``outputs``.
+    ``home``: returns the stage for a component that no stage calls. The last stage computes
+    ``outputs``.
     """
-    uses = {stage.name: list(dict.fromkeys(entry.component for entry in entered[stage.name])) for stage in stages}
-    tiling = {name for name, names in uses.items() if any(hasattr(trial.meta_modules[of], "enable_tiling") for of in names)}
-    unused = tuple(name for name in trial.meta_modules if not any(name in names for names in uses.values()))
+    uses = {
+        stage.name: list(
+            dict.fromkeys(
+                component_call.component for component_call in component_calls[stage.name]
+            )
+        )
+        for stage in stages
+    }
+    tiling_stages = {
+        name
+        for name, names in uses.items()
+        if any(hasattr(trial.meta_modules[component], "enable_tiling") for component in names)
+    }
+    unused = tuple(
+        name for name in trial.meta_modules if not any(name in names for names in uses.values())
+    )
     for name in unused:
         uses[home(name)].append(name)
-    tiled = {s.name: {"tiling": True} if trial.tiled and "tiling" in OPERATIONS[s.op].optional else {} for s in stages}
-    may_tile = {s.name for s in stages if s.name in tiling and "tiling" in OPERATIONS[s.op].options and not tiled[s.name]}
-    made = tuple(
+    tiling_arguments = {
+        stage.name: {"tiling": True}
+        if trial.is_tiled and "tiling" in OPERATIONS[stage.op].optional
+        else {}
+        for stage in stages
+    }
+    may_tile = {
+        stage.name
+        for stage in stages
+        if stage.name in tiling_stages
+        and "tiling" in OPERATIONS[stage.op].options
+        and not tiling_arguments[stage.name]
+    }
+    used_stages = tuple(
         replace(
             stage,
             uses=tuple(uses[stage.name]),
             options=("tiling",) if stage.name in may_tile else (),
-            arguments={**stage.arguments, **tiled[stage.name]},
+            arguments={**stage.arguments, **tiling_arguments[stage.name]},
         )
         for stage in stages
     )
-    read = {r.name for stage in stages for r in stage.references if r.kind == "input"}
-    read |= {str(size)[1:] for name in read for size in call.inputs[name].values() if str(size).startswith("$")}
-    inputs = {name: entry for name, entry in call.inputs.items() if name in read}
-    return Layout(inputs, made, {name: f"${stages[-1].name}.{name}" for name in outputs}, first, unused, why)
+    input_names = {
+        reference.name
+        for stage in stages
+        for reference in stage.references
+        if reference.kind == "input"
+    }
+    input_names |= {
+        str(size)[1:]
+        for name in input_names
+        for size in call.inputs[name].values()
+        if str(size).startswith("$")
+    }
+    inputs = {name: entry for name, entry in call.inputs.items() if name in input_names}
+    return GraphLayout(
+        inputs,
+        used_stages,
+        {name: f"${stages[-1].name}.{name}" for name in outputs},
+        first_calls,
+        unused,
+        reason,
+    )
 
 
-def _media_entry(name: str, inputs: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry of a media input. Its sizes refer to inputs of the call where there are such, and are numbers otherwise."""
+def _media_input(name: str, inputs: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the graph file's entry for a media input.
+
+    Its sizes are references to inputs of the call if there are such inputs, else numbers.
+    """
     kind = media_kind(name) or "image"
-    names = {"audio": ("rate", "seconds"), "video": ("height", "width", "frames")}.get(kind, ("height", "width"))
+    names = {"audio": ("rate", "seconds"), "video": ("height", "width", "frames")}.get(
+        kind, ("height", "width")
+    )
     return {"type": kind, **{size: f"${size}" if size in inputs else sizes[size] for size in names}}
 
 
-def outputs_in(made: Any) -> tuple[str, ...]:
-    """Names of a call's outputs as the op has them: image, video, audio; else its fields that hold tensors or arrays."""
-    fields = dict(made) if isinstance(made, Mapping) else dict(vars(made)) if hasattr(made, "__dict__") else {}
-    if usual := [ours for ours, names in FIELDS.items() if any(fields.get(name) is not None for name in names)]:
-        return tuple(usual)
+def outputs_in(result: Any) -> tuple[str, ...]:
+    """Return the op's names of a call's outputs.
+
+    These are image, video and audio, else the fields with tensors or arrays.
+    """
+    fields = (
+        dict(result)
+        if isinstance(result, Mapping)
+        else dict(vars(result))
+        if hasattr(result, "__dict__")
+        else {}
+    )
+    if media_names := [
+        output
+        for output, names in FIELDS.items()
+        if any(fields.get(name) is not None for name in names)
+    ]:
+        return tuple(media_names)
     return tuple(name for name, value in fields.items() if hasattr(value, "shape")) or ("image",)
 
 
-# What a pipeline's own code may raise when it is run in parts.
-PIPELINE_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NameError, AssertionError, ArithmeticError)
+# Errors that a pipeline's own code may raise when it runs in parts.
+PIPELINE_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    NameError,
+    AssertionError,
+    ArithmeticError,
+)
 
 
 def error_line(error: Exception) -> str:
-    """The type and message of ``error`` in one line; the message has at most 80 characters."""
+    """Return the type of ``error`` and at most 80 characters of its message, in one line."""
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}{': ' if text else ''}{text if len(text) <= 80 else text[:77] + '...'}"
+    return (
+        f"{type(error).__name__}{': ' if text else ''}"
+        f"{text if len(text) <= 80 else text[:77] + '...'}"
+    )

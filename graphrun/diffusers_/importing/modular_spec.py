@@ -1,6 +1,7 @@
-"""What modular pipelines are made of: the class of their blocks, the workflow, and where each component comes from.
+"""Description of modular pipelines: class of their blocks, workflow, source of each component.
 
-A graph file can name blocks that are of a class with that class's own settings, or a workflow of such blocks. Runs no block.
+A graph file can name blocks of a class with the class's own settings, or a workflow of such blocks.
+This module runs no block.
 """
 
 from __future__ import annotations
@@ -10,47 +11,57 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from graphrun.diffusers_.importing.found import Found, path_of, plain_config
+from graphrun.diffusers_.importing.found import PipelineDescription, path_of, plain_config
 from graphrun.errors import InputError
 from graphrun.graph.values import did_you_mean
 from graphrun.modules.classes import resolve_class
-from graphrun.ops.modular import BLOCKS, is_modular_class, quietly
+from graphrun.ops.modular import BLOCKS, is_modular_class, silence_diffusers
 
 WORKFLOW = "workflow"
-# Attributes of a block instance that are not settings of its own.
-NOT_OWN = frozenset({"sub_blocks", "block_classes", "block_names", "_internal_dict", "_progress_bar_config"})
+# Attributes of a block instance that are not settings.
+NON_SETTINGS = frozenset(
+    {"sub_blocks", "block_classes", "block_names", "_internal_dict", "_progress_bar_config"}
+)
 
 
 def blocks_of(blocks: Any, kind: type[Any], origin: str) -> tuple[dict[str, Any], str]:
-    """(settings, workflow) that identify ``blocks`` in a graph file. ``kind`` is the pipeline's class.
+    """Return (settings, workflow) that identify ``blocks`` in a graph file.
 
-    Raises InputError for blocks that were assembled or changed by code, and for code that came with a checkpoint.
+    ``kind``: the pipeline's class. Raises InputError for blocks assembled or changed by code, and
+    for code that came with a checkpoint.
     """
     if type(blocks).__module__.startswith("diffusers_modules"):
         raise InputError(f"{origin}: {own_code(type(blocks).__name__)}")
-    usual = _default_blocks(kind)
-    if usual is not None:
-        if _same_blocks(usual, blocks):
+    default_blocks = _default_blocks(kind)
+    if default_blocks is not None:
+        if _same_blocks(default_blocks, blocks):
             return {}, ""
-        for workflow in usual._workflow_map or {}:
-            if _same_blocks(usual.get_workflow(workflow), blocks):
+        for workflow in default_blocks._workflow_map or {}:
+            if _same_blocks(default_blocks.get_workflow(workflow), blocks):
                 return {}, workflow
-    if type(blocks).__module__.split(".")[0] != "diffusers" or usual is None or type(blocks) is not type(usual):
+    if (
+        type(blocks).__module__.split(".")[0] != "diffusers"
+        or default_blocks is None
+        or type(blocks) is not type(default_blocks)
+    ):
         path = path_of(type(blocks))
         with suppress(TypeError):
             if _same_blocks(type(blocks)(), blocks):
                 return {BLOCKS: path}, ""
     raise InputError(
-        f"{origin}: its blocks ({', '.join(blocks.sub_blocks)}) were put together or changed by code, and a graph file names a "
-        f"class: write one (class MyBlocks({type(blocks).__name__}) with block_classes and block_names) in a module that can be "
+        f"{origin}: its blocks ({', '.join(blocks.sub_blocks)}) were put together or changed by "
+        "code, and a graph file names a "
+        f"class: write one (class MyBlocks({type(blocks).__name__}) with block_classes and "
+        "block_names) in a module that can be "
         "imported, and make the pipeline of it; or attach to it: graphrun.attach(pipe, vram=...)"
     )
 
 
 def own_code(name: str) -> str:
-    """The error text for blocks called ``name`` that came with a checkpoint."""
+    """Return the error text for blocks ``name`` that came with a checkpoint."""
     return (
-        f"{name} is code that came with a checkpoint, and such code is never run by a graph: install it as a package, and make the "
+        f"{name} is code that came with a checkpoint, and such code is never run by a graph: "
+        "install it as a package, and make the "
         "pipeline of its class; or attach to it: graphrun.attach(pipe, vram=...)"
     )
 
@@ -60,75 +71,111 @@ def _default_blocks(kind: type[Any]) -> Any:
     return resolve_class(f"diffusers.{name}", (), "", "blocks")() if name else None
 
 
-def _same_blocks(one: Any, other: Any) -> bool:
-    """Whether two blocks are of one class with equal settings and the same inner blocks under the same names."""
-    if type(one) is not type(other) or list(one.sub_blocks) != list(other.sub_blocks):
+def _same_blocks(blocks: Any, other_blocks: Any) -> bool:
+    """Return whether two blocks have the same class, settings and named inner blocks."""
+    if type(blocks) is not type(other_blocks) or list(blocks.sub_blocks) != list(
+        other_blocks.sub_blocks
+    ):
         return False
-    mine, theirs = vars(one), vars(other)  # an attribute that only one has was set during use
-    if any(_comparable(mine[name]) != _comparable(theirs[name]) for name in (mine.keys() & theirs.keys()) - NOT_OWN):
+    attributes, other_attributes = (
+        vars(blocks),
+        vars(other_blocks),
+    )  # attributes of one side only were set during use
+    if any(
+        _comparable(attributes[name]) != _comparable(other_attributes[name])
+        for name in (attributes.keys() & other_attributes.keys()) - NON_SETTINGS
+    ):
         return False
-    return all(_same_blocks(one.sub_blocks[name], other.sub_blocks[name]) for name in one.sub_blocks)
+    return all(
+        _same_blocks(blocks.sub_blocks[name], other_blocks.sub_blocks[name])
+        for name in blocks.sub_blocks
+    )
 
 
 def _comparable(value: Any) -> Any:
-    """``value`` in a comparable form. Of a parameter's declaration only the name counts, since blocks change its other fields."""
+    """Return ``value`` in a comparable form.
+
+    Parameter objects are compared by name alone, since blocks change their other fields.
+    """
     if isinstance(value, (list, tuple)):
         return [_comparable(item) for item in value]
     if isinstance(value, Mapping):
         return {key: _comparable(item) for key, item in value.items()}
-    plain = value is None or isinstance(value, (bool, int, float, str))
-    return value if plain else (type(value).__name__, getattr(value, "name", ""))
+    is_plain = value is None or isinstance(value, (bool, int, float, str))
+    return value if is_plain else (type(value).__name__, getattr(value, "name", ""))
 
 
-def add_default(found: Found, pipeline: Any, name: str) -> None:
-    """Adds the guider, processor or other part that the blocks of ``pipeline`` create themselves under ``name``, if it has a
-    configuration for the graph file."""
-    made = getattr(pipeline, name)
-    if hasattr(made, "config"):
-        found.add(name, path_of(type(made)), plain_config(made.config))
+def add_default(description: PipelineDescription, pipeline: Any, name: str) -> None:
+    """Add the part ``name`` that the blocks of ``pipeline`` create, such as a guider or processor.
+
+    A part without a configuration cannot be in a graph file and is left out.
+    """
+    part = getattr(pipeline, name)
+    if hasattr(part, "config"):
+        description.add(name, path_of(type(part)), plain_config(part.config))
 
 
 def pipeline_of(kind: type[Any], blocks: str | None = None) -> Any:
-    """A modular pipeline of class ``kind`` without components, with blocks of the class path ``blocks`` if given, else its own.
+    """Return a modular pipeline of class ``kind`` without components.
 
-    Raises InputError where ``kind`` has no blocks of its own and ``blocks`` is None.
+    ``blocks``: class path of its blocks; None: the default blocks of ``kind``. Raises InputError if
+    ``blocks`` is None and ``kind`` has no default.
     """
     if blocks is None and _default_blocks(kind) is None:
-        raise InputError(f"{kind.__name__} has no blocks of its own: name a class such as diffusers.FluxModularPipeline")
-    with quietly():
+        raise InputError(
+            f"{kind.__name__} has no blocks of its own: name a class such as "
+            "diffusers.FluxModularPipeline"
+        )
+    with silence_diffusers():
         return kind(blocks=resolve_class(blocks, (), "", "blocks")() if blocks else None)
 
 
-def needed_by(blocks: Any, workflow: str) -> set[str]:
-    """Names of the components that ``blocks`` use in ``workflow``, else in their first workflow."""
+def components_used_by(blocks: Any, workflow: str) -> set[str]:
+    """Return the component names of ``workflow``, or of the first workflow of ``blocks``."""
     workflows = blocks._workflow_map or {}
-    chosen = workflow if workflow in workflows else next(iter(workflows), None)
-    return set((blocks.get_workflow(chosen) if chosen else blocks).component_names)
+    selection = workflow if workflow in workflows else next(iter(workflows), None)
+    return set((blocks.get_workflow(selection) if selection else blocks).component_names)
 
 
 def fresh_configs(pipe: Any) -> dict[str, Any]:
-    """Default values of the plain settings that the blocks of ``pipe`` declare."""
+    """Return the default values of the plain settings of the blocks of ``pipe``."""
     return {spec.name: spec.default for spec in pipe._blocks.expected_configs}
 
 
-def loaded_from(spec: Any) -> str | None:
-    """The folder or hub path that a component with this specification is loaded from; None where it names none."""
+def source_of(spec: Any) -> str | None:
+    """Return the folder or hub path of the component with this specification, or None."""
     path = spec.pretrained_model_name_or_path
     if not path:
         return None
-    at = f"{path}@{spec.revision.replace('/', '%2F')}" if spec.revision and not Path(path).is_dir() else str(path)
-    base = str(Path(path).resolve()) if Path(path).is_dir() else at
+    location = (
+        f"{path}@{spec.revision.replace('/', '%2F')}"
+        if spec.revision and not Path(path).is_dir()
+        else str(path)
+    )
+    base = str(Path(path).resolve()) if Path(path).is_dir() else location
     return f"{base}/{spec.subfolder}" if spec.subfolder else base
 
 
-def set_workflow(found: Found, sets: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``sets`` without the ``workflow`` of a modular pipeline, which ``found`` gets. Raises InputError for an unknown one."""
-    if WORKFLOW not in sets or not is_modular_class(found.kind):
-        return sets
-    own = found.settings.get(BLOCKS)
-    blocks = resolve_class(own, found.trust, found.origin, "blocks")() if own else _default_blocks(found.kind)
-    known, asked = blocks._workflow_map or {}, sets[WORKFLOW]
-    if asked not in known:
-        raise InputError(f"workflow {asked}: {type(blocks).__name__} has no such workflow{did_you_mean(str(asked), known)}")
-    found.workflow = asked
-    return {name: value for name, value in sets.items() if name != WORKFLOW}
+def set_workflow(
+    description: PipelineDescription, input_defaults: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Set the workflow of a modular pipeline; return the other ``input_defaults``.
+
+    Raises InputError for an unknown workflow.
+    """
+    if WORKFLOW not in input_defaults or not is_modular_class(description.kind):
+        return input_defaults
+    blocks_path = description.settings.get(BLOCKS)
+    blocks = (
+        resolve_class(blocks_path, description.trust, description.origin, "blocks")()
+        if blocks_path
+        else _default_blocks(description.kind)
+    )
+    workflows, workflow = blocks._workflow_map or {}, input_defaults[WORKFLOW]
+    if workflow not in workflows:
+        raise InputError(
+            f"workflow {workflow}: {type(blocks).__name__} has no such "
+            f"workflow{did_you_mean(str(workflow), workflows)}"
+        )
+    description.workflow = workflow
+    return {name: value for name, value in input_defaults.items() if name != WORKFLOW}

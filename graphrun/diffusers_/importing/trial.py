@@ -1,6 +1,7 @@
-"""Trial runs of an imported pipeline on meta: its own code runs as one call or in stages, and its component entries are recorded.
+"""Trial runs of an imported pipeline on meta, as one call or in stages.
 
-Decides the arguments of the call (which media it needs) and the text of its errors. Does not know how the call is split.
+A trial records the calls into components. This module decides the arguments of the call (which
+media it needs) and the text of its errors. It does not decide how to split the call.
 """
 
 from __future__ import annotations
@@ -16,223 +17,324 @@ from typing import Any
 import torch
 
 from graphrun.diffusers_.dry_call import ProbeError
-from graphrun.diffusers_.importing.fingerprint import EntryRecord, FingerprintRun, digest_of
-from graphrun.diffusers_.importing.found import Found
-from graphrun.diffusers_.importing.signature import TENSOR, InputSpec, call_parameters, media_kind
+from graphrun.diffusers_.importing.fingerprint import ComponentCall, FingerprintRun, digest_of
+from graphrun.diffusers_.importing.found import PipelineDescription
+from graphrun.diffusers_.importing.signature import (
+    TENSOR,
+    InputParameter,
+    call_parameters,
+    media_kind,
+)
 from graphrun.diffusers_.importing.standin import stand_in
 from graphrun.errors import InputError
 from graphrun.graph.graph import PLANNING_TEXT, Graph, Part
 from graphrun.graph.media import blank
 from graphrun.modules.build import build_part, meta_module
-from graphrun.modules.texts import measured
+from graphrun.modules.texts import with_length_limit
 from graphrun.ops import Stages
 from graphrun.ops.diffusion import without_pictures
-from graphrun.ops.modular import is_modular_class, quietly
+from graphrun.ops.modular import is_modular_class, silence_diffusers
 from graphrun.ops.pipeline import assemble
 from graphrun.sim.dry import PLANNED
 
 STEPS = 2  # denoising steps of a trial
-HAND_WRITTEN = "Where it lacks arguments, give them with --set, or write the stage by hand: op: call (docs/howto/call.md)"
+HAND_WRITTEN = (
+    "Where it lacks arguments, give them with --set, or write the stage by hand: op: call "
+    "(docs/howto/call.md)"
+)
 
 
 @dataclass
 class TrialPipeline:
-    """A pipeline with components on meta and real parts, and the prober that all its fingerprint runs share.
+    """A pipeline with components on meta and real parts, and the prober of its fingerprint runs.
 
-    ``media``: parameters that got media in the last successful `find_arguments`, ``offered``: those that may get some besides.
-    ``tensors``: shapes of the tensors that it gets, by parameter. ``tiled``: its VAE works tile by tile, since it can do nothing
-    else. ``whole_runs``: entries by digest of the arguments.
+    ``media``: parameters with media in the last successful `find_arguments`. ``optional_media``:
+    parameters that may have media too. ``tensors``: shapes of tensor arguments, by parameter.
+    ``is_tiled``: whether the VAE must work tile by tile. ``whole_runs``: calls into components by
+    digest of the arguments.
     """
 
-    found: Found
+    description: PipelineDescription
     graph: Graph
     meta_modules: dict[str, Any]
     parts: dict[str, Any]
     fingerprint: FingerprintRun
     media: tuple[str, ...] = ()
-    offered: tuple[str, ...] = ()
+    optional_media: tuple[str, ...] = ()
     tensors: dict[str, list[int]] = field(default_factory=dict)
-    tiled: bool = False
+    is_tiled: bool = False
     output: Any = None  # what the last whole call returned
-    whole_runs: dict[Any, tuple[EntryRecord, ...]] = field(default_factory=dict)
+    whole_runs: dict[Any, tuple[ComponentCall, ...]] = field(default_factory=dict)
 
     @cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """The parameters of the pipeline's call."""
-        return call_parameters(self.pipeline, self.found.workflow)
+        return call_parameters(self.pipeline, self.description.workflow)
 
     @property
-    def modular(self) -> bool:
-        """Whether the pipeline is modular, that is, made of blocks."""
-        return is_modular_class(self.found.kind)
+    def is_modular(self) -> bool:
+        """Whether the pipeline is modular: made of blocks."""
+        return is_modular_class(self.description.kind)
 
     @property
     def pipeline(self) -> Any:
-        """The pipeline, assembled anew for each run because schedulers keep state."""
+        """The pipeline, assembled again for each run because schedulers keep state."""
         return assemble(self.graph, self.meta_modules, self.parts, PLANNED)
 
-    def run_whole(self, arguments: Mapping[str, Any], seed: int = 0) -> tuple[EntryRecord, ...]:
-        """The component entries of the whole call with ``arguments``. Raises ProbeError."""
+    def run_whole(self, arguments: Mapping[str, Any], seed: int = 0) -> tuple[ComponentCall, ...]:
+        """Return the calls into components of the whole call. Raises ProbeError."""
         key = digest_of((dict(arguments), seed))
         if key not in self.whole_runs:
-            given = dict(arguments)
-            if "num_inference_steps" in self.parameters:  # a strength below 1 runs only a share of them
-                given.setdefault("num_inference_steps", few_steps(given.get("strength")))
+            call_arguments = dict(arguments)
+            # a strength below 1 runs only a share of the steps
+            if "num_inference_steps" in self.parameters:
+                call_arguments.setdefault(
+                    "num_inference_steps", few_steps(call_arguments.get("strength"))
+                )
             if "generator" in self.parameters:
-                given["generator"] = torch.Generator("cpu").manual_seed(seed)
-            with self.as_probe_errors(given), self.fingerprint.running():
+                call_arguments["generator"] = torch.Generator("cpu").manual_seed(seed)
+            with self.as_probe_errors(call_arguments), self.fingerprint.record_run():
                 pipeline = self.pipeline
-                if "padding_mask_crop" not in given:
+                if "padding_mask_crop" not in call_arguments:
                     without_pictures(pipeline)
-                self.output = pipeline(**given)
-            if self.modular:
+                self.output = pipeline(**call_arguments)
+            if self.is_modular:
                 self.output = self.output.values
                 self.fingerprint.call_locals = {
-                    name: value for name, value in self.output.items() if isinstance(value, (int, float))
+                    name: value
+                    for name, value in self.output.items()
+                    if isinstance(value, (int, float))
                 }
-            self.whole_runs[key] = tuple(self.fingerprint.entries)
+            self.whole_runs[key] = tuple(self.fingerprint.component_calls)
         return self.whole_runs[key]
 
     @contextmanager
-    def as_probe_errors(self, given: Iterable[str]) -> Iterator[None]:
-        """Turns whatever the call with the arguments ``given`` raises into a ProbeError that names the entry before it, and
-        silences what diffusers logs. InputError passes."""
+    def as_probe_errors(self, argument_names: Iterable[str]) -> Iterator[None]:
+        """Turn errors of the call into a ProbeError that names the last call into a component.
+
+        InputError passes. Log messages of diffusers are silenced.
+        """
         try:
-            with quietly():
+            with silence_diffusers():
                 yield
         except ProbeError as error:
-            raise ProbeError(f"{error}. {self._advice()}") from error
+            raise ProbeError(f"{error}. {self._suggestions()}") from error
         except InputError:
             raise
         except Exception as error:
-            entries = self.fingerprint.entries
-            after = f"after {entries[-1]} was entered" if entries else "before any component was entered"
+            entries = self.fingerprint.component_calls
+            moment = (
+                f"after {entries[-1]} was entered"
+                if entries
+                else "before any component was entered"
+            )
             text = " ".join(str(error).split())[:400]
             raise ProbeError(
-                f"the dry run of {self.found.pipeline}({', '.join(given)}) failed {after}, in the pipeline's own code: "
-                f"{type(error).__name__}: {text}. {self._advice()}"
+                f"the dry run of {self.description.pipeline}({', '.join(argument_names)}) failed "
+                f"{moment}, in the pipeline's own code: "
+                f"{type(error).__name__}: {text}. {self._suggestions()}"
             ) from error
 
-    def run_staged(self, graph: Graph, values: Mapping[str, Any]) -> dict[str, tuple[EntryRecord, ...]]:
-        """The component entries of each stage of ``graph`` for the inputs ``values``. Raises whatever the ops raise."""
-        found: dict[str, tuple[EntryRecord, ...]] = {}
+    def run_staged(
+        self, graph: Graph, values: Mapping[str, Any]
+    ) -> dict[str, tuple[ComponentCall, ...]]:
+        """Return the calls into components of each stage of ``graph``, for the inputs ``values``.
+
+        Errors of the ops pass.
+        """
+        stage_calls: dict[str, tuple[ComponentCall, ...]] = {}
 
         def after_stage(stage: str, _: Mapping[str, Any]) -> None:
-            found[stage] = tuple(self.fingerprint.entries[sum(map(len, found.values())) :])
+            stage_calls[stage] = tuple(
+                self.fingerprint.component_calls[sum(map(len, stage_calls.values())) :]
+            )
 
-        with quietly(), self.fingerprint.running():
-            stages = Stages(graph, self.meta_modules, PLANNED, values, self.parts, self.meta_modules, planning=True)
+        with silence_diffusers(), self.fingerprint.record_run():
+            stages = Stages(
+                graph,
+                self.meta_modules,
+                PLANNED,
+                values,
+                self.parts,
+                self.meta_modules,
+                planning=True,
+            )
             stages.after_stage = after_stage
             stages.run()
-        return found
+        return stage_calls
 
-    def _advice(self) -> str:
-        there = {"self", *self.found.components, *self.found.parts, *self.found.settings}
-        if self.modular:
+    def _suggestions(self) -> str:
+        member_names = {
+            "self",
+            *self.description.components,
+            *self.description.parts,
+            *self.description.settings,
+        }
+        if self.is_modular:
             absent = self.pipeline.null_component_names
         else:
-            constructor = inspect.signature(self.found.kind.__init__).parameters
+            constructor = inspect.signature(self.description.kind.__init__).parameters
             absent = [
-                name for name, p in constructor.items() if name not in there and not isinstance(p.default, (bool, int, float))
+                name
+                for name, p in constructor.items()
+                if name not in member_names and not isinstance(p.default, (bool, int, float))
             ]
-        without = f"; without {', '.join(absent)}" if absent else ""
-        return f"It was called with {', '.join(self.found.components)}{without}. {HAND_WRITTEN}"
+        absence_text = f"; without {', '.join(absent)}" if absent else ""
+        return (
+            f"It was called with {', '.join(self.description.components)}{absence_text}. "
+            f"{HAND_WRITTEN}"
+        )
 
 
 def few_steps(strength: float | None) -> int:
-    """The number of steps of which a call with ``strength`` (None: 1) runs two."""
+    """Return the number of steps of which a call with ``strength`` (None: 1) runs two."""
     return math.ceil(STEPS / (strength or 1))
 
 
-def build_trial(found: Found, *, dtype: str = "") -> TrialPipeline:
-    """``found`` with its components built on meta. Raises GraphError naming the component or part that cannot be built.
+def build_trial(description: PipelineDescription, *, dtype: str = "") -> TrialPipeline:
+    """Build the trial pipeline of ``description``, with components on meta.
 
-    ``dtype``: of all components, in place of their own: whether splitting changes something does not depend on dtypes.
+    ``dtype``: replaces the dtypes of all components; whether a split changes results does not
+    depend on dtypes. Raises GraphError naming the component or part that cannot be built.
     """
-    graph = found.graph()
-    components = (replace(component, dtype=dtype or component.dtype) for component in graph.components.values())
+    graph = description.graph()
+    components = (
+        replace(component, dtype=dtype or component.dtype)
+        for component in graph.components.values()
+    )
     meta_modules = {component.name: meta_module(component, graph.trust) for component in components}
-    parts = {name: _part(part, graph, found.live.get(name)) for name, part in graph.parts.items()}
-    return TrialPipeline(found, graph, meta_modules, parts, FingerprintRun(graph, meta_modules, found.kind.__call__))
+    parts = {
+        name: _part(part, graph, description.live.get(name)) for name, part in graph.parts.items()
+    }
+    return TrialPipeline(
+        description,
+        graph,
+        meta_modules,
+        parts,
+        FingerprintRun(graph, meta_modules, description.kind.__call__),
+    )
 
 
 def _part(part: Part, graph: Graph, live: Any) -> Any:
     if part.file is not None:
-        return measured(stand_in(part.config), f"parts.{part.name}", part.where, part.where, part.file)
+        return with_length_limit(
+            stand_in(part.config), f"parts.{part.name}", part.file_line, part.file_line, part.file
+        )
     return build_part(part, graph) if live is None or hasattr(live, "set_timesteps") else live
 
 
 def find_arguments(
-    trial: TrialPipeline, plain: Mapping[str, InputSpec], sizes: Mapping[str, Any], literals: Mapping[str, Any]
+    trial: TrialPipeline,
+    plain: Mapping[str, InputParameter],
+    sizes: Mapping[str, Any],
+    literals: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Arguments with which the call runs: the required ones, and as few media as it needs (noted in ``trial.media``).
+    """Return arguments with which the call runs: required ones, and as few media as possible.
 
-    Media before the prompt are a pipeline's main input. Where the call runs without them too, they are in ``trial.offered``.
-    ``sizes`` are those of the media; ``literals`` are passed as they are. Raises ProbeError where no choice of media works: the
-    error of the try that entered most components, the first of these.
+    Sets ``trial.media`` and ``trial.optional_media``. Media before the prompt are a pipeline's main
+    input; if the call also runs without them, they are optional. ``sizes``: of the media.
+    ``literals``: arguments to pass unchanged. Raises ProbeError if no choice of media works: the
+    error of the first attempt with the most calls into components.
     """
     parameters = trial.parameters
-    left_out = ("generator", "num_inference_steps")
-    inputs = (each for each in plain.values() if each.default is not None and each.parameter not in left_out)
-    arguments = {each.parameter: each.default for each in inputs}
+    excluded_names = ("generator", "num_inference_steps")
+    default_inputs = (
+        item
+        for item in plain.values()
+        if item.default is not None and item.parameter not in excluded_names
+    )
+    arguments = {item.parameter: item.default for item in default_inputs}
     if "prompt" in parameters and "prompt_embeds" not in trial.tensors:
         arguments.setdefault("prompt", PLANNING_TEXT)
-    arguments |= {**literals, **{name: torch.zeros(shape, device="cpu") for name, shape in trial.tensors.items()}}
-    candidates = {name: kind for name in parameters if name not in literals and (kind := media_kind(name)) is not None}
+    arguments |= {
+        **literals,
+        **{name: torch.zeros(shape, device="cpu") for name, shape in trial.tensors.items()},
+    }
+    candidates = {
+        name: kind
+        for name in parameters
+        if name not in literals and (kind := media_kind(name)) is not None
+    }
     required = [
         name
         for name, parameter in parameters.items()
-        if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     names = list(parameters)
-    before = names[: names.index("prompt")] if "prompt" in names and not trial.modular else []
-    needed = [name for name in candidates if name in required]
-    first = [name for name in candidates if name in before and name not in required]
-    lacking = [name for name in required if name not in {*arguments, *candidates, "self"}]
-    if lacking:
-        shapes = [name for name in lacking if TENSOR.search(str(parameters[name].annotation))]
-        give = f" give the shape of each tensor (--set {shapes[0]}=[1,768])," if shapes else ""
+    early_names = (
+        names[: names.index("prompt")] if "prompt" in names and not trial.is_modular else []
+    )
+    required_media = [name for name in candidates if name in required]
+    leading_media = [name for name in candidates if name in early_names and name not in required]
+    absent_names = [name for name in required if name not in {*arguments, *candidates, "self"}]
+    if absent_names:
+        tensor_names = [
+            name for name in absent_names if TENSOR.search(str(parameters[name].annotation))
+        ]
+        suggestion = (
+            f" give the shape of each tensor (--set {tensor_names[0]}=[1,768]),"
+            if tensor_names
+            else ""
+        )
         raise ProbeError(
-            f"{trial.found.pipeline} needs {', '.join(lacking)}, which no file holds:{give} import the pipeline that makes it too "
+            f"{trial.description.pipeline} needs {', '.join(absent_names)}, which no file "
+            f"holds:{suggestion} import the pipeline that makes it too "
             f"(a combined one), or attach to it (graphrun.attach). {HAND_WRITTEN}"
         )
-    optional = [name for name in candidates if name not in (*needed, *first)]
-    choices = [needed] if first else []
-    choices += [[*needed, name] for name in first] if len(first) > 1 else []  # a picture or a video, not both
-    choices += _media_choices([*needed, *first], optional)
-    failed: ProbeError | None = None
-    furthest = -1
-    lists = (value for value in trial.found.settings.values() if isinstance(value, list))
-    several = max((len(value) for value in lists if str(value[:1]).startswith("['$")), default=1)
-    for count in sorted({1, several}):
-        for chosen in choices:
-            given = arguments | _blanks(chosen, candidates, sizes, count)
+    optional_media = [name for name in candidates if name not in (*required_media, *leading_media)]
+    choices = [required_media] if leading_media else []
+    # a picture or a video, but not both
+    choices += [[*required_media, name] for name in leading_media] if len(leading_media) > 1 else []
+    choices += _media_choices([*required_media, *leading_media], optional_media)
+    failure: ProbeError | None = None
+    best_count = -1
+    lists = (value for value in trial.description.settings.values() if isinstance(value, list))
+    list_length = max(
+        (len(value) for value in lists if str(value[:1]).startswith("['$")), default=1
+    )
+    for count in sorted({1, list_length}):
+        for choice in choices:
+            call_arguments = arguments | _blanks(choice, candidates, sizes, count)
             try:
-                trial.run_whole(given)
+                trial.run_whole(call_arguments)
             except ProbeError as error:
-                if len(trial.fingerprint.entries) > furthest:
-                    failed, furthest = error, len(trial.fingerprint.entries)
+                if len(trial.fingerprint.component_calls) > best_count:
+                    failure, best_count = error, len(trial.fingerprint.component_calls)
                 continue
-            trial.media, trial.offered = tuple(chosen), ()
-            for name in (name for name in first if name not in chosen):
+            trial.media, trial.optional_media = tuple(choice), ()
+            for media_name in (name for name in leading_media if name not in choice):
                 with suppress(ProbeError):
-                    trial.run_whole(given | _blanks([name], candidates, sizes, count))
-                    trial.offered += (name,)
-            return given
-    assert failed is not None
-    raise failed
+                    trial.run_whole(
+                        call_arguments | _blanks([media_name], candidates, sizes, count)
+                    )
+                    trial.optional_media += (media_name,)
+            return call_arguments
+    assert failure is not None
+    raise failure
 
 
-def _blanks(names: Iterable[str], kinds: Mapping[str, str], sizes: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Placeholders for the media ``names``: of several ControlNets, one for each of ``count``."""
-    made = {name: blank(kinds[name], sizes) for name in names}
-    return {name: one if count == 1 or isinstance(one, list) else [one] * count for name, one in made.items()}
+def _blanks(
+    names: Iterable[str], kinds: Mapping[str, str], sizes: Mapping[str, Any], count: int
+) -> dict[str, Any]:
+    """Return placeholders for the media ``names``; for several ControlNets, ``count`` of each."""
+    placeholders = {name: blank(kinds[name], sizes) for name in names}
+    return {
+        name: placeholder if count == 1 or isinstance(placeholder, list) else [placeholder] * count
+        for name, placeholder in placeholders.items()
+    }
 
 
-def _media_choices(needed: Sequence[str], optional: Sequence[str]) -> Iterator[list[str]]:
-    """The choices of media to try: the needed ones, these with each optional one, then with the first two, three, ... of them."""
-    yield list(needed)
-    for name in optional:
-        yield [*needed, name]
-    for count in range(2, len(optional) + 1):
-        yield [*needed, *optional[:count]]
+def _media_choices(
+    required_names: Sequence[str], optional_names: Sequence[str]
+) -> Iterator[list[str]]:
+    """Yield the choices of media to try.
+
+    First the required media alone, then with each optional one, then with the first two, three, ...
+    optional ones.
+    """
+    yield list(required_names)
+    for name in optional_names:
+        yield [*required_names, name]
+    for count in range(2, len(optional_names) + 1):
+        yield [*required_names, *optional_names[:count]]

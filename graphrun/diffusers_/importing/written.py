@@ -1,6 +1,7 @@
-"""The text of a graph file from what is found in a source and its stages, and the files that belong beside it.
+"""The text of an imported graph file, and the files next to it.
 
-Decides comments, order, and which configurations are inline and which in files of their own. Writes nothing to disk.
+This module decides comments, order, and which configurations are inline or in their own files. It
+writes nothing to disk.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any
 
 import yaml
 
-from graphrun.diffusers_.importing.fingerprint import EntryRecord
-from graphrun.diffusers_.importing.found import OF_CONFIG, OF_FILES, Found
-from graphrun.diffusers_.importing.layout import Layout
+from graphrun.diffusers_.importing.fingerprint import ComponentCall
+from graphrun.diffusers_.importing.found import OF_CONFIG, OF_FILES, PipelineDescription
+from graphrun.diffusers_.importing.layout import GraphLayout
 from graphrun.diffusers_.importing.standin import stand_in_words
 from graphrun.graph.graph import DEFAULT_ALLOW, Component, Part, Reference, Stage
 
@@ -27,73 +28,129 @@ COUNTS = {2: "Two", 3: "Three", 4: "Four", 5: "Five"}
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
-    """The YAML ``text`` and the ``files`` beside it: relative path -> text, or a function that fills a folder at a path."""
+class GraphDocument:
+    """The YAML ``text`` of a graph file, and the ``files`` next to it.
+
+    ``files``: by relative path, the text, or a function that fills a folder at a given path.
+    """
 
     text: str
     files: Mapping[str, str | Callable[[Path], Any]]
 
 
-def document_of(found: Found, layout: Layout, name: str, folder: Path | None = None) -> Document:
-    """The graph file of the graph ``name``; with sources relative to ``folder``, if that is where it will be."""
+def document_of(
+    description: PipelineDescription, layout: GraphLayout, name: str, folder: Path | None = None
+) -> GraphDocument:
+    """Return the graph file of graph ``name``, with sources relative to ``folder`` if given."""
     files: dict[str, str | Callable[[Path], Any]] = {}
-    lines = [*_head(found, layout), "graphrun: 1", f"name: {_flow(name)}", f"pipeline: {found.pipeline}"]
-    if found.settings:
-        lines.append(f"pipeline_config: {_flow(found.settings)}")
-    if found.source is not None:
-        lines.append(f"source: {_flow(_near(found.source, folder))}")
-    if found.revision is not None:
-        lines.append(f"revision: {_flow(found.revision)}")
-    if found.trust:
-        lines.append(f"allow: {_flow([*DEFAULT_ALLOW, *found.trust])}")
+    lines = [
+        *_head(description, layout),
+        "graphrun: 1",
+        f"name: {_flow(name)}",
+        f"pipeline: {description.pipeline}",
+    ]
+    if description.settings:
+        lines.append(f"pipeline_config: {_flow(description.settings)}")
+    if description.source is not None:
+        lines.append(f"source: {_flow(_relative_source(description.source, folder))}")
+    if description.revision is not None:
+        lines.append(f"revision: {_flow(description.revision)}")
+    if description.trust:
+        lines.append(f"allow: {_flow([*DEFAULT_ALLOW, *description.trust])}")
     lines += ["", "inputs:", *(_entry(2, key, value) for key, value in layout.inputs.items())]
-    order = list(dict.fromkeys(each.component for entries in layout.entered.values() for each in entries))
-    components = sorted(found.components.values(), key=lambda c: order.index(c.name) if c.name in order else len(order))
+    order = list(
+        dict.fromkeys(
+            component_call.component
+            for entries in layout.component_calls.values()
+            for component_call in entries
+        )
+    )
+    components = sorted(
+        description.components.values(),
+        key=lambda component: (
+            order.index(component.name) if component.name in order else len(order)
+        ),
+    )
     lines += ["", "components:"]
     for component in components:
         entry = _component(component, name, files, folder)
-        reason = found.reasons[component.name]
-        lines.append(_entry(2, component.name, entry) + ("" if reason in (OF_FILES, OF_CONFIG) else f"  # {reason}"))
-    if found.parts:
+        reason = description.reasons[component.name]
+        lines.append(
+            _entry(2, component.name, entry)
+            + ("" if reason in (OF_FILES, OF_CONFIG) else f"  # {reason}")
+        )
+    if description.parts:
         lines += ["", "parts:"]
-        if any(part.file for part in found.parts.values()):
+        if any(part.file for part in description.parts.values()):
             lines.append(
-                "  # The file stands in for vocabularies that are not here: sizes come from the longest text there may be."
+                "  # The file stands in for vocabularies that are not here: sizes come from the "
+                "longest text there may be."
             )
-        lines += [_entry(2, part.name, _part(found, part, name, files, folder)) for part in found.parts.values()]
-    lines += ["", "stages:", *(line for stage in layout.stages for line in _stage(stage, layout.entered[stage.name]))]
+        lines += [
+            _entry(2, part.name, _part(description, part, name, files, folder))
+            for part in description.parts.values()
+        ]
+    lines += [
+        "",
+        "stages:",
+        *(
+            line
+            for stage in layout.stages
+            for line in _stage(stage, layout.component_calls[stage.name])
+        ),
+    ]
     lines += ["", f"outputs: {_flow(dict(layout.outputs))}", ""]
-    return Document("\n".join(lines), files)
+    return GraphDocument("\n".join(lines), files)
 
 
-def _head(found: Found, layout: Layout) -> list[str]:
-    kind = found.kind.__name__
+def _head(description: PipelineDescription, layout: GraphLayout) -> list[str]:
+    kind = description.kind.__name__
     sizes = "Sizes are those of the configurations here; weights are read when it runs."
-    if found.source is None and not any(component.source for component in found.components.values()):
+    if description.source is None and not any(
+        component.source for component in description.components.values()
+    ):
         sizes = "Without a source: weights are random; add the folder or repository that has them."
-    lines = [f"# Imported from {found.origin}. {sizes}", *(f"# {note}" for note in found.notes)]
-    if layout.why:
-        lines.append(f"# The call of {kind} is one stage: {layout.why}.")
+    lines = [
+        f"# Imported from {description.origin}. {sizes}",
+        *(f"# {note}" for note in description.notes),
+    ]
+    if layout.reason:
+        lines.append(f"# The call of {kind} is one stage: {layout.reason}.")
     else:
-        several = COUNTS.get(len(layout.stages), str(len(layout.stages)))
-        lines.append(f"# {several} stages that enter every component with the same values as {kind} does in one call.")
+        count_text = COUNTS.get(len(layout.stages), str(len(layout.stages)))
+        lines.append(
+            f"# {count_text} stages that enter every component with the same values as {kind} "
+            "does in one call."
+        )
     if layout.unused:
         lines.append(f"# No stage enters {', '.join(layout.unused)} for these inputs.")
     return lines
 
 
-def _component(component: Component, name: str, files: dict[str, Any], folder: Path | None) -> dict[str, Any]:
-    entry: dict[str, Any] = {"class": component.class_path, "config": _config(component, name, files), "dtype": component.dtype}
+def _component(
+    component: Component, name: str, files: dict[str, Any], folder: Path | None
+) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "class": component.class_path,
+        "config": _config(component, name, files),
+        "dtype": component.dtype,
+    }
     if component.source is not None:
-        entry["source"] = _near(component.source, folder)
+        entry["source"] = _relative_source(component.source, folder)
     if component.precision:
         entry["precision"] = list(component.precision)
     if component.gguf:
-        entry["gguf"] = _near(component.gguf, folder)
+        entry["gguf"] = _relative_source(component.gguf, folder)
     return entry
 
 
-def _part(found: Found, part: Part, name: str, files: dict[str, Any], folder: Path | None) -> dict[str, Any]:
+def _part(
+    description: PipelineDescription,
+    part: Part,
+    name: str,
+    files: dict[str, Any],
+    folder: Path | None,
+) -> dict[str, Any]:
     entry: dict[str, Any] = {"class": part.class_path}
     if part.file is not None:
         files[str(part.file)] = stand_in_words() + "\n"
@@ -101,16 +158,16 @@ def _part(found: Found, part: Part, name: str, files: dict[str, Any], folder: Pa
     if part.has_config:
         entry["config"] = _config(part, name, files)
     elif part.source is not None:
-        entry["source"] = _near(part.source, folder)
-    elif found.source is None:
-        own = f"tokenizers/{name}-{part.name}"
-        files[own] = found.live[part.name].save_pretrained
-        entry["source"] = f"./{own}"
+        entry["source"] = _relative_source(part.source, folder)
+    elif description.source is None:
+        folder_path = f"tokenizers/{name}-{part.name}"
+        files[folder_path] = description.live[part.name].save_pretrained
+        entry["source"] = f"./{folder_path}"
     return entry
 
 
 def _config(member: Component | Part, name: str, files: dict[str, Any]) -> Any:
-    """The configuration itself where it is short, else the path of the file that holds it."""
+    """Return the configuration if it is short, else the path of a new file with it."""
     if len(json.dumps(member.config)) <= SHORT:
         return member.config
     path = f"configs/{name}-{member.name}.json"
@@ -118,8 +175,8 @@ def _config(member: Component | Part, name: str, files: dict[str, Any]) -> Any:
     return path
 
 
-def _near(source: str, folder: Path | None) -> str:
-    """``source`` relative to ``folder`` where that needs at most one ``..``; other folders and repositories unchanged."""
+def _relative_source(source: str, folder: Path | None) -> str:
+    """Return ``source`` relative to ``folder`` if that needs at most one ``..``, else unchanged."""
     if folder is None or not Path(source).is_absolute():
         return source
     relative = os.path.relpath(source, folder.resolve())
@@ -128,33 +185,39 @@ def _near(source: str, folder: Path | None) -> str:
     return relative if relative.startswith(".") else f"./{relative}"
 
 
-def _stage(stage: Stage, entered: Iterable[EntryRecord]) -> list[str]:
-    times = Counter(map(str, entered))
-    entries = ", ".join(key if count == 1 else f"{key} {count} times" for key, count in times.items())
-    passed = {key: _written(value) for key, value in stage.arguments.items()}
+def _stage(stage: Stage, component_calls: Iterable[ComponentCall]) -> list[str]:
+    times = Counter(map(str, component_calls))
+    calls_text = ", ".join(
+        key if count == 1 else f"{key} {count} times" for key, count in times.items()
+    )
+    arguments = {key: _argument_value(value) for key, value in stage.arguments.items()}
     body: dict[str, Any] = {"op": stage.op, "uses": list(stage.uses)}
     if stage.options:
         body["options"] = list(stage.options)
-    lines = [f"  # enters {entries}", f"  {stage.name}:"]
-    return lines + [_entry(4, key, value) for key, value in {**body, "with": passed}.items()]
+    lines = [f"  # enters {calls_text}", f"  {stage.name}:"]
+    return lines + [_entry(4, key, value) for key, value in {**body, "with": arguments}.items()]
 
 
-def _written(value: Any) -> Any:
-    """An argument as the file writes it, with references by their names."""
+def _argument_value(value: Any) -> Any:
+    """Return an argument as it stands in the file, with references as text."""
     if isinstance(value, list):
-        return [_written(item) for item in value]
+        return [_argument_value(item) for item in value]
     return str(value) if isinstance(value, Reference) else value
 
 
 def _entry(indent: int, key: str, value: Any) -> str:
-    """``key: value`` in one line where it fits in `WIDTH`, else one line for each entry of a mapping."""
+    """Return ``key: value`` in one line of `WIDTH`, or a line per entry of a mapping."""
     space = " " * indent
     line = f"{space}{key}: {_flow(value)}"
     if len(line) <= WIDTH or not isinstance(value, Mapping):
         return line
-    return "\n".join([f"{space}{key}:", *(_entry(indent + 2, inner, item) for inner, item in value.items())])
+    return "\n".join(
+        [f"{space}{key}:", *(_entry(indent + 2, inner, item) for inner, item in value.items())]
+    )
 
 
 def _flow(value: Any) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**9, allow_unicode=True)
+    text = yaml.safe_dump(
+        value, default_flow_style=True, sort_keys=False, width=10**9, allow_unicode=True
+    )
     return text.removesuffix("\n").removesuffix("\n...")

@@ -1,1 +1,1 @@
-"""Devices on which plans run: CUDA, and the simulated accelerator."""
+"""Devices that run plans: CUDA and the simulated accelerator."""

@@ -1,4 +1,4 @@
-"""Opens the device of a problem on this machine."""
+"""Open the device of a problem on this machine."""
 
 from __future__ import annotations
 
@@ -11,28 +11,45 @@ from graphrun.runtime.devices.device import Device
 
 
 def open_device(problem: Problem, *, check_ordering: bool = False) -> Device:
-    """A simulated device with the problem's rates for ``sim``, the first CUDA device for ``cuda``.
+    """Return the device of ``problem``, with its secondary devices.
 
-    Raises InputError if there is none.
+    For ``sim`` hardware, this is a simulated device with the hardware's rates; for ``cuda``, the
+    first CUDA device. Raises InputError if there is none.
     """
-    return open_devices([problem.hardware, *(of.hardware for of in problem.helpers)], check_ordering=check_ordering)
+    return open_devices(
+        [problem.hardware, *(secondary.hardware for secondary in problem.secondaries)],
+        check_ordering=check_ordering,
+    )
 
 
 def open_devices(cards: Sequence[Hardware], *, check_ordering: bool = False) -> Device:
-    """The first of ``cards``, with the others as its helpers. Raises InputError where one is missing."""
+    """Return the device of the first of ``cards``, with the others as its secondary devices.
+
+    Raises InputError if a device is missing.
+    """
     device = open_hardware(cards[0], check_ordering=check_ordering)
-    return device.with_helpers([open_hardware(of, number, device) for number, of in enumerate(cards[1:], 1)])
+    return device.with_secondaries(
+        [open_hardware(card, number, device) for number, card in enumerate(cards[1:], 1)]
+    )
 
 
-def open_hardware(hardware: Hardware, number: int = 0, beside: Device | None = None, *, check_ordering: bool = False) -> Device:
-    """The device that ``hardware`` describes, ``number`` of those of its kind. Raises InputError if there is none.
+def open_hardware(
+    hardware: Hardware,
+    number: int = 0,
+    first_device: Device | None = None,
+    *,
+    check_ordering: bool = False,
+) -> Device:
+    """Return the device that ``hardware`` describes, number ``number`` of its kind.
 
-    ``beside``: the first device, where this is a helper of it."""
+    ``first_device``: the main device, if this is one of its secondary devices. Raises InputError if
+    there is no such device.
+    """
     if hardware.device == "sim":
         from graphrun.runtime.devices.simulated import SimulatedDevice
         from graphrun.sim import Machine
 
-        assert beside is None or isinstance(beside, SimulatedDevice)
+        assert first_device is None or isinstance(first_device, SimulatedDevice)
         return SimulatedDevice(
             Machine(
                 capacity_bytes=hardware.capacity_bytes,
@@ -46,13 +63,18 @@ def open_hardware(hardware: Hardware, number: int = 0, beside: Device | None = N
                 page_lock_seconds=hardware.page_lock_seconds,
                 check_ordering=check_ordering or None,
                 pages=Caching(hardware.page_scale) if hardware.caching_allocator else None,
-                beside=None if beside is None else beside.machine,
+                sibling=None if first_device is None else first_device.machine,
             )
         )
     if check_ordering:
-        raise InputError("--check-ordering looks for races on the simulated accelerator: add --device sim")
+        raise InputError(
+            "--check-ordering looks for races on the simulated accelerator: add --device sim"
+        )
     if hardware.device == "cuda":
         from graphrun.runtime.devices.cuda import CudaDevice
 
         return CudaDevice(number, workspace_bytes=hardware.workspace_bytes)
-    raise InputError(f"hardware {hardware.name} computes on {hardware.device!r}, which this version cannot run on; use cuda or sim")
+    raise InputError(
+        f"hardware {hardware.name} computes on {hardware.device!r}, which this version cannot run "
+        "on; use cuda or sim"
+    )

@@ -1,4 +1,7 @@
-"""The simulated machine as a `Device`. Copies happen at once; the virtual clock overlaps them with compute as a GPU does."""
+"""The simulated machine as a `Device`.
+
+Copies happen at once. The virtual clock overlaps them with compute as a GPU does.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,20 @@ import torch
 
 from graphrun import sim
 from graphrun.errors import GraphrunError, OutOfMemory, TransferFailed
-from graphrun.runtime.devices.device import Device, Queue, Stream
+from graphrun.runtime.devices.device import Device, Queue, StreamName
 from graphrun.units import show_size
 
 
 def _uncompiled() -> contextlib.AbstractContextManager[Any]:
-    """A context in which what `torch.compile` compiled runs as it was written: there is no compiler for ``sim``. Without compiled
-    code in this process, nothing to do."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo.eval_frame" in sys.modules else contextlib.nullcontext()
+    """Return a context in which compiled code runs as written: ``sim`` has no compiler.
+
+    Does nothing if this process has no compiled code.
+    """
+    return (
+        torch.compiler.set_stance("force_eager")
+        if "torch._dynamo.eval_frame" in sys.modules
+        else contextlib.nullcontext()
+    )
 
 
 class SimulatedDevice(Device):
@@ -38,14 +47,14 @@ class SimulatedDevice(Device):
 
     @contextmanager
     def session(self, cap_bytes: int, limit_bytes: int = 0) -> Iterator[None]:
-        """Activates the machine with a capacity of at most ``cap_bytes``; one beside another becomes active with that one. Ops run
-        on its compute timeline, whichever was current.
+        """Activate the machine with a capacity of at most ``cap_bytes``.
 
-        Leaving restores its capacity, unless it was changed meanwhile, and raises RaceError if races were found since the last
-        barrier.
+        A secondary machine becomes active with the first machine. Ops run on the machine's compute
+        timeline, whichever timeline was current. Leaving restores the capacity, unless it was
+        changed meanwhile. Raises RaceError if races were found since the last barrier.
         """
-        before, ordering = self.machine.capacity_bytes, self.machine.ordering
-        capped = cap_bytes if before is None else min(before, cap_bytes)
+        previous_bytes, ordering = self.machine.capacity_bytes, self.machine.ordering
+        capped = cap_bytes if previous_bytes is None else min(previous_bytes, cap_bytes)
         first = self.machine is self.machine.machines[0]
         with contextlib.ExitStack() as stack:
             if first:
@@ -55,63 +64,69 @@ class SimulatedDevice(Device):
                 stack.enter_context(ordering.watching())
             self.machine.capacity_bytes = capped
             try:
-                with self.machine.clock.on("compute", synchronous=True):
+                with self.machine.clock.use_stream("compute", synchronous=True):
                     yield
                 if first and ordering is not None:
                     ordering.raise_races()
             finally:
                 if self.machine.capacity_bytes == capped:
-                    self.machine.capacity_bytes = before
+                    self.machine.capacity_bytes = previous_bytes
 
     def pin(self, arena: torch.Tensor) -> None:
-        """Page-locks, and charges the timeline of that."""
+        """Page-lock ``arena``, and charge the timeline of page locking."""
         super().pin(arena)
         self.machine.page_lock(arena)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies now, and charges the copy timeline. The host waits where memory is not page-locked."""
+        """Copy now, and charge the copy timeline.
+
+        The host waits if the memory is not page-locked.
+        """
         with self.machine.on_copy_stream():
             target.copy_(source)
 
     def read(self, target: torch.Tensor, nbytes: int) -> None:
-        """Charges the disk timeline."""
+        """Charge the disk timeline."""
         self.machine.read(nbytes)
         if self.machine.ordering is not None:
             self.machine.ordering.host_wrote(target, "read from disk")
 
     def background(self, job: Callable[[], None], queue: Queue = "disk") -> Callable[[], None]:
-        """Runs the job now; its time passes on the timeline of its queue. So a copy can be queued behind every read."""
+        """Run the job now; its time passes on the timeline of its queue.
+
+        A copy can thus be queued after every read.
+        """
         if self.machine.ordering is not None:
             return self.machine.ordering.background(job)
         job()
         return lambda: None
 
     def reached(self, marks: Sequence[float]) -> bool:
-        """Whether the read ends before the current end of the copy timeline."""
+        """Return whether the read ends before the current end of the copy timeline."""
         return bool(marks) and marks[-1] <= self.machine.record("copy")
 
     def annotate(self, *, slot: str | None = None, block: str | None = None) -> None:
-        """Tells the ordering checker, where there is one."""
+        """Notify the ordering checker, if there is one."""
         if self.machine.ordering is not None:
             self.machine.ordering.annotate(slot, block)
 
     @contextmanager
     def on_host(self, slowdown: float) -> Iterator[None]:
-        """Charges the compute timeline with the FLOPs computed on the CPU inside, times ``slowdown``."""
-        with sim.HostFlops() as counted:
+        """Charge the compute timeline with the FLOPs of the CPU inside, times ``slowdown``."""
+        with sim.HostFlops() as host_flops:
             yield
-        self.machine.charge(round(counted.flops * slowdown))
+        self.machine.charge(round(host_flops.flops * slowdown))
 
-    def mark(self, stream: Stream) -> float:
-        """The virtual time at which the work issued to ``stream`` is finished."""
+    def mark(self, stream: StreamName) -> float:
+        """Return the virtual time at which the work issued to ``stream`` is finished."""
         return self.machine.record(stream)
 
-    def wait(self, stream: Stream, mark: float) -> None:
-        """``stream`` continues no earlier than ``mark``."""
+    def wait(self, stream: StreamName, mark: float) -> None:
+        """Make ``stream`` continue no earlier than ``mark``."""
         self.machine.wait(stream, mark)
 
     def barrier(self) -> None:
-        """Joins the timelines."""
+        """Join the timelines."""
         self.machine.synchronize()
 
     @property
@@ -130,28 +145,37 @@ class SimulatedDevice(Device):
         return self.machine.peak_bytes
 
     def reset_peak(self) -> None:
-        """Restarts the peak at the bytes allocated now."""
+        """Restart the peak at the bytes allocated now."""
         self.machine.reset_peak()
 
     def release_cached(self) -> None:
-        """Returns pages without tensors, where the machine counts in pages."""
+        """Return pages without tensors, if the machine counts in pages."""
         self.machine.trim()
 
     def holders(self) -> tuple[str, ...]:
-        """Size, dtype and shape of every live storage."""
-        return tuple(f"{show_size(nbytes)} {dtype} {tuple(shape)}" for nbytes, shape, dtype in self.machine.live())
+        """Return size, dtype and shape of every live storage."""
+        return tuple(
+            f"{show_size(nbytes)} {dtype} {tuple(shape)}"
+            for nbytes, shape, dtype in self.machine.live()
+        )
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether it is on this machine: one process may have several."""
+        """Return whether ``tensor`` is on this machine: one process may have several machines."""
         allocation: Any = getattr(tensor, "allocation", None)
         return allocation is not None and allocation.machine is self.machine
 
     def storage_of(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Key and bytes in the machine's ledger."""
+        """Return key and bytes in the machine's ledger."""
         allocation: Any = getattr(tensor, "allocation")  # noqa: B009
         return allocation.key, allocation.nbytes
 
     def explain(self, error: BaseException) -> GraphrunError | None:
-        """OutOfMemory for a refused allocation, TransferFailed for a failed copy; injected or not."""
+        """Return OutOfMemory for a refused allocation, TransferFailed for a failed copy.
+
+        Both may be injected.
+        """
         kinds = ((torch.OutOfMemoryError, OutOfMemory), (sim.SimulatedCopyError, TransferFailed))
-        return next((ours(str(error)) for kind, ours in kinds if isinstance(error, kind)), None)
+        return next(
+            (error_class(str(error)) for kind, error_class in kinds if isinstance(error, kind)),
+            None,
+        )

@@ -1,4 +1,4 @@
-"""Advice for plans that fit and mostly wait: each change is solved for."""
+"""Suggestions for plans that fit and mostly wait: each change is solved for."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from planner_problems import GIB, flux
 from planner_real import with_backing_stores
 
 from graphrun.model.problem import ComponentNumbers, Problem
-from graphrun.report.precisions import MEASURED, PLAIN, measured
+from graphrun.report.precisions import MEASURED, PLAIN, precision_lines
 from graphrun.report.screen import Look
-from graphrun.report.whatif_screens import advice_screen
-from graphrun.solve.advice import advice, worthwhile
+from graphrun.report.whatif_screens import suggestions_screen
 from graphrun.solve.solve import solve
+from graphrun.solve.speedups import speedups, worthwhile
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "precision.json"
 
@@ -45,30 +45,44 @@ def test_what_would_help_a_slow_plan_is_solved_for_and_can_be_typed() -> None:
     problem = from_disk(8, steps=8)
     solution = solve(problem)
     assert solution.slow
-    found = worthwhile(advice(problem, ()), solution)
-    by = {" ".join(word for pair in repair.change for word in pair): repair for repair in found}
-    assert {"--ram 21G", "--source FOLDER", "--allow fp8", "--allow fp8 --source FOLDER"} <= {
-        name.replace(str(21 * GIB), "21G") for name in by
+    suggestions = worthwhile(speedups(problem, ()), solution)
+    suggestion_by_change = {
+        " ".join(word for pair in suggestion.change for word in pair): suggestion
+        for suggestion in suggestions
     }
-    assert [repair.changes_output for repair in found] == sorted(repair.changes_output for repair in found)
-    assert all(repair.seconds <= 0.9 * solution.simulation.total_seconds for repair in found)
-    more = solve(replace(problem, ram_bytes=21 * GIB)).simulation.total_seconds
-    assert by[f"--ram {21 * GIB}"].seconds == pytest.approx(more, rel=0.02)
-    screen = advice_screen(solution, found, Look())
+    assert {"--ram 21G", "--source FOLDER", "--allow fp8", "--allow fp8 --source FOLDER"} <= {
+        name.replace(str(21 * GIB), "21G") for name in suggestion_by_change
+    }
+    assert [suggestion.changes_output for suggestion in suggestions] == sorted(
+        suggestion.changes_output for suggestion in suggestions
+    )
+    assert all(
+        suggestion.seconds <= 0.9 * solution.simulation.total_seconds for suggestion in suggestions
+    )
+    ample_seconds = solve(replace(problem, ram_bytes=21 * GIB)).simulation.total_seconds
+    assert suggestion_by_change[f"--ram {21 * GIB}"].seconds == pytest.approx(
+        ample_seconds, rel=0.02
+    )
+    screen = suggestions_screen(solution, suggestions, Look())
     assert "\n --ram 21G " in screen
     assert max(map(len, screen.splitlines())) <= 80
     assert re.search(
-        r"--allow fp8 --source FOLDER +[\d.]+ s  changes the output, from a checkpoint\n +already in that precision", screen
+        r"--allow fp8 --source FOLDER +[\d.]+ s  changes the output, from a checkpoint\n"
+        r" +already in that precision",
+        screen,
     )
     assert "in fp8 97.5% and 96.0%, PSNR 50.5 dB" in " ".join(screen.split())
 
 
-def test_a_plan_that_mostly_computes_gets_no_advice() -> None:
+def test_a_plan_that_mostly_computes_gets_no_suggestions() -> None:
     assert not solve(flux(24 * GIB, steps=4)).slow
 
 
 def test_the_figures_of_precisions_are_those_measured() -> None:
     rows = {row["name"]: row for row in json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]}
     assert (rows["bf16"]["one"], rows["bf16"]["two"]) == PLAIN
-    assert {name: (rows[name]["one"], rows[name]["two"], round(rows[name]["psnr"], 1)) for name in MEASURED} == MEASURED
-    assert measured(("tiling", "cpu")) == []
+    assert {
+        name: (rows[name]["one"], rows[name]["two"], round(rows[name]["psnr"], 1))
+        for name in MEASURED
+    } == MEASURED
+    assert precision_lines(("tiling", "cpu")) == []

@@ -1,0 +1,117 @@
+"""Suggestions that make a plan faster if it fits but mostly waits for copies or the disk. Each is a
+changed problem, which is solved.
+
+Without changes of the output: all of the card, RAM for all weights, a session, weights stored in
+the precision they are used in. With changes: permissions. `graphrun.solve.setting_suggestions` has
+the options of stages, which need a dry run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from graphrun.model.choices import with_each_variant
+from graphrun.model.least_memory import used_components
+from graphrun.model.problem import Problem, Variant
+from graphrun.model.solution import Solution
+from graphrun.solve.suggestions import Suggestion, permissions, predicted_seconds
+
+LEAST_GAIN = 0.1  # minimum share of a run's time that a suggestion saves
+SESSION = 8  # runs
+GIB = 2**30
+
+
+def speedups(problem: Problem, options: Iterable[Suggestion]) -> Iterator[Suggestion]:
+    """Yield changes of ``problem``, then the changes ``options`` of its stages, with the predicted
+    seconds of one run."""
+    for text, change, new_problem, changes_output in _proposals(problem):
+        if (seconds := predicted_seconds(new_problem)) is not None:
+            yield Suggestion(text, change, seconds / new_problem.runs, changes_output)
+    yield from (
+        replace(suggestion, seconds=suggestion.seconds / problem.runs) for suggestion in options
+    )
+
+
+def worthwhile(suggestions: Iterable[Suggestion], solution: Solution) -> tuple[Suggestion, ...]:
+    """Return the ``suggestions`` that save at least LEAST_GAIN: first those without changes of the
+    output, then by time."""
+    limit_seconds = (1 - LEAST_GAIN) * solution.simulation.total_seconds / solution.problem.runs
+    return tuple(
+        sorted(
+            (suggestion for suggestion in suggestions if suggestion.seconds <= limit_seconds),
+            key=lambda suggestion: (suggestion.changes_output, suggestion.seconds),
+        )
+    )
+
+
+_Proposal = tuple[str, tuple[tuple[str, str], ...], Problem, bool]
+
+
+def _proposals(problem: Problem) -> Iterator[_Proposal]:
+    capacity = problem.hardware.capacity_bytes
+    if (
+        problem.budget_bytes < capacity
+        and problem.hardware.device != "sim"
+        and not problem.secondaries
+    ):
+        yield (
+            "all of the card",
+            (("--vram", str(capacity)),),
+            replace(problem, budget_bytes=capacity),
+            False,
+        )
+    if (ram := _ample_ram(problem)) > problem.ram_bytes:
+        yield "RAM for all weights", (("--ram", str(ram)),), replace(problem, ram_bytes=ram), False
+    if problem.runs == 1:
+        yield (
+            f"a session of {SESSION} runs, each",
+            (("--runs", str(SESSION)),),
+            replace(problem, runs=SESSION),
+            False,
+        )
+    files = "files with the weights as they are used", ("--source", "FOLDER")
+    if (stored_problem := _as_used(problem)) != problem:
+        yield files[0], (files[1],), stored_problem, False
+    for proposal in permissions(problem):
+        yield proposal.text, proposal.change, proposal.problems[0], True
+        if (stored_problem := _as_used(proposal.problems[0])) != proposal.problems[0]:
+            yield (
+                f"{proposal.text}, with {files[0]}",
+                (*proposal.change, files[1]),
+                stored_problem,
+                True,
+            )
+
+
+def _ample_ram(problem: Problem) -> int:
+    """Return the RAM for backing stores of all components in their first precision, rounded up to
+    GiB."""
+    in_ram = [
+        [v for v in (c.variants[n] for n in problem.usable(c)) if v.backing_store != "disk"]
+        for c in used_components(problem)
+    ]
+    store_bytes = [
+        variants[0].host_bytes + variants[0].transient_bytes for variants in in_ram if variants
+    ]
+    return -(-sum(store_bytes) // GIB) * GIB
+
+
+def _as_used(problem: Problem) -> Problem:
+    """Return ``problem`` with checkpoints already in the precision of use: no further bytes are
+    read, and no conversion is needed."""
+
+    def stored(variant: Variant) -> Variant:
+        if not variant.read_bytes or (variant.needs and variant.needs not in problem.allow):
+            return variant
+        read_seconds = tuple(
+            nbytes / problem.hardware.disk_bytes_per_second for nbytes in variant.block_bytes
+        )
+        seconds = (
+            {"disk_seconds": read_seconds}
+            if variant.backing_store == "disk"
+            else {"read_seconds": read_seconds}
+        )
+        return replace(variant, read_bytes=(), transient_bytes=0, **seconds)  # type: ignore[arg-type]
+
+    return with_each_variant(problem, stored)

@@ -1,0 +1,349 @@
+"""Changes of a problem after which a plan exists, each verified by a solve.
+
+Changes that leave the output unchanged come first, then those with the least predicted time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from graphrun.model.choices import stages_of
+from graphrun.model.least_memory import PhaseMinimum
+from graphrun.model.problem import PhaseNumbers, Problem, ValueNumbers
+from graphrun.solve.least import ever_finer, has_usable_variants
+from graphrun.solve.milp import Formulation
+from graphrun.solve.orders import stage_choices
+from graphrun.solve.search import SECONDS, choose
+from graphrun.units import typed_size
+
+
+def predicted_seconds(problem: Problem) -> float | None:
+    """Return the seconds of the fastest plan for ``problem`` by the program, without simulation;
+    None if nothing fits."""
+    for split in ever_finer(problem) if has_usable_variants(problem) else ():
+        answer = choose(
+            [Formulation(stage_choice.program) for stage_choice in stage_choices(split)[0]], SECONDS
+        )
+        if answer is not None:
+            return answer.program.seconds(answer.choice)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """A change after which a plan exists.
+
+    ``change``: pairs of a command-line option and its value, "" for an option without a value.
+    ``seconds``: predicted total of all runs. ``changes_output``: whether generated images differ.
+    """
+
+    text: str
+    change: tuple[tuple[str, str], ...]
+    seconds: float
+    changes_output: bool = False
+
+    def __str__(self) -> str:
+        return self.text
+
+
+# options with a size that may be larger than suggested
+SIZES = (
+    "--vram",
+    "--ram",
+    "--pinned",
+    "--disk",
+)
+
+
+def typed_value(option: str, value: str) -> str:
+    """Return ``value`` of ``option`` as a user types it. Sizes are rounded so that they still
+    suffice."""
+    if option not in (*SIZES, "--reserve"):
+        return value
+    return ",".join(
+        typed_size(nbytes, round_down=option == "--reserve") for nbytes in sizes_in(value)
+    )
+
+
+def sizes_in(value: str) -> list[int]:
+    """Return the bytes in the value of an option, one number for each device."""
+    return [int(size.removesuffix("B")) for size in value.split(",")]
+
+
+def python_arguments(suggestion: Suggestion, problem: Problem) -> str:
+    """Return the arguments of `graphrun.estimate` or `graphrun.attach` for ``suggestion``, such as
+    ``vram="3.4G"``.
+
+    Empty if arguments alone do not suffice: a directive left out, a second run, a larger device.
+    """
+    values: dict[str, list[str]] = {}
+    for option, value in suggestion.change:
+        too_large = option == "--vram" and sizes_in(value)[0] > problem.hardware.capacity_bytes
+        if option not in (*SIZES, "--reserve", "--allow") or too_large:
+            return ""
+        values.setdefault(option.removeprefix("--"), []).append(typed_value(option, value))
+    if "allow" in values:
+        values["allow"] = [*problem.allow, *values["allow"]]
+    lists = {name: ", ".join(f'"{text}"' for text in texts) for name, texts in values.items()}
+    return ", ".join(
+        f"{name}=[{text}]" if name == "allow" else f"{name}={text}" for name, text in lists.items()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A suggestion to verify: each of ``problems`` must have a plan. Otherwise ``fallback`` is
+    verified."""
+
+    text: str
+    change: tuple[tuple[str, str], ...]
+    problems: tuple[Problem, ...]
+    changes_output: bool = False
+    fallback: Proposal | None = None
+
+
+def suggestions_of(
+    problem: Problem, needs: Sequence[PhaseMinimum], minimum_bytes: Mapping[str, int]
+) -> tuple[Suggestion, ...]:
+    """Return the changes that each suffice alone, best first.
+
+    ``needs``: the phases that do not fit in VRAM. ``minimum_bytes``: name of a tier -> its minimum
+    budget.
+    """
+    suggestions = (_verified(proposal) for proposal in _proposals(problem, needs, minimum_bytes))
+    return tuple(
+        sorted(
+            (suggestion for suggestion in suggestions if suggestion is not None),
+            key=lambda suggestion: (suggestion.changes_output, suggestion.seconds),
+        )
+    )
+
+
+def _verified(proposal: Proposal) -> Suggestion | None:
+    seconds = [predicted_seconds(candidate) for candidate in proposal.problems]
+    if None in seconds:
+        return _verified(proposal.fallback) if proposal.fallback is not None else None
+    return Suggestion(
+        proposal.text,
+        proposal.change,
+        sum(s for s in seconds if s is not None),
+        proposal.changes_output,
+    )
+
+
+def _proposals(
+    problem: Problem, needs: Sequence[PhaseMinimum], minimum_bytes: Mapping[str, int]
+) -> Iterator[Proposal]:
+    yield from _budgets(problem, minimum_bytes)
+    yield from permissions(problem)
+    yield from _directives(problem, needs)
+    yield from _separate_runs(problem)
+    yield from _smaller_activation(problem, needs)
+
+
+def _budgets(problem: Problem, minimum_bytes: Mapping[str, int]) -> Iterator[Proposal]:
+    """Raise each budget that is too small alone, and VRAM and RAM together if both are."""
+    device, ram = minimum_bytes["VRAM"], minimum_bytes["RAM"]
+    capacity = problem.hardware.capacity_bytes
+    raised = replace(problem, budget_bytes=device)
+    if device > capacity:
+        raised = replace(raised, hardware=replace(problem.hardware, capacity_bytes=device))
+    vram = Proposal(
+        _device_text(problem, device), (("--vram", problem.vram_option(device)),), (raised,)
+    )
+    if device > min(problem.budget_bytes, capacity):
+        yield vram
+    if ram > problem.ram_bytes:
+        text = _raise("RAM", problem.ram_bytes, ram)
+        yield Proposal(text, (("--ram", str(ram)),), (replace(problem, ram_bytes=ram),))
+        if device > min(problem.budget_bytes, capacity):
+            raised_problems = (replace(raised, ram_bytes=ram),)
+            yield Proposal(
+                f"{vram.text} and {text}", (*vram.change, ("--ram", str(ram))), raised_problems
+            )
+    if (
+        problem.pinned_bytes is not None
+        and (pinned := minimum_bytes["pinned RAM"]) > problem.pinned_bytes
+    ):
+        text = _raise("page-locked RAM", problem.pinned_bytes, pinned)
+        yield Proposal(text, (("--pinned", str(pinned)),), (replace(problem, pinned_bytes=pinned),))
+    if problem.disk_bytes is not None and (disk := minimum_bytes["disk"]) > problem.disk_bytes:
+        yield Proposal(
+            _raise("disk", problem.disk_bytes, disk),
+            (("--disk", str(disk)),),
+            (replace(problem, disk_bytes=disk),),
+        )
+
+
+def _device_text(problem: Problem, device: int) -> str:
+    capacity = problem.hardware.capacity_bytes
+    if device > capacity:
+        return (
+            f"use a device with {typed_size(device)} or more: this one has {typed_size(capacity)}"
+        )
+    return _raise("VRAM", problem.budget_bytes, device)
+
+
+def _raise(tier: str, have: int, want: int) -> str:
+    return f"raise the {tier} budget from {typed_size(have, round_down=True)} to {typed_size(want)}"
+
+
+def permissions(problem: Problem) -> Iterator[Proposal]:
+    """Grant the missing permissions of variants and options: each alone, then all together."""
+    variants = {
+        variant.needs: (component.name, variant)
+        for component in problem.components
+        for variant in component.variants
+    }
+    options = {option.needs: option for option in problem.options}
+    missing_names = [
+        name for name in sorted({*variants, *options}) if name and name not in problem.allow
+    ]
+    for name in missing_names:
+        users = [c.name for c in problem.components if any(v.needs == name for v in c.variants)]
+        users += [
+            f"{option.name} of {option.stage}" for option in problem.options if option.needs == name
+        ]
+        yield Proposal(
+            f"allow {name} (for {', '.join(users)})",
+            (("--allow", name),),
+            (replace(problem, allow=(*problem.allow, name)),),
+            True,
+        )
+    if len(missing_names) > 1:
+        allowed_problem = replace(problem, allow=(*problem.allow, *missing_names))
+        yield Proposal(
+            f"allow {', '.join(missing_names)}",
+            tuple(("--allow", name) for name in missing_names),
+            (allowed_problem,),
+            True,
+        )
+
+
+def _directives(problem: Problem, needs: Sequence[PhaseMinimum]) -> Iterator[Proposal]:
+    short = max((need.short_bytes for need in needs), default=0)
+    if problem.reserve_bytes and 0 < short <= problem.reserve_bytes:
+        lowered = problem.reserve_bytes - short
+        text = (
+            f"lower the reserve from {typed_size(problem.reserve_bytes)}"
+            f" to {typed_size(lowered, round_down=True)}"
+        )
+        yield Proposal(
+            text, (("--reserve", str(lowered)),), (replace(problem, reserve_bytes=lowered),)
+        )
+    for directive in problem.directives:
+        directives = tuple(other for other in problem.directives if other != directive)
+        name = f"{directive.placement} {directive.component}"
+        yield Proposal(
+            f"do without the directive {name}",
+            ((f"--{directive.placement}", ""),),
+            (replace(problem, directives=directives),),
+        )
+
+
+def _separate_runs(problem: Problem) -> Iterator[Proposal]:
+    """Run the leading stages separately, and the other stages with their saved outputs.
+
+    If the leading stages do not fit even so, they may run on another machine or with a larger
+    budget, because embeddings can be saved.
+    """
+    stages = stages_of(problem)
+    for count in range(1, len(stages)):
+        leading, last = stages[:count], stages[count - 1]
+        if problem.runs > 1 or any(
+            first not in leading for first, second in problem.precedence or () if second in leading
+        ):
+            continue
+        trailing, change = _subproblem(problem, stages[count:]), (("--until", last),)
+        text = (
+            f"run {', '.join(leading)} separately: first with --until {last}, then the other stages"
+            " with its outputs"
+        )
+        fallback_text = (
+            f"run {', '.join(leading)} on a larger machine with --until {last}, then the other"
+            " stages here with its outputs"
+        )
+        yield Proposal(
+            text,
+            change,
+            (_subproblem(problem, leading), trailing),
+            fallback=Proposal(fallback_text, change, (trailing,)),
+        )
+
+
+def _subproblem(problem: Problem, stages: tuple[str, ...]) -> Problem:
+    """Return ``problem`` with only ``stages``. Values from earlier stages are on the device from
+    its first phase on."""
+    numbers = [number for number, phase in enumerate(problem.phases) if phase.stage in stages]
+    phases = tuple(problem.phases[number] for number in numbers)
+    values = tuple(
+        _shifted(value, numbers[0], numbers[-1])
+        for value in problem.values
+        if numbers and _overlaps(value, numbers)
+    )
+    names = {use.component for phase in phases for use in phase.uses}
+    names |= {
+        use.component
+        for option in problem.options
+        if option.stage in stages
+        for phase in option.phases
+        for use in phase.uses
+    }
+    pairs = problem.precedence
+    return replace(
+        problem,
+        phases=phases,
+        values=values,
+        components=tuple(component for component in problem.components if component.name in names),
+        directives=tuple(
+            directive for directive in problem.directives if directive.component in names
+        ),
+        precedence=None
+        if pairs is None
+        else tuple(pair for pair in pairs if set(pair) <= set(stages)),
+        options=tuple(option for option in problem.options if option.stage in stages),
+    )
+
+
+def _overlaps(value: ValueNumbers, numbers: Sequence[int]) -> bool:
+    return value.first_phase <= numbers[-1] and value.last_phase >= numbers[0]
+
+
+def _shifted(value: ValueNumbers, begin: int, end: int) -> ValueNumbers:
+    return replace(
+        value,
+        first_phase=max(value.first_phase, begin) - begin,
+        last_phase=min(value.last_phase, end) - begin,
+    )
+
+
+def _smaller_activation(problem: Problem, needs: Sequence[PhaseMinimum]) -> Iterator[Proposal]:
+    """Shrink the activation of the phases that do not fit in VRAM until they fit."""
+    limits = {
+        need.phase: need.available_bytes - need.total_bytes + need.activation_bytes
+        for need in needs
+    }
+    if not limits or any(limit <= 0 for limit in limits.values()):
+        return
+    parts = [
+        f"{need.phase} from {typed_size(need.activation_bytes)}"
+        f" to {typed_size(limits[need.phase], round_down=True)}"
+        for need in needs
+    ]
+    phases = tuple(_limit_activation(phase, limits.get(phase.name)) for phase in problem.phases)
+    text = (
+        f"shrink the activation of {', '.join(parts)}:"
+        " a smaller image, fewer images at once, tiling"
+    )
+    yield Proposal(text, (), (replace(problem, phases=phases),), True)
+
+
+def _limit_activation(phase: PhaseNumbers, activation: int | None) -> PhaseNumbers:
+    if activation is None:
+        return phase
+    return replace(
+        phase,
+        first_bytes=min(phase.first_bytes, activation),
+        steady_bytes=min(phase.steady_bytes, activation),
+    )
