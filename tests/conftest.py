@@ -90,8 +90,8 @@ def free_ram() -> Iterator[None]:
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder shared by all workers of a test session, for files that several processes may write
     at once."""
-    own = tmp_path_factory.getbasetemp()
-    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    base_folder = tmp_path_factory.getbasetemp()
+    return base_folder.parent if "PYTEST_XDIST_WORKER" in os.environ else base_folder
 
 
 @pytest.fixture(scope="session")

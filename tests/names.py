@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("graphrun", "tests", "benchmarks", "docs", "examples", "training")
 BANNED = """
-of at by on to into onto upon with within without about above below beneath beside besides
+of own at by on to into onto upon with within without about above below beneath beside besides
 between beyond behind before after during since against along across around among through over
 under off out up down than like unlike inside outside near apart away ahead it its they them
 their theirs we us our ours you your mine that this these those which what who whom whose each

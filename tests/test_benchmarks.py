@@ -196,17 +196,17 @@ def test_recorded_warm_calls_copy_fewer_bytes_than_those_of_other_tools() -> Non
     assert len(pipelines) == 10
     for name, pipeline in pipelines.items():
         for row in pipeline["budgets"]:
-            own, tools = (
+            graphrun_cell, tools = (
                 row["graphrun"],
                 {**pipeline, "ComponentsManager": row["ComponentsManager"]},
             )
             peers = [tools[tool] for tool in row["fitting"]]
             if row["share"] < 1:
                 for quantity in ("bytes", "seconds", "in turn"):
-                    assert all(own[quantity] < peer[quantity] for peer in peers), (
+                    assert all(graphrun_cell[quantity] < peer[quantity] for peer in peers), (
                         name,
                         row["share"],
                         quantity,
                     )
             else:
-                assert own["bytes"] <= min(peer["bytes"] for peer in peers), name
+                assert graphrun_cell["bytes"] <= min(peer["bytes"] for peer in peers), name

@@ -28,7 +28,7 @@ def test_no_mutable_state_at_module_level() -> None:
 
 def test_text_files_are_utf_8_by_name() -> None:
     """On Windows the default is another encoding, in which a page or a screen cannot be written."""
-    faults, own = [], ("planfile", "reading")  # modules with functions of these names
+    faults, module_names = [], ("planfile", "reading")  # modules with functions of these names
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             match node:
@@ -38,7 +38,7 @@ def test_text_files_are_utf_8_by_name() -> None:
                 ):
                     if (
                         "encoding" not in {keyword.arg for keyword in keywords}
-                        and getattr(value, "id", "") not in own
+                        and getattr(value, "id", "") not in module_names
                     ):
                         faults.append(f"{path}:{node.lineno}")
     assert not faults

@@ -165,8 +165,8 @@ def in_a_row(
     in the segment takes the last blocks, or the blocks before these if it also ends there.
     """
     segment_numbers = {
-        secondary: sorted(k for k, count in own.items() if count)
-        for secondary, own in counts.items()
+        secondary: sorted(k for k, count in block_counts.items() if count)
+        for secondary, block_counts in counts.items()
     }
     blocks_by_secondary = {
         secondary: dict[str, tuple[int, ...]]()

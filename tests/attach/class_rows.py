@@ -94,9 +94,9 @@ def attached_row(name: str) -> str:
             graphrun.attach(pipe, vram=budget_bytes, device=device) as attachment,
         ):
             failed[number] = True
-            for own, expected in [(case, want)] * 3 + texts + [(case, want)]:
-                is_equal = equal(own.call(pipe, put_on(device)), expected)
-                cells["texts" if own is other else "calls"][number] &= is_equal
+            for current_case, expected in [(case, want)] * 3 + texts + [(case, want)]:
+                is_equal = equal(current_case.call(pipe, put_on(device)), expected)
+                cells["texts" if current_case is other else "calls"][number] &= is_equal
                 assert attachment.solution is not None
                 assert attachment.trace is not None
                 assert device.allocated_bytes == attachment.held_bytes

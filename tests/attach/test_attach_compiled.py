@@ -128,15 +128,15 @@ def plain_calls(change: Callable[[Any, Any], None], backend: Any, count: int) ->
 def test_blocks_are_compiled_as_often_as_those_of_the_plain_pipeline(case: str) -> None:
     """Two sizes in turn, so that blocks are compiled for the second, too."""
     options, change, first = CASES[case.removesuffix(", Inductor")]
-    plain, own = (Compilations(case.endswith("Inductor")) for _ in range(2))
+    plain, attachment_compilations = (Compilations(case.endswith("Inductor")) for _ in range(2))
     want = plain_calls(change, plain, 20 if plain.inductor and change is repeated else 4)
     pipe = FLUX.build()
     if first == "compiled":
-        change(pipe, own)
+        change(pipe, attachment_compilations)
     with attach(pipe, **options) as attachment:
         if first == "attached":
             called(pipe, 0)
-            change(pipe, own)
+            change(pipe, attachment_compilations)
         for number, image in enumerate(want):
             assert equal(called(pipe, number), image)
             assert attachment.trace is not None
@@ -145,7 +145,7 @@ def test_blocks_are_compiled_as_often_as_those_of_the_plain_pipeline(case: str) 
                 event.component for event in attachment.trace.events if event.kind == "stream"
             }
             assert streamed == set(options.get("exclude", ()))
-        assert own.count == plain.count > 0
+        assert attachment_compilations.count == plain.count > 0
     assert equal(called(pipe, 0), want[0])
 
 
@@ -177,16 +177,16 @@ def test_a_plan_that_moves_parts_of_a_compiled_block_is_refused() -> None:
 def test_compiled_blocks_run_as_written_on_the_simulated_accelerator() -> None:
     """However many calls of however many sizes there are, none of them compiles. PyTorch has no
     compiler for ``sim``, and refuses the plain compiled pipeline there."""
-    pipe, own = FLUX.build(), Compilations()
+    pipe, compilations = FLUX.build(), Compilations()
     want = [called(pipe, number) for number in range(2)]
-    repeated(pipe, own)
+    repeated(pipe, compilations)
     with attach(pipe, **STREAMED, device=SimulatedDevice(Machine())):
         for number in (0, 1, 2):
             image = called(pipe, number)
             assert number == 2 or equal(image, want[number])
-    assert own.count == 0
+    assert compilations.count == 0
     assert equal(called(pipe, 0), want[0])
-    assert own.count > 0
+    assert compilations.count > 0
 
 
 @pytest.mark.parametrize("whole", [torch.compile, lambda module: module.compile() or module])
@@ -297,8 +297,8 @@ def test_outputs_of_compiled_blocks_are_cached_apart(edit_graph: Callable[..., A
     plain, compiled = keys.candidates("denoise", ["compile"])
     assert keys.key("denoise", plain) == keys.key("denoise") != keys.key("denoise", compiled)
     assert keys.key("encode", plain) == keys.key("encode", compiled)
-    own = edit_graph("flux-tiny")
-    assert StageKeys(own, own.resolve(SMALL), "sim", str).key("denoise") == keys.key("denoise")
+    base = edit_graph("flux-tiny")
+    assert StageKeys(base, base.resolve(SMALL), "sim", str).key("denoise") == keys.key("denoise")
 
 
 def test_components_are_not_compiled_as_a_whole(edit_graph: Callable[..., Any]) -> None:

@@ -137,19 +137,19 @@ def test_a_longer_text_is_planned_before_its_call_where_texts_are_not_padded_to_
 
 def test_ids_that_enter_a_component_at_a_texts_own_length_make_texts_matter() -> None:
     pipe = SimpleNamespace(tokenizer=tiny("tokenizer"))
-    fixed, own = TextLengths(), TextLengths()
-    with fixed.watch(pipe):
+    fixed_lengths, variable_lengths = TextLengths(), TextLengths()
+    with fixed_lengths.watch(pipe):
         padded = pipe.tokenizer(
             "a ship", padding="max_length", max_length=12, truncation=True, return_tensors="pt"
         )
         # counted, to warn of a text that is cut
         pipe.tokenizer(["a ship"], padding="longest", return_tensors="pt")
-        fixed.add_inputs((padded["input_ids"],))
-    with own.watch(SimpleNamespace(processor=pipe)):
-        own.add_inputs(
+        fixed_lengths.add_inputs((padded["input_ids"],))
+    with variable_lengths.watch(SimpleNamespace(processor=pipe)):
+        variable_lengths.add_inputs(
             {"input_ids": pipe.tokenizer("a ship", padding=True, return_tensors="pt")["input_ids"]}
         )
-    assert (fixed.matter, own.matter) == (False, True)
+    assert (fixed_lengths.matter, variable_lengths.matter) == (False, True)
     assert type(pipe.tokenizer) is type(tiny("tokenizer"))
 
 

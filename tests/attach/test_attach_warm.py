@@ -195,11 +195,15 @@ def test_where_all_fits_a_further_call_runs_hardly_more_operators_than_the_plain
 ) -> None:
     """None for each weight: what stays loaded is bound again as it was."""
     roomy.call()
-    with Operators() as own:
+    with Operators() as warm_operators:
         SD.call(roomy.pipe)
     with Operators() as plain:
         SD.call(roomy.plain)
-    assert own.count <= plain.count + 30 < plain.count + len(list(roomy.pipe.unet.parameters()))
+    assert (
+        warm_operators.count
+        <= plain.count + 30
+        < plain.count + len(list(roomy.pipe.unet.parameters()))
+    )
 
 
 def test_what_does_not_fit_moves_what_the_plan_says_and_less_than_from_an_empty_device() -> None:

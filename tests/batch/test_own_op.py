@@ -111,10 +111,10 @@ def load_graph(tmp_path: Path, op_file: Path) -> Callable[..., Any]:
 
 def by_hand(graph: Any, picture: Any) -> bytes:
     """``picture`` sharpened without graphrun."""
-    vae, own = build(graph.components["vae"], graph), importlib.import_module("mine")
+    vae, op_module = build(graph.components["vae"], graph), importlib.import_module("mine")
     with torch.no_grad():
-        latents = own.encode(picture, vae, torch.device("cpu"))["latents"]
-        return bytes(own.sharpen(latents, vae)["image"].tobytes())
+        latents = op_module.encode(picture, vae, torch.device("cpu"))["latents"]
+        return bytes(op_module.sharpen(latents, vae)["image"].tobytes())
 
 
 @pytest.mark.long

@@ -69,7 +69,7 @@ def placed(
         [],
         iter(cluster.devices),
     )
-    for count, own in zip(counts, stage_sets, strict=True):
+    for count, stage_names in zip(counts, stage_sets, strict=True):
         devices = [next(free) for _ in range(count)]
         budget = {
             **BUDGET,
@@ -77,7 +77,7 @@ def placed(
             "hardware": devices[0].hardware,
         }
         problem = graphrun.estimate(graph, inputs=SMALL, cache=cache, runs=items, **budget)
-        solution = graphrun.plan(segment_of(graph, problem, own, items)[1], cache=cache)
+        solution = graphrun.plan(segment_of(graph, problem, stage_names, items)[1], cache=cache)
         assignments.append(
             Assignment(devices[0], column_of(stages, problem.values, solution), tuple(devices[1:]))
         )
@@ -121,13 +121,13 @@ class Here:
         self.ran.append(worker)
         if self._before_run is not None:
             self._before_run(self, len(self.ran))
-        own = [
+        lazy_visits = [
             visit._replace(
                 values=[lambda number=number: self._value(number) for number in visit.values]
             )
             for visit in visits
         ]
-        outputs, report = self.workers[worker].run(own)
+        outputs, report = self.workers[worker].run(lazy_visits)
         self._results[ticket := self.answer(report)] = [self._keep(output) for output in outputs]
         self.worker_of[ticket] = worker
         return ticket

@@ -89,20 +89,22 @@ class Case:
         """Every column of ``kind``: consecutive stages, or with ``apart`` any that share no value
         but with the next one, on one device; shares of the host's memory."""
         stage_sets = (
-            own for count in range(len(self.stages)) for own in combinations(self.stages, count + 1)
+            stage_set
+            for count in range(len(self.stages))
+            for stage_set in combinations(self.stages, count + 1)
         )
         able = [
-            own
-            for own in stage_sets
-            if len(self.parts(own)) == 1
-            or (has_gaps and not kind.secondaries and self._separate(own))
+            stage_set
+            for stage_set in stage_sets
+            if len(self.parts(stage_set)) == 1
+            or (has_gaps and not kind.secondaries and self._separate(stage_set))
         ]
-        priced = (self.price(kind, own, share) for own in able for share in SHARES)
+        priced = (self.price(kind, stage_set, share) for stage_set in able for share in SHARES)
         return list(dict.fromkeys(column for column in priced if column is not None))
 
-    def parts(self, own: tuple[str, ...]) -> list[tuple[int, int]]:
-        """Of ``own`` stages: where each stretch of them begins and ends."""
-        numbers = [self.stages.index(stage) for stage in own]
+    def parts(self, stage_set: tuple[str, ...]) -> list[tuple[int, int]]:
+        """Where each stretch of consecutive stages of ``stage_set`` begins and ends."""
+        numbers = [self.stages.index(stage) for stage in stage_set]
         cuts = [
             0,
             *(
@@ -114,10 +116,10 @@ class Case:
         ]
         return [(numbers[a], numbers[b - 1] + 1) for a, b in pairwise(cuts)]
 
-    def _separate(self, own: tuple[str, ...]) -> bool:
+    def _separate(self, stage_set: tuple[str, ...]) -> bool:
         number = {
             stage: index
-            for index, span in enumerate(self.parts(own))
+            for index, span in enumerate(self.parts(stage_set))
             for stage in self.stages[slice(*span)]
         }
         return all(
@@ -295,16 +297,16 @@ def _latencies(case: Case, cold: bool) -> Iterator[float]:
 
 def _fit(cluster: Cluster, devices: tuple[ClusterDevice, ...], columns: tuple[Column, ...]) -> bool:
     for host in cluster.hosts:
-        own = [
+        host_columns = [
             column
             for device, column in zip(devices, columns, strict=True)
             if device.host == host.name
         ]
-        if sum(column.ram_bytes for column in own) > host.ram_bytes:
+        if sum(column.ram_bytes for column in host_columns) > host.ram_bytes:
             return False
         if (
             host.pinned_bytes is not None
-            and sum(column.pinned_bytes for column in own) > host.pinned_bytes
+            and sum(column.pinned_bytes for column in host_columns) > host.pinned_bytes
         ):
             return False
     return True

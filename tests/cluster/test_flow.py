@@ -80,8 +80,8 @@ def held_by(pipeline: Placement, stage_sets: list[tuple[str, ...]]) -> Placement
     of any stages."""
     cluster = cluster_of(len(stage_sets))
     assignments = [
-        Assignment(device, replace(pipeline.assignments[0].column, stages=own))
-        for device, own in zip(cluster.devices, stage_sets, strict=True)
+        Assignment(device, replace(pipeline.assignments[0].column, stages=stage_names))
+        for device, stage_names in zip(cluster.devices, stage_sets, strict=True)
     ]
     return replace(pipeline, cluster=cluster, assignments=tuple(assignments))
 

@@ -123,9 +123,9 @@ def assert_drawn_alike(drawing: networkx.DiGraph) -> None:
     assert nbytes == {
         node: node_data for node, node_data in drawing.nodes(data="bytes") if node_data is not None
     }
-    own, join_nodes = of_mermaid(mermaid(drawing))
-    numbers = dict(zip(own, expected, strict=True))
-    assert {numbers[node]: text for node, text in own.items()} == expected
+    mermaid_nodes, join_nodes = of_mermaid(mermaid(drawing))
+    numbers = dict(zip(mermaid_nodes, expected, strict=True))
+    assert {numbers[node]: text for node, text in mermaid_nodes.items()} == expected
     assert {(numbers[tail], numbers[head]) for tail, head in join_nodes} == set(drawing.edges)
     assert of_svg(graph_svg(drawing, "note")) == (expected, drawing.number_of_edges(), nbytes)
 

@@ -146,12 +146,12 @@ def test_a_class_of_another_kind_is_refused_and_said_with_its_line(name: str) ->
     other = {"diffusers": "transformers", "transformers": "diffusers"}[name.split(".")[0]]
     with pytest.raises(GraphError):
         resolve_class(name, (other,), "", REFUSED[name])  # type: ignore[arg-type]
-    own = (name.split(".")[0],)
+    packages = (name.split(".")[0],)
     if name not in UNUSABLE:
-        assert resolve_class(name, own, "", REFUSED[name]).__name__ == name.split(".")[1]  # type: ignore[arg-type]
+        assert resolve_class(name, packages, "", REFUSED[name]).__name__ == name.split(".")[1]  # type: ignore[arg-type]
     else:
         with pytest.raises(GraphError, match=f"graph.yaml:7: {name} is not .*{UNUSABLE[name]}"):
-            resolve_class(name, own, "graph.yaml:7", REFUSED[name])  # type: ignore[arg-type]
+            resolve_class(name, packages, "graph.yaml:7", REFUSED[name])  # type: ignore[arg-type]
 
 
 @pytest.mark.long

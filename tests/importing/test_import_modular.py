@@ -370,7 +370,7 @@ def test_modular_folders_that_cannot_be_imported(folder: Path, tmp_path: Path) -
     assert "vae: there is no folder /nowhere" in refused(
         vae=["diffusers", "AutoencoderKL", specification]
     )
-    own = Path(shutil.copytree(folder, tmp_path / "own"))
-    (own / "modular_config.json").write_text("{}")
+    folder_copy = Path(shutil.copytree(folder, tmp_path / "own"))
+    (folder_copy / "modular_config.json").write_text("{}")
     with pytest.raises(InputError, match="modular_config.json is code that came with a checkpoint"):
-        imported(own, {})
+        imported(folder_copy, {})

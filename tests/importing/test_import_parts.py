@@ -160,7 +160,7 @@ def test_from_a_class_and_the_reference_configurations_come_the_reference_graphs
 ) -> None:
     """FLUX.1-dev in its true size: weights, phases and peaks of `graphs/flux-dev.yaml`, to the
     byte."""
-    own = {
+    config_names = {
         "text_encoder": "clip-l",
         "text_encoder_2": "t5-xxl",
         "transformer": "flux-dev-transformer",
@@ -168,7 +168,7 @@ def test_from_a_class_and_the_reference_configurations_come_the_reference_graphs
     }
     configs = {
         n: str(GRAPHS / "configs" / f"{file}.json")
-        for n, file in {**own, "scheduler": "flux-scheduler"}.items()
+        for n, file in {**config_names, "scheduler": "flux-scheduler"}.items()
     }
     graph_import = import_source(
         "diffusers.FluxPipeline",

@@ -42,11 +42,11 @@ SMALL = {"steps": 2, "height": 64, "width": 64}
 def twin(graph: Graph, folder: Path) -> Saved:
     """The own pipeline of ``graph`` as `save_pretrained` leaves it in ``folder``, with the
     arguments of the graph's first call."""
-    own, kind = graph.pipeline_called(""), resolve_class(graph.pipeline, graph.trust)
-    things = own.by_pipeline_name(
+    main_pipeline, kind = graph.pipeline_called(""), resolve_class(graph.pipeline, graph.trust)
+    things = main_pipeline.by_pipeline_name(
         {key: build(component, graph) for key, component in graph.components.items()}
     )
-    parts = own.by_pipeline_name(
+    parts = main_pipeline.by_pipeline_name(
         {key: build_part(part, graph) for key, part in graph.parts.items()}
     )
     for part in parts.values():  # a graph's tokenizer has a class of its own, which checks texts
@@ -56,7 +56,7 @@ def twin(graph: Graph, folder: Path) -> Saved:
             if getattr(import_module(base.__module__), base.__name__, None) is base
         )
     things |= parts
-    members = {**dict.fromkeys(kind._optional_components), **things, **own.config}
+    members = {**dict.fromkeys(kind._optional_components), **things, **main_pipeline.config}
     pipe = kind(
         **{
             name: value

@@ -99,13 +99,13 @@ def test_layers_are_diffusers_layerwise_casting(flux: Graph, cast: Path, module:
         == meta.get_parameter("transformer_blocks.0.ff.net.2.weight").dtype
         == FP8
     )
-    own = meta.get_submodule("transformer_blocks.0.ff.net.2").to_empty(device="cpu")
-    own.weight.copy_(layer.weight)  # type: ignore[operator]
-    own.bias.copy_(layer.bias)  # type: ignore[operator]
+    graphrun_layer = meta.get_submodule("transformer_blocks.0.ff.net.2").to_empty(device="cpu")
+    graphrun_layer.weight.copy_(layer.weight)  # type: ignore[operator]
+    graphrun_layer.bias.copy_(layer.bias)  # type: ignore[operator]
     x = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0)).to(
         torch.bfloat16
     )
-    assert torch.equal(own(x), layer(x))
+    assert torch.equal(graphrun_layer(x), layer(x))
 
 
 @pytest.mark.parametrize("kind", ["cast", "scaled"])

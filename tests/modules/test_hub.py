@@ -315,7 +315,7 @@ def test_a_run_from_the_hub(hub: Hub, tmp_path: Path) -> None:
     assert process.returncode == 0, process.stderr
     assert "org/shapes at bbbbbbbb: " in process.stderr
     assert "the run matched the plan" in process.stdout
-    own = subprocess.run(
+    default_process = subprocess.run(
         [*command[:5], *command[7:], "-o", "own.png"], cwd=tmp_path, capture_output=True, text=True
     )
     second = subprocess.run(
@@ -325,7 +325,7 @@ def test_a_run_from_the_hub(hub: Hub, tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    assert (own.returncode, second.returncode) == (0, 0), second.stderr
+    assert (default_process.returncode, second.returncode) == (0, 0), second.stderr
     from PIL import Image
 
     pictures = [

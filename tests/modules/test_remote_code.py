@@ -60,15 +60,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "tokenizer_config.json").write_text(
         json.dumps({**configs, "model_max_length": 77, "pad_token": "<pad>"})
     )
-    own = {
+    auto_map = {
         "AutoConfig": "own.OwnConfig",
         "AutoProcessor": "own.Own",
         "AutoImageProcessor": "own.Own",
     }
-    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": own}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto_map}))
     for name in ("preprocessor_config.json", "processor_config.json"):
         (folder / name).write_text(
-            json.dumps({"auto_map": own, "image_processor_type": "Own", "processor_class": "Own"})
+            json.dumps(
+                {"auto_map": auto_map, "image_processor_type": "Own", "processor_class": "Own"}
+            )
         )
     (folder / "own.py").write_text(CODE.format(ran=str(tmp_path / "ran")))
     return folder

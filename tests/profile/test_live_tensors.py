@@ -37,10 +37,10 @@ class Stage(nn.Module):
         self.output_layer = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor, text: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        own = self.output_layer(x)
+        hidden = self.output_layer(x)
         for block in self.blocks:
-            own = block(own, text, table)
-        return x + self.output_layer(own)
+            hidden = block(hidden, text, table)
+        return x + self.output_layer(hidden)
 
 
 class Net(nn.Module):

@@ -30,8 +30,12 @@ def joint(width: int, image: int, text: int, layers: int) -> float:
 def crossed(width: int, inner: int, tokens: int, text: int, source: int, layers: int) -> float:
     """Blocks with self-attention of an image's tokens and cross-attention to a text of width
     ``source``."""
-    own = linear(tokens, 6 * width**2, 2 * width * inner) + attention(tokens, tokens, width)
-    return layers * (own + linear(text, 2 * width * source) + attention(tokens, text, width))
+    self_attention = linear(tokens, 6 * width**2, 2 * width * inner) + attention(
+        tokens, tokens, width
+    )
+    return layers * (
+        self_attention + linear(text, 2 * width * source) + attention(tokens, text, width)
+    )
 
 
 def hidream() -> float:

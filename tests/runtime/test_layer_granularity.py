@@ -81,15 +81,15 @@ def test_a_second_run_and_one_at_block_granularity_after_it_are_the_same() -> No
 @pytest.mark.parametrize("precision", sampled(["float16", "bfloat16", "int8"], ["int8"], "layers"))
 def test_layers_in_every_precision_give_the_bits_of_the_resident_ones(precision: str) -> None:
     flux = load(GRAPHS / "flux-tiny.yaml")
-    inputs, own = flux.resolve({"steps": 1}), flux.components
+    inputs, flux_components = flux.resolve({"steps": 1}), flux.components
     components = {
         name: replace(component, precision=("int8",))
         if precision == "int8"
         else replace(component, dtype=precision, precision=(precision,))
-        for name, component in own.items()
+        for name, component in flux_components.items()
         if name == "transformer" or precision != "int8"
     }
-    graph = replace(flux, components={**own, **components})
+    graph = replace(flux, components={**flux_components, **components})
     dry_run = probe(graph, inputs)
 
     def image(budget_bytes: int, finer: bool) -> tuple[Any, set[str], int]:

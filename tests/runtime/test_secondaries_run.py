@@ -105,12 +105,14 @@ def modules() -> dict[str, Small]:
 
 def test_it_computes_on_the_secondary_with_the_same_bits_in_the_planned_time() -> None:
     problem = case()
-    plan, device, own = plan_of(problem, TEXT), device_of(problem), modules()
+    plan, device, host_modules = plan_of(problem, TEXT), device_of(problem), modules()
     (secondary,) = device.secondaries
     assert check(problem, plan) == ()
     devices: list[tuple[str, str]] = []
-    own["b"].callback = lambda x: devices.append((str(x.device), str(own["b"].device)))
-    trace = run(problem, plan, Host(own, problem, device), device, CALLS)
+    host_modules["b"].callback = lambda x: devices.append(
+        (str(x.device), str(host_modules["b"].device))
+    )
+    trace = run(problem, plan, Host(host_modules, problem, device), device, CALLS)
     simulation = simulate(problem, plan)
     assert torch.equal(trace.outputs["x"], plain(modules(), CALLS))
     assert devices == [("sim:1", "sim:1")] * 2
@@ -125,7 +127,7 @@ def test_it_computes_on_the_secondary_with_the_same_bits_in_the_planned_time() -
     assert simulation.slots[1].secondary_peaks == simulation.slots[2].secondary_peaks == (weights,)
     assert simulation.slots[3].secondary_peaks == (weights + ACTIVATION_BYTES + PASSED,)
     assert device.allocated_bytes == secondary.allocated_bytes == 0
-    assert all(map(untouched, own.values()))
+    assert all(map(untouched, host_modules.values()))
 
 
 def test_a_load_for_the_secondary_overlaps_one_for_the_device() -> None:
@@ -170,17 +172,17 @@ def test_the_cap_of_the_secondary_holds() -> None:
     assert [violation.rule for violation in check(tight_problem, plan_of(tight_problem, TEXT))] == [
         "secondary"
     ] * 2
-    device, own = device_of(problem), modules()
-    own["b"].callback = lambda x: x.new_empty(1 << 20)  # more than was traced
+    device, host_modules = device_of(problem), modules()
+    host_modules["b"].callback = lambda x: x.new_empty(1 << 20)  # more than was traced
     with pytest.raises(OutOfMemory, match="s1/0:b first: .* sim:1 has a capacity of") as error_info:
-        run(problem, plan_of(problem, TEXT), Host(own, problem, device), device, CALLS)
+        run(problem, plan_of(problem, TEXT), Host(host_modules, problem, device), device, CALLS)
     assert (error_info.value.secondary, error_info.value.phase, error_info.value.part) == (
         1,
         "s1/0:b",
         "first",
     )
     assert device.allocated_bytes == device.secondaries[0].allocated_bytes == 0
-    assert all(map(untouched, own.values()))
+    assert all(map(untouched, host_modules.values()))
 
 
 @pytest.mark.parametrize("step", sampled((1, 37), (37,), "faults"))
@@ -189,9 +191,9 @@ def test_the_cap_of_the_secondary_holds() -> None:
 def test_after_an_error_at_any_allocation_or_copy_nothing_is_left(
     fault: str, number: int, step: int
 ) -> None:
-    problem, own = case(), modules()
+    problem, host_modules = case(), modules()
     device = device_of(problem)
-    host, machine = Host(own, problem, device), device.all_devices[number].machine
+    host, machine = Host(host_modules, problem, device), device.all_devices[number].machine
     expected = plain(modules(), CALLS)
     run(problem, plan_of(problem, TEXT), host, device, CALLS)
     count = (
@@ -206,7 +208,7 @@ def test_after_an_error_at_any_allocation_or_copy_nothing_is_left(
             run(problem, plan_of(problem, TEXT), host, device, CALLS)
         assert getattr(error_info.value, "secondary", number) == number
         assert [accelerator.allocated_bytes for accelerator in device.all_devices] == [0, 0]
-        assert all(map(untouched, own.values()))
+        assert all(map(untouched, host_modules.values()))
     assert torch.equal(
         run(problem, plan_of(problem, TEXT), host, device, CALLS).outputs["x"], expected
     )

@@ -91,17 +91,19 @@ def planned(problem: Problem, text: str) -> tuple[object, SimulatedDevice]:
 
 @pytest.mark.parametrize("text", [WHOLE, STREAMED], ids=["resident", "streamed"])
 def test_blocks_on_the_secondary_give_the_same_bits_in_the_planned_time(text: str) -> None:
-    problem, own = case(), {"a": Small()}
+    problem, host_modules = case(), {"a": Small()}
     plan, device = planned(problem, text)
     assert check(problem, plan) == ()
     (secondary,) = device.secondaries
     devices: list[str] = []
-    blocks = [own["a"].get_submodule(path) for path in ("wide.2", "wide.3", "thin.2", "thin.3")]
+    blocks = [
+        host_modules["a"].get_submodule(path) for path in ("wide.2", "wide.3", "thin.2", "thin.3")
+    ]
     hooks = [
         block.register_forward_pre_hook(lambda _, args: devices.append(str(args[0].device)))
         for block in blocks
     ]
-    trace = run(problem, plan, Host(own, problem, device), device, CALLS)
+    trace = run(problem, plan, Host(host_modules, problem, device), device, CALLS)
     for hook in hooks:
         hook.remove()
     assert torch.equal(trace.outputs["x"], plain({"a": Small()}, CALLS))
@@ -116,14 +118,14 @@ def test_blocks_on_the_secondary_give_the_same_bits_in_the_planned_time(text: st
         assert actual.peak_bytes <= slot.peak_bytes
     assert simulated.slots[0].secondary_peaks[0] > 0
     assert device.allocated_bytes == secondary.allocated_bytes == 0
-    assert all(map(untouched, own.values()))
+    assert all(map(untouched, host_modules.values()))
 
 
 def test_blocks_on_two_secondaries_give_the_same_bits_in_the_planned_time() -> None:
-    problem, own = case(1 << 30, 1 << 30), {"a": Small()}
+    problem, host_modules = case(1 << 30, 1 << 30), {"a": Small()}
     plan, device = planned(problem, TWO)
     assert check(problem, plan) == ()
-    trace = run(problem, plan, Host(own, problem, device), device, CALLS)
+    trace = run(problem, plan, Host(host_modules, problem, device), device, CALLS)
     assert torch.equal(trace.outputs["x"], plain({"a": Small()}, CALLS))
     simulated = simulate(problem, plan)
     assert trace.seconds == pytest.approx(simulated.seconds, rel=0.01)
@@ -140,7 +142,7 @@ def test_blocks_on_two_secondaries_give_the_same_bits_in_the_planned_time() -> N
         )
     assert min(simulated.slots[0].secondary_peaks) > 0
     assert [accelerator.allocated_bytes for accelerator in device.all_devices] == [0, 0, 0]
-    assert all(map(untouched, own.values()))
+    assert all(map(untouched, host_modules.values()))
 
 
 def test_the_cap_of_the_secondary_holds() -> None:
@@ -153,12 +155,12 @@ def test_the_cap_of_the_secondary_holds() -> None:
     assert {
         violation.rule for violation in check(tight_problem, planned(tight_problem, WHOLE)[0])
     } == {"secondary"}
-    own = {"a": Small()}
+    host_modules = {"a": Small()}
     plan, device = planned(exact_problem, WHOLE)
     # takes more than was traced
-    own["a"].thin[1].register_forward_hook(lambda _, __, x: x + x.new_zeros(1 << 20).sum())
+    host_modules["a"].thin[1].register_forward_hook(lambda _, __, x: x + x.new_zeros(1 << 20).sum())
     with pytest.raises(OutOfMemory, match="sim:1 has a capacity of") as error_info:
-        run(exact_problem, plan, Host(own, exact_problem, device), device, CALLS)
+        run(exact_problem, plan, Host(host_modules, exact_problem, device), device, CALLS)
     assert (error_info.value.secondary, error_info.value.part) == (1, "first")
     assert [accelerator.allocated_bytes for accelerator in device.all_devices] == [0, 0]
 
@@ -176,9 +178,9 @@ def test_the_cap_of_the_secondary_holds() -> None:
 def test_after_an_error_at_any_allocation_or_copy_nothing_is_left(
     fault: str, text: str, number: int, step: int
 ) -> None:
-    problem, own = case(*[1 << 30] * (2 if text == TWO else 1)), {"a": Small()}
+    problem, host_modules = case(*[1 << 30] * (2 if text == TWO else 1)), {"a": Small()}
     plan, device = planned(problem, text)
-    host, machine = Host(own, problem, device), device.all_devices[number].machine
+    host, machine = Host(host_modules, problem, device), device.all_devices[number].machine
     run(problem, plan, host, device, CALLS)
     count = (
         machine.allocations
@@ -192,7 +194,7 @@ def test_after_an_error_at_any_allocation_or_copy_nothing_is_left(
             run(problem, plan, host, device, CALLS)
         assert getattr(error_info.value, "secondary", number) == number
         assert not any(accelerator.allocated_bytes for accelerator in device.all_devices)
-        assert all(map(untouched, own.values()))
+        assert all(map(untouched, host_modules.values()))
     assert torch.equal(
         run(problem, plan, host, device, CALLS).outputs["x"], plain({"a": Small()}, CALLS)
     )

@@ -188,17 +188,19 @@ def test_s1_1_under_diffusers_offloading_an_8_bit_component_of_old_stays_beside_
 ) -> None:
     """With bitsandbytes before 0.48, as diffusers asks for it: it gets no hook, is counted nowhere,
     and the log alone says so."""
-    own, ask = (
+    pipeline_utils, ask = (
         diffusers.pipelines.pipeline_utils,
         diffusers.pipelines.pipeline_utils._check_bnb_status,
     )
     pipe, host_bytes = pipeline("flux-tiny"), list[int]()
     monkeypatch.setattr(
-        own,
+        pipeline_utils,
         "_check_bnb_status",
         lambda m: (True, False, True) if m is pipe.text_encoder_2 else ask(m),
     )
-    monkeypatch.setattr(own, "is_bitsandbytes_version", lambda operation, number: operation == "<")
+    monkeypatch.setattr(
+        pipeline_utils, "is_bitsandbytes_version", lambda operation, number: operation == "<"
+    )
     with offloaded(pipe) as machine:
         assert not hasattr(pipe.text_encoder_2, "_hf_hook")
         pipe.text_encoder_2.to(sim.device)  # where bitsandbytes made it

@@ -100,14 +100,14 @@ def serving(
         (folder / "graphs" / name).write_text(text)
     (folder / "keys").write_text(f"tester {hashlib.sha256(KEY.encode()).hexdigest()}\n")
     graphs = [str(folder / "graphs" / f"{name}.yaml") for name in names]
-    own = ["--port", "0", "--keys", str(folder / "keys"), *budgets]
+    server_options = ["--port", "0", "--keys", str(folder / "keys"), *budgets]
     command = [
         sys.executable,
         "-c",
         "from graphrun.cli.main import main; main()",
         "serve",
         *graphs,
-        *own,
+        *server_options,
         *options,
     ]
     with (folder / "log").open("wb") as log:
@@ -160,10 +160,10 @@ async def port_of(
     from graphrun.serve.service import Service
     from graphrun.serve.settings import Bounds, Settings
 
-    own: dict[str, Any] = {"body_seconds": 3600.0, "idle_seconds": 3600.0, **(bounds or {})}
+    limits: dict[str, Any] = {"body_seconds": 3600.0, "idle_seconds": 3600.0, **(bounds or {})}
     keys = {"tester": hashlib.sha256(b"a key").hexdigest()}
     settings = Settings(
-        (Path("flux-tiny"),), (), {}, (), folder, "none", folder, {}, "1", Bounds(**own), keys
+        (Path("flux-tiny"),), (), {}, (), folder, "none", folder, {}, "1", Bounds(**limits), keys
     )
     service: Any = Service(replace(settings, **overrides))
     service._planner = SimpleNamespace(send=lambda *_, **__: None)

@@ -43,7 +43,7 @@ BUSY = (
 def asking(server: Any, folder: Path, requests: int) -> Iterator[Callable[[], bool]]:
     """Locust's clients; their results are in ``folder/results``. Yields whether requests are still
     to be answered."""
-    own = {
+    client_environment = {
         "KEY": "a key for tests",
         "REQUESTS": str(requests),
         "MIXED": str(requests // 2),
@@ -69,7 +69,10 @@ def asking(server: Any, folder: Path, requests: int) -> Iterator[Callable[[], bo
     ]
     (folder / "results").touch()
     clients = subprocess.Popen(
-        command, env={**os.environ, **own}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command,
+        env={**os.environ, **client_environment},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     try:
         yield (

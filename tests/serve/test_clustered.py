@@ -60,7 +60,7 @@ def test_errors_of_devices_are_those_of_the_api(tmp_path: Path) -> None:
 
     settings = Settings((Path("flux-tiny"),), (), {}, (), tmp_path, "none", tmp_path, {}, "1")
     worker = Failing(settings, lambda kind, **content: messages.append((kind, content)))
-    own: dict[str, Any] = {
+    run_arguments: dict[str, Any] = {
         "inputs": {},
         "folder": tmp_path,
         "suffix": ".png",
@@ -70,7 +70,7 @@ def test_errors_of_devices_are_those_of_the_api(tmp_path: Path) -> None:
     }
     errors = [DeviceLost("its process died"), OutOfMemory("full"), StageError("no such guidance")]
     for _ in range(4):
-        worker.run("1", ("flux-tiny", 1.0), graph="flux-tiny", **own)
+        worker.run("1", ("flux-tiny", 1.0), graph="flux-tiny", **run_arguments)
     assert [(kind, content.get("status")) for kind, content in messages] == [
         ("failed", 503),
         ("failed", 503),

@@ -96,9 +96,12 @@ def test_a_page_without_an_origin_is_refused(port_of: Any, tmp_path: Path) -> No
 def test_clients_that_are_no_pages_and_the_page_of_the_server_pass(
     port_of: Any, tmp_path: Path
 ) -> None:
-    own = [f"http://{name}:{{port}}" for name in ("127.0.0.1", "localhost", "[::1]", HOST)]
+    server_origins = [
+        f"http://{name}:{{port}}" for name in ("127.0.0.1", "localhost", "[::1]", HOST)
+    ]
     own_pages = [
-        {"headers": {"Origin": origin, "Host": origin.removeprefix("http://")}} for origin in own
+        {"headers": {"Origin": origin, "Host": origin.removeprefix("http://")}}
+        for origin in server_origins
     ]
     # a proxy with TLS
     proxy_page = {"headers": {"Origin": "https://images.example", "Host": "images.example"}}

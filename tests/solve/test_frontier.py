@@ -143,13 +143,13 @@ def test_a_curve_ends_at_the_card_and_solves_what_is_seen_of_it(
     """The plan that the curve is drawn around is not solved again, nor a budget between two that
     take as long."""
     problem, solved_budgets = on_card(card, budget * GIB), list[int]()
-    own = solve(problem)
+    solution = solve(problem)
 
     def counted(candidate: Problem) -> Solution | None:
         solved_budgets.append(candidate.budget_bytes)
         return solved(candidate)
 
-    points = curve(problem, own, counted)
+    points = curve(problem, solution, counted)
     budgets = [point.budget_bytes for point in points]
     minimum, maximum = curve_ends(problem)
     assert minimum == smallest_budget(problem)
@@ -167,12 +167,12 @@ def test_a_curve_ends_at_the_card_and_solves_what_is_seen_of_it(
             "steep parts are drawn finely"
         )
     store, steps = Store(tmp_path), list[str]()
-    assert [point.seconds for point in curve_for(problem, own, store, steps.append)] == [
+    assert [point.seconds for point in curve_for(problem, solution, store, steps.append)] == [
         point.seconds for point in points
     ]
     assert len(steps) == len(solved_budgets)
     assert "GiB" in steps[-1]
-    curve_for(problem, own, store, steps.append)
+    curve_for(problem, solution, store, steps.append)
     assert len(steps) == len(solved_budgets), "every other plan is in the cache"
 
 

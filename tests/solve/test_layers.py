@@ -57,7 +57,7 @@ def problem(budget_bytes: int) -> Problem:
         BlockGroup("b_3", narrow, True),
     )
     finer = ComponentNumbers("m", 1, layers, variants_of((512, 2 * MB, MB)), granularity="layers")  # type: ignore[arg-type]
-    own = ComponentNumbers("m", 1, blocks, variants_of((8 * MB, 8 * MB)), layers=finer)  # type: ignore[arg-type]
+    component = ComponentNumbers("m", 1, blocks, variants_of((8 * MB, 8 * MB)), layers=finer)  # type: ignore[arg-type]
     order = tuple(
         item
         for n in range(4)
@@ -76,7 +76,7 @@ def problem(budget_bytes: int) -> Problem:
     )
     return replace(
         problem,
-        components=(own,),
+        components=(component,),
         phases=(phase,),
         values=(),
         precedence=None,
@@ -245,8 +245,8 @@ def with_a_large_variant(budget_bytes: int) -> Problem:
 
 
 def test_a_component_held_as_one_variant_is_split_into_layers_of_that_variant() -> None:
-    (own,) = with_a_large_variant(100 * MB).components
-    large = own.stored_as("float64 pinned device")
+    (component,) = with_a_large_variant(100 * MB).components
+    large = component.stored_as("float64 pinned device")
     assert large.layers is not None
     for candidate, sizes in (
         (large, (32 * MB, 32 * MB)),
@@ -295,13 +295,13 @@ def with_experts(budget_bytes: int) -> Problem:
     """``m``, which needs less as layers, then ``e``, which needs more: its remainder, which cannot
     be streamed, grows. A variant of ``e`` that needs less as layers is not allowed."""
     instance = problem(budget_bytes)
-    ((own,), (phase,)) = instance.components, instance.phases
+    ((component,), (phase,)) = instance.components, instance.phases
     (use,) = phase.uses
-    assert own.layers is not None
+    assert component.layers is not None
     assert use.layers is not None
-    m = stored_as(own, 24 * MB, 8 * MB, layers=(512, 2 * MB, MB))
+    m = stored_as(component, 24 * MB, 8 * MB, layers=(512, 2 * MB, MB))
     e = stored_as(
-        replace(own, name="e", layers=replace(own.layers, name="e")),
+        replace(component, name="e", layers=replace(component.layers, name="e")),
         8 * MB,
         8 * MB,
         layers=(20 * MB, 2 * MB, MB),
@@ -337,7 +337,7 @@ def test_a_component_that_needs_less_host_memory_as_layers_is_split_if_the_devic
     None
 ):
     instance = problem(18 * MB)
-    own = stored_as(
+    component = stored_as(
         instance.components[0],
         512,
         8 * MB,
@@ -345,14 +345,18 @@ def test_a_component_that_needs_less_host_memory_as_layers_is_split_if_the_devic
         backing_store="disk",
         host_bytes=16 * MB,
     )
-    (variant,) = own.variants
-    assert own.layers is not None
+    (variant,) = component.variants
+    assert component.layers is not None
     layers = replace(
-        own.layers,
-        variants=(replace(own.layers.variants[0], host_bytes=10 * MB, disk_seconds=(0.01,) * 3),),
+        component.layers,
+        variants=(
+            replace(component.layers.variants[0], host_bytes=10 * MB, disk_seconds=(0.01,) * 3),
+        ),
     )
-    own = replace(own, variants=(replace(variant, disk_seconds=(0.01, 0.01)),), layers=layers)
-    instance = replace(instance, components=(own,), ram_bytes=12 * MB)
+    component = replace(
+        component, variants=(replace(variant, disk_seconds=(0.01, 0.01)),), layers=layers
+    )
+    instance = replace(instance, components=(component,), ram_bytes=12 * MB)
     assert [c.granularity for c in solve(instance).problem.components] == ["layers"]
     tight = replace(instance, budget_bytes=13 * MB + 512)
     assert [c.granularity for c in solve(replace(tight, ram_bytes=16 * MB)).problem.components] == [

@@ -144,15 +144,18 @@ def every_cut(problem: Problem, whole: ComponentNumbers) -> Iterator[Problem]:
         ):
             continue
         blocks_by_secondary = tuple(
-            tuple(sum(blocks[n] == k for n in own) for k in range(len(whole.groups)))
-            for own in ranges
+            tuple(sum(blocks[n] == k for n in interval) for k in range(len(whole.groups)))
+            for interval in ranges
         )
         transfer = [
-            transfer_of(use, {n + 1 for n in own}) if use and own else None for own in ranges
+            transfer_of(use, {n + 1 for n in interval}) if use and interval else None
+            for interval in ranges
         ]
         if any(ranges) and (case := str((blocks_by_secondary, transfer))) not in texts:
             texts.add(case)
-            secondary_of = {n: secondary for secondary, own in enumerate(ranges, 1) for n in own}
+            secondary_of = {
+                n: secondary for secondary, interval in enumerate(ranges, 1) for n in interval
+            }
             cut = _cut(
                 problem,
                 whole,
@@ -174,14 +177,14 @@ def _cut(
     stay = [
         (k, n, 0)
         for k, g in enumerate(whole.groups)
-        if (n := len(g.blocks) - sum(own[k] for own in blocks_by_secondary))
+        if (n := len(g.blocks) - sum(block_counts[k] for block_counts in blocks_by_secondary))
     ]
     cells = [
         *stay,
         *(
             (k, n, secondary)
-            for secondary, own in enumerate(blocks_by_secondary, 1)
-            for k, n in enumerate(own)
+            for secondary, block_counts in enumerate(blocks_by_secondary, 1)
+            for k, n in enumerate(block_counts)
             if n
         ),
     ]

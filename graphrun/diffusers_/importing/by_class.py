@@ -180,9 +180,9 @@ def _add_configured(
     if path.is_dir():
         config_file = next(
             (
-                path / own
-                for own in ("config.json", "scheduler_config.json")
-                if (path / own).is_file()
+                path / file_name
+                for file_name in ("config.json", "scheduler_config.json")
+                if (path / file_name).is_file()
             ),
             None,
         )
