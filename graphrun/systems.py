@@ -7,7 +7,9 @@ open, and text files are written and read explicitly as UTF-8.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
+import mmap
 import os
 import sys
 import threading
@@ -75,13 +77,69 @@ def allow_open_files(count: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, maximum), hard))
 
 
-def forget_cached(handle: int) -> None:
-    """Drop the file ``handle`` from the page cache, on Linux only.
+def open_direct(path: str) -> io.FileIO | None:
+    """Return the file ``path``, open for reads that bypass the page cache (O_DIRECT).
 
-    On other systems, reading it again may be as fast as RAM.
+    Offsets, sizes and addresses of reads must then be multiples of 4096, or of what the disk needs.
+    None if the system or the file system has no such reads; some refuse the first read with EINVAL
+    instead. tmpfs is the page cache, and ignores the flag from Linux 6.6 on. Raises OSError.
+    """
+    if not hasattr(os, "O_DIRECT"):
+        return None
+    try:
+        file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_DIRECT))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return None
+    if file_system(file.fileno()) in ("tmpfs", "ramfs"):
+        file.close()
+        return None
+    return file
+
+
+def file_system(handle: int, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """Return the type of the file system that has the open file ``handle``, such as "ext4".
+
+    "" if unknown. Only Linux lists its mounts by device number (proc_pid_mountinfo(5)).
+    """
+    number = os.fstat(handle).st_dev
+    try:
+        lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
+        device = f"{os.major(number)}:{os.minor(number)}"
+    except (OSError, AttributeError):
+        return ""
+    for line in lines:
+        mount, _, source = line.partition(" - ")
+        if device in mount.split()[2:3]:
+            return source.split()[0]
+    return ""
+
+
+def forget_cached(handle: int, offset: int = 0, nbytes: int = 0) -> None:
+    """Drop ``nbytes`` from ``offset`` of the file ``handle`` from the page cache, on Linux only.
+
+    0 bytes: up to the file's end. On other systems, reading it again may be as fast as RAM.
     """
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(handle, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def anonymous_memory(nbytes: int, *, huge_pages: bool = True) -> mmap.mmap:
+    """Return ``nbytes`` of zeroed memory of this process alone, which starts at a page.
+
+    ``huge_pages``: in pages of 2 MiB, if the kernel has them. A process forked from this one does
+    not have the memory: while a file is read directly into memory that a fork shares, the bytes may
+    arrive in the fork (open(2), O_DIRECT). Raises OSError.
+    """
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, nbytes)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    names = ("MADV_DONTFORK", "MADV_HUGEPAGE" if huge_pages else "MADV_NOHUGEPAGE")
+    for advice in [getattr(mmap, name) for name in names if hasattr(mmap, name)]:
+        with contextlib.suppress(OSError):
+            memory.madvise(advice)
+    return memory
 
 
 def spills_vram(wsl: Path = Path("/dev/dxg")) -> bool:

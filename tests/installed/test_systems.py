@@ -66,6 +66,26 @@ def test_nothing_of_posix_alone_is_needed(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob(".*.new-*"))
 
 
+DIRECT_READS = """
+from pathlib import Path
+from graphrun.runtime.direct_reads import DirectReads, MappedArena, Span
+
+path = Path("numbers")
+path.write_bytes(bytes(range(256)) * 40)
+view = MappedArena(12288).view(0, 12288)
+with DirectReads() as reads:
+    reads.submit(Span("numbers", 0, 12288, 10240), view).wait()
+assert view[:10240].numpy().tobytes() == path.read_bytes()
+assert reads.is_direct == {"numbers": False}
+"""
+
+
+@pytest.mark.long
+def test_blocks_are_read_without_direct_reads(tmp_path: Path) -> None:
+    process = without_posix(DIRECT_READS, tmp_path)
+    assert process.returncode == 0, process.stderr
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [

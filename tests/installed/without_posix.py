@@ -25,6 +25,7 @@ CALLS = (
     "getuid",
     "geteuid",
     "O_CLOEXEC",
+    "O_DIRECT",
     "sched_getaffinity",
 )
 SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGALRM")

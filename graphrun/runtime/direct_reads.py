@@ -1,0 +1,533 @@
+"""Read blocks from files straight into their place in memory, past the page cache.
+
+    file     |header|--a--|gap|-----b-----|.......|--c--|    tensors of a block
+    spans    |---------span 0-------------|     |-span 1-|   from page to page; small gaps are read
+    ring     |---------span 0-------------|-span 1-|copy|    parameters are views; a tensor that
+                                                             the file misaligns has a copy
+
+`span_layout` computes spans and offsets, `MappedArena` is the memory, and `DirectReads` is the
+threads that read. On Linux reads are direct (O_DIRECT): the disk writes to the arena, and no core
+copies. Elsewhere, and on file systems that refuse direct reads, a read copies through the page
+cache and removes its pages from the cache. Plans are no concern of this module.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from graphrun.errors import InputError
+from graphrun.modules.blocks import ALIGNMENT
+from graphrun.modules.source_files import Stored
+from graphrun.systems import anonymous_memory, forget_cached, open_direct, read_at, refuse_forked
+from graphrun.units import KIB, MIB
+
+# Direct reads need offsets, sizes and addresses that are multiples of the disk's logical block:
+# 512 or 4096 bytes.
+PAGE_BYTES = 4096
+# A smaller gap between tensors is read too: one more request takes the disk longer.
+GAP_BYTES = 64 * KIB
+
+
+def _page_start(offset: int) -> int:
+    return offset // PAGE_BYTES * PAGE_BYTES
+
+
+def _page_stop(offset: int) -> int:
+    return -(-offset // PAGE_BYTES) * PAGE_BYTES
+
+
+class MappedArena:
+    """Memory of ``nbytes``, rounded up to pages of 4096 bytes; its start is page-aligned.
+
+    ``huge_pages``: in pages of 2 MiB if the kernel has them, which the disk fills with a third of
+    the CPU time. Pages count as used from the first write on. Raises InputError if the system
+    refuses the memory. A forked process does not have the memory.
+    """
+
+    def __init__(self, nbytes: int, *, huge_pages: bool = True) -> None:
+        self.nbytes = max(PAGE_BYTES, _page_stop(nbytes))
+        try:
+            self._memory = anonymous_memory(self.nbytes, huge_pages=huge_pages)
+        except (OSError, OverflowError) as error:
+            raise InputError(
+                f"the system refuses {self.nbytes:,} bytes of memory "
+                f"({getattr(error, 'strerror', None) or error}): give a smaller memory budget"
+            ) from error
+
+    def view(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Return bytes ``offset .. offset + nbytes`` as a flat uint8 tensor, without a copy.
+
+        The tensor keeps the memory mapped. Raises ValueError outside of the arena, or if closed.
+        """
+        if not 0 <= offset <= offset + nbytes <= self.nbytes:
+            raise ValueError(
+                f"bytes {offset} to {offset + nbytes} of an arena of {self.nbytes} bytes"
+            )
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        # torch keeps the memoryview, and while there is one, mmap refuses to unmap
+        return torch.frombuffer(
+            memoryview(self._memory)[offset : offset + nbytes], dtype=torch.uint8
+        )
+
+    def close(self) -> None:
+        """Unmap the memory. Raises RuntimeError while a tensor uses it; may be called again."""
+        try:
+            self._memory.close()
+        except BufferError as error:
+            raise RuntimeError(
+                f"a tensor still uses the arena of {self.nbytes} bytes: delete all views of the "
+                "arena, then close it"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes ``start .. stop`` of ``file``, both multiples of 4096, which contain whole tensors.
+
+    ``stop`` may exceed the file's end. Tensors need the bytes before ``needed_stop``.
+    """
+
+    file: str
+    start: int
+    stop: int
+    needed_stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size in the file and in memory."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Place of ``tensor`` in its block's memory: at ``offset``, after its bytes are read.
+
+    The read writes to ``read_offset``. If the two differ, the tensor is misaligned in its file, and
+    is at ``offset`` after `SpanLayout.align`.
+    """
+
+    tensor: Stored
+    offset: int
+    read_offset: int
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the tensor is copied after the read, because its file misaligns it."""
+        return self.offset != self.read_offset
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the tensor in its block's ``memory`` (flat uint8), without a copy.
+
+        A dtype that torch does not have is returned as flat bytes.
+        """
+        flat = memory[self.offset : self.offset + self.tensor.nbytes]
+        dtype = getattr(torch, self.tensor.dtype, None)
+        return flat if dtype is None else flat.view(dtype).view(self.tensor.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class SpanLayout:
+    """Spans of a block's tensors, and the block's memory of ``nbytes``, a multiple of 4096.
+
+    Span i is read to ``span_offsets[i]``, a multiple of 4096. ``places``: of the tensors, in the
+    order of `span_layout`'s argument. ``copy_bytes``: part of ``nbytes`` that has the copies of
+    misaligned tensors, including padding. The block's memory must start at a page.
+    """
+
+    spans: tuple[Span, ...]
+    span_offsets: tuple[int, ...]
+    places: tuple[TensorPlace, ...]
+    nbytes: int
+    copy_bytes: int
+
+    def align(self, memory: torch.Tensor) -> None:
+        """Copy misaligned tensors to their places in ``memory``, after all spans are read."""
+        for place in self.places:
+            if place.is_copy:
+                nbytes = place.tensor.nbytes
+                memory[place.offset : place.offset + nbytes].copy_(
+                    memory[place.read_offset : place.read_offset + nbytes]
+                )
+
+
+def span_layout(tensors: Sequence[Stored]) -> SpanLayout:
+    """Return the spans that contain ``tensors``, and each tensor's place in the block's memory.
+
+    Spans are ordered by file, in the order of the files' first tensors, then by offset. Two tensors
+    less than 64 KiB apart are in one span. Tensors may overlap, as tied weights do. A tensor whose
+    file offset is not a multiple of its element size has a copy behind the spans, once for each
+    mention of the tensor.
+    """
+    by_file: dict[str, list[Stored]] = {}
+    for tensor in tensors:
+        if tensor.nbytes:
+            by_file.setdefault(tensor.file, []).append(tensor)
+    spans = list[Span]()
+    for file, contents in by_file.items():
+        start = stop = -1
+        for tensor in sorted(contents, key=lambda tensor: tensor.begin):
+            if start >= 0 and tensor.begin - stop >= GAP_BYTES:
+                spans.append(Span(file, start, _page_stop(stop), stop))
+                start = -1
+            if start < 0:
+                start = _page_start(tensor.begin)
+            stop = max(stop, tensor.begin + tensor.nbytes)
+        spans.append(Span(file, start, _page_stop(stop), stop))
+    span_offsets, span_bytes = list[int](), 0
+    for span in spans:
+        span_offsets.append(span_bytes)
+        span_bytes += span.nbytes
+    end, places = span_bytes, list[TensorPlace]()
+    for tensor in tensors:
+        offset = next(
+            (
+                offset + tensor.begin - span.start
+                for span, offset in zip(spans, span_offsets, strict=True)
+                if tensor.nbytes
+                and span.file == tensor.file
+                and span.start <= tensor.begin < span.needed_stop
+            ),
+            0,
+        )
+        if offset % _element_bytes(tensor):
+            end = -(-end // ALIGNMENT) * ALIGNMENT
+            places.append(TensorPlace(tensor, end, offset))
+            end += tensor.nbytes
+        else:
+            places.append(TensorPlace(tensor, offset, offset))
+    nbytes = _page_stop(end)
+    return SpanLayout(tuple(spans), tuple(span_offsets), tuple(places), nbytes, nbytes - span_bytes)
+
+
+def _element_bytes(tensor: Stored) -> int:
+    dtype = getattr(torch, tensor.dtype, None)
+    return 1 if dtype is None else dtype.itemsize
+
+
+class SpanRead:
+    """One submitted read, of ``span``, in the order of submission.
+
+    ``started_seconds``, ``ended_seconds``: `time.perf_counter` at the first request to the disk and
+    at the end; 0 before.
+    """
+
+    def __init__(self, reads: DirectReads, span: Span) -> None:
+        self.span = span
+        self.started_seconds = self.ended_seconds = 0.0
+        self._reads, self._chunks_left = reads, 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the span, and all spans submitted before it, are in memory."""
+        return self.ended_seconds > 0
+
+    def wait(self) -> None:
+        """Wait until the span, and all spans submitted before it, are in memory.
+
+        Raises InputError if a file cannot be opened or read, is truncated, or was changed since it
+        was opened; RuntimeError if the reads were closed. Nothing is read any more then.
+        """
+        self._reads._wait(self)
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Part of a read: from ``offset`` of the file into ``target``."""
+
+    span_read: SpanRead
+    offset: int
+    target: memoryview
+
+
+@dataclass(slots=True)
+class _OpenFile:
+    """A file that is open for reads, and (size, modification time in ns) when it was opened.
+
+    ``handle`` is for direct reads if ``is_direct``. ``refused_handle`` is the one whose file system
+    refused them; a thread may still use it.
+    """
+
+    handle: io.FileIO
+    is_direct: bool
+    stamp: tuple[int, int]
+    refused_handle: io.FileIO | None = field(default=None)
+
+
+class DirectReads:
+    """Threads that read spans of files into memory, in the order of submission.
+
+    A span is read in chunks of at most ``chunk_bytes``, a multiple of 4096, by ``threads`` threads
+    at once; they start at the first span. Reads end in the order of submission too: a read is done
+    when all reads before it are. After an error, the read that failed and all later ones raise it,
+    threads end and files are closed. Files stay open until then, or until `close`. A context
+    manager closes too.
+
+    ``bytes_read``: from all files, including gaps. ``wait_seconds``: time that `SpanRead.wait`
+    blocked.
+    """
+
+    def __init__(self, threads: int = 2, chunk_bytes: int = 8 * MIB) -> None:
+        if threads < 1 or chunk_bytes < PAGE_BYTES or chunk_bytes % PAGE_BYTES:
+            raise ValueError(f"{threads} threads, chunks of {chunk_bytes} bytes")
+        self.bytes_read, self.wait_seconds = 0, 0.0
+        self._thread_count, self._chunk_bytes = threads, chunk_bytes
+        self._process = os.getpid()
+        self._threads: list[threading.Thread] = []
+        self._changed_state, self._opening = threading.Condition(), threading.Lock()
+        self._chunks: deque[_Chunk] = deque()  # not begun
+        self._unfinished: deque[SpanRead] = deque()
+        self._files: dict[str, _OpenFile] = {}
+        self._is_direct: dict[str, bool] = {}
+        self._problem = ""  # the message of the first error
+        self._is_closed = False
+        self._active_threads = 0
+
+    @property
+    def is_direct(self) -> dict[str, bool]:
+        """Whether each file that was opened is read past the page cache."""
+        return dict(self._is_direct)
+
+    def submit(self, span: Span, view: torch.Tensor) -> SpanRead:
+        """Queue the read of ``span`` into ``view``, and return it; does not wait.
+
+        ``view``: flat, uint8, of the span's size, on the CPU at a page's start. Nothing else may
+        use it until the read is done. Bytes behind the file's end are undefined. Raises ValueError
+        for another view, the error of an earlier read, and RuntimeError after `close`.
+        """
+        refuse_forked(self._process, "this reader of files", "make a new one")
+        if (
+            view.dtype != torch.uint8
+            or tuple(view.shape) != (span.nbytes,)
+            or view.device.type != "cpu"
+            or not view.is_contiguous()
+            or view.data_ptr() % PAGE_BYTES
+            or span.start % PAGE_BYTES
+        ):
+            raise ValueError(
+                f"{span.nbytes} bytes from {span.start} of {span.file} cannot be read into "
+                f"{tuple(view.shape)} {view.dtype}: it must be flat bytes at a page's start"
+            )
+        raw: Any = view.numpy()
+        target, span_read = memoryview(raw), SpanRead(self, span)
+        chunks, offset = list[_Chunk](), span.start
+        while offset < span.stop:
+            # Ends at multiples of the chunk size in the file: no page of the cache, which may have
+            # 2 MiB, is in two chunks.
+            stop = min(span.stop, (offset // self._chunk_bytes + 1) * self._chunk_bytes)
+            chunks.append(
+                _Chunk(span_read, offset, target[offset - span.start : stop - span.start])
+            )
+            offset = stop
+        span_read._chunks_left = len(chunks)
+        with self._changed_state:
+            self._refuse_ended()
+            self._chunks.extend(chunks)
+            self._unfinished.append(span_read)
+            self._end_reads()
+            if not self._threads:
+                self._start_threads()
+            self._changed_state.notify_all()
+        return span_read
+
+    def close(self) -> None:
+        """End the threads and close the files; may be called again.
+
+        Requests to the disk that are under way end before. Reads that are not done raise
+        RuntimeError.
+        """
+        if self._process != os.getpid():
+            return  # the threads are in the process that this one was forked from
+        with self._changed_state:
+            self._is_closed = True
+            self._chunks.clear()
+            self._changed_state.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._close_files()
+
+    def __enter__(self) -> DirectReads:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _wait(self, span_read: SpanRead) -> None:
+        refuse_forked(self._process, "this reader of files", "make a new one")
+        if span_read.is_done:
+            return
+        start = time.perf_counter()
+        with self._changed_state:
+            try:
+                while not span_read.is_done and not self._has_ended:
+                    self._changed_state.wait()
+            finally:
+                self.wait_seconds += time.perf_counter() - start
+        if not span_read.is_done:
+            self.close()  # waits for the requests of other threads, which write to memory
+            if not span_read.is_done:
+                self._refuse_ended()
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._is_closed or self._problem != ""
+
+    def _refuse_ended(self) -> None:
+        if self._problem:
+            raise InputError(self._problem)
+        if self._is_closed:
+            raise RuntimeError("the reader of files is closed: make a new one")
+
+    def _start_threads(self) -> None:
+        for number in range(self._thread_count):
+            thread = threading.Thread(
+                target=self._read_chunks, name=f"direct read {number}", daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
+            self._active_threads += 1
+
+    def _read_chunks(self) -> None:
+        """Read chunks until an error or `close`; what each thread does."""
+        try:
+            while (chunk := self._next_chunk()) is not None:
+                self._read_chunk(chunk)
+        finally:
+            with self._changed_state:
+                self._active_threads -= 1
+                is_last = self._active_threads == 0
+            if is_last:
+                self._close_files()
+
+    def _next_chunk(self) -> _Chunk | None:
+        with self._changed_state:
+            while not self._chunks and not self._has_ended:
+                self._changed_state.wait()
+            if self._has_ended:
+                return None
+            chunk = self._chunks.popleft()
+            chunk.span_read.started_seconds = chunk.span_read.started_seconds or time.perf_counter()
+            return chunk
+
+    def _read_chunk(self, chunk: _Chunk) -> None:
+        count, problem = 0, "the thread that reads ended: see the error that it printed"
+        try:
+            count, problem = self._fill(chunk), ""
+        except InputError as error:
+            problem = str(error)  # its traceback would keep the memory mapped
+        finally:
+            chunk.target.release()  # after the read, no thread keeps the memory mapped
+            with self._changed_state:
+                self.bytes_read += count
+                if not problem:
+                    chunk.span_read._chunks_left -= 1
+                    self._end_reads()
+                else:
+                    self._problem = self._problem or problem
+                self._changed_state.notify_all()
+
+    def _end_reads(self) -> None:
+        """End the first unfinished reads that have no chunks left.
+
+        A read that failed keeps its chunk, so that no later read ends.
+        """
+        while self._unfinished and not self._unfinished[0]._chunks_left:
+            span_read, seconds = self._unfinished.popleft(), time.perf_counter()
+            span_read.started_seconds = span_read.started_seconds or seconds
+            span_read.ended_seconds = seconds
+
+    def _fill(self, chunk: _Chunk) -> int:
+        """Read ``chunk``, and return the bytes read. Raises InputError."""
+        span, size, position = chunk.span_read.span, len(chunk.target), 0
+        needed_bytes = min(size, span.needed_stop - chunk.offset)
+        open_file = self._open(span.file)
+        while position < needed_bytes:
+            # a direct read goes on from a page's start, even where the one before ended in a page
+            start = _page_start(position)
+            handle = open_file.handle
+            try:
+                count = read_at(handle, chunk.target[start:], chunk.offset + start)
+            except OSError as error:
+                if error.errno == errno.EINVAL and self._refuse_direct(
+                    open_file, handle, span.file
+                ):
+                    continue
+                raise InputError(
+                    f"{span.file} cannot be read at byte {chunk.offset + start}: "
+                    f"{error.strerror or error}; check the disk, then download the file again"
+                ) from error
+            if start + count <= position:
+                raise InputError(
+                    f"{span.file} is truncated: it has {_stamp(handle)[0]} bytes, and its tensors "
+                    f"end at byte {span.needed_stop}; download it again"
+                )
+            position = start + count
+        handle = open_file.handle
+        if _stamp(handle) != open_file.stamp:
+            raise InputError(f"{span.file} was changed while it was in use: plan again")
+        if not open_file.is_direct:
+            forget_cached(handle.fileno(), chunk.offset, size)
+        return position
+
+    def _open(self, file: str) -> _OpenFile:
+        with self._opening:
+            if file not in self._files:
+                try:
+                    direct = open_direct(file)
+                    handle = io.FileIO(file) if direct is None else direct
+                except (OSError, ValueError) as error:
+                    raise InputError(
+                        f"{file} can no longer be opened: "
+                        f"{getattr(error, 'strerror', None) or error}; download it again"
+                    ) from error
+                self._files[file] = _OpenFile(handle, direct is not None, _stamp(handle))
+                self._is_direct[file] = direct is not None
+            return self._files[file]
+
+    def _refuse_direct(self, open_file: _OpenFile, handle: io.FileIO, file: str) -> bool:
+        """Return whether ``handle`` was for direct reads; ``open_file`` has another one now.
+
+        It is opened for reads through the page cache, unless another thread has opened it.
+        """
+        with self._opening:
+            if not open_file.is_direct:
+                return handle is open_file.refused_handle
+            try:
+                cached_handle = io.FileIO(file)
+            except OSError as error:
+                raise InputError(
+                    f"{file} can no longer be opened: {error.strerror}; download it again"
+                ) from error
+            open_file.refused_handle, open_file.handle = handle, cached_handle
+            open_file.is_direct = self._is_direct[file] = False
+            return True
+
+    def _close_files(self) -> None:
+        with self._opening:
+            while self._files:
+                _, open_file = self._files.popitem()
+                for handle in (open_file.handle, open_file.refused_handle):
+                    if handle is not None:
+                        handle.close()
+
+
+def _stamp(handle: io.FileIO) -> tuple[int, int]:
+    """Return (size, modification time in ns) of an open file."""
+    status = os.fstat(handle.fileno())
+    return status.st_size, status.st_mtime_ns
