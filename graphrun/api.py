@@ -74,8 +74,9 @@ def load(path: str | Path, *, trust: Iterable[str] = (), source: str | None = No
 def estimate(
     graph: Graph | LivePipeline,
     *,
-    vram: str | int | Sequence[str | int],
+    vram: str | int | Sequence[str | int] | None = None,
     ram: str | int = "auto",
+    memory: str | int | None = None,
     pinned: str | int | None = None,
     disk: str | int | None = None,
     runs: int = 1,
@@ -98,6 +99,8 @@ def estimate(
                        ``ram="auto"`` is what the machine (or its cgroup) has left, plus the memory
                        of modules passed in. For several devices, ``vram="24G,12G"`` or a list: the
                        first computes and streams, on the others whole components may compute
+    ``memory``         on a CPU, in place of both: what the process may take in total, such as
+                       ``"8G"``; ``"auto"`` is what this machine has left, less a twentieth
     ``pinned``         limit of page-locked RAM
     ``disk``           limit of bytes written to disk
     ``runs``           above 1: a session of one cold first run and ``runs - 1`` warm runs
@@ -124,13 +127,17 @@ def estimate(
     """
     from graphrun.graph.graph import Directives
     from graphrun.graph.graph import Graph as Declared
+    from graphrun.host_ram import ram_budget
     from graphrun.model.problem import Secondary
-    from graphrun.profile.host_ram import ram_budget
     from graphrun.profile.problems import ProblemLimits
 
-    (hardware, budget_bytes), *other_devices = _devices(vram, hardware, cache)
+    (hardware, budget_bytes), *other_devices = _devices(vram, ram, memory, hardware, cache)
     secondaries = tuple(Secondary(card, nbytes) for card, nbytes in other_devices)
-    ram_bytes = ram_budget(ram, () if isinstance(graph, Declared) else graph.modules.values())
+    ram_bytes = (
+        budget_bytes
+        if hardware.unified
+        else ram_budget(ram, () if isinstance(graph, Declared) else graph.modules.values())
+    )
     reserve_bytes = _size(reserve, "reserve")
     if not isinstance(graph, Declared):
         if until is not None:
@@ -308,8 +315,8 @@ def run(
     """
     from graphrun.batch.cache.keys import choices_of
     from graphrun.batch.cache.reuse import reuse_for
+    from graphrun.host_ram import host_ram_bytes, taken_bytes
     from graphrun.profile.feedback import remember
-    from graphrun.profile.host_ram import host_ram_bytes, taken_bytes
     from graphrun.runtime.devices.open import open_device
     from graphrun.runtime.executor import refuse_unfit
     from graphrun.runtime.recovery import execute
@@ -415,8 +422,8 @@ def attach(
     from graphrun.diffusers_.live import components_of
     from graphrun.diffusers_.proxy import refuse_placed, refuse_unnamed
     from graphrun.graph.graph import Directives
+    from graphrun.host_ram import ram_budget
     from graphrun.model.problem import Secondary
-    from graphrun.profile.host_ram import ram_budget
     from graphrun.profile.problems import ProblemLimits
     from graphrun.profile.several import per_device
     from graphrun.runtime.devices.device import Device as Opened
@@ -515,13 +522,27 @@ def _hardware(hardware: str | Hardware | None, cache: Path | None) -> Hardware:
     return resolve_hardware(hardware, cache)
 
 
-def _devices(vram: Any, hardware: Any, cache: Path | None) -> list[tuple[Hardware, int]]:
-    """Return the hardware and the VRAM budget of each device.
+def _devices(
+    vram: Any, ram: Any, memory: Any, hardware: Any, cache: Path | None
+) -> list[tuple[Hardware, int]]:
+    """Return the hardware and the budget of each device.
 
-    Raises InputError if they are not of one kind.
+    Raises InputError if they are not of one kind, or for a budget that the hardware does not have.
     """
     from graphrun.profile.several import per_device
 
+    if hardware is None and memory is not None:
+        from graphrun.profile.hardware_profiles import detect_cpu
+
+        hardware = detect_cpu(cache)
+    if isinstance(hardware, Sequence) and not isinstance(hardware, str) and len(hardware) == 1:
+        (hardware,) = hardware
+    if isinstance(hardware, str) and "," not in hardware:
+        hardware = _hardware(hardware, cache)
+    if memory is not None or getattr(hardware, "unified", False):
+        return [(hardware, _memory_bytes(hardware, vram, ram, memory))]
+    if vram is None:
+        raise InputError("vram: give the budget of the device, such as vram='8G'")
     pairs = [
         (_hardware(options.hardware, cache), options.vram) for options in per_device(vram, hardware)
     ]
@@ -533,6 +554,26 @@ def _require_one_kind(cards: Sequence[Hardware]) -> None:
     if len({card.device for card in cards}) > 1:
         kinds = ", ".join(f"{card.name} is a {card.device} device" for card in cards)
         raise InputError(f"hardware: devices of one run are of one kind, and {kinds}")
+
+
+def _memory_bytes(hardware: Any, vram: Any, ram: Any, memory: Any) -> int:
+    """Return the bytes of a memory budget, which a CPU has in place of VRAM and RAM."""
+    if not getattr(hardware, "unified", False):
+        raise InputError(
+            f"memory {memory} is the budget of a CPU, whose programs and weights share one memory: "
+            "add --device cpu, or give --vram and --ram for a card"
+        )
+    if vram is not None or ram != "auto":
+        raise InputError(
+            "a CPU has one memory, and vram and ram are the two of a card: give --memory "
+            f"{vram if vram is not None else ram} instead"
+        )
+    if memory in (None, "auto"):
+        from graphrun.host_ram import host_ram_bytes
+        from graphrun.profile.hardware import budget_of
+
+        return budget_of(host_ram_bytes())
+    return parse_size(memory, whole_bytes=hardware.capacity_bytes, name="memory")
 
 
 def _vram_bytes(vram: str | int, hardware: Hardware) -> int:

@@ -76,8 +76,8 @@ def run_many(
     from graphrun.batch.journal import Journal
     from graphrun.batch.requests import refuse_broken, requests_from, resolved
     from graphrun.batch.watch import Watcher as NoWatcher
+    from graphrun.host_ram import ram_budget
     from graphrun.profile.hardware_profiles import resolve_hardware
-    from graphrun.profile.host_ram import ram_budget
     from graphrun.profile.several import per_device
 
     last_stage = budgets.pop("until", None)

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 
 from graphrun.errors import InputError
-from graphrun.units import MIB, show_size
+from graphrun.units import KIB, MIB, show_size
 
 PROC = Path("/proc")
 PREFIX = "graphrun-"
@@ -117,6 +117,75 @@ def process_bytes(process: int | None = None, proc: Path = PROC) -> MemoryUse:
         kernel_bytes=status.get("VmPTE:", 0) * 1024 + status.get("Threads:", 1) * STACK_BYTES,
         file_bytes=max(0, resident - anonymous - shared) * 1024,
     )
+
+
+class ProcessPeak:
+    """The most anonymous and shared bytes of this process since `reset`, from the kernel's marks.
+
+    A context manager; a thread measures every ``sample_seconds`` meanwhile. Linux keeps one mark of
+    the process's pages, those of files included (VmHWM of proc_pid_status(5)). The mark less the
+    most pages of files seen is a lower bound of the peak, and so is every sample: their maximum is
+    the peak unless pages of files were dropped and read again at that moment. `reset` restarts the
+    mark (proc_pid_clear_refs(5)), also for others in this process that read it. On other systems
+    and where the mark cannot be restarted, samples alone count.
+    """
+
+    def __init__(self, sample_seconds: float = SAMPLE_SECONDS, proc: Path = PROC) -> None:
+        self._seconds, self._folder = sample_seconds, proc / "self"
+        self._stop, self._lock = threading.Event(), threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._file_bytes = self._peak_bytes = 0
+        self._marks = True
+
+    def __enter__(self) -> ProcessPeak:
+        self.reset()
+        self._thread = threading.Thread(target=self._sample_until, name="process-peak", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def reset(self) -> None:
+        """Let the peak begin with what is in use now."""
+        with self._lock:
+            self._peak_bytes = self._file_bytes = 0
+            try:
+                (self._folder / "clear_refs").write_text("5", encoding="utf-8")
+            except OSError:
+                self._marks = False
+        self._sample()
+
+    @property
+    def nbytes(self) -> int:
+        """The peak since `reset` or the context's begin."""
+        self._sample()
+        return self._peak_bytes
+
+    def _sample_until(self) -> None:
+        while not self._stop.wait(self._seconds):
+            self._sample()
+
+    def _sample(self) -> None:
+        if sys.platform != "linux":
+            self._peak_bytes = max(self._peak_bytes, process_bytes().nbytes)
+            return
+        with self._lock, contextlib.suppress(OSError):
+            numbers = _numbers((self._folder / "status").read_text(encoding="utf-8"))
+            kernel_kib = numbers.get("VmPTE:", 0) + numbers.get("Threads:", 1) * STACK_BYTES // KIB
+            own_kib = numbers.get("RssAnon:", 0) + numbers.get("RssShmem:", 0)
+            self._file_bytes = max(self._file_bytes, numbers.get("RssFile:", 0) * KIB)
+            mark_bytes = numbers.get("VmHWM:", 0) * KIB - self._file_bytes if self._marks else 0
+            self._peak_bytes = max(
+                self._peak_bytes, max(own_kib * KIB, mark_bytes) + kernel_kib * KIB
+            )
 
 
 def group_bytes(group: GroupFolder) -> MemoryUse:

@@ -72,7 +72,7 @@ def cache_home() -> Iterator[Path]:
 def free_ram() -> Iterator[None]:
     """The machine always has 16 GiB left: where a test gives no RAM budget, its plans do not depend
     on what else runs."""
-    from graphrun.profile import host_ram
+    from graphrun import host_ram
 
     available_bytes = host_ram.available_bytes
     with pytest.MonkeyPatch.context() as patch:

@@ -491,18 +491,18 @@ def scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_processes_and_limited_children_are_in_separate_groups(scope: Path) -> None:
-    proc, own = scope.parents[1] / "proc", f"{os.getpid()}\n"
+    proc, process_line = scope.parents[1] / "proc", f"{os.getpid()}\n"
     assert enforceable(proc) == ""
     with MemoryGroup.create(LIMIT, "job", proc=proc) as group:
         rest = scope / f"graphrun-{os.getpid()}-job-rest"
         assert (scope / "cgroup.procs").read_text() == ""
-        assert (rest / "cgroup.procs").read_text() == own
+        assert (rest / "cgroup.procs").read_text() == process_line
         assert group.group.path == scope / f"graphrun-{os.getpid()}-job"
         assert (group.group.path / "memory.max").read_text() == str(LIMIT)
         assert (group.group.path / "memory.swap.max").read_text() == "0"
         assert group.kills == 2
         memory_group._write(group.group.processes, str(os.getpid()))
-    assert (scope / "cgroup.procs").read_text() == own
+    assert (scope / "cgroup.procs").read_text() == process_line
     assert (scope / "cgroup.subtree_control").read_text() == ""
     assert not [path for path in scope.iterdir() if path.is_dir()]
 

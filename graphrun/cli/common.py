@@ -322,6 +322,8 @@ def with_budget(options: PlanOptions, hardware: Any) -> PlanOptions:
     """
     from graphrun.profile import hardware as devices
 
+    if hardware.unified or options.memory is not None:
+        return options
     has_budget = options.vram not in (None, "auto")
     if has_budget and (
         options.hardware is not None or hardware.device == "sim" or "," in str(options.vram)
@@ -427,17 +429,20 @@ def hardware_for(name: str | None, device: str | None, to_run: bool, cache: Path
     """Return the hardware to plan for, or to run on if ``to_run``.
 
     It is the profile or data-sheet estimate called ``name``. Without a name it is the simulated
-    device for ``--device sim``, the detected card, or the default data-sheet estimate. Raises
+    device for ``--device sim``, this machine's CPU for ``--device cpu``, the detected card, or the
+    default data-sheet estimate. Raises
     InputError if options contradict each other, and for a run without a CUDA device.
     """
     from graphrun.profile import hardware as devices
     from graphrun.profile import hardware_profiles as profiles
 
-    if device not in (None, "cuda", "sim"):
-        raise InputError(f"device {device!r} is not known; it is cuda or sim")
+    if device not in (None, "cuda", "cpu", "sim"):
+        raise InputError(f"device {device!r} is not known; it is cuda, cpu or sim")
     hardware = (
         profiles.hardware(name, cache)
         if name
+        else profiles.detect_cpu(cache)
+        if device == "cpu"
         else devices.hardware("sim")
         if device == "sim"
         else None

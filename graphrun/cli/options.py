@@ -28,7 +28,7 @@ HardwareName = Annotated[
 DeviceName = Annotated[
     str | None,
     typer.Option(
-        help="cuda or sim, or cuda:0,cuda:1; default: the hardware's.", show_default=False
+        help="cuda, cpu or sim, or cuda:0,cuda:1; default: the hardware's.", show_default=False
     ),
 ]
 Sets = Annotated[
@@ -91,6 +91,14 @@ class PlanOptions:
     ram: Annotated[
         str, typer.Option(help="Host RAM budget; auto: what this machine, or its cgroup, has left.")
     ] = "auto"
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="With --device cpu, in place of --vram and --ram: all memory that the process may "
+            "take, such as 8G; auto: what is free, less 5 %.",
+            show_default=False,
+        ),
+    ] = None
     pinned: Annotated[
         str | None,
         typer.Option(help="Part of the RAM that may be page-locked.", show_default=False),
@@ -162,7 +170,7 @@ class PlanOptions:
         }
         return {
             name: getattr(self, name)
-            for name in ("ram", "pinned", "disk", "runs", "reserve", "until")
+            for name in ("ram", "memory", "pinned", "disk", "runs", "reserve", "until")
         } | name_lists
 
     @property

@@ -117,7 +117,7 @@ def serve(
         if find_spec(name) is None
     ]:
         raise InputError(f"{', '.join(missing_packages)} not installed: {install_command('serve')}")
-    from graphrun.profile.host_ram import ram_budget
+    from graphrun.host_ram import ram_budget
     from graphrun.profile.several import per_device
     from graphrun.serve.keys import read_keys
     from graphrun.serve.origins import host_of, origin_of

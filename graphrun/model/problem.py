@@ -30,7 +30,7 @@ from graphrun.model.phase_trace import PhaseTrace
 
 Granularity = Literal["blocks", "layers"]
 Basis = Literal["measured", "traced", "graph file", "data sheet", "simulated"]
-BackingStoreKind = Literal["pinned", "pageable", "disk"]
+BackingStoreKind = Literal["pinned", "pageable", "disk", "file"]
 ComponentPlacement = Literal["pin", "keep", "exclude", "whole", "drop"]
 
 # Device allocations are multiples of this many bytes (kMinBlockSize of PyTorch's CUDA caching
@@ -88,9 +88,11 @@ class Hardware:
     operations per second."""
 
     name: str
-    device: str  # "cuda" or "sim"
+    device: str  # "cuda", "sim" or "cpu"
     capacity_bytes: int
-    context_bytes: int  # of the driver context, before the first tensor; 0 on sim
+    # of the driver context, before the first tensor (0 on sim); on a CPU, of the process itself:
+    # Python and its libraries
+    context_bytes: int
     workspace_bytes: int  # of cuBLAS; 0 on sim
     h2d_bytes_per_second: float  # from page-locked memory
     pageable_bytes_per_second: float
@@ -118,6 +120,12 @@ class Hardware:
     # seconds of a transformer block divided by seconds of its compiled code; 0: not measured
     compiled_gain: float = 0.0
     basis: Basis = "data sheet"
+
+    @property
+    def unified(self) -> bool:
+        """Whether device and host share one memory: weights are read from files into it, and
+        nothing is copied to a second memory."""
+        return self.device == "cpu"
 
     @property
     def label(self) -> str:
@@ -161,6 +169,8 @@ class Variant:
     disk            bounce buffer of       disk_seconds to read,       at every copy; the bounce
                     host_bytes,            overlapping load_seconds    buffer exists from the start
                     page-locked            to copy
+    file            nothing                load_seconds to read the    the copy is the read (only on
+                                           block into device memory    unified memory)
 
     A variant on the CPU is never copied to the device; its backing store is read before the
     component is called. A variant on a secondary device is copied there and never streamed. Its

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from graphrun.errors import InputError
-from graphrun.modules.blocks import BlockLayout
+from graphrun.modules.blocks import BlockLayout, TensorEntry
 from graphrun.modules.conversions import Piece
 from graphrun.modules.lora import Delta
 from graphrun.modules.quantize import quantized
@@ -94,6 +94,9 @@ class Source(Protocol):
         Returns the bytes read from disk.
         """
 
+    def stored(self, name: str, dtype: torch.dtype) -> Stored | None:
+        """Return the tensor of a file whose bytes are the tensor ``name`` in ``dtype``, if any."""
+
     def close(self) -> None:
         """Close open files. The next `read_into` opens them again."""
 
@@ -121,6 +124,10 @@ class RandomSource:
         owner, key, template, first = self._makers[name]
         target.copy_(values_of(owner, key, template, f"{self._seed}/{first}"))
         return target.nbytes
+
+    def stored(self, name: str, dtype: torch.dtype) -> Stored | None:
+        """Return None: no file has the values."""
+        return None
 
     def close(self) -> None:
         """Do nothing: nothing is open."""
@@ -155,6 +162,12 @@ class FileSource:
             self._read_plain(leaf, value)
         target.copy_(piece.make(values).reshape(target.shape))
         return piece.nbytes
+
+    def stored(self, name: str, dtype: torch.dtype) -> Stored | None:
+        """See `Source.stored`."""
+        piece = self._pieces.get(name)
+        is_same = isinstance(piece, Stored) and getattr(torch, piece.dtype, None) == dtype
+        return piece if is_same and isinstance(piece, Stored) else None
 
     def _read_plain(self, tensor: Stored, target: torch.Tensor) -> int:
         flat, dtype = target.view(-1), getattr(torch, tensor.dtype)
@@ -222,6 +235,10 @@ class LoadedSource:
         target.copy_(self._tensors[name])
         return target.nbytes
 
+    def stored(self, name: str, dtype: torch.dtype) -> Stored | None:
+        """Return None: files name their tensors differently."""
+        return None
+
     def close(self) -> None:
         """Release the tensors."""
         self._tensors = {}
@@ -265,6 +282,13 @@ class Writer:
         for delta in self.deltas.get(name, ()):
             delta.add_to(target)
         return nbytes
+
+    def stored(self, entry: TensorEntry) -> Stored | None:
+        """Return the tensor of a file that has the bytes of ``entry`` unchanged, if any."""
+        name = entry.names[0]
+        if entry.field or name in self.buffers or name in self.adapters or self.deltas.get(name):
+            return None
+        return self.source.stored(name, entry.tensor.dtype)
 
     def write(
         self,

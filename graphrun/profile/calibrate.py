@@ -30,11 +30,11 @@ import torch
 from torch import nn
 
 from graphrun.errors import InputError
+from graphrun.host_ram import total_ram_bytes
 from graphrun.model.problem import Hardware
 from graphrun.profile import hardware
 from graphrun.profile import hardware_profiles as profiles
 from graphrun.profile.costs import kernel_seconds, tiles
-from graphrun.profile.host_ram import total_ram_bytes
 from graphrun.profile.recording import Kernel
 from graphrun.systems import forget_cached
 from graphrun.units import MIB

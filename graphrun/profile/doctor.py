@@ -18,9 +18,9 @@ import psutil
 
 from graphrun.extras import install_command
 from graphrun.files import Store
+from graphrun.host_ram import available_bytes, host_ram_bytes, memory_limits
 from graphrun.profile import hardware
 from graphrun.profile import hardware_profiles as profiles
-from graphrun.profile.host_ram import available_bytes, host_ram_bytes, memory_limits
 from graphrun.profile.precision import NEEDS, flags, new_enough
 from graphrun.systems import pinned_limit_bytes
 from graphrun.units import GIB, show_size

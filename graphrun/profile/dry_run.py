@@ -20,6 +20,7 @@ from torch import nn
 
 from graphrun.errors import GraphrunError
 from graphrun.graph.graph import Component, Graph
+from graphrun.host_ram import host_ram_bytes
 from graphrun.limits import require
 from graphrun.model.allocator import ROUND_BYTES
 from graphrun.modules.blocks import with_weights_of
@@ -49,7 +50,6 @@ from graphrun.modules.trees import (
 )
 from graphrun.ops import Stages
 from graphrun.profile.block_groups import block_paths, group_blocks, group_layers, routed_lists
-from graphrun.profile.host_ram import host_ram_bytes
 from graphrun.profile.meta_ops import META
 from graphrun.profile.quantized import (
     block_bytes_by_precision,

@@ -43,6 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from graphrun.errors import InputError
+from graphrun.host_ram import total_ram_bytes
 from graphrun.model.problem import Hardware, KernelRates
 from graphrun.units import GIB, KIB, MIB
 
@@ -192,7 +193,8 @@ def data_sheet_estimates() -> dict[str, Hardware]:
 
     ``sim``, the simulated accelerator, has no context, no scratch and no caching allocator.
     """
-    return {name: _card(name, sheet) for name, sheet in SHEETS.items()} | {"sim": simulated()}
+    cards = {name: _card(name, sheet) for name, sheet in SHEETS.items()}
+    return cards | {"sim": simulated(), "cpu": cpu_estimate()}
 
 
 # Prefix of the name of a simulated accelerator that counts in pages; the scale of pages follows.
@@ -233,6 +235,28 @@ def simulated(page_scale: float | None = None) -> Hardware:
         caching_allocator=page_scale is not None,
         page_scale=page_scale or 1.0,
         basis="simulated",
+    )
+
+
+def cpu_estimate() -> Hardware:
+    """Return the estimate of this machine's CPU."""
+    return Hardware(
+        name="cpu",
+        device="cpu",
+        capacity_bytes=total_ram_bytes(),
+        context_bytes=432 * MIB,
+        workspace_bytes=0,
+        h2d_bytes_per_second=5e9,
+        pageable_bytes_per_second=5e9,
+        d2h_bytes_per_second=5e9,
+        bidirectional=1.0,
+        disk_bytes_per_second=1.6e9,
+        flops_per_second=4e11,
+        convolution_scratch=False,
+        caching_allocator=False,
+        memory_bytes_per_second=1e10,
+        launch_seconds=5e-6,
+        basis="data sheet",
     )
 
 

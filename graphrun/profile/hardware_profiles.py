@@ -87,6 +87,15 @@ def detect_card(cache: Path | None) -> Hardware | None:
     return card
 
 
+def detect_cpu(cache: Path | None) -> Hardware:
+    """Return this machine's CPU, from its most recent profile if any."""
+    for profile in _profiles(cache):
+        profile_hardware: Hardware = profile["hardware"]
+        if profile_hardware.device == "cpu":
+            return profile_hardware
+    return devices.cpu_estimate()
+
+
 def _profiles(cache: Path | None) -> list[dict[str, Any]]:
     """Return the contents of all valid profile files, the most recently written first."""
     dated_profiles: list[tuple[int, dict[str, Any]]] = []

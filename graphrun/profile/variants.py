@@ -6,7 +6,8 @@ budgets. The first variant is the graph's own: its first precision in page-locke
     precision          those in the graph's list; all but the first change the output and must be
                        allowed
     backing store      pinned, pageable (slower to copy from), disk if a file's tensors can be read
-                       one by one
+                       one by one; on unified memory only file: blocks are read from the component's
+                       files, or from a file that the run writes
     secondary device   computes on a further device, at its rates
     cpu                computes on the CPU, for small or rarely used components; the last bits of
                        the output change
@@ -40,6 +41,10 @@ from graphrun.units import round_up
 
 BACKING_STORES: tuple[BackingStoreKind, ...] = ("pinned", "pageable", "disk")
 ON_CPU = "cpu"
+# A block that is read from files takes whole pages for up to two ranges of a file, each with a part
+# of a page before and behind it (`graphrun.runtime.files`).
+PAGE_BYTES = 4096
+FILE_SLACK_BYTES = 4 * PAGE_BYTES
 
 # bitsandbytes 0.50 quantizes a weight on a CPU core at about these rates, in bytes of 16-bit
 # weights per second (idle 2.10 GHz Xeon core). A cast to fp8 runs at memory speed.
@@ -62,16 +67,15 @@ def variants_of(
     determines whether computing on the CPU is offered. ``granularity``: whether ``profile`` is
     split into blocks or layers. ``secondaries``: further devices that the component may compute on.
     """
+    if hardware.unified:
+        backing_stores = ("file",)
+    elif component.backing_store:
+        backing_stores = component.backing_store
     variants = [
         variant
         for precision in component.precision
         for variant in _in_backing_stores(
-            component,
-            precision,
-            profile,
-            calls,
-            hardware,
-            component.backing_store or backing_stores,
+            component, precision, profile, calls, hardware, backing_stores
         )
     ]
     if granularity == "layers":
@@ -97,10 +101,10 @@ def variants_of(
                 profile,
                 calls,
                 secondary_hardware,
-                component.backing_store or backing_stores,
+                backing_stores,
             )
         ]
-    if ON_CPU in allow and variants[0].precision not in QUANTIZED:
+    if ON_CPU in allow and not hardware.unified and variants[0].precision not in QUANTIZED:
         variants.append(_on_cpu(variants[0], calls, hardware))
     return tuple(variants)
 
@@ -123,6 +127,30 @@ def _in_backing_stores(
     extra = _extra_block_seconds(profile, calls, precision, hardware) if is_quantized else ()
     file_block_bytes = block_bytes if is_stored else profile.block_bytes
     read_seconds = _read_seconds(component, precision, file_block_bytes, hardware, is_stored)
+    if "file" in backing_stores:
+        # random and quantized weights are written to a file first
+        is_written = not is_stored and (is_quantized or component.source is None)
+        yield Variant(
+            precision=precision,
+            backing_store="file",
+            device="device",
+            block_bytes=tuple(
+                round_up(nbytes, PAGE_BYTES) + FILE_SLACK_BYTES if nbytes else 0
+                for nbytes in block_bytes
+            ),
+            load_seconds=tuple(
+                nbytes / hardware.disk_bytes_per_second
+                for nbytes in (block_bytes if is_written else file_block_bytes)
+            ),
+            host_bytes=0,
+            block_seconds=extra,
+            scratch_bytes=_scratch_bytes(profile, calls, precision, dtype),
+            stored_bytes=weight_bytes if is_written else 0,
+            read_bytes=()
+            if component.source_in(precision) is None or file_block_bytes == block_bytes
+            else file_block_bytes,
+            needs=component.permission(precision) or "",
+        )
     for backing_store in (
         backing_store for backing_store in BACKING_STORES if backing_store in backing_stores
     ):

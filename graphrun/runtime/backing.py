@@ -20,7 +20,8 @@ import torch
 
 from graphrun.errors import GraphrunError
 from graphrun.model.ring_buffer import RingBuffer
-from graphrun.modules.blocks import BlockLayout
+from graphrun.modules.blocks import BlockLayout, TensorEntry
+from graphrun.modules.source_files import Stored
 from graphrun.runtime.devices.device import Device, Mark, StreamName
 
 Marks = tuple[Mark, Mark]
@@ -37,6 +38,9 @@ class BlockWriter(Protocol):
 
         ``count`` is called with temporary host tensors.
         """
+
+    def stored(self, entry: TensorEntry) -> Stored | None:
+        """Return the tensor of a file that has the bytes of ``entry`` unchanged, if any."""
 
     def close(self) -> None:
         """Close files."""

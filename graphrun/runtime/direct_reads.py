@@ -30,13 +30,13 @@ from graphrun.errors import InputError
 from graphrun.modules.blocks import ALIGNMENT
 from graphrun.modules.source_files import Stored
 from graphrun.systems import anonymous_memory, forget_cached, open_direct, read_at, refuse_forked
-from graphrun.units import KIB, MIB
+from graphrun.units import MIB
 
 # Direct reads need offsets, sizes and addresses that are multiples of the disk's logical block:
 # 512 or 4096 bytes.
 PAGE_BYTES = 4096
-# A smaller gap between tensors is read too: one more request takes the disk longer.
-GAP_BYTES = 64 * KIB
+# A smaller gap between tensors is read too: a span of its own for each would need as many bytes.
+GAP_BYTES = 2 * PAGE_BYTES
 
 
 def _page_start(offset: int) -> int:

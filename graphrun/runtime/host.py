@@ -25,6 +25,7 @@ from graphrun.modules.quantize import ill_suited
 from graphrun.modules.source_files import origin_of
 from graphrun.runtime.backing import BlockWriter, Disk
 from graphrun.runtime.devices.device import Device
+from graphrun.runtime.files import FileStore
 from graphrun.runtime.movers import refuse_movers
 from graphrun.runtime.residency import Residency
 from graphrun.runtime.spool import Spool
@@ -252,7 +253,7 @@ class Host:
             old_residency = self.residencies.get(numbers.name)
             if old_residency is None or old_residency.granularity == numbers.granularity:
                 continue
-            on_disk = isinstance(old_residency.backing_store, Disk)
+            on_disk = isinstance(old_residency.backing_store, (Disk, FileStore))
             if on_disk:
                 old_residency.drop()
             in_ram = old_residency.backing_store.memory is not None and not on_disk
@@ -269,7 +270,7 @@ class Host:
         device: Device,
         writer: BlockWriter | None,
     ) -> None:
-        if writer is not None and numbers.variants[0].backing_store == "disk":
+        if writer is not None and numbers.variants[0].backing_store in ("disk", "file"):
             writer = self._spool.writer_for(module, numbers, writer)
         self.modules[numbers.name] = module
         self.residencies[numbers.name] = Residency(module, numbers, device, writer)

@@ -17,7 +17,7 @@ The weights outside of all blocks form a further block, with the path "".
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from graphrun.modules.compiled import outermost_compiled
 from graphrun.modules.quantize import normalize_quantized_layers
 from graphrun.runtime.backing import Arena, BlockWriter, Disk, Marks
 from graphrun.runtime.devices.device import Device, Mark
+from graphrun.runtime.files import FileBlock, FileStore, file_block
 from graphrun.units import round_up
 
 
@@ -130,7 +131,18 @@ class Residency:
                     f"{self.name} was passed in, but the plan reads it from disk: leave it out of "
                     "modules="
                 )
-            self.backing_store: Arena | Disk = Disk(layouts, device, writer, variant.host_bytes)
+            self.backing_store: Arena | Disk | FileStore = Disk(
+                layouts, device, writer, variant.host_bytes
+            )
+        elif variant.backing_store == "file":
+            if writer is None:
+                raise InputError(
+                    f"{self.name} was passed in, but the plan reads it from its files: leave it "
+                    "out of modules="
+                )
+            blocks = _file_blocks(layouts, numbers, writer)
+            self.backing_store = FileStore(blocks, device, writer)
+            layouts = {path: block.layout for path, block in blocks.items()}
         else:
             # `_move_into_arena` fills the arena with the caller's weights, so no tensors are read
             arena_layouts = (
@@ -451,6 +463,21 @@ class Residency:
                 entry.host = entry.template = view
                 entry.assign(view)
         store.pin()
+
+
+def _file_blocks(
+    layouts: Mapping[str, BlockLayout], numbers: ComponentNumbers, writer: BlockWriter
+) -> dict[str, FileBlock]:
+    """Return each block's places in its files, within the bytes of the plan."""
+    planned_bytes = {
+        path: nbytes
+        for group, nbytes in zip(numbers.groups, numbers.variants[0].block_bytes, strict=True)
+        for path in group.blocks
+    }
+    return {
+        path: file_block(layout, writer, planned_bytes.get(path, 0))
+        for path, layout in layouts.items()
+    }
 
 
 def _devices(numbers: ComponentNumbers, device: Device) -> tuple[Device, dict[str, Device]]:

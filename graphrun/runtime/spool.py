@@ -137,6 +137,10 @@ class _SpooledBlocks:
             for e in layout.entries
         )
 
+    def stored(self, entry: TensorEntry) -> Stored | None:
+        """See `Writer.stored`."""
+        return self._source.stored(_key(entry), torch.uint8)
+
     def close(self) -> None:
         self._source.close()
 

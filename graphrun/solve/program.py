@@ -985,7 +985,7 @@ def spill_gaps_of(
     """
     gaps = []
     for number, value in enumerate(problem.values):
-        if not value.nbytes:
+        if not value.nbytes or problem.hardware.unified:  # no second memory to spill to
             continue
         start = None  # first phase of the gap that ``phase`` is in
         for phase in range(value.first_phase, min(value.last_phase + 1, len(problem.phases))):

@@ -418,6 +418,8 @@ class _HostRules:
         name, verb = action.value, "spill" if isinstance(action, Spill) else "restore"
         if name not in self.values:
             return "unknown", f"no value {name!r}"
+        if self.applied.hardware.unified:
+            return verb, f"{name} cannot leave the device, which shares its memory with the host"
         if slot.part != "load":
             return (
                 verb,

@@ -21,9 +21,9 @@ import graphrun
 from graphrun.diffusers_.attach import Attachment
 from graphrun.diffusers_.dry_call import ProbeError
 from graphrun.errors import InputError
+from graphrun.host_ram import host_ram_bytes
 from graphrun.model.plan import Load, Stream
 from graphrun.model.problem import Problem
-from graphrun.profile.host_ram import host_ram_bytes
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
 from graphrun.solve.infeasible import Infeasible

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from graphrun.errors import InputError
-from graphrun.profile.host_ram import host_ram_bytes, ram_budget, taken_bytes
+from graphrun.host_ram import host_ram_bytes, ram_budget, taken_bytes
 from graphrun.units import GIB, MIB
 
 # A virtual machine that began with 8 GiB and has 64 by now would say so in MemTotal; swap is in no

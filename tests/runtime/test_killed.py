@@ -17,9 +17,9 @@ import pytest
 from whole_pipelines import TinyPipeline, pixels, planned
 
 from graphrun.errors import InputError, PlanError
+from graphrun.host_ram import host_ram_bytes
 from graphrun.model.choices import apply_choices
 from graphrun.model.problem import Problem
-from graphrun.profile.host_ram import host_ram_bytes
 from graphrun.report.outputs import save_outputs
 from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.executor import follow, stages_for

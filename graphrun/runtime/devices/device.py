@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 
 from graphrun.errors import GraphrunError
+from graphrun.runtime.direct_reads import Span
 
 
 class Arenas:
@@ -160,6 +161,15 @@ class Device(ABC):
 
         Call after reading ``nbytes`` from disk into ``target`` in host memory.
         """
+
+    def read_block(
+        self, spans: Sequence[tuple[Span, torch.Tensor]], write: Callable[[], None] | None
+    ) -> None:
+        """Queue the reads of file ranges into device memory on the copy stream, and then ``write``.
+
+        ``write`` runs in a thread, and fills what the spans do not. Only on unified memory.
+        """
+        raise NotImplementedError(f"{self.name} does not share its memory with the host")
 
     @abstractmethod
     def background(self, job: Callable[[], None], queue: Queue = "disk") -> Callable[[], None]:

@@ -14,7 +14,7 @@ def open_device(problem: Problem, *, check_ordering: bool = False) -> Device:
     """Return the device of ``problem``, with its secondary devices.
 
     For ``sim`` hardware, this is a simulated device with the hardware's rates; for ``cuda``, the
-    first CUDA device. Raises InputError if there is none.
+    first CUDA device; for ``cpu``, this machine's CPU. Raises InputError if there is none.
     """
     return open_devices(
         [problem.hardware, *(secondary.hardware for secondary in problem.secondaries)],
@@ -70,11 +70,15 @@ def open_hardware(
         raise InputError(
             "--check-ordering looks for races on the simulated accelerator: add --device sim"
         )
+    if hardware.device == "cpu":
+        from graphrun.runtime.devices.cpu import CpuDevice
+
+        return CpuDevice(hardware)
     if hardware.device == "cuda":
         from graphrun.runtime.devices.cuda import CudaDevice
 
         return CudaDevice(number, workspace_bytes=hardware.workspace_bytes)
     raise InputError(
         f"hardware {hardware.name} computes on {hardware.device!r}, which this version cannot run "
-        "on; use cuda or sim"
+        "on; use cuda, cpu or sim"
     )

@@ -1,0 +1,199 @@
+"""The CPU as a `Device`: one memory for weights, activations and the process itself.
+
+    disk     |--read 3 (past the page cache)--|--read 4--|      threads (`DirectReads`), in order
+    compute  |--block 2--|--block 3--|--block 4--|              the thread that calls
+
+Ops compute when they are called, so a mark of the compute stream has always passed. The copy stream
+is the queue of reads; the host waits for its marks. Every allocation is a mapping of its own, in
+huge pages where the kernel has them: freed memory returns to the system at once, and nothing is
+fragmented. Peaks are those of the process, from the kernel, less the planned bytes of the process
+itself (`Hardware.context_bytes`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch
+
+from graphrun.errors import GraphrunError, OutOfMemory
+from graphrun.host_ram import host_ram_bytes
+from graphrun.memory_group import ProcessPeak, process_bytes
+from graphrun.model.problem import Hardware
+from graphrun.runtime.devices.device import Device, Mark, Queue, StreamName
+from graphrun.runtime.direct_reads import DirectReads, MappedArena, Span, SpanRead
+from graphrun.units import show_size
+
+
+@dataclass(frozen=True, slots=True)
+class _CopyMark:
+    """The end of the reads queued before it: the last read, the last write behind it."""
+
+    queued_seconds: float
+    span_read: SpanRead | None
+    write: Future[float] | None
+
+    def wait(self) -> None:
+        """Wait for the reads. Raises their error."""
+        if self.span_read is not None:
+            self.span_read.wait()
+        if self.write is not None:
+            self.write.result()
+
+    @property
+    def seconds(self) -> float:
+        """Time of the end, on `time.perf_counter`. Valid when the reads have ended."""
+        read_seconds = 0.0 if self.span_read is None else self.span_read.ended_seconds
+        write_seconds = 0.0 if self.write is None else self.write.result()
+        return max(self.queued_seconds, read_seconds, write_seconds)
+
+
+class CpuDevice(Device):
+    """The CPU of this machine, with the bytes that ``hardware`` has for the process itself."""
+
+    name = "cpu"
+    torch_device = torch.device("cpu")
+
+    def __init__(self, hardware: Hardware) -> None:
+        super().__init__()
+        self._context_bytes = hardware.context_bytes
+        self._cap_bytes: int | None = None  # of weights and activations together, in a session
+        self._origin_seconds = time.perf_counter()
+        self._reads: DirectReads | None = None
+        self._peak: ProcessPeak | None = None
+        self._last_read: SpanRead | None = None
+        self._last_write: Future[float] | None = None
+        self._has_failed = False
+        self._threads = ThreadPoolExecutor(1, "graphrun-disk")
+
+    @contextmanager
+    def session(self, cap_bytes: int, limit_bytes: int = 0) -> Iterator[None]:
+        """Start the threads that read, and the measurement of peaks.
+
+        If the process already has more than its planned bytes, the cap is lower by the difference.
+        """
+        growth_bytes = process_bytes().nbytes - self._context_bytes - self.allocated_bytes
+        self._cap_bytes = cap_bytes - max(0, growth_bytes)
+        self._origin_seconds, self._has_failed = time.perf_counter(), False
+        with DirectReads() as self._reads, ProcessPeak() as self._peak:
+            try:
+                yield
+            finally:
+                self._cap_bytes, self._last_read, self._last_write = None, None, None
+        self._reads = self._peak = None
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return memory in pages of its own. Raises torch.OutOfMemoryError beyond the cap."""
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        if self._cap_bytes is not None and self.allocated_bytes + nbytes > self._cap_bytes:
+            raise torch.OutOfMemoryError(
+                f"cpu: {show_size(nbytes)} on top of {show_size(self.allocated_bytes)} exceed the "
+                f"{show_size(self._cap_bytes)} left for weights and activations"
+            )
+        memory = MappedArena(nbytes).view(0, nbytes)
+        self.arenas.count("device", memory)
+        return memory
+
+    def pin(self, arena: torch.Tensor) -> None:
+        """Do nothing: no memory is page-locked."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy now."""
+        target.copy_(source)
+
+    def read_block(
+        self, spans: Sequence[tuple[Span, torch.Tensor]], write: Callable[[], None] | None
+    ) -> None:
+        """See `Device.read_block`: the reads of one session are done in order."""
+        assert self._reads is not None, "files are read within a session"
+        for span, target in spans:
+            self._last_read = self._reads.submit(span, target)
+        if write is not None:
+            self._last_write = self._threads.submit(_timed, write)
+
+    def background(self, job: Callable[[], None], queue: Queue = "disk") -> Callable[[], None]:
+        """Run the jobs of all queues on one thread."""
+        return self._threads.submit(job).result
+
+    def mark(self, stream: StreamName) -> Mark:
+        """Return the time; for the copy stream, the reads queued so far."""
+        seconds = time.perf_counter()
+        if stream == "copy":
+            return _CopyMark(seconds, self._last_read, self._last_write)
+        return seconds
+
+    def wait(self, stream: StreamName, mark: Mark) -> None:
+        """Wait on the host for reads, if compute has to. Raises the error of a read.
+
+        Reads need not wait for compute: what was called has been computed.
+        """
+        if stream != "copy" and isinstance(mark, _CopyMark):
+            self._wait(mark)
+
+    def barrier(self) -> None:
+        """Wait for the reads. An error that was raised before is not raised again."""
+        mark = self.mark("copy")
+        if self._has_failed:
+            with suppress(GraphrunError, RuntimeError):
+                mark.wait()
+        else:
+            self._wait(mark)
+
+    def _wait(self, mark: _CopyMark) -> None:
+        try:
+            mark.wait()
+        except BaseException:
+            self._has_failed = True
+            raise
+
+    def seconds_at(self, mark: Mark) -> float:
+        """Return the seconds since the session began."""
+        seconds: float = mark.seconds if isinstance(mark, _CopyMark) else mark
+        return seconds - self._origin_seconds
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of weights and ring buffers."""
+        return self.arenas.nbytes("device")
+
+    @property
+    def available_bytes(self) -> int:
+        """Bytes for weights and activations: what the system, this process's cgroup and the session
+        leave, the planned bytes of the process itself excluded."""
+        system_bytes = host_ram_bytes() + process_bytes().nbytes - self._context_bytes
+        return system_bytes if self._cap_bytes is None else min(system_bytes, self._cap_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the process since `reset_peak`, less the planned bytes of the process itself; at
+        least the bytes of weights and ring buffers now."""
+        process_peak = 0 if self._peak is None else self._peak.nbytes
+        return max(self.allocated_bytes, process_peak - self._context_bytes)
+
+    def reset_peak(self) -> None:
+        """Restart the peak at the bytes in use now."""
+        if self._peak is not None:
+            self._peak.reset()
+
+    def holders(self) -> tuple[str, ...]:
+        """Return the bytes of weights and ring buffers."""
+        return (show_size(self.allocated_bytes),) if self.allocated_bytes else ()
+
+    def explain(self, error: BaseException) -> GraphrunError | None:
+        """Return OutOfMemory for an allocation that this device or the system refused."""
+        text = str(error)
+        is_refusal = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+            isinstance(error, RuntimeError) and "DefaultCPUAllocator" in text
+        )
+        return OutOfMemory(f"the CPU's memory: {text.splitlines()[0]}") if is_refusal else None
+
+
+def _timed(write: Callable[[], None]) -> float:
+    """Return the time at which ``write`` ended."""
+    write()
+    return time.perf_counter()

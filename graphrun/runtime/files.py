@@ -1,0 +1,137 @@
+"""The backing store of unified memory: files. A copy of a block is its read into device memory.
+
+file      |header|--a--|--b--|........|--c--|       tensors of a block, and of other blocks
+spans     |----- span 0 -----|     |- span 1 -|     whole pages, read past the page cache
+block     |----- span 0 -----|- span 1 -|- d -|     parameters are views; d is written: no file
+                                                    has its bytes as they are, or its span would
+                                                    need more room than the plan has
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from graphrun.modules.blocks import ALIGNMENT, BlockLayout, TensorEntry
+from graphrun.modules.source_files import Stored
+from graphrun.runtime.backing import BackingStore, BlockWriter, Marks
+from graphrun.runtime.devices.device import Device
+from graphrun.runtime.direct_reads import PAGE_BYTES, Span, span_layout
+from graphrun.units import round_up
+
+
+@dataclass(frozen=True, slots=True)
+class FileBlock:
+    """The place of a block's tensors in its memory of ``layout.nbytes``, in whole pages.
+
+    ``spans``: file ranges with their offsets in the memory. ``writer_layout``: layout of the
+    tensors that a writer fills, at offsets in the same memory.
+    """
+
+    layout: BlockLayout
+    spans: tuple[tuple[Span, int], ...]
+    writer_layout: BlockLayout | None
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that each copy reads directly."""
+        return sum(span.nbytes for span, _ in self.spans)
+
+
+def file_block(layout: BlockLayout, writer: BlockWriter, limit_bytes: int) -> FileBlock:
+    """Return the places of the tensors of ``layout`` in at most ``limit_bytes``.
+
+    Tensors that lie scattered in their files would need a part of a page each. The smallest spans
+    are left to ``writer`` until the block fits. Without spans, a block needs ``layout.nbytes``
+    rounded up to pages.
+    """
+    file_tensors = {
+        number: tensor
+        for number, entry in enumerate(layout.entries)
+        if entry.nbytes and (tensor := _aligned(writer.stored(entry), entry)) is not None
+    }
+    while True:
+        block = _placed(layout, file_tensors)
+        if block.layout.nbytes <= limit_bytes or not file_tensors:
+            return block
+        smallest = min((span for span, _ in block.spans), key=lambda span: span.nbytes)
+        file_tensors = {
+            number: tensor
+            for number, tensor in file_tensors.items()
+            if not (
+                tensor.file == smallest.file
+                and smallest.start <= tensor.begin < smallest.needed_stop
+            )
+        }
+
+
+def _aligned(tensor: Stored | None, entry: TensorEntry) -> Stored | None:
+    """Return ``tensor`` in the dtype of ``entry``; None if its offset is no multiple of an element.
+
+    torch has no views at such offsets.
+    """
+    element_bytes = entry.tensor.element_size()
+    if tensor is None or tensor.nbytes != entry.nbytes or tensor.begin % element_bytes:
+        return None
+    return replace(tensor, dtype=str(entry.tensor.dtype).removeprefix("torch."))
+
+
+def _placed(layout: BlockLayout, file_tensors: Mapping[int, Stored]) -> FileBlock:
+    """Return the block with the tensors ``file_tensors``, by number of the entry, in spans."""
+    spans = span_layout(list(file_tensors.values()))
+    offsets = dict(zip(file_tensors, (place.offset for place in spans.places), strict=True))
+    end = spans.nbytes
+    for number, entry in enumerate(layout.entries):
+        if number not in offsets:
+            offsets[number] = end = round_up(end, ALIGNMENT)
+            end += entry.nbytes
+    entries = tuple(
+        replace(entry, offset=offsets[number]) for number, entry in enumerate(layout.entries)
+    )
+    other_entries = tuple(
+        entry for number, entry in enumerate(entries) if number not in file_tensors
+    )
+    nbytes = round_up(end, PAGE_BYTES)
+    return FileBlock(
+        replace(layout, nbytes=nbytes, entries=entries),
+        tuple(zip(spans.spans, spans.span_offsets, strict=True)),
+        replace(layout, nbytes=nbytes, entries=other_entries) if other_entries else None,
+    )
+
+
+class FileStore(BackingStore):
+    """A component's files, as ``blocks`` describe them. It takes no memory of its own."""
+
+    def __init__(
+        self, blocks: Mapping[str, FileBlock], device: Device, writer: BlockWriter
+    ) -> None:
+        layouts = {path: block.layout for path, block in blocks.items()}
+        super().__init__(layouts, device, writer, nbytes=0, pinned=True)
+        self._file_blocks = dict(blocks)
+
+    def request(self, path: str) -> bool:
+        """As `BackingStore.request`: every read can be queued at once."""
+        return True
+
+    def copy(self, path: str, target: torch.Tensor, device: Device) -> Marks:
+        """Queue the read of block ``path`` into ``target``."""
+        block, start = self._file_blocks[path], device.mark("copy")
+        rest = block.writer_layout
+
+        def write() -> None:
+            self._writer.write(rest, target, lambda _: None)
+
+        device.read_block(
+            [(span, target[offset : offset + span.nbytes]) for span, offset in block.spans],
+            write if rest is not None else None,
+        )
+        marks = start, device.mark("copy")
+        self._finished.append((path, block.read_bytes, marks))
+        return marks
+
+    def drop(self) -> None:
+        """As `BackingStore.drop`; closes files."""
+        super().drop()
+        self._writer.close()
