@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,13 +97,18 @@ def host_ram_bytes(
 
 
 def total_ram_bytes(root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) -> int:
-    """Return the smaller of the machine's RAM and its cgroups' limits, including memory in use."""
-    return min(
-        [
-            int(psutil.virtual_memory().total),
-            *(limit.nbytes for limit in memory_limits(root, membership)),
-        ]
+    """Return the smaller of the machine's RAM and its cgroups' limits, including memory in use.
+
+    A group that graphrun made for this process does not count (`graphrun.memory_group`): its limit
+    is a budget.
+    """
+    budget_group = f"graphrun-{os.getpid()}-"
+    limits = (
+        limit.nbytes
+        for limit in memory_limits(root, membership)
+        if not Path(limit.path).parent.name.startswith(budget_group)
     )
+    return min([int(psutil.virtual_memory().total), *limits])
 
 
 def ram_budget(

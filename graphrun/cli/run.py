@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -28,11 +29,13 @@ from graphrun.cli.common import (
     show,
 )
 from graphrun.cli.downloads import download_all
+from graphrun.cli.enforcing import enforced, kernel_line
 from graphrun.cli.options import Outputs, Overwrite, PlanOptions, ReuseOption, Verbose, shared
 from graphrun.cli.placing import ClusterFile, ObjectiveOption
 from graphrun.cli.running import files_for, save, stop_on_interrupt
 from graphrun.cli.terminal import print_coloured
 from graphrun.errors import InputError, Interrupted
+from graphrun.memory_group import MemoryGroup
 from graphrun.report import plan_files as planfile
 from graphrun.trace import Trace
 
@@ -94,6 +97,13 @@ def run(
         ),
     ] = None,
     reuse: ReuseOption = "encoded",
+    enforce: Annotated[
+        bool,
+        typer.Option(
+            "--enforce",
+            help="With --memory: let the kernel kill the run if it takes more (Linux, cgroups).",
+        ),
+    ] = False,
     check_ordering: Annotated[
         bool,
         typer.Option(
@@ -106,6 +116,10 @@ def run(
 ) -> None:
     """Run a graph or a saved plan and show planned and measured numbers; or run a graph for every
     line of a file."""
+    contexts = ExitStack()
+    group: MemoryGroup | None = None
+    if enforce:
+        options, group = contexts.enter_context(enforced(graph, options))
     for name, value in (("prompt", prompt), ("seed", seed)):
         if value is not None:
             if name in options.inputs:
@@ -237,7 +251,12 @@ def run(
             paths,
             source,
         )
-    show(summary, as_json, measured_screen(solution, trace, paths, style))
+    screen = measured_screen(solution, trace, paths, style)
+    if group is not None:
+        summary["kernel"] = {"limit_bytes": group.limit_bytes, "peak_bytes": group.peak_bytes}
+        screen = f"{screen}\n{kernel_line(group)}"
+    contexts.close()
+    show(summary, as_json, screen)
     if trace.overruns:
         raise typer.Exit(4)
 

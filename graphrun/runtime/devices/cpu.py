@@ -26,6 +26,7 @@ from graphrun.memory_group import ProcessPeak, process_bytes
 from graphrun.model.problem import Hardware
 from graphrun.runtime.devices.device import Device, Mark, Queue, StreamName
 from graphrun.runtime.direct_reads import DirectReads, MappedArena, Span, SpanRead
+from graphrun.systems import trim_freed_memory
 from graphrun.units import show_size
 
 
@@ -179,6 +180,10 @@ class CpuDevice(Device):
         """Restart the peak at the bytes in use now."""
         if self._peak is not None:
             self._peak.reset()
+
+    def release_cached(self) -> None:
+        """Return freed memory to the system."""
+        trim_freed_memory()
 
     def holders(self) -> tuple[str, ...]:
         """Return the bytes of weights and ring buffers."""
