@@ -19,7 +19,6 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from graphrun.errors import InputError
-from graphrun.units import KIB
 
 _seeking = threading.Lock()
 
@@ -142,18 +141,6 @@ def anonymous_memory(nbytes: int, *, huge_pages: bool = True) -> mmap.mmap:
         with contextlib.suppress(OSError):
             memory.madvise(advice)
     return memory
-
-
-def return_freed_memory() -> None:
-    """Make the C library of this process return freed memory of 64 KiB or more at once (glibc).
-
-    Otherwise glibc keeps freed memory of up to 32 MiB for later (mallopt(3), M_MMAP_THRESHOLD), and
-    a process takes more than its tensors. Cannot be undone, so only for graphrun's own processes.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        library = ctypes.CDLL(None)
-        library.mallopt(-3, 64 * KIB)  # M_MMAP_THRESHOLD
-        library.mallopt(-1, 128 * KIB)  # M_TRIM_THRESHOLD
 
 
 def trim_freed_memory() -> None:

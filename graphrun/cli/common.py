@@ -26,7 +26,7 @@ from graphrun.reading import printable
 from graphrun.report import plan_files as planfile
 from graphrun.report.screen import Look
 from graphrun.report.verdicts import product_name
-from graphrun.systems import return_freed_memory, spills_vram
+from graphrun.systems import spills_vram
 from graphrun.units import GIB, parse_size, roughly, show_size
 
 if TYPE_CHECKING:
@@ -210,8 +210,6 @@ def plan_graph(
         hardware_for(request.hardware, request.device, to_run, cache) for request in requests
     ]
     hardware = devices_hardware[0]
-    if to_run and hardware.unified:
-        return_freed_memory()
     options = with_budget(options, hardware)
     if downloads := missing_sources(graph):
         reuse = "none"
