@@ -31,7 +31,7 @@ def compared(problem: Problem, plan: Plan, seconds: float) -> dict[str, Any]:
         simulations = [
             other.simulation
             for other in solutions
-            if other is not None and not other.short_of_pages()
+            if other is not None and not other.excess_page_overheads()
         ]
         best = min(simulations, key=lambda simulation: simulation.total_seconds, default=None)
         times[mode] = best and {

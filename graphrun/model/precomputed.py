@@ -58,7 +58,7 @@ def without(
     )
 
 
-def shortened(problem: Problem, progress: Mapping[str, tuple[int, int]]) -> Problem:
+def with_fewer_steps(problem: Problem, progress: Mapping[str, tuple[int, int]]) -> Problem:
     """Return ``problem`` without the calls of finished steps.
 
     ``progress``: stage -> (finished steps, all steps). Raises InputError if such a stage does not

@@ -532,7 +532,7 @@ class Problem:
         ]
         return seconds[0], seconds[1]
 
-    def tensors_cross_seconds(
+    def tensor_transfer_seconds(
         self, secondary: int, to_bytes: Sequence[int], back_bytes: Sequence[int]
     ) -> tuple[float, float]:
         """Return `transfer_seconds` of tensors with these bytes, one copy for each tensor."""

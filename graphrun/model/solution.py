@@ -83,7 +83,7 @@ class Solution:
         component."""
         return self.simulation.problem
 
-    def short_of_pages(self) -> dict[tuple[str, str], int]:
+    def excess_page_overheads(self) -> dict[tuple[str, str], int]:
         """Return the bytes reserved beyond tensors in the slots that exceed the budget, by phase
         and part. For a secondary device: the maximum over all slots, by ``deviceN`` and ""."""
         excess: dict[tuple[str, str], int] = {}

@@ -259,7 +259,7 @@ def transfer_seconds(problem: Problem, use: Use, component: ComponentNumbers) ->
     seconds = defaultdict[int, float](float)
     for transfer in transfers(use, component).values():
         seconds[transfer.secondary] += sum(
-            problem.tensors_cross_seconds(
+            problem.tensor_transfer_seconds(
                 transfer.secondary, transfer.to_bytes, transfer.back_bytes
             )
         )

@@ -1,13 +1,13 @@
 """Planner: from a `Problem` to the fastest plan within its budgets, or to an explanation why none
 exists.
 
-    solve                all of it, with simulated plans
+    solve                from a problem to a simulated plan: calls the other modules
     pages                plans within a budget counted in allocator pages
     fastest              the fastest plan where memory is counted in bytes of tensors
     orders               stage orders and stage options to choose from
     granularity          components that are split into layers
     dominance            variants worth solving for
-    program              integers, constraints and costs of a plan
+    program              integer variables, constraints and costs of a plan
     search, sessions     goals in order: seconds, bytes moved, memory; sessions run by run
     milp, linear         the program as rows and columns; linear expressions, and HiGHS
     actions              a plan from the integers

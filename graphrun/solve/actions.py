@@ -1,6 +1,7 @@
 """Plan from the integers of a solution: names of blocks, and the order of actions in a slot.
 
-drop, evict | spill, restore | read | stream | load, in the order of next use | run
+Actions of a slot are sorted by kind: drop, evict, spill, restore, read, stream, load, run. Loads
+are sorted by the next use of their components.
 """
 
 from __future__ import annotations
@@ -45,9 +46,12 @@ def plan_of(
     ``program`` has one variant per component. ``original``: the problem before stage ``options``
     and stage ``order`` were applied.
     """
-    original, none = original or program.problem, np.zeros(len(program.groups), dtype=np.int64)
-    stay = choice.present[program.run_length] if program.session else none  # when a run ends
-    first = _run(program, choice, range(program.run_length), none, stay)
+    original, zero_counts = (
+        original or program.problem,
+        np.zeros(len(program.groups), dtype=np.int64),
+    )
+    stay = choice.present[program.run_length] if program.session else zero_counts  # when a run ends
+    first = _run(program, choice, range(program.run_length), zero_counts, stay)
     further_slots = (
         _run(program, choice, range(program.run_length, len(program.intervals)), stay, stay)
         if program.session
@@ -59,9 +63,9 @@ def plan_of(
         for component, variant_choice in pairs
         if len(component.variants) > 1
     )
-    leave_blocks = _blocks(program, none, stay) if program.session else {}
-    leaves = tuple(
-        (program.problem.components[c].name, blocks) for c, blocks in leave_blocks.items()
+    end_blocks = _blocks(program, zero_counts, stay) if program.session else {}
+    end_blocks_by_name = tuple(
+        (program.problem.components[c].name, blocks) for c, blocks in end_blocks.items()
     )
     splits = splits_of(original, program.problem)
     return Plan(
@@ -71,7 +75,7 @@ def plan_of(
         tuple(options),
         tuple(order),
         further_slots,
-        leaves=leaves,
+        leaves=end_blocks_by_name,
         splits=splits,
     )
 
@@ -141,12 +145,15 @@ def _run(
     return *slots, Slot("", "end", 0, evicts)
 
 
-def _at(program: Program, intervals: Sequence[int], t: int) -> list[int]:
-    """Return the used components with interval ``t`` in ``intervals``."""
+def _at(program: Program, component_intervals: Sequence[int], t: int) -> list[int]:
+    """Return the used components whose entry in ``component_intervals`` is interval ``t``.
+
+    ``component_intervals``: one interval per component, as `Choice.reads` and `Choice.drops`.
+    """
     return [
         c
         for c, (variant_choice, slot) in enumerate(
-            zip(program.variant_choices, intervals, strict=True)
+            zip(program.variant_choices, component_intervals, strict=True)
         )
         if slot == t and variant_choice.is_used
     ]
@@ -155,7 +162,8 @@ def _at(program: Program, intervals: Sequence[int], t: int) -> list[int]:
 def _blocks(program: Program, first: Counts, last: Counts) -> dict[int, Blocks]:
     """Return the blocks from position ``first`` up to ``last`` of the `keep_order` of each group.
 
-    By component, as plans name them; None: all blocks of the component.
+    Keys are numbers of components. Values name blocks as plans do; None: all blocks of the
+    component.
     """
     blocks_by_component: dict[int, Blocks] = {}
     for c, component in enumerate(program.problem.components):

@@ -20,6 +20,7 @@ from graphrun.solve.infeasible import refusal
 from graphrun.solve.pages import carried_over, solved
 
 SolveOrNone = Callable[[Problem], Solution | None]
+# the directives to try; `Directive` explains them
 PLACEMENTS: tuple[ComponentPlacement, ...] = ("whole", "exclude", "drop", "keep")
 
 
@@ -30,9 +31,9 @@ class Alternative:
 
     ``permission``: what ``allow`` would have to contain, "" if nothing. ``refusal``: why the
     directive cannot be tried, "" if it can. If it does not fit: ``binding``, the budget that is too
-    small; ``needs``, the phases that do not fit; ``smallest_budget_bytes``, the minimum VRAM
-    budget. If it fits: seconds and bytes of all runs from `simulate`; ``is_same_plan``, whether its
-    plan is the plan itself.
+    small; ``needs``, the minimum memory of each phase that does not fit; ``smallest_budget_bytes``,
+    the minimum VRAM budget. If it fits: seconds and bytes of all runs from `simulate`;
+    ``is_same_plan``, whether its plan is the plan itself.
     """
 
     placement: ComponentPlacement | str
@@ -132,7 +133,10 @@ def _with_other_variants(solution: Solution, component: ComponentNumbers) -> Ite
 def _as_plan(
     solution: Solution, component: str, alternative: Alternative, result: Solution
 ) -> Solution | None:
-    """Return ``result`` as a solution of the problem of ``solution``; None if that forbids it."""
+    """Return ``result`` as a solution of the problem of ``solution``.
+
+    None if ``result`` breaks a permission or a directive of that problem.
+    """
     if alternative.permission:
         return None
     variant_names = dict(result.plan.variants) | (
@@ -143,8 +147,9 @@ def _as_plan(
         for c in solution.problem.components
         if c.name in variant_names
     )
-    named_result = replace(result, plan=replace(result.plan, variants=variants))
-    return carried_over(solution.problem, named_result, solution.bound_seconds)
+    # a plan names variants only of components that have several in its problem
+    result_with_names = replace(result, plan=replace(result.plan, variants=variants))
+    return carried_over(solution.problem, result_with_names, solution.bound_seconds)
 
 
 def _solved_alternative(

@@ -61,9 +61,12 @@ def fitting(program: Program, baseline: Baseline, limit: int | None = None) -> I
             min(resident_count, group.count) if group.component == largest else 0
             for group in program.groups
         ]
-        goals = needs * np.where(streamed, stay, program.counts)
-        double = _reaching(program, goals, evict=baseline != "resident")
-        for choice in (double, replace(double, depths=np.ones_like(double.depths))):
+        target_counts = needs * np.where(streamed, stay, program.counts)
+        double_buffered = _reaching(program, target_counts, evict=baseline != "resident")
+        for choice in (
+            double_buffered,
+            replace(double_buffered, depths=np.ones_like(double_buffered.depths)),
+        ):
             if count != limit and not program.excess_bytes(choice):
                 count += 1
                 yield choice
@@ -113,18 +116,18 @@ def _needed(program: Program) -> NDArray[np.int64]:
     return np.array(runs, dtype=np.int64).reshape(program.calls.shape)
 
 
-def _reaching(program: Program, goals: NDArray[np.int64], *, evict: bool = True) -> Choice:
-    """Return the choice with ``goals[t, j]`` blocks of each group on the device in each interval.
+def _reaching(program: Program, target_counts: NDArray[np.int64], *, evict: bool = True) -> Choice:
+    """Return the choice with ``target_counts[t, j]`` blocks of group j on the device in interval t.
 
-    Missing blocks are loaded in load slots. With ``evict``, further blocks are evicted. Backing
-    stores are read at first use, and dropped as in `Program.with_drops`.
+    Missing blocks are loaded in load slots. With ``evict``, blocks beyond the target are evicted.
+    Backing stores are read at first use, and dropped as in `Program.with_drops`.
     """
-    present, loads = np.zeros((2, *goals.shape), dtype=np.int64)
+    present, loads = np.zeros((2, *target_counts.shape), dtype=np.int64)
     resident = np.zeros(len(program.groups), dtype=np.int64)
     reads = [-1] * len(program.variant_choices)
     for t, interval in enumerate(program.intervals):
-        present[t] = np.minimum(resident, goals[t]) if evict else resident
-        loads[t] = np.maximum(goals[t] - present[t], 0) * (interval.part == "load")
+        present[t] = np.minimum(resident, target_counts[t]) if evict else resident
+        loads[t] = np.maximum(target_counts[t] - present[t], 0) * (interval.part == "load")
         resident = present[t] + loads[t]
         uses = {use.component for use in program.problem.phases[interval.phase].uses}
         for c, (variant_choice, groups) in enumerate(
@@ -140,7 +143,7 @@ def _reaching(program: Program, goals: NDArray[np.int64], *, evict: bool = True)
         Choice(
             present,
             loads,
-            np.full_like(goals, BUFFERED_BLOCKS),
+            np.full_like(target_counts, BUFFERED_BLOCKS),
             tuple(reads),
             (-1,) * len(reads),
             spills,

@@ -32,6 +32,7 @@ def undominated_variants(problem: Problem) -> tuple[tuple[int, ...], ...]:
         for variant_choices in choices_by_component
     ]
     limits = (problem.ram_bytes, problem.pinned_bytes, problem.disk_bytes)
+    # RAM, page-locked RAM and disk, in the order of ``limits``
     maxima = (program.most_host_bytes(False), program.most_host_bytes(True), sum(stored_bytes))
     can_limit = [
         limit is not None and nbytes > limit for nbytes, limit in zip(maxima, limits, strict=True)
@@ -65,6 +66,8 @@ def _dominates(component: ComponentNumbers, first: int, second: int, can_limit: 
         b.read_seconds == () and a.read_seconds != () and a.backing_store != "disk"
     ):
         return False
+    # An evictable variant (`Variant.movable`) or a streamable group allows more plans, so ``first``
+    # needs it where ``second`` has it.
     flags = [
         (b.movable, a.movable),
         *zip(
@@ -183,8 +186,12 @@ def only_blocks_to_choose(problem: Problem) -> bool:
 
 
 def restrict_variants(problem: Problem, variants: tuple[int, ...]) -> Problem:
-    """Return ``problem`` with one variant per component, given by index. The slowdown,
-    block_seconds and scratch_bytes of the variant still apply."""
+    """Return ``problem`` with one variant per component, given by index.
+
+    Phases keep their seconds and bytes without variants; the variants keep the slowdown,
+    block_seconds and scratch_bytes that programs add. `apply_choices` instead adds these to the
+    phases.
+    """
     components = tuple(
         replace(c, variants=(c.variants[v],))
         for c, v in zip(problem.components, variants, strict=True)

@@ -84,10 +84,11 @@ def find(
 ) -> ProgramSolution | None:
     """Return the solution of `fastest` with its integers, for `find_near`.
 
-    ``template``: a result with more memory. The same components are split into layers first.
+    ``template``: a result for a larger budget. The first attempt splits the same components into
+    layers as ``template``.
     """
     split = (
-        as_split(problem, template.solution)
+        split_as_solution(problem, template.solution)
         if template is not None and template.choice is not None
         else problem
     )
@@ -104,15 +105,15 @@ def find(
     best = next((result for result in results if result is not None), None)
     if best is None:
         return None
-    if layers and (worth := _worth_splitting(best.solution)) is not None:
+    if layers and (name_and_formulation := _worth_splitting(best.solution)) is not None:
         finer, is_single_run = (
-            split_into_layers(best.solution.problem, {worth[0]}),
+            split_into_layers(best.solution.problem, {name_and_formulation[0]}),
             problem.runs == 1,
         )
         finer_result = (
-            _solve_as_split(finer, worth[1], target_seconds, baselines=False)
+            _solve_as_split(finer, name_and_formulation[1], target_seconds, baselines=False)
             if is_single_run
-            else _repeated_run(finer, worth[1], target_seconds)
+            else _repeated_run(finer, name_and_formulation[1], target_seconds)
         )
         if finer_result is not None and _seconds(finer_result) * TOLERANCE <= _seconds(best):
             return finer_result
@@ -124,12 +125,13 @@ def find_near(problem: Problem, previous: ProgramSolution) -> ProgramSolution | 
 
     The plan has the same stage order, options, variants, granularity and ring buffer depth, and
     nearly as many resident blocks in every slot. Takes a fraction of the time of `find`.
-    ``problem``: the problem of ``previous`` with other budgets and other bytes set aside.
+    ``problem``: the problem of ``previous`` with other budgets, or with other bytes kept free
+    (`graphrun.solve.pages.with_reserve`).
     """
-    # sessions of many runs are solved run by run, without a neighbour
+    # Sessions of many runs are solved run by run; that cannot start from ``previous``.
     if previous.choice is None or many_runs(problem) or previous.solution.plan.splits:
         return None
-    plan, split = previous.solution.plan, as_split(problem, previous.solution)
+    plan, split = previous.solution.plan, split_as_solution(problem, previous.solution)
     programs = [
         stage_choice.program for stage_choice in stage_choices(_with_choices_of(split, plan))[0]
     ]
@@ -180,8 +182,8 @@ def faster_baselines(solution: Solution) -> Iterator[Solution]:
             yield candidate
 
 
-def as_split(problem: Problem, solution: Solution) -> Problem:
-    """Return ``problem`` with the components of ``solution`` that are split into layers split."""
+def split_as_solution(problem: Problem, solution: Solution) -> Problem:
+    """Return ``problem`` with the same components split into layers as in ``solution``."""
     return split_into_layers(
         problem, {c.name for c in solution.problem.components if c.granularity == "layers"}
     )
@@ -202,7 +204,8 @@ def _worth_splitting(solution: Solution) -> tuple[str, Formulation] | None:
     if not (names := smaller_as_layers(problem)):
         return None
     name = max(sorted(names), key=lambda name: problem.component(name).weight_bytes())
-    # In a session, one run is compared with the average run.
+    # In a session: the seconds of a single run with layers, against the average seconds per run of
+    # ``solution``.
     single_run = split_into_layers(
         replace(_with_choices_of(problem, solution.plan), runs=1), {name}
     )
@@ -236,11 +239,12 @@ def _with_choices_of(problem: Problem, plan: Plan) -> Problem:
 def _repeated_run(
     problem: Problem, formulation: Formulation, target_seconds: float
 ) -> ProgramSolution | None:
-    """Return a session plan that repeats the plan of one run; None if the backing stores of all
-    runs do not fit.
+    """Return a session plan that repeats the plan of one run.
 
-    Used with layers: solving a session with layers takes minutes, and with so little memory few
-    blocks can stay for the next run.
+    A session keeps all backing stores to its end. None if they do not fit without drops.
+
+    Used with layers: solving a session with layers takes minutes. Components are split where VRAM
+    is scarce, so few blocks can stay for the next run.
     """
     result = _solve_as_split(replace(problem, runs=1), formulation, target_seconds / problem.runs)
     if result is None:
@@ -305,7 +309,9 @@ def _solve_as_split(
     ]
     program, best = min(refined, key=lambda result: result[1].rank())
     objective, bound = program.seconds(best.choice), first.bound
-    # faster than the bound: copies overlap more than the compute of their own groups
+    # In the program, copies overlap compute of their own overlap set only. In the simulation they
+    # may overlap more, so the plan can be faster than the program's bound. The minimum with
+    # `Program.full_overlap` bounds every plan.
     if best.simulation.total_seconds < bound * (1 - SLACK):
         bound = least_seconds(
             [Formulation(replace(candidate, full_overlap=True)) for candidate in programs]
@@ -328,7 +334,7 @@ def _refined(
     first: Answer,
     target_seconds: float,
     baselines: bool,
-) -> tuple[Program, _Candidate]:
+) -> tuple[Program, _SimulatedChoice]:
     """Return the best plan for the chosen stage order, options and variants.
 
     While the simulated plan is slower than predicted and than ``target_seconds``: solve again with
@@ -341,17 +347,17 @@ def _refined(
     )
     program = first.program.with_variants(variants)
 
-    def candidate_of(choice: Choice) -> _Candidate:
+    def simulated_choice(choice: Choice) -> _SimulatedChoice:
         plan = plan_of(program, choice, problem, stage_choice.options, stage_choice.order)
-        return _Candidate(choice, plan, simulate(problem, plan))
+        return _SimulatedChoice(choice, plan, simulate(problem, plan))
 
-    def offered(candidate: _Candidate) -> _Candidate:
+    def offered(candidate: _SimulatedChoice) -> _SimulatedChoice:
         seconds, objective = candidate.simulation.total_seconds, program.seconds(candidate.choice)
         offer(Candidate(problem, candidate.plan, seconds, objective, first.bound))
         return candidate
 
     factors = (1.0,) * len(program.intervals)
-    best = last = offered(candidate_of(choice))
+    best = last = offered(simulated_choice(choice))
     for _ in range(1 if first.large or many_runs(problem) else ROUNDS):
         if last.simulation.total_seconds <= TOLERANCE * max(
             target_seconds, program.seconds(last.choice, factors)
@@ -359,20 +365,20 @@ def _refined(
             break
         predicted = program.slot_seconds(last.choice, factors)
         slots = (*last.simulation.slots[: program.run_length], *last.simulation.further_slots)
-        delays = (
+        slowdowns = (
             slot.seconds / seconds if seconds > 0 else 1.0
             for slot, seconds in zip(slots, predicted, strict=False)
         )
         factors = tuple(
-            factor * max(1.0, delay) for factor, delay in zip(factors, delays, strict=True)
+            factor * max(1.0, slowdown) for factor, slowdown in zip(factors, slowdowns, strict=True)
         )
         answer = choose_for([program], factors, REFINE_GOALS)
         if answer is None:
             break
-        last = candidate_of(answer.choice)
+        last = simulated_choice(answer.choice)
         if many_runs(problem) and best.rank() <= last.rank():
             break
-        best = min(best, last, key=_Candidate.rank)
+        best = min(best, last, key=_SimulatedChoice.rank)
     if violations := check(problem, best.plan):
         raise BrokenPlan(
             f"the planner made a plan that breaks its rules, which is a bug: {violations[0]}"
@@ -388,14 +394,14 @@ def _refined(
                 break
             if program.seconds(choice, full_overlap=True) >= best.simulation.total_seconds:
                 continue
-            other = candidate_of(choice)
+            other = simulated_choice(choice)
             if other.rank() < best.rank() and not check(problem, other.plan):
                 best = other
     return program, offered(best)
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class _SimulatedChoice:
     """Integers of the program, their plan, and its simulation."""
 
     choice: Choice

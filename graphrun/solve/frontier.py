@@ -162,10 +162,15 @@ def curve_ends(problem: Problem) -> tuple[int, int]:
         max(component.weight_bytes(n) for n in problem.usable(component))
         for component in problem.components
     )
-    slots = max(
+    slot_bytes = max(
         (max(p.first_bytes, p.steady_bytes) + p.input_bytes for p in problem.phases), default=0
     )
-    whole = problem.overhead_bytes + weights + slots + sum(value.nbytes for value in problem.values)
+    whole = (
+        problem.overhead_bytes
+        + weights
+        + slot_bytes
+        + sum(value.nbytes for value in problem.values)
+    )
     return minimum, max(minimum, min(whole, problem.hardware.capacity_bytes))
 
 

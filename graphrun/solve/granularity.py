@@ -28,8 +28,8 @@ def smaller_as_layers(problem: Problem) -> set[str]:
     """Return the components whose minimum device memory is smaller as layers than as blocks, over
     the usable variants.
 
-    It can be larger: experts chosen by data belong to the unblocked weights of a component that is
-    split into layers.
+    As layers a component may also need more memory than as blocks. Which experts run may depend on
+    data; layers of such experts are never streamed but belong to the unblocked weights.
     """
     return _components_with_less(problem, _device_minimum)
 
@@ -37,8 +37,11 @@ def smaller_as_layers(problem: Problem) -> set[str]:
 def granularities(problem: Problem) -> Iterator[Problem]:
     """Yield ``problem`` at every granularity that may minimise a budget, each finer than the last.
 
-    Unchanged; layers for components that then need less device memory; also for components that
-    need less host memory and no more device memory; also for all that need less host memory.
+    First ``problem`` unchanged. Each next problem splits more components into layers:
+
+    - components that need less device memory as layers
+    - components that need less host memory, and no more device memory
+    - all components that need less host memory
     """
     yield problem
     for names in (smaller_as_layers(problem), *_less_host_memory(problem)):
@@ -99,7 +102,9 @@ def _less_host_memory(problem: Problem) -> tuple[set[str], set[str]]:
     more device memory, then all."""
     names = _components_with_less(problem, _host_minimum)
     return {
-        name for name in names if _no_larger(problem, problem.component(name), _device_minimum)
+        name
+        for name in names
+        if _is_no_larger_as_layers(problem, problem.component(name), _device_minimum)
     }, names
 
 
@@ -115,7 +120,7 @@ def _components_with_less(problem: Problem, minimum_bytes: Least) -> set[str]:
     candidates = (
         c
         for c in problem.components
-        if c.layers is not None and _no_larger(problem, c, minimum_bytes)
+        if c.layers is not None and _is_no_larger_as_layers(problem, c, minimum_bytes)
     )
     return {
         c.name
@@ -129,7 +134,10 @@ def _components_with_less(problem: Problem, minimum_bytes: Least) -> set[str]:
     }
 
 
-def _no_larger(problem: Problem, component: ComponentNumbers, minimum_bytes: Least) -> bool:
+def _is_no_larger_as_layers(
+    problem: Problem, component: ComponentNumbers, minimum_bytes: Least
+) -> bool:
+    """Whether the minimum over all variants is no larger as layers than as blocks."""
     return min(minimum_bytes(problem, component, True), default=0) <= min(
         minimum_bytes(problem, component, False), default=0
     )
@@ -139,7 +147,9 @@ def _device_minimum(problem: Problem, component: ComponentNumbers, by_layer: boo
     """Return per usable variant the minimum device memory with which every phase can use
     ``component``: blocks that cannot be streamed, a ring buffer for the largest other block,
     activation."""
-    numbers = component.layers if by_layer and component.layers is not None else component
+    component_or_layers = (
+        component.layers if by_layer and component.layers is not None else component
+    )
     uses = [
         (phase, use)
         for phase in _phases(problem)
@@ -148,14 +158,22 @@ def _device_minimum(problem: Problem, component: ComponentNumbers, by_layer: boo
     ]
     phase_uses = [(phase, _layers_of(use) if by_layer else use) for phase, use in uses]
     return [
-        max((least_weights(problem, numbers, *phase_use, n) for phase_use in phase_uses), default=0)
+        max(
+            (
+                least_weights(problem, component_or_layers, *phase_use, n)
+                for phase_use in phase_uses
+            ),
+            default=0,
+        )
         for n in problem.usable(component)
     ]
 
 
 def _host_minimum(problem: Problem, component: ComponentNumbers, by_layer: bool) -> list[int]:
-    numbers = component.layers if by_layer and component.layers is not None else component
-    return [numbers.variants[n].host_bytes for n in problem.usable(component)]
+    component_or_layers = (
+        component.layers if by_layer and component.layers is not None else component
+    )
+    return [component_or_layers.variants[n].host_bytes for n in problem.usable(component)]
 
 
 def _layers_of(use: Use) -> Use:

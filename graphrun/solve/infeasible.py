@@ -16,7 +16,7 @@ from graphrun.solve.least import (
     smallest_pinned,
     smallest_ram,
 )
-from graphrun.solve.pages import smallest_budget, with_pages_of_least
+from graphrun.solve.pages import smallest_budget, with_page_overhead_of_minimum
 from graphrun.solve.suggestions import Suggestion, python_arguments, suggestions_of
 from graphrun.units import typed_size
 
@@ -50,8 +50,9 @@ class Infeasible(GraphrunError):
     ``needs``: the phases that do not fit in VRAM; empty if VRAM suffices. ``binding``: the budget
     that is too small. ``suggestions``: changes that each suffice alone, best first.
 
-    With one of the minimum budgets, and the others unchanged, a plan exists; with one byte less
-    none is found. If several budgets are too small, each minimum is for unlimited other budgets.
+    If one budget is too small: with its minimum, and the other budgets unchanged, a plan exists;
+    with one byte less none is found. If several budgets are too small: each minimum holds if the
+    other budgets are unlimited.
     """
 
     exit_code = 3
@@ -136,7 +137,7 @@ def refusal(problem: Problem, *, suggestions: bool = True) -> Infeasible:
     split into layers where the phases that do not fit then need less.
     """
     smallest_bytes = smallest_budget(problem)
-    problem = with_pages_of_least(problem)
+    problem = with_page_overhead_of_minimum(problem)
     needs = _short(problem)
     while (split := finer(problem, needs)) is not None:
         if (split_needs := _short(split)) and not needs:

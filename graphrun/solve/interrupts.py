@@ -57,20 +57,20 @@ def best_of(candidates: list[Candidate], problem: Problem) -> Solution | None:
     """Return the fastest of ``candidates`` that is a valid plan for ``problem``, with a bound on
     any plan; None if none is valid."""
     for candidate in sorted(candidates, key=lambda candidate: candidate.seconds):
-        split = as_in(problem, candidate)
+        split = split_as_candidate(problem, candidate)
         if candidate.problem.components != split.components:
             continue  # with other times
         solution = checked_solution(
             split, replace(candidate.plan, problem=split.digest), 0.0, candidate.objective_seconds
         )
-        if solution is not None and not solution.short_of_pages():
+        if solution is not None and not solution.excess_page_overheads():
             bound = min(_bound_seconds(candidates, problem), candidate.objective_seconds)
             return replace(solution, bound_seconds=bound)
     return None
 
 
-def as_in(problem: Problem, candidate: Candidate) -> Problem:
-    """Return ``problem`` with the components split into layers that ``candidate`` splits."""
+def split_as_candidate(problem: Problem, candidate: Candidate) -> Problem:
+    """Return ``problem`` with the same components split into layers as in ``candidate``."""
     return split_into_layers(
         problem, {c.name for c in candidate.problem.components if c.granularity == "layers"}
     )
@@ -85,7 +85,7 @@ def _bound_seconds(candidates: list[Candidate], problem: Problem) -> float:
     if not stage_choices(problem)[1]:
         return 0.0
     for candidate in candidates:
-        split = as_in(problem, candidate)
+        split = split_as_candidate(problem, candidate)
         if (split is not problem or not splittable(problem)) and candidate.problem == split:
             return candidate.bound_seconds
     bounds = list[float]()

@@ -1,7 +1,8 @@
 """Minimum budgets for which a plan exists, one at a time with the others unchanged. Exact to the
 byte.
 
-    smallest_tensor_budget   VRAM as the user states it, with memory counted in bytes of tensors
+    smallest_tensor_budget   the VRAM budget: context, workspace, reserve, and bytes of tensors
+                             (not of allocator pages)
     smallest_ram, smallest_pinned, smallest_disk
 
 Closed form if the only choice is which blocks are resident. Otherwise a MILP that minimises the
@@ -48,17 +49,26 @@ def smallest_tensor_budget(problem: Problem) -> int:
                 or problems,
             )
         )
-    floor = least_device_bytes(
+    # No plan needs less: components as small as possible, unlimited host budgets.
+    unlimited_host_result = least_device_bytes(
         with_ample_host(split_into_layers(problem, smaller_as_layers(problem)))
     )
     minimum: int | None = None
     for candidate in granularities(problem):
         if (result := least_device_bytes(candidate)) is not None:
             minimum = result[0] if minimum is None else min(minimum, result[0])
-        if floor is not None and minimum is not None and minimum <= floor[0]:
+        if (
+            unlimited_host_result is not None
+            and minimum is not None
+            and minimum <= unlimited_host_result[0]
+        ):
             break
     if minimum is None:
-        minimum = floor[0] if floor is not None else -problem.overhead_bytes
+        minimum = (
+            unlimited_host_result[0]
+            if unlimited_host_result is not None
+            else -problem.overhead_bytes
+        )
     return problem.overhead_bytes + minimum
 
 
@@ -83,8 +93,7 @@ def smallest_ram(problem: Problem) -> int:
 
 
 def backing_store_bytes(problem: Problem) -> int:
-    """Return the bytes of all backing stores, for a problem as in `only_blocks_to_choose`, at its
-    granularity."""
+    """Return the bytes of all backing stores. `only_blocks_to_choose` must hold for ``problem``."""
     return sum(
         component.variants[0].host_bytes
         for component in needed_components(with_only_variants(problem))
@@ -92,7 +101,8 @@ def backing_store_bytes(problem: Problem) -> int:
 
 
 def _peak(problem: Problem) -> int:
-    """Return the minimum device memory of the largest phase, for such a problem."""
+    """Return the minimum device memory of the largest phase. `only_blocks_to_choose` must hold for
+    ``problem``."""
     return max((need.total_bytes for need in least_memory(with_only_variants(problem))), default=0)
 
 
@@ -199,12 +209,12 @@ def _least_host(problem: Problem, tier: TierName) -> int:
             )
         )
 
-    wide = {
+    unlimited_budget = {
         "ram": {"ram_bytes": AMPLE},
         "pinned": {"pinned_bytes": None},
         "disk": {"disk_bytes": None},
     }[tier]
-    unlimited = replace(problem, **wide)  # type: ignore[arg-type]
+    unlimited = replace(problem, **unlimited_budget)  # type: ignore[arg-type]
     for candidate in (
         unlimited,
         with_ample_device(unlimited),

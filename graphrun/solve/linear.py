@@ -167,9 +167,10 @@ class MilpModel:
         """Minimise ``goal`` subject to all rows and to ``limits``. Return None without a solution.
 
         ``whole`` False relaxes integers to fractions, which gives a bound. ``gap``: relative
-        optimality gap; ROUGH_GAP keeps HiGHS's heuristics for hard cases. ``fixed``: column ->
-        value. ``start``: a solution within the limits to start from. ``nodes``: maximum number of
-        nodes. Deterministic: HiGHS with one thread and without a time limit.
+        optimality gap; with ROUGH_GAP, HiGHS runs its heuristics (SEARCHES), which find a first
+        solution in hard cases. ``fixed``: column -> value. ``start``: a solution within the limits
+        to start from. ``nodes``: maximum number of nodes. Deterministic: HiGHS with one thread and
+        without a time limit.
         """
         ranges = {column: (value, value) for column, value in (fixed or {}).items()}
         return self._solved(
@@ -190,11 +191,12 @@ class MilpModel:
         Columns that are integers in ``relaxed`` stay fixed, the others stay within ROUNDING_RANGE.
         If that is infeasible, or costs more than ROUNDING_GAP, all ``columns`` may move.
         """
-        for fixed_within in (INTEGRALITY, -1.0):
+        # Columns this close to an integer are fixed; -1.0: none is.
+        for fixed_distance in (INTEGRALITY, -1.0):
             ranges = {}
             for column in columns:
                 value = relaxed.values[column]
-                is_integral = abs(value - round(value)) <= fixed_within
+                is_integral = abs(value - round(value)) <= fixed_distance
                 ranges[column] = (
                     (round(value),) * 2
                     if is_integral
@@ -202,7 +204,7 @@ class MilpModel:
                 )
             result = self._solved(goal, (), gap, ranges, integers=columns)
             if result is not None and (
-                fixed_within < 0 or result.value <= goal.at(relaxed.values) * (1 + ROUNDING_GAP)
+                fixed_distance < 0 or result.value <= goal.at(relaxed.values) * (1 + ROUNDING_GAP)
             ):
                 return replace(relaxed, values=result.values, value=result.value)
         return None
@@ -242,8 +244,10 @@ class MilpModel:
             lp.integrality_ = [highspy.HighsVarType(int(flag)) for flag in integer]
         nodes = min(nodes, max(FEWEST_NODES, NODES_TIMES_COLUMNS // self.size))
         options = {**OPTIONS, "mip_rel_gap": gap, "mip_max_nodes": nodes}
-        searched = gap == ROUGH_GAP or integers
-        return _run(lp, options | ({} if searched else dict.fromkeys(SEARCHES, False)), start)
+        uses_heuristics = gap == ROUGH_GAP or integers
+        return _run(
+            lp, options | ({} if uses_heuristics else dict.fromkeys(SEARCHES, False)), start
+        )
 
 
 class _Quiet(highspy.Highs):  # type: ignore[misc]

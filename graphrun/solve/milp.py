@@ -7,8 +7,8 @@ for the device. Terms:
     interval       a slot of the program; its index is t. In comments here, slot means the same.
     group          a block group of one variant; its index is j
     mirror group   the blocks of a main-device group that are on one secondary device
-    segment        consecutive blocks of a component between which a split costs the same transfers
-                   (`graphrun.model.splits.segments_of`)
+    segment        consecutive blocks of a component. A split between any two of them costs the same
+                   transfers (`graphrun.model.splits.segments_of`).
 
 Bytes are scaled so that the effective budget is 1000. Seconds are scaled so that all compute plus
 one copy of every block is 100. HiGHS tolerates row violations and fractions of 1e-6. In scaled
@@ -21,7 +21,8 @@ keeps the relaxation tight.
 Rows for host memory, only where it can be the limit:
 
     y[w]      1 if variant choice w is chosen; exactly one per component
-    F[w,t]    1 if the backing store of w is read in interval t: at most once, by its first use
+    F[w,t]    1 if the backing store of w is read in interval t: in at most one interval, not later
+              than the first use of w
     h[w,t]    1 if host memory has the backing store of w. Where RAM may be the limit:
               h[t] <= h[t-1] + F[t]; elsewhere h = 1 from the read on
     RAM(t)    sum host_bytes*h + transient_bytes*F + spilled values + activation on the CPU <= RAM;
@@ -110,11 +111,17 @@ class Formulation:
         self._add_variants()
         self._add_splits()
         self._spills = [model.binary() for _ in program.spill_gaps]
-        seconds, moved_bytes, copying, occupied, singles = [], [], [], [], dict[int, float]()
+        seconds, moved_bytes, copying, occupied, single_buffer_costs = (
+            [],
+            [],
+            [],
+            [],
+            dict[int, float](),
+        )
         for t, interval in enumerate(intervals):
-            copies, ring_buffers = self._add_groups(t)
+            copies, streams = self._add_groups(t)
             seconds.append(interval.weight * self._time(t, copies))
-            device_memory = self._device_use(t, ring_buffers)
+            device_memory = self._device_use(t, streams)
             model.add(
                 device_memory + self._margin("device", t) / self.bytes_unit <= MEMORY_SCALE,
                 device_memory <= self.peak,
@@ -133,14 +140,15 @@ class Formulation:
             # a small cost, so that r = 1 is not chosen where it saves no memory
             for j, single in self.single_buffered[t].items():
                 cost = 2e-3 * program.groups[j].block_bytes / self.bytes_unit / len(intervals)
-                singles |= dict.fromkeys(single.terms, cost)
+                single_buffer_costs |= dict.fromkeys(single.terms, cost)
         for gap, spill in zip(program.spill_gaps, self._spills, strict=True):
             moved_bytes.append(
                 spill * (intervals[gap.restore_slot].weight * gap.nbytes / self.bytes_unit)
             )
         end = len(intervals) - 1
-        # A further run starts with the blocks that the previous run leaves. A program of a single
-        # run (`Program.part`) has its first interval at 0.
+        # A further run starts with the blocks that the previous run leaves. Its first interval is
+        # ``run_length`` in a program of both runs, and 0 in a program of the further run alone
+        # (`Program.part`).
         if program.session and program.part != "first":
             start = 0 if program.part else program.run_length
             for j in range(len(program.groups)) if start != end else ():
@@ -164,7 +172,7 @@ class Formulation:
             total(moved_bytes),
             total(copying),
         )
-        self.memory = total([Linear(singles), *occupied, self.peak])
+        self.memory = total([Linear(single_buffer_costs), *occupied, self.peak])
         self.tier_bytes = self._add_host_rows()
 
     def _margin(self, budget: str, t: int) -> int:
@@ -247,7 +255,8 @@ class Formulation:
             if group.mirror < 0:
                 continue
             self._mirrors.setdefault(group.mirror, []).append(j)
-            pair = number, _ = group.variant_choice, group.secondary
+            number = group.variant_choice
+            pair = number, group.secondary
             if number not in self._segments:
                 self._segments[number] = segments_of(problem, problem.components[group.component])
             if pair not in self._split_columns:
@@ -271,12 +280,15 @@ class Formulation:
             column_lists = [
                 columns for (n, _), columns in self._split_columns.items() if n == number
             ]
-            for segment, row in (
+            for segment, segment_columns in (
                 zip(segments, zip(*column_lists, strict=True), strict=True)
                 if len(column_lists) > 1
                 else ()
             ):
-                model.add(total(blocks for blocks, _ in row) <= float(segment.stop - segment.start))
+                model.add(
+                    total(blocks for blocks, _ in segment_columns)
+                    <= float(segment.stop - segment.start)
+                )
         couples = combinations(self._split_columns.items(), 2) if not program.full_overlap else ()
         # at most one of two secondary devices has blocks on both sides of a segment boundary
         for (first_pair, first_columns), (second_pair, second_columns) in couples:
@@ -394,7 +406,7 @@ class Formulation:
         on ``secondary``.
         """
         problem = self.program.problem
-        # number of a block -> its segment; -1: other code
+        # number of a block (`LiveTensor`: from 1; 0: other code) -> its segment; -1: other code
         segment_numbers = [
             -1,
             *(
@@ -406,12 +418,14 @@ class Formulation:
         transfer_seconds = defaultdict[tuple[Literal["to", "back"], int, frozenset[int]], float](
             float
         )
-        for row in tensors:
+        for tensor in tensors:
             maker, users = (
-                segment_numbers[row.maker],
-                frozenset(segment_numbers[n] for n in row.users),
+                segment_numbers[tensor.maker],
+                frozenset(segment_numbers[n] for n in tensor.users),
             )
-            to_seconds, back_seconds = problem.transfer_seconds(secondary, (row.nbytes, row.nbytes))
+            to_seconds, back_seconds = problem.transfer_seconds(
+                secondary, (tensor.nbytes, tensor.nbytes)
+            )
             if receivers := users - {maker, -1}:
                 transfer_seconds["to", maker, receivers] += to_seconds
             if maker >= 0 and users != {maker}:
@@ -455,35 +469,38 @@ class Formulation:
                 float(group.count),
                 self.selections[group.variant_choice],
             )
-            is_whole, is_kept = (
+            needs_all_blocks, is_kept = (
                 bool(calls) and not group.streamable,
                 "keep" in group.demanded and self._used_before(t, j),
             )
+            # ``needs_all_blocks``: they cannot be streamed; ``is_kept``: `keep` demands them
             has_later_use = t <= max(self._uses[j], default=-1) or (
                 self.program.session and bool(self._uses[j])
             )
-            is_computing = (
+            computes_in_steady_slot = (
                 interval.part == "steady" and group.component in interval.computing_components
             )
             may_be_present, may_load = self._allowed(t, j)
             may_be_present = may_be_present and (has_later_use or is_kept or not group.movable)
-            may_load = may_load and has_later_use and not is_whole and not is_computing
+            may_load = (
+                may_load and has_later_use and not needs_all_blocks and not computes_in_steady_slot
+            )
             block_count = self._block_count(j)
-            minimum = count if (is_whole or is_kept) and not block_count.terms else 0.0
+            minimum = count if (needs_all_blocks or is_kept) and not block_count.terms else 0.0
             present = model.column(minimum, count if may_be_present else 0.0, not group.by_layer)
             loads = model.column(0.0, count if may_load else 0.0, not group.by_layer)
             self.present[t].append(present)
             self.loads[t].append(loads)
             end_blocks = present + loads
             model.add(end_blocks <= block_count)
-            if (is_whole or is_kept) and block_count.terms:
+            if (needs_all_blocks or is_kept) and block_count.terms:
                 model.add(present >= block_count)
             if t or self.program.part != "further":
                 model.add(self._carry_row(j, t, t - 1))
             if not calls:
                 copies.append(loads)
                 self._require_backing_store(t, group, loads)
-            elif is_whole:
+            elif needs_all_blocks:
                 copies.append(ZERO)
             else:
                 # A layer may run several times in one call. Directives may demand that all blocks
@@ -499,12 +516,13 @@ class Formulation:
                     model.add(streamed >= selection)
                 model.add(end_blocks + streamed * count >= block_count)
                 streaming = streams.setdefault(group.variant_choice, [])
-                shared = (
+                # Layers form many groups: one binary column r for all groups of a variant.
+                single_of_layers = (
                     self.single_buffered[t][streaming[0][1]]
                     if group.by_layer and streaming
                     else None
                 )
-                self.single_buffered[t][j] = shared or model.binary()
+                self.single_buffered[t][j] = single_of_layers or model.binary()
                 streaming.append((streamed, j))
         return copies, streams
 
@@ -564,9 +582,9 @@ class Formulation:
             else partial(self._overlapped, load=load, disk=disk)
         )
         overlapped = [seconds_of(t, members) for members in program.overlap_sets[t]]
-        on_cpu = [
+        off_device = [
             selection * (s / self.seconds_unit)
-            for s, selection in zip(interval.cpu_seconds, self.selections, strict=True)
+            for s, selection in zip(interval.off_device_seconds, self.selections, strict=True)
             if s
         ]
         factor = self.factors[t] if self.factors else 1.0
@@ -589,7 +607,7 @@ class Formulation:
             for n in (0, *program.secondaries)
         ]
         model.add(
-            time >= total([*overlapped, *on_cpu, *self._secondary_seconds(t)]),
+            time >= total([*overlapped, *off_device, *self._secondary_seconds(t)]),
             time >= total([*links[0], *spills]),
         )
         for to_secondary in filter(None, links[1:]):
@@ -643,8 +661,11 @@ class Formulation:
     def _overlapped(
         self, t: int, members: list[int], load: list[Linear], disk: list[Linear]
     ) -> Linear:
-        """Return the seconds of the overlap set ``members`` in interval ``t``: the longest of
-        compute, copies, disk reads, and where r = 1 copies plus compute."""
+        """Return the seconds of the overlap set ``members`` in interval ``t``.
+
+        They are the maximum of three: compute; disk reads; copies, plus compute of the groups with
+        r = 1.
+        """
         compute_seconds, groups = (
             self.program.compute_seconds[t] / self.seconds_unit,
             self.program.groups,
@@ -740,20 +761,21 @@ class Formulation:
         for (number, device), columns in self._split_columns.items():
             variant_choice = program.variant_choices[number]
             if device == secondary and variant_choice.component in interval.phase_components:
-                arguments, n = (
+                argument_bytes, block_number = (
                     block_arguments(
                         uses[program.problem.components[variant_choice.component].name].live_tensors
                     ),
                     1,
                 )
+                # ``block_number``: of the segment's first block; numbers start at 1 (`LiveTensor`)
                 for segment, (_, has_blocks) in zip(self._segments[number], columns, strict=True):
                     nbytes = (
                         interval.activation_bytes
                         + variant_choice.variant.scratch_bytes
-                        + arguments[n]
+                        + argument_bytes[block_number]
                     )
                     working_sets.append(has_blocks * float(nbytes))
-                    n += segment.stop - segment.start
+                    block_number += segment.stop - segment.start
         return working_sets
 
     def _activation(self, t: int) -> tuple[Linear, Linear]:
@@ -888,8 +910,8 @@ class Formulation:
         return goal
 
     def _host_bytes(self, t: int, tier: TierName) -> Linear:
-        """Return the bytes of backing stores in interval ``t``; in RAM also of reads, activation on
-        the CPU and spilled values."""
+        """Return the bytes of backing stores in interval ``t``. In RAM, add the extra bytes of
+        stores that are read in the interval, the activation on the CPU, and spilled values."""
         parts: list[Linear] = []
         for number, variant_choice in enumerate(self.program.variant_choices):
             nbytes = (

@@ -38,7 +38,7 @@ def stage_choices(problem: Problem, *, dominated: bool = False) -> tuple[list[St
     `MOST_STAGE_CHOICES` and `MOST_STAGE_COLUMNS`. ``dominated``: with all usable variants, not only
     those worth solving for.
     """
-    plain = stages_of(problem)
+    original_order = stages_of(problem)
     option_names = [
         (
             "",
@@ -48,7 +48,7 @@ def stage_choices(problem: Problem, *, dominated: bool = False) -> tuple[list[St
                 if option.stage == stage and (not option.needs or option.needs in problem.allow)
             ),
         )
-        for stage in plain
+        for stage in original_order
     ]
     pairs = (
         (order, names) for order in topological_orders(problem) for names in product(*option_names)
@@ -62,8 +62,10 @@ def stage_choices(problem: Problem, *, dominated: bool = False) -> tuple[list[St
             )
         if len(choices) >= limit:
             break
-        options = tuple((stage, name) for stage, name in zip(plain, names, strict=True) if name)
-        new_order = order if order != plain else ()
+        options = tuple(
+            (stage, name) for stage, name in zip(original_order, names, strict=True) if name
+        )
+        new_order = order if order != original_order else ()
         reordered = (
             reorder(problem, new_order, dict(options))
             if new_order or options

@@ -34,11 +34,11 @@ from graphrun.model.problem import PhaseNumbers, Problem, Variant
 from graphrun.model.solution import Solution
 from graphrun.solve.fastest import (
     ProgramSolution,
-    as_split,
     faster_baselines,
     fastest,
     find,
     find_near,
+    split_as_solution,
 )
 from graphrun.solve.least import has_usable_variants, smallest_tensor_budget, with_ample_host
 from graphrun.solve.milp import Formulation
@@ -48,14 +48,14 @@ from graphrun.verify.simulate import simulate
 from graphrun.verify.solution import checked_solution, in_pages
 
 ROUNDS = 5
-# The last round, counted from 0, that tries page overhead set aside by slot. Round 2 of the table
-# above is number 1: there `find` does so. `find_near` does so in numbers 1 and 2.
-RESERVED = 2
+# Rounds are numbered from 0 in the code, from 1 in the table above. `find_near` sets page overhead
+# aside by slot up to this number; `find` does so in number 1 only.
+LAST_RESERVED_ROUND = 2
 SHARES = (1 / 16, 1 / 8, 1 / 4)  # of the budget, left free
 # If the disk rate is not measured, reads may take DISK_ERRORS times the assumed seconds, as in
 # `benchmarks/regret.py`. A plan that would lose LEAST_LOSS on such a disk may be replaced by the
-# plan for that disk, if it is at most MOST_PRICE slower on the assumed disk. Losses on the assumed
-# disk are multiplied by ASSUMED_COUNTS in that comparison.
+# plan for that disk, if it is at most MOST_PRICE slower on the assumed disk. The plan with the
+# smallest worst loss is chosen; losses on the assumed disk count ASSUMED_COUNTS times.
 DISK_ERRORS = (1.3, 1 / 1.3)
 LEAST_LOSS, MOST_PRICE, ASSUMED_COUNTS = 0.03, 0.03, 4
 
@@ -70,7 +70,7 @@ def solved(problem: Problem) -> Solution | None:
     On one device with an assumed disk rate, prefer a nearly equal plan that loses less on a slower
     or faster disk. The fastest plan stays if its gap to the bound is more than LEAST_LOSS.
     """
-    solution = _solved(problem)
+    solution = _fastest_in_pages(problem)
     keeps_fastest = problem.hardware.basis != "data sheet" or problem.secondaries
     return (
         solution
@@ -86,7 +86,10 @@ def _preferred(problem: Problem, fast: Solution) -> Solution:
     """
     candidates, disk_problems = [fast], [with_other_disk(problem, error) for error in DISK_ERRORS]
     for disk_problem in disk_problems:
-        if _may_lose(disk_problem, fast) and (disk_solution := _solved(disk_problem)) is not None:
+        if (
+            _may_lose(disk_problem, fast)
+            and (disk_solution := _fastest_in_pages(disk_problem)) is not None
+        ):
             candidate = carried_over(problem, disk_solution, fast.bound_seconds)
             if candidate is not None and fast.bound_seconds <= _seconds(candidate) <= (
                 1 + MOST_PRICE
@@ -104,9 +107,9 @@ def _preferred(problem: Problem, fast: Solution) -> Solution:
         [_seconds_with(variation, candidate) for candidate in candidates]
         for variation in (problem, *disk_problems)
     ]
-    rows = list(zip((ASSUMED_COUNTS, 1, 1), seconds, strict=True))
+    weighted_seconds = list(zip((ASSUMED_COUNTS, 1, 1), seconds, strict=True))
     worst = [
-        max(times * (row[number] - min(row)) for times, row in rows)
+        max(weight * (row[number] - min(row)) for weight, row in weighted_seconds)
         for number in range(len(candidates))
     ]
     return fast if worst[0] <= LEAST_LOSS * _seconds(fast) else candidates[worst.index(min(worst))]
@@ -116,7 +119,9 @@ def _may_lose(problem: Problem, fast: Solution) -> bool:
     """Whether a plan for ``problem`` may beat ``fast`` there by LEAST_LOSS. Only quick checks;
     False if they cannot decide."""
     limit_seconds = _seconds_with(problem, fast) / (1 + LEAST_LOSS)
-    programs = (stage_choice.program for stage_choice in stage_choices(as_split(problem, fast))[0])
+    programs = (
+        stage_choice.program for stage_choice in stage_choices(split_as_solution(problem, fast))[0]
+    )
     return limit_seconds > 0 and any(
         can_reach(Formulation(program), limit_seconds) for program in programs
     )
@@ -140,7 +145,12 @@ def with_other_disk(problem: Problem, error: float) -> Problem:
     return with_each_variant(problem, read)
 
 
-def _solved(problem: Problem) -> Solution | None:
+def _fastest_in_pages(problem: Problem) -> Solution | None:
+    """Return the fastest plan found for the assumed disk rate, with peaks in pages; None if nothing
+    fits.
+
+    If no search finds a plan: the plan of least memory, if it fits.
+    """
     solution, bound = _within_pages(problem)
     if solution is not None and problem.secondaries:
         return min(solution, _on_first_device(problem, solution) or solution, key=_seconds)
@@ -214,7 +224,7 @@ def _least(problem: Problem) -> Solution | None:
             is None
         ):
             break
-        overheads = solution.short_of_pages()
+        overheads = solution.excess_page_overheads()
         # Keys of the main device are (phase, part), keys of secondary devices ("deviceN", ""). So
         # this holds if no secondary device exceeds its budget.
         if all(part for _, part in overheads):
@@ -273,12 +283,12 @@ def _within_pages(problem: Problem) -> tuple[Solution | None, float | None]:
         if candidate is None:
             break
         solution = carried_over(problem, candidate.solution, bound)
-        if solution is not None and not solution.short_of_pages():
+        if solution is not None and not solution.excess_page_overheads():
             best = solution
             break
     if best is None or best.proven_optimal:
         return best, bound
-    faster = (other for other in faster_baselines(best) if not other.short_of_pages())
+    faster = (other for other in faster_baselines(best) if not other.excess_page_overheads())
     return min(faster, key=_seconds, default=best), bound
 
 
@@ -296,11 +306,13 @@ def _in_rounds(problem: Problem) -> tuple[Solution | None, float | None]:
     reduction_bytes = 0
     for number in range(ROUNDS):
         secondary_reserve = {key: nbytes for key, nbytes in reserve.items() if not key[1]}
-        aside, smaller = (
+        reserved_problem, smaller_problem = (
             with_reserve(problem, reserve),
             with_reserve(_with_less(problem, reduction_bytes), secondary_reserve),
         )
-        problems = [aside] * (number <= RESERVED) + [smaller] * (number >= RESERVED)
+        problems = [reserved_problem] * (number <= LAST_RESERVED_ROUND) + [smaller_problem] * (
+            number >= LAST_RESERVED_ROUND
+        )
         candidate = (
             next(
                 (
@@ -316,7 +328,9 @@ def _in_rounds(problem: Problem) -> tuple[Solution | None, float | None]:
         if candidate is None:
             target_seconds = previous.solution.simulation.total_seconds if previous else 0.0
             candidate = previous = find(
-                aside if number == 1 else smaller, target_seconds=target_seconds, template=previous
+                reserved_problem if number == 1 else smaller_problem,
+                target_seconds=target_seconds,
+                template=previous,
             )
         if candidate is None:
             break
@@ -326,7 +340,7 @@ def _in_rounds(problem: Problem) -> tuple[Solution | None, float | None]:
             else carried_over(problem, candidate.solution, first.bound_seconds)
         )
         first = first or solution
-        if solution is None or not (overheads := solution.short_of_pages()):
+        if solution is None or not (overheads := solution.excess_page_overheads()):
             return solution, first.bound_seconds if first else None
         reserve |= overheads
         if number != 1:
@@ -385,11 +399,11 @@ def carried_over(problem: Problem, solution: Solution, bound_seconds: float) -> 
 def _plan_for(problem: Problem, solution: Solution) -> tuple[Problem, Plan]:
     """Return ``problem`` split into layers as in ``solution``, and the plan of ``solution`` for
     it."""
-    split = as_split(problem, solution)
+    split = split_as_solution(problem, solution)
     return split, replace(solution.plan, problem=split.digest)
 
 
-def with_pages_of_least(problem: Problem) -> Problem:
+def with_page_overhead_of_minimum(problem: Problem) -> Problem:
     """Return ``problem`` with the page overhead of the plan of least memory set aside."""
     minimum = _least(_without_budget(problem)) if problem.counts_pages else None
     slots = (

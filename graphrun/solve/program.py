@@ -213,17 +213,17 @@ class Interval:
 
     For each group j: ``calls[j]`` (n), calls that run its blocks. ``seconds[j]``, compute of one
     block in one call. ``passes[j]`` (p), how often a block runs in one call. ``block_seconds[j]``,
-    the part of ``seconds[j]`` that moves with the block to a secondary device.
+    the part of ``seconds[j]`` that the main device saves if the block is on a secondary device.
 
-    For each variant choice: ``cpu_seconds``, seconds of compute on the CPU, or on a secondary
-    device together with the transfers to that device and back. ``secondary_bytes``, bytes beyond
+    For each variant choice: ``off_device_seconds``, seconds of compute on the CPU, or of compute on
+    a secondary device and transfers to that device and back. ``secondary_bytes``, bytes beyond
     weights on each secondary device.
 
     ``computing_components``: indices of the components that compute on the device or a secondary
     device in the slot. ``phase_components``: all components of the phase; empty in a load slot.
     ``fixed_bytes``: bytes of values and inputs. ``activation_bytes``: as traced, without the
-    scratch of variants; ``pipeline_code_bytes`` of them remain on the device if every component of
-    the phase computes on the CPU.
+    scratch of variants. If no component of the phase computes on the main device, the activation
+    there is only ``pipeline_code_bytes``: tensors of the op's own code and results of the calls.
     """
 
     phase: int
@@ -238,7 +238,7 @@ class Interval:
     passes: tuple[int, ...]
     computing_components: frozenset[int]
     phase_components: frozenset[int]
-    cpu_seconds: tuple[float, ...]
+    off_device_seconds: tuple[float, ...]
     secondary_bytes: tuple[tuple[int, ...], ...] = ()
     block_seconds: tuple[float, ...] = ()
 
@@ -415,27 +415,27 @@ class Program:
         """
         factor = np.array(factors or [1.0] * len(self.intervals))
         blocks = self.copied_blocks(choice) * factor[:, None]
-        copies, reads = (
+        block_copy_seconds, block_read_seconds = (
             blocks * [group.load_seconds for group in self.groups],
             blocks * [group.disk_seconds for group in self.groups],
         )
         serial = (
-            copies
+            block_copy_seconds
             if full_overlap
-            else copies + self.compute_seconds * self._single_buffered(choice)
+            else block_copy_seconds + self.compute_seconds * self._single_buffered(choice)
         )
-        busy = np.array([sum(interval.cpu_seconds) for interval in self.intervals])
+        busy = np.array([sum(interval.off_device_seconds) for interval in self.intervals])
         for t, sets in enumerate(self.overlap_sets):
             # full overlap: one set of all groups
             for members in [sum(sets, [])] if full_overlap else sets:
                 busy[t] += max(
                     self.compute_seconds[t, members].sum(),
                     serial[t, members].sum(),
-                    reads[t, members].sum(),
+                    block_read_seconds[t, members].sum(),
                 )
         copy_seconds, disk_seconds = (
-            copies[:, self.on_secondary == 0].sum(axis=1),
-            reads.sum(axis=1),
+            block_copy_seconds[:, self.on_secondary == 0].sum(axis=1),
+            block_read_seconds.sum(axis=1),
         )
         for gap, is_spilled in zip(self.spill_gaps, choice.spills, strict=True):
             copy_seconds[gap.spill_slot] += is_spilled * factor[gap.spill_slot] * gap.spill_seconds
@@ -446,7 +446,7 @@ class Program:
             if read_slot >= 0:
                 disk_seconds[read_slot] += factor[read_slot] * (variant_choice.read_seconds or 0.0)
         for number in self.secondaries:
-            busy = np.maximum(busy, copies[:, self.on_secondary == number].sum(axis=1))
+            busy = np.maximum(busy, block_copy_seconds[:, self.on_secondary == number].sum(axis=1))
         slot_seconds: list[float] = np.maximum(
             busy, np.maximum(copy_seconds, disk_seconds)
         ).tolist()
@@ -510,14 +510,14 @@ class Program:
 
     def device_bytes(self, choice: Choice) -> NDArray[np.int64]:
         """Return the peak bytes on the device in each interval."""
-        value_bytes = self.fixed_bytes.copy()
+        non_weight_bytes = self.fixed_bytes.copy()
         for gap, is_spilled in zip(self.spill_gaps, choice.spills, strict=True):
-            value_bytes[gap.spill_slot + 1 : gap.restore_slot] -= gap.nbytes * is_spilled
+            non_weight_bytes[gap.spill_slot + 1 : gap.restore_slot] -= gap.nbytes * is_spilled
         weights: NDArray[np.int64] = (choice.present + choice.loads) @ (
             self.held_bytes * (self.on_secondary == 0)
         )
         ring_buffers: NDArray[np.int64] = self.ring_buffer_bytes(choice).sum(axis=1)
-        return value_bytes + weights + ring_buffers
+        return non_weight_bytes + weights + ring_buffers
 
     def activation_bytes(self, t: int) -> int:
         """Return the activation bytes on the device in interval ``t``, with the scratch of the
@@ -713,7 +713,9 @@ class Program:
         groups = [j for j, group in enumerate(self.groups) if group.variant_choice in first]
         compute = sum(self.compute_seconds[t, j] for t in range(self.run_length) for j in groups)
         compute += sum(
-            interval.cpu_seconds[n] for interval in self.intervals[: self.run_length] for n in first
+            interval.off_device_seconds[n]
+            for interval in self.intervals[: self.run_length]
+            for n in first
         )
         first_groups = [self.groups[j] for j in groups]
         return float(
@@ -763,7 +765,7 @@ def program_of(
         for interval in _intervals(problem, variant_choices, groups, number, weight)
     )
     run_length = len(intervals) // len(run_weights)
-    loads = {
+    load_slots = {
         interval.phase: t
         for t, interval in enumerate(intervals[:run_length])
         if interval.part == "load"
@@ -773,7 +775,7 @@ def program_of(
         tuple(variant_choices),
         groups,
         intervals,
-        spill_gaps_of(problem, loads, run_length, len(intervals)),
+        spill_gaps_of(problem, load_slots, run_length, len(intervals)),
         run_length,
     )
 
@@ -889,7 +891,7 @@ def _intervals(
         if not rounds and (part != "load" or not phase.uses):
             continue
         calls = tuple(use.group_calls_in(part)[k] if use else 0 for use, k in pairs)
-        cpu_seconds, secondary_bytes = (
+        off_device_seconds, secondary_bytes = (
             [0.0] * len(variant_choices),
             [(0,) * len(problem.secondaries)] * len(variant_choices),
         )
@@ -901,12 +903,12 @@ def _intervals(
             remote = [
                 triple for triple in triples if variant.device != "device" or triple[0].secondary
             ]
-            cpu_seconds[n] = sum(
+            off_device_seconds[n] = sum(
                 (len(group.blocks) * times * seconds for group, times, seconds in remote), 0.0
             )
             component_variant = replace(component, variants=(variant,))
             if rounds:
-                cpu_seconds[n] += use.calls_in(part) * sum(
+                off_device_seconds[n] += use.calls_in(part) * sum(
                     transfer_seconds(problem, use, component_variant).values()
                 )
                 numbers = range(1, len(problem.secondaries) + 1)
@@ -936,7 +938,7 @@ def _intervals(
                 for c, component in enumerate(problem.components)
                 if component.name in uses_by_name and part != "load"
             ),
-            cpu_seconds=tuple(cpu_seconds),
+            off_device_seconds=tuple(off_device_seconds),
             secondary_bytes=tuple(secondary_bytes),
             block_seconds=tuple(
                 block_seconds(use, components[group.variant_choice])[group.index]
@@ -954,8 +956,8 @@ def _seconds(
     use: Use,
     uses_by_name: Mapping[str, Use],
 ) -> float:
-    """Return the seconds of one block of ``group`` in one call; 0 if `Interval.cpu_seconds` counts
-    them. ``use`` has the seconds of the variant, ``uses_by_name`` has not."""
+    """Return the seconds of one block of ``group`` in one call; 0 if `Interval.off_device_seconds`
+    counts them. ``use`` has the seconds of the variant, ``uses_by_name`` has not."""
     if group.mirror < 0:
         return 0.0 if group.secondary else use.seconds[group.index]
     component, main_variant = (
@@ -963,23 +965,24 @@ def _seconds(
         variant_choices[group.variant_choice].variant,
     )
     secondary_variant, k = twin(component, main_variant, group.secondary), group.index
-    extra = (
+    variant_seconds = (
         secondary_variant.block_seconds[k]
         if secondary_variant is not None and secondary_variant.block_seconds
         else 0.0
     )
     seconds = block_seconds(uses_by_name[component.name], component)[k]
     return max(
-        0.0, main_variant.slowdown * seconds * slowdown_of(component, group.secondary) + extra
+        0.0,
+        main_variant.slowdown * seconds * slowdown_of(component, group.secondary) + variant_seconds,
     )
 
 
 def spill_gaps_of(
-    problem: Problem, loads: Mapping[int, int], run_length: int, count: int
+    problem: Problem, load_slots: Mapping[int, int], run_length: int, count: int
 ) -> tuple[SpillGap, ...]:
     """Return the spill gaps of all values in each run (see `SpillGap`).
 
-    The first phase of a gap and the phase after the gap must both have a load slot. ``loads``:
+    The first phase of a gap and the phase after the gap must both have a load slot. ``load_slots``:
     index of a phase -> index of its load slot in the first run. ``count``: number of intervals of
     the program, ``run_length`` of them in each run.
     """
@@ -992,8 +995,8 @@ def spill_gaps_of(
             if problem.phases[phase].stage not in (*value.consumers, value.producer):
                 start = phase if start is None else start
                 continue
-            if start is not None and start in loads and phase in loads:
-                gaps.append((number, value, loads[start], loads[phase]))
+            if start is not None and start in load_slots and phase in load_slots:
+                gaps.append((number, value, load_slots[start], load_slots[phase]))
             start = None
     hardware = problem.hardware
     return tuple(

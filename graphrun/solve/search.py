@@ -181,16 +181,16 @@ def _minimise_in_order(
     limits = list[tuple[Goal, float]]()
     bound = 0.0
     fixed: dict[int, float] | None = None
-    for goal, max_gap in zip(goals, LARGE_GAPS, strict=False):
+    for goal, large_gap in zip(goals, LARGE_GAPS, strict=False):
         numbers = list(candidates) if limits else list(range(len(formulations)))
         large = any(formulations[n].model.size > LARGE for n in numbers)
-        max_gap = (
-            max(max_gap, HUGE_GAP)
+        large_gap = (
+            max(large_gap, HUGE_GAP)
             if any(formulations[n].model.size > HUGE for n in numbers)
-            else max_gap
+            else large_gap
         )
         loose_goal = (
-            replace(goal, gap=max(goal.gap, max_gap), nodes=TIE_NODES if limits else goal.nodes)
+            replace(goal, gap=max(goal.gap, large_gap), nodes=TIE_NODES if limits else goal.nodes)
             if large
             else goal
         )
@@ -239,7 +239,7 @@ def minimise_over(
     seconds or bytes. ``limits``: earlier goals and their values. ``starts``: solutions within these
     limits.
     """
-    goals = {n: goal.objective(formulations[n]) for n in candidates}
+    objectives = {n: goal.objective(formulations[n]) for n in candidates}
     rows: dict[int, list[Row]] = {n: [] for n in candidates}
     for n in candidates:
         for limit_goal, limit_value in limits:
@@ -247,15 +247,15 @@ def minimise_over(
             rows[n].append(objective <= limit_value / unit * (1 + SLACK))
     bounds = dict.fromkeys(candidates, 0.0)
     for n in candidates if len(candidates) > 1 else ():
-        relaxed = formulations[n].model.minimise(goals[n][0], rows[n], whole=False)
+        relaxed = formulations[n].model.minimise(objectives[n][0], rows[n], whole=False)
         if relaxed is None:
             del bounds[n]
         else:
-            bounds[n] = relaxed.value * goals[n][1]
+            bounds[n] = relaxed.value * objectives[n][1]
     answers: dict[int, MilpResult] = {}
     best, lower_bound = float("inf"), float("inf")
     for n in sorted(bounds, key=lambda n: (bounds[n], n)):
-        objective, unit = goals[n]
+        objective, unit = objectives[n]
         if bounds[n] > best * (1 + SLACK):
             lower_bound = min(lower_bound, bounds[n])
             continue
@@ -267,14 +267,14 @@ def minimise_over(
         if answer is None:
             continue
         answers[n] = answer
-        # 0 may come as -1e-15, which its own limit would exclude
+        # HiGHS may return -1e-15 for 0. As a limit of later searches it would exclude the answer.
         best = min(best, max(0.0, answer.value * unit))
         lower_bound = min(lower_bound, answer.bound * unit)
     limit_value = best * (1 + 2 * SLACK)  # HiGHS may violate the cutoff row by its tolerance
     good = {
         n: answer
         for n, answer in sorted(answers.items())
-        if answer.value * goals[n][1] <= limit_value
+        if answer.value * objectives[n][1] <= limit_value
     }
     return good, best, min(lower_bound, best)
 

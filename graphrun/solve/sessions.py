@@ -22,7 +22,9 @@ from graphrun.solve.milp import Formulation
 from graphrun.solve.program import Choice, Program, program_of
 from graphrun.solve.search import GOALS, Answer, Goal, choose
 
-MANY_RUNS = 100  # the first run is a hundredth of the session, or a tie-break
+# From here on, the first run is about a hundredth of the session or less. Its seconds would decide
+# little more than which of several equally fast further runs is best.
+MANY_RUNS = 100
 MOST_GAP = 1e-2  # relative, of all runs
 
 

@@ -1,7 +1,7 @@
 """Suggestions that need another dry run: another option of a stage, or a smaller image.
 
 Each is estimated and solved before it is offered. `graphrun.solve.suggestions` has the suggestions
-that the problem itself can verify.
+that need no dry run, because they change only numbers of the problem.
 """
 
 from __future__ import annotations

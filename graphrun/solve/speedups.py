@@ -23,8 +23,10 @@ GIB = 2**30
 
 
 def speedups(problem: Problem, options: Iterable[Suggestion]) -> Iterator[Suggestion]:
-    """Yield changes of ``problem``, then the changes ``options`` of its stages, with the predicted
-    seconds of one run."""
+    """Yield changes of ``problem``, then ``options``: suggestions of other stage options.
+
+    All have the predicted seconds of one run.
+    """
     for text, change, new_problem, changes_output in _proposals(problem):
         if (seconds := predicted_seconds(new_problem)) is not None:
             yield Suggestion(text, change, seconds / new_problem.runs, changes_output)
@@ -65,28 +67,30 @@ def _proposals(problem: Problem) -> Iterator[_Proposal]:
         yield "RAM for all weights", (("--ram", str(ram)),), replace(problem, ram_bytes=ram), False
     if problem.runs == 1:
         yield (
-            f"a session of {SESSION} runs, each",
+            f"per run, in a session of {SESSION} runs",
             (("--runs", str(SESSION)),),
             replace(problem, runs=SESSION),
             False,
         )
-    files = "files with the weights as they are used", ("--source", "FOLDER")
+    files_text, files_option = "a checkpoint in the precision of use", ("--source", "FOLDER")
     if (stored_problem := _as_used(problem)) != problem:
-        yield files[0], (files[1],), stored_problem, False
+        yield files_text, (files_option,), stored_problem, False
     for proposal in permissions(problem):
         yield proposal.text, proposal.change, proposal.problems[0], True
         if (stored_problem := _as_used(proposal.problems[0])) != proposal.problems[0]:
             yield (
-                f"{proposal.text}, with {files[0]}",
-                (*proposal.change, files[1]),
+                f"{proposal.text}, with {files_text}",
+                (*proposal.change, files_option),
                 stored_problem,
                 True,
             )
 
 
 def _ample_ram(problem: Problem) -> int:
-    """Return the RAM for backing stores of all components in their first precision, rounded up to
-    GiB."""
+    """Return the RAM for the backing stores of all components, in bytes, rounded up to GiB.
+
+    Each component in the first usable variant whose backing store is in RAM.
+    """
     in_ram = [
         [v for v in (c.variants[n] for n in problem.usable(c)) if v.backing_store != "disk"]
         for c in used_components(problem)
@@ -98,8 +102,8 @@ def _ample_ram(problem: Problem) -> int:
 
 
 def _as_used(problem: Problem) -> Problem:
-    """Return ``problem`` with checkpoints already in the precision of use: no further bytes are
-    read, and no conversion is needed."""
+    """Return ``problem`` with checkpoints already in the precision of use: only the bytes of the
+    device weights are read, and no conversion is needed."""
 
     def stored(variant: Variant) -> Variant:
         if not variant.read_bytes or (variant.needs and variant.needs not in problem.allow):

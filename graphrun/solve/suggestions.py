@@ -144,33 +144,43 @@ def _proposals(
 
 def _budgets(problem: Problem, minimum_bytes: Mapping[str, int]) -> Iterator[Proposal]:
     """Raise each budget that is too small alone, and VRAM and RAM together if both are."""
-    device, ram = minimum_bytes["VRAM"], minimum_bytes["RAM"]
+    minimum_vram_bytes, minimum_ram_bytes = minimum_bytes["VRAM"], minimum_bytes["RAM"]
     capacity = problem.hardware.capacity_bytes
-    raised = replace(problem, budget_bytes=device)
-    if device > capacity:
-        raised = replace(raised, hardware=replace(problem.hardware, capacity_bytes=device))
+    raised = replace(problem, budget_bytes=minimum_vram_bytes)
+    if minimum_vram_bytes > capacity:
+        raised = replace(
+            raised, hardware=replace(problem.hardware, capacity_bytes=minimum_vram_bytes)
+        )
     vram = Proposal(
-        _device_text(problem, device), (("--vram", problem.vram_option(device)),), (raised,)
+        _device_text(problem, minimum_vram_bytes),
+        (("--vram", problem.vram_option(minimum_vram_bytes)),),
+        (raised,),
     )
-    if device > min(problem.budget_bytes, capacity):
+    if minimum_vram_bytes > min(problem.budget_bytes, capacity):
         yield vram
-    if ram > problem.ram_bytes:
-        text = _raise("RAM", problem.ram_bytes, ram)
-        yield Proposal(text, (("--ram", str(ram)),), (replace(problem, ram_bytes=ram),))
-        if device > min(problem.budget_bytes, capacity):
-            raised_problems = (replace(raised, ram_bytes=ram),)
+    if minimum_ram_bytes > problem.ram_bytes:
+        text = _raise_text("RAM", problem.ram_bytes, minimum_ram_bytes)
+        yield Proposal(
+            text,
+            (("--ram", str(minimum_ram_bytes)),),
+            (replace(problem, ram_bytes=minimum_ram_bytes),),
+        )
+        if minimum_vram_bytes > min(problem.budget_bytes, capacity):
+            raised_problems = (replace(raised, ram_bytes=minimum_ram_bytes),)
             yield Proposal(
-                f"{vram.text} and {text}", (*vram.change, ("--ram", str(ram))), raised_problems
+                f"{vram.text} and {text}",
+                (*vram.change, ("--ram", str(minimum_ram_bytes))),
+                raised_problems,
             )
     if (
         problem.pinned_bytes is not None
         and (pinned := minimum_bytes["pinned RAM"]) > problem.pinned_bytes
     ):
-        text = _raise("page-locked RAM", problem.pinned_bytes, pinned)
+        text = _raise_text("page-locked RAM", problem.pinned_bytes, pinned)
         yield Proposal(text, (("--pinned", str(pinned)),), (replace(problem, pinned_bytes=pinned),))
     if problem.disk_bytes is not None and (disk := minimum_bytes["disk"]) > problem.disk_bytes:
         yield Proposal(
-            _raise("disk", problem.disk_bytes, disk),
+            _raise_text("disk", problem.disk_bytes, disk),
             (("--disk", str(disk)),),
             (replace(problem, disk_bytes=disk),),
         )
@@ -182,10 +192,11 @@ def _device_text(problem: Problem, device: int) -> str:
         return (
             f"use a device with {typed_size(device)} or more: this one has {typed_size(capacity)}"
         )
-    return _raise("VRAM", problem.budget_bytes, device)
+    return _raise_text("VRAM", problem.budget_bytes, device)
 
 
-def _raise(tier: str, have: int, want: int) -> str:
+def _raise_text(tier: str, have: int, want: int) -> str:
+    """Return the suggestion to raise the budget ``tier``, in words."""
     return f"raise the {tier} budget from {typed_size(have, round_down=True)} to {typed_size(want)}"
 
 

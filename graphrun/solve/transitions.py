@@ -6,7 +6,8 @@
                      otherwise as every further run
 
 A block that the plan keeps stays if it is on the device. A block that the plan neither keeps nor
-moves stays too, as long as the highest slot has room: the plan that left it may need it.
+moves stays too, as long as the slot with the largest peak has room: the plan that left it may need
+it.
 """
 
 from __future__ import annotations
@@ -35,15 +36,18 @@ def continued(solution: Solution, resident_paths: Mapping[str, Collection[str]])
         key
         for name, paths in resident_paths.items()
         if name in components
-        for key in _keys_of(components[name], paths)
+        for key in _keys_of_paths(components[name], paths)
     }
     if not start:
         return solution
-    keeps = {key for name, blocks in plan.leaves for key in _named(components[name], blocks)}
-    extra_blocks = _beside(solution, start - keeps)
+    keeps = {
+        key for name, blocks in plan.leaves for key in _keys_of_blocks(components[name], blocks)
+    }
+    extra_blocks = _additional_blocks(solution, start - keeps)
+    # `Plan.finds`: the blocks on the device when the run begins
     if not (start & keeps) and not extra_blocks:
         slots = _evicting(components, plan.slots, start)
-        new_plan = replace(plan, finds=_blocks(components, start), slots=slots)
+        new_plan = replace(plan, finds=_blocks_of_keys(components, start), slots=slots)
     else:
         further_slots = tuple(
             _with_kept(components, slot, extra_blocks) for slot in plan.further_slots
@@ -53,10 +57,10 @@ def continued(solution: Solution, resident_paths: Mapping[str, Collection[str]])
             _evicting(components, further_slots, start - keeps - extra_blocks),
             keeps - start,
         )
-        leaves = _blocks(components, keeps | extra_blocks)
+        leaves = _blocks_of_keys(components, keeps | extra_blocks)
         new_plan = replace(
             plan,
-            finds=_blocks(components, start),
+            finds=_blocks_of_keys(components, start),
             leaves=leaves,
             slots=slots,
             further_slots=further_slots,
@@ -64,7 +68,7 @@ def continued(solution: Solution, resident_paths: Mapping[str, Collection[str]])
     return replace(solution, plan=new_plan, simulation=simulate(solution.problem, new_plan))
 
 
-def _beside(solution: Solution, candidates: BlockKeys) -> BlockKeys:
+def _additional_blocks(solution: Solution, candidates: BlockKeys) -> BlockKeys:
     """Return the blocks of ``candidates`` that may stay during the further runs: not moved by them,
     not excluded, and with room."""
     problem, reports = solution.chosen, solution.simulation.further_slots
@@ -85,7 +89,9 @@ def _beside(solution: Solution, candidates: BlockKeys) -> BlockKeys:
         if isinstance(action, Load | Evict)
     )
     moved_blocks = {
-        key for action in actions for key in _named(components[action.component], action.blocks)
+        key
+        for action in actions
+        for key in _keys_of_blocks(components[action.component], action.blocks)
     }
     extra_blocks: BlockKeys = set()
     for key in sorted(candidates - moved_blocks):
@@ -104,7 +110,7 @@ def _evicting(
     components: Mapping[str, ComponentNumbers], slots: tuple[Slot, ...], evicted_blocks: BlockKeys
 ) -> tuple[Slot, ...]:
     """Return ``slots`` with ``evicted_blocks`` evicted at the start of the first slot."""
-    evicts = [Evict(name, blocks) for name, blocks in _blocks(components, evicted_blocks)]
+    evicts = [Evict(name, blocks) for name, blocks in _blocks_of_keys(components, evicted_blocks)]
     return (_with_actions(slots[0], evicts), *slots[1:])
 
 
@@ -123,11 +129,14 @@ def _loading(
         kept_actions = list[Action]()
         for action in slot.actions:
             if isinstance(action, Evict) and (
-                absent := pending_blocks & _named(components[action.component], action.blocks)
+                absent := pending_blocks
+                & _keys_of_blocks(components[action.component], action.blocks)
             ):
                 pending_blocks -= absent
-                rest = _named(components[action.component], action.blocks) - absent
-                kept_actions += [Evict(name, blocks) for name, blocks in _blocks(components, rest)]
+                rest = _keys_of_blocks(components[action.component], action.blocks) - absent
+                kept_actions += [
+                    Evict(name, blocks) for name, blocks in _blocks_of_keys(components, rest)
+                ]
             else:
                 kept_actions.append(action)
         new_slots.append(replace(slot, actions=tuple(kept_actions)))
@@ -144,7 +153,7 @@ def _loading(
     for number, keys in loads.items():
         load_actions = [
             Load(c, blocks, components[c].variants[0].backing_store)
-            for c, blocks in _blocks(components, keys)
+            for c, blocks in _blocks_of_keys(components, keys)
         ]
         new_slots[number] = _with_actions(new_slots[number], load_actions)
     return tuple(new_slots)
@@ -171,8 +180,12 @@ def _with_kept(
         if isinstance(action, Stream) and (
             component_blocks := {key for key in extra_blocks if key[0] == action.component}
         ):
-            kept_blocks = _named(components[action.component], action.keep) | component_blocks
-            action = replace(action, keep=dict(_blocks(components, kept_blocks))[action.component])
+            kept_blocks = (
+                _keys_of_blocks(components[action.component], action.keep) | component_blocks
+            )
+            action = replace(
+                action, keep=dict(_blocks_of_keys(components, kept_blocks))[action.component]
+            )
         actions.append(action)
     return replace(slot, actions=tuple(actions))
 
@@ -185,7 +198,7 @@ def _with_actions(slot: Slot, actions: Collection[Evict | Load]) -> Slot:
     return replace(slot, actions=(*evicts, *slot.actions[:run], *loads, *slot.actions[run:]))
 
 
-def _keys_of(component: ComponentNumbers, paths: Collection[str]) -> BlockKeys:
+def _keys_of_paths(component: ComponentNumbers, paths: Collection[str]) -> BlockKeys:
     return {
         (component.name, k, i)
         for k, group in enumerate(component.groups)
@@ -194,7 +207,8 @@ def _keys_of(component: ComponentNumbers, paths: Collection[str]) -> BlockKeys:
     }
 
 
-def _named(component: ComponentNumbers, blocks: Blocks) -> BlockKeys:
+def _keys_of_blocks(component: ComponentNumbers, blocks: Blocks) -> BlockKeys:
+    """Return the keys of ``blocks``, which a plan names; the reverse of `_blocks_of_keys`."""
     if blocks is None:
         return {
             (component.name, k, i)
@@ -205,7 +219,7 @@ def _named(component: ComponentNumbers, blocks: Blocks) -> BlockKeys:
     return {(component.name, number[name], i) for name, indices in blocks for i in indices}
 
 
-def _blocks(
+def _blocks_of_keys(
     components: Mapping[str, ComponentNumbers], keys: BlockKeys
 ) -> tuple[tuple[str, Blocks], ...]:
     """Return the blocks ``keys`` by component, as a plan names them."""

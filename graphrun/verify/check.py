@@ -34,9 +34,9 @@ steady-load      A steady slot loads no block of a component that it uses.
 stream           A slot streams only components that it uses, each once. The field `Stream.keep` is
                  exactly the resident and loaded blocks.
 ring_buffer      A ring buffer has room for the largest block that passes through it.
-vram             Every slot fits the budget of the device.
-secondary        Every slot fits the budget of each secondary device. Both rules count bytes of
-                 tensors; `verify.solution` adds the rule ``pages``.
+vram             Every slot fits the budget of the device, in bytes of tensors. `verify.solution`
+                 adds the rule ``pages``, which counts allocator pages.
+secondary        Every slot fits the budget of each secondary device, in bytes of tensors.
 baseline         The device is empty after the run. In a session, every run leaves exactly the
                  blocks in `Plan.leaves`.
 
@@ -235,7 +235,7 @@ def _splits(problem: Problem, plan: Plan) -> Iterator[Violation]:
         if _chosen_variant(split.component(name), variant_names.get(name)) is None:
             yield _plan_violation(
                 "split",
-                f"{name} as {variant_names.get(name)} is not one that may be split over "
+                f"{name} with the variant {variant_names.get(name)} cannot be split over "
                 f"device{secondary}",
             )
 
@@ -271,7 +271,8 @@ class _HostRules:
             for name, v in self.variants.items()
             if v.backing_store == "disk" or v.read_seconds == ()
         }
-        self.read_stores = set(self.available_stores)
+        # on disk, in RAM before the run, or already read
+        self.stores_not_to_read = set(self.available_stores)
         # value -> phase in whose load slot the value must be restored
         self.spilled_values: dict[str, int] = {}
         self.restored_values: set[str] = set()  # in this slot
@@ -279,10 +280,10 @@ class _HostRules:
             value.name: dict(_spill_gaps(value, applied.phases)) for value in applied.values
         }
         self.numbers = {phase.name: number for number, phase in enumerate(applied.phases)}
-        # the bytes of phases in `applied` include the effects of variants
-        traced_phases = {phase.name: phase for phase in _chosen_phases(problem, plan)}
+        # phases with their activation in the dry run; in `applied` it depends on the variants
+        dry_run_phases = {phase.name: phase for phase in _chosen_phases(problem, plan)}
         self.on_cpu = {
-            phase.name: traced_phases[phase.name]
+            phase.name: dry_run_phases[phase.name]
             for phase in applied.phases
             if phase.uses and not self._on_device(phase)
         }
@@ -337,7 +338,7 @@ class _HostRules:
             ):
                 continue
             state_after_read = "on disk" if variant.backing_store == "disk" else "dropped already"
-            state = state_after_read if name in self.read_stores else "not read yet"
+            state = state_after_read if name in self.stores_not_to_read else "not read yet"
             yield Violation(
                 "host-missing",
                 index,
@@ -402,15 +403,15 @@ class _HostRules:
         if name not in self.variants:
             return "unknown", f"no component {name!r}"
         if is_further_run or slot.part == "end":
-            return "read", f"{name} is read after the first run, or in its end slot"
-        if name in self.read_stores:
+            return "read", f"{name} is read in a further run, or in the end slot of the first run"
+        if name in self.stores_not_to_read:
             reason = (
                 "has its backing store on disk"
                 if self.variants[name].backing_store == "disk"
                 else "was read before"
             )
             return "read", f"{name} {reason}"
-        for names in (self.read_stores, self.available_stores, self.used_components):
+        for names in (self.stores_not_to_read, self.available_stores, self.used_components):
             names.add(name)
         return None
 
@@ -500,15 +501,18 @@ def _check(problem: Problem, plan: Plan) -> Iterator[Violation]:
     if wrong:
         return
     host = _HostRules(problem, applied, plan)
-    leaves = _state(applied, plan.leaves)
+    planned_end_blocks = _state(applied, plan.leaves)
     resident_blocks = yield from _run(applied, plan.slots, 0, _state(applied, plan.finds), host)
-    yield from _leaves_violations(applied, leaves, resident_blocks, len(plan.slots) - 1)
+    yield from _leaves_violations(applied, planned_end_blocks, resident_blocks, len(plan.slots) - 1)
     if problem.runs > 1:
         resident_blocks = yield from _run(
-            applied, plan.further_slots, len(plan.slots), leaves, host
+            applied, plan.further_slots, len(plan.slots), planned_end_blocks, host
         )
         yield from _leaves_violations(
-            applied, leaves, resident_blocks, len(plan.slots) + len(plan.further_slots) - 1
+            applied,
+            planned_end_blocks,
+            resident_blocks,
+            len(plan.slots) + len(plan.further_slots) - 1,
         )
 
 
@@ -535,7 +539,7 @@ def _unknown_state(applied: Problem, plan: Plan) -> Iterator[Violation]:
 
 def _leaves_violations(
     applied: Problem,
-    leaves: Mapping[str, BlockSet],
+    planned_end_blocks: Mapping[str, BlockSet],
     resident_blocks: Mapping[str, BlockSet],
     slot: int,
 ) -> Iterator[Violation]:
@@ -544,13 +548,13 @@ def _leaves_violations(
     A plan of one run leaves none.
     """
     if applied.runs == 1:
-        leaves = {name: set() for name in leaves}
+        planned_end_blocks = {name: set() for name in planned_end_blocks}
     for name, blocks in resident_blocks.items():
-        if difference := blocks ^ leaves[name]:
+        if difference := blocks ^ planned_end_blocks[name]:
             description = (
                 "on the device after the end"
                 if applied.runs == 1
-                else "left on the device and in leaves, but not in both"
+                else "on the device at the end but not in `leaves`, or only in `leaves`"
             )
             yield Violation(
                 "baseline", slot, -1, f"{description}: {_show(applied.component(name), difference)}"

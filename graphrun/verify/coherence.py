@@ -1,7 +1,8 @@
 """Check that the numbers of a problem are consistent.
 
-Names are unique and known, each block group has one number per list, and blocks exist. A problem
-from a dry run is always consistent; a problem from a plan file may contain anything.
+Names are unique and known, and blocks exist. Lists of numbers per block group (`_PER_GROUP`) have
+one number for each group. A problem from a dry run is always consistent; a problem from a plan file
+may contain anything.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _PER_GROUP_OR_EMPTY = ("read_seconds", "disk_seconds", "block_seconds", "read_by
 
 def incoherent(problem: Problem) -> Iterator[str]:
     """Return each inconsistency as text."""
-    yield from _odd_numbers("problem", problem)
+    yield from _invalid_numbers("problem", problem)
     if problem.runs < 1:
         yield f"problem.runs is {problem.runs}"
     names = [
@@ -94,18 +95,19 @@ def _hardware(hardware: Hardware) -> Iterator[str]:
         yield "a rate of the hardware is not positive"
 
 
-def _odd_numbers(path: str, value: Any) -> Iterator[str]:
+def _invalid_numbers(path: str, value: Any) -> Iterator[str]:
     """Report numbers inside ``value`` that are negative, not finite or too large.
 
-    `Variant.block_seconds` may be negative.
+    `Variant.block_seconds` may be negative. `incoherent` itself checks the fields of values whose
+    names end in ``_phase``.
     """
     if isinstance(value, tuple):
         for item in value:
-            yield from _odd_numbers(path, item)
+            yield from _invalid_numbers(path, item)
     elif is_dataclass(value) and not isinstance(value, PhaseTrace):
         name = getattr(value, "name", "")
         for field in fields(value):
-            yield from _odd_numbers(f"{name or path}.{field.name}", getattr(value, field.name))
+            yield from _invalid_numbers(f"{name or path}.{field.name}", getattr(value, field.name))
     elif isinstance(value, int | float) and not path.endswith("_phase"):
         minimum = -_MOST if path.endswith(".block_seconds") else 0
         if not (math.isfinite(value) and minimum <= value <= _MOST):
@@ -129,8 +131,8 @@ def _component(component: ComponentNumbers, devices: Sequence[str]) -> Iterator[
             yield f"{name}: the block group {group.name} has no blocks"
         if group.secondary:
             yield (
-                f"{name}: the block group {group.name} is on a secondary device, which only a plan "
-                "may say"
+                f"{name}: the block group {group.name} is on a secondary device; only the `split` "
+                "of a plan puts it there"
             )
     for variant in component.variants:
         yield from _variant(name, variant, len(groups), devices)
@@ -166,7 +168,8 @@ def _phase(phase: PhaseNumbers, components: dict[str, ComponentNumbers]) -> Iter
 
 
 def _trace(phase: str, trace: PhaseTrace, components: dict[str, ComponentNumbers]) -> Iterator[str]:
-    """Check that calls name components and release all they allocate, and that sizes are valid."""
+    """Check the calls of a recording: each is into a component, and releases everything that it
+    allocates. Sizes are valid."""
     for call in trace.calls:
         kept_keys = {*call.persistent_keys}
         live, allocation_counts = set[int](), Counter(key for key, nbytes in call.events if nbytes)
@@ -189,9 +192,10 @@ def _trace(phase: str, trace: PhaseTrace, components: dict[str, ComponentNumbers
         ):
             yield (
                 f"{phase}: the trace of {call.component} has results that it does not allocate "
-                "once, or keeps"
+                "once, or that are also among its persistent tensors"
             )
             return
+    # ``key``: index of a call if ``nbytes`` is CALL, otherwise a storage
     for key, nbytes in (*trace.prelude, *trace.first, *trace.steady):
         if not (0 <= key < len(trace.calls) if nbytes == CALL else 0 <= nbytes <= _MOST):
             yield f"{phase}: the trace has an item of {nbytes} bytes with key {key}"
@@ -203,21 +207,22 @@ def _live_tensors(label: str, use: Use, component: ComponentNumbers) -> Iterator
     blocks = [
         (k, i) for k, group in groups if "" not in group.blocks for i in range(len(group.blocks))
     ]
+    # `LiveTensor` numbers blocks from 1; 0 is other code
     for tensor in use.live_tensors:
         users = [*tensor.users]
         if not users or users != sorted({*users}) or max(tensor.maker, *users) > len(blocks):
             yield (
-                f"{label}: live_tensors has one that block {tensor.maker} makes and blocks {users} "
-                f"get, of {len(blocks)} blocks"
+                f"{label}: live_tensors has a tensor with maker {tensor.maker} and users {users}; "
+                f"blocks are numbered 1 to {len(blocks)}, and users are in ascending order"
             )
     if {n for tensor in use.live_tensors for n in (tensor.maker, *tensor.users)} - {0} != {
         *range(1, len(blocks) + 1)
     }:
-        yield f"{label}: live_tensors are not of {len(blocks)} blocks"
+        yield f"{label}: live_tensors does not name each of the {len(blocks)} blocks"
     if rare := sorted({use.group_calls[k] for k, _ in blocks} - {use.calls}):
         yield (
-            f"{label}: live_tensors are of blocks that run in each of {use.calls} calls, and some "
-            f"run in {rare[0]}"
+            f"{label}: with live_tensors every block must run in each of the {use.calls} calls; "
+            f"some run in {rare[0]}"
         )
     block_set = {*blocks}
     if (
@@ -227,7 +232,7 @@ def _live_tensors(label: str, use: Use, component: ComponentNumbers) -> Iterator
         ]
         != blocks
     ):
-        yield f"{label}: order has not the {len(blocks)} blocks of live_tensors in a row"
+        yield f"{label}: order does not list the {len(blocks)} blocks in ascending order"
 
 
 def _use(phase: str, use: Use, component: ComponentNumbers) -> Iterator[str]:
@@ -242,15 +247,17 @@ def _use(phase: str, use: Use, component: ComponentNumbers) -> Iterator[str]:
     if use.live_tensors:
         yield from _live_tensors(label, use, component)
     if use.calls < 1 or any(calls > use.calls for calls in use.group_calls):
-        yield f"{label}: {use.calls} calls, and of block groups {list(use.group_calls)}"
+        yield (
+            f"{label}: {use.calls} calls, but its block groups run in {list(use.group_calls)} calls"
+        )
     blocks_in_order = {(k, index) for k, index, _ in use.order}
     if odd := sorted(
         (k, i) for k, i in blocks_in_order if not (0 <= k < len(counts) and 0 <= i < counts[k])
     ):
         yield f"{label}: order has block {odd[0][1]} of group {odd[0][0]}, which does not exist"
         return
-    # A component split into layers is streamed in this order. An order of blocks is the order in
-    # one of the calls.
+    # A component split into layers is streamed in this order, so none of the layers may be missing.
+    # An order of blocks is from one call only, and other calls may run other blocks.
     layered = component.granularity == "layers" and bool(use.order)
     streamed = [
         k

@@ -51,10 +51,10 @@ def reserved_bytes(problem: Problem, plan: Plan, secondary: int = 0) -> tuple[in
 def limit_bytes(problem: Problem, plan: Plan, secondary: int = 0) -> int:
     """Return the smallest limit, in bytes, with which PyTorch's allocator can serve ``plan``.
 
-    To map pages for a request, the allocator compares the limit with the reserved bytes plus a
-    native segment for the request, though it may map fewer bytes (`alloc_block`). The workspace of
-    cuBLAS does not count. Returns 0 where memory is not counted in pages. Arguments and errors are
-    those of `reserved_bytes`.
+    Before the allocator maps pages for a request, it compares the limit with the reserved bytes
+    plus the segment that it would request from `cudaMalloc` without page mapping (`segment_bytes`),
+    though it may map fewer bytes (`alloc_block`). The workspace of cuBLAS does not count. Returns 0
+    where memory is not counted in pages. Arguments and errors are those of `reserved_bytes`.
     """
     return _replayed(problem, plan, secondary)[1] if problem.counts_pages else 0
 
@@ -100,16 +100,17 @@ class _PlanReplay:
         # (component, group, index) -> the allocator's key
         self._blocks: dict[tuple[str, int, int], int] = {}
         self._live: dict[int, int] = {}  # key of the recording -> the allocator's key
-        # the allocator's key -> bytes, of tensors other than weights
+        # the allocator's key -> bytes of the allocation
         self._bytes: dict[int, int] = {}
-        # (kind of call, key) -> the allocator's key
+        # tensors of `CallTrace.persistent_keys`:
+        # (index in `PhaseTrace.calls`, key of the recording) -> the allocator's key
         self._kept_keys: dict[tuple[int, int], int] = {}
         self._spilled_bytes: dict[str, int] = {}  # by value
         self._filler: int | None = None
         # id of a call's trace -> its events in each pool
         self._events_in: dict[int, tuple[tuple[Item, ...], ...]] = {}
-        # (id of events, state of a pool that they leave unchanged) -> key of each result -> its
-        # bytes and its place
+        # Results of calls by id of their events and state of the pool, if the events leave that
+        # state unchanged. Values: key of each result -> its bytes and its place in the pool.
         self._cached_results: dict[
             tuple[int, Hashable], dict[int, tuple[int, tuple[int, ...]]]
         ] = {}
@@ -128,13 +129,16 @@ class _PlanReplay:
             self._begin_phase(slot.phase)
         for action in slot.actions:
             for block in (
-                self._named(action.component, action.blocks) if isinstance(action, Evict) else ()
+                self._blocks_on_device(action.component, action.blocks)
+                if isinstance(action, Evict)
+                else ()
             ):
                 self._allocator.release(self._blocks.pop(block))
         if slot.part == "load":
             self._trim()
         for action in slot.actions:
             if isinstance(action, Restore) and not self._secondary:
+                # A restored value is one allocation, under the first of its keys in the recording.
                 key = self._allocate(self._spilled_bytes.pop(action.value))
                 self._live |= dict.fromkeys(self._storages[action.value][:1], key)
         for action in slot.actions:
@@ -162,7 +166,8 @@ class _PlanReplay:
         """Allocate the ``blocks`` that belong on this device."""
         sizes = self._components[component].variants[0].block_bytes
         self._blocks |= {
-            block: self._allocate(sizes[block[1]]) for block in self._named(component, blocks)
+            block: self._allocate(sizes[block[1]])
+            for block in self._blocks_on_device(component, blocks)
         }
 
     def end_run(self) -> None:
@@ -207,7 +212,12 @@ class _PlanReplay:
             )
 
     def _items(self, items: Iterable[Item], calls: tuple[CallTrace, ...]) -> None:
-        # results of the last call that no item has taken over yet, by bytes
+        """Replay ``items`` of a phase.
+
+        After a call, the recording allocates the call's results again (`CallTrace.results`). Such
+        an item gets the memory of the result instead of new memory.
+        """
+        # bytes -> results of the last call whose memory no item has got yet
         results = dict[int, deque[int]]()
         for key, nbytes in items:
             if nbytes > 0 and results.get(nbytes):
@@ -252,7 +262,7 @@ class _PlanReplay:
         if self._workspace is None and (nbytes := self._hardware.workspace_bytes):
             self._workspace = self._allocate(nbytes)
         if call.persistent_keys:
-            return self._kept_events(number, call)
+            return self._replay_persistent_call(number, call)
         if id(call) not in self._events_in:
             sizes = {key: nbytes for key, nbytes in call.events if nbytes}
             small = {key for key, nbytes in sizes.items() if self._allocator.is_small(nbytes)}
@@ -262,10 +272,12 @@ class _PlanReplay:
             )
         results = dict[int, int]()
         for is_small, events in zip(POOLS, self._events_in[id(call)], strict=True):
-            results |= self._released_events(events, is_small, call.results)
+            results |= self._replay_temporary_call(events, is_small, call.results)
         return [results[key] for key in call.results]
 
-    def _kept_events(self, number: int, call: CallTrace) -> list[int]:
+    def _replay_persistent_call(self, number: int, call: CallTrace) -> list[int]:
+        """Replay a call with `CallTrace.persistent_keys`. Return the allocator's keys of its
+        results."""
         allocations = {
             key: allocator_key
             for (call_number, key), allocator_key in self._kept_keys.items()
@@ -285,7 +297,7 @@ class _PlanReplay:
         }
         return results
 
-    def _released_events(
+    def _replay_temporary_call(
         self, events: tuple[Item, ...], small: bool, results: tuple[int, ...]
     ) -> dict[int, int]:
         """Replay the events in one pool of a call that keeps no tensor after it returns.
@@ -293,10 +305,11 @@ class _PlanReplay:
         Returns the allocator's keys of its ``results`` in this pool. If an earlier call with the
         same events found and left the pool in this state, only the results are placed.
         """
-        self._count(1 + len(self._bytes) - len(self._blocks))  # most ranges in the state
+        # steps to read the state, which lists free ranges: one per live tensor other than weights
+        self._count(1 + len(self._bytes) - len(self._blocks))
         state_key = id(events), self._allocator.state(small)
         if (placements := self._cached_results.get(state_key)) is None:
-            live = self._replayed_events(events, small, results)
+            live = self._replayed_pool_events(events, small, results)
             placements = {
                 key: (self._bytes[allocator_key], self._allocator.place(allocator_key))
                 for key, allocator_key in live.items()
@@ -313,7 +326,7 @@ class _PlanReplay:
             self._allocator.allocate_at(self._last_key, small, place)
         return result_keys
 
-    def _replayed_events(
+    def _replayed_pool_events(
         self, events: tuple[Item, ...], small: bool, results: tuple[int, ...]
     ) -> dict[int, int]:
         """Replay ``events`` except releases of ``results``.
@@ -321,7 +334,8 @@ class _PlanReplay:
         Repetitions are replayed until the pool and the tensors in it are in the same state as
         before an earlier repetition. All further repetitions would do the same and are skipped.
         """
-        numbers, repeats = repeats_in(events)
+        # number of each event -> number of the event that allocated its tensor
+        allocation_numbers, repeats = repeats_in(events)
         lasting_keys = {*results}
         live = dict[int, int]()  # number of the event that allocated -> the allocator's key
 
@@ -331,7 +345,7 @@ class _PlanReplay:
                 if nbytes:
                     live[number] = self._allocate(nbytes)
                 elif key not in lasting_keys:
-                    self._release(live.pop(numbers[number]))
+                    self._release(live.pop(allocation_numbers[number]))
 
         position = 0
         for repeat in repeats:
@@ -382,10 +396,10 @@ class _PlanReplay:
         return self._last_key
 
     def _measure_workspace(self) -> None:
-        """Measure the workspace as `CudaDevice.peak_bytes` does.
+        """Count the bytes of the workspace and release it, as `CudaDevice.peak_bytes` does.
 
-        In the first slot that uses the workspace after a trim, the workspace is released. Its next
-        use allocates it again.
+        That measurement happens at the end of the first slot that uses the workspace after a trim.
+        The next use of the workspace allocates it again.
         """
         if self._workspace is not None and not self._workspace_bytes:
             self._workspace_bytes = self._bytes[self._workspace]
@@ -404,7 +418,8 @@ class _PlanReplay:
         del self._bytes[key]
         self._allocator.release(key)
 
-    def _named(self, component: str, blocks: Blocks) -> Iterator[tuple[str, int, int]]:
+    def _blocks_on_device(self, component: str, blocks: Blocks) -> Iterator[tuple[str, int, int]]:
+        """Return those of ``blocks`` that belong on this device."""
         groups = self._components[component].groups
         number_of = {group.name: k for k, group in enumerate(groups)}
         selection = (

@@ -7,10 +7,10 @@ Three channels run concurrently: copies, compute and the disk. Each processes on
 another, and a barrier ends every slot. The bytes on the device are weights (resident or loaded by
 the slot), ring buffers, activation, values and inputs. The peak of a slot is their highest sum.
 
-Each secondary device has its own copy channel. The order of loads is common to all devices. All
-devices share the compute channel, because one of them computes at a time. A call on a secondary
-device begins and ends with transfers between the devices. So does each block there of a split
-component.
+Each secondary device has its own copy channel. The slot's loads are issued in one order for all
+devices, but a copy waits only for earlier copies to the same device. All devices share the compute
+channel, because one of them computes at a time. A call on a secondary device begins and ends with
+transfers between the devices. So does each block there of a split component.
 
 Copy channel and compute (`Timeline`):
 
@@ -19,24 +19,26 @@ Copy channel and compute (`Timeline`):
              ^ start                                 d  loaded by the slot that computes with it
                                                      f  prefetch: loaded for a later slot
 
-Blocks that are streamed, or loaded for the slot's own compute, are copied in call order, across
-calls. A prefetch is copied when the ring buffer is full, in proportion to the streamed bytes, and
-only once it is in RAM. If its backing store is on disk, its block is read meanwhile. The executor
-follows the same rule, because it cannot know how long copies take. Remaining prefetches come after
-all other copies; those whose backing store is read in the same slot come last of these.
+Blocks that are streamed, or loaded for the slot's own compute, are copied in the order in which the
+calls compute with them. A prefetch is copied when the ring buffer is full, in proportion to the
+streamed bytes, and only once its block is in RAM. If the backing store is on disk, the block is
+fetched while the prefetch waits. The rule depends on bytes and not on copy times, because the
+executor follows it too and cannot know copy times in advance. Remaining prefetches come after all
+other copies; those whose backing store is read in the same slot come last of these.
 
 A copy from pageable memory makes the host wait. Prefetches from pageable memory therefore come at
 the very end, when all of the slot's compute is queued. A streamed or loaded block is copied from
 pageable memory when all compute before it is queued. The compute of a block waits for its copy; on
 the CPU, for its read in the same slot.
 
-Disk channel (`DiskChannel`), with reads into backing stores (r) and fetches for copies from backing
-stores on disk (d, s):
+Disk channel (`DiskChannel`), with reads into backing stores (r, of blocks a and b) and fetches for
+copies from backing stores on disk (d, s):
 
     disk   |d3  |d8  |r a|s1  |r b|r b|      one after another
     copy        |d3  |d8    |s1  |           a copy waits for the fetch or read of its block
 
-Memory is page-locked while it is filled. A copy waits for both.
+The memory of a backing store is page-locked while blocks are read into it. A copy waits until its
+block is read and the memory is page-locked.
 
 A fetched block occupies the bounce buffer of its component until it is copied. A fetch waits for
 room there. Reads into backing stores take place when a bounce buffer is full, in proportion to the
@@ -126,7 +128,7 @@ class DiskChannel:
         locked_seconds: Mapping[str, float],
     ) -> None:
         self.spans: list[tuple[str, Key, float, float]] = []
-        self.free_seconds = self._start = start_seconds
+        self.free_from_seconds = self._start = start_seconds
         self._sizes, self._lock_end_seconds = sizes, locked_seconds
         self._reads = list(reversed(list(reads)))  # still to do; the next one is last
         self._read_components = {key[0] for key in self._reads}
@@ -148,13 +150,13 @@ class DiskChannel:
     @property
     def end_seconds(self) -> float:
         """Time at which all reads, fetches and page locking so far are done."""
-        return max(self.free_seconds, *self._lock_end_seconds.values(), self._start)
+        return max(self.free_from_seconds, *self._lock_end_seconds.values(), self._start)
 
-    def in_ram(self, key: Key) -> float:
+    def arrival_seconds(self, key: Key) -> float:
         """Return the time at which the block is in RAM for a copy.
 
         This is the end of its fetch (one per copy), or of its read and page locking. It is the
-        slot's start if there is neither.
+        slot's start if there is neither. Starts the fetch, or the reads up to the block, if needed.
         """
         if key[0] not in self._bounce_ring_buffers:
             return max(self._read_until(key), self._lock_end_seconds.get(key[0], self._start))
@@ -179,7 +181,7 @@ class DiskChannel:
         )
         return is_read and self._lock_end_seconds.get(key[0], at_seconds) <= at_seconds
 
-    def reads(self, component: str) -> bool:
+    def has_reads_of(self, component: str) -> bool:
         """Return whether the component's backing store is read in this slot."""
         return component in self._read_components
 
@@ -230,10 +232,10 @@ class DiskChannel:
         )
 
     def _occupy(self, kind: str, key: Key, ready: float) -> float:
-        start = max(self.free_seconds, ready)
-        self.free_seconds = start + self._sizes[key].disk_seconds
-        self.spans.append((kind, key, start, self.free_seconds))
-        return self.free_seconds
+        start = max(self.free_from_seconds, ready)
+        self.free_from_seconds = start + self._sizes[key].disk_seconds
+        self.spans.append((kind, key, start, self.free_from_seconds))
+        return self.free_from_seconds
 
 
 BlockOrigin = Literal["resident", "load", "stream", "host"]
@@ -301,9 +303,9 @@ class Timeline:
             0: copies_from_seconds,
             **dict.fromkeys(secondaries.values(), start_seconds),
         }
-        self._prefetch = sorted(prefetch, key=lambda key: (key[0] in pageable, disk.reads(key[0])))[
-            ::-1
-        ]
+        self._prefetch = sorted(
+            prefetch, key=lambda key: (key[0] in pageable, disk.has_reads_of(key[0]))
+        )[::-1]
         self._pageable = pageable
         self._prefetch_bytes = sum(sizes[key].nbytes for key in self._prefetch)
         self._stream_bytes = sum(
@@ -328,11 +330,8 @@ class Timeline:
         for (name, call), call_works in groupby(works, key=lambda work: (work.key[0], work.call)):
             self._call(name, call, list(call_works))
         ran = Counter(name for name, _ in self.calls)
-        for name, (
-            to_secondary_seconds,
-            back_seconds,
-            calls,
-        ) in transfers.items():  # calls that run no block
+        # Calls that run no block transfer their tensors too.
+        for name, (to_secondary_seconds, back_seconds, calls) in transfers.items():
             self._compute_free += (calls - ran[name]) * (to_secondary_seconds + back_seconds)
         while self._prefetch:
             self._issue_prefetch()
@@ -365,28 +364,32 @@ class Timeline:
         if work.source == "stream":
             return self._stream(work.key)
         if work.source == "host":
-            return self._disk.in_ram(work.key)
+            return self._disk.arrival_seconds(work.key)
         if work.key not in self._load_ends:
-            self._load_ends[work.key] = self._copy("load", work.key, self._disk.in_ram(work.key))
+            self._load_ends[work.key] = self._copy(
+                "load", work.key, self._disk.arrival_seconds(work.key)
+            )
         return self._load_ends[work.key]
 
     def _stream(self, key: Key) -> float:
         try:
-            ring_buffer_slot = self._ring_buffers[key[0]].place(
+            # the size of the next block, so that it need not overwrite this one
+            placement = self._ring_buffers[key[0]].place(
                 self._sizes[key].nbytes, next(self._next_block_bytes[key[0]], 0)
             )
         except ValueError as error:
             raise PlanError(f"stream {key[0]}: {error}") from error
         ready = (
-            self._compute_ends[key[0]][ring_buffer_slot.released_numbers[-1]]
-            if ring_buffer_slot.released_numbers
+            self._compute_ends[key[0]][placement.released_numbers[-1]]
+            if placement.released_numbers
             else self._start
         )
-        if ring_buffer_slot.released_numbers:
+        # first prefetches that may start at once, then those that are in RAM while the copy waits
+        if placement.released_numbers:
             self._issue_due_prefetch(self._copy_frees[0])
             self._issue_due_prefetch(max(self._copy_frees[0], ready))
         self._streamed_bytes += self._sizes[key].nbytes
-        return self._copy("stream", key, max(ready, self._disk.in_ram(key)))
+        return self._copy("stream", key, max(ready, self._disk.arrival_seconds(key)))
 
     def _issue_due_prefetch(self, at_seconds: float) -> None:
         """Issue prefetches in proportion to the streamed bytes.
@@ -410,7 +413,7 @@ class Timeline:
     def _issue_prefetch(self, at_seconds: float = 0.0) -> None:
         key = self._prefetch.pop()
         self._prefetched_bytes += self._sizes[key].nbytes
-        self._copy("load", key, max(at_seconds, self._disk.in_ram(key)))
+        self._copy("load", key, max(at_seconds, self._disk.arrival_seconds(key)))
 
     def _copy(self, kind: str, key: Key, ready: float) -> float:
         secondary = self._secondaries.get(key[:2], 0)
@@ -424,8 +427,9 @@ class Timeline:
 class HostMemory:
     """RAM in use, starting before the run.
 
-    ``reordered``: the problem with order and options applied. ``applied``: the problem with all
-    choices applied.
+    ``applied``: the problem with all choices applied. ``reordered``: with order and options only. A
+    phase on the CPU has its whole activation only there: in ``applied`` it is the part on the
+    device.
     """
 
     def __init__(self, applied: Problem, reordered: Problem) -> None:
@@ -435,7 +439,7 @@ class HostMemory:
         self._stores_in_ram = {
             name
             for name, variant in self._variants.items()
-            if name in used_components and _in_ram_before_run(variant)
+            if name in used_components and _exists_before_run(variant)
         }
         self._spilled_values: set[str] = set()
         self._on_cpu = {
@@ -469,7 +473,8 @@ class HostMemory:
         )
 
 
-def _in_ram_before_run(variant: Variant) -> bool:
+def _exists_before_run(variant: Variant) -> bool:
+    """Whether the backing store needs no `Read` action: it is on disk, or in RAM before the run."""
     return variant.backing_store == "disk" or not variant.read_seconds
 
 
@@ -485,6 +490,7 @@ def simulate(problem: Problem, plan: Plan) -> Simulation:
     )
     first_slots = tuple(state.slot(index, slot) for index, slot in enumerate(plan.slots))
     seconds = state.now_seconds
+    # one further run, if the plan is of a session
     further_slots = tuple(
         state.slot(index, slot)
         for index, slot in enumerate(plan.further_slots, start=len(plan.slots))
@@ -503,11 +509,11 @@ def simulate(problem: Problem, plan: Plan) -> Simulation:
 class _State:
     """State of the simulation: blocks on the device, host memory and time.
 
-    ``finds``: blocks on the device at the start. `slot` advances the state by one slot.
+    ``start_blocks``: blocks on the device at the start. `slot` advances the state by one slot.
     """
 
     def __init__(
-        self, problem: Problem, host: HostMemory, finds: Iterable[tuple[str, Blocks]]
+        self, problem: Problem, host: HostMemory, start_blocks: Iterable[tuple[str, Blocks]]
     ) -> None:
         self.problem, self.host = problem, host
         self.components = {component.name: component for component in problem.components}
@@ -536,7 +542,7 @@ class _State:
             for k, group in enumerate(component.groups)
             if (secondary := component.variants[0].secondary or group.secondary)
         }
-        self.resident = {key for name, blocks in finds for key in self._keys(name, blocks)}
+        self.resident = {key for name, blocks in start_blocks for key in self._keys(name, blocks)}
         self.now_seconds = 0.0
         self.events: list[Event] = []
         self.moments: list[Moment] = []
@@ -724,7 +730,7 @@ class _State:
     def _blocks_in_order(self, phase: PhaseNumbers, slot: Slot) -> Iterator[tuple[Key, float, int]]:
         """Return (block, seconds, call) in order: in each call all components in turn.
 
-        A group runs in its first calls only.
+        A group with fewer calls than its component runs in the first calls of the component.
         """
         for call in range(slot.calls):
             for use in phase.uses:
@@ -751,7 +757,7 @@ class _State:
         slot_events: list[Event],
         start: float,
     ) -> None:
-        """Append one moment per action.
+        """Append a `Moment` for each action: when it begins and ends, and the bytes on the device.
 
         ``device_bytes``: bytes on the device before the first action.
         """
@@ -811,8 +817,8 @@ class _State:
                 layers = self._component(component).layers
                 by_layer = layers is not None and name in {group.name for group in layers.groups}
                 hint = (
-                    ": they are layers, and in this problem it is split into blocks; use "
-                    "`Solution.problem`"
+                    f": they are layers, but in this problem {component} consists of blocks; use "
+                    "the plan's `Solution.problem`"
                     if by_layer
                     else ""
                 )
@@ -860,7 +866,7 @@ class _State:
                     use.calls_in(slot.part),
                 )
             for (k, i), transfer in transfers(use, component).items():
-                hops[use.component, k, i] = self.problem.tensors_cross_seconds(
+                hops[use.component, k, i] = self.problem.tensor_transfer_seconds(
                     transfer.secondary, transfer.to_bytes, transfer.back_bytes
                 )
         return call_transfers, hops

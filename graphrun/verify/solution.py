@@ -33,12 +33,14 @@ def in_pages(solution: Solution) -> Solution:
     if not solution.problem.counts_pages:
         return solution
     devices = range(len(solution.problem.secondaries) + 1)
+    # `Solution.chosen`: the problem with the choices of its plan applied
     pages = [reserved_bytes(solution.chosen, solution.plan, number) for number in devices]
     return replace(solution, simulation=solution.simulation.in_pages(*pages))
 
 
 def broken_rules(problem: Problem, plan: Plan) -> tuple[Violation, ...]:
-    """Return the violations by ``plan``: of the rules of `check`; if none, of the rule ``pages``.
+    """Return the violations by ``plan`` of the rules of `check`. If it breaks none of them, return
+    the violations of the rule ``pages``.
 
     The rule ``pages``: the memory that a device's allocator reserves in a slot is within the
     budget.

@@ -145,7 +145,7 @@ def test_after_a_candidate_the_best_plan_so_far_fits_and_its_bound_holds(
         if best is not None:
             bounded_count += 1
             assert check(best.problem, best.plan) == ()
-            assert best.short_of_pages() == {}
+            assert best.excess_page_overheads() == {}
             assert best.simulation.peak_bytes <= problem.effective_bytes
             final_seconds, seconds = final.simulation.total_seconds, best.simulation.total_seconds
             assert 0 < best.bound_seconds <= min(final_seconds, seconds)

@@ -121,7 +121,7 @@ def test_what_pages_take_is_set_aside_and_no_more(flux: Problem) -> None:
     aside."""
     by_tensors = fastest(flux)
     assert by_tensors is not None
-    short = in_pages(by_tensors).short_of_pages()
+    short = in_pages(by_tensors).excess_page_overheads()
     assert short
     stricter = fastest(with_reserve(flux, short))
     assert stricter is not None

@@ -9,7 +9,7 @@ import pytest
 
 import graphrun
 from graphrun.errors import InputError
-from graphrun.model.precomputed import shortened, without
+from graphrun.model.precomputed import with_fewer_steps, without
 from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
 
@@ -52,7 +52,7 @@ def test_a_precomputed_stage_is_not_planned_and_its_value_is_live_from_the_start
 @pytest.mark.long
 def test_finished_steps_are_not_planned(flux_tiny: Any) -> None:
     problem = flux_tiny[1]
-    reduced_problem = shortened(problem, {"denoise": (3, 4)})
+    reduced_problem = with_fewer_steps(problem, {"denoise": (3, 4)})
     assert [max(use.calls for use in phase.uses) for phase in reduced_problem.phases] == [
         1,
         1,
@@ -61,7 +61,7 @@ def test_finished_steps_are_not_planned(flux_tiny: Any) -> None:
     ]
     assert all(slot.part != "steady" for slot in graphrun.plan(reduced_problem).plan.slots)
     with pytest.raises(InputError, match="4 calls of transformer cannot be divided into 3 steps"):
-        shortened(problem, {"denoise": (1, 3)})
+        with_fewer_steps(problem, {"denoise": (1, 3)})
 
 
 def test_a_graph_with_precomputed_stages(flux_tiny: Any) -> None:

@@ -406,18 +406,21 @@ def test_live_tensors_of_other_blocks_are_refused() -> None:
     forged = (
         (
             replace(use, live_tensors=(*live, LiveTensor(512, 12, (0,)))),
-            "one that block 12 makes and blocks [0] get, of 11 blocks",
+            "a tensor with maker 12 and users [0]; blocks are numbered 1 to 11",
         ),
-        (replace(use, live_tensors=(*live, LiveTensor(512, 0, (3, 2)))), "blocks [3, 2] get"),
-        (replace(use, live_tensors=(*live, LiveTensor(512, 3, ()))), "blocks [] get"),
-        (replace(use, live_tensors=live[:5]), "live_tensors are not of 11 blocks"),
+        (
+            replace(use, live_tensors=(*live, LiveTensor(512, 0, (3, 2)))),
+            "maker 0 and users [3, 2]",
+        ),
+        (replace(use, live_tensors=(*live, LiveTensor(512, 3, ()))), "maker 3 and users []"),
+        (replace(use, live_tensors=live[:5]), "live_tensors does not name each of the 11 blocks"),
         (
             replace(use, group_calls=(9, 9, 7, 9)),
-            "of blocks that run in each of 9 calls, and some run in 7",
+            "every block must run in each of the 9 calls; some run in 7",
         ),
         (
             replace(use, order=((0, 0, 0.25), (1, 1, 1.0), (1, 0, 1.0))),
-            "order has not the 11 blocks of live_tensors in a row",
+            "order does not list the 11 blocks in ascending order",
         ),
     )
     for other, message in forged:
