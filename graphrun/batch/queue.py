@@ -27,7 +27,7 @@ from graphrun.errors import BrokenPlan, GraphrunError, InputError, OutOfMemory, 
 from graphrun.graph.graph import Graph
 from graphrun.graph.media import fingerprint
 from graphrun.graph.settings import settings_of
-from graphrun.model.precomputed import shortened
+from graphrun.model.precomputed import with_fewer_steps
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.modules.build import resolve_class
@@ -348,7 +348,9 @@ class _Runner(Works):
                 work.journal.forget(stage.name)
                 continue
             try:
-                problem = shortened(problem, {stage.name: (state.finished_steps, state.steps)})
+                problem = with_fewer_steps(
+                    problem, {stage.name: (state.finished_steps, state.steps)}
+                )
             except InputError as error:
                 self._restart(work, stage.name, error)
                 continue

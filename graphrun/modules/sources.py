@@ -82,11 +82,11 @@ PIECE_BYTES = 16 << 20  # read at a time if the dtype differs
 class Source(Protocol):
     """Values by name.
 
-    ``plain``: whether values are read as stored in files, so that reading them again takes no extra
-    work.
+    ``reads_as_stored``: whether values are read as stored in files, so that reading them again
+    takes no extra work.
     """
 
-    plain: bool
+    reads_as_stored: bool
 
     def read_into(self, name: str, target: torch.Tensor) -> int:
         """Write the tensor ``name`` to ``target``, which has its shape and dtype.
@@ -104,7 +104,7 @@ class Source(Protocol):
 class RandomSource:
     """The random weights of ``module``, whose parameters may be on meta."""
 
-    plain = False
+    reads_as_stored = False
 
     def __init__(self, module: nn.Module, seed: str) -> None:
         self._seed = seed
@@ -141,7 +141,7 @@ class FileSource:
     read.
     """
 
-    plain = True
+    reads_as_stored = True
 
     def __init__(self, pieces: Mapping[str, Piece]) -> None:
         self._pieces = dict(pieces)
@@ -223,7 +223,7 @@ class LoadedSource:
     ``load`` is called for the first tensor; `close` releases the tensors.
     """
 
-    plain = False
+    reads_as_stored = False
 
     def __init__(self, load: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         self._load = load
@@ -262,10 +262,10 @@ class Writer:
     deltas: Mapping[str, Sequence[Delta]] = field(default_factory=dict)
 
     @property
-    def plain(self) -> bool:
+    def reads_as_stored(self) -> bool:
         """Whether all values are read as stored in files, so that reading them again takes no extra
         work."""
-        return self.source.plain and not (self.shapes or self.adapters or self.deltas)
+        return self.source.reads_as_stored and not (self.shapes or self.adapters or self.deltas)
 
     def read_into(self, name: str, target: torch.Tensor) -> int:
         """Write the tensor ``name`` to ``target``, before it is quantized.

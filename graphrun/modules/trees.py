@@ -172,7 +172,7 @@ def replace_in(
     return value
 
 
-def computing_on(
+def with_device_arguments(
     place: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments with every device except the CPU replaced by ``place``."""

@@ -122,12 +122,12 @@ class Stages:
             self._stage(self.remaining_stages[0])
         return self._outputs
 
-    def leave(self) -> None:
+    def move_to_host(self) -> None:
         """Move the values that later stages need, and the last state of a loop, to the host.
 
         If a value can no longer be copied, all values are lost.
         """
-        self.steps.leave()
+        self.steps.move_to_host()
         try:
             self.values = walk(self.values, torch.Tensor.cpu)
         except RuntimeError:

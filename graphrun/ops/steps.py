@@ -69,8 +69,8 @@ class Steps:
     """The state of a loop after its last finished step.
 
     The first state comes from ``journal``; each new state goes to it. A state refers to the loop's
-    own tensors, so it needs no copy and no memory while a component computes. `leave` copies it to
-    the host when a run ends in the middle of a step.
+    own tensors, so it needs no copy and no memory while a component computes. `move_to_host` copies
+    it when a run ends in the middle of a step.
     """
 
     def __init__(self, journal: StepJournal | None = None) -> None:
@@ -104,7 +104,7 @@ class Steps:
         if stage == self._stage:
             self._last, self._versions = None, []
 
-    def leave(self) -> None:
+    def move_to_host(self) -> None:
         """Copy the state to the host.
 
         Drops it if the unfinished step changed it in place, or if it cannot be copied.

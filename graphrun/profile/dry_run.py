@@ -40,13 +40,13 @@ from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.stored import holding, local_weights
 from graphrun.modules.trees import (
     PLAIN,
-    computing_on,
     content_of,
     found_in,
     holders_in,
     may_hold,
     tensors_in,
     walk,
+    with_device_arguments,
 )
 from graphrun.ops import Stages
 from graphrun.profile.block_groups import block_paths, group_blocks, group_layers, routed_lists
@@ -378,7 +378,7 @@ class Prober:
         recorder = Recorder(module, blocks, device)
         try:
             with without_planned_device():
-                arguments = computing_on(
+                arguments = with_device_arguments(
                     device, *walk((args, kwargs), _to_meta if on_meta else torch.Tensor.cpu)
                 )
                 argument_tensors, holders = tensors_in(arguments), holders_in(arguments)

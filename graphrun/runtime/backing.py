@@ -48,10 +48,11 @@ class BlockWriter(Protocol):
 
 @dataclass(slots=True)
 class _BlockRead:
-    """The read of one block into ``buffer``, which is placement ``number`` of a bounce buffer.
+    """A background job: the read of one block into ``buffer``, or the page locking of ``buffer``.
 
-    ``join`` waits for the end of the read. Afterwards, ``marks`` are its start and end (for page
-    locking: its end), and ``nbytes`` are the bytes read from files.
+    For a read into a bounce buffer, ``buffer`` is placement ``number`` there. ``join`` waits for
+    the end of the job. Afterwards, ``marks`` are the start and end of a read, or the end of page
+    locking. ``nbytes`` are the bytes read from files.
     """
 
     buffer: torch.Tensor
@@ -168,10 +169,11 @@ class BackingStore:
             for mark in awaited_marks:
                 device.wait("disk", mark)
             start = device.mark("disk")
+            # The writer's temporary tensors count as RAM of backing stores (the tier "arenas").
             block_read.nbytes = self._writer.write(
                 self._layouts[path], buffer, lambda tensor: device.arenas.count("arenas", tensor)
             )
-            device.read(buffer, block_read.nbytes)
+            device.read(buffer, block_read.nbytes)  # charges a virtual clock
             block_read.marks = start, device.mark("disk")
 
         block_read.join = device.background(job)
@@ -250,6 +252,7 @@ class Arena(BackingStore):
             for block_read in (self._locking, self._reads.get(path))
             if block_read is not None
         ]
+        # A copy that is queued now starts on the copy stream after these jobs.
         return all(self.device.queues_behind(block_read.marks) for block_read in awaited)
 
     def ready(self, path: str) -> bool:
@@ -309,7 +312,7 @@ class Disk(BackingStore):
         bounce_bytes: int,
     ) -> None:
         super().__init__(layouts, device, writer, bounce_bytes, pinned=True)
-        self.abandon()
+        self.abandon()  # creates an empty ring buffer
 
     def request(self, path: str) -> bool:
         """As `BackingStore.request`, for one copy of the block.
@@ -320,11 +323,12 @@ class Disk(BackingStore):
             return True
         if path not in self._reads:
             assert self.memory is not None, f"the bounce buffer of block {path!r} is not allocated"
+            # ``slot``: of the bounce buffer
             slot = self._ring_buffer.place(self.size(path))
             if self.pacer is not None:
                 self.pacer.before_fetch(self.size(path), full=bool(slot.released_numbers))
-            # If its call skipped a block, it was read but not copied. It is overwritten, and read
-            # again when needed.
+            # A block that its call skipped was read but not copied. The new read overwrites such a
+            # block, which is read again when it is needed.
             self._reads = {
                 name: block_read
                 for name, block_read in self._reads.items()
@@ -385,9 +389,9 @@ class PacedReads:
         disk     | fetch 1 | fetch 2 | read a | fetch 3 | read b |
 
     A read is inserted before a fetch that overwrites earlier blocks of the bounce buffer, because
-    such a fetch must wait. The fraction of reads that started is at most one block ahead of the
-    fraction of fetched bytes. If a copy needs a block that is not read yet, this read and all reads
-    before it start at once. Without fetches, all reads start at once. The simulator
+    such a fetch must wait. Reads are inserted until their share of all bytes to read exceeds the
+    fetches' share of all bytes to fetch. If a copy needs a block that is not read yet, this read
+    and all reads before it start at once. Without fetches, all reads start at once. The simulator
     (`graphrun.verify.simulate`) follows the same rules.
 
     ``stores``: the stores that the slot reads, in order, and the stores on disk from which it

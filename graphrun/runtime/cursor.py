@@ -49,9 +49,9 @@ class SlotCursor:
 
         The result is empty if the call belongs to the open slot. The first slot lasts until every
         component of the phase has been called. The call belongs to the current phase if that phase
-        uses ``component``. If the next phase uses ``component`` too, the call belongs to the
-        current phase only while planned calls of it are left there. Raises BrokenPlan if the plan
-        does not have this call.
+        uses ``component``. If the next phase uses ``component`` too, the call belongs to the next
+        phase once ``component`` has had all calls that the plan has for the current phase. Raises
+        BrokenPlan if the plan does not have this call.
         """
         uses, part = self._uses.get(self._open_slot.phase, {}), self._open_slot.part
         if part == "load" and uses:  # opened by `begin`
@@ -75,10 +75,10 @@ class SlotCursor:
         self._call_counts[component] += 1
         return slot_indices
 
-    def ahead(self) -> list[int]:
+    def open_ahead(self) -> list[int]:
         """Return the indices of the slots to open before the run has its inputs.
 
-        This is the first slot, if it loads and restores no value.
+        This is the first slot, if it is a load slot that restores no value.
         """
         first = next(iter(self._slots), None)
         if (
@@ -93,8 +93,8 @@ class SlotCursor:
     def begin(self, stage: str) -> list[int]:
         """Return the indices of the slots to open when ``stage`` starts, before it reads values.
 
-        The last of them is its load slot, if it restores a value. Otherwise the result is empty,
-        and the stage's first call opens the load slot.
+        If the load slot of ``stage`` restores a value, these are the slots up to that load slot.
+        Otherwise the result is empty, and the stage's first call opens the load slot.
         """
         indices = range(self._slot + 1, len(self._slots))
         load_index = next(
@@ -134,7 +134,8 @@ class SlotCursor:
         return self._slots[self._slot] if self._slot >= 0 else Slot("", "end", 0, ())
 
     def _next_phase(self, component: str) -> list[int]:
-        """Return the slots to open up to the first slot of the next phase that uses a component."""
+        """Return the indices of the slots to open before a call in the next phase that uses a
+        component: all slots up to the one with the part "first" of that phase."""
         next_phase, uses = self._next_uses()
         self._expect(component, uses)
         last = next(

@@ -14,9 +14,10 @@ class EventRecorder:
 
     Their times are marks of the device. After a barrier, `resolve_marks` turns marks into seconds.
 
-    ``origin``: start of the run, after ``offset_seconds`` of slots that ran earlier. ``slot``:
-    index of the open slot. ``moved_bytes``: weights copied to the device in this slot. ``events``:
-    events with known seconds.
+    ``origin``: mark at the start of the run, or where the run continues after `PlanRun.load_ahead`.
+    ``offset_seconds``: seconds of the slots before ``origin``. ``slot``: index of the open slot.
+    ``moved_bytes``: weights copied to the device in this slot. ``events``: events with known
+    seconds.
     """
 
     device: Device

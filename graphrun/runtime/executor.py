@@ -148,6 +148,7 @@ class PlanSession:
                 f"{len(device.all_devices)} were opened: plan again"
             )
         self._simulation = solution.simulation
+        # `Solution.chosen`: the problem with the choices of its plan applied
         limits = [
             limit_bytes(solution.chosen, plan, n) for n in range(len(problem.secondaries) + 1)
         ]
@@ -192,7 +193,7 @@ class PlanSession:
         try:
             run.load_ahead()
         except BaseException as error:
-            failure = self._emptied(run, error)
+            failure = self._empty_and_explain(run, error)
             if failure is error:
                 raise
             raise failure from None
@@ -220,7 +221,9 @@ class PlanSession:
         try:
             return run.execute(work, keep=bool(plan.further_slots))
         except BaseException as error:  # KeyboardInterrupt too must leave the device empty
-            failure = self._emptied(run, error, work if isinstance(work, Stages) else None)
+            failure = self._empty_and_explain(
+                run, error, work if isinstance(work, Stages) else None
+            )
             if failure is error:
                 raise
             raise failure from None
@@ -236,13 +239,13 @@ class PlanSession:
     def _run(self, plan: Plan, reports: Sequence[SlotReport]) -> PlanRun:
         return PlanRun(self._setting, plan, planned_peaks(reports), None)
 
-    def _emptied(
+    def _empty_and_explain(
         self, run: PlanRun, error: BaseException, work: Stages | None = None
     ) -> BaseException:
         """Empty the device after ``error`` in ``run``, and return the error for the caller."""
         device, modules = self._setting.device, self._setting.host.modules
         if work is not None:
-            work.leave()
+            work.move_to_host()
         self.close()
         failure = error_to_raise(error, device, run.where)
         gc.collect()
@@ -254,7 +257,7 @@ class PlanSession:
         if isinstance(failure, OutOfMemory):
             run.annotate(failure)
             failure.partial = (
-                run.finished([stage.name for stage in work.remaining_stages])
+                run.partial_trace([stage.name for stage in work.remaining_stages])
                 if work is not None
                 else None
             )

@@ -38,7 +38,8 @@ class Host:
     components of ``problem``. A component in ``writers`` has its parameters on meta and gets its
     weights from the writer when its backing store is read. The other components bring their
     weights. Their tensors are replaced by views of an arena, with the same contents. ``spool``
-    stores weights of a disk backing store that no file contains in the needed form.
+    writes temporary files, for components that the plan reads from disk but whose weights no file
+    contains in the needed form.
 
     Raises InputError if a module does not match ``problem``, or if another library moves its
     weights.
@@ -285,8 +286,8 @@ _LayoutKey = tuple[str, dict[str, StoreLayout]]
 def layout_of(numbers: ComponentNumbers) -> StoreLayout:
     """Return what determines the memory layout of a component: its blocks with their bytes.
 
-    Fields of a variant that concern only compute, and that `apply_choices` changes, do not count.
-    Neither does the device that it computes on.
+    Fields of the variant that concern only compute do not count: `apply_choices` resets them.
+    Neither does the device on which the component computes.
     """
     variant = replace(
         numbers.variants[0], slowdown=1.0, block_seconds=(), scratch_bytes=0, needs=""

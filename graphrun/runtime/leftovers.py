@@ -79,16 +79,19 @@ def _attribute_paths(modules: Mapping[str, nn.Module]) -> dict[int, str]:
     return paths
 
 
-def _name(referrer: Any, tensors: list[torch.Tensor], number: int, paths: Mapping[int, str]) -> str:
+def _name(
+    referrer: Any, tensor_list: list[torch.Tensor], number: int, paths: Mapping[int, str]
+) -> str:
     """Return the name of ``referrer``, which refers to tensor ``number``; "" if it is no holder.
 
-    The name starts with "a " if only the type of ``referrer`` is known.
+    The name starts with "a " if only the type of ``referrer`` is known. The tensor is passed as
+    list and index: a local variable of this module that refers to it would count as a holder.
     """
-    if referrer is tensors or isinstance(referrer, torch.Tensor):
+    if referrer is tensor_list or isinstance(referrer, torch.Tensor):
         return ""
     names = referrer.f_locals if isinstance(referrer, types.FrameType) else referrer
     key = (
-        next((k for k in names if names[k] is tensors[number]), "")
+        next((k for k in names if names[k] is tensor_list[number]), "")
         if isinstance(names, dict)
         else ""
     )

@@ -30,7 +30,7 @@ from graphrun.files import write_whole
 from graphrun.graph.graph import Graph
 from graphrun.model.choices import reorder, stages_of
 from graphrun.model.plan import Plan
-from graphrun.model.precomputed import shortened
+from graphrun.model.precomputed import with_fewer_steps
 from graphrun.model.problem import PhaseNumbers, Problem, Secondary
 from graphrun.model.solution import Solution
 from graphrun.ops import Stages
@@ -44,7 +44,7 @@ from graphrun.trace import Event, SlotTrace, Trace
 from graphrun.units import parse_size, show_size
 
 MAX_REPLANS = 8  # in one run
-MIN_INCREASE_FRACTION = 64  # a phase's bytes are raised by at least 1/64 of the budget
+MIN_INCREASE_DIVISOR = 64  # a phase's bytes are raised by at least the budget divided by this
 
 Tell = Callable[[str], None]
 
@@ -109,7 +109,8 @@ def run_to_the_end(
 
     ``session``: an open session of ``solution``; this is its next run. After a replan, the
     session's next run is a first run. ``tell`` is called with one line per replan. The trace has
-    the slots of the finished stages, and the lines as ``notes``.
+    the slots of all attempts, of each failed attempt only those of the stages that it finished. It
+    has the lines of replans as ``notes``.
 
     Raises OutOfMemory if no plan fits. The outputs of finished stages are then saved in the folder
     ``keep`` (default: a new temporary folder), which the error names.
@@ -184,7 +185,7 @@ def _without_done_steps(
     for name, (done_steps, steps) in list(steps_done.items()):
         previous_steps = previous.get(name, (0, steps))[0]
         try:
-            problem = shortened(
+            problem = with_fewer_steps(
                 problem, {name: (done_steps - previous_steps, steps - previous_steps)}
             )
         except InputError:
@@ -202,6 +203,7 @@ def remaining_problem(
     planned. Otherwise the activation grows in the phase that ran out of memory.
     """
     variant_names, remaining_stages = dict(plan.variants), set(todo)
+    # ``anywhere``: the component may move to another device, in the same precision and store
     components = tuple(
         c.stored_as(variant_names[c.name], anywhere=True) if c.name in variant_names else c
         for c in problem.components
@@ -238,6 +240,7 @@ def remaining_problem(
         runs=1,
         secondaries=tuple(secondaries),
     )
+    # `reorder` also recomputes in which of the remaining phases each value is live
     return replace(new_problem, values=reorder(new_problem).values)
 
 
@@ -245,20 +248,20 @@ def _increase(problem: Problem, error: OutOfMemory) -> dict[str, tuple[str, int]
     """Return phase -> (part, additional bytes) for the phase that ran out of memory.
 
     The additional bytes are its measured peak plus the refused allocation minus the planned bytes,
-    and at least 1/MIN_INCREASE_FRACTION of the budget.
+    and at least 1/MIN_INCREASE_DIVISOR of the budget.
     """
     if not error.phase:
         return {}
     return {
         error.phase: (
             error.part,
-            max(_missing_bytes(error), problem.effective_bytes // MIN_INCREASE_FRACTION, 1),
+            max(_missing_bytes(error), problem.effective_bytes // MIN_INCREASE_DIVISOR, 1),
         )
     }
 
 
 def _missing_bytes(error: OutOfMemory) -> int:
-    # matches the messages of torch and sim
+    # matches the messages of torch and of the simulated accelerator
     request = re.search(r"[Tt]ried to allocate ([0-9.]+ ?[KMGT]?i?B)", str(error))
     return error.peak_bytes + (parse_size(request[1]) if request else 0) - error.planned_bytes
 
@@ -266,12 +269,10 @@ def _missing_bytes(error: OutOfMemory) -> int:
 def _less_of(secondary: Secondary, error: OutOfMemory) -> Secondary:
     """Return ``secondary`` with less memory, so that components move elsewhere if they do not fit.
 
-    This is the memory that it was found to have. If it has as much as planned, the bytes are
-    subtracted that a call needed beyond the plan.
+    The new memory is what ``error`` measured as available, and at most the planned memory minus the
+    bytes that a call needed beyond the plan.
     """
-    missing_bytes = max(
-        _missing_bytes(error), secondary.effective_bytes // MIN_INCREASE_FRACTION, 1
-    )
+    missing_bytes = max(_missing_bytes(error), secondary.effective_bytes // MIN_INCREASE_DIVISOR, 1)
     limit_bytes = min(error.available_bytes, secondary.effective_bytes - missing_bytes)
     return replace(
         secondary,

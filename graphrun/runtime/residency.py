@@ -166,6 +166,7 @@ class Residency:
         self._noted_contents: tuple[int, torch.Tensor] | None = (
             None  # `_contents` at the end of a run
         )
+        # block -> mark after its copy to the device, until compute has been made to wait for it
         self._arrivals: dict[str, Mark] = {}
         if writer is None and isinstance(self.backing_store, Arena):
             self._move_into_arena(self.backing_store, layouts)
@@ -173,8 +174,9 @@ class Residency:
     def place(self, numbers: ComponentNumbers, device: Device) -> None:
         """Set the target device of every block.
 
-        ``numbers`` selects among ``device``, the main one, and its secondary devices. Evicts all
-        blocks if any target changes. Call while no block is being read.
+        ``numbers`` has the device number of the component and of its block groups: 0 is ``device``,
+        others are its secondary devices. Evicts all blocks if any target changes. Call while no
+        block is being read.
         """
         main, secondary_devices = _devices(numbers, device)
         # `Device.memory` is equal for devices that share a memory

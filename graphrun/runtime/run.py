@@ -24,7 +24,7 @@ from graphrun.model.solution import Solution
 from graphrun.model.splits import transfers
 from graphrun.modules.interceptor import CallInterceptor
 from graphrun.modules.precisions import QUANTIZED
-from graphrun.modules.trees import computing_on, walk
+from graphrun.modules.trees import walk, with_device_arguments
 from graphrun.ops import Stages
 from graphrun.runtime.cursor import SlotCursor
 from graphrun.runtime.devices.device import Device
@@ -210,7 +210,7 @@ class PlanRun:
         """
         with self._on_devices():
             try:
-                self._advance(self._cursor.ahead())
+                self._advance(self._cursor.open_ahead())
                 self._close()
             except BaseException:
                 self._failure_bytes = [
@@ -223,7 +223,8 @@ class PlanRun:
 
     @contextlib.contextmanager
     def _on_devices(self) -> Iterator[None]:
-        """Enter the devices with the plan's budgets, and set the clock of the trace.
+        """Open a `Device.session` of each device with the plan's budgets, and set the clock of the
+        trace.
 
         The clock continues after the slots that are done.
         """
@@ -234,15 +235,17 @@ class PlanRun:
             min(self._problem.reserve_bytes, self._bytes_before_run["device"])
             + self._host.outside_bytes
         )
-        limit_bytes, *limits = self._setting.limits
+        # Limits of the allocator's reserved pages; ``tensor_limit_bytes`` is the budget for
+        # tensors. `Device.session` takes both.
+        page_limit_bytes, *limits = self._setting.limits
         with contextlib.ExitStack() as stack:
             for secondary, numbers, limit in zip(
                 device.secondaries, self._problem.secondaries, limits, strict=False
             ):
                 stack.enter_context(secondary.session(numbers.effective_bytes, limit))
-            cap_bytes = self._problem.effective_bytes
+            tensor_limit_bytes = self._problem.effective_bytes
             stack.enter_context(
-                device.session(cap_bytes + foreign_bytes, limit_bytes + foreign_bytes)
+                device.session(tensor_limit_bytes + foreign_bytes, page_limit_bytes + foreign_bytes)
             )
             stack.enter_context(torch.no_grad())
             for accelerator in reversed(device.all_devices):
@@ -251,11 +254,15 @@ class PlanRun:
             self._recorder.offset_seconds = self._slots[-1].end_seconds if self._slots else 0.0
             yield
 
-    def finished(self, todo: Sequence[str]) -> Trace:
-        """Return the trace of the finished stages of a failed run: all stages not in ``todo``."""
+    def partial_trace(self, unfinished_stages: Sequence[str]) -> Trace:
+        """Return the trace of a failed run without the slots of ``unfinished_stages``."""
         stages = {phase.name: phase.stage for phase in self._problem.phases}
         return self._trace(
-            [slot for slot in self._slots if stages.get(slot.phase) not in (None, *todo)]
+            [
+                slot
+                for slot in self._slots
+                if stages.get(slot.phase) not in (None, *unfinished_stages)
+            ]
         )
 
     def _trace(self, slots: Sequence[SlotTrace], **fields: Any) -> Trace:
@@ -333,8 +340,8 @@ class PlanRun:
             )
         else:
             residency = self._host.residencies[component]
-            stays = self._stays(component) if residency.splits else {}
-            result = call_split(self._device, residency, stays, proceed, args, kwargs)
+            staying_outputs = self._staying_outputs(component) if residency.splits else {}
+            result = call_split(self._device, residency, staying_outputs, proceed, args, kwargs)
         end = self._device.mark("compute")
         self._recorder.note("run", component, entry, 0, (start, end))
         if (
@@ -347,11 +354,12 @@ class PlanRun:
             self._recorder.note("size", component, "after its first call", size, (end, end))
         return result
 
-    def _stays(self, component: str) -> dict[str, frozenset[int]]:
+    def _staying_outputs(self, component: str) -> dict[str, frozenset[int]]:
         """Return which outputs of ``component`` stay on secondary devices in the open slot's phase.
 
-        Keys are paths of blocks there, values are the numbers of their output tensors that only
-        blocks on the same device receive (`graphrun.runtime.transfer.Stays`).
+        Keys: paths of blocks on secondary devices. Values: numbers of the output tensors of such a
+        block that only blocks on the same device receive
+        (`graphrun.runtime.transfer.StayingOutputs`).
         """
         assert self._open is not None
         numbers, phase_name = self._problem.component(component), self._open.slot.phase
@@ -409,7 +417,9 @@ class PlanRun:
         assert self._interceptor is not None
         self._host.residencies[component].wait_read()
         device, cpu = self._device.torch_device, torch.device("cpu")
-        args, kwargs = computing_on(cpu, *walk((args, kwargs), lambda tensor: tensor.to(cpu)))
+        args, kwargs = with_device_arguments(
+            cpu, *walk((args, kwargs), lambda tensor: tensor.to(cpu))
+        )
         self._interceptor.device = cpu
         try:
             with self._device.on_host(self._setting.slowdowns[component]):
@@ -427,7 +437,7 @@ class PlanRun:
         """
         assert self._interceptor is not None
         device, target = self._device.torch_device, secondary.torch_device
-        arguments = computing_on(target, *move_tensors((args, kwargs), device, target))
+        arguments = with_device_arguments(target, *move_tensors((args, kwargs), device, target))
         self._interceptor.device = target
         try:
             with secondary.current():

@@ -1,9 +1,9 @@
 """Perform the actions of one slot of a plan.
 
-    it opens     drop | evict | reset peak | spill and restore | begin reads | allocate loads and
+    slot opens   drop | evict | reset peak | spill and restore | begin reads | allocate loads and
                  ring buffers | issue copies
     calls run    a block waits for its copy; a component on the CPU waits for its backing store
-    it closes    issue the remaining prefetch | barrier | release ring buffers and hooks | measure
+    slot closes  issue the remaining prefetch | barrier | release ring buffers and hooks | measure
 
 Prefetch means loads for a later slot. Every copy is in the plan. The loads that the slot computes
 with are issued before the prefetch. If a component is streamed, prefetch is issued in step with its
@@ -141,8 +141,9 @@ class OpenSlot:
         for streamer in self._streamers.values():
             streamer.open()
         # Components whose backing store this slot reads come late: their blocks must be read before
-        # they are copied. Pageable memory comes last, because the host waits for its copies: when
-        # the slot closes, all of its compute is queued.
+        # they are copied. Copies from pageable memory make the host wait. They come last: when the
+        # slot closes, all compute of the slot is queued, so the device computes while the host
+        # waits.
         prefetch = sorted(
             (block for block in loads if block[0].name not in self._uses),
             key=lambda block: (block[0].backing_store.pageable, block[0] in residencies_to_read),
@@ -248,12 +249,13 @@ class OpenSlot:
         )
 
     def _streaming(self, component: str, loads: list[tuple[Residency, str]]) -> Streaming:
-        """Return the copies of the slot for a component that it computes with.
+        """Return the copies of the slot for ``component``, with which the slot computes.
 
-        These are its blocks among ``loads``, and the blocks of its `Stream`.
+        These are the blocks of ``component`` in ``loads``, and the blocks that its `Stream` copies.
         """
         numbers, use = self._problem.component(component), self._uses[component]
-        # a layer that runs several times is listed as often, the unblocked weights are not listed
+        # ``order`` has a layer once for each time that it runs in a call, and does not have the
+        # weights outside of layers, which are never streamed.
         if numbers.granularity == "layers":
             order = [
                 (k, numbers.groups[k].blocks[i])
@@ -282,9 +284,9 @@ class OpenSlot:
     def _pace(self) -> None:
         """Issue prefetch in step with streaming.
 
-        The issued fraction of all prefetch is at most one block ahead of the issued fraction of all
-        streamed bytes. If nothing is streamed, all prefetch is due. Only blocks in RAM are issued.
-        If the next block is on disk, its read begins.
+        Prefetches are issued until their share of all bytes to prefetch exceeds the streamed share
+        of all bytes to stream. If nothing is streamed, all prefetch is due. Only blocks in RAM are
+        issued. If the next block is on disk, its read begins.
         """
         streamed_bytes = sum(streamer.streamed_bytes for streamer in self._streamers.values())
         while self._prefetch and not any(

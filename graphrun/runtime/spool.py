@@ -1,4 +1,5 @@
-"""Temporary files for weights with a disk backing store that no file contains in the needed form.
+"""Temporary files for weights that a plan reads from disk but that no file contains in the needed
+form.
 
 Such weights are random, quantized or fused with a LoRA. They are written once and then read like
 any other file. Each process has one folder, named after its id and locked by it. The next process
@@ -53,11 +54,11 @@ class Spool:
         Returns ``writer`` itself if its files contain the weights in the needed form. Raises
         InputError if the disk has too little free space or writing fails.
         """
-        if getattr(writer, "plain", False):
+        if getattr(writer, "reads_as_stored", False):
             return writer
         layouts = lay_out(
             module,
-            [path for k in numbers.groups for path in k.blocks],
+            [path for group in numbers.groups for path in group.blocks],
             split_layers=numbers.granularity == "layers",
         )
         file = self._create_folder() / f"{numbers.name}.safetensors"
@@ -117,10 +118,10 @@ class Spool:
 class _SpooledBlocks:
     """Writer of spooled blocks.
 
-    Reads once for each block with the layout of the file, otherwise once for each tensor.
+    A block whose layout is as in the file is one read. Any other block is one read for each tensor.
     """
 
-    plain = True
+    reads_as_stored = True
 
     def __init__(self, source: FileSource, layouts: Mapping[str, BlockLayout]) -> None:
         self._source = source

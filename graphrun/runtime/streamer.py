@@ -7,8 +7,8 @@ the ring buffer and one run of the block.
     queue         load 0   pass 1   load 2   pass 3   pass 1   pass 3 ...
     ring buffer        | 1      | 3   |
 
-    Passes are in call order and repeat; each load happens once. Copies are issued ahead while the
-    ring buffer has free bytes.
+    Here "pass 1" is a pass of block 1. Passes are in call order and repeat; each load happens once.
+    Copies are issued ahead while the ring buffer has free bytes.
 
     hooks         before 1: issue its copy, make compute wait for it, bind tensors
                   after 1: unbind tensors, mark, issue more copies
@@ -45,7 +45,8 @@ from graphrun.runtime.residency import Residency
 class _Pass:
     """A pass whose copy was issued.
 
-    ``number``: its placement in the ring buffer. ``copy_end``: the mark after its copy.
+    ``number``: running number of its placement in the ring buffer, from 0. ``copy_end``: the mark
+    after its copy.
     """
 
     number: int
@@ -132,6 +133,7 @@ class Streamer:
         make the host wait, or if its block is not in RAM.
         """
         while True:
+            # whether compute waits for the next copy
             due = self._due_reached and self._next_pass == self._due_pass
             if self._residency.backing_store.pageable and not due:
                 self.is_waiting = False
@@ -259,7 +261,7 @@ class Streamer:
             self._limit, self._due_reached = max(self._limit, self._due_pass + 1), True
             self.issue_ahead()
             self._due_reached = False
-        due = self._issued[0]
+        due = self._issued[0]  # the due pass
         self._device.wait("compute", due.copy_end)
         self._bound_path = path
         self._residency.bind(path, due.buffer)
@@ -299,9 +301,9 @@ class Streamer:
     def _skip(self) -> None:
         """Skip the due pass, whose copy was not issued.
 
-        Its ring buffer slot, if reserved, stays empty. The copy stream still waits for the blocks
-        that were in that slot. The ring buffer no longer tracks them, and the next placement may
-        overlap them although it lies next to the empty slot.
+        Its ring buffer slot, if reserved, stays empty. The copy stream must wait now for compute
+        with the earlier blocks that the slot overlaps: the ring buffer names these blocks only
+        once. They may reach beyond the slot, to the bytes that the next pass overwrites.
         """
         if self._reserved_slot is not None:
             self._wait_for(self._reserved_slot)
@@ -313,8 +315,8 @@ class Streamer:
 def _loads_before(streaming: Streaming) -> deque[tuple[int, str]]:
     """Return (number of a pass, load needed before it), in call order.
 
-    Loads after the last streamed block have the number of passes in a call. So do loads that no
-    call runs; they come last.
+    The number of a load after the last streamed block is the count of passes in a call: the first
+    pass of the second call. Loads that no call runs have the same number and come last.
     """
     pass_numbers: dict[str, int] = {}
     number, streamed_paths, loads = (

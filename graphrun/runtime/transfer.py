@@ -4,10 +4,9 @@
     device              |#######|       |       |#######|       |#######|
     secondary device            >|#####|#####| >       >|#####| >
 
-Constants are transferred once, at the first block that gets them. An input of a block on the
-secondary device is copied there unless it was copied earlier in this call. An output that only
-further blocks there get stays there (`Transfer.stay`). All other outputs are copied back. PyTorch
-orders the streams of both devices around each copy.
+An input of a block on the secondary device is copied there once per call, at the first block there
+that receives it. An output that only further blocks there receive stays there (`Transfer.stay`).
+All other outputs are copied back. PyTorch orders the streams of both devices around each copy.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from graphrun.runtime.residency import Residency
 Copies = dict[int, tuple["weakref.ref[torch.Tensor]", torch.Tensor]]
 """id of a tensor on the device -> the tensor, and its copy on the secondary device."""
 
-Stays = Mapping[str, frozenset[int]]
+StayingOutputs = Mapping[str, frozenset[int]]
 """Path of a block on a secondary device -> numbers of its output tensors that stay there."""
 
 
@@ -53,7 +52,7 @@ def move_tensors(
 def call_split(
     device: Device,
     residency: Residency,
-    stays: Stays,
+    staying_outputs: StayingOutputs,
     proceed: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -69,7 +68,7 @@ def call_split(
                 device,
                 secondary,
                 {path: residency.module.get_submodule(path) for path in paths},
-                stays,
+                staying_outputs,
             )
         result = proceed(*args, **kwargs)
         for secondary, _ in residency.splits:  # for calls that skip the last block there
@@ -82,7 +81,7 @@ def _hook_transfers(
     device: Device,
     secondary: Device,
     blocks: Mapping[str, nn.Module],
-    stays: Stays,
+    staying_outputs: StayingOutputs,
 ) -> None:
     """Make ``blocks`` compute on ``secondary`` until ``stack`` is closed."""
     main, target, copies = device.torch_device, secondary.torch_device, Copies()
@@ -97,7 +96,7 @@ def _hook_transfers(
     def after(path: str, result: Any) -> Any:
         current.close()
         originals = {id(copy): original for original, copy in copies.values()}
-        staying, outputs = stays.get(path, frozenset()), dict[int, torch.Tensor]()
+        staying, outputs = staying_outputs.get(path, frozenset()), dict[int, torch.Tensor]()
 
         def move_back(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.device != target or not tensor.nbytes:

@@ -202,7 +202,7 @@ def test_a_run_interrupted_in_a_step_resumes_with_that_step_and_has_the_same_bit
         pytest.raises(Killed),
     ):  # the first call of the fourth step
         stages.run()
-    stages.leave()
+    stages.move_to_host()
     state = stages.steps.state("denoise")
     assert state is not None
     assert (state.finished_steps, state.steps) == (3, STEPS)
@@ -211,7 +211,7 @@ def test_a_run_interrupted_in_a_step_resumes_with_that_step_and_has_the_same_bit
         pytest.raises(Killed),
     ):  # the first call of the fifth step
         stages.run()
-    stages.leave()
+    stages.move_to_host()
     with breaking(stages, 0) as last:
         assert torch.equal(stages.run()["latents"], expected)
     assert (len(resumed), len(last)) == (a_step + 1, a_step)
@@ -228,7 +228,7 @@ def test_a_state_that_the_interrupted_step_changed_is_dropped(loops: Loops) -> N
 
     with breaking(stages, 3, change), pytest.raises(Killed):
         stages.run()
-    stages.leave()
+    stages.move_to_host()
     assert stages.steps.state("denoise") is None
     assert torch.equal(stages.run()["latents"], loops("flux-tiny", "", MemoryJournal()))
 

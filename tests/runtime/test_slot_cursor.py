@@ -66,7 +66,7 @@ def test_load_and_first_open_with_the_first_call_and_steady_with_the_second() ->
 def test_slots_of_stages_that_a_run_leaves_out_open_on_the_way() -> None:
     cursor = two()
     cursor.leave_out({"s0"})
-    assert [cursor.ahead(), cursor.enter("b"), cursor.finish()] == [[0], [1, 2, 3, 4], [5]]
+    assert [cursor.open_ahead(), cursor.enter("b"), cursor.finish()] == [[0], [1, 2, 3, 4], [5]]
     cursor = two()
     cursor.leave_out({"s1"})
     assert [cursor.enter("a"), cursor.enter("a"), cursor.enter("a"), cursor.finish()] == [
