@@ -113,9 +113,9 @@ class BatchContext:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Unfinished:
-    """A request to run, with the places for its outputs. ``ready``: the outputs of the graph so
-    far."""
+class RequestWork:
+    """A request that is not finished, with the places for its outputs. ``ready``: the outputs of
+    the graph so far."""
 
     request: Request
     keys: StageKeys
@@ -207,7 +207,7 @@ class Works:
             [self._work(request) for request in requests],
         )
 
-    def _work(self, request: Request) -> Unfinished:
+    def _work(self, request: Request) -> RequestWork:
         """Return ``request`` with its keys, which tell which requests have equal outputs.
 
         Without a cache, files are not read: they are equal for all requests.
@@ -219,14 +219,14 @@ class Works:
             if reuse is None
             else reuse.keys
         )
-        return Unfinished(
+        return RequestWork(
             request,
             keys,
             reuse,
             context.journal.request(request.number) if context.journal is not None else None,
         )
 
-    def _load_values(self, work: Unfinished) -> set[str]:
+    def _load_values(self, work: RequestWork) -> set[str]:
         """Store the outputs of ``work`` from the journal and the cache in ``values``. Return the
         names of their stages."""
         values: dict[str, Any] = {}
@@ -240,7 +240,7 @@ class Works:
             self.values.put(work.request.number, name, value)
         return {name.partition(".")[0] for name in values}
 
-    def _finish(self, work: Unfinished, outputs: Mapping[str, Any]) -> None:
+    def _finish(self, work: RequestWork, outputs: Mapping[str, Any]) -> None:
         """Store the ``outputs`` of a run. Values for later segments wait. The sink gets all outputs
         of the graph together."""
         number = work.request.number
@@ -262,7 +262,7 @@ class Works:
         self.todo.remove(work)
         self.context.watcher.done(work.request, files)
 
-    def _fail(self, work: Unfinished, error: GraphrunError) -> None:
+    def _fail(self, work: RequestWork, error: GraphrunError) -> None:
         """Record ``error``. The journal stays, so that the same batch can run the request again."""
         self.batch.errors[work.request.number] = str(error)
         self.context.watcher.left_out(replace(work.request, error=str(error)))
@@ -337,7 +337,7 @@ class _Runner(Works):
                     if distinct := self._group_equal(segment.stages, group):
                         self._session(segment, distinct, (BrokenPlan, LeftOut))
 
-    def _resume_loop(self, work: Unfinished, stage_names: set[str]) -> None:
+    def _resume_loop(self, work: RequestWork, stage_names: set[str]) -> None:
         """Finish an interrupted loop from its last saved step. ``stage_names``: stages with known
         outputs."""
         for stage in self.graph.stages:
@@ -360,7 +360,7 @@ class _Runner(Works):
             except BrokenPlan as error:  # the saved state does not fit the loop
                 self._restart(work, stage.name, error)
 
-    def _restart(self, work: Unfinished, stage: str, reason: GraphrunError) -> None:
+    def _restart(self, work: RequestWork, stage: str, reason: GraphrunError) -> None:
         if work.journal is not None:
             work.journal.forget(stage)
         self.context.watcher.restarts(f"{stage} of request {work.request.number}", str(reason))
@@ -368,7 +368,7 @@ class _Runner(Works):
     def _session(
         self,
         segment: StageSegment,
-        todo: Sequence[Sequence[Unfinished]],
+        todo: Sequence[Sequence[RequestWork]],
         failures: tuple[type[GraphrunError], ...],
     ) -> None:
         """Run ``segment`` as a session, once for each list in ``todo``. The requests of a list
@@ -397,7 +397,7 @@ class _Runner(Works):
                         self._finish(work, trace.outputs)
 
     def _arguments(
-        self, graph: Graph, works: Sequence[Unfinished], solution: Solution
+        self, graph: Graph, works: Sequence[RequestWork], solution: Solution
     ) -> dict[str, Any]:
         """Return further arguments of `stages_for`: precomputed values, the journal, and the
         callback after each stage."""
@@ -415,12 +415,12 @@ class _Runner(Works):
         return {"precomputed": precomputed, "journal": first.journal, "after_stage": after_stage}
 
     def _group_equal(
-        self, stages: Sequence[str], works: Sequence[Unfinished]
-    ) -> list[list[Unfinished]]:
+        self, stages: Sequence[str], works: Sequence[RequestWork]
+    ) -> list[list[RequestWork]]:
         """Return the requests whose outputs of ``stages`` are missing. Requests with equal outputs
         share one list."""
         names = [str(reference)[1:] for reference in self.graph.part(stages).outputs.values()]
-        groups: dict[Any, list[Unfinished]] = {}
+        groups: dict[Any, list[RequestWork]] = {}
         for work in works:
             if not all(self.values.has(work.request.number, name) for name in names):
                 keys = tuple(work.keys.key(stage) for stage in stages)

@@ -10,8 +10,8 @@ or a lost device is handled.
 An idle device takes the oldest item whose values have arrived. At most WAITING items wait before a
 device, and at most WAITING results behind it. If a device has several parts
 (`graphrun.cluster.placement`), each part has its own queues. A run takes one item through each
-part of the device that has an item ready. So a part whose queues are full never holds back a later
-part of the device, whose runs make room.
+part of the device that has an item ready. So a part with full queues does not stop the later parts
+of its device. Their runs take items onward, and then the full queues get room.
 
 The crew stores the results of a run until all items that read them are done. Requests with equal
 inputs of a stage share its run, by the keys of the output cache. If values of an item are lost, the
@@ -38,7 +38,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from graphrun.batch.cache.keys import choices_of
-from graphrun.batch.queue import Batch, BatchContext, Unfinished, Works
+from graphrun.batch.queue import Batch, BatchContext, RequestWork, Works
 from graphrun.batch.requests import Request
 from graphrun.batch.schedule import Schedule, StageSegment
 from graphrun.batch.watch import LeftOut
@@ -70,8 +70,8 @@ class Crew(Protocol):
         """Start loading the blocks that the first run of worker number ``worker`` starts with."""
 
     def begin(self, worker: int, visits: Sequence[Visit]) -> Ticket:
-        """Start a run of worker number ``worker``, after its earlier runs. The values of ``visits``
-        are handles."""
+        """Start a run of worker number ``worker``, after its earlier runs. ``visits``: one `Visit`
+        for each item of the run, with handles of its values."""
 
     def finished(self, tickets: Collection[Ticket], *, wait_for_all: bool) -> Collection[Ticket]:
         """Wait, at most a second, until one of ``tickets`` is finished, or with ``wait_for_all``
@@ -110,12 +110,12 @@ class _Result:
 class _FlowItem:
     """A request on its way.
 
-    ``stage``: number of the next stage. ``host``: the location of its values. ``holder``: the part
-    behind which its values wait. ``results``: by stage. ``is_solo``: run it without other items,
-    after a run with others failed.
+    ``stage``: number of the next stage. ``host``: the location of its values. ``holder``: the
+    `_Post` that made its latest values, while they count in the post's ``outbox``. ``results``: by
+    stage. ``is_solo``: run it without other items, after a run with others failed.
     """
 
-    work: Unfinished
+    work: RequestWork
     stage: int = 0
     host: str = ""
     holder: _Post | None = None
@@ -149,8 +149,8 @@ class _FlowWorker:
 class _Post:
     """A part of a worker and its items.
 
-    ``coming``: items on their way. ``inbox``: items that have arrived. ``outbox``: results that
-    wait.
+    ``coming``: items on their way. ``inbox``: items that have arrived. ``outbox``: number of
+    results that have neither gone on to a next part nor been delivered.
     """
 
     worker: _FlowWorker
@@ -211,7 +211,7 @@ class Flow(Works):
         # bytes of the values that an item carries before each stage
         self.nbytes = bytes_before(self.names, placement.values)
         self.output_names: dict[tuple[int, int], list[str]] = {}
-        self.requests = len(self.todo)
+        self.request_count = len(self.todo)
         self.queues: dict[int, list[_FlowItem]] = defaultdict(list)  # by stage, in order
         self.order = deque[_FlowItem]()  # not delivered yet
         self.shared: weakref.WeakValueDictionary[Any, _Result] = weakref.WeakValueDictionary()
@@ -246,7 +246,7 @@ class Flow(Works):
 
         Devices that no item will reach do not load. On the virtual clock, wait for all loads.
         """
-        loads, late_workers = (
+        loads, downstream_workers = (
             dict[Ticket, _FlowWorker](),
             [
                 candidate
@@ -254,10 +254,13 @@ class Flow(Works):
                 if candidate.posts and candidate.posts[0].span[0]
             ],
         )
-        for span in sorted({late_worker.posts[0].span for late_worker in late_workers}):
+        for span in sorted({late_worker.posts[0].span for late_worker in downstream_workers}):
             count = sum(not self._is_known(item, span) for item in self.order)
-            workers = [candidate for candidate in late_workers if candidate.posts[0].span == span]
-            # the fastest first; `column` has the costs of the device
+            workers = [
+                candidate for candidate in downstream_workers if candidate.posts[0].span == span
+            ]
+            # the fastest first; ``column``: a column of the placement's integer program, which has
+            # the costs of the device
             for worker in sorted(
                 workers, key=lambda late_worker: late_worker.assignment.column.steady_seconds
             )[:count]:
@@ -445,7 +448,8 @@ class Flow(Works):
             self.shared[key] = result
 
     def _start(self, worker: _FlowWorker, runs: Sequence[_Run]) -> None:
-        """Start a run of ``runs``, without the requests that the watcher leaves out."""
+        """Start one run of ``worker`` with the items of ``runs``, except for the requests that the
+        watcher leaves out."""
         started_runs, visits = list[_Run](), list[Visit]()
         for run in runs:
             try:
@@ -547,6 +551,7 @@ class Flow(Works):
                     self._drop(sharer, error)
             return
         if report.trace is not None:
+            # the trace begins with loads that the worker did in advance, ``ahead_seconds`` long
             begin, end = (
                 self.before_seconds + max(0.0, start - report.ahead_seconds),
                 self.before_seconds + self.clock,
@@ -564,7 +569,7 @@ class Flow(Works):
             for note in report.trace.notes:
                 self.context.watcher.planned_again(f"{worker.assignment.name}: {note}")
         for index, (post, item, result) in enumerate(runs):
-            sharing = [item, *result.followers]
+            sharers = [item, *result.followers]
             result.handle, result.is_done, result.followers = (
                 self.crew.result(ticket, index),
                 True,
@@ -572,27 +577,30 @@ class Flow(Works):
             )
             item.holder, item.is_solo = post, False
             post.outbox += 1
-            self._save(sharing, post, result)
-            for sharer in sharing:
+            self._save(sharers, post, result)
+            for sharer in sharers:
                 sharer.host = post.assignment.device.host
                 self._advance_item(sharer, result)
         pending_stages = sum(len(self.names) - other.stage for other in self.order)
-        share = 1 - pending_stages / (len(self.names) * self.requests)
+        done_fraction = 1 - pending_stages / (len(self.names) * self.request_count)
         for post, item, _ in runs:
             self.context.watcher.ran_on(
-                worker.assignment.name, post.stages, item.work.request, share
+                worker.assignment.name, post.stages, item.work.request, done_fraction
             )
 
     def _requeue(self, post: _Post, item: _FlowItem) -> None:
         """Let ``item``, whose values are still there, wait for ``post`` again."""
         bisect.insort(post.inbox, item, key=lambda other: other.number)
 
-    def _save(self, sharing: Sequence[_FlowItem], post: _Post, result: _Result) -> None:
-        """Save results in the journal and in the output cache, for stages all of whose outputs
-        leave the device."""
+    def _save(self, sharers: Sequence[_FlowItem], post: _Post, result: _Result) -> None:
+        """Save the outputs of stages in the journal and in the output cache.
+
+        Outputs that only the same device reads are not in the store of the crew. A stage with such
+        an output is not saved, because a saved stage needs all its outputs.
+        """
         names = [name for name in post.stages if name not in self.last]
         if not names or all(
-            sharer.work.journal is None and sharer.work.reuse is None for sharer in sharing
+            sharer.work.journal is None and sharer.work.reuse is None for sharer in sharers
         ):
             return
         try:
@@ -605,9 +613,9 @@ class Flow(Works):
             }
             if any(value is None for value in outputs.values()):
                 continue
-            if (reuse := sharing[0].work.reuse) is not None:
+            if (reuse := sharers[0].work.reuse) is not None:
                 reuse.keep(name, outputs, choices_of(post.worker.segment.solution))
-            for sharer in sharing:
+            for sharer in sharers:
                 if sharer.work.journal is not None:
                     sharer.work.journal.keep(name, outputs)
 

@@ -58,7 +58,7 @@ from graphrun.model.allocator import LARGE_PAGE_BYTES
 from graphrun.model.plan import Plan, Slot
 from graphrun.model.problem import Hardware, Problem
 from graphrun.model.solution import Solution
-from graphrun.modules.dtype_variants import AtRest, DtypeVariant
+from graphrun.modules.dtype_variants import DtypeVariant, HostCasts
 from graphrun.modules.interceptor import CallInterceptor, changes_weights, entry_of, refuse_change
 from graphrun.modules.memos import Owned, attributes_of
 from graphrun.profile import hardware as known_hardware
@@ -177,8 +177,10 @@ class Attachment:
         # whether a method that changes the pipeline runs, with all weights on the CPU
         self._at_rest = False
         self._detached = self._detach_pending = self._release_pending = False
-        self._state: State = []  # the pipeline's `state_of` at the last call
-        self._settings: State = []  # `settings_of` after the last call
+        # `state_of` of the pipeline before the last call: what calls do not change themselves
+        self._state: State = []
+        # `settings_of` of the pipeline after the last call: what a call may change itself
+        self._settings: State = []
         # `state_of` and `settings_of` at the last change of the pipeline
         self._stored_state: tuple[State, State] = ([], [])
         # by `CallKey.without_reserve`: the dry run, signatures of calls into components
@@ -324,7 +326,7 @@ class Attachment:
             self._modules,
             self._device.torch_device,
             handle_call=self._on_component_call,
-            casts=AtRest(),
+            casts=HostCasts(),
         )
         self._interceptor.__enter__()
         self._proxy = PipelineProxy(
@@ -475,13 +477,13 @@ class Attachment:
 
         self.make_room(solution, component_names)
         other_bytes = host.held_bytes(excluded_names=component_names)
-        host.wake()
+        host.bind_loaded_blocks()
         try:
             trace = follow(
                 solution, host, device, work, replan=replan, handed_out=output_bytes, checked=True
             )
         finally:
-            host.rest(component_names)
+            host.bind_host_tensors(component_names)
         # settings that the call itself changed do not invalidate plans
         self._settings = settings_of(self.pipe, leftovers.owned_modules)
         if is_new and not replan.component_calls:
@@ -525,6 +527,7 @@ class Attachment:
             int(problem.hardware.page_scale * LARGE_PAGE_BYTES) if problem.counts_pages else 0
         )
         keeps_weights = bool(solution.plan.further_slots) and not problem.secondaries
+        # Without kept weights the plan is of one run, and no cached result stays on the device.
         self._host.make_room(
             peak_bytes,
             problem.effective_bytes,
@@ -586,7 +589,7 @@ class Attachment:
         return self._meta_pipeline.dtype_variants.variants
 
     def _key(self, call: AttachedCall, reserve_bytes: int) -> CallKey:
-        # `settings_of` covers these tensors for objects that are not diffusers pipelines
+        # tensors that calls keep in the pipeline; for other objects, `settings_of` has them
         kept_tensors = kept_signatures(self.pipe) if is_pipeline(self.pipe) else ()
         arguments = str(call.autocast), signature_of((call.args, call.kwargs)), kept_tensors
         key = CallKey(call.name, arguments, (), reserve_bytes)
@@ -620,7 +623,8 @@ class Attachment:
     def _dry_run(self, call: AttachedCall, key: CallKey) -> tuple[DryRun, frozenset[str]]:
         """Return the dry run of ``call`` and the signatures of its calls into components.
 
-        The dry run has no profiles; profiles come from all dry runs together.
+        The returned dry run has no profiles: `problem` takes them from the meta pipeline, which
+        collects profiles over all its dry runs. The stored dry run has the profiles so far.
         """
         kind = own_class(self.pipe).__name__
         self.say(
@@ -652,7 +656,7 @@ class Attachment:
         ):
             return None
         dry_run = DryRun.from_json(data["run"])
-        dry_run.recording.keeps = True
+        dry_run.recording.keeps_tensors = True
         for variant in data["variants"]:
             self._meta_pipeline.prober.register(DtypeVariant.from_json(variant))
         return dry_run, frozenset(data["entries"])
@@ -772,7 +776,7 @@ class _Replan:
                 MemoryEvent(3, returned.nbytes),
                 StageEnd(method),
             ],
-            keeps=True,
+            keeps_tensors=True,
         )
         solution = attachment.solve(
             attachment.problem(recording, self._reserve_bytes, single_run=True)

@@ -107,7 +107,7 @@ class MetaPipeline:
         # drop position tables of an earlier dry run: the call computes them again
         for attributes in self._attributes:
             attributes.forget()
-        recording = self.prober.begin(Recording(keeps=True))
+        recording = self.prober.begin(Recording(keeps_tensors=True))
         self.prober.call_signatures.clear()
         self.prober.text_lengths = TextLengths()
         self.dtype_variants.begin()

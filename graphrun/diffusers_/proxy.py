@@ -30,7 +30,7 @@ from graphrun.diffusers_.live import (
     subclass_on_device,
 )
 from graphrun.errors import InputError
-from graphrun.modules.dtype_variants import AtRest
+from graphrun.modules.dtype_variants import HostCasts
 from graphrun.modules.interceptor import CallInterceptor, intercept
 
 # Modules with the methods that all pipelines inherit: they load, save and configure, and compute
@@ -294,7 +294,7 @@ def remove_interceptors(modules: Mapping[str, torch.nn.Module]) -> list[CallInte
         id(handle): handle for module in modules.values() if (handle := intercept(module))
     }:
         for interceptor in interceptors.values():
-            if not isinstance(interceptor.casts, AtRest):
+            if not isinstance(interceptor.casts, HostCasts):
                 component_names = ", ".join(
                     name for name, module in modules.items() if intercept(module) is interceptor
                 )

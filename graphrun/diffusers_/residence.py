@@ -169,17 +169,17 @@ class LiveHost(Host):
         hosts = (host for host in _HOSTS if host is not self and not host.awake)
         return [host for host in hosts if host._device.memory == self._device.memory]
 
-    def wake(self) -> None:
+    def bind_loaded_blocks(self) -> None:
         """Bind loaded blocks of the components' present variants to the modules.
 
-        Call `rest` after the run.
+        Call `bind_host_tensors` after the run.
         """
         assert self.dtype_variants is not None
         self.awake = True
         for name in self.modules:
             self._join(self.dtype_variants.current(name).name)
 
-    def rest(self, component_names: Iterable[str]) -> None:
+    def bind_host_tensors(self, component_names: Iterable[str]) -> None:
         """Give the modules their host tensors; loaded blocks stay on the device.
 
         ``component_names``: the components that the run used.

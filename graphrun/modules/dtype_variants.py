@@ -192,8 +192,8 @@ class DtypeVariants:
         return tensors
 
 
-class AtRest:
-    """Casts for components with all weights in host memory, by the module's own code."""
+class HostCasts:
+    """Casts of components while all weights are in host memory: the modules' own code runs."""
 
     def current(self, component: str) -> DtypeVariant:
         """Return the only variant of the component."""

@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_leaves
 
 from graphrun.errors import BrokenPlan, InputError
 from graphrun.modules.compiled import is_compiled
-from graphrun.modules.dtype_variants import AtRest, DtypeVariants
+from graphrun.modules.dtype_variants import DtypeVariants, HostCasts
 from graphrun.modules.trees import tensors_in, walk
 
 # Methods besides `__call__` that diffusers' pipelines call on components. Their calls are always
@@ -106,7 +106,7 @@ class CallInterceptor:
         *,
         reads: ReadHandler | None = None,
         dtypes: Mapping[str, torch.dtype] | None = None,
-        casts: DtypeVariants | AtRest | None = None,
+        casts: DtypeVariants | HostCasts | None = None,
     ) -> None:
         self.modules = dict(modules)
         self.device = device
@@ -188,7 +188,7 @@ class CallInterceptor:
         Raises InputError at rest if a pipeline that is not attached asks during a call: it would
         compute on a device that no plan has prepared.
         """
-        if isinstance(self.casts, AtRest) and (name := _calling_pipeline()):
+        if isinstance(self.casts, HostCasts) and (name := _calling_pipeline()):
             raise InputError(
                 f"{name} shares components with an attached pipeline and is not attached itself: "
                 f"call graphrun.attach({name}, "
@@ -210,7 +210,7 @@ class CallInterceptor:
         All listings of weights use these.
         """
         weights: Iterator[tuple[str, torch.Tensor]] = original(module, *args, **kwargs)
-        if self._is_in_call or self._is_casting or isinstance(self.casts, AtRest):
+        if self._is_in_call or self._is_casting or isinstance(self.casts, HostCasts):
             return weights
         return ((name, _reporting(tensor, self.device)) for name, tensor in weights)
 
@@ -266,7 +266,7 @@ class CallInterceptor:
         self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
     ) -> Any:
         """Carry out or refuse a method of ``module`` that changes weights."""
-        if self._is_in_call or isinstance(self.casts, AtRest):
+        if self._is_in_call or isinstance(self.casts, HostCasts):
             return original(module, *args, **kwargs)
         refuse_change(original.__name__)
 

@@ -34,7 +34,7 @@ from graphrun.host_ram import total_ram_bytes
 from graphrun.model.problem import Hardware
 from graphrun.profile import hardware
 from graphrun.profile import hardware_profiles as profiles
-from graphrun.profile.costs import kernel_seconds, tiles
+from graphrun.profile.costs import kernel_seconds, output_tiles
 from graphrun.profile.recording import Kernel
 from graphrun.systems import forget_cached
 from graphrun.units import MIB
@@ -498,17 +498,22 @@ class _Cuda(Processor):
         for prefix, dtype, size in (("", "float16", 2), ("fp32 ", "float32", 4)):
             nbytes = size * (rows * inner + inner * columns + rows * columns)
             kernels[f"{prefix}matmul"] = Kernel(
-                "matmul", dtype, 2.0 * rows * inner * columns, nbytes, tiles(rows, columns)
+                "matmul", dtype, 2.0 * rows * inner * columns, nbytes, output_tiles(rows, columns)
             )
             nbytes = size * (2 * channels * pixels + self._filters.numel())
             flops = 2.0 * pixels * self._filters.numel()
             kernels[f"{prefix}convolution"] = Kernel(
-                "convolution", dtype, flops, nbytes, tiles(pixels, channels)
+                "convolution", dtype, flops, nbytes, output_tiles(pixels, channels)
             )
         scores = heads * tokens * tokens
         size = 4 * self._heads.nbytes
         kernels["attention"] = Kernel(
-            "attention", "float16", 4.0 * scores * features, size, heads * tiles(tokens, 1), scores
+            "attention",
+            "float16",
+            4.0 * scores * features,
+            size,
+            heads * output_tiles(tokens, 1),
+            scores,
         )
         return kernels
 

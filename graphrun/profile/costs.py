@@ -170,7 +170,7 @@ def _simulated_seconds(
     return durations
 
 
-def tiles(rows: int, columns: int) -> int:
+def output_tiles(rows: int, columns: int) -> int:
     """Return the number of 128 x 128 tiles that cover ``rows`` x ``columns`` outputs.
 
     cuBLAS' most common kernels compute one such tile at a time.

@@ -44,7 +44,7 @@ def phase_memories_of(
     ``spans``: half-open ranges of ``recording.entries()``, one for each phase
     (`problems.phase_spans`).
     """
-    replay = _RecordingReplay(hardware, allocator(), recording.keeps)
+    replay = _RecordingReplay(hardware, allocator(), recording.keeps_tensors)
     entries = recording.entries()
     starts = {begin: {call.component for _, call in entries[begin:end]} for begin, end in spans}
     position, not_entered = 0, set[str]()

@@ -37,7 +37,7 @@ from graphrun.model.allocator import ROUND_BYTES
 from graphrun.modules.trees import tensors_in
 from graphrun.profile.constants import ConstantValues, Storages
 from graphrun.profile.corrections import Convolution, attention_scratch, convolution_scratch
-from graphrun.profile.costs import tiles
+from graphrun.profile.costs import output_tiles
 from graphrun.profile.meta_ops import META, on_meta
 from graphrun.profile.recording import (
     Call,
@@ -48,7 +48,7 @@ from graphrun.profile.recording import (
     MemoryEvent,
     Product,
 )
-from graphrun.sim.casts import KIND, dtype_on
+from graphrun.sim.casts import AUTOCAST_DEVICE_TYPE, dtype_on
 from graphrun.sim.flops import launches_kernel
 from graphrun.units import round_up
 
@@ -104,6 +104,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Weights may share a storage, so which ones are read is unknown: all count as read.
         if self._device_type != "meta":
             self.record.read_weights |= {name for name, _ in named_weights}
+            # layers with a tensor that is read outside of the layers' own calls
             self.record.externally_read_layers |= set(layer_paths(module))
         # Storages that exist before the call. Holding them keeps new storages from reusing their
         # addresses.
@@ -122,7 +123,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for path in layer_paths(module)
             for hook in self._watch_layer(module.get_submodule(path), path)
         ]
-        # id of a tensor -> (weak reference, number in `Hop`).
+        # id of a tensor -> (weak reference, its number: see `number_of` and `Hop`)
         self._hop_numbers: dict[int, tuple[Any, int]] = {}
         # cdata -> numbers of the tensors in that storage
         self._storage_numbers: dict[int, set[int]] = defaultdict(set)
@@ -144,9 +145,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_storage(storage)
 
     def allocated(self, key: int, nbytes: int) -> None:
-        """Record a device storage that no operator of the call returns on meta.
+        """Record a storage that hooks allocate on the simulated accelerator during the call.
 
-        ``key`` identifies the storage for `freed`.
+        Operators of the call itself run on meta. ``key`` identifies the storage for `freed`.
         """
         self._last_key += 1
         self._external_keys[key] = self._last_key
@@ -206,9 +207,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def section(self) -> Iterator[Call]:
-        """Open a section: inside the context, ``record`` is the yielded section.
+        """Open a section: a part of the call, such as the call of one block, for `replay`.
 
-        At the end, ``record`` is the outer record again, extended by the section.
+        Inside the context, ``record`` is the yielded section. At the end, ``record`` is the outer
+        record again, extended by the section.
         """
         outer_record, self.record = self.record, Call(kernels=self.record.kernels)
         self.record.work.append((self._stack[-1], []))
@@ -221,9 +223,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def repeatable(self, section: Call, results: Sequence[torch.Tensor]) -> Call | None:
         """Return ``section`` in the form that `replay` needs, or None if it cannot be replayed.
 
-        The returned section has no releases of older storages, and ``persistent_keys`` are the keys
-        of ``results``. None: the storages that the section allocated and that are still live are
-        not exactly one for each result.
+        It can be replayed if the storages that it allocated and that are still live are those of
+        ``results``, one for each result. The returned section has no releases of older storages,
+        and ``persistent_keys`` are the keys of ``results``.
         """
         allocated = {event.key for event in section.events if event.nbytes and not event.scratch}
         live = {cdata: key for cdata, (key, _) in self._live.items() if key in allocated}
@@ -268,6 +270,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             event if event.scratch else event._replace(key=event.key + shift)
             for event in section.events
         ]
+        # a number is negative if its tensor exists before the call (`Hop`)
         section_numbers = {
             number for hop in section.hops for number, _ in hop.tensors if abs(number) > base_number
         }
@@ -282,7 +285,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for key, result in zip(section.persistent_keys, results, strict=True):
             self._track(result.untyped_storage(), key + shift)
         for name in section.read_weights:
-            self._note_loose(self._owners[name], section.entered_blocks)
+            self._note_loose_modules(self._owners[name], section.entered_blocks)
 
     def scratch(self, nbytes: int, spared_bytes: int = 0) -> None:
         """Record ``nbytes`` of scratch.
@@ -397,7 +400,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def begin(*_: Any) -> None:
             nonlocal first_event
             first_event, self._current_layer = len(self.record.events), path
-            self._note_loose((path,))
+            self._note_loose_modules((path,))
             # For a layer that is also a block, `_watch` has added the entry.
             if self._stack[-1] != path:
                 self.record.work.append((path, []))
@@ -445,19 +448,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         else:
             result = on_meta(func, args, kwargs)
-            # A comparison with a mask sum means "all true": see ``_all_true``.
+            # ``mask.sum() == number`` has no constant value: it goes to ``_all_true`` below.
             if func is not aten.eq.Scalar or args[0] not in self._mask_sums:
                 self.constants.propagate(func, args, kwargs, result)
         self._note_access(func, args, kwargs)
-        for result_tensor in _tensors(args):
-            if (name := self._names.get(result_tensor.untyped_storage()._cdata)) is not None:
+        for argument in _tensors(args):
+            if (name := self._names.get(argument.untyped_storage()._cdata)) is not None:
                 self.record.read_weights.add(name)
                 self.record.externally_read_layers |= (
                     self._owners[name] - {self._current_layer}
                     if self._current_layer
                     else self._owners[name]
                 )
-                self._note_loose(self._owners[name])
+                self._note_loose_modules(self._owners[name])
         for result_tensor in _tensors((result,)):
             if self._note_new(result_tensor) and func in MATRIX_PRODUCTS:
                 self._note_product(args, result_tensor)
@@ -505,16 +508,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return Kernel("elementwise", dtype, 0.0, moved_bytes)
         flops = float(formula(*args, **kwargs, out_val=result))
         if func is aten.convolution.default:
-            tile_count = tiles(first_tensor.numel() // first_tensor.shape[1], first_tensor.shape[1])
+            tile_count = output_tiles(
+                first_tensor.numel() // first_tensor.shape[1], first_tensor.shape[1]
+            )
             return Kernel("convolution", dtype, flops, moved_bytes, tile_count)
         *batch, rows, columns = first_tensor.shape
-        return Kernel("matmul", dtype, flops, moved_bytes, math.prod(batch) * tiles(rows, columns))
+        return Kernel(
+            "matmul", dtype, flops, moved_bytes, math.prod(batch) * output_tiles(rows, columns)
+        )
 
-    def _note_loose(self, owners: Collection[str], entered_blocks: Collection[str] = ()) -> None:
-        """Add ``owners`` to ``loose_modules`` if their block does not run and was not entered.
+    def _note_loose_modules(
+        self, owners: Collection[str], entered_blocks: Collection[str] = ()
+    ) -> None:
+        """Add ``owners`` to `Call.loose_modules` if their block does not run and was not entered.
 
         ``owners``: paths of the modules that have one weight. A weight that several blocks share is
-        skipped: it is an unblocked weight in any case.
+        skipped: it belongs to the unblocked weights (outside of all blocks) in any case.
         """
         blocks = {_block_at(owner, self._blocks) for owner in owners}
         if (
@@ -661,22 +670,23 @@ class FusedAttention(TorchFunctionMode):
             *args,
             *(kwargs[name] for name in ("query", "key", "value")[len(args) :]),
         )[:3]
-        if (lower_dtype := dtype_on(KIND)) is not None:
-            query, key, value = (tensor.to(lower_dtype) for tensor in (query, key, value))
+        if (autocast_dtype := dtype_on(AUTOCAST_DEVICE_TYPE)) is not None:
+            query, key, value = (tensor.to(autocast_dtype) for tensor in (query, key, value))
         shape = (*query.shape[:-1], value.shape[-1])
-        head_major = (
+        # ``[b h s d]``, with tokens before heads in memory
+        token_major = (
             query.new_empty(*shape[:-3], shape[-2], shape[-3], shape[-1]).transpose(-3, -2)
             if len(shape) > 3
             else None
         )
-        result = query.new_empty(shape) if head_major is None else head_major
+        result = query.new_empty(shape) if token_major is None else token_major
         rows = query.numel() // query.shape[-1]  # b h s_q
         width, keys = query.shape[-1], key.shape[-2]  # d_k, s_k
         self.recorder.scratch(
             attention_scratch(rows, keys, width, query.element_size(), fused=self.fused)
         )
         nbytes = sum(map(_touched_bytes, (query, key, value, result)))
-        tile_count = rows // query.shape[-2] * tiles(query.shape[-2], 1)
+        tile_count = rows // query.shape[-2] * output_tiles(query.shape[-2], 1)
         kind: KernelClass = "attention" if width <= FLASH_FEATURES else "wide attention"
         flops = 2.0 * rows * keys * (width + value.shape[-1])
         self.recorder.count(

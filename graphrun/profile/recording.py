@@ -221,13 +221,13 @@ class Recording:
     """Allocations, releases, calls into components and ends of stages of a whole dry run, in order.
 
     ``values``: stage output -> keys of the storages that it contains when its stage ends.
-    ``keeps``: components keep the tensors in `Call.persistent_keys` until the end, as in a live
-    pipeline, and not for one phase.
+    ``keeps_tensors``: components keep the tensors in `Call.persistent_keys` until the end, as in a
+    live pipeline, and not for one phase.
     """
 
     items: list[MemoryEvent | Call | StageEnd] = field(default_factory=list)
     values: dict[str, frozenset[int]] = field(default_factory=dict)
-    keeps: bool = False
+    keeps_tensors: bool = False
 
     def allocated(self, key: int, nbytes: int) -> None:
         """Record a new storage. Called by the simulated accelerator."""

@@ -33,15 +33,16 @@ class Cost:
 
     ``segments``: the same two numbers for each segment of a batch (`graphrun.batch.schedule`), if
     batches are possible; they start and end with an empty device. ``stages``: the stages of each
-    segment. ``stream``: on a cluster, when each run of a batch ends, in seconds from the start:
-    with nothing loaded, and with the weights on the devices. The weights stay there.
+    segment. ``concurrent_end_seconds``: on a cluster, which executes the runs of a batch
+    concurrently, when each run ends, in seconds from the start: with nothing loaded, and with the
+    weights on the devices. The weights stay there.
     """
 
     first_seconds: float
     again_seconds: float
     segments: tuple[tuple[float, float], ...] = ()
     stages: tuple[tuple[str, ...], ...] = ()
-    stream: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    concurrent_end_seconds: tuple[tuple[float, ...], tuple[float, ...]] | None = None
 
     def run_seconds(self, warm: bool) -> float:
         """Return the seconds of a run by itself. ``warm``: its weights are on the device."""
@@ -50,8 +51,8 @@ class Cost:
     def end_seconds(self, runs: int, warm: bool = False) -> list[float]:
         """Return when each run of a batch of ``runs`` ends, in seconds from the start of the
         batch."""
-        if self.stream is not None:
-            return list(self.stream[warm][:runs])
+        if self.concurrent_end_seconds is not None:
+            return list(self.concurrent_end_seconds[warm][:runs])
         *head, (first_seconds, repeat_seconds) = self.segments
         begin = sum(segment[0] + (runs - 1) * segment[1] for segment in head)
         return [begin + first_seconds + number * repeat_seconds for number in range(runs)]
@@ -59,7 +60,7 @@ class Cost:
     def own_seconds(self, runs: int, warm: bool, is_follower: bool) -> float:
         """Return the seconds that ``runs`` runs of a batch take, without the other runs.
         ``is_follower``: other runs of the batch come first."""
-        if self.stream is not None:
+        if self.concurrent_end_seconds is not None:
             return self.run_seconds(warm or is_follower) + (runs - 1) * self.again_seconds
         return sum(segment[is_follower] + (runs - 1) * segment[1] for segment in self.segments)
 
@@ -88,12 +89,13 @@ class QueueEntry:
 class Line:
     """The waiting requests, in order.
 
-    ``warm``: for each group, the shape whose weights are on the device after the current run.
+    ``warm_shapes``: for each group, the shape whose weights are on the device after the current
+    run.
     """
 
     def __init__(self) -> None:
         self.entries: list[QueueEntry] = []
-        self.warm: dict[Hashable, Hashable] = {}
+        self.warm_shapes: dict[Hashable, Hashable] = {}
 
     def seconds(self, entry: QueueEntry, warm: Mapping[Hashable, Hashable]) -> float:
         """Return the predicted seconds of ``entry`` if the weights in ``warm`` are on the
@@ -106,7 +108,7 @@ class Line:
         The start of an entry in a batch is its end minus its own seconds, as if no other entry ran
         between its stages.
         """
-        warm, position = dict(self.warm), 0
+        warm, position = dict(self.warm_shapes), 0
         while position < len(entries):
             batch = _next_batch(entries[position : position + MOST_TOGETHER], warm)
             ends = _ends(batch, warm)
@@ -159,7 +161,9 @@ class Line:
                 number for number, other in enumerate(self.entries) if other.batch is last.batch
             ]
             # without plans the delays of others are unknown
-            are_planned = all(cost.segments or cost.stream for cost in (entry.cost, last.cost))
+            are_planned = all(
+                cost.segments or cost.concurrent_end_seconds for cost in (entry.cost, last.cost)
+            )
             if (
                 are_planned
                 and last.batch is not None
@@ -170,7 +174,7 @@ class Line:
             alike_numbers[-1] + 1
             if alike_numbers
             else 0
-            if self.warm.get(entry.group) == entry.shape
+            if self.warm_shapes.get(entry.group) == entry.shape
             else end
         )
         for position in dict.fromkeys((best_position, end)):
@@ -178,9 +182,9 @@ class Line:
 
     def pop(self) -> list[QueueEntry]:
         """Remove and return the next entry or batch, and update ``warm``."""
-        batch = _next_batch(self.entries[:MOST_TOGETHER], self.warm)
+        batch = _next_batch(self.entries[:MOST_TOGETHER], self.warm_shapes)
         del self.entries[: len(batch)]
-        self.warm = _warm_after(batch, self.warm)
+        self.warm_shapes = _warm_after(batch, self.warm_shapes)
         return batch
 
     def remove(self, item: Any) -> None:
@@ -199,9 +203,9 @@ def go_together(entries: Sequence[QueueEntry], warm: Mapping[Hashable, Hashable]
     entry's weights."""
     first, runs = entries[0], sum(entry.runs for entry in entries)
     cost, has_weights = first.cost, is_warm(first, warm)
-    if first.batch is None or not (cost.segments or cost.stream) or runs == 1:
+    if first.batch is None or not (cost.segments or cost.concurrent_end_seconds) or runs == 1:
         return False
-    leaves = 0.0 if cost.stream else cost.first_seconds - cost.again_seconds
+    leaves = 0.0 if cost.concurrent_end_seconds else cost.first_seconds - cost.again_seconds
     return (
         cost.end_seconds(runs, has_weights)[-1] + leaves
         < cost.run_seconds(has_weights) + (runs - 1) * cost.again_seconds
@@ -248,5 +252,5 @@ def _warm_after(
         for group, shape in warm.items()
         if group in entry.resident_groups and group != entry.group
     }
-    leaves = entry.cost.stream is None and go_together(entries, warm)
+    leaves = entry.cost.concurrent_end_seconds is None and go_together(entries, warm)
     return resident if leaves else {**resident, entry.group: entry.shape}

@@ -45,7 +45,7 @@ def plan_forever(connection: Connection, settings: Settings) -> None:
     """Answer messages until ``stop``.
 
     ``plan`` (key, graph, inputs, share) is answered with ``planned`` (key, shape) or ``unfit``
-    (key, status, ...). ``plan_together`` (the same fields) is answered with ``together`` (key,
+    (key, status, ...). ``plan_batch`` (the same fields) is answered with ``batch_plan`` (key,
     parts).
     """
     graphs = {
@@ -55,13 +55,13 @@ def plan_forever(connection: Connection, settings: Settings) -> None:
     while (message := connection.recv())[0] != "stop":
         kind, request = message
         graph, key = graphs[request["graph"]], request["key"]
-        if kind == "plan_together":
+        if kind == "plan_batch":
             parts: dict[tuple[str, ...], tuple[float, float]] | None = {}
             try:
                 parts = _plan_batch(graph, request, settings, connection.poll)
             except Exception:  # noqa: BLE001 (the runs do not become a batch)
                 traceback.print_exc()
-            connection.send(("together", {"key": key, "parts": parts}))
+            connection.send(("batch_plan", {"key": key, "parts": parts}))
             continue
         try:
             connection.send(
@@ -151,7 +151,11 @@ def _plan_on_cluster(
         for solution in solutions
     )
     return PlannedShape(
-        Cost(cold[0], warm[0], stream=(cold, warm)), peak_bytes, verdict, {}, has_batch_plan=True
+        Cost(cold[0], warm[0], concurrent_end_seconds=(cold, warm)),
+        peak_bytes,
+        verdict,
+        {},
+        has_batch_plan=True,
     )
 
 

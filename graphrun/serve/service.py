@@ -2,7 +2,7 @@
 This module runs in the server's event loop.
 
     submit -> plan of the shape (once) -> promised seconds, or 422 or 429
-           -> line -> worker -> pictures
+           -> queue (`Line`) -> worker -> pictures
 
 If several runs of a shape wait, the service asks the planner whether running them as a batch, stage
 by stage, is faster.
@@ -39,7 +39,8 @@ from graphrun.serve.worker import work_forever
 KEPT_SHAPES = 256
 PLANNING = 8  # shapes that may wait to be planned
 PLAN_SECONDS = 5.0  # of planning a shape, until one is measured
-ATTEMPTS = 3  # workers that may die under one request, which may be the cause
+# Workers that may die while they run the same request. It then fails: it may be the cause.
+ATTEMPTS = 3
 RESTART_SECONDS = 1.0  # until the planner process restarts
 PACE = 0.2  # weight of the latest run in the mean of wall seconds per predicted second
 
@@ -49,8 +50,9 @@ class _Running:
     """The queue entry that runs now, or the entries of the batch that runs now.
 
     ``entries`` are the unfinished ones, and ``count`` is their number at the start.
-    ``planned_seconds`` sums the finished runs. ``predicted_seconds`` is for the current run, or for
-    the whole batch. ``is_stream``: the runs of the batch execute concurrently.
+    ``finished_run_seconds``: planned seconds of the runs that have finished. ``predicted_seconds``:
+    planned seconds of the current run, or of the whole batch. ``is_concurrent``: the runs of the
+    batch execute concurrently.
     """
 
     entries: list[QueueEntry]
@@ -58,9 +60,9 @@ class _Running:
     sent_at: float  # wall seconds
     start_clock: float  # seconds of the device's clock
     predicted_seconds: float  # of the current run, or of the batch
-    is_stream: bool
+    is_concurrent: bool
     count: int
-    planned_seconds: float = 0.0
+    finished_run_seconds: float = 0.0
     active_id: str = ""  # the request that the worker is running
 
     @property
@@ -96,13 +98,16 @@ class Service:
         self.shapes: OrderedDict[tuple[RequestShape, float], asyncio.Future[PlannedShape]] = (
             OrderedDict()
         )
+        # graph -> share of the budgets within which its weights stay on the device
         self.shares: Arrangement = {}
         self._recent: deque[str] = deque(maxlen=RECENT)  # graphs of the latest runs
         self.draining = False
         # wall seconds per predicted second: a data-sheet estimate may be wrong, and the seconds of
         # `sim` are virtual
         self.pace = 1.0
-        self._plan_seconds, self._clock, self._past_seconds = PLAN_SECONDS, 0.0, 0.0
+        self._plan_seconds, self._clock, self._earlier_clock_seconds = PLAN_SECONDS, 0.0, 0.0
+        # ``_clock``: device clock over all workers; ``_earlier_clock_seconds``: its value when the
+        # present worker started
         self._active: _Running | None = None
         self._worker: Child | None = None
         self._planner: Child | None = None
@@ -179,7 +184,7 @@ class Service:
         if key not in self.shapes:
             pending_count = sum(not future.done() for future in self.shapes.values())
             if pending_count >= PLANNING + len(self.graphs):
-                text = f"{pending_count} sizes are being planned"
+                text = f"{pending_count} shapes of requests are being planned"
                 raise Refused(
                     429, text, "busy_planning", retry_seconds=pending_count * self._plan_seconds
                 )
@@ -223,7 +228,7 @@ class Service:
             inputs = entry.item.request.runs[0]
             sizes = {name: inputs[name] for name, _ in key[0][1]}
             self._planner.send(
-                "plan_together", key=key, graph=key[0][0], inputs=sizes, budgets=plan.budgets
+                "plan_batch", key=key, graph=key[0][0], inputs=sizes, budgets=plan.budgets
             )
 
     def _start_planner(self) -> None:
@@ -233,7 +238,7 @@ class Service:
 
     def _hear_planner(self, kind: str, key: tuple[RequestShape, float], **content: Any) -> None:
         future = self.shapes.get(key)
-        if kind == "together":
+        if kind == "batch_plan":
             self._batch_key, parts = None, content["parts"]
             if future is not None and parts is not None:
                 plan = future.result()
@@ -329,7 +334,7 @@ class Service:
             self._plan_seconds += 0.2 * (job.planning_seconds - self._plan_seconds)
         job.budgets = plan.budgets
         resident_groups = self.shares.items() if self.shares.get(request.graph) == share else ()
-        group = request.graph, share
+        group = request.graph, share  # a pair as in ``resident_groups``
         entry = QueueEntry(
             job,
             group,
@@ -434,9 +439,10 @@ class Service:
         )
         if self._active is not None or not self._ready or not self.line.entries:
             return
-        warm = dict(self.line.warm)
+        # group -> shape whose weights are on the device now; `pop` changes the line's own
+        warm_shapes = dict(self.line.warm_shapes)
         entries = self.line.pop()
-        is_batch = go_together(entries, warm)
+        is_batch = go_together(entries, warm_shapes)
         for job in (entry.item for entry in entries):
             job.batch_size = len(entries)
             if job.begun_at is None:
@@ -445,20 +451,20 @@ class Service:
                     time.monotonic() - job.submitted - job.planning_seconds,
                 )
         first = entries[0]
-        cost, has_weights = first.cost, is_warm(first, warm)
+        cost, has_weights = first.cost, is_warm(first, warm_shapes)
         predicted_seconds = (
             cost.end_seconds(sum(entry.runs for entry in entries), has_weights)[-1]
             if is_batch
             else cost.run_seconds(has_weights)
         )
-        is_stream = is_batch and cost.stream is not None
+        is_concurrent = is_batch and cost.concurrent_end_seconds is not None
         self._active = _Running(
             entries,
             is_batch,
             time.monotonic(),
             self._clock,
             predicted_seconds,
-            is_stream,
+            is_concurrent,
             len(entries),
         )
         self.metrics.active_requests.set(len(entries))
@@ -519,7 +525,7 @@ class Service:
 
     def _hear_worker(self, kind: str, clock_seconds: float | None = None, **content: Any) -> None:
         if clock_seconds is not None:
-            self._clock = self._past_seconds + clock_seconds
+            self._clock = self._earlier_clock_seconds + clock_seconds
             self.metrics.clock.set(self._clock)
         if kind == "ready":
             self._ready = True
@@ -541,21 +547,21 @@ class Service:
             job.preview = content.get("preview") or job.preview
         elif kind == "done":
             self._record_run(active, entry, content)
-        elif kind == "apart":  # it runs by itself after the batch
-            entry.batch = None
+        elif kind == "apart":
+            entry.batch = None  # the entry runs by itself, after the batch (`QueueEntry.batch`)
             job.results, job.pictures = [], []
             shutil.rmtree(job.folder / str(content["number"]), ignore_errors=True)
         elif kind == "cancelled":
             if not active.is_batch:
-                self.line.warm.clear()
+                self.line.warm_shapes.clear()
             self._finish(entry, "cancelled")
-        # the saved state is unusable
         elif job.attempts and content["status"] == 500 and any(job.folder.rglob("*.steps")):
+            # The worker cannot continue from the saved state of the loop. Run again without it.
             shutil.rmtree(job.folder / str(len(job.results)))
-            self.line.warm.clear()
+            self.line.warm_shapes.clear()
             self._send_run()
         elif kind == "failed":
-            self.line.warm.clear()
+            self.line.warm_shapes.clear()
             retry = 5 + self._left_seconds() if content["status"] == 503 else None
             job.error = job.error or Refused(
                 content["status"], content["message"], "run_failed", retry_seconds=retry
@@ -569,7 +575,7 @@ class Service:
         if active.is_batch and entry.batch is None:
             return
         planned_seconds, _ = content["seconds"]
-        active.planned_seconds += planned_seconds
+        active.finished_run_seconds += planned_seconds
         if planned_seconds > 0 and not job.attempts and not active.is_batch:
             self._keep_pace(active)
         for stage, pair in content["stages"].items():
@@ -582,8 +588,8 @@ class Service:
         job.pictures += [path.read_bytes() for path in content["files"]]
         job.results.append(content)
         self._arrange(job.request.graph)
-        whole = len(job.results) == len(job.request.runs)
-        if active.is_batch and whole and active.count > 1:
+        has_all_runs = len(job.results) == len(job.request.runs)
+        if active.is_batch and has_all_runs and active.count > 1:
             run_seconds = sum(result["seconds"][1] for result in job.results)
             # time between the stages of the job counts as waiting
             job.begun_at = max(job.admitted_at, self._clock - run_seconds)
@@ -591,18 +597,18 @@ class Service:
                 job.queued,
                 time.monotonic() - job.submitted - job.planning_seconds - run_seconds * self.pace,
             )
-        if job.error is not None and (whole or not active.is_batch):
+        if job.error is not None and (has_all_runs or not active.is_batch):
             self._finish(entry, "cancelled")
-        elif whole:
+        elif has_all_runs:
             self._finish(entry, "done")
         elif not active.is_batch:
-            active.planned_seconds, active.predicted_seconds = 0.0, entry.cost.again_seconds
+            active.finished_run_seconds, active.predicted_seconds = 0.0, entry.cost.again_seconds
             self._send_run()
 
     def _keep_pace(self, active: _Running) -> None:
         """Update the mean of wall seconds per predicted second with the runs in ``active``."""
         self.pace += PACE * (
-            (time.monotonic() - active.sent_at) / active.planned_seconds - self.pace
+            (time.monotonic() - active.sent_at) / active.finished_run_seconds - self.pace
         )
 
     def _finish(self, entry: QueueEntry, state: str) -> None:
@@ -623,9 +629,9 @@ class Service:
 
     def _end_batch(self, active: _Running) -> None:
         """Handle the end of a batch. Its unfinished entries run next, each by itself."""
-        if active.planned_seconds > 0 and not active.entries:
-            if active.is_stream:
-                active.planned_seconds = active.predicted_seconds
+        if active.finished_run_seconds > 0 and not active.entries:
+            if active.is_concurrent:
+                active.finished_run_seconds = active.predicted_seconds
             self._keep_pace(active)
         self._active = None
         self._requeue(active.entries, keep_results=False)
@@ -663,9 +669,9 @@ class Service:
     def _worker_died(self) -> None:
         """Start another worker. The request that ran continues there, unless it may be what kills
         the workers."""
-        self._ready, self._past_seconds = False, self._clock
+        self._ready, self._earlier_clock_seconds = False, self._clock
         self._deaths += 1
-        self.line.warm.clear()
+        self.line.warm_shapes.clear()
         self.metrics.restarts.inc()
         if (active := self._active) is not None:
             self._active, survivors = None, list[QueueEntry]()

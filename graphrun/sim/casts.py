@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from graphrun.sim.autocast import FP32, LOWER, WIDEST
 
-KIND = "cuda"
+AUTOCAST_DEVICE_TYPE = "cuda"
 """The device type whose autocast dry runs and traces follow."""
 _FP32_PARTS = "_log_softmax _softmax _cdist_forward native_group_norm"
 """Operators into which composite operators of the list decompose."""
@@ -48,17 +48,20 @@ def follow_autocast(dtype: torch.dtype | None) -> Iterator[None]:
     this thread. If the context is entered after a dispatch mode, casts are applied before that
     mode.
     """
-    was_enabled, previous_dtype = torch.is_autocast_enabled(KIND), torch.get_autocast_dtype(KIND)
+    was_enabled, previous_dtype = (
+        torch.is_autocast_enabled(AUTOCAST_DEVICE_TYPE),
+        torch.get_autocast_dtype(AUTOCAST_DEVICE_TYPE),
+    )
     tokens = _in_dry_run.set(True), _lower.set(dtype)
     try:
-        torch.set_autocast_enabled(KIND, dtype is not None)
+        torch.set_autocast_enabled(AUTOCAST_DEVICE_TYPE, dtype is not None)
         if dtype is not None:
-            torch.set_autocast_dtype(KIND, dtype)
+            torch.set_autocast_dtype(AUTOCAST_DEVICE_TYPE, dtype)
         with _Redirected(), nullcontext() if dtype is None else _Casts():  # type: ignore[no-untyped-call]
             yield
     finally:
-        torch.set_autocast_enabled(KIND, was_enabled)
-        torch.set_autocast_dtype(KIND, previous_dtype)
+        torch.set_autocast_enabled(AUTOCAST_DEVICE_TYPE, was_enabled)
+        torch.set_autocast_dtype(AUTOCAST_DEVICE_TYPE, previous_dtype)
         _in_dry_run.reset(tokens[0])
         _lower.reset(tokens[1])
 
@@ -142,13 +145,13 @@ def _construct(
     enabled: bool = True,
     cache_enabled: bool | None = None,
 ) -> None:
-    if not _in_dry_run.get() or device_type not in (KIND, "meta"):
+    if not _in_dry_run.get() or device_type not in (AUTOCAST_DEVICE_TYPE, "meta"):
         _Redirected._original[0](autocast, device_type, dtype, enabled, cache_enabled)
         return
     if dtype == torch.float32:  # Mochi's positions: PyTorch turns autocast off, with a warning
         dtype, enabled = None, False
-    autocast.device = KIND
-    autocast.fast_dtype = dtype or torch.get_autocast_dtype(KIND)
+    autocast.device = AUTOCAST_DEVICE_TYPE
+    autocast.fast_dtype = dtype or torch.get_autocast_dtype(AUTOCAST_DEVICE_TYPE)
     autocast.custom_backend_name = torch._C._get_privateuse1_backend_name()
     autocast._enabled, autocast._cache_enabled = enabled, False
     autocast.graphrun_casts = []

@@ -12,8 +12,8 @@ from graphrun.profile import hardware as devices
 from graphrun.profile.costs import (
     extra_seconds,
     kernel_seconds,
+    output_tiles,
     quantized_seconds,
-    tiles,
     work_seconds,
 )
 from graphrun.profile.recorder import FusedAttention, Recorder
@@ -25,7 +25,9 @@ H100 = devices.hardware("h100")
 def product(rows: int, inputs: int, outputs: int, dtype: str = "bfloat16") -> Kernel:
     """A matrix product [rows inputs] [inputs outputs]."""
     nbytes = 2 * (rows * inputs + inputs * outputs + rows * outputs)
-    return Kernel("matmul", dtype, 2.0 * rows * inputs * outputs, nbytes, tiles(rows, outputs))
+    return Kernel(
+        "matmul", dtype, 2.0 * rows * inputs * outputs, nbytes, output_tiles(rows, outputs)
+    )
 
 
 def kernels(module: nn.Module, *shape: int) -> list[Kernel]:

@@ -59,7 +59,7 @@ def test_tables_that_a_component_keeps_are_allocated_once_and_live_in_later_call
     steps = ((1, 3 * MIB), (1, 0), (2, 8 * MIB), (3, 20 * MIB), (3, 0), (2, 0))
     dit = Call("dit", events=[MemoryEvent(*step) for step in steps], persistent_keys=[2])
     items = [dit, dit, MemoryEvent(9, 30 * MIB), call("vae", 10)]
-    denoise, decode = phase_memories(Recording([*items, StageEnd("make")], keeps=keeps))
+    denoise, decode = phase_memories(Recording([*items, StageEnd("make")], keeps_tensors=keeps))
     assert (denoise.first_bytes, denoise.steady_bytes) == (28 * MIB, (8 + 30) * MIB)
     table_bytes = 8 * MIB if keeps else 0
     assert (decode.entry_bytes, decode.first_bytes) == (

@@ -101,7 +101,7 @@ def test_runs_go_together_where_that_takes_less() -> None:
         "to go with the others would delay these; the device is empty then"
     )
     assert [request.runs for request in line.pop()] == [3]
-    assert not line.warm, "runs that go together leave an empty device"
+    assert not line.warm_shapes, "runs that go together leave an empty device"
     line = Line()
     line.add(entry("A", runs=3, cost=APART), 0.0, 0.0)
     assert line.end(0.0) == 13.0, "one after another where nothing else was planned"
@@ -175,7 +175,9 @@ def test_requests_that_go_together_end_within_a_tenth_of_the_promised_wait(seed:
 
 
 CLUSTER = Cost(
-    first_seconds=6.0, again_seconds=4.0, stream=((6.0, 8.0, 10.0, 12.0), (4.0, 6.0, 8.0, 10.0))
+    first_seconds=6.0,
+    again_seconds=4.0,
+    concurrent_end_seconds=((6.0, 8.0, 10.0, 12.0), (4.0, 6.0, 8.0, 10.0)),
 )
 
 
@@ -188,6 +190,6 @@ def test_on_a_cluster_runs_go_together_as_a_stream_and_leave_weights_there() -> 
             6.0 + 2.0 * number,
         )
     assert len(line.pop()) == 4
-    assert line.warm == {"device": "A"}
+    assert line.warm_shapes == {"device": "A"}
     line.add(request := entry("A", runs=2, cost=CLUSTER), 0.0, 0.0)
     assert request.end == 6.0
