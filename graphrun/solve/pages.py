@@ -146,7 +146,7 @@ def with_other_disk(problem: Problem, error: float) -> Problem:
 
 
 def _fastest_in_pages(problem: Problem) -> Solution | None:
-    """Return the fastest plan found for the assumed disk rate, with peaks in pages; None if nothing
+    """Return the fastest plan found for these disk rates, with peaks in pages; None if nothing
     fits.
 
     If no search finds a plan: the plan of least memory, if it fits.
