@@ -83,6 +83,30 @@ class KernelRates:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessorRates:
+    """Achieved rates of kernels on a CPU with ``threads`` threads (`graphrun.profile.costs`).
+
+    ``rates``: pairs of a class of kernel and its rate. Classes are "matmul", "convolution" and
+    "attention" with a dtype, in FLOPs per second, and "elementwise" with a dtype and possibly an
+    operator, in bytes per second.
+    """
+
+    threads: int
+    rates: tuple[tuple[str, float], ...]
+
+    def rate(self, *names: str) -> float:
+        """Return the rate of the class with the most of ``names``, which lead to it in order.
+
+        Raises KeyError if there is no rate of the first two.
+        """
+        rates = dict(self.rates)
+        for count in range(len(names), 1, -1):
+            if (rate := rates.get(" ".join(names[:count]))) is not None:
+                return rate
+        raise KeyError(" ".join(names))
+
+
+@dataclass(frozen=True, slots=True)
 class Hardware:
     """A device and its links to host and disk. Units: bytes, bytes per second, floating point
     operations per second."""
@@ -114,7 +138,7 @@ class Hardware:
     # of a caching allocator: size of its pages, relative to those of PyTorch's
     page_scale: float = 1.0
     # None: all FLOPs take the same time, and nothing else takes any (sim)
-    kernels: KernelRates | None = None
+    kernels: KernelRates | ProcessorRates | None = None
     # to newly allocated pageable memory, as ``.to("cpu")`` does
     d2h_pageable_bytes_per_second: float = 1e9
     # seconds of a transformer block divided by seconds of its compiled code; 0: not measured
