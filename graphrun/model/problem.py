@@ -86,24 +86,28 @@ class KernelRates:
 class ProcessorRates:
     """Achieved rates of kernels on a CPU with ``threads`` threads (`graphrun.profile.costs`).
 
-    ``rates``: pairs of a class of kernel and its rate. Classes are "matmul", "convolution" and
-    "attention" with a dtype, in FLOPs per second, and "elementwise" with a dtype and possibly an
-    operator, in bytes per second.
+    ``rates``: pairs of a class of kernel and its rate. Classes have a dtype, as "matmul bfloat16":
+
+        matmul, convolution, attention   FLOPs per second
+        scores                           of attention, per second
+        reads                            of operands of products, in bytes per second
+        results                          of products, written to new memory, in bytes per second
+        blocked copies                   of convolutions, in bytes per second
+        elementwise                      bytes read and written per second, possibly of an
+                                         operator: "elementwise bfloat16 gelu"
     """
 
     threads: int
     rates: tuple[tuple[str, float], ...]
 
-    def rate(self, *names: str) -> float:
-        """Return the rate of the class with the most of ``names``, which lead to it in order.
+    def rate(self, kind: str, dtype: str, operator: str = "") -> float:
+        """Return the rate of ``kind`` in ``dtype``, of ``operator`` if that has its own.
 
-        Raises KeyError if there is no rate of the first two.
+        Dtypes without rates, such as integers, have those of fp32.
         """
         rates = dict(self.rates)
-        for count in range(len(names), 1, -1):
-            if (rate := rates.get(" ".join(names[:count]))) is not None:
-                return rate
-        raise KeyError(" ".join(names))
+        name = f"{kind} {dtype if f'{kind} {dtype}' in rates else 'float32'}"
+        return rates.get(f"{name} {operator}", rates[name])
 
 
 @dataclass(frozen=True, slots=True)

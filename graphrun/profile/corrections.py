@@ -8,8 +8,8 @@ dtype float32 in the graph file.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from itertools import islice
 
 from graphrun.model.problem import Hardware, ProcessorRates
 from graphrun.profile.recording import Call, ConvolutionShape, Kernel, MemoryEvent
@@ -277,9 +277,7 @@ def cpu_scratch(kernel: Kernel, threads: int) -> int:
         groups, queries, keys, features = kernel.shape
         if not features:
             width = kernel.flops / (4 * kernel.scores or 1)
-            return attention_scratch(
-                groups * queries, keys, int(width), element_bytes, fused=False
-            )
+            return attention_scratch(groups * queries, keys, int(width), element_bytes, fused=False)
         return cpu_attention_scratch(
             groups * queries, queries, keys, features, element_bytes, threads
         )
@@ -289,11 +287,7 @@ def cpu_scratch(kernel: Kernel, threads: int) -> int:
 def cpu_convolution_scratch(shape: ConvolutionShape, element_bytes: int, threads: int) -> int:
     """Return bytes of scratch of a convolution that oneDNN computes on a CPU."""
     is_single = shape.batch == shape.groups == 1
-    if (
-        element_bytes == 4
-        and is_single
-        and shape.inputs * shape.input_pixels <= SMALL_CONVOLUTION
-    ):
+    if element_bytes == 4 and is_single and shape.inputs * shape.input_pixels <= SMALL_CONVOLUTION:
         return _unfolded_bytes(shape, element_bytes)
     inputs, outputs = (
         channels if shape.groups > 1 else round_up(channels, CHANNEL_BLOCK)
@@ -322,16 +316,24 @@ def _unfolded_bytes(shape: ConvolutionShape, element_bytes: int) -> int:
 def _channels_at_once(shape: ConvolutionShape) -> int:
     """Return the input channels that a convolution with one tap in bfloat16 adds up in registers.
 
-    Cache lines of channel blocks that are a multiple of the cache's way apart evict each other, so
-    oneDNN takes fewer channels then.
+    Pixels of channel blocks that are a multiple of the cache's way apart evict each other. oneDNN
+    takes fewer channels where `CACHE_WAYS` blocks collide, at any of the pixels that a thread
+    processes together.
     """
     most = 160 if shape.outputs <= 256 and 10 < shape.input_rows < 28 else 1024
     if shape.input_rows <= 10:
         most = 512
-    if shape.input_pixels * min(most, shape.inputs) <= CACHE_WAYS * 16 * CACHE_WAY_BLOCKS:
+    most = min(most, round_up(shape.inputs, CHANNEL_BLOCK))
+    pixels, blocks = shape.input_pixels, most // CHANNEL_BLOCK
+    if pixels * blocks <= CACHE_WAYS * CACHE_WAY_BLOCKS:
         return most
-    last = (CACHE_WAYS - 1) * math.lcm(shape.input_pixels, CACHE_WAY_BLOCKS) + CACHE_WAY_BLOCKS
-    return min(most, CHANNEL_BLOCK * max(1, last // shape.input_pixels))
+    together = next((count for count in (9, 8, 7, 6) if shape.input_rows % count == 0), 9)
+    for first in range(together):
+        places = range(first, pixels * blocks, CACHE_WAY_BLOCKS)
+        collisions = (place for place in places if place % pixels < together)
+        if (last := next(islice(collisions, CACHE_WAYS - 1, None), None)) is not None:
+            blocks = min(blocks, max(1, (last + CACHE_WAY_BLOCKS) // pixels))
+    return CHANNEL_BLOCK * blocks
 
 
 def cpu_attention_scratch(

@@ -63,6 +63,11 @@ _HOST_READS = frozenset(
     {aten._local_scalar_dense.default, aten._to_copy.default, aten.bincount.default}
 )
 
+# Operators that copy, and the name in `Kernel.operator` of copies that change the order of
+# dimensions in memory.
+_COPIES = frozenset({aten.clone, aten.copy_, aten._to_copy})
+TRANSPOSING = "transpose"
+
 # Operators that read as many elements of their first argument as they return.
 _GATHERS = frozenset({aten.embedding, aten.index, aten.index_select, aten.gather})
 
@@ -290,9 +295,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         GPUs that avoid large copies (`Hardware.spares_large_copies`) need ``spared_bytes`` less.
         """
-        self.record.events.append(
-            MemoryEvent(self._number_of(kernel), nbytes, True, spared_bytes)
-        )
+        self.record.events.append(MemoryEvent(self._number_of(kernel), nbytes, True, spared_bytes))
 
     def _watch(self, block: nn.Module, path: str) -> tuple[Any, Any]:
         """Register hooks that record when the block at ``path`` runs."""
@@ -505,7 +508,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         dtype, moved_bytes = _name(first_tensor.dtype), read_bytes + written_bytes
         if (formula := flop_registry.get(packet)) is None:
-            return Kernel("elementwise", dtype, 0.0, moved_bytes, operator=packet.__name__)
+            operator = packet.__name__
+            if packet in _COPIES and _is_transposing(args, first_tensor):
+                operator = TRANSPOSING
+            return Kernel("elementwise", dtype, 0.0, moved_bytes, operator=operator)
         flops = float(formula(*args, **kwargs, out_val=result))
         if func is aten.convolution.default:
             tile_count = tiles(first_tensor.numel() // first_tensor.shape[1], first_tensor.shape[1])
@@ -727,6 +733,16 @@ def _convolution(
     sizes = source.nbytes, result.nbytes, weight.nbytes, result.itemsize
     taps = weight.numel() // (weight.shape[0] * weight.shape[1])
     return Convolution(*sizes, source.shape[1], result.shape[1], taps, max(stride) > 1)
+
+
+def _is_transposing(args: Any, result: torch.Tensor) -> bool:
+    """Return whether a copy's source has its last dimension elsewhere in memory than its result."""
+    sources = [tensor for tensor in _tensors(args) if tensor.shape == result.shape]
+    return any(
+        size > 1 and (source.stride(dim) == 1) != (result.stride(dim) == 1)
+        for source in sources
+        for dim, size in enumerate(result.shape)
+    )
 
 
 def _convolution_shape(

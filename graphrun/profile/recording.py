@@ -29,9 +29,9 @@ flash kernels support; all other kernels, such as normalization, activations, co
 class MemoryEvent(NamedTuple):
     """Storage ``key`` is allocated with ``nbytes``, or released (0).
 
-    ``scratch``: instead, kernel number ``key`` of the call takes ``nbytes`` of a card while it runs,
-    possibly 0. Cards that avoid large copies (`Hardware.spares_large_copies`) need ``spared_bytes``
-    less. A CPU takes `graphrun.profile.corrections.cpu_scratch` instead.
+    ``scratch``: instead, kernel number ``key`` of the call takes ``nbytes`` of a card while it
+    runs, possibly 0. Cards that avoid large copies (`Hardware.spares_large_copies`) need
+    ``spared_bytes`` less. A CPU takes `graphrun.profile.corrections.cpu_scratch` instead.
     """
 
     key: int
