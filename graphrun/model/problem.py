@@ -83,6 +83,34 @@ class KernelRates:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessorRates:
+    """Achieved rates of kernels on a CPU with ``threads`` threads (`graphrun.profile.costs`).
+
+    ``rates``: pairs of a class of kernel and its rate. Classes have a dtype, as "matmul bfloat16":
+
+        matmul, convolution, attention   FLOPs per second
+        scores                           of attention, per second
+        reads                            of operands of products, in bytes per second
+        results                          of products, written to new memory, in bytes per second
+        blocked copies                   of convolutions, in bytes per second
+        elementwise                      bytes read and written per second, possibly of an
+                                         operator: "elementwise bfloat16 gelu"
+    """
+
+    threads: int
+    rates: tuple[tuple[str, float], ...]
+
+    def rate(self, kind: str, dtype: str, operator: str = "") -> float:
+        """Return the rate of ``kind`` in ``dtype``, of ``operator`` if that has its own.
+
+        Dtypes without rates, such as integers, have those of fp32.
+        """
+        rates = dict(self.rates)
+        name = f"{kind} {dtype if f'{kind} {dtype}' in rates else 'float32'}"
+        return rates.get(f"{name} {operator}", rates[name])
+
+
+@dataclass(frozen=True, slots=True)
 class Hardware:
     """A device and its links to host and disk. Units: bytes, bytes per second, floating point
     operations per second."""
@@ -114,7 +142,7 @@ class Hardware:
     # of a caching allocator: size of its pages, relative to those of PyTorch's
     page_scale: float = 1.0
     # None: all FLOPs take the same time, and nothing else takes any (sim)
-    kernels: KernelRates | None = None
+    kernels: KernelRates | ProcessorRates | None = None
     # to newly allocated pageable memory, as ``.to("cpu")`` does
     d2h_pageable_bytes_per_second: float = 1e9
     # seconds of a transformer block divided by seconds of its compiled code; 0: not measured

@@ -31,7 +31,7 @@ from torch import nn
 
 from graphrun.errors import InputError
 from graphrun.host_ram import total_ram_bytes
-from graphrun.model.problem import Hardware
+from graphrun.model.problem import Hardware, KernelRates
 from graphrun.profile import hardware
 from graphrun.profile import hardware_profiles as profiles
 from graphrun.profile.costs import kernel_seconds, output_tiles
@@ -129,7 +129,7 @@ def with_kernels(
     second. Rates of 8-bit formats change in proportion to matrix products.
     """
     rates = base.kernels
-    assert rates is not None
+    assert isinstance(rates, KernelRates)
     base = replace(
         base,
         memory_bytes_per_second=measured_rates["elementwise"],

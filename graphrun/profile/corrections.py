@@ -9,8 +9,11 @@ dtype float32 in the graph file.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 
-from graphrun.units import GIB, MIB
+from graphrun.model.problem import Hardware, ProcessorRates
+from graphrun.profile.recording import Call, ConvolutionShape, Kernel, MemoryEvent
+from graphrun.units import GIB, MIB, round_up
 
 # Tensors of this size or more exceed 32-bit signed byte offsets.
 LARGE_BYTES = 1 << 31
@@ -122,6 +125,44 @@ CORRECTIONS = (
         "PyTorch's CUDABlas default workspace (:4096:2:16:8, :4096:8 on 9.0)",
     ),
     Correction(
+        "convolution on a CPU",
+        (
+            "bytes(input) + bytes(weight), as copies with channels in blocks of 16; of the output, "
+            "only the padding of channels, or bytes(output) where that is more: the blocked output "
+            "next to the result. With channels last, bytes(weight)"
+        ),
+        (
+            "the kernel's watermark (VmHWM), PyTorch 2.13 with oneDNN 3.12, AMD EPYC with AVX-512 "
+            "and bfloat16; checked on VAEs, SDXL's UNet and Wan"
+        ),
+    ),
+    Correction(
+        "convolution with one tap in bfloat16 on a CPU",
+        (
+            "4 bytes per output element too, for up to as many pictures as threads, where input "
+            "channels are added up in parts because of the cache"
+        ),
+        "oneDNN's jit_avx512_core_bf16_1x1_conv_kernel (store_wsp, reduce_blocking); measured too",
+    ),
+    Correction(
+        "small convolution on a CPU",
+        "the picture with one column per output pixel, in fp32 up to 20480 inputs, in fp16 always",
+        "PyTorch's use_mkldnn and slow_conv2d; measured in fp32",
+    ),
+    Correction(
+        "attention on a CPU",
+        (
+            "the fp32 logsumexp, and per thread the scores of up to 256 queries and 512 keys in "
+            "fp32 and 16 bits"
+        ),
+        "PyTorch's FlashAttentionKernel.cpp; measured, 0.5 to 2.5 MB on two threads",
+    ),
+    Correction(
+        "matrix product, normalization, softmax, upsampling on a CPU",
+        "nothing: oneDNN and MKL read weights in their own layout",
+        "measured with PyTorch 2.13: at most 0.13 MB",
+    ),
+    Correction(
         "context",
         "0.62 GiB outside of the allocator, as nvidia-smi shows",
         "measured 287 MB (lazy) to 667 MB (eager)",
@@ -202,3 +243,110 @@ def int8_scratch(rows: int, inputs: int, outputs: int, half: bool = False) -> tu
     int8_bytes = rows * (inputs + 4)
     first_bytes = int8_bytes + rows * inputs * (3 if half else 5)
     return first_bytes, int8_bytes + rows * outputs * (4 if half else 6)
+
+
+# oneDNN stores the channels of convolutions in blocks of this many.
+CHANNEL_BLOCK = 16
+# PyTorch computes a convolution in fp32 of one picture with at most this many inputs by itself.
+SMALL_CONVOLUTION = 20480
+# Attention on a CPU: most keys that a thread processes at a time.
+KEYS_AT_ONCE = 512
+# A convolution with one tap in bfloat16: rows of the cache that its input may fill before the
+# input channels are processed in parts.
+CACHE_WAY_BLOCKS, CACHE_WAYS = 2048, 7
+
+
+def scratch_on(hardware: Hardware, call: Call, event: MemoryEvent) -> int:
+    """Return the bytes that a kernel's scratch ``event`` of ``call`` takes on ``hardware``."""
+    if isinstance(hardware.kernels, ProcessorRates):
+        return cpu_scratch(call.kernels[event.key], hardware.kernels.threads)
+    if not hardware.convolution_scratch:
+        return 0
+    return event.nbytes - event.spared_bytes * hardware.spares_large_copies
+
+
+def cpu_scratch(kernel: Kernel, threads: int) -> int:
+    """Return the bytes that ``kernel`` takes on a CPU besides its tensors, with ``threads``."""
+    element_bytes = 4 if kernel.dtype in ("float32", "float64") else 2
+    if kernel.kind == "convolution":
+        shape = ConvolutionShape(*kernel.shape)
+        if kernel.dtype == "float16":
+            return _unfolded_bytes(shape, element_bytes)
+        return cpu_convolution_scratch(shape, element_bytes, threads)
+    if kernel.kind in ("attention", "wide attention"):
+        groups, queries, keys, features = kernel.shape
+        if not features:
+            width = kernel.flops / (4 * kernel.scores or 1)
+            return attention_scratch(groups * queries, keys, int(width), element_bytes, fused=False)
+        return cpu_attention_scratch(
+            groups * queries, queries, keys, features, element_bytes, threads
+        )
+    return 0
+
+
+def cpu_convolution_scratch(shape: ConvolutionShape, element_bytes: int, threads: int) -> int:
+    """Return bytes of scratch of a convolution that oneDNN computes on a CPU."""
+    is_single = shape.batch == shape.groups == 1
+    if element_bytes == 4 and is_single and shape.inputs * shape.input_pixels <= SMALL_CONVOLUTION:
+        return _unfolded_bytes(shape, element_bytes)
+    inputs, outputs = (
+        channels if shape.groups > 1 else round_up(channels, CHANNEL_BLOCK)
+        for channels in (shape.inputs, shape.outputs)
+    )
+    weight_bytes = element_bytes * inputs * outputs * shape.taps // shape.groups
+    if shape.channels_last:
+        return weight_bytes
+    input_bytes = element_bytes * shape.batch * inputs * shape.input_pixels
+    output_bytes = element_bytes * shape.batch * outputs * shape.output_pixels
+    result_bytes = element_bytes * shape.batch * shape.outputs * shape.output_pixels
+    sums_bytes = 0
+    if element_bytes == 2 and shape.taps == 1 and inputs > _channels_at_once(shape):
+        sums_bytes = 4 * min(shape.batch, threads) * outputs * shape.output_pixels
+    computing_bytes = input_bytes + weight_bytes + output_bytes + sums_bytes
+    return max(computing_bytes, output_bytes + result_bytes) - result_bytes
+
+
+def _unfolded_bytes(shape: ConvolutionShape, element_bytes: int) -> int:
+    """Return the bytes of one picture with a column for each output pixel, for a product."""
+    if shape.taps == 1:
+        return 0
+    return element_bytes * shape.inputs // shape.groups * shape.taps * shape.output_pixels
+
+
+def _channels_at_once(shape: ConvolutionShape) -> int:
+    """Return the input channels that a convolution with one tap in bfloat16 adds up in registers.
+
+    Pixels of channel blocks that are a multiple of the cache's way apart evict each other. oneDNN
+    takes fewer channels where `CACHE_WAYS` blocks collide, at any of the pixels that a thread
+    processes together.
+    """
+    channels = 160 if shape.outputs <= 256 and 10 < shape.input_rows < 28 else 1024
+    if shape.input_rows <= 10:
+        channels = 512
+    channels = min(channels, round_up(shape.inputs, CHANNEL_BLOCK))
+    pixels, blocks = shape.input_pixels, channels // CHANNEL_BLOCK
+    if pixels * blocks <= CACHE_WAYS * CACHE_WAY_BLOCKS:
+        return channels
+    rows = next((count for count in (9, 8, 7, 6) if shape.input_rows % count == 0), 9)
+    for first in range(rows):
+        places = range(first, pixels * blocks, CACHE_WAY_BLOCKS)
+        collisions = (place for place in places if place % pixels < rows)
+        if (last := next(islice(collisions, CACHE_WAYS - 1, None), None)) is not None:
+            blocks = min(blocks, max(1, (last + CACHE_WAY_BLOCKS) // pixels))
+    return CHANNEL_BLOCK * blocks
+
+
+def cpu_attention_scratch(
+    rows: int, queries: int, keys: int, features: int, element_bytes: int, threads: int
+) -> int:
+    """Return bytes of scratch of PyTorch's flash attention on a CPU.
+
+    ``rows``: ``queries`` of all heads and pictures, of ``features`` elements.
+    """
+    queries_at_once = min(queries, 256 if queries >= 768 else 64 if queries >= 192 else 32)
+    keys_at_once = min(keys, KEYS_AT_ONCE)
+    scores = queries_at_once * keys_at_once
+    thread_bytes = 4 * (scores + 2 * queries_at_once + queries_at_once * features)
+    if element_bytes == 2:
+        thread_bytes += 2 * scores
+    return 4 * rows + threads * thread_bytes

@@ -1,4 +1,4 @@
-"""Seconds of kernels on a card, by class. Pure arithmetic, no torch.
+"""Seconds of kernels on a device, by class. Pure arithmetic, no torch.
 
     matrix product   FLOPs at the rate of the dtype, in full waves: each multiprocessor takes one
                      tile of 128 x 128 outputs, and the last wave takes as long as a full one. Each
@@ -12,9 +12,18 @@
                      memory-efficient kernel computes
     elementwise      bytes read and written
 
-A call takes as long as its kernels, or as the host takes to launch them, if that is longer. On
-`sim` (no `KernelRates`) FLOPs take their time at one rate, and the device waits for launches that
-the host has not issued yet.
+On a CPU (`ProcessorRates`) times add up, since the same cores multiply and move bytes:
+
+    matrix product   FLOPs, bytes of the operands, and bytes of the result, which is written to new
+                     memory
+    convolution      FLOPs, and bytes of the copies with channels in blocks and of the result
+    attention        FLOPs, and scores
+    elementwise      bytes read and written, at the rate of the operator; and for all kernels the
+                     time to launch them
+
+On a card, a call takes as long as its kernels, or as the host takes to launch them, if that is
+longer. On `sim` (no `KernelRates`) FLOPs take their time at one rate, and the device waits for
+launches that the host has not issued yet.
 """
 
 from __future__ import annotations
@@ -22,9 +31,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from graphrun.model.problem import Hardware
+from graphrun.model.problem import Hardware, ProcessorRates
+from graphrun.profile.corrections import CHANNEL_BLOCK
 from graphrun.profile.precision import ELEMENT_BYTES, dequantization_seconds
-from graphrun.profile.recording import Call, Kernel
+from graphrun.profile.recording import Call, ConvolutionShape, Kernel
+from graphrun.units import round_up
 
 TILE = 128
 
@@ -59,6 +70,8 @@ def work_seconds(call: Call, hardware: Hardware) -> list[float]:
     durations = [
         sum((kernel_durations[number] for number in numbers), 0.0) for _, numbers in call.work
     ]
+    if isinstance(hardware.kernels, ProcessorRates):
+        return durations
     if hardware.kernels is None:
         return _simulated_seconds(durations, [len(numbers) for _, numbers in call.work], hardware)
     total, launching = (
@@ -77,6 +90,8 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware) -> float:
     rates = hardware.kernels
     if rates is None:
         return kernel.flops / hardware.flops_per_second
+    if isinstance(rates, ProcessorRates):
+        return hardware.launch_seconds + cpu_seconds(kernel, rates)
     moving = kernel.nbytes / hardware.memory_bytes_per_second
     if kernel.kind == "elementwise" or not kernel.tiles:
         return moving
@@ -98,6 +113,33 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware) -> float:
     if kernel.kind == "wide attention":
         rate *= WIDE_ATTENTION if half else 0.5
     return full * max(kernel.flops / rate + kernel.scores / rates.exponentials_per_second, moving)
+
+
+def cpu_seconds(kernel: Kernel, rates: ProcessorRates) -> float:
+    """Return the seconds of one kernel on a CPU, without its launch."""
+    dtype = kernel.dtype
+    if kernel.kind == "elementwise" or not kernel.shape:
+        return kernel.nbytes / rates.rate("elementwise", dtype, kernel.operator)
+    element_bytes = ELEMENT_BYTES.get(dtype, 8)
+    if kernel.kind == "matmul":
+        count, rows, _, columns = kernel.shape
+        result_bytes = element_bytes * count * rows * columns
+        return (
+            kernel.flops / rates.rate("matmul", dtype)
+            + (kernel.nbytes - result_bytes) / rates.rate("reads", dtype)
+            + result_bytes / rates.rate("results", dtype)
+        )
+    if kernel.kind == "convolution":
+        shape = ConvolutionShape(*kernel.shape)
+        outputs = round_up(shape.outputs, CHANNEL_BLOCK) if shape.groups == 1 else shape.outputs
+        blocked_bytes = element_bytes * shape.batch * outputs * shape.output_pixels
+        flops = kernel.flops * outputs / shape.outputs
+        return flops / rates.rate("convolution", dtype) + (
+            kernel.nbytes + blocked_bytes
+        ) / rates.rate("blocked copies", dtype)
+    return kernel.flops / rates.rate("attention", dtype) + kernel.scores / rates.rate(
+        "scores", dtype
+    )
 
 
 def extra_seconds(
@@ -131,6 +173,10 @@ def quantized_seconds(
     if rates is None:
         return 0.0
     outputs, inputs = shape
+    if isinstance(rates, ProcessorRates):
+        # the weight is read, and written in the compute dtype
+        written_bytes = ELEMENT_BYTES[kernel.dtype] * outputs * inputs
+        return written_bytes / rates.rate("elementwise", kernel.dtype, "_to_copy")
     weights, rows = outputs * inputs, kernel.flops / (2 * outputs * inputs)
     match precision:
         case "nf4" | "fp8":

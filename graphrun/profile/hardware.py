@@ -36,6 +36,8 @@ MiB, 32 MiB from compute capability 9.0.
 from __future__ import annotations
 
 import difflib
+import functools
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -44,7 +46,7 @@ from typing import Any
 
 from graphrun.errors import InputError
 from graphrun.host_ram import total_ram_bytes
-from graphrun.model.problem import Hardware, KernelRates
+from graphrun.model.problem import Hardware, KernelRates, ProcessorRates
 from graphrun.units import GIB, KIB, MIB
 
 CONTEXT_BYTES = 667_000_000
@@ -238,24 +240,86 @@ def simulated(page_scale: float | None = None) -> Hardware:
     )
 
 
+# FLOPs per core and clock of products: (instruction set, in bfloat16, in fp32). Two vector units
+# multiply and add 16 numbers of fp32 (AVX2: 8) each; avx512_bf16 doubles that, and amx_bf16
+# multiplies 16 x 16 x 32 in 16 clocks. Without instructions for bfloat16 PyTorch converts, which
+# takes longer than fp32. `CPU_SHARE`: share that kernels reach, measured on an EPYC with two cores.
+INSTRUCTION_SETS = (
+    ("amx_bf16", 1024, 64),
+    ("avx512_bf16", 128, 64),
+    ("avx512f", 16, 64),
+    ("avx2", 8, 32),
+    ("", 4, 8),
+)
+CPU_SHARE = 0.65
+CLOCK = 2.6e9
+# Bytes per second that one core reads or writes, and up to how many cores add to it.
+CORE_BYTES_PER_SECOND, MEMORY_CORES = 5e9, 8
+# Seconds of PyTorch's and diffusers' code around an operator on a CPU.
+CPU_LAUNCH_SECONDS = 8e-6
+# Anonymous and kernel memory of a process that imported torch, diffusers and transformers; code
+# that oneDNN generates for kernels, and heaps of threads.
+PROCESS_BYTES, GENERATED_BYTES = 432 * MIB, 10 * MIB
+
+
+@functools.cache
+def _cpu() -> tuple[int, frozenset[str]]:
+    """Return the number of cores that this process may use, and the CPU's features."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    lines = (line.partition(":") for line in text.splitlines())
+    features = next((value.split() for name, _, value in lines if name.strip() == "flags"), [])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return cores or 1, frozenset(features)
+
+
+def has_fast_bfloat16() -> bool:
+    """Return whether this machine's CPU multiplies bfloat16 faster than fp32."""
+    return bool(_cpu()[1] & {"avx512_bf16", "amx_bf16"})
+
+
 def cpu_estimate() -> Hardware:
-    """Return the estimate of this machine's CPU."""
+    """Return the data-sheet estimate of this machine's CPU, from its cores and instructions."""
+    cores, features = _cpu()
+    _, half, single = next(row for row in INSTRUCTION_SETS if not row[0] or row[0] in features)
+    peak = CPU_SHARE * cores * CLOCK
+    moving = CORE_BYTES_PER_SECOND * min(cores, MEMORY_CORES)
+    rates = dict[str, float]()
+    for dtype, flops in (
+        ("bfloat16", peak * half),
+        ("float32", peak * single),
+        ("float16", peak * 8),  # PyTorch converts one number at a time
+    ):
+        rates |= {
+            f"matmul {dtype}": flops,
+            f"convolution {dtype}": flops,
+            f"attention {dtype}": 0.5 * flops,
+            f"scores {dtype}": 1e9 * cores,
+            f"reads {dtype}": 2 * moving,
+            f"results {dtype}": 0.6 * moving,
+            f"blocked copies {dtype}": 0.22 * moving,
+            f"elementwise {dtype}": 0.7 * moving,
+            f"elementwise {dtype} transpose": 0.2 * moving,
+        }
     return Hardware(
         name="cpu",
         device="cpu",
         capacity_bytes=total_ram_bytes(),
-        context_bytes=432 * MIB,
-        workspace_bytes=0,
+        context_bytes=PROCESS_BYTES,
+        workspace_bytes=GENERATED_BYTES,
         h2d_bytes_per_second=5e9,
         pageable_bytes_per_second=5e9,
         d2h_bytes_per_second=5e9,
         bidirectional=1.0,
         disk_bytes_per_second=1.6e9,
-        flops_per_second=4e11,
+        flops_per_second=rates["matmul bfloat16"],
         convolution_scratch=False,
         caching_allocator=False,
-        memory_bytes_per_second=1e10,
-        launch_seconds=5e-6,
+        memory_bytes_per_second=moving,
+        launch_seconds=CPU_LAUNCH_SECONDS,
+        kernels=ProcessorRates(cores, tuple(rates.items())),
         basis="data sheet",
     )
 

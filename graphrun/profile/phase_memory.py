@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from graphrun.model.allocator import Allocator, Counting
 from graphrun.model.problem import Hardware
+from graphrun.profile.corrections import scratch_on
 from graphrun.profile.recording import Call, MemoryEvent, Recording
 
 
@@ -86,8 +87,7 @@ class _RecordingReplay:
 
     def __init__(self, hardware: Hardware, allocator: Allocator, keeps_tensors: bool) -> None:
         self.allocator = allocator
-        self.counts_scratch = hardware.convolution_scratch
-        self.spares_large_copies = hardware.spares_large_copies
+        self.hardware = hardware
         self.keeps = keeps_tensors
         self.phases = [PhaseMemory()]  # the first entry is before all phases
         self.is_steady = False
@@ -136,10 +136,11 @@ class _RecordingReplay:
             self._offset,
             {key for call_id, key in self._persistent_keys if call_id == id(call)},
         )
-        for key, nbytes, scratch, spared_bytes in call.events:
-            if scratch:
-                if self.counts_scratch:
-                    self._allocate(0, nbytes - spared_bytes * self.spares_large_copies)
+        for event in call.events:
+            key, nbytes = event.key, event.nbytes
+            if event.scratch:
+                if scratch_bytes := scratch_on(self.hardware, call, event):
+                    self._allocate(0, scratch_bytes)
                     self.allocator.release(0)
                 continue
             if key not in persistent_keys and nbytes:

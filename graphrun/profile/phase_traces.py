@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from graphrun.model.phase_trace import CALL, CallTrace, Item, PhaseTrace
 from graphrun.model.problem import Hardware
+from graphrun.profile.corrections import scratch_on
 from graphrun.profile.recording import Call, MemoryEvent, Recording
 
 
@@ -65,14 +66,11 @@ def _call(call: Call, hardware: Hardware) -> CallTrace:
     Kernel scratch is a tensor that is released immediately, or is absent.
     """
     events: list[Item] = []
-    for number, (key, nbytes, scratch, spared_bytes) in enumerate(call.events, start=1):
-        if not scratch:
-            events.append((key, nbytes))
-        elif hardware.convolution_scratch:
-            events += [
-                (-number, nbytes - spared_bytes * hardware.spares_large_copies),
-                (-number, 0),
-            ]
+    for number, event in enumerate(call.events, start=1):
+        if not event.scratch:
+            events.append((event.key, event.nbytes))
+        elif scratch_bytes := scratch_on(hardware, call, event):
+            events += [(-number, scratch_bytes), (-number, 0)]
     results = tuple(key for key in call.results if key not in call.persistent_keys)
     return CallTrace(call.component, tuple(events), tuple(call.persistent_keys), results)
 

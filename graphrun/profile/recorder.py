@@ -41,6 +41,7 @@ from graphrun.profile.costs import output_tiles
 from graphrun.profile.meta_ops import META, on_meta
 from graphrun.profile.recording import (
     Call,
+    ConvolutionShape,
     Hop,
     Kernel,
     KernelClass,
@@ -61,6 +62,11 @@ MATRIX_PRODUCTS = (aten.mm.default, aten.addmm.default)
 _HOST_READS = frozenset(
     {aten._local_scalar_dense.default, aten._to_copy.default, aten.bincount.default}
 )
+
+# Operators that copy, and the name in `Kernel.operator` of copies that change the order of
+# dimensions in memory.
+_COPIES = frozenset({aten.clone, aten.copy_, aten._to_copy})
+TRANSPOSING = "transpose"
 
 # Operators that read as many elements of their first argument as they return.
 _GATHERS = frozenset({aten.embedding, aten.index, aten.index_select, aten.gather})
@@ -287,13 +293,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name in section.read_weights:
             self._note_loose_modules(self._owners[name], section.entered_blocks)
 
-    def scratch(self, nbytes: int, spared_bytes: int = 0) -> None:
-        """Record ``nbytes`` of scratch.
+    def scratch(self, kernel: Kernel, nbytes: int, spared_bytes: int = 0) -> None:
+        """Record that ``kernel`` takes ``nbytes`` of scratch on a GPU.
 
         GPUs that avoid large copies (`Hardware.spares_large_copies`) need ``spared_bytes`` less.
         """
-        if nbytes:
-            self.record.events.append(MemoryEvent(0, nbytes, True, spared_bytes))
+        self.record.events.append(MemoryEvent(self._number_of(kernel), nbytes, True, spared_bytes))
 
     def _watch(self, block: nn.Module, path: str) -> tuple[Any, Any]:
         """Register hooks that record when the block at ``path`` runs."""
@@ -468,12 +473,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._all_true[result_tensor] = True
             elif func is aten.sum.default and args[0].dtype == torch.bool:
                 self._mask_sums[result_tensor] = True
-        if func is aten.convolution.default:
-            self.scratch(*convolution_scratch(_convolution(args[0], args[1], result, args[3])))
         if (
             launches_kernel(func)
             and (kernel := self._kernel(func, args, kwargs, result)) is not None
         ):
+            if func is aten.convolution.default:
+                convolution = _convolution(args[0], args[1], result, args[3])
+                self.scratch(kernel, *convolution_scratch(convolution))
             self.count(kernel)
         return result
 
@@ -505,16 +511,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         dtype, moved_bytes = _name(first_tensor.dtype), read_bytes + written_bytes
         if (formula := flop_registry.get(packet)) is None:
-            return Kernel("elementwise", dtype, 0.0, moved_bytes)
+            operator = packet.__name__
+            if packet in _COPIES and _is_transposing(args, first_tensor):
+                operator = TRANSPOSING
+            return Kernel("elementwise", dtype, 0.0, moved_bytes, operator=operator)
         flops = float(formula(*args, **kwargs, out_val=result))
         if func is aten.convolution.default:
             tile_count = output_tiles(
                 first_tensor.numel() // first_tensor.shape[1], first_tensor.shape[1]
             )
-            return Kernel("convolution", dtype, flops, moved_bytes, tile_count)
+            shape = _convolution_shape(args[0], args[1], result, args[8])
+            return Kernel("convolution", dtype, flops, moved_bytes, tile_count, shape=shape)
         *batch, rows, columns = first_tensor.shape
+        count, inner = math.prod(batch), round(flops / (2 * first_tensor.numel() or 1))
         return Kernel(
-            "matmul", dtype, flops, moved_bytes, math.prod(batch) * output_tiles(rows, columns)
+            "matmul",
+            dtype,
+            flops,
+            moved_bytes,
+            count * output_tiles(rows, columns),
+            shape=(count, rows, inner, columns),
         )
 
     def _note_loose_modules(
@@ -553,12 +569,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         The kernel goes to the last entry of ``work`` if that is of the same block or layer, else to
         a new entry.
         """
-        number = self._kernel_numbers.setdefault(kernel, len(self._kernel_numbers))
-        if number == len(self.record.kernels):
-            self.record.kernels.append(kernel)
+        number = self._number_of(kernel)
         if not self.record.work or self.record.work[-1][0] != self._stack[-1]:
             self.record.work.append((self._stack[-1], []))
         self.record.work[-1][1].append(number)
+
+    def _number_of(self, kernel: Kernel) -> int:
+        """Return the index of ``kernel`` in ``record.kernels``, where it is added if it is new."""
+        number = self._kernel_numbers.setdefault(kernel, len(self._kernel_numbers))
+        if number == len(self.record.kernels):
+            self.record.kernels.append(kernel)
+        return number
 
     def _note_product(self, args: Any, result: torch.Tensor) -> None:
         """Record a matrix product with a weight.
@@ -682,16 +703,23 @@ class FusedAttention(TorchFunctionMode):
         result = query.new_empty(shape) if token_major is None else token_major
         rows = query.numel() // query.shape[-1]  # b h s_q
         width, keys = query.shape[-1], key.shape[-2]  # d_k, s_k
-        self.recorder.scratch(
-            attention_scratch(rows, keys, width, query.element_size(), fused=self.fused)
-        )
         nbytes = sum(map(_touched_bytes, (query, key, value, result)))
         tile_count = rows // query.shape[-2] * output_tiles(query.shape[-2], 1)
         kind: KernelClass = "attention" if width <= FLASH_FEATURES else "wide attention"
         flops = 2.0 * rows * keys * (width + value.shape[-1])
-        self.recorder.count(
-            Kernel(kind, _name(result.dtype), flops, nbytes, tile_count, rows * keys)
+        features = width if query.dim() == 4 and width == value.shape[-1] else 0
+        kernel = Kernel(
+            kind,
+            _name(result.dtype),
+            flops,
+            nbytes,
+            tile_count,
+            rows * keys,
+            shape=(rows // query.shape[-2], query.shape[-2], keys, features),
         )
+        scratch = attention_scratch(rows, keys, width, query.element_size(), fused=self.fused)
+        self.recorder.scratch(kernel, scratch)
+        self.recorder.count(kernel)
         return result
 
 
@@ -713,6 +741,33 @@ def _convolution(
     sizes = source.nbytes, result.nbytes, weight.nbytes, result.itemsize
     taps = weight.numel() // (weight.shape[0] * weight.shape[1])
     return Convolution(*sizes, source.shape[1], result.shape[1], taps, max(stride) > 1)
+
+
+def _is_transposing(args: Any, result: torch.Tensor) -> bool:
+    """Return whether a copy's source has its last dimension elsewhere in memory than its result."""
+    sources = [tensor for tensor in _tensors(args) if tensor.shape == result.shape]
+    return any(
+        size > 1 and (source.stride(dim) == 1) != (result.stride(dim) == 1)
+        for source in sources
+        for dim, size in enumerate(result.shape)
+    )
+
+
+def _convolution_shape(
+    source: torch.Tensor, weight: torch.Tensor, result: torch.Tensor, groups: int
+) -> ConvolutionShape:
+    pixels = math.prod(source.shape[2:])
+    return ConvolutionShape(
+        batch=source.shape[0],
+        inputs=source.shape[1],
+        outputs=result.shape[1],
+        taps=math.prod(weight.shape[2:]),
+        groups=groups,
+        input_rows=pixels // source.shape[-1],
+        input_pixels=pixels,
+        output_pixels=math.prod(result.shape[2:]),
+        channels_last=int(source.shape[1] > 1 == source.stride(1) and pixels > 1),
+    )
 
 
 def _tensors(items: Any) -> Iterable[torch.Tensor]:

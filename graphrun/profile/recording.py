@@ -29,8 +29,9 @@ flash kernels support; all other kernels, such as normalization, activations, co
 class MemoryEvent(NamedTuple):
     """Storage ``key`` is allocated with ``nbytes``, or released (0).
 
-    ``scratch``: instead, a kernel takes ``nbytes`` while it runs. Cards that avoid large copies
-    (`Hardware.spares_large_copies`) need ``spared_bytes`` less.
+    ``scratch``: instead, kernel number ``key`` of the call takes ``nbytes`` of a card while it
+    runs, possibly 0. Cards that avoid large copies (`Hardware.spares_large_copies`) need
+    ``spared_bytes`` less. A CPU takes `graphrun.profile.corrections.cpu_scratch` instead.
     """
 
     key: int
@@ -56,7 +57,13 @@ class Kernel(NamedTuple):
     ``dtype``: of the output. ``nbytes``: bytes of the tensors that the kernel reads and writes.
     ``tiles``: tiles of 128 x 128 outputs (attention: of 128 queries), one at a time per
     multiprocessor; 0 for elementwise work. ``scores``: exponentials that attention computes, one
-    per query and key.
+    per query and key. ``operator``: name of elementwise work, such as "gelu". ``shape``: sizes that
+    a CPU's bytes and seconds depend on:
+
+        matmul        batch, rows, inner size, columns
+        convolution   the fields of `ConvolutionShape`
+        attention     batch times heads, queries, keys, features; features are 0 where the tensors
+                      are not four-dimensional, or values have other features than keys
     """
 
     kind: KernelClass
@@ -65,6 +72,26 @@ class Kernel(NamedTuple):
     nbytes: int
     tiles: int = 0
     scores: int = 0
+    operator: str = ""
+    shape: tuple[int, ...] = ()
+
+
+class ConvolutionShape(NamedTuple):
+    """Sizes of a convolution: `Kernel.shape`.
+
+    ``inputs``, ``outputs``: channels. Pixels: of one channel, in all dimensions. ``input_rows``:
+    pixels without the last dimension. ``channels_last``: whether the input's channels are adjacent.
+    """
+
+    batch: int
+    inputs: int
+    outputs: int
+    taps: int
+    groups: int
+    input_rows: int
+    input_pixels: int
+    output_pixels: int
+    channels_last: int
 
 
 class LayerSpan(NamedTuple):

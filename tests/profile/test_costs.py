@@ -53,10 +53,15 @@ def test_kernels_are_recorded_by_class_with_bytes_and_tiles() -> None:
     (linear,) = kernels(nn.Linear(256, 512), 300, 256)
     weights, moved_bytes = 256 * 512, 300 * (256 + 512)
     assert linear == Kernel(
-        "matmul", "bfloat16", 2.0 * 300 * weights, 2 * (weights + 512 + moved_bytes), 3 * 4
+        "matmul",
+        "bfloat16",
+        2.0 * 300 * weights,
+        2 * (weights + 512 + moved_bytes),
+        3 * 4,
+        shape=(1, 300, 256, 512),
     )
     (activation,) = kernels(nn.SiLU(), 300, 256)
-    assert activation == Kernel("elementwise", "bfloat16", 0.0, 2 * 2 * 300 * 256)
+    assert activation == Kernel("elementwise", "bfloat16", 0.0, 2 * 2 * 300 * 256, operator="silu")
     (attention,) = kernels(Attention(), 1, 300, 256)
     assert (attention.kind, attention.scores, attention.tiles) == (
         "attention",

@@ -1,0 +1,183 @@
+"""What operators take on a CPU besides their tensors, by rule and as the kernel counts it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphrun.model.problem import ProcessorRates
+from graphrun.profile import corrections
+from graphrun.profile.corrections import cpu_scratch, scratch_on
+from graphrun.profile.hardware import cpu_estimate, hardware, has_fast_bfloat16
+from graphrun.profile.recorder import FusedAttention, Recorder
+from graphrun.profile.recording import Call
+
+THREADS = 2
+# The kernel counts pages of each thread in steps of 64 (`SPLIT_RSS_COUNTING`).
+COUNTER_BYTES = 64 * 4096
+
+# Runs one operator in a process of its own, and prints bytes beyond its inputs and its result: the
+# kernel's watermark (proc(5), clear_refs and VmHWM).
+MEASURE = r"""
+import ctypes, gc, json, re, sys
+library = ctypes.CDLL(None)
+library.mallopt(-3, 64 * 1024)
+library.mallopt(-1, 128 * 1024)
+import torch
+
+def numbers():
+    text = open("/proc/self/status").read()
+    values = dict(re.findall(r"(\w+):\s+(\d+) kB", text))
+    return {key: 1024 * int(values[key]) for key in ("VmHWM", "RssFile", "RssAnon")}
+
+torch.set_num_threads(int(sys.argv[2]))
+results = []
+for kind, dtype, sizes, options in json.loads(sys.argv[1]):
+    dtype = getattr(torch, dtype)
+    tensors = [torch.rand(size).to(dtype) for size in sizes]
+    functional = torch.nn.functional
+    operator = {
+        "convolution": torch.conv2d if tensors[0].dim() == 4 else torch.conv3d,
+        "attention": functional.scaled_dot_product_attention,
+        "linear": functional.linear,
+    }[kind]
+    for _ in range(2):
+        gc.collect()
+        library.malloc_trim(0)
+        before = numbers()
+        open("/proc/self/clear_refs", "w").write("5")
+        with torch.no_grad():
+            result = operator(*tensors, **options)
+        after = numbers()
+        nbytes = result.nbytes
+        del result
+    results.append(after["VmHWM"] - after["RssFile"] - before["RssAnon"] - nbytes)
+print(json.dumps(results))
+"""
+
+Case = tuple[str, str, list[list[int]], dict[str, Any]]
+
+
+def convolution(
+    dtype: str, inputs: int, outputs: int, *pixels: int, taps: int = 3, batch: int = 1
+) -> Case:
+    weight = [outputs, inputs, *[taps] * len(pixels)]
+    options = {"padding": taps // 2}
+    return "convolution", dtype, [[batch, inputs, *pixels], weight], options
+
+
+# None of these shapes was measured when the rules were made.
+CASES: list[Case] = [
+    convolution("bfloat16", 256, 320, 96, 112),
+    convolution("bfloat16", 192, 3, 256, 256),
+    convolution("bfloat16", 4, 320, 160, 160),
+    convolution("bfloat16", 1024, 640, 48, 64, taps=1),
+    convolution("bfloat16", 768, 768, 32, 64, taps=1, batch=2),
+    convolution("bfloat16", 320, 320, 63, 65, taps=1, batch=2),
+    convolution("bfloat16", 144, 144, 4, 48, 48),
+    convolution("float32", 256, 320, 96, 112),
+    convolution("float32", 192, 3, 256, 256),
+    convolution("float32", 1024, 640, 48, 64, taps=1),
+    convolution("float32", 144, 144, 4, 48, 48),
+    ("attention", "bfloat16", [[1, 16, 1600, 96]] * 3, {}),
+    ("attention", "float32", [[2, 8, 900, 80], [2, 8, 308, 80], [2, 8, 308, 80]], {}),
+    ("linear", "bfloat16", [[1, 700, 2560], [5120, 2560]], {}),
+    ("linear", "float32", [[1, 700, 2560], [5120, 2560]], {}),
+]
+
+
+class Operator(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.kind, self.options = case[0], case[3]
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        if self.kind == "convolution":
+            source, weight = tensors
+            operator: Any = torch.conv2d if source.dim() == 4 else torch.conv3d
+            result: torch.Tensor = operator(source, weight, **self.options)
+            return result
+        if self.kind == "attention":
+            query, key, value = tensors
+            return nn.functional.scaled_dot_product_attention(query, key, value)
+        return nn.functional.linear(*tensors)
+
+
+def recorded(case: Case) -> Call:
+    module = Operator(case)
+    tensors = [torch.empty(size, dtype=getattr(torch, case[1]), device="meta") for size in case[2]]
+    recorder = Recorder(module, ())
+    recorder.ignore(tensors)
+    with torch.no_grad(), FusedAttention(recorder), recorder:
+        module(*tensors)
+    recorder.close()
+    return recorder.record
+
+
+@pytest.mark.sweep("profile")
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's watermark is Linux's")
+@pytest.mark.skipif(not has_fast_bfloat16(), reason="the rules were measured with avx512_bf16")
+def test_the_rules_predict_what_the_kernel_counts_for_shapes_they_were_not_made_from() -> None:
+    arguments = [sys.executable, "-c", MEASURE, json.dumps(CASES)]
+    result = subprocess.run(
+        [*arguments, str(THREADS)], capture_output=True, text=True, check=True, timeout=300
+    )
+    errors = {}
+    for case, measured_bytes in zip(CASES, json.loads(result.stdout), strict=True):
+        call = recorded(case)
+        scratch = sum(cpu_scratch(kernel, THREADS) for kernel in call.kernels)
+        total_bytes = measured_bytes + call.peak_bytes
+        lowest, highest = (
+            measured_bytes - 0.01 * total_bytes - COUNTER_BYTES,
+            measured_bytes + 0.03 * total_bytes + COUNTER_BYTES,
+        )
+        if not lowest < scratch < highest:
+            errors[str(case)] = f"{scratch / 1e6:.1f} MB predicted, {measured_bytes / 1e6:.1f}"
+    assert not errors
+
+
+def test_a_cpu_takes_its_own_scratch_and_a_card_that_of_cudnn() -> None:
+    call = recorded(convolution("float32", 64, 32, 128, 128))
+    (event,) = (event for event in call.events if event.scratch)
+    inputs, outputs, weight = (4 * n for n in (64 * 128**2, 32 * 128**2, 64 * 32 * 9))
+    assert scratch_on(cpu_estimate(), call, event) == inputs + weight
+    assert scratch_on(hardware("rtx4090"), call, event) == inputs + weight
+    assert scratch_on(hardware("sim"), call, event) == 0
+    half = recorded(convolution("bfloat16", 64, 32, 128, 128))
+    (event,) = (event for event in half.events if event.scratch)
+    assert scratch_on(cpu_estimate(), half, event) == (inputs + weight) // 2
+    assert scratch_on(hardware("rtx4090"), half, event) == (inputs + weight + outputs) // 2
+
+
+def test_a_convolution_to_a_picture_pads_channels() -> None:
+    (kernel,) = recorded(convolution("float32", 64, 3, 128, 128)).kernels
+    pixels = 128 * 128
+    assert cpu_scratch(kernel, THREADS) == 4 * (64 * pixels + 64 * 16 * 9 + 13 * pixels)
+
+
+def test_sums_of_a_convolution_with_one_tap_depend_on_the_cache() -> None:
+    """A power of two of pixels lets channels evict each other; 66 x 66 pixels do not."""
+    aliased, plain = (
+        recorded(convolution("bfloat16", 512, 512, *pixels, taps=1)).kernels[0]
+        for pixels in ((64, 64), (66, 66))
+    )
+    copies = 2 * (512 * 64 * 64 + 512 * 512)
+    assert cpu_scratch(aliased, THREADS) == copies + 4 * 512 * 64 * 64
+    assert cpu_scratch(plain, THREADS) == 2 * (512 * 66 * 66 + 512 * 512)
+
+
+def test_attention_that_is_not_fused_on_a_cpu_takes_its_scores() -> None:
+    (kernel,) = recorded(("attention", "float32", [[16, 256, 64]] * 3, {})).kernels
+    assert kernel.shape[-1] == 0
+    assert cpu_scratch(kernel, THREADS) >= 2 * 4 * 16 * 256 * 256
+
+
+def test_every_rule_has_a_source() -> None:
+    assert all(rule.source for rule in corrections.CORRECTIONS)
+    assert isinstance(cpu_estimate().kernels, ProcessorRates)
