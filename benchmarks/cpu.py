@@ -337,14 +337,19 @@ def difference(output: Path, reference: Path) -> float:
 
 
 def summary(rows: list[dict[str, Any]], ended: Ended) -> dict[str, Any]:
-    """Return the figures of a cell from its events, as far as it came."""
+    """Return the figures of a cell from its events, as far as it came.
+
+    Steps before ``ready`` are those of dry runs.
+    """
     events = {row["event"]: row for row in rows}
-    steps = [row for row in rows if row["event"] == "step"]
+    begin, ready, end = (events.get(name) for name in ("begin", "ready", "end"))
+    stages = rows[rows.index(ready) :] if ready else []
+    stages = [row for row in stages if row["event"] in ("ready", "denoise", "step", "end")]
+    steps = [row for row in stages if row["event"] == "step"]
     result: dict[str, Any] = {"outcome": ended.outcome, "process_seconds": round(ended.seconds, 2)}
     result |= {"cpu_seconds": round(ended.cpu_seconds, 2), "read_bytes": ended.read_bytes}
     result |= {key: value for key, value in ended.use.items() if key != "kills"}
     result["steps"] = len(steps)
-    begin, ready, end = (events.get(name) for name in ("begin", "ready", "end"))
     if begin:
         result["begin_bytes"] = begin["process_bytes"]
     if begin and ready:
@@ -352,6 +357,15 @@ def summary(rows: list[dict[str, Any]], ended: Ended) -> dict[str, Any]:
     if begin and end:
         result["seconds"] = round(end["seconds"] - begin["seconds"], 3)
         result["read_bytes"] = end["read_bytes"] - begin["read_bytes"]
+    if steps and end:
+        first = stages.index(steps[0])
+        periods = {
+            "encode": stages[:first],
+            "first_step": stages[first - 1 : first + 1],
+            "decode": [steps[-1], end],
+        }
+        for name, period in periods.items():
+            result[f"{name}_seconds"] = round(period[-1]["seconds"] - period[0]["seconds"], 3)
     if len(steps) > 1:
         pairs = list(zip(steps, steps[1:], strict=False))
         for key in ("seconds", "cpu_seconds", "read_bytes", "load_seconds"):
