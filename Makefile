@@ -10,13 +10,17 @@ QUICK  := tests/graph tests/solve tests/report/test_golden.py tests/report/test_
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: run quick test sweep fuzz lint golden cast tables pipelines docs wheel clean
+.PHONY: run cpu quick test sweep fuzz lint golden cast tables pipelines docs wheel clean
 
 run: $(STAMP)
 	@mkdir -p out
 	$(BIN)/graphrun plan flux-dev --vram 8G --ram 64G --hardware rtx4090 -o out/flux-dev.plan.json
 	$(BIN)/graphrun run shapes --device sim --vram 4M --overwrite \
 		--output out/shapes.png --plan out/shapes.plan.json --trace out/shapes.trace.json
+
+# Two minutes: 3 GB of random weights, shaped like FLUX, run under 2 GiB beside mmap, and deleted. FOLDER=/path is where they go.
+cpu: $(STAMP)
+	$(BIN)/python benchmarks/cpu.py --trial --delete $(if $(FOLDER),--weights $(FOLDER))
 
 # Half a minute: graph files, the solver, the checker, screens.
 quick: $(STAMP)

@@ -1,0 +1,280 @@
+"""The tools of `cpu.py`: each opens the pipeline in a folder as its users do.
+
+A tool's ``open`` returns a function that makes the picture. Nothing here measures anything, apart
+from `Blockwise`, which is the reference: one block in memory at a time, computing timed apart.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from cpu_models import Model, call, empty_pipeline, load_graph, load_pipeline
+from safetensors import safe_open
+from torch import nn
+
+from graphrun.errors import InputError
+
+REFERENCE, GRAPHRUN, MMAP = "block by block", "graphrun", "from_pretrained, mmap"
+ACCELERATE, GROUPS = "accelerate", "groups"  # folders of offload copies
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One cell: what a tool may know.
+
+    ``cap_bytes``: the memory limit. ``floor_bytes``: the peak of the reference, its largest block
+    included. ``copies``: the folder of the tool's own copies of the weights. ``note``: records
+    an event with values.
+    """
+
+    model: Model
+    folder: Path
+    cap_bytes: int
+    floor_bytes: int
+    copies: Path
+    note: Callable[..., None]
+
+
+Picture = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """``packages``: whose versions are recorded; the first must be installed.
+
+    ``copies``: the name of the copies of all weights that the tool needs on disk, "": none.
+    """
+
+    name: str
+    open: Callable[[Job], Picture]
+    packages: tuple[str, ...]
+    copies: str = ""
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """The versions of the packages. Raises InputError if one is not installed."""
+        try:
+            return {name: version(name) for name in self.packages}
+        except PackageNotFoundError as error:
+            raise InputError(f"{error.name} is not installed: pip install {error.name}") from error
+
+
+def modules_of(pipeline: Any) -> dict[str, nn.Module]:
+    """Return the pipeline's components with weights."""
+    return {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}
+
+
+class Blockwise:
+    """A pipeline of which one block is in memory at a time.
+
+    A block is an item of a module list, or a module that has parameters of its own.
+    ``load_seconds``: for reading blocks. ``largest_bytes``: of a block. ``calls``: of the denoiser.
+    """
+
+    def __init__(self, folder: Path, model: Model) -> None:
+        self.pipeline = empty_pipeline(model)
+        self.load_seconds, self.largest_bytes, self.calls = 0.0, 0, 0
+        self.weight_bytes, self._files = dict[str, int](), dict[Path, Any]()
+        for name, module in modules_of(self.pipeline).items():
+            files = _tensor_files(folder / name)
+            self.weight_bytes[name] = sum(tensor.nbytes for tensor in module.parameters())
+            for block, whole in list(_blocks(module)):
+                names = _stored_names(module, block, whole, files)
+                nbytes = sum(getattr_path(block, name).nbytes for name in names)
+                self.largest_bytes = max(self.largest_bytes, nbytes)
+                if whole or not list(block.children()):
+                    block.register_forward_pre_hook(self._loader(block, names, files))
+                    block.register_forward_hook(_release(block, names))
+                else:
+                    self._loader(block, names, files)(block, ())
+            if name in ("transformer", "unet"):
+                module.register_forward_pre_hook(self._count)
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._files:
+            self._files[path] = safe_open(path, framework="pt")
+        return self._files[path]
+
+    def _count(self, _module: nn.Module, _arguments: Any) -> None:
+        self.calls += 1
+
+    def _loader(
+        self, block: nn.Module, names: dict[str, str], files: dict[str, Path]
+    ) -> Callable[[nn.Module, Any], None]:
+        def load(_module: nn.Module, _arguments: Any) -> None:
+            start = time.perf_counter()
+            for name, stored_name in names.items():
+                _set(block, name, self._open(files[stored_name]).get_tensor(stored_name).clone())
+            self.load_seconds += time.perf_counter() - start
+
+        return load
+
+
+def getattr_path(module: nn.Module, path: str) -> torch.Tensor:
+    """Return the parameter or buffer ``path`` of ``module``."""
+    owner, _, key = path.rpartition(".")
+    tensor: torch.Tensor = getattr(module.get_submodule(owner), key)
+    return tensor
+
+
+def _set(module: nn.Module, path: str, value: torch.Tensor) -> None:
+    owner, _, key = path.rpartition(".")
+    module.get_submodule(owner)._parameters[key] = nn.Parameter(value, requires_grad=False)
+
+
+def _release(block: nn.Module, names: dict[str, str]) -> Callable[[nn.Module, Any, Any], None]:
+    empty = {name: getattr_path(block, name) for name in names}
+
+    def release(_module: nn.Module, _arguments: Any, _output: Any) -> None:
+        for name, tensor in empty.items():
+            _set(block, name, tensor)
+
+    return release
+
+
+def _blocks(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
+    """Yield each block and whether its descendants are included."""
+    if list(module.parameters(recurse=False)):
+        yield module, False
+    for child in module.children():
+        if isinstance(module, nn.ModuleList):
+            yield child, True
+        else:
+            yield from _blocks(child)
+
+
+def _stored_names(
+    module: nn.Module, block: nn.Module, whole: bool, files: dict[str, Path]
+) -> dict[str, str]:
+    """Return the name in the files for each parameter of ``block``; tied ones share theirs."""
+    aliases = dict[int, str]()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name in files:
+            aliases.setdefault(id(parameter), name)
+    return {
+        name: aliases[id(parameter)]
+        for name, parameter in block.named_parameters(recurse=whole, remove_duplicate=False)
+    }
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Return the file of each tensor in ``folder``."""
+    files = dict[str, Path]()
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            files |= dict.fromkeys(file.keys(), path)
+    return files
+
+
+def _mmap(job: Job) -> Picture:
+    pipeline = load_pipeline(job.folder, job.model)
+    return lambda: call(pipeline, job.model)
+
+
+def _in_memory(job: Job) -> Picture:
+    pipeline = load_pipeline(job.folder, job.model)
+    for module in modules_of(pipeline).values():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.data = tensor.data.clone()
+    return lambda: call(pipeline, job.model)
+
+
+def _disk_offload(job: Job) -> Picture:
+    from accelerate import disk_offload
+
+    pipeline = load_pipeline(job.folder, job.model)
+    for name, module in modules_of(pipeline).items():
+        disk_offload(module, job.copies / name, torch.device("cpu"))
+    return lambda: call(pipeline, job.model)
+
+
+def _device_map(job: Job) -> Picture:
+    """The denoiser gets the cap first, less what the reference took; then the other components."""
+    from accelerate import dispatch_model, infer_auto_device_map
+
+    pipeline = load_pipeline(job.folder, job.model)
+    modules = modules_of(pipeline)
+    room = max(0, job.cap_bytes - job.floor_bytes)
+    for name in sorted(modules, key=lambda name: name not in ("transformer", "unet")):
+        module = modules[name]
+        whole = list(getattr(module, "_no_split_modules", None) or [])
+        places = infer_auto_device_map(
+            module, max_memory={"cpu": room}, no_split_module_classes=whole
+        )
+        sizes = {path: sum(tensor.nbytes for tensor in _tensors(module, path)) for path in places}
+        room -= sum(sizes[path] for path, place in places.items() if place == "cpu")
+        dispatch_model(
+            module,
+            places,
+            offload_dir=job.copies / name,
+            skip_keys=getattr(module, "_skip_keys", None),  # without them video VAEs copy caches
+            force_hooks=True,
+        )
+    return lambda: call(pipeline, job.model)
+
+
+def _tensors(module: nn.Module, path: str) -> list[torch.Tensor]:
+    owner, _, key = path.rpartition(".")
+    part: Any = getattr(module.get_submodule(owner), key) if path else module
+    return [part] if isinstance(part, torch.Tensor) else [*part.parameters(), *part.buffers()]
+
+
+def _group_offload(job: Job) -> Picture:
+    from diffusers.hooks import apply_group_offloading
+
+    pipeline = load_pipeline(job.folder, job.model)
+    for name, module in modules_of(pipeline).items():
+        apply_group_offloading(
+            module,
+            onload_device=torch.device("cpu"),
+            offload_device=torch.device("cpu"),
+            offload_type="block_level",
+            num_blocks_per_group=1,
+            use_stream=False,
+            offload_to_disk_path=str(job.copies / name),
+        )
+    return lambda: call(pipeline, job.model)
+
+
+def _graphrun(job: Job) -> Picture:
+    """Dry runs are not taken from the cache; a profile of ``graphrun calibrate`` is."""
+    import graphrun
+    from graphrun.cli.common import cache_folder
+    from graphrun.profile.hardware_profiles import detect_cpu
+
+    graph, inputs = load_graph(job.folder), job.model.call_inputs
+    hardware = detect_cpu(cache_folder(False))
+    problem = graphrun.estimate(graph, memory=job.cap_bytes, hardware=hardware, inputs=inputs)
+    solution = graphrun.plan(problem)
+    job.note(
+        "plan",
+        hardware=hardware.label,
+        planned_seconds=solution.simulation.seconds,
+        planned_peak_bytes=solution.simulation.peak_bytes + problem.overhead_bytes,
+        planned_read_bytes=solution.simulation.moved_bytes,
+    )
+
+    def picture() -> Any:
+        trace = graphrun.run(solution, graph, inputs)
+        return next(iter(trace.outputs.values()))
+
+    return picture
+
+
+TOOLS = {
+    tool.name: tool
+    for tool in (
+        Tool(GRAPHRUN, _graphrun, ("graphrun", "torch", "diffusers", "transformers")),
+        Tool(MMAP, _mmap, ("diffusers", "torch", "transformers", "safetensors")),
+        Tool("in memory", _in_memory, ("diffusers", "torch", "transformers")),
+        Tool("accelerate disk_offload", _disk_offload, ("accelerate", "diffusers"), ACCELERATE),
+        Tool("accelerate device_map", _device_map, ("accelerate", "diffusers"), ACCELERATE),
+        Tool("diffusers group offload, disk", _group_offload, ("diffusers",), GROUPS),
+    )
+}
