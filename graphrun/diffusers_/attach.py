@@ -126,8 +126,8 @@ class PlannedCall:
     """The plan for calls with one `CallKey`.
 
     ``call_signatures``: signatures of the calls into components in the dry run. ``traced_calls``:
-    number of calls traced when the plan was made, for this and other pipeline calls. A new trace
-    may change the numbers of a component, so the plan is then made again.
+    how many calls into components the attachment had traced when the plan was made. A trace made
+    later may change the numbers of a component, so the plan is then made again.
     """
 
     call_signatures: frozenset[str]
@@ -527,7 +527,9 @@ class Attachment:
             int(problem.hardware.page_scale * LARGE_PAGE_BYTES) if problem.counts_pages else 0
         )
         keeps_weights = bool(solution.plan.further_slots) and not problem.secondaries
-        # Without kept weights the plan is of one run, and no cached result stays on the device.
+        # Results that methods cache may stay on the device only if weights stay there too: then
+        # further calls by this plan follow. `page_bytes` is None where nothing may stay. With
+        # secondary devices, nothing stays either: nobody counts what is cached on each of them.
         self._host.make_room(
             peak_bytes,
             problem.effective_bytes,

@@ -151,9 +151,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_storage(storage)
 
     def allocated(self, key: int, nbytes: int) -> None:
-        """Record a storage that hooks allocate on the simulated accelerator during the call.
+        """Record a storage that the component's forward hooks allocate on the planned device.
 
-        Operators of the call itself run on meta. ``key`` identifies the storage for `freed`.
+        Hooks of diffusers' caches run outside the traced call and on simulated tensors; operators
+        of the call itself run on meta. ``key`` identifies the storage for `freed`.
         """
         self._last_key += 1
         self._external_keys[key] = self._last_key
