@@ -179,13 +179,10 @@ class ProcessPeak:
             return
         with self._lock, contextlib.suppress(OSError):
             numbers = _numbers((self._folder / "status").read_text(encoding="utf-8"))
-            kernel_kib = numbers.get("VmPTE:", 0) + numbers.get("Threads:", 1) * STACK_BYTES // KIB
             own_kib = numbers.get("RssAnon:", 0) + numbers.get("RssShmem:", 0)
             self._file_bytes = max(self._file_bytes, numbers.get("RssFile:", 0) * KIB)
             mark_bytes = numbers.get("VmHWM:", 0) * KIB - self._file_bytes if self._marks else 0
-            self._peak_bytes = max(
-                self._peak_bytes, max(own_kib * KIB, mark_bytes) + kernel_kib * KIB
-            )
+            self._peak_bytes = max(self._peak_bytes, own_kib * KIB, mark_bytes)
 
 
 def group_bytes(group: GroupFolder) -> MemoryUse:

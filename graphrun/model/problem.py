@@ -516,8 +516,19 @@ class Problem:
 
     @property
     def overhead_bytes(self) -> int:
-        """Bytes of the budget that are not for tensors: context, workspace and reserve."""
-        return self.hardware.context_bytes + self.hardware.workspace_bytes + self.reserve_bytes
+        """Bytes of the budget that are not for tensors: context, workspace and reserve.
+
+        On a CPU also page tables, which the kernel counts for a process: eight bytes for every page
+        of 4096, huge pages included (it keeps a table for each, in case it has to split them).
+        """
+        hardware = self.hardware
+        page_table_bytes = self.budget_bytes // 512 if hardware.unified else 0
+        return (
+            hardware.context_bytes
+            + hardware.workspace_bytes
+            + self.reserve_bytes
+            + page_table_bytes
+        )
 
     def vram_option(self, nbytes: int) -> str:
         """Return the value of ``--vram`` with ``nbytes`` for the device, and unchanged budgets for

@@ -160,6 +160,7 @@ class OpenSlot:
     def enter(self, component: str) -> Mark:
         """Call before each call into ``component``. Returns the mark at which the call starts."""
         self._entries[component] += 1
+        self._device.before_call()
         if component in self._streamers:
             self._streamers[component].begin_call()
         else:

@@ -61,7 +61,8 @@ class CpuDevice(Device):
 
     def __init__(self, hardware: Hardware) -> None:
         super().__init__()
-        self._context_bytes = hardware.context_bytes
+        # of the process itself, and of code that kernels generate
+        self._context_bytes = hardware.context_bytes + hardware.workspace_bytes
         self._cap_bytes: int | None = None  # of weights and activations together, in a session
         self._origin_seconds = time.perf_counter()
         self._reads: DirectReads | None = None
@@ -183,6 +184,14 @@ class CpuDevice(Device):
 
     def release_cached(self) -> None:
         """Return freed memory to the system."""
+        trim_freed_memory()
+
+    def before_call(self) -> None:
+        """Return freed memory to the system.
+
+        The C library keeps what activations of a call left in its heap, and the next call's may not
+        fit into it: without this, a denoising loop grows by some 10 MB a step.
+        """
         trim_freed_memory()
 
     def holders(self) -> tuple[str, ...]:

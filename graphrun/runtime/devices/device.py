@@ -243,6 +243,9 @@ class Device(ABC):
     def release_cached(self) -> None:  # noqa: B027 (most devices need nothing)
         """Return cached memory without tensors to the device. Call after a barrier."""
 
+    def before_call(self) -> None:  # noqa: B027 (most devices need nothing)
+        """Return freed memory that the host's allocator keeps. Called before each component call."""
+
     @abstractmethod
     def holders(self) -> tuple[str, ...]:
         """Return text for an error: the allocations on the device, largest first."""
