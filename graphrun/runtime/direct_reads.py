@@ -2,8 +2,7 @@
 
     file     |header|--a--|gap|-----b-----|.......|--c--|    tensors of a block
     spans    |---------span 0-------------|     |-span 1-|   from page to page; small gaps are read
-    ring     |---------span 0-------------|-span 1-|copy|    parameters are views; a tensor that
-                                                             the file misaligns has a copy
+    memory   |---------span 0-------------|-span 1-|         tensors are views
 
 `span_layout` computes spans and offsets, `MappedArena` is the memory, and `DirectReads` is the
 threads that read. On Linux reads are direct (O_DIRECT): the disk writes to the arena, and no core
@@ -15,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import os
 import threading
 import time
@@ -27,7 +27,6 @@ from typing import Any
 import torch
 
 from graphrun.errors import InputError
-from graphrun.modules.blocks import ALIGNMENT
 from graphrun.modules.source_files import Stored
 from graphrun.systems import anonymous_memory, forget_cached, open_direct, read_at, refuse_forked
 from graphrun.units import MIB
@@ -109,66 +108,35 @@ class Span:
         """Size in the file and in memory."""
         return self.stop - self.start
 
-
-@dataclass(frozen=True, slots=True)
-class TensorPlace:
-    """Place of ``tensor`` in its block's memory: at ``offset``, after its bytes are read.
-
-    The read writes to ``read_offset``. If the two differ, the tensor is misaligned in its file, and
-    is at ``offset`` after `SpanLayout.align`.
-    """
-
-    tensor: Stored
-    offset: int
-    read_offset: int
-
-    @property
-    def is_copy(self) -> bool:
-        """Whether the tensor is copied after the read, because its file misaligns it."""
-        return self.offset != self.read_offset
-
-    def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the tensor in its block's ``memory`` (flat uint8), without a copy.
-
-        A dtype that torch does not have is returned as flat bytes.
-        """
-        flat = memory[self.offset : self.offset + self.tensor.nbytes]
-        dtype = getattr(torch, self.tensor.dtype, None)
-        return flat if dtype is None else flat.view(dtype).view(self.tensor.shape)
+    def contains(self, tensor: Stored) -> bool:
+        """Return whether the span was laid out with ``tensor``, which is not empty."""
+        return tensor.file == self.file and self.start <= tensor.begin < self.needed_stop
 
 
 @dataclass(frozen=True, slots=True)
 class SpanLayout:
-    """Spans of a block's tensors, and the block's memory of ``nbytes``, a multiple of 4096.
+    """Spans of a block's tensors, one behind another in the block's memory.
 
-    Span i is read to ``span_offsets[i]``, a multiple of 4096. ``places``: of the tensors, in the
-    order of `span_layout`'s argument. ``copy_bytes``: part of ``nbytes`` that has the copies of
-    misaligned tensors, including padding. The block's memory must start at a page.
+    Span i is read to ``span_offsets[i]``, a multiple of 4096. The memory must start at a page.
+    ``tensor_offsets``: of the tensors, in the order of `span_layout`'s argument.
     """
 
     spans: tuple[Span, ...]
     span_offsets: tuple[int, ...]
-    places: tuple[TensorPlace, ...]
-    nbytes: int
-    copy_bytes: int
+    tensor_offsets: tuple[int, ...]
 
-    def align(self, memory: torch.Tensor) -> None:
-        """Copy misaligned tensors to their places in ``memory``, after all spans are read."""
-        for place in self.places:
-            if place.is_copy:
-                nbytes = place.tensor.nbytes
-                memory[place.offset : place.offset + nbytes].copy_(
-                    memory[place.read_offset : place.read_offset + nbytes]
-                )
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all spans, a multiple of 4096."""
+        return sum(span.nbytes for span in self.spans)
 
 
 def span_layout(tensors: Sequence[Stored]) -> SpanLayout:
-    """Return the spans that contain ``tensors``, and each tensor's place in the block's memory.
+    """Return the spans that contain ``tensors``, and each tensor's offset in the block's memory.
 
     Spans are ordered by file, in the order of the files' first tensors, then by offset. Two tensors
-    less than 64 KiB apart are in one span. Tensors may overlap, as tied weights do. A tensor whose
-    file offset is not a multiple of its element size has a copy behind the spans, once for each
-    mention of the tensor.
+    less than `GAP_BYTES` apart are in one span. Tensors may overlap, as tied weights do. A tensor
+    keeps its alignment in the file, up to 4096 bytes.
     """
     by_file: dict[str, list[Stored]] = {}
     for tensor in tensors:
@@ -185,35 +153,19 @@ def span_layout(tensors: Sequence[Stored]) -> SpanLayout:
                 start = _page_start(tensor.begin)
             stop = max(stop, tensor.begin + tensor.nbytes)
         spans.append(Span(file, start, _page_stop(stop), stop))
-    span_offsets, span_bytes = list[int](), 0
-    for span in spans:
-        span_offsets.append(span_bytes)
-        span_bytes += span.nbytes
-    end, places = span_bytes, list[TensorPlace]()
-    for tensor in tensors:
-        offset = next(
+    span_offsets = tuple(itertools.accumulate((span.nbytes for span in spans[:-1]), initial=0))
+    tensor_offsets = tuple(
+        next(
             (
                 offset + tensor.begin - span.start
-                for span, offset in zip(spans, span_offsets, strict=True)
-                if tensor.nbytes
-                and span.file == tensor.file
-                and span.start <= tensor.begin < span.needed_stop
+                for span, offset in zip(spans, span_offsets, strict=False)
+                if tensor.nbytes and span.contains(tensor)
             ),
             0,
         )
-        if offset % _element_bytes(tensor):
-            end = -(-end // ALIGNMENT) * ALIGNMENT
-            places.append(TensorPlace(tensor, end, offset))
-            end += tensor.nbytes
-        else:
-            places.append(TensorPlace(tensor, offset, offset))
-    nbytes = _page_stop(end)
-    return SpanLayout(tuple(spans), tuple(span_offsets), tuple(places), nbytes, nbytes - span_bytes)
-
-
-def _element_bytes(tensor: Stored) -> int:
-    dtype = getattr(torch, tensor.dtype, None)
-    return 1 if dtype is None else dtype.itemsize
+        for tensor in tensors
+    )
+    return SpanLayout(tuple(spans), span_offsets[: len(spans)], tensor_offsets)
 
 
 class SpanRead:

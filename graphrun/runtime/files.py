@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from graphrun.modules.blocks import ALIGNMENT, BlockLayout, TensorEntry
+from graphrun.modules.blocks import ALIGNMENT, BlockLayout
 from graphrun.modules.source_files import Stored
 from graphrun.runtime.backing import BackingStore, BlockWriter, Marks
 from graphrun.runtime.devices.device import Device
@@ -50,7 +50,11 @@ def file_block(layout: BlockLayout, writer: BlockWriter, limit_bytes: int) -> Fi
     file_tensors = {
         number: tensor
         for number, entry in enumerate(layout.entries)
-        if entry.nbytes and (tensor := _aligned(writer.stored(entry), entry)) is not None
+        if entry.nbytes
+        and (tensor := writer.stored(entry)) is not None
+        # torch has no views at offsets that are no multiple of an element
+        and tensor.nbytes == entry.nbytes
+        and not tensor.begin % entry.tensor.element_size()
     }
     while True:
         block = _placed(layout, file_tensors)
@@ -60,28 +64,14 @@ def file_block(layout: BlockLayout, writer: BlockWriter, limit_bytes: int) -> Fi
         file_tensors = {
             number: tensor
             for number, tensor in file_tensors.items()
-            if not (
-                tensor.file == smallest.file
-                and smallest.start <= tensor.begin < smallest.needed_stop
-            )
+            if not smallest.contains(tensor)
         }
-
-
-def _aligned(tensor: Stored | None, entry: TensorEntry) -> Stored | None:
-    """Return ``tensor`` in the dtype of ``entry``; None if its offset is no multiple of an element.
-
-    torch has no views at such offsets.
-    """
-    element_bytes = entry.tensor.element_size()
-    if tensor is None or tensor.nbytes != entry.nbytes or tensor.begin % element_bytes:
-        return None
-    return replace(tensor, dtype=str(entry.tensor.dtype).removeprefix("torch."))
 
 
 def _placed(layout: BlockLayout, file_tensors: Mapping[int, Stored]) -> FileBlock:
     """Return the block with the tensors ``file_tensors``, by number of the entry, in spans."""
     spans = span_layout(list(file_tensors.values()))
-    offsets = dict(zip(file_tensors, (place.offset for place in spans.places), strict=True))
+    offsets = dict(zip(file_tensors, spans.tensor_offsets, strict=True))
     end = spans.nbytes
     for number, entry in enumerate(layout.entries):
         if number not in offsets:
