@@ -347,8 +347,8 @@ CHOICE_LINES: Mapping[str, tuple[str, str]] = {
     "finds": (r"finds (\S+ .+)", "finds COMPONENT BLOCKS"),
     "leaves": (r"leaves (\S+ .+)", "leaves COMPONENT BLOCKS"),
     "variant": (
-        r"variant (\S+ \S+ (?:pinned|pageable|disk) (?:device[1-9]?|cpu))",
-        "variant COMPONENT PRECISION pinned|pageable|disk device|device1|cpu",
+        r"variant (\S+ \S+ (?:pinned|pageable|disk|file) (?:device[1-9]?|cpu))",
+        "variant COMPONENT PRECISION pinned|pageable|disk|file device|device1|cpu",
     ),
     "split": (r"split (\S+ device[1-9] .+)", "split COMPONENT device1 BLOCKS"),
     "option": (r"option (\S+ \S+)", "option STAGE NAME"),
@@ -377,8 +377,8 @@ def _parse_slot(line: str, position: str) -> tuple[str, SlotPart, int]:
 ACTION_LINES: Mapping[str, tuple[type[Action], str, str]] = {
     "load": (
         Load,
-        r"load (\S+) (.+) from (pinned|pageable|disk)",
-        "load COMPONENT BLOCKS from pinned|pageable|disk",
+        r"load (\S+) (.+) from (pinned|pageable|disk|file)",
+        "load COMPONENT BLOCKS from pinned|pageable|disk|file",
     ),
     "evict": (Evict, r"evict (\S+) (.+)", "evict COMPONENT BLOCKS"),
     "stream": (

@@ -129,7 +129,7 @@ BLOCKS = st.none() | st.dictionaries(NAMES, INDICES, max_size=3).map(
     lambda mapping: tuple(mapping.items())
 )
 ACTIONS = st.one_of(
-    st.builds(Load, NAMES, BLOCKS, st.sampled_from(["pinned", "pageable", "disk"])),
+    st.builds(Load, NAMES, BLOCKS, st.sampled_from(["pinned", "pageable", "disk", "file"])),
     st.builds(Evict, NAMES, BLOCKS),
     st.builds(Stream, NAMES, BLOCKS, st.integers(0, 2**40)),
     st.builds(Run),
@@ -162,7 +162,7 @@ WORDS = st.from_regex(r"[a-z_][a-z_0-9]{0,8}", fullmatch=True)
 VARIANTS = st.builds(
     lambda precision, backing_store, device: f"{precision} {backing_store} {device}",
     WORDS,
-    st.sampled_from(["pinned", "pageable", "disk"]),
+    st.sampled_from(["pinned", "pageable", "disk", "file"]),
     st.sampled_from(["device", "cpu"]),
 )
 RUN = st.lists(SLOTS, min_size=1, max_size=4).map(tuple)
@@ -195,8 +195,12 @@ def test_every_plan_round_trips(plan: Plan) -> None:
         ),
         (7, "slot denoise/0:transformer steady", "expected the calls of a steady slot"),
         (4, "lode t5 all from pinned", "expected slot or one of load, evict, stream, run"),
-        (4, "load t5 all", "expected 'load COMPONENT BLOCKS from pinned|pageable|disk'"),
-        (4, "load t5 all from tape", "expected 'load COMPONENT BLOCKS from pinned|pageable|disk'"),
+        (4, "load t5 all", "expected 'load COMPONENT BLOCKS from pinned|pageable|disk|file'"),
+        (
+            4,
+            "load t5 all from tape",
+            "expected 'load COMPONENT BLOCKS from pinned|pageable|disk|file'",
+        ),
         (4, "load t5 double[] from pinned", "expected blocks as 'all', 'none' or"),
         (4, "load t5 double[2,1] from pinned", "ascending order"),
         (4, "load t5 double[4-2] from pinned", "ascending order"),
@@ -211,7 +215,7 @@ def test_every_plan_round_trips(plan: Plan) -> None:
         (
             2,
             "variant t5 nf4 tape device",
-            "expected 'variant COMPONENT PRECISION pinned|pageable|disk device|device1|cpu'",
+            "expected 'variant COMPONENT PRECISION pinned|pageable|disk|file device|device1|cpu'",
         ),
         (2, "option decode", "expected 'option STAGE NAME'"),
         (2, "order", "expected 'order STAGE STAGE ...'"),
