@@ -12,21 +12,23 @@ cache and removes its pages from the cache. Plans are no concern of this module.
 
 from __future__ import annotations
 
+import copy
 import errno
 import io
 import itertools
 import os
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from graphrun.errors import InputError
+from graphrun.errors import GraphrunError, InputError
 from graphrun.modules.source_files import Stored
 from graphrun.systems import anonymous_memory, forget_cached, open_direct, read_at, refuse_forked
 from graphrun.units import MIB
@@ -169,38 +171,50 @@ def span_layout(tensors: Sequence[Stored]) -> SpanLayout:
 
 
 class SpanRead:
-    """One submitted read, of ``span``, in the order of submission.
+    """One submitted read or write, in the order of submission.
 
-    ``started_seconds``, ``ended_seconds``: `time.perf_counter` at the first request to the disk and
-    at the end; 0 before.
+    ``started_seconds``, ``ended_seconds``: `time.perf_counter` when it begins and at its end; 0
+    before.
     """
 
-    def __init__(self, reads: DirectReads, span: Span) -> None:
-        self.span = span
+    def __init__(self, reads: DirectReads) -> None:
         self.started_seconds = self.ended_seconds = 0.0
         self._reads, self._chunks_left = reads, 0
 
     @property
     def is_done(self) -> bool:
-        """Whether the span, and all spans submitted before it, are in memory."""
+        """Whether it is in memory, and all that was submitted before it."""
         return self.ended_seconds > 0
 
     def wait(self) -> None:
-        """Wait until the span, and all spans submitted before it, are in memory.
+        """Wait until it is in memory, and all that was submitted before it.
 
         Raises InputError if a file cannot be opened or read, is truncated, or was changed since it
-        was opened; RuntimeError if the reads were closed. Nothing is read any more then.
+        was opened; the error of a write; RuntimeError if the reads were closed. Nothing is read any
+        more then.
         """
         self._reads._wait(self)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Chunk:
-    """Part of a read: from ``offset`` of the file into ``target``."""
+    """Part of a read: from ``offset`` of the file of ``span`` into ``target``; or a ``write``.
+
+    ``start``, ``stop``: addresses of the memory.
+    """
 
     span_read: SpanRead
-    offset: int
-    target: memoryview
+    start: int
+    stop: int
+    span: Span | None = None
+    offset: int = 0
+    target: memoryview = field(default_factory=lambda: memoryview(b""))
+    write: Callable[[], None] | None = None
+
+    def excludes(self, other: _Chunk) -> bool:
+        """Return whether this chunk, behind ``other``, waits for the end of ``other``."""
+        are_writes = self.write is not None and other.write is not None
+        return are_writes or (self.start < other.stop and other.start < self.stop)
 
 
 @dataclass(slots=True)
@@ -221,10 +235,11 @@ class DirectReads:
     """Threads that read spans of files into memory, in the order of submission.
 
     A span is read in chunks of at most ``chunk_bytes``, a multiple of 4096, by ``threads`` threads
-    at once; they start at the first span. Reads end in the order of submission too: a read is done
-    when all reads before it are. After an error, the read that failed and all later ones raise it,
-    threads end and files are closed. Files stay open until then, or until `close`. A context
-    manager closes too.
+    at once; they start at the first span. A chunk waits for earlier ones into the same memory, and
+    a write for earlier writes. Reads end in the order of submission too: a read is done when all
+    reads before it are. After an error, the read that failed and all later ones raise it, threads
+    end and files are closed. Files stay open until then, or until `close`. A context manager closes
+    too.
 
     ``bytes_read``: from all files, including gaps. ``wait_seconds``: time that `SpanRead.wait`
     blocked.
@@ -239,10 +254,11 @@ class DirectReads:
         self._threads: list[threading.Thread] = []
         self._changed_state, self._opening = threading.Condition(), threading.Lock()
         self._chunks: deque[_Chunk] = deque()  # not begun
+        self._active_chunks: list[_Chunk] = []
         self._unfinished: deque[SpanRead] = deque()
         self._files: dict[str, _OpenFile] = {}
         self._is_direct: dict[str, bool] = {}
-        self._problem = ""  # the message of the first error
+        self._error: BaseException | None = None  # the first
         self._is_closed = False
         self._active_threads = 0
 
@@ -272,16 +288,29 @@ class DirectReads:
                 f"{tuple(view.shape)} {view.dtype}: it must be flat bytes at a page's start"
             )
         raw: Any = view.numpy()
-        target, span_read = memoryview(raw), SpanRead(self, span)
+        target, span_read, start = memoryview(raw), SpanRead(self), view.data_ptr() - span.start
         chunks, offset = list[_Chunk](), span.start
         while offset < span.stop:
             # Ends at multiples of the chunk size in the file: no page of the cache, which may have
             # 2 MiB, is in two chunks.
             stop = min(span.stop, (offset // self._chunk_bytes + 1) * self._chunk_bytes)
-            chunks.append(
-                _Chunk(span_read, offset, target[offset - span.start : stop - span.start])
-            )
+            part = target[offset - span.start : stop - span.start]
+            chunks.append(_Chunk(span_read, start + offset, start + stop, span, offset, part))
             offset = stop
+        self._queue(span_read, chunks)
+        return span_read
+
+    def submit_write(self, write: Callable[[], None], view: torch.Tensor) -> SpanRead:
+        """Queue ``write``, which fills the flat ``view`` by other means, and return it.
+
+        A thread calls it. Raises the error of an earlier read, and RuntimeError after `close`.
+        """
+        refuse_forked(self._process, "this reader of files", "make a new one")
+        span_read, start = SpanRead(self), view.data_ptr()
+        self._queue(span_read, [_Chunk(span_read, start, start + view.nbytes, write=write)])
+        return span_read
+
+    def _queue(self, span_read: SpanRead, chunks: Sequence[_Chunk]) -> None:
         span_read._chunks_left = len(chunks)
         with self._changed_state:
             self._refuse_ended()
@@ -291,7 +320,6 @@ class DirectReads:
             if not self._threads:
                 self._start_threads()
             self._changed_state.notify_all()
-        return span_read
 
     def close(self) -> None:
         """End the threads and close the files; may be called again.
@@ -338,11 +366,11 @@ class DirectReads:
 
     @property
     def _has_ended(self) -> bool:
-        return self._is_closed or self._problem != ""
+        return self._is_closed or self._error is not None
 
     def _refuse_ended(self) -> None:
-        if self._problem:
-            raise InputError(self._problem)
+        if self._error is not None:
+            raise copy.copy(self._error)  # whose traceback keeps no memory in this object
         if self._is_closed:
             raise RuntimeError("the reader of files is closed: make a new one")
 
@@ -369,30 +397,42 @@ class DirectReads:
 
     def _next_chunk(self) -> _Chunk | None:
         with self._changed_state:
-            while not self._chunks and not self._has_ended:
+            while not self._has_ended and not self._may_begin():
                 self._changed_state.wait()
             if self._has_ended:
                 return None
             chunk = self._chunks.popleft()
+            self._active_chunks.append(chunk)
             chunk.span_read.started_seconds = chunk.span_read.started_seconds or time.perf_counter()
             return chunk
 
+    def _may_begin(self) -> bool:
+        """Return whether there is a chunk, and its memory is not written by another thread."""
+        return bool(self._chunks) and not any(
+            self._chunks[0].excludes(chunk) for chunk in self._active_chunks
+        )
+
     def _read_chunk(self, chunk: _Chunk) -> None:
-        count, problem = 0, "the thread that reads ended: see the error that it printed"
+        count, failure = 0, None
         try:
-            count, problem = self._fill(chunk), ""
-        except InputError as error:
-            problem = str(error)  # its traceback would keep the memory mapped
-        finally:
-            chunk.target.release()  # after the read, no thread keeps the memory mapped
-            with self._changed_state:
-                self.bytes_read += count
-                if not problem:
-                    chunk.span_read._chunks_left -= 1
-                    self._end_reads()
-                else:
-                    self._problem = self._problem or problem
-                self._changed_state.notify_all()
+            if chunk.write is not None:
+                chunk.write()
+            else:
+                count = self._fill(chunk)
+        except BaseException as error:  # noqa: BLE001 (raised by whoever waits)
+            failure = _without_frames(error)
+        chunk.target.release()  # after the read, no thread keeps the memory mapped
+        chunk.write = None
+        with self._changed_state:
+            self.bytes_read += count
+            self._active_chunks.remove(chunk)
+            if failure is None:
+                chunk.span_read._chunks_left -= 1
+                self._end_reads()
+            else:
+                self._error = self._error or failure
+                self._chunks.clear()
+            self._changed_state.notify_all()
 
     def _end_reads(self) -> None:
         """End the first unfinished reads that have no chunks left.
@@ -406,7 +446,8 @@ class DirectReads:
 
     def _fill(self, chunk: _Chunk) -> int:
         """Read ``chunk``, and return the bytes read. Raises InputError."""
-        span, size, position = chunk.span_read.span, len(chunk.target), 0
+        span, size, position = chunk.span, len(chunk.target), 0
+        assert span is not None
         needed_bytes = min(size, span.needed_stop - chunk.offset)
         open_file = self._open(span.file)
         while position < needed_bytes:
@@ -483,3 +524,11 @@ def _stamp(handle: io.FileIO) -> tuple[int, int]:
     """Return (size, modification time in ns) of an open file."""
     status = os.fstat(handle.fileno())
     return status.st_size, status.st_mtime_ns
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """Return ``error`` without frames and causes, whose locals would keep memory mapped."""
+    if not isinstance(error, GraphrunError):
+        error.add_note("".join(traceback.format_tb(error.__traceback__)).rstrip())
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    return error

@@ -27,7 +27,7 @@ class FileBlock:
     """The place of a block's tensors in its memory of ``layout.nbytes``, in whole pages.
 
     ``spans``: file ranges with their offsets in the memory. ``writer_layout``: layout of the
-    tensors that a writer fills, at offsets in the same memory.
+    tensors that a writer fills, at offsets behind the spans.
     """
 
     layout: BlockLayout
@@ -115,7 +115,7 @@ class FileStore(BackingStore):
 
         device.read_block(
             [(span, target[offset : offset + span.nbytes]) for span, offset in block.spans],
-            write if rest is not None else None,
+            (write, target[block.read_bytes :]) if rest is not None else None,
         )
         marks = start, device.mark("copy")
         self._finished.append((path, block.read_bytes, marks))

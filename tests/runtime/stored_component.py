@@ -3,20 +3,27 @@ is read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
-from small_component import Small, numbers
+from small_component import Small, numbers, small_hardware
 
+from graphrun.memory_group import process_bytes
 from graphrun.model.problem import ComponentNumbers, Hardware, Problem
 from graphrun.modules.source_files import stored_tensors
 from graphrun.modules.sources import FileSource, Writer
-from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.profile.variants import FILE_SLACK_BYTES
+from graphrun.runtime import direct_reads
+from graphrun.runtime.devices.device import Device
+from graphrun.runtime.direct_reads import PAGE_BYTES, DirectReads, SpanRead
 from graphrun.runtime.host import Host
+from graphrun.units import MIB, round_up
 
 
 def saved(folder: Path, seed: int = 0) -> Path:
@@ -60,6 +67,17 @@ def in_backing_store(
             host_bytes=2 * max(variant.block_bytes),
             disk_seconds=read_seconds,
         )
+    elif backing_store == "file":
+        block_bytes = tuple(
+            round_up(nbytes, PAGE_BYTES) + FILE_SLACK_BYTES for nbytes in variant.block_bytes
+        )
+        variant = replace(
+            variant,
+            backing_store="file",
+            host_bytes=0,
+            block_bytes=block_bytes,
+            load_seconds=read_seconds,
+        )
     else:
         rate = (
             hardware.pageable_bytes_per_second
@@ -73,8 +91,43 @@ def in_backing_store(
     return replace(plain, variants=(replace(variant, **changes),))
 
 
-def host_of(problem: Problem, folders: Mapping[str, Path], device: SimulatedDevice) -> Host:
+def host_of(problem: Problem, folders: Mapping[str, Path], device: Device) -> Host:
     """Host memory of meta_module_and_writer components."""
     drafts = {name: meta_module_and_writer(folder) for name, folder in folders.items()}
     modules = {name: module for name, (module, _) in drafts.items()}
     return Host(modules, problem, device, {name: writer for name, (_, writer) in drafts.items()})
+
+
+def cpu_hardware() -> Hardware:
+    """The CPU; some bytes more than the test process has now are the process's own."""
+    context_bytes = process_bytes().nbytes + 32 * MIB
+    return replace(
+        small_hardware(), name="cpu", device="cpu", context_bytes=context_bytes, basis="measured"
+    )
+
+
+def in_files(problem: Problem) -> Problem:
+    """``problem`` with all components in files."""
+    components = tuple(
+        in_backing_store("file", c.name, problem.hardware) for c in problem.components
+    )
+    return replace(problem, components=components)
+
+
+def slow_reads(patch: pytest.MonkeyPatch, seconds: float = 0.002) -> None:
+    """Makes each direct read, and each write in its place, begin late."""
+    read_at, submit_write = direct_reads.read_at, DirectReads.submit_write
+
+    def late(file: Any, view: memoryview, offset: int) -> int:
+        time.sleep(seconds)
+        return read_at(file, view, offset)
+
+    def late_write(reads: DirectReads, write: Callable[[], None], view: torch.Tensor) -> SpanRead:
+        def act() -> None:
+            time.sleep(seconds)
+            write()
+
+        return submit_write(reads, act, view)
+
+    patch.setattr(direct_reads, "read_at", late)
+    patch.setattr(DirectReads, "submit_write", late_write)

@@ -1,8 +1,8 @@
 """What the executor needs of a device: tested alike on the simulated accelerator, on the same under
-the ordering checker, and on CUDA.
+the ordering checker, on the CPU, and on CUDA.
 
-On the simulator bytes move at once: there the checker notices a missing wait, and on CUDA the
-results do, as kernels or copies are slow. Run on a card by `benchmarks/card.sh check`.
+On the simulator bytes move at once: there the checker detects a missing wait. On the CPU and on
+CUDA the results do, as kernels or copies are slow. Run on a card by `benchmarks/card.sh check`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import copy
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,6 @@ import torch
 from small_component import (
     ACTIVATION_BYTES,
     PREFETCH,
-    WIDE,
     Small,
     calls_to,
     plain,
@@ -31,7 +31,14 @@ from small_component import (
     small_problem,
     use,
 )
-from stored_component import host_of, in_backing_store, saved
+from stored_component import (
+    cpu_hardware,
+    host_of,
+    in_backing_store,
+    in_files,
+    saved,
+    slow_reads,
+)
 from torch import nn
 
 from graphrun import sim
@@ -81,13 +88,42 @@ STORED = """
 
 
 class Contract:
-    """Devices of one kind. ``slow``: what takes long on them, ``kernels`` or ``copies``."""
+    """Devices of one kind. ``slow``: what takes long on them, ``kernels`` or ``copies``. On the
+    CPU, weights are read from files in ``folder``."""
 
-    def __init__(self, kind: str, patch: pytest.MonkeyPatch) -> None:
-        self.kind, self._patch = kind, patch
+    def __init__(self, kind: str, patch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.kind, self._patch, self._folder = kind, patch, folder
+
+    def two(self, hardware: Hardware) -> tuple[dict[str, Small], Problem]:
+        """Modules ``a``, called four times, and ``b``, called once."""
+        modules = {"a": Small(), "b": Small(1)}
+        hardware = cpu_hardware() if self.kind == "cpu" else hardware
+        problem = small_problem(
+            modules,
+            [[use("a", 4, hardware)], [use("b", 1, hardware)]],
+            hardware,
+            hardware.context_bytes + (1 << 30),
+        )
+        return modules, in_files(problem) if self.kind == "cpu" else problem
+
+    def host(self, modules: dict[str, Small], problem: Problem, device: Any) -> Host:
+        """Host memory for ``problem`` with the weights of ``modules``."""
+        if self.kind != "cpu":
+            return Host(modules, problem, device)
+        folders = {name: saved(self._folder / name, int(name == "b")) for name in modules}
+        host = host_of(problem, folders, device)
+        for name, module in modules.items():
+            host.modules[name].skip = module.skip  # type: ignore[assignment]
+        return host
+
+    def ring(self, problem: Problem, blocks: int) -> int:
+        """Bytes of a ring buffer for so many of the larger blocks."""
+        return blocks * problem.component("a").variants[0].block_bytes[1]
 
     def device(self, problem: Problem, slow: str = "") -> Any:
         """A device for ``of``, whose rates should be those of ``slow``."""
+        if self.kind == "cpu" and slow == "copies":
+            slow_reads(self._patch)
         if self.kind != "cuda":
             return open_device(problem)
         from graphrun.runtime.devices.cuda import CudaDevice
@@ -105,12 +141,16 @@ class Contract:
         return device
 
     def slow_kernels(self, modules: Mapping[str, nn.Module]) -> None:
-        """On CUDA, every block of ``modules`` computes late from now on."""
-        if self.kind == "cuda":
+        """On CUDA and the CPU, every block of ``modules`` computes late from now on."""
+        if self.kind in ("cuda", "cpu"):
             for block in (
                 block for module in modules.values() for block in (*module.wide, *module.thin)
             ):  # type: ignore[misc, operator]
-                block.register_forward_pre_hook(lambda *_: torch.cuda._sleep(SLEEP_CYCLES))
+                block.register_forward_pre_hook(
+                    (lambda *_: torch.cuda._sleep(SLEEP_CYCLES))
+                    if self.kind == "cuda"
+                    else lambda *_: time.sleep(0.001)
+                )
 
     def resident(self, modules: Mapping[str, Small], calls: list[str]) -> torch.Tensor:
         """What ``modules`` compute with all weights on the device."""
@@ -125,6 +165,7 @@ class Contract:
 
     def run(self, problem: Problem, text: str, device: Any, host: Host, calls: list[str]) -> Trace:
         """A run of the plan ``text``, which leaves nothing behind."""
+        text = text.replace("from pinned", "from file") if self.kind == "cpu" else text
         solution = solution_of(problem, plan_of(problem, text))
         trace = follow(
             solution, host, device, lambda: calls_to(host.modules, calls, device.torch_device)
@@ -133,36 +174,35 @@ class Contract:
         return trace
 
 
-@pytest.fixture(params=["sim", "sim, order checked", "cuda"])
-def contract(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Contract:
+@pytest.fixture(params=["sim", "sim, order checked", "cpu", "cuda"])
+def contract(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Contract:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    if request.param != "cuda" and not sim.available():
+    if request.param.startswith("sim") and not sim.available():
         pytest.skip("this PyTorch cannot host the simulated accelerator")
     monkeypatch.setattr(Machine, "check_ordering", request.param == "sim, order checked")
-    return Contract(request.param, monkeypatch)
-
-
-def two(hardware: Hardware) -> tuple[dict[str, Small], Problem]:
-    modules = {"a": Small(), "b": Small(1)}
-    return modules, small_problem(
-        modules, [[use("a", 4, hardware)], [use("b", 1, hardware)]], hardware
-    )
+    return Contract(request.param, monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("ring_buffer", [1, 2, 3])
 @pytest.mark.parametrize("slow", ["kernels", "copies"])
 def test_streamed_is_resident(contract: Contract, slow: str, ring_buffer: int) -> None:
-    modules, problem = two(RATES[slow])
+    modules, problem = contract.two(RATES[slow])
     expected = contract.resident(modules, CALLS)
     device = contract.device(problem, slow)
     if slow == "kernels":
         contract.slow_kernels(modules)
-    host = Host(modules, problem, device)
+    host = contract.host(modules, problem, device)
     for _ in range(2):
         assert torch.equal(
             contract.run(
-                problem, PREFETCH.format(ring_buffer=ring_buffer * WIDE), device, host, CALLS
+                problem,
+                PREFETCH.format(ring_buffer=contract.ring(problem, ring_buffer)),
+                device,
+                host,
+                CALLS,
             ).outputs["x"],
             expected,
         )
@@ -171,31 +211,35 @@ def test_streamed_is_resident(contract: Contract, slow: str, ring_buffer: int) -
 @pytest.mark.parametrize("slow", ["kernels", "copies"])
 def test_blocks_that_a_call_skips(contract: Contract, slow: str) -> None:
     """The copies of the blocks that it skips are under way, and others are laid over them."""
-    modules, problem = two(RATES[slow])
+    modules, problem = contract.two(RATES[slow])
     modules["a"].skip = frozenset({"wide.1", "wide.2", "thin.0", "thin.4"})
     expected = contract.resident(modules, CALLS)
     device = contract.device(problem, slow)
     if slow == "kernels":
         contract.slow_kernels(modules)
-    host = Host(modules, problem, device)
+    host = contract.host(modules, problem, device)
     assert torch.equal(
-        contract.run(problem, PREFETCH.format(ring_buffer=2 * WIDE), device, host, CALLS).outputs[
-            "x"
-        ],
+        contract.run(
+            problem, PREFETCH.format(ring_buffer=contract.ring(problem, 2)), device, host, CALLS
+        ).outputs["x"],
         expected,
     )
 
 
 @pytest.mark.parametrize("slow", ["kernels", "copies"])
-@pytest.mark.parametrize("backing_store", ["pinned", "pageable", "disk"])
+@pytest.mark.parametrize("backing_store", ["pinned", "pageable", "disk", "file"])
 def test_homes_that_are_read_in_the_run(
     contract: Contract, backing_store: str, slow: str, tmp_path: Path
 ) -> None:
+    if (backing_store == "file") != (contract.kind == "cpu"):
+        pytest.skip("only unified memory is filled from files, and it has no other copy")
     hardware = replace(RATES[slow], disk_bytes_per_second=4e8, pageable_bytes_per_second=5e8)
-    problem = small_problem({}, [[use("a", 4, hardware)], [use("b", 1, hardware)]], hardware)
+    _, problem = contract.two(hardware)
     problem = replace(
         problem,
-        components=tuple(in_backing_store(backing_store, name, hardware) for name in ("a", "b")),
+        components=tuple(
+            in_backing_store(backing_store, name, problem.hardware) for name in ("a", "b")
+        ),
     )
     expected = contract.resident({"a": Small(), "b": Small(1)}, CALLS)
     device = contract.device(problem, slow)
@@ -204,10 +248,12 @@ def test_homes_that_are_read_in_the_run(
         contract.slow_kernels(host.modules)
     reads = (
         {"read_a": "", "read_b": ""}
-        if backing_store == "disk"
+        if backing_store in ("disk", "file")
         else {"read_a": "read a", "read_b": "read b"}
     )
-    text = STORED.format(backing_store=backing_store, ring_buffer=2 * WIDE, **reads)
+    text = STORED.format(
+        backing_store=backing_store, ring_buffer=contract.ring(problem, 2), **reads
+    )
     for _ in range(2):
         assert torch.equal(contract.run(problem, text, device, host, CALLS).outputs["x"], expected)
     assert device.arenas.nbytes("arenas") == 0
@@ -222,7 +268,7 @@ class Holder:
 
 
 def test_spill_and_restore(contract: Contract) -> None:
-    modules, problem = two(RATES["copies"])
+    modules, problem = contract.two(RATES["copies"])
     device = contract.device(problem, "copies")
     with device.session(256 * MIB):
         holder = Holder(
@@ -246,12 +292,14 @@ def test_spill_and_restore(contract: Contract) -> None:
 def test_a_slot_reserves_what_is_planned(contract: Contract) -> None:
     """In pages: of PyTorch's sizes on CUDA, of a thousandth on the simulator, as the weights are
     small."""
+    if contract.kind == "cpu":
+        pytest.skip("peaks of the process are measured, and the weights are small")
     hardware = replace(small_hardware(), caching_allocator=True, page_scale=2**-10)
     if contract.kind == "cuda":
         card = detect_card()
         assert card is not None
         hardware = replace(hardware, workspace_bytes=card.workspace_bytes, page_scale=1.0)
-    modules, problem = two(hardware)
+    modules, problem = contract.two(hardware)
     computing = (1, ACTIVATION_BYTES), (1, 0)
     problem = replace(
         problem,
@@ -260,8 +308,8 @@ def test_a_slot_reserves_what_is_planned(contract: Contract) -> None:
         ),
     )
     device = contract.device(problem)
-    host = Host(modules, problem, device)
-    text = PREFETCH.format(ring_buffer=2 * WIDE)
+    host = contract.host(modules, problem, device)
+    text = PREFETCH.format(ring_buffer=contract.ring(problem, 2))
     reports = solution_of(problem, plan_of(problem, text)).simulation.slots
     for _ in range(2):
         trace = contract.run(problem, text, device, host, CALLS)
@@ -278,7 +326,7 @@ def test_a_slot_reserves_what_is_planned(contract: Contract) -> None:
 def test_the_cap_holds_and_freed_memory_can_be_had_again_in_other_sizes(contract: Contract) -> None:
     """Expandable segments: otherwise what is cached in pieces cannot become one."""
     hardware = replace(small_hardware(), caching_allocator=True, page_scale=1.0)
-    _, problem = two(hardware)
+    _, problem = contract.two(hardware)
     device = contract.device(problem)
     with device.session(200 * MIB):
         device.reset_peak()
@@ -324,13 +372,16 @@ def other_default_device(device: Any) -> Iterator[None]:
 @pytest.mark.parametrize("context", [other_stream, other_default_device])
 def test_whatever_the_caller_has_set(contract: Contract, context: Callable[[Any], Any]) -> None:
     """A current stream that is not the default one; a default device that is not the CPU."""
-    modules, problem = two(RATES["kernels"])
+    modules, problem = contract.two(RATES["kernels"])
     expected = contract.resident(modules, CALLS)
-    device, text = contract.device(problem, "copies"), PREFETCH.format(ring_buffer=2 * WIDE)
+    device, text = (
+        contract.device(problem, "copies"),
+        PREFETCH.format(ring_buffer=contract.ring(problem, 2)),
+    )
     with context(device):
-        trace = contract.run(problem, text, device, Host(modules, problem, device), CALLS)
+        trace = contract.run(problem, text, device, contract.host(modules, problem, device), CALLS)
     assert torch.equal(trace.outputs["x"], expected)
-    if contract.kind != "cuda":
+    if contract.kind.startswith("sim"):
         planned_seconds = simulate(problem, plan_of(problem, text)).seconds
         assert trace.seconds == pytest.approx(planned_seconds, rel=0.03), "copies overlap compute"
 
@@ -338,7 +389,7 @@ def test_whatever_the_caller_has_set(contract: Contract, context: Callable[[Any]
 def test_the_sanitizer_of_torch_finds_nothing(contract: Contract) -> None:
     """The other tests of this file again, with ``torch.cuda._sanitizer`` on."""
     if contract.kind != "cuda":
-        pytest.skip("the simulator has the ordering checker")
+        pytest.skip("other devices have graphrun's own checkers")
     command = [
         sys.executable,
         "-m",

@@ -333,6 +333,71 @@ def test_reads_begin_and_end_in_the_order_of_submission(
     arena.close()
 
 
+def test_a_read_into_memory_of_an_unfinished_read_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streamed blocks that a call skips are overwritten by the next ones while they are read."""
+    path, let = file_of(tmp_path / "file", 4 * SMALL), in_steps(monkeypatch)
+    arena = MappedArena(3 * SMALL)
+    first, second, third, fourth = chunk_spans(path, 4)
+    with DirectReads(threads=2, chunk_bytes=SMALL) as reads:
+        reads.submit(first, arena.view(PAGE_BYTES, SMALL))
+        overwriting = reads.submit(second, arena.view(SMALL, SMALL))
+        other = reads.submit(third, arena.view(2 * SMALL, SMALL))
+        let(1)
+        let(2)
+        timer = threading.Timer(0.1, let, (0,))
+        timer.start()
+        other.wait()
+        assert overwriting.is_done
+        timer.join()
+        assert content(arena.view(SMALL, SMALL), SMALL) == path.read_bytes()[SMALL : 2 * SMALL]
+        let(3)
+        reads.submit(fourth, arena.view(0, SMALL)).wait()
+    assert content(arena.view(0, SMALL), SMALL) == path.read_bytes()[3 * SMALL :]
+    arena.close()
+
+
+def test_writes_are_in_the_order_of_reads_and_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, let = file_of(tmp_path / "file", 2 * SMALL), in_steps(monkeypatch)
+    arena, order = MappedArena(3 * SMALL), list[str]()
+    first, second = chunk_spans(path, 2)
+    resume = threading.Event()
+
+    def write(name: str, value: int, place: torch.Tensor) -> Callable[[], None]:
+        def act() -> None:
+            order.append(f"{name} begins")
+            assert resume.wait(60)
+            place.fill_(value)
+            order.append(f"{name} ends")
+
+        return act
+
+    with DirectReads(threads=2, chunk_bytes=SMALL) as reads:
+        reads.submit(first, arena.view(0, SMALL))
+        tail = arena.view(0, PAGE_BYTES)
+        over = reads.submit_write(write("over", 7, tail), tail)  # waits for the first read
+        apart = reads.submit_write(write("apart", 8, arena.view(SMALL, 4)), arena.view(SMALL, 4))
+        last = reads.submit(second, arena.view(2 * SMALL, SMALL))
+        let(1)
+        for act in (lambda: let(0), resume.set):
+            threading.Timer(0.05, act).start()
+        last.wait()
+        assert over.is_done
+        assert apart.is_done
+    assert order == ["over begins", "over ends", "apart begins", "apart ends"]
+    assert arena.view(0, PAGE_BYTES).eq(7).all()
+    assert (
+        content(arena.view(PAGE_BYTES, SMALL), SMALL - PAGE_BYTES)
+        == (path.read_bytes()[PAGE_BYTES:SMALL])
+    )
+    assert arena.view(SMALL, 4).eq(8).all()
+    del tail
+    arena.close()
+
+
 def test_a_read_that_is_done_does_not_block(tmp_path: Path) -> None:
     path = file_of(tmp_path / "file", SMALL)
     arena = MappedArena(SMALL)
@@ -525,18 +590,43 @@ def test_a_short_read_goes_on_at_the_page_that_it_ended_in(
     arena.close()
 
 
-def test_a_thread_that_fails_otherwise_is_an_error_too(
+def test_an_error_of_a_write_is_raised_by_it_and_by_all_later_reads(tmp_path: Path) -> None:
+    path, arena = file_of(tmp_path / "file", SMALL), MappedArena(2 * SMALL)
+    calls = list[str]()
+
+    def fail() -> None:
+        view = arena.view(SMALL, SMALL)  # of the frame that the error's traceback would keep
+        try:
+            raise KeyError(view.nbytes)
+        except KeyError:
+            raise InputError("the weights cannot be written") from None
+
+    reads = DirectReads()
+    first = reads.submit(whole(path), arena.view(0, SMALL))
+    failing = reads.submit_write(fail, arena.view(SMALL, SMALL))
+    later = reads.submit_write(lambda: calls.append("later"), arena.view(SMALL, SMALL))
+    for handle in (later, failing, later):
+        with pytest.raises(InputError, match="the weights cannot be written"):
+            handle.wait()
+    first.wait()
+    assert not calls
+    arena.close()
+
+
+def test_an_error_that_is_not_of_the_file_is_raised_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read_at(file: Any, view: memoryview, offset: int) -> int:
-        raise MemoryError
+        raise MemoryError("of read_at")
 
     path, arena = file_of(tmp_path / "file", SMALL), MappedArena(SMALL)
     monkeypatch.setattr(direct_reads, "read_at", read_at)
-    monkeypatch.setattr(threading, "excepthook", lambda args: None)
     handle = DirectReads(threads=1).submit(whole(path), arena.view(0, SMALL))
-    with pytest.raises(InputError, match="ended: see the error that it printed"):
-        handle.wait()
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="of read_at") as error_info:
+            handle.wait()
+        assert "in read_at" in error_info.value.__notes__[0]
+        del error_info
     arena.close()
 
 

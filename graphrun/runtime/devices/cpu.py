@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -32,25 +31,16 @@ from graphrun.units import show_size
 
 @dataclass(frozen=True, slots=True)
 class _CopyMark:
-    """The end of the reads queued before it: the last read, the last write behind it."""
+    """The end of the reads queued before it."""
 
     queued_seconds: float
-    span_read: SpanRead | None
-    write: Future[float] | None
-
-    def wait(self) -> None:
-        """Wait for the reads. Raises their error."""
-        if self.span_read is not None:
-            self.span_read.wait()
-        if self.write is not None:
-            self.write.result()
+    last_read: SpanRead | None
 
     @property
     def seconds(self) -> float:
         """Time of the end, on `time.perf_counter`. Valid when the reads have ended."""
-        read_seconds = 0.0 if self.span_read is None else self.span_read.ended_seconds
-        write_seconds = 0.0 if self.write is None else self.write.result()
-        return max(self.queued_seconds, read_seconds, write_seconds)
+        read_seconds = 0.0 if self.last_read is None else self.last_read.ended_seconds
+        return max(self.queued_seconds, read_seconds)
 
 
 class CpuDevice(Device):
@@ -68,9 +58,7 @@ class CpuDevice(Device):
         self._reads: DirectReads | None = None
         self._peak: ProcessPeak | None = None
         self._last_read: SpanRead | None = None
-        self._last_write: Future[float] | None = None
         self._has_failed = False
-        self._threads = ThreadPoolExecutor(1, "graphrun-disk")
 
     @contextmanager
     def session(self, cap_bytes: int, limit_bytes: int = 0) -> Iterator[None]:
@@ -81,12 +69,11 @@ class CpuDevice(Device):
         growth_bytes = process_bytes().nbytes - self._context_bytes - self.allocated_bytes
         self._cap_bytes = cap_bytes - max(0, growth_bytes)
         self._origin_seconds, self._has_failed = time.perf_counter(), False
-        with DirectReads() as self._reads, ProcessPeak() as self._peak:
-            try:
+        try:
+            with DirectReads() as self._reads, ProcessPeak() as self._peak:
                 yield
-            finally:
-                self._cap_bytes, self._last_read, self._last_write = None, None, None
-        self._reads = self._peak = None
+        finally:
+            self._reads = self._peak = self._last_read = self._cap_bytes = None
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return memory in pages of its own. Raises torch.OutOfMemoryError beyond the cap."""
@@ -109,24 +96,27 @@ class CpuDevice(Device):
         target.copy_(source)
 
     def read_block(
-        self, spans: Sequence[tuple[Span, torch.Tensor]], write: Callable[[], None] | None
+        self,
+        spans: Sequence[tuple[Span, torch.Tensor]],
+        write: tuple[Callable[[], None], torch.Tensor] | None,
     ) -> None:
         """See `Device.read_block`: the reads of one session are done in order."""
         assert self._reads is not None, "files are read within a session"
         for span, target in spans:
             self._last_read = self._reads.submit(span, target)
         if write is not None:
-            self._last_write = self._threads.submit(_timed, write)
+            self._last_read = self._reads.submit_write(*write)
 
     def background(self, job: Callable[[], None], queue: Queue = "disk") -> Callable[[], None]:
-        """Run the jobs of all queues on one thread."""
-        return self._threads.submit(job).result
+        """Run the job now."""
+        job()
+        return lambda: None
 
     def mark(self, stream: StreamName) -> Mark:
         """Return the time; for the copy stream, the reads queued so far."""
         seconds = time.perf_counter()
         if stream == "copy":
-            return _CopyMark(seconds, self._last_read, self._last_write)
+            return _CopyMark(seconds, self._last_read)
         return seconds
 
     def wait(self, stream: StreamName, mark: Mark) -> None:
@@ -134,24 +124,19 @@ class CpuDevice(Device):
 
         Reads need not wait for compute: what was called has been computed.
         """
-        if stream != "copy" and isinstance(mark, _CopyMark):
-            self._wait(mark)
+        if stream == "compute" and isinstance(mark, _CopyMark) and mark.last_read is not None:
+            try:
+                mark.last_read.wait()
+            except BaseException:
+                self._has_failed = True
+                raise
 
     def barrier(self) -> None:
-        """Wait for the reads. An error that was raised before is not raised again."""
-        mark = self.mark("copy")
-        if self._has_failed:
-            with suppress(GraphrunError, RuntimeError):
-                mark.wait()
+        """Wait for the reads. After an error or interrupt in a wait, end them instead."""
+        if self._has_failed and self._reads is not None:
+            self._reads.close()
         else:
-            self._wait(mark)
-
-    def _wait(self, mark: _CopyMark) -> None:
-        try:
-            mark.wait()
-        except BaseException:
-            self._has_failed = True
-            raise
+            self.wait("compute", self.mark("copy"))
 
     def seconds_at(self, mark: Mark) -> float:
         """Return the seconds since the session began."""
@@ -205,9 +190,3 @@ class CpuDevice(Device):
             isinstance(error, RuntimeError) and "DefaultCPUAllocator" in text
         )
         return OutOfMemory(f"the CPU's memory: {text.splitlines()[0]}") if is_refusal else None
-
-
-def _timed(write: Callable[[], None]) -> float:
-    """Return the time at which ``write`` ended."""
-    write()
-    return time.perf_counter()

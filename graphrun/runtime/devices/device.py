@@ -163,11 +163,14 @@ class Device(ABC):
         """
 
     def read_block(
-        self, spans: Sequence[tuple[Span, torch.Tensor]], write: Callable[[], None] | None
+        self,
+        spans: Sequence[tuple[Span, torch.Tensor]],
+        write: tuple[Callable[[], None], torch.Tensor] | None,
     ) -> None:
         """Queue the reads of file ranges into device memory on the copy stream, and then ``write``.
 
-        ``write`` runs in a thread, and fills what the spans do not. Only on unified memory.
+        ``write``: a function that a thread calls, and the flat memory that it fills. Only on
+        unified memory.
         """
         raise NotImplementedError(f"{self.name} does not share its memory with the host")
 
