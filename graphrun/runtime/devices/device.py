@@ -247,7 +247,7 @@ class Device(ABC):
         """Return cached memory without tensors to the device. Call after a barrier."""
 
     def before_call(self) -> None:  # noqa: B027 (most devices need nothing)
-        """Return freed memory that the host's allocator keeps. Called before each component call."""
+        """Return freed memory that the host keeps. Called before each call into a component."""
 
     @abstractmethod
     def holders(self) -> tuple[str, ...]:
