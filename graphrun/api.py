@@ -26,23 +26,26 @@ class Budget:
 
     ``budget = graphrun.Budget("12G")``, then ``graphrun.attach(pipe, budget=budget)`` for each
     pipeline. Sizes are as for `estimate`; ``vram`` None: the free memory of the device when a
-    pipeline is attached, less a twentieth. Raises InputError for a text that is not a size.
+    pipeline is attached, less a twentieth. ``memory`` is the budget of a CPU in place of both.
+    Raises InputError for a text that is not a size.
     """
 
     vram: str | int | Sequence[str | int] | None = None
     ram: str | int = "auto"
     pinned: str | int | None = None
     disk: str | int | None = None
+    memory: str | int | None = None
 
     def __post_init__(self) -> None:
         devices = self.vram.split(",") if isinstance(self.vram, str) else self.vram
         devices = devices if isinstance(devices, (list, tuple)) else (devices,)
         sizes = [("vram", size) for size in devices] + [
-            (name, getattr(self, name)) for name in ("ram", "pinned", "disk")
+            (name, getattr(self, name)) for name in ("ram", "pinned", "disk", "memory")
         ]
         for name, size in sizes:
             if size not in (None, "auto"):
-                parse_size(size, whole_bytes=1 << 62, name=name, minimum=int(name == "vram"))
+                is_positive = name in ("vram", "memory")
+                parse_size(size, whole_bytes=1 << 62, name=name, minimum=int(is_positive))
 
 
 if TYPE_CHECKING:
@@ -140,6 +143,11 @@ def estimate(
     )
     reserve_bytes = _size(reserve, "reserve")
     if not isinstance(graph, Declared):
+        if hardware.unified:
+            from graphrun.runtime.devices.cpu import CpuDevice
+
+            context_bytes = CpuDevice(hardware).measure_context()
+            hardware = replace(hardware, context_bytes=context_bytes)
         if until is not None:
             raise InputError(
                 "until names a stage of a graph; a pipeline's call has none: leave it out"
@@ -371,6 +379,7 @@ def attach(
     ram: str | int = "auto",
     pinned: str | int | None = None,
     disk: str | int | None = None,
+    memory: str | int | None = None,
     budget: Budget | None = None,
     allow: Iterable[str] = (),
     hardware: str | Hardware | Sequence[str | Hardware] | None = None,
@@ -400,13 +409,17 @@ def attach(
     ``between_calls``  ``warm``: a call is planned as one of many similar ones, and weights stay on
                        the device as its plan says; ``empty``: nothing stays. `Attachment.release`
                        empties the device on demand, and so does an error
-    ``budget``         replaces ``vram``, ``ram``, ``pinned`` and ``disk``: pipelines attached with
-                       one `Budget` share it. The called pipeline gets all of it; the weights of the
-                       others are evicted, least recently called first
+    ``budget``         replaces ``vram``, ``ram``, ``pinned``, ``disk`` and ``memory``: pipelines
+                       attached with one `Budget` share it. The called pipeline gets all of it; the
+                       weights of the others are evicted, least recently called first
     ``vram``           None or ``auto``: the free memory of the device now, less 5 %; ``["24G",
                        "12G"]`` for several devices
+    ``memory``         on a CPU, in place of ``vram`` and ``ram``: what this process may take in
+                       total, such as ``"8G"``; None or ``auto``: what it takes and what this
+                       machine has left, less a twentieth. Weights that are mapped from files, as
+                       `from_pretrained` loads them, are read from these files
     ``allow``          ``cpu``: components may compute there, which changes outputs
-    ``device``         ``cuda``, ``sim``, ``["cuda:0", "cuda:1"]``, or a
+    ``device``         ``cuda``, ``sim``, ``cpu``, ``["cuda:0", "cuda:1"]``, or a
                        `graphrun.runtime.devices.device.Device`
     ``cache``          a folder of dry runs and plans: a call of a kind that was planned there
                        before is not planned again
@@ -426,6 +439,7 @@ def attach(
     from graphrun.model.problem import Secondary
     from graphrun.profile.problems import ProblemLimits
     from graphrun.profile.several import per_device
+    from graphrun.runtime.devices.cpu import CpuDevice
     from graphrun.runtime.devices.device import Device as Opened
     from graphrun.runtime.devices.open import open_devices
     from graphrun.store import CallStore
@@ -433,25 +447,30 @@ def attach(
     methods = strings(entries)
     refuse_unnamed(pipe, components, methods)
     refuse_placed(pipe)
-    arguments = Budget(vram, ram, pinned, disk)
-    if budget is not None and (arguments.vram, arguments.ram, arguments.pinned, arguments.disk) != (
-        None,
-        "auto",
-        None,
-        None,
-    ):
-        raise InputError("budget says what vram, ram, pinned and disk would: leave those out")
+    arguments = Budget(vram, ram, pinned, disk, memory)
+    if budget is not None and vars(arguments) != vars(Budget()):
+        raise InputError(
+            "budget says what vram, ram, pinned, disk and memory would: leave those out"
+        )
     if between_calls not in ("warm", "empty"):
         raise InputError(f"between_calls {between_calls!r}: it is warm or empty")
     budget = budget or arguments
     device_object = device if isinstance(device, Opened) else None
+    if budget.memory is not None and device is None and hardware is None:
+        device = "cpu"
     device_options = per_device(
         budget.vram, hardware, None if device_object is not None else device
     )
     cards = [
-        hardware_of(device_object or options.device, options.hardware) for options in device_options
+        hardware_of(device_object or options.device, options.hardware, cache)
+        for options in device_options
     ]
     _require_one_kind(cards)
+    memory_bytes = (
+        _memory_bytes(cards[0], budget.vram, budget.ram, budget.memory)
+        if cards[0].unified or budget.memory is not None
+        else None
+    )
     if device_object is None:
         main_device = open_devices(cards)
     elif len(device_object.all_devices) != len(cards):
@@ -461,15 +480,25 @@ def attach(
         )
     else:
         main_device = device_object
+    if isinstance(main_device, CpuDevice):
+        cards = [replace(cards[0], context_bytes=main_device.measure_context())]
     rows = zip(device_options, cards, main_device.all_devices, strict=True)
     vram_bytes, *secondary_bytes = [
-        _free_bytes(target, card) if row.vram in (None, "auto") else _vram_bytes(row.vram, card)
+        memory_bytes
+        if memory_bytes is not None
+        else _free_bytes(target, card)
+        if row.vram in (None, "auto")
+        else _vram_bytes(row.vram, card)
         for row, card, target in rows
     ]
     secondaries = tuple(
         Secondary(card, nbytes) for card, nbytes in zip(cards[1:], secondary_bytes, strict=True)
     )
-    ram_bytes = ram_budget(budget.ram, components_of(pipe, components).values())
+    ram_bytes = (
+        ram_budget(budget.ram, components_of(pipe, components).values())
+        if memory_bytes is None
+        else memory_bytes
+    )
     host = _size(budget.pinned, "pinned", ram_bytes), _size(budget.disk, "disk")
     demands = Directives(
         strings(keep), strings(exclude), _size(reserve, "reserve") or 0, strings(pin)
@@ -570,9 +599,10 @@ def _memory_bytes(hardware: Any, vram: Any, ram: Any, memory: Any) -> int:
         )
     if memory in (None, "auto"):
         from graphrun.host_ram import host_ram_bytes
+        from graphrun.memory_group import process_bytes
         from graphrun.profile.hardware import budget_of
 
-        return budget_of(host_ram_bytes())
+        return budget_of(host_ram_bytes() + process_bytes().nbytes)
     return parse_size(memory, whole_bytes=hardware.capacity_bytes, name="memory")
 
 

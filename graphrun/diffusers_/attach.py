@@ -31,6 +31,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -62,11 +63,13 @@ from graphrun.modules.dtype_variants import DtypeVariant, HostCasts
 from graphrun.modules.interceptor import CallInterceptor, changes_weights, entry_of, refuse_change
 from graphrun.modules.memos import Owned, attributes_of
 from graphrun.profile import hardware as known_hardware
+from graphrun.profile.hardware_profiles import detect_cpu
 from graphrun.profile.problems import ProblemLimits
 from graphrun.profile.recording import ComponentProfile, DryRun, MemoryEvent, Recording, StageEnd
 from graphrun.report.call_screen import call_screen
 from graphrun.report.screen import measured_screen, plan_screen, verdict_line
 from graphrun.report.summary import summarize
+from graphrun.runtime.devices.cpu import CpuDevice
 from graphrun.runtime.devices.device import Device, device_lock
 from graphrun.runtime.executor import follow, refuse_broken
 from graphrun.sim.casts import dtype_on
@@ -74,7 +77,7 @@ from graphrun.solve.solve import solve
 from graphrun.solve.transitions import continued
 from graphrun.systems import refuse_forked
 from graphrun.trace import Trace, warn_of
-from graphrun.units import show_size
+from graphrun.units import MIB, round_up, show_size
 from graphrun.verify.solution import solution_of
 
 _LOG = logging.getLogger(__name__)
@@ -204,6 +207,7 @@ class Attachment:
         finally:
             _reinstall(interceptors)
         self._install()
+        self._say_unmapped()
 
     # -- public methods
 
@@ -257,7 +261,7 @@ class Attachment:
     @functools.cached_property
     def _meta_pipeline(self) -> MetaPipeline:
         """The copy of the pipeline in its present state, for dry runs."""
-        return MetaPipeline(self.pipe, self._modules)
+        return MetaPipeline(self.pipe, self._modules, unified=self._device.unified)
 
     def __enter__(self) -> Attachment:
         return self
@@ -446,20 +450,16 @@ class Attachment:
             raise
 
     def _run_planned(self, call: AttachedCall) -> Any:
-        host, device, torch_device = self._host, self._device, self._device.torch_device
+        host, device = self._host, self._device
         modules = attributes_of(self._modules)
         host.begin(has_changed=self._detect_changes(modules))
-        # the caller's own tensors, arguments among them
-        reserve_bytes = device.allocated_bytes - host.held_bytes()
-        key = self._key(call, reserve_bytes)
-        is_new = key not in self._plans
-        planned_call = self._plan_for(call, key, reserve_bytes)
-        host.lay_out(planned_call.solution.chosen, self._dtype_variants())
+        key, planned_call, is_new = self._lay_out_plan(call)
+        reserve_bytes = key.reserve_bytes
         solution = self._continue_from_device(planned_call.solution)
         component_names = {numbers.name for numbers in solution.problem.components}
         replan = _Replan(self, planned_call.call_signatures, reserve_bytes)
 
-        leftovers = Leftovers(self.pipe, self._modules, modules, torch_device)
+        leftovers = Leftovers(self.pipe, self._modules, modules, device)
 
         def work() -> dict[str, Any]:
             was_enabled = torch.is_autocast_cache_enabled()
@@ -473,7 +473,7 @@ class Attachment:
                 leftovers.clear()
 
         def output_bytes(outputs: Mapping[str, Any]) -> int:
-            return device_bytes(outputs, torch_device, excluded=(call.args, call.kwargs))
+            return device_bytes(outputs, device, excluded=(call.args, call.kwargs))
 
         self.make_room(solution, component_names)
         other_bytes = host.held_bytes(excluded_names=component_names)
@@ -490,14 +490,39 @@ class Attachment:
             # solve the next call of this kind in advance
             self._continue_from_device(planned_call.solution)
         self.solution, self.replans = solution, tuple(replan.component_calls)
-        self.trace = _without_caller_bytes(
-            trace, reserve_bytes + other_bytes, output_bytes(trace.outputs)
-        )
+        caller_bytes = other_bytes if device.unified else reserve_bytes + other_bytes
+        self.trace = _without_caller_bytes(trace, caller_bytes, output_bytes(trace.outputs))
         if replan.component_calls and key.without_texts not in self._text_dependent:
             self._text_dependent.add(key.without_texts)
             del self._dry_runs[key.without_reserve]
         warn_of(self.trace.overruns)
         return trace.outputs["result"]
+
+    def _lay_out_plan(self, call: AttachedCall) -> tuple[CallKey, PlannedCall, bool]:
+        """Return the key of ``call``, its plan, and whether it was planned now; lay it out.
+
+        Planning and laying out may take memory of the process for good: on unified memory the call
+        is then planned again without this memory.
+        """
+        is_new = False
+        while True:
+            reserve_bytes = self._caller_bytes()
+            key = self._key(call, reserve_bytes)
+            is_new |= key not in self._plans
+            planned_call = self._plan_for(call, key, reserve_bytes)
+            self._host.lay_out(planned_call.solution.chosen, self._dtype_variants())
+            if not self._device.unified or self._caller_bytes() == reserve_bytes:
+                return key, planned_call, is_new
+
+    def _caller_bytes(self) -> int:
+        """Return the caller's own bytes on the device, the arguments of a call among them.
+
+        On unified memory this is what the process took since the pipeline was attached.
+        """
+        device = self._device
+        if isinstance(device, CpuDevice):
+            return max(0, device.measure_context() - self._hardware.context_bytes)
+        return device.allocated_bytes - self._host.held_bytes()
 
     def _continue_from_device(self, solution: Solution) -> Solution:
         """Return ``solution`` with a first run that starts from the blocks now on the device."""
@@ -574,10 +599,22 @@ class Attachment:
         """
         state, settings = state_of(self.pipe, modules), settings_of(self.pipe, modules)
         has_changed = (state, settings) != (self._state, self._settings)
+        if self._host.find_mapped():
+            has_changed = True
+            self._say_unmapped()
         if has_changed:
             self._state, self._settings = self._stored_state = state, settings
             self._forget_calls()
         return has_changed
+
+    def _say_unmapped(self) -> None:
+        """Say which components are not read from files, on unified memory."""
+        for name, nbytes in self._host.unmapped_bytes().items():
+            self.say(
+                f"{own_class(self.pipe).__name__}: {show_size(nbytes)} of {name} stay in memory, "
+                "since no file has these weights as they are: pipe.save_pretrained(FOLDER), and "
+                "load the pipeline from there"
+            )
 
     def _forget_calls(self) -> None:
         vars(self).pop("_meta_pipeline", None)
@@ -691,7 +728,7 @@ class Attachment:
             replace(self._limits, runs=1) if single_run or not component_names else self._limits
         )
         return self._meta_pipeline.problem(
-            recording, demands, self._hardware, limits, stored_profiles or None
+            recording, demands, self._hardware, limits, stored_profiles or None, self._host.mapped
         )
 
     def solve(self, problem: Problem) -> Solution:
@@ -765,7 +802,12 @@ class _Replan:
         call, returned = attachment._meta_pipeline.trace(
             dtype_variant, method, args, kwargs, autocast
         )
-        input_bytes = max(0, live_bytes - self._reserve_bytes - attachment._host.held_bytes())
+        device = attachment._device
+        input_bytes = (
+            round_up(device.growth_bytes, MIB)
+            if isinstance(device, CpuDevice)
+            else max(0, live_bytes - self._reserve_bytes - attachment._host.held_bytes())
+        )
         # One stage that calls the component twice, so that the plan has a first and a steady slot;
         # later calls use the steady slot. Event keys: 1 is what is live before, 2 and 3 are what
         # the two calls return.
@@ -817,16 +859,20 @@ def _without_caller_bytes(trace: Trace, held_bytes: int, output_bytes: int) -> T
     return replace(trace, slots=slots, outputs={})
 
 
-def hardware_of(device: Any, hardware: str | Hardware | None) -> Hardware:
+def hardware_of(
+    device: Any, hardware: str | Hardware | None, cache: Path | None = None
+) -> Hardware:
     """Return the hardware to plan for: ``hardware``, else that of ``device`` or of this machine.
 
-    ``device``: ``"sim"``, ``"cuda"`` or a `Device`. Raises InputError if there is no CUDA device,
-    or if ``device`` and ``hardware`` are of different kinds.
+    ``device``: ``"sim"``, ``"cuda"``, ``"cpu"`` or a `Device`. Raises InputError if there is no
+    CUDA device, or if ``device`` and ``hardware`` are of different kinds.
     """
     kind = device.name if device is not None and not isinstance(device, str) else device
-    if kind not in (None, "cuda", "sim"):
-        raise InputError(f"device {kind!r} is not known; it is cuda or sim")
+    if kind not in (None, "cuda", "sim", "cpu"):
+        raise InputError(f"device {kind!r} is not known; it is cuda, cpu or sim")
     target_hardware = known_hardware.hardware(hardware) if isinstance(hardware, str) else hardware
+    if target_hardware is None and kind == "cpu":
+        target_hardware = detect_cpu(cache)
     if target_hardware is None:
         target_hardware = (
             known_hardware.simulated() if kind == "sim" else known_hardware.detect_card()

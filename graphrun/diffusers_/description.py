@@ -17,6 +17,7 @@ from graphrun.diffusers_.live import components_of, is_pipeline, merge_shared
 from graphrun.errors import InputError
 from graphrun.graph.graph import Directives
 from graphrun.model.problem import Hardware, Problem
+from graphrun.modules.mapped import MappedTensors
 from graphrun.profile.problems import ProblemLimits
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ class LivePipeline:
                 "call", self.pipe, lambda meta_pipeline: meta_pipeline.pipe, (), dict(inputs)
             )
         )
-        problem = self._meta_pipeline.problem(recording, demands, hardware, limits)
+        mapped = MappedTensors(self.modules.values()) if hardware.unified else None
+        problem = self._meta_pipeline.problem(recording, demands, hardware, limits, mapped=mapped)
         settings = (
             (name, str(value))
             for name, value in sorted(inputs.items())

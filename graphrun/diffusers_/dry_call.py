@@ -13,7 +13,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,17 +24,21 @@ from graphrun.diffusers_.call_arguments import copy_for_dry_run, describe_argume
 from graphrun.diffusers_.live import graph_of, kept_signatures, meta_module_of
 from graphrun.diffusers_.text_lengths import TextLengths
 from graphrun.errors import GraphrunError, InputError
-from graphrun.graph.graph import Directives
+from graphrun.graph.graph import Component, Directives
 from graphrun.model.problem import Hardware, Problem
+from graphrun.modules.blocks import lay_out
 from graphrun.modules.build import on_host
 from graphrun.modules.dtype_variants import DtypeVariant, DtypeVariants
 from graphrun.modules.interceptor import entry_of
+from graphrun.modules.mapped import MappedTensors, MappedWriter
 from graphrun.modules.memos import HeldAttributes, attributes_of, is_helper
+from graphrun.modules.trees import walk
 from graphrun.profile.dry_run import Prober
 from graphrun.profile.problems import ProblemLimits, problem_of
 from graphrun.profile.recording import Call as Traced
 from graphrun.profile.recording import ComponentProfile, DryRun, Recording, StageEnd
 from graphrun.profile.returned import Returned
+from graphrun.runtime.files import file_block
 from graphrun.sim.casts import follow_autocast
 from graphrun.sim.dry import PLANNED, DryMachine
 
@@ -64,19 +68,23 @@ class MetaPipeline:
     """A meta copy of a pipeline, in the state of the pipeline at that time, with all its traces.
 
     If a dry run leaves tensors in the copy, or a call leaves tensors in the pipeline, the pipeline
-    is copied again.
+    is copied again. ``unified``: whether the planned device shares its memory with the host.
     """
 
     @on_host()
-    def __init__(self, pipe: Any, modules: Mapping[str, nn.Module]) -> None:
-        self._live_pipe, self._modules = pipe, modules
+    def __init__(
+        self, pipe: Any, modules: Mapping[str, nn.Module], *, unified: bool = False
+    ) -> None:
+        self._live_pipe, self._modules, self._unified = pipe, modules, unified
         self._profiles: tuple[int, Mapping[str, ComponentProfile]] = (-1, {})
         self._copy()
 
     def _copy(self, previous_prober: LiveProber | None = None) -> None:
         """Copy the pipeline. ``previous_prober``: the prober of an earlier copy."""
         self.pipe, self.meta_modules = meta_module_of(self._live_pipe, PLANNED, self._modules)
-        self.prober = LiveProber(self.meta_modules, self._modules, previous_prober)
+        self.prober = LiveProber(
+            self.meta_modules, self._modules, previous_prober, unified=self._unified
+        )
         self.dtype_variants = self.prober.dtype_variants
         self._meta_modules_by_id = {
             id(module): self.meta_modules[name] for name, module in self._modules.items()
@@ -160,6 +168,8 @@ class MetaPipeline:
     ) -> tuple[Traced, Returned]:
         """Trace one call into a component in ``dtype_variant``; return the trace and the result."""
         self.prober.register(dtype_variant)
+        if self._unified:  # tensors of a call on the CPU are those of the device
+            args, kwargs = walk((args, kwargs), _on_meta)
         with self.dtype_variants.using(dtype_variant), follow_autocast(autocast):
             proceed = entry_of(self.meta_modules[dtype_variant.component], method)
             return self.prober.trace(dtype_variant.name, method, proceed, args, kwargs)
@@ -200,19 +210,63 @@ class MetaPipeline:
         hardware: Hardware,
         limits: ProblemLimits,
         profiles: Mapping[str, ComponentProfile] | None = None,
+        mapped: MappedTensors | None = None,
     ) -> Problem:
         """Return the problem for ``recording``.
 
-        ``profiles``: component profiles; None: the profiles from all traces so far.
+        ``profiles``: component profiles; None: the profiles from all traces so far. ``mapped``: on
+        unified memory, the tensors that are mapped from files, which alone are blocks.
         """
         graph = graph_of(self._live_pipe, self._modules, self.dtype_variants.variants.values())
         graph = graph.directed(demands.keep, demands.exclude, demands.reserve_bytes, demands.pin)
+        profiles = self.profiles if profiles is None else profiles
+        if mapped is not None:
+            profiles = {
+                name: self._with_mapped_blocks(graph.components[name], profile, mapped)
+                for name, profile in profiles.items()
+            }
         return problem_of(
             graph,
-            DryRun(recording, self.profiles if profiles is None else profiles),
+            DryRun(recording, profiles),
             hardware,
             limits,
             {},
+        )
+
+    def _with_mapped_blocks(
+        self,
+        component: Component,
+        profile: ComponentProfile,
+        mapped: MappedTensors,
+        *,
+        by_layer: bool = False,
+    ) -> ComponentProfile:
+        """Return ``profile`` with the bytes of the mapped tensors of each block.
+
+        A cast of a component (`DtypeVariant`) is no file's content.
+        """
+        variant = self.dtype_variants.variants[component.name]
+        is_cast = variant.name != variant.component
+        layouts = lay_out(
+            self._modules[variant.component],
+            [path for group in profile.groups for path in group.blocks],
+            split_layers=by_layer,
+        )
+        writer = MappedWriter(mapped)
+        block_bytes = {
+            path: 0 if is_cast else file_block(layout, writer).layout.nbytes
+            for path, layout in mapped.layouts(layouts).items()
+        }
+        split = profile.layer_split
+        return replace(
+            profile,
+            block_bytes=tuple(
+                max(block_bytes[path] for path in group.blocks) for group in profile.groups
+            ),
+            as_stored=component.precision,
+            layer_split=None
+            if split is None
+            else self._with_mapped_blocks(component, split, mapped, by_layer=True),
         )
 
 
@@ -227,12 +281,15 @@ class LiveProber(Prober):
         meta_modules: Mapping[str, nn.Module],
         live_modules: Mapping[str, nn.Module],
         previous_prober: LiveProber | None = None,
+        *,
+        unified: bool = False,
     ) -> None:
         self.dtype_variants = DtypeVariants(meta_modules)
         variants = self.dtype_variants.variants
         super().__init__(
             meta_modules, self.dtype_variants, lambda name: live_modules[variants[name].component]
         )
+        self.host_type = "" if unified else self.host_type
         self.call_signatures: set[str] = set()  # of the call in the dry run, as text
         self.text_lengths = TextLengths()  # of the same call
         # by signature without texts: the signatures with texts
@@ -313,6 +370,11 @@ class LiveProber(Prober):
             f"{' nor '.join(attempts)}: write the pipeline's stages as a graph file, or replace "
             f"{component} by a module that can be traced"
         )
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` on meta, unless it is a number, whose value code may read."""
+    return tensor if tensor.dim() == 0 else torch.empty_like(tensor, device="meta")
 
 
 @contextmanager

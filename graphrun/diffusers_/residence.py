@@ -4,6 +4,9 @@
                     device, not reachable from the module
     in a call       loaded blocks are bound to the module's tensors
 
+On unified memory there are no arenas: the host tensors are the caller's own, and blocks are those
+of them that are mapped from files (`graphrun.modules.mapped`).
+
 So between calls the whole pipeline looks as if on the host, and may be changed. Changed weights are
 loaded again. A component gets a new layout when its blocks change, for example when a new kind of
 call finds other blocks in it. `Leftovers` removes the tensors that a call left on the device.
@@ -25,6 +28,7 @@ from graphrun.diffusers_.live import pipelines_in
 from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, Problem
 from graphrun.modules.blocks import direct_tensors
 from graphrun.modules.dtype_variants import DtypeVariant, DtypeVariants
+from graphrun.modules.mapped import MappedTensors, MappedWriter
 from graphrun.modules.memos import (
     HeldAttributes,
     Owned,
@@ -52,6 +56,9 @@ class LiveHost(Host):
     undoes this. ``budget``: any object; hosts with the same object share one device budget. If two
     hosts have the same module with the same blocks, they share its layout.
 
+    ``mapped``: on unified memory, the tensors that were mapped from files when the host was made,
+    or at the last `begin`.
+
     Order of calls: begin, lay_out, make_room, wake, a run, rest.
     """
 
@@ -67,7 +74,34 @@ class LiveHost(Host):
         self._room_bytes = self._page_bytes = 0  # set by `make_room` for each run
         self._numbers: dict[str, ComponentNumbers] = {}
         self.awake = False  # whether a call runs, with loaded blocks bound to the modules
+        self.mapped = MappedTensors(self.modules.values()) if device.unified else None
         _HOSTS.add(self)
+
+    def find_mapped(self) -> bool:
+        """Look again what is mapped from files, on unified memory. Return whether that changed.
+
+        Drops the layouts then. Raises InputError if a file that is used was changed or deleted.
+        """
+        if self.mapped is None:
+            return False
+        self.mapped.refuse_changed_files(self.modules)
+        if (mapped := MappedTensors(self.modules.values())) == self.mapped:
+            return False
+        self.restore()
+        self.mapped = mapped
+        return True
+
+    def unmapped_bytes(self) -> dict[str, int]:
+        """Return the bytes of parameters that are not mapped, of each component with such bytes.
+
+        Empty if device and host are not one memory.
+        """
+        sizes = {
+            name: self.mapped.unmapped_bytes(module)
+            for name, module in self.modules.items()
+            if self.mapped is not None
+        }
+        return {name: nbytes for name, nbytes in sizes.items() if nbytes}
 
     def begin(self, *, has_changed: bool) -> None:
         """Prepare for a call: read the components' present dtypes.
@@ -109,7 +143,7 @@ class LiveHost(Host):
             with self.dtype_variants.using(dtype_variants[numbers.name]):
                 self._variants[numbers.name] = numbers.variants[0]
                 module = self.modules[dtype_variants[numbers.name].component]
-                if not self._is_laid_out(module, numbers):
+                if not self._is_laid_out(numbers, self.mapped):
                     self.residencies[numbers.name] = self._shared_residency(
                         module, numbers
                     ) or self._new_residency(module, numbers)
@@ -127,23 +161,23 @@ class LiveHost(Host):
         """Evict blocks that another plan left on a device where the component does not compute."""
         residency.place(numbers, self._device)
 
-    def _is_laid_out(self, module: nn.Module, numbers: ComponentNumbers) -> bool:
+    def _is_laid_out(self, numbers: ComponentNumbers, mapped: MappedTensors | None) -> bool:
         """Return whether the component's layout has the blocks of ``numbers`` and its own tensors.
 
-        Loading other weights replaces the tensors.
+        Loading other weights replaces the tensors. ``mapped``: what is mapped now.
         """
         previous = self._numbers.get(numbers.name)
         is_same_layout = previous is not None and layout_of(previous) == layout_of(numbers)
         return (
             is_same_layout
             and numbers.name in self.residencies
-            and self.residencies[numbers.name].holds_module()
+            and self.residencies[numbers.name].holds_module(mapped)
         )
 
     def _shared_residency(self, module: nn.Module, numbers: ComponentNumbers) -> Residency | None:
         """Return another host's residency of ``module`` with these blocks, or None."""
         for host in self._other_hosts():
-            if host.modules.get(numbers.name) is module and host._is_laid_out(module, numbers):
+            if host.modules.get(numbers.name) is module and host._is_laid_out(numbers, self.mapped):
                 return host.residencies[numbers.name]
         return None
 
@@ -155,7 +189,8 @@ class LiveHost(Host):
         trained_names = [
             name for name, parameter in module.named_parameters() if parameter.requires_grad
         ]
-        residency = Residency(module, numbers, self._device)
+        writer = None if self.mapped is None else MappedWriter(self.mapped)
+        residency = Residency(module, numbers, self._device, writer)
         for name in trained_names:
             module.get_parameter(name).requires_grad_(True)
         if not self.awake:
@@ -212,9 +247,7 @@ class LiveHost(Host):
         Qwen-Image, for example, caches position tables.
         """
         tensors = (tensor for cache in self._caches for tensor in tensors_in(cached_in(cache)))
-        return _storages(
-            [tensor for tensor in tensors if self._device.holds(tensor)], self._device.torch_device
-        )
+        return _storages([tensor for tensor in tensors if self._device.holds(tensor)], self._device)
 
     @property
     def cached_bytes(self) -> int:
@@ -225,9 +258,11 @@ class LiveHost(Host):
         """Free what modules cache on the device.
 
         Cached results of methods stay if they fit beside the plan's peak: this call and the next
-        ones then reuse them, as without graphrun.
+        ones then reuse them, as without graphrun. So do those in the process's own memory.
         """
         sizes = self._cached_storages().values()
+        if self._device.unified and not sizes:
+            return
         fits = bool(sizes) and sum(sizes) + 2 * self._page_bytes * len(sizes) <= self._room_bytes
         kept_ids = [id(cache) for cache in self._caches] if fits else []
         for memo in self.memos:
@@ -251,7 +286,8 @@ class LiveHost(Host):
     def evict(self) -> None:
         """Evict all weights and all cached results of methods from the device."""
         super().evict()
-        _clear(self._caches)
+        if not self._device.unified or self._cached_storages():
+            _clear(self._caches)
 
     def held_bytes(self, excluded_names: Collection[str] | None = None) -> int:
         """Return the bytes on the device of this host and others at rest: weights and caches.
@@ -342,7 +378,7 @@ class LiveHost(Host):
             )
             return min(limit_bytes - other_bytes, device.available_bytes - taken_bytes) - peak_bytes
 
-        if secondary == 0 and free_bytes() < self.cached_bytes:
+        if secondary == 0 and not self._device.unified and free_bytes() < self.cached_bytes:
             for host in (self, *self._other_hosts()):
                 _clear(host._caches)
         _evict(same_budget, device, peak_bytes + _loaded_bytes(same_budget, device) - limit_bytes)
@@ -385,9 +421,13 @@ class LiveHost(Host):
     def restore(self) -> None:
         """Give every weight its own memory outside the arenas, and evict all weights.
 
-        ``requires_grad`` stays as it was.
+        ``requires_grad`` stays as it was. On unified memory every weight stays where it is.
         """
         self.release()
+        if self._device.unified:
+            self.residencies.clear()
+            self._numbers.clear()
+            return
         dtype_variants = self.dtype_variants.variants if self.dtype_variants is not None else {}
         for name in {dtype_variants[dtype_variant].component for dtype_variant in self.residencies}:
             copies: dict[int, torch.Tensor] = {}
@@ -434,6 +474,8 @@ def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
 class Leftovers:
     """Removes tensors that a call left on ``device``, other than planned weights and results.
 
+    On unified memory these are views of weights alone (`Device.holds`), which are copied.
+
     Tensors in parts (a scheduler's timesteps) move to the host. So do weights that a module got
     during the call, for example from a callback that fuses projections. Attributes in which modules
     cached tensors get back their value from before the call.
@@ -444,7 +486,7 @@ class Leftovers:
         pipe: Any,
         modules: Mapping[str, nn.Module],
         owned_modules: list[Owned],
-        device: torch.device,
+        device: Device,
     ) -> None:
         """``owned_modules``: the attributes of ``modules`` before the call."""
         self._pipe, self._modules, self._device = pipe, modules, device
@@ -467,7 +509,7 @@ class Leftovers:
         self._previous_tensors: Any = WeakTensorKeyDictionary()  # used as a set; weak
         tensors = found_in(self._parts(), torch.Tensor)
         self._previous_tensors.update(
-            (tensor, None) for tensor in tensors if tensor.device.type == device.type
+            (tensor, None) for tensor in tensors if _is_on(tensor, device)
         )
 
     def clear(self) -> None:
@@ -475,9 +517,9 @@ class Leftovers:
         host_copies: dict[int, torch.Tensor] = {}
 
         def to_host(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.device.type != self._device.type or tensor in self._previous_tensors:
+            if not _is_on(tensor, self._device) or tensor in self._previous_tensors:
                 return tensor
-            return host_copies.setdefault(id(tensor), tensor.cpu())
+            return host_copies.setdefault(id(tensor), tensor.to("cpu", copy=True))
 
         def restore(attributes: HeldAttributes, keys: Collection[str]) -> None:
             table = vars(attributes.holder)
@@ -485,6 +527,9 @@ class Leftovers:
                 attributes.restore(key)
                 if key in table:  # an older object that now has tensors
                     table[key] = replace_in(table[key], to_host, visited)
+
+        def names_on_device(attributes: Mapping[str, Any]) -> list[str]:
+            return on_device(attributes, lambda tensor: _is_on(tensor, self._device))
 
         visited = set[int]()
         for part in self._parts():
@@ -496,11 +541,11 @@ class Leftovers:
                 for key in table.keys() - self._weights.get(id(child), ()):
                     if device_bytes(table[key], self._device):
                         table[key] = _own_copy(table[key])
-            if (keys := on_device(own_attributes)) and id(child) in self._held_attributes:
+            if (keys := names_on_device(own_attributes)) and id(child) in self._held_attributes:
                 restore(self._held_attributes[id(child)], keys)
                 has_changed = True
         for attributes in self._helper_attributes.values():
-            restore(attributes, on_device(vars(attributes.holder)))
+            restore(attributes, names_on_device(vars(attributes.holder)))
         if has_changed:
             self.owned_modules = attributes_of(self._modules)
 
@@ -509,7 +554,13 @@ class Leftovers:
         return [vars(owner) for owner in pipelines_in(self._pipe).values()]
 
 
-def device_bytes(value: Any, device: torch.device, excluded: Any = ()) -> int:
+def _is_on(tensor: torch.Tensor, device: Device) -> bool:
+    """Return whether ``tensor`` is on a device of the kind of ``device``, and not on the host."""
+    kind = device.torch_device.type
+    return device.holds(tensor) if device.unified else tensor.device.type == kind
+
+
+def device_bytes(value: Any, device: Device, excluded: Any = ()) -> int:
     """Return the bytes of tensor storages in ``value`` on ``device``, without ``excluded`` ones."""
     excluded_storages = _storages(excluded, device) if excluded else {}
     return sum(
@@ -517,11 +568,9 @@ def device_bytes(value: Any, device: torch.device, excluded: Any = ()) -> int:
     )
 
 
-def _storages(value: Any, device: torch.device) -> dict[int, int]:
+def _storages(value: Any, device: Device) -> dict[int, int]:
     raws = (
-        getattr(tensor, "raw", tensor)
-        for tensor in tensors_in(value)
-        if tensor.device.type == device.type
+        getattr(tensor, "raw", tensor) for tensor in tensors_in(value) if _is_on(tensor, device)
     )
     storages = (raw.untyped_storage() for raw in raws)
     return {storage._cdata: round_up(storage.nbytes(), ALLOCATION_BYTES) for storage in storages}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,17 +178,19 @@ class HeldAttributes:
                 table[key] = replace_in(table[key], torch.Tensor.cpu)
 
 
-def on_device(attributes: Mapping[str, Any]) -> list[str]:
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    return tensor.device.type not in ("cpu", "meta")
+
+
+def on_device(
+    attributes: Mapping[str, Any], is_on_device: Callable[[torch.Tensor], bool] = _is_on_device
+) -> list[str]:
     """Return the names of ``attributes`` that hold tensors on a device."""
     return [
-        key for key, value in attributes.items() if type(value) not in PLAIN and _on_device(value)
+        key
+        for key, value in attributes.items()
+        if type(value) not in PLAIN and any(map(is_on_device, found_in(value, torch.Tensor)))
     ]
-
-
-def _on_device(value: Any) -> bool:
-    return any(
-        tensor.device.type not in ("cpu", "meta") for tensor in found_in(value, torch.Tensor)
-    )
 
 
 @functools.cache

@@ -142,7 +142,11 @@ class Prober:
     traces. A call whose code reads numbers cannot be traced on meta. It is computed once on the
     CPU, with the module from ``weights(component)``, which has the structure of the meta module.
     Without ``weights``, or without enough RAM, the error on meta is raised.
+
+    ``host_type``: the type of torch's device for the host; "" if the planned device is the host.
     """
+
+    host_type = "cpu"
 
     def __init__(
         self,
@@ -176,7 +180,7 @@ class Prober:
         Such calls have the same component, entry point, argument shapes and autocast for
         ``device_type``. Without ``texts``, calls that differ only in texts have equal keys.
         """
-        host = "cpu" if device_type != "cpu" else ""  # in tests the device may be the CPU
+        host = self.host_type
         return (
             component,
             entry,

@@ -9,6 +9,7 @@ block     |----- span 0 -----|- span 1 -|- d -|     parameters are views; d is w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -40,7 +41,9 @@ class FileBlock:
         return sum(span.nbytes for span, _ in self.spans)
 
 
-def file_block(layout: BlockLayout, writer: BlockWriter, limit_bytes: int) -> FileBlock:
+def file_block(
+    layout: BlockLayout, writer: BlockWriter, limit_bytes: float = math.inf
+) -> FileBlock:
     """Return the places of the tensors of ``layout`` in at most ``limit_bytes``.
 
     Tensors that lie scattered in their files would need a part of a page each. The smallest spans

@@ -28,6 +28,7 @@ from graphrun.errors import InputError
 from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers
 from graphrun.modules.blocks import BlockLayout, TensorLocation, lay_out
 from graphrun.modules.compiled import outermost_compiled
+from graphrun.modules.mapped import MappedTensors, MappedWriter
 from graphrun.modules.quantize import normalize_quantized_layers
 from graphrun.runtime.backing import Arena, BlockWriter, Disk, Marks
 from graphrun.runtime.devices.device import Device, Mark
@@ -54,6 +55,14 @@ class _Entry:
     def assign(self, tensor: torch.Tensor) -> None:
         for location in self.locations:
             location.assign(tensor)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the module has ``host`` at all ``locations``."""
+        return all(
+            getattr(location.owner, location.kind).get(location.key) is self.host
+            for location in self.locations
+        )
 
     def view_in(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a view of this tensor in ``flat``, with the original parameter's attributes.
@@ -101,8 +110,9 @@ class Residency:
 
     Without ``writer``, the module brings its weights. Its tensors become views of one arena, block
     after block, so that at most one block is in memory twice. With ``writer``, its tensors are on
-    meta until its backing store is read. Raises InputError if the module does not match ``numbers``
-    or is not on the CPU.
+    meta until its backing store is read. With a `MappedWriter`, blocks are the module's mapped
+    tensors alone, which stay the host tensors; its other tensors are not touched. Raises InputError
+    if the module does not match ``numbers`` or is not on the CPU.
     """
 
     def __init__(
@@ -114,7 +124,8 @@ class Residency:
     ) -> None:
         self.name = numbers.name
         self.module = module
-        self.caller_owned = writer is None
+        self.caller_owned = writer is None or isinstance(writer, MappedWriter)
+        self._writer = writer
         self.granularity = numbers.granularity
         self.device, self._secondary_devices = _devices(numbers, device)
         device = self.device
@@ -122,9 +133,14 @@ class Residency:
         order = blocks_of(numbers, None)
         layouts = lay_out(module, order, split_layers=numbers.granularity == "layers")
         layouts = {path: layouts[path] for path in dict.fromkeys((*order, *layouts))}
+        variant, file_blocks = numbers.variants[0], dict[str, FileBlock]()
+        if isinstance(writer, MappedWriter):
+            layouts = writer.mapped.layouts(layouts)
+        if variant.backing_store == "file" and writer is not None:
+            file_blocks = _file_blocks(layouts, numbers, writer)
+            layouts = {path: block.layout for path, block in file_blocks.items()}
         _refuse_other_module(numbers, layouts, on_cpu=self.caller_owned)
         _refuse_inside_compiled(numbers, module)
-        variant = numbers.variants[0]
         if variant.backing_store == "disk":
             if writer is None:
                 raise InputError(
@@ -140,9 +156,7 @@ class Residency:
                     f"{self.name} was passed in, but the plan reads it from its files: leave it "
                     "out of modules="
                 )
-            blocks = _file_blocks(layouts, numbers, writer)
-            self.backing_store = FileStore(blocks, device, writer)
-            layouts = {path: block.layout for path, block in blocks.items()}
+            self.backing_store = FileStore(file_blocks, device, writer)
         else:
             # `_move_into_arena` fills the arena with the caller's weights, so no tensors are read
             arena_layouts = (
@@ -230,9 +244,11 @@ class Residency:
     def note_contents(self) -> None:
         """Record the contents of the host copy for `changed`.
 
-        Call at the end of a run after which loaded blocks stay on the device.
+        Call at the end of a run after which loaded blocks stay on the device. Does nothing for
+        mapped tensors, whose writes and files `MappedTensors` compares.
         """
-        self._noted_contents = self._contents()
+        if isinstance(self.backing_store, Arena):
+            self._noted_contents = self._contents()
 
     def changed(self) -> bool:
         """Return whether the host copy changed since `note_contents`: loaded blocks are then stale.
@@ -295,19 +311,24 @@ class Residency:
             )
         return sum(sizes.values())
 
-    def holds_module(self) -> bool:
+    def holds_module(self, mapped: MappedTensors | None = None) -> bool:
         """Return whether the module's tensors are still views of the backing store.
 
-        Loading other weights into the module replaces them.
+        Loading other weights into the module replaces them. ``mapped``: what is mapped now, if the
+        module's tensors are mapped; then these must be the same tensors of the same files.
         """
+        if isinstance(writer := self._writer, MappedWriter):
+            return mapped is not None and all(
+                entry.is_in_place
+                and writer.mapped.place_of(entry.host) == mapped.place_of(entry.host)
+                for block in self._blocks.values()
+                for entry in block.entries
+            )
         assert isinstance(self.backing_store, Arena)
         return self.backing_store.memory is not None and all(
             entry.host.data_ptr() == start + entry.offset
             and entry.host.dtype == entry.template.dtype
-            and all(
-                getattr(location.owner, location.kind).get(location.key) is entry.host
-                for location in entry.locations
-            )
+            and entry.is_in_place
             for path, block in self._blocks.items()
             for start in (self.backing_store.block(path).data_ptr(),)
             for entry in block.entries

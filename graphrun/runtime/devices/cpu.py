@@ -13,6 +13,7 @@ itself (`Hardware.context_bytes`).
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,10 +24,15 @@ from graphrun.errors import GraphrunError, OutOfMemory
 from graphrun.host_ram import host_ram_bytes
 from graphrun.memory_group import ProcessPeak, process_bytes
 from graphrun.model.problem import Hardware
-from graphrun.runtime.devices.device import Device, Mark, Queue, StreamName
+from graphrun.runtime.devices.device import Arenas, Device, Mark, Queue, StreamName
 from graphrun.runtime.direct_reads import DirectReads, MappedArena, Span, SpanRead
 from graphrun.systems import trim_freed_memory
-from graphrun.units import show_size
+from graphrun.units import MIB, round_up, show_size
+
+# Room for a first call of torch's libraries, and the step in which the process is measured.
+CONTEXT_STEP_BYTES = 16 * MIB
+# Weights and ring buffers of all devices in this process, which are one memory.
+_ARENAS, _ADDRESSES = Arenas(), set[int]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +50,20 @@ class _CopyMark:
 
 
 class CpuDevice(Device):
-    """The CPU of this machine, with the bytes that ``hardware`` has for the process itself."""
+    """The CPU of this machine, with the bytes that ``hardware`` has for the process itself.
+
+    ``context_bytes`` are these bytes; they may be set between sessions.
+    """
 
     name = "cpu"
     torch_device = torch.device("cpu")
+    unified = True
 
     def __init__(self, hardware: Hardware) -> None:
         super().__init__()
-        # of the process itself, and of code that kernels generate
-        self._context_bytes = hardware.context_bytes + hardware.workspace_bytes
+        self.arenas = _ARENAS
+        self.context_bytes = hardware.context_bytes  # of the process itself
+        self._workspace_bytes = hardware.workspace_bytes  # of code that kernels generate
         self._cap_bytes: int | None = None  # of weights and activations together, in a session
         self._origin_seconds = time.perf_counter()
         self._reads: DirectReads | None = None
@@ -60,14 +71,25 @@ class CpuDevice(Device):
         self._last_read: SpanRead | None = None
         self._has_failed = False
 
+    def measure_context(self) -> int:
+        """Set ``context_bytes`` to what the process takes now without weights, and return it.
+
+        It is rounded up, with room for what libraries take in their first calls, and kept while the
+        process takes little less.
+        """
+        trim_freed_memory()
+        nbytes = process_bytes().nbytes - self.allocated_bytes
+        if not 0 <= self.context_bytes - nbytes <= 4 * CONTEXT_STEP_BYTES:
+            self.context_bytes = round_up(nbytes + CONTEXT_STEP_BYTES, CONTEXT_STEP_BYTES)
+        return self.context_bytes
+
     @contextmanager
     def session(self, cap_bytes: int, limit_bytes: int = 0) -> Iterator[None]:
         """Start the threads that read, and the measurement of peaks.
 
         If the process already has more than its planned bytes, the cap is lower by the difference.
         """
-        growth_bytes = process_bytes().nbytes - self._context_bytes - self.allocated_bytes
-        self._cap_bytes = cap_bytes - max(0, growth_bytes)
+        self._cap_bytes = cap_bytes - self.growth_bytes
         self._origin_seconds, self._has_failed = time.perf_counter(), False
         try:
             with DirectReads() as self._reads, ProcessPeak() as self._peak:
@@ -86,6 +108,9 @@ class CpuDevice(Device):
             )
         memory = MappedArena(nbytes).view(0, nbytes)
         self.arenas.count("device", memory)
+        storage = memory.untyped_storage()
+        _ADDRESSES.add(storage.data_ptr())
+        weakref.finalize(storage, _ADDRESSES.discard, storage.data_ptr()).atexit = False
         return memory
 
     def pin(self, arena: torch.Tensor) -> None:
@@ -149,10 +174,16 @@ class CpuDevice(Device):
         return self.arenas.nbytes("device")
 
     @property
+    def growth_bytes(self) -> int:
+        """Bytes that the process takes beyond ``context_bytes``, weights and ring buffers."""
+        nbytes = process_bytes().nbytes - self.allocated_bytes
+        return max(0, nbytes - self.context_bytes)
+
+    @property
     def available_bytes(self) -> int:
         """Bytes for weights and activations: what the system, this process's cgroup and the session
         leave, the planned bytes of the process itself excluded."""
-        system_bytes = host_ram_bytes() + process_bytes().nbytes - self._context_bytes
+        system_bytes = host_ram_bytes() + process_bytes().nbytes - self.context_bytes
         return system_bytes if self._cap_bytes is None else min(system_bytes, self._cap_bytes)
 
     @property
@@ -160,7 +191,7 @@ class CpuDevice(Device):
         """Peak of the process since `reset_peak`, less the planned bytes of the process itself; at
         least the bytes of weights and ring buffers now."""
         process_peak = 0 if self._peak is None else self._peak.nbytes
-        return max(self.allocated_bytes, process_peak - self._context_bytes)
+        return max(self.allocated_bytes, process_peak - self.context_bytes - self._workspace_bytes)
 
     def reset_peak(self) -> None:
         """Restart the peak at the bytes in use now."""
@@ -182,6 +213,14 @@ class CpuDevice(Device):
     def holders(self) -> tuple[str, ...]:
         """Return the bytes of weights and ring buffers."""
         return (show_size(self.allocated_bytes),) if self.allocated_bytes else ()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` is a view of weights or of a ring buffer."""
+        return (
+            tensor.device.type == "cpu"
+            and tensor.layout == torch.strided
+            and tensor.untyped_storage().data_ptr() in _ADDRESSES
+        )
 
     def explain(self, error: BaseException) -> GraphrunError | None:
         """Return OutOfMemory for an allocation that this device or the system refused."""

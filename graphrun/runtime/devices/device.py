@@ -93,6 +93,7 @@ class Device(ABC):
 
     name: str  # name in a trace
     torch_device: torch.device  # device of the ops
+    unified = False  # whether its memory is that of the host
     # further devices of the machine, on which components or some of their blocks may compute
     secondaries: tuple[Device, ...] = ()
 
