@@ -180,6 +180,7 @@ class Attachment:
         # whether a method that changes the pipeline runs, with all weights on the CPU
         self._at_rest = False
         self._detached = self._detach_pending = self._release_pending = False
+        self._grown_bytes = 0  # of the process since, on unified memory
         # `state_of` of the pipeline before the last call: what calls do not change themselves
         self._state: State = []
         # `settings_of` of the pipeline after the last call: what a call may change itself
@@ -521,7 +522,11 @@ class Attachment:
         """
         device = self._device
         if isinstance(device, CpuDevice):
-            return max(0, device.measure_context() - self._hardware.context_bytes)
+            context_bytes = self._hardware.context_bytes
+            self._grown_bytes = max(
+                0, device.measure_context(context_bytes + self._grown_bytes) - context_bytes
+            )
+            return self._grown_bytes
         return device.allocated_bytes - self._host.held_bytes()
 
     def _continue_from_device(self, solution: Solution) -> Solution:

@@ -71,16 +71,19 @@ class CpuDevice(Device):
         self._last_read: SpanRead | None = None
         self._has_failed = False
 
-    def measure_context(self) -> int:
+    def measure_context(self, previous_bytes: int = 0) -> int:
         """Set ``context_bytes`` to what the process takes now without weights, and return it.
 
-        It is rounded up, with room for what libraries take in their first calls, and kept while the
-        process takes little less.
+        It is rounded up, with room for what libraries take in their first calls. ``previous_bytes``
+        is returned instead if the process takes little less.
         """
         trim_freed_memory()
         nbytes = process_bytes().nbytes - self.allocated_bytes
-        if not 0 <= self.context_bytes - nbytes <= 4 * CONTEXT_STEP_BYTES:
-            self.context_bytes = round_up(nbytes + CONTEXT_STEP_BYTES, CONTEXT_STEP_BYTES)
+        self.context_bytes = (
+            previous_bytes
+            if 0 <= previous_bytes - nbytes <= 4 * CONTEXT_STEP_BYTES
+            else round_up(nbytes + CONTEXT_STEP_BYTES, CONTEXT_STEP_BYTES)
+        )
         return self.context_bytes
 
     @contextmanager
