@@ -103,6 +103,16 @@ class Stored:
         return values[0]
 
 
+FileStamp = tuple[int, int]
+"""Size of a file, and its modification time in ns."""
+
+
+def file_stamp(file: str | int) -> FileStamp:
+    """Return the stamp of ``file``, a path or an open file's number. Raises OSError."""
+    status = os.stat(file)
+    return status.st_size, status.st_mtime_ns
+
+
 def find_folder(source: str, patterns: tuple[str, ...], file_line: str, variant: str = "") -> Path:
     """Return the local path of ``source`` with the files that match ``patterns``.
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import io
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -29,7 +28,7 @@ from graphrun.modules.blocks import BlockLayout, TensorEntry
 from graphrun.modules.conversions import Piece
 from graphrun.modules.lora import Delta
 from graphrun.modules.quantize import quantized
-from graphrun.modules.source_files import Stored
+from graphrun.modules.source_files import Stored, file_stamp
 from graphrun.systems import read_at
 
 # Larger tensors repeat a tile of this many elements: 12 billion parameters then fill at memory
@@ -146,7 +145,7 @@ class FileSource:
     def __init__(self, pieces: Mapping[str, Piece]) -> None:
         self._pieces = dict(pieces)
         files = {leaf.file for piece in self._pieces.values() for leaf in piece.leaves}
-        self._stamps = {file: _stamp(os.stat(file)) for file in files}
+        self._stamps = {file: file_stamp(file) for file in files}
         self._handles: dict[str, io.FileIO] = {}
 
     def read_into(self, name: str, target: torch.Tensor) -> int:
@@ -166,8 +165,18 @@ class FileSource:
     def stored(self, name: str, dtype: torch.dtype) -> Stored | None:
         """See `Source.stored`."""
         piece = self._pieces.get(name)
-        is_same = isinstance(piece, Stored) and getattr(torch, piece.dtype, None) == dtype
-        return piece if is_same and isinstance(piece, Stored) else None
+        if not isinstance(piece, Stored) or getattr(torch, piece.dtype, None) != dtype:
+            return None
+        self._refuse_changed(piece.file, piece.file)
+        return piece
+
+    def _refuse_changed(self, file: str, place: str | int) -> None:
+        try:
+            is_same = file_stamp(place) == self._stamps[file]
+        except OSError as error:
+            raise InputError(f"{file} can no longer be opened: {error.strerror}") from error
+        if not is_same:
+            raise InputError(f"{file} was changed while it was in use: plan again")
 
     def _read_plain(self, tensor: Stored, target: torch.Tensor) -> int:
         flat, dtype = target.view(-1), getattr(torch, tensor.dtype)
@@ -189,8 +198,7 @@ class FileSource:
 
     def _read(self, tensor: Stored, skip: int, target: torch.Tensor) -> None:
         handle = self._open(tensor.file)
-        if _stamp(os.fstat(handle.fileno())) != self._stamps[tensor.file]:
-            raise InputError(f"{tensor.file} was changed while it was in use: plan again")
+        self._refuse_changed(tensor.file, handle.fileno())
         raw: Any = target.numpy()
         view, offset = memoryview(raw), tensor.begin + skip
         while view:
@@ -324,8 +332,3 @@ class Writer:
     def close(self) -> None:
         """Close files and release modules."""
         self.source.close()
-
-
-def _stamp(status: os.stat_result) -> tuple[int, int]:
-    """Return (size, modification time in ns) of a file."""
-    return status.st_size, status.st_mtime_ns

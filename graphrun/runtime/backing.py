@@ -182,9 +182,10 @@ class BackingStore:
     def abandon(self) -> None:
         """Wait for the reads under way, which still write to the memory, and ignore their errors.
 
-        No further read begins.
+        No further read begins, and no read of a failed slot is counted later.
         """
         self.pacer = None
+        self._finished.clear()
         for block_read in self._reads.values():
             with contextlib.suppress(GraphrunError, OSError, RuntimeError):
                 block_read.join()

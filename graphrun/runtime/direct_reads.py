@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from graphrun.errors import GraphrunError, InputError
-from graphrun.modules.source_files import Stored
+from graphrun.modules.source_files import FileStamp, Stored, file_stamp
 from graphrun.systems import anonymous_memory, forget_cached, open_direct, read_at, refuse_forked
 from graphrun.units import MIB
 
@@ -97,13 +97,15 @@ class MappedArena:
 class Span:
     """Bytes ``start .. stop`` of ``file``, both multiples of 4096, which contain whole tensors.
 
-    ``stop`` may exceed the file's end. Tensors need the bytes before ``needed_stop``.
+    ``stop`` may exceed the file's end. Tensors need the bytes before ``needed_stop``. ``stamp``:
+    `file_stamp` of the file for which the span was laid out, if it is known.
     """
 
     file: str
     start: int
     stop: int
     needed_stop: int
+    stamp: FileStamp | None = None
 
     @property
     def nbytes(self) -> int:
@@ -189,9 +191,9 @@ class SpanRead:
     def wait(self) -> None:
         """Wait until it is in memory, and all that was submitted before it.
 
-        Raises InputError if a file cannot be opened or read, is truncated, or was changed since it
-        was opened; the error of a write; RuntimeError if the reads were closed. Nothing is read any
-        more then.
+        Raises InputError if a file cannot be opened or read, is truncated, or was changed since its
+        span was laid out or it was opened; the error of a write; RuntimeError if the reads were
+        closed. Nothing is read any more then.
         """
         self._reads._wait(self)
 
@@ -219,7 +221,7 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _OpenFile:
-    """A file that is open for reads, and (size, modification time in ns) when it was opened.
+    """A file that is open for reads, and its stamp when it was opened.
 
     ``handle`` is for direct reads if ``is_direct``. ``refused_handle`` is the one whose file system
     refused them; a thread may still use it.
@@ -227,7 +229,7 @@ class _OpenFile:
 
     handle: io.FileIO
     is_direct: bool
-    stamp: tuple[int, int]
+    stamp: FileStamp
     refused_handle: io.FileIO | None = field(default=None)
 
 
@@ -467,12 +469,12 @@ class DirectReads:
                 ) from error
             if start + count <= position:
                 raise InputError(
-                    f"{span.file} is truncated: it has {_stamp(handle)[0]} bytes, and its tensors "
-                    f"end at byte {span.needed_stop}; download it again"
+                    f"{span.file} is truncated: it has {file_stamp(handle.fileno())[0]} bytes, "
+                    f"and its tensors end at byte {span.needed_stop}; download it again"
                 )
             position = start + count
         handle = open_file.handle
-        if _stamp(handle) != open_file.stamp:
+        if file_stamp(handle.fileno()) != (span.stamp or open_file.stamp):
             raise InputError(f"{span.file} was changed while it was in use: plan again")
         if not open_file.is_direct:
             forget_cached(handle.fileno(), chunk.offset, size)
@@ -489,7 +491,9 @@ class DirectReads:
                         f"{file} can no longer be opened: "
                         f"{getattr(error, 'strerror', None) or error}; download it again"
                     ) from error
-                self._files[file] = _OpenFile(handle, direct is not None, _stamp(handle))
+                self._files[file] = _OpenFile(
+                    handle, direct is not None, file_stamp(handle.fileno())
+                )
                 self._is_direct[file] = direct is not None
             return self._files[file]
 
@@ -518,12 +522,6 @@ class DirectReads:
                 for handle in (open_file.handle, open_file.refused_handle):
                     if handle is not None:
                         handle.close()
-
-
-def _stamp(handle: io.FileIO) -> tuple[int, int]:
-    """Return (size, modification time in ns) of an open file."""
-    status = os.fstat(handle.fileno())
-    return status.st_size, status.st_mtime_ns
 
 
 def _without_frames(error: BaseException) -> BaseException:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from graphrun.modules.blocks import ALIGNMENT, BlockLayout
-from graphrun.modules.source_files import Stored
+from graphrun.modules.source_files import Stored, file_stamp
 from graphrun.runtime.backing import BackingStore, BlockWriter, Marks
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.direct_reads import PAGE_BYTES, Span, span_layout
@@ -80,6 +80,8 @@ def _placed(layout: BlockLayout, file_tensors: Mapping[int, Stored]) -> FileBloc
         if number not in offsets:
             offsets[number] = end = round_up(end, ALIGNMENT)
             end += entry.nbytes
+    stamps = {file: file_stamp(file) for file in {span.file for span in spans.spans}}
+    stamped = [replace(span, stamp=stamps[span.file]) for span in spans.spans]
     entries = tuple(
         replace(entry, offset=offsets[number]) for number, entry in enumerate(layout.entries)
     )
@@ -89,7 +91,7 @@ def _placed(layout: BlockLayout, file_tensors: Mapping[int, Stored]) -> FileBloc
     nbytes = round_up(end, PAGE_BYTES)
     return FileBlock(
         replace(layout, nbytes=nbytes, entries=entries),
-        tuple(zip(spans.spans, spans.span_offsets, strict=True)),
+        tuple(zip(stamped, spans.span_offsets, strict=True)),
         replace(layout, nbytes=nbytes, entries=other_entries) if other_entries else None,
     )
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from graphrun.errors import GraphrunError, OutOfMemory
+from graphrun.errors import GraphrunError, InputError, OutOfMemory
 from graphrun.host_ram import host_ram_bytes
 from graphrun.memory_group import ProcessPeak, process_bytes
 from graphrun.model.problem import Hardware
@@ -101,7 +101,10 @@ class CpuDevice(Device):
             self._reads = self._peak = self._last_read = self._cap_bytes = None
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return memory in pages of its own. Raises torch.OutOfMemoryError beyond the cap."""
+        """Return memory in pages of its own.
+
+        Raises torch.OutOfMemoryError beyond the cap, or if the system refuses.
+        """
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         if self._cap_bytes is not None and self.allocated_bytes + nbytes > self._cap_bytes:
@@ -109,7 +112,10 @@ class CpuDevice(Device):
                 f"cpu: {show_size(nbytes)} on top of {show_size(self.allocated_bytes)} exceed the "
                 f"{show_size(self._cap_bytes)} left for weights and activations"
             )
-        memory = MappedArena(nbytes).view(0, nbytes)
+        try:
+            memory = MappedArena(nbytes).view(0, nbytes)
+        except InputError as error:
+            raise torch.OutOfMemoryError(str(error)) from error
         self.arenas.count("device", memory)
         storage = memory.untyped_storage()
         _ADDRESSES.add(storage.data_ptr())
