@@ -272,7 +272,7 @@ def meta_module_of(
                     else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
                 )
                 memo[id(tensor)] = (
-                    nn.Parameter(twin, requires_grad=False)
+                    nn.Parameter(twin, requires_grad=tensor.requires_grad)
                     if isinstance(tensor, nn.Parameter)
                     else twin
                 )
@@ -523,7 +523,11 @@ def state_of(pipe: Any, owned_modules: Iterable[Owned]) -> State:
             if key[0] != "_" and isinstance(value, (bool, int, float, str))
         ]
         for tensors in (child._parameters, child._buffers):
-            content += [(key, t.shape, t.dtype) for key, t in tensors.items() if t is not None]
+            content += [
+                (key, t.shape, t.dtype, t.requires_grad)
+                for key, t in tensors.items()
+                if t is not None
+            ]
         if vars(child).get("_compiled_call_impl") is not None:
             content.append("_compiled_call_impl")
         if not _STATEFUL.isdisjoint(attributes):

@@ -216,7 +216,7 @@ def _cast_through(tensor: torch.Tensor, steps: list[torch.dtype]) -> torch.Tenso
 def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return ``value`` as a parameter if ``tensor`` is one."""
     return (
-        nn.Parameter(value.detach(), requires_grad=False)
+        nn.Parameter(value.detach(), requires_grad=tensor.requires_grad)
         if isinstance(tensor, nn.Parameter)
         else value
     )

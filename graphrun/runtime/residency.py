@@ -73,13 +73,17 @@ class _Entry:
         view = flat.as_strided(self.template.shape, self.strides, offset)
         if not isinstance(self.template, nn.Parameter):
             return view
+        # torch multiplies by weights with gradients in other steps, also where none are computed
+        has_gradient = self.template.requires_grad
         if type(view) is torch.Tensor:
-            parameter: Any = nn.Parameter(view, requires_grad=False)
+            parameter: Any = nn.Parameter(view, requires_grad=has_gradient)
         else:
             # `nn.Parameter` does the same for tensors of other classes, but with one more operator
             # to detach them
             parameter = view
             parameter._is_param = True
+            if has_gradient:
+                parameter.requires_grad_(True)
         parameter.__dict__.update(self.template.__dict__)
         return parameter  # type: ignore[no-any-return]
 
