@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphrun.modules.trees import named_modules_below
 from graphrun.units import round_up
 
 # Vectorized kernels and cuBLAS choose other code paths below 16-byte alignment. PyTorch's own
@@ -91,12 +92,13 @@ def lay_out(
     blocks = dict.fromkeys(path for path in paths if path)
     # module path -> the block it belongs to: itself, or the block of its parent
     block_of = {"": ""}
-    for prefix, child in module.named_modules(remove_duplicate=False):
+    for prefix, child in named_modules_below(module, repeated=True):
         owner = block_of[prefix] = (
             prefix if prefix in blocks else block_of[prefix.rpartition(".")[0]]
         )
         for tensor, field, location, key in direct_tensors(child):
-            uses = tensor_uses.setdefault(id(tensor), _TensorUses(tensor, field, {}, {}, set()))
+            if (uses := tensor_uses.get(id(tensor))) is None:
+                uses = tensor_uses[id(tensor)] = _TensorUses(tensor, field, {}, {}, set())
             uses.owners.add(owner)
             uses.names[f"{prefix}.{key}" if prefix else key] = None
             uses.locations[id(location.owner), location.kind, location.key] = location
@@ -105,7 +107,7 @@ def lay_out(
     for uses in tensor_uses.values():
         owners = uses.owners - {""} if split_layers else uses.owners
         path = next(iter(owners)) if len(owners) == 1 else ""
-        nbytes = uses.tensor.numel() * uses.tensor.element_size()
+        nbytes = uses.tensor.nbytes
         locations, names = tuple(uses.locations.values()), tuple(uses.names)
         entries[path].append(
             TensorEntry(offsets[path], nbytes, uses.tensor, locations, names, uses.field)

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from graphrun.modules.gguf import dequantized
+from graphrun.modules.trees import modules_below, named_modules_below
 
 BLOCK = 64  # elements per absmax: bitsandbytes' default
 # Outlier threshold of activations in LLM.int8 (Dettmers et al. 2022, section 3.2), the default of
@@ -39,17 +40,17 @@ def quantizable_layers(module: nn.Module, dtype: torch.dtype) -> dict[str, nn.Li
     (`transformers.quantizers.base.get_keys_to_not_convert`).
     """
     users = Counter(
-        id(parameter) for child in module.modules() for parameter in child._parameters.values()
+        id(parameter) for child in modules_below(module) for parameter in child._parameters.values()
     )
     fp32_modules = set(getattr(module, "_keep_in_fp32_modules", None) or ())
     last = _last_of_transformers(module)
     return {
         path: child
-        for path, child in module.named_modules()
+        for path, child in named_modules_below(module)
         if isinstance(child, nn.Linear)
         and child.weight.dtype == dtype
         and users[id(child.weight)] == 1
-        and not fp32_modules & set(path.split("."))
+        and fp32_modules.isdisjoint(path.split("."))
         and path not in last
     }
 
@@ -262,6 +263,8 @@ def _last_of_transformers(module: nn.Module) -> set[str]:
     model: Any = module
     output = model.get_output_embeddings()
     paths = {
-        path for path, child in module.named_modules() if output is not None and child is output
+        path
+        for path, child in named_modules_below(module)
+        if output is not None and child is output
     }
     return paths | {names[-1].rpartition(".")[0]} if names else paths

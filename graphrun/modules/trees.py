@@ -23,16 +23,54 @@ def modules_below(module: nn.Module) -> list[nn.Module]:
     Avoids its nested generators, which take most of the time of a loop.
     """
     modules: dict[int, nn.Module] = {}
-
-    def add(module: nn.Module) -> None:
-        if id(module) not in modules:
-            modules[id(module)] = module
-            for child in module._modules.values():
-                if child is not None:
-                    add(child)
-
-    add(module)
+    pending = [module]
+    while pending:
+        child = pending.pop()
+        if id(child) not in modules:
+            modules[id(child)] = child
+            if parts := child._modules:
+                pending += [part for part in reversed(parts.values()) if part is not None]
     return list(modules.values())
+
+
+def named_modules_below(
+    module: nn.Module, *, repeated: bool = False
+) -> list[tuple[str, nn.Module]]:
+    """Return `modules_below` with their paths.
+
+    ``repeated``: include a module once for each of its paths.
+    """
+    modules: list[tuple[str, nn.Module]] = []
+    visited_ids: set[int] = set()
+    pending = [("", module)]
+    while pending:
+        path, child = pending.pop()
+        if not repeated:
+            if id(child) in visited_ids:
+                continue
+            visited_ids.add(id(child))
+        modules.append((path, child))
+        if parts := child._modules:
+            prefix = f"{path}." if path else ""
+            pending += [
+                (prefix + name, part) for name, part in reversed(parts.items()) if part is not None
+            ]
+    return modules
+
+
+def own_tensors(module: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters and buffers of ``module`` itself, without those of its children."""
+    return [
+        tensor
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None
+    ]
+
+
+def weights_below(module: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters and buffers of ``module`` and of the modules inside it, each once."""
+    tensors = (tensor for child in modules_below(module) for tensor in own_tensors(child))
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def walk(value: Any, change: Change, kind: type[Any] = torch.Tensor) -> Any:

@@ -26,7 +26,13 @@ from torch import nn
 from graphrun.model.problem import BlockGroup
 from graphrun.modules.blocks import lay_out
 from graphrun.modules.compiled import is_compiled
-from graphrun.profile.recorder import layer_paths, own_tensors
+from graphrun.modules.trees import (
+    modules_below,
+    named_modules_below,
+    own_tensors,
+    weights_below,
+)
+from graphrun.profile.recorder import layer_paths
 from graphrun.profile.recording import Call
 
 # A group of blocks with a smaller share of its component is not worth a ring buffer: its blocks are
@@ -73,11 +79,11 @@ def _nested_blocks(
         path = f"{prefix}{name}"
         if path in routed or is_compiled(child):
             continue
-        if isinstance(child, nn.ModuleList) and _same_structure(child):
+        if isinstance(child, nn.ModuleList) and (sizes := _sizes_if_alike(child)):
             blocks += [
                 unit
-                for index, element in enumerate(child)
-                for unit in _element_blocks(element, f"{path}.{index}", routed)
+                for index, (element, nbytes) in enumerate(zip(child, sizes, strict=True))
+                for unit in _element_blocks(element, nbytes, f"{path}.{index}", routed)
             ]
         else:
             blocks += _nested_blocks(child, f"{path}.", routed)
@@ -85,27 +91,27 @@ def _nested_blocks(
 
 
 def _element_blocks(
-    element: nn.Module, path: str, routed: Collection[str]
+    element: nn.Module, nbytes: int, path: str, routed: Collection[str]
 ) -> list[tuple[str, int]]:
-    nbytes = _nbytes(element)
     inner = [] if is_compiled(element) else _nested_blocks(element, f"{path}.", routed)
     return inner if 2 * sum(size for _, size in inner) > nbytes else [(path, nbytes)]
 
 
-def _same_structure(modules: nn.ModuleList) -> bool:
-    # CogView4's VAE has a None where it omits attention
-    if any(element is None for element in modules):
-        return False
-    sizes = sorted(_nbytes(element) for element in modules)
-    has_equal_classes = (
-        len(modules) >= 2
-        and len({_written_class(element) for element in modules}) == 1
-        and any(True for _ in modules[0].children())
-    )
+def _sizes_if_alike(modules: nn.ModuleList) -> list[int]:
+    """Return the bytes of each of ``modules``, or [] if they cannot be blocks (`block_paths`)."""
+    if (
+        len(modules) < 2
+        # CogView4's VAE has a None where it omits attention
+        or any(element is None for element in modules)
+        or len({_written_class(element) for element in modules}) > 1
+        or not any(True for _ in modules[0].children())
+    ):
+        return []
+    sizes = [sum(tensor.nbytes for tensor in weights_below(element)) for element in modules]
     outlier_count = sum(
         sum(a <= SIZE_TOLERANCE * b and b <= SIZE_TOLERANCE * a for b in sizes) == 1 for a in sizes
     )
-    return has_equal_classes and sizes[0] > 0 and outlier_count <= min(1, len(modules) - 2)
+    return sizes if min(sizes) > 0 and outlier_count <= min(1, len(modules) - 2) else []
 
 
 def _written_class(module: nn.Module) -> str:
@@ -115,10 +121,6 @@ def _written_class(module: nn.Module) -> str:
     """
     kind = type(getattr(module, "_orig_mod", module))
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _nbytes(module: nn.Module) -> int:
-    return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
 
 
 def group_blocks(
@@ -147,7 +149,7 @@ def group_blocks(
         if path in candidates
     ]
     loose = set[str]().union(*(call.loose_modules for call in calls))
-    modules = dict(module.named_modules(remove_duplicate=False))
+    modules = dict(named_modules_below(module, repeated=True))
     loose_in = {
         path: _loose_modules(modules[path], path, loose) if loose else [] for path in entered_blocks
     }
@@ -189,7 +191,11 @@ def group_blocks(
 
 def _loose_modules(module: nn.Module, path: str, loose: Collection[str]) -> list[str]:
     """Return paths of the largest modules at ``path`` or below whose tensors are all ``loose``."""
-    inner_paths = [name for name, child in module.named_modules(prefix=path) if own_tensors(child)]
+    inner_paths = [
+        f"{path}.{name}" if name else path
+        for name, child in named_modules_below(module)
+        if own_tensors(child)
+    ]
     if path in loose or (inner_paths and all(name in loose for name in inner_paths)):
         return [path]
     return [
@@ -211,7 +217,7 @@ def group_layers(
     form groups that no call uses. Layers in ``routed`` lists, and other layers that are not called,
     are unblocked weights.
     """
-    if any(is_compiled(child) for child in module.modules()):
+    if any(map(is_compiled, modules_below(module))):
         return ()
     call_counts = [Counter(span.path for span in call.spans) for call in calls]
     externally_read = set[str]().union(*(call.externally_read_layers for call in calls))
@@ -241,10 +247,10 @@ def group_layers(
 
 def _paths_with_tied_tensors(module: nn.Module) -> frozenset[str]:
     """Return paths of modules that, with their submodules, share a tensor with another."""
-    users = Counter(id(tensor) for child in module.modules() for tensor in own_tensors(child))
+    users = Counter(id(tensor) for child in modules_below(module) for tensor in own_tensors(child))
     return frozenset(
         path[:end]
-        for path, child in module.named_modules(remove_duplicate=False)
+        for path, child in named_modules_below(module, repeated=True)
         if any(users[id(tensor)] > 1 for tensor in own_tensors(child))
         for end, letter in enumerate(f"{path}.")
         if letter == "."

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,7 @@ from graphrun.graph.graph import Component, Graph
 from graphrun.host_ram import host_ram_bytes
 from graphrun.limits import require
 from graphrun.model.allocator import ROUND_BYTES
-from graphrun.modules.blocks import with_weights_of
+from graphrun.modules.blocks import BlockLayout, with_weights_of
 from graphrun.modules.build import (
     build,
     build_part,
@@ -53,9 +53,11 @@ from graphrun.profile.block_groups import block_paths, group_blocks, group_layer
 from graphrun.profile.meta_ops import META
 from graphrun.profile.quantized import (
     block_bytes_by_precision,
+    block_layouts,
     dequantization_bytes,
     laid_out_bytes,
     quantized_shapes,
+    tensor_bytes,
 )
 from graphrun.profile.recorder import FusedAttention, Recorder
 from graphrun.profile.recording import (
@@ -190,15 +192,21 @@ class Prober:
         )
 
     def trace(
-        self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        component: str,
+        entry: str,
+        proceed: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        hooks: Collection[Any] | None = None,
     ) -> tuple[Call, Returned]:
         """Return the traced call for this signature, and its result.
 
         Where hooks with a state decide what is computed (diffusers' caches), calls may differ, so
-        each is traced.
+        each is traced. ``hooks``: the component's `stateful_hooks` if the caller has them.
         """
         signature = self.signature(component, entry, args, kwargs)
-        if stateful_hooks(self.meta_modules[component]):
+        if stateful_hooks(self.meta_modules[component]) if hooks is None else hooks:
             signature = *signature, len(self._traces)
         if signature not in self._traces:
             self._traces[signature] = self._trace(component, entry, proceed, args, kwargs)
@@ -216,9 +224,10 @@ class Prober:
         call_count = len(self.recording.items) + 1
         require("calls", call_count, f"it makes {call_count:,} calls of components or more")
         self._hook_state.pop(component, None)  # the call's own events include it
-        call, result = self.trace(component, entry, proceed, args, kwargs)
+        hooks = stateful_hooks(self.meta_modules[component])
+        call, result = self.trace(component, entry, proceed, args, kwargs, hooks)
         self.recording.items.append(call)
-        if storages := _hook_storages(self.meta_modules[component]):
+        if storages := _storages_of(hooks):
             self._hook_state[component] = [
                 torch.empty(storage.nbytes(), dtype=torch.uint8, device=PLANNED)
                 for storage in storages
@@ -257,16 +266,16 @@ class Prober:
             group_blocks(module, calls, self.routed[name]),
             group_layers(module, calls, self.routed[name]),
         )
+        layouts = [block_layouts(module, groups)]
         profile = ComponentProfile(
-            sum(p.numel() for p in module.parameters()), groups, laid_out_bytes(module, groups)
+            sum(p.numel() for p in module.parameters()), groups, laid_out_bytes(groups, layouts[0])
         )
         if layers:
-            split = replace(
-                profile, groups=layers, block_bytes=laid_out_bytes(module, layers, by_layer=True)
-            )
+            layouts.append(block_layouts(module, layers, by_layer=True))
+            split = replace(profile, groups=layers, block_bytes=laid_out_bytes(layers, layouts[1]))
             profile = replace(profile, layer_split=split)
         return (
-            _in_every_precision(profile, graph, graph.components[name], module)
+            _in_every_precision(profile, layouts, graph, graph.components[name], module)
             if graph
             else profile
         )
@@ -388,7 +397,7 @@ class Prober:
                 argument_tensors, holders = tensors_in(arguments), holders_in(arguments)
                 initial_ids = [list(map(id, found_in(holder, torch.Tensor))) for holder in holders]
                 recorder.ignore(argument_tensors, earlier_storages)
-                recorder.record_existing(_hook_storages(module))
+                recorder.record_existing(_storages_of(stateful_hooks(module)))
                 repeats = Repeats(module, recorder) if on_meta else nullcontext()
                 fused = FusedAttention(recorder) if on_meta else nullcontext()
                 with (
@@ -411,7 +420,7 @@ class Prober:
                 )
                 recorder.note_results(tensors_in((result, argument_contents)))
                 del result, argument_contents, holders, arguments
-                recorder.end(excluded_storages=_hook_storages(module))
+                recorder.end(excluded_storages=_storages_of(stateful_hooks(module)))
                 leftover_storages = recorder.live
         finally:
             self.interceptor.device = PLANNED
@@ -461,18 +470,17 @@ def stateful_hooks(module: nn.Module) -> list[Any]:
     """Return diffusers' hooks in ``module`` that keep a state between calls (caches)."""
     hooks, pending = list[Any](), [module]
     while pending:  # `modules()` would build the name of every module, at every call of a dry run
-        child = pending.pop()
-        registry = vars(child).get(DIFFUSERS_HOOKS)
-        hooks += getattr(registry, "hooks", {}).values()
-        pending += [part for part in reversed(child._modules.values()) if part is not None]
+        table = vars(pending.pop())
+        if (registry := table.get(DIFFUSERS_HOOKS)) is not None:
+            hooks += getattr(registry, "hooks", {}).values()
+        if parts := table["_modules"]:
+            pending += [part for part in reversed(parts.values()) if part is not None]
     return [hook for hook in hooks if getattr(hook, "_is_stateful", False)]
 
 
-def _hook_storages(module: nn.Module) -> list[torch.UntypedStorage]:
-    """Return the meta storages of the tensors in `stateful_hooks`."""
-    tensors = (
-        tensor for tensor in found_in(stateful_hooks(module), torch.Tensor) if tensor.is_meta
-    )
+def _storages_of(hooks: Collection[Any]) -> list[torch.UntypedStorage]:
+    """Return the meta storages of the tensors in ``hooks``, a result of `stateful_hooks`."""
+    tensors = (tensor for tensor in found_in(hooks, torch.Tensor) if tensor.is_meta)
     return [
         *{
             storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)
@@ -526,10 +534,15 @@ def _with_state_before(call: Call, repeated_call: Call) -> Call:
 
 
 def _in_every_precision(
-    block_profile: ComponentProfile, graph: Graph, component: Component, module: nn.Module
+    block_profile: ComponentProfile,
+    layouts: Sequence[Mapping[str, BlockLayout]],
+    graph: Graph,
+    component: Component,
+    module: nn.Module,
 ) -> ComponentProfile:
     """Return ``block_profile`` with block bytes in every precision of ``graph``.
 
+    ``layouts``: the `block_layouts` of its groups and, if it can be split into layers, of those.
     Which tensors stay in fp32 depends on the dtype in which the module is created. Where the files
     are quantized, the bytes are those of the files.
     """
@@ -538,14 +551,10 @@ def _in_every_precision(
         if block_profile.layer_split is not None
         else [block_profile]
     )
+    sizes = tensor_bytes(module, component.dtype)
     block_bytes = [
-        block_bytes_by_precision(
-            module,
-            current_profile.groups,
-            component.dtype,
-            by_layer=current_profile is not block_profile,
-        )
-        for current_profile in profiles
+        block_bytes_by_precision(current_profile.groups, current_layouts, sizes)
+        for current_profile, current_layouts in zip(profiles, layouts, strict=True)
     ]
     layers = quantized_shapes(module, component.dtype)
     stored_precisions: list[str] = []
@@ -572,9 +581,12 @@ def _in_every_precision(
             continue
         for current_profile, bytes_by_precision in zip(profiles, block_bytes, strict=True):
             bytes_by_precision[precision] = laid_out_bytes(
-                precision_module,
                 current_profile.groups,
-                by_layer=current_profile is not block_profile,
+                block_layouts(
+                    precision_module,
+                    current_profile.groups,
+                    by_layer=current_profile is not block_profile,
+                ),
             )
     dequantized = dequantization_bytes(kinds, component.dtype)
     blocks, *split = (

@@ -18,14 +18,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from graphrun.model.allocator import ROUND_BYTES
 from graphrun.model.problem import BlockGroup
-from graphrun.modules.blocks import ALIGNMENT, lay_out
+from graphrun.modules.blocks import ALIGNMENT, BlockLayout, lay_out
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.quantize import gguf_linear, quantizable_layers
+from graphrun.modules.trees import weights_below
 from graphrun.profile.recorder import Recorder
+from graphrun.sim.dry import without_planned_device
 from graphrun.units import round_up
 
 PRECISIONS = ("float32", "bfloat16", "float16", "fp8", "int8", "nf4")
@@ -64,11 +65,11 @@ def weights_by_precision(
         precision: sum(
             round_up(nbytes, step) for tensor_sizes in tensors.values() for nbytes in tensor_sizes
         )
-        for precision, tensors in _tensor_bytes(module, dtype).items()
+        for precision, tensors in tensor_bytes(module, dtype).items()
     }
 
 
-def _tensor_bytes(module: nn.Module, dtype: str) -> dict[str, dict[int, tuple[int, ...]]]:
+def tensor_bytes(module: nn.Module, dtype: str) -> dict[str, dict[int, tuple[int, ...]]]:
     """Return, in each precision, the bytes of the tensors that store each tensor of ``module``.
 
     Tensors are distinct, by their `id`.
@@ -77,55 +78,71 @@ def _tensor_bytes(module: nn.Module, dtype: str) -> dict[str, dict[int, tuple[in
     layers = {
         id(layer.weight): layer for layer in quantizable_layers(module, module_dtype).values()
     }
+    # (id, elements, whether the dtype is the module's, bytes of an element) of each tensor
+    tensors = [
+        (id(tensor), tensor.numel(), tensor.dtype == module_dtype, tensor.itemsize)
+        for tensor in weights_below(module)
+    ]
     bytes_by_precision: dict[str, dict[int, tuple[int, ...]]] = {}
     for precision in PRECISIONS:
         quantized = precision in QUANTIZED
         target_dtype: torch.dtype = module_dtype if quantized else getattr(torch, precision)
+        target_itemsize = target_dtype.itemsize
         bytes_by_precision[precision] = {
-            id(tensor): layer_tensors(layer.out_features, layer.in_features, precision)
-            if quantized and (layer := layers.get(id(tensor))) is not None
-            else (
-                tensor.numel()
-                * (target_dtype if tensor.dtype == module_dtype else tensor.dtype).itemsize,
-            )
-            for tensor in (*module.parameters(), *module.buffers())
+            key: layer_tensors(layer.out_features, layer.in_features, precision)
+            if quantized and (layer := layers.get(key)) is not None
+            else (count * (target_itemsize if has_module_dtype else itemsize),)
+            for key, count, has_module_dtype, itemsize in tensors
         }
     return bytes_by_precision
 
 
+def block_layouts(
+    module: nn.Module, groups: Sequence[BlockGroup], *, by_layer: bool = False
+) -> dict[str, BlockLayout]:
+    """Return the layouts of all blocks in ``groups`` by path.
+
+    ``by_layer``: the blocks are single layers (``split_layers`` of `lay_out`).
+    """
+    paths = [path for group in groups for path in group.blocks]
+    return lay_out(module, paths, split_layers=by_layer)
+
+
 def block_bytes_by_precision(
-    module: nn.Module, groups: Sequence[BlockGroup], dtype: str, *, by_layer: bool = False
+    groups: Sequence[BlockGroup],
+    layouts: Mapping[str, BlockLayout],
+    sizes: Mapping[str, Mapping[int, tuple[int, ...]]],
 ) -> dict[str, tuple[int, ...]]:
     """Return, in each of `PRECISIONS`, the bytes of each group's largest block.
 
-    The layout is that of `graphrun.modules.blocks`: every tensor, including statistics, is at a
-    multiple of `ALIGNMENT`, and the block is rounded up to the size of its allocation.
+    ``layouts``: the `block_layouts` of ``groups``. ``sizes``: the `tensor_bytes` of the module.
+    Every tensor, including statistics, is at a multiple of `ALIGNMENT`, and the block is rounded up
+    to the size of its allocation.
     """
-    layouts = lay_out(
-        module, [path for group in groups for path in group.blocks], split_layers=by_layer
-    )
-
-    def nbytes(path: str, tensor_sizes: Mapping[int, tuple[int, ...]]) -> int:
-        sizes = (
-            nbytes for entry in layouts[path].entries for nbytes in tensor_sizes[id(entry.tensor)]
-        )
-        return round_up(sum(round_up(size, ALIGNMENT) for size in sizes), ROUND_BYTES)
-
-    return {
-        precision: tuple(
-            max(nbytes(path, tensor_sizes) for path in group.blocks) for group in groups
-        )
-        for precision, tensor_sizes in _tensor_bytes(module, dtype).items()
+    keys = {
+        path: [id(entry.tensor) for entry in layouts[path].entries]
+        for group in groups
+        for path in group.blocks
     }
+    block_bytes: dict[str, tuple[int, ...]] = {}
+    for precision, tensor_sizes in sizes.items():
+        aligned = {
+            key: sum([round_up(nbytes, ALIGNMENT) for nbytes in parts])
+            for key, parts in tensor_sizes.items()
+        }
+        block_bytes[precision] = tuple(
+            round_up(
+                max(sum([aligned[key] for key in keys[path]]) for path in group.blocks), ROUND_BYTES
+            )
+            for group in groups
+        )
+    return block_bytes
 
 
 def laid_out_bytes(
-    module: nn.Module, groups: Sequence[BlockGroup], *, by_layer: bool = False
+    groups: Sequence[BlockGroup], layouts: Mapping[str, BlockLayout]
 ) -> tuple[int, ...]:
-    """Return, for each group, the bytes of its largest block of ``module`` as it is."""
-    layouts = lay_out(
-        module, [path for group in groups for path in group.blocks], split_layers=by_layer
-    )
+    """Return the bytes of each group's largest block in ``layouts``, its `block_layouts`."""
     return tuple(
         max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in group.blocks)
         for group in groups
@@ -148,7 +165,7 @@ def dequantization_bytes(
             nn.Linear(inputs, outputs, bias=False, device="meta"), compute_dtype, kind, row_bytes
         )
         recorder = Recorder(layer, ())
-        with _disable_current_modes(), torch.no_grad(), recorder:
+        with without_planned_device(), torch.no_grad(), recorder:
             layer(torch.empty(1, inputs, dtype=compute_dtype, device="meta"))
         recorder.close()
         written_bytes = sum(event.nbytes for event in recorder.record.events if not event.scratch)

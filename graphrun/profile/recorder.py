@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from graphrun.model.allocator import ROUND_BYTES
-from graphrun.modules.trees import tensors_in
+from graphrun.modules.trees import modules_below, named_modules_below, own_tensors, tensors_in
 from graphrun.profile.constants import ConstantValues, Storages
 from graphrun.profile.corrections import Convolution, attention_scratch, convolution_scratch
 from graphrun.profile.costs import output_tiles
@@ -103,10 +103,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names: dict[int, str] = {}
         # first name of a weight -> paths of the modules that have it
         self._owners: dict[str, set[str]] = defaultdict(set)
-        named_weights = (
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
-        )
+        modules = named_modules_below(module, repeated=True)
+        named_weights = [
+            (f"{path}.{name}" if path else name, tensor)
+            for kind in ("_parameters", "_buffers")
+            for path, child in modules
+            for name, tensor in getattr(child, kind).items()
+            if tensor is not None
+        ]
         # Weights may share a storage, so which ones are read is unknown: all count as read.
         if self._device_type != "meta":
             self.record.read_weights |= {name for name, _ in named_weights}
@@ -121,13 +125,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._owners[first_name].add(name.rpartition(".")[0])
         blocks = list(blocks)
         self._blocks = frozenset(blocks)
-        self._hooks = [
-            hook for path in blocks for hook in self._watch(module.get_submodule(path), path)
-        ]
+        submodules = dict(modules)
+        self._hooks = [hook for path in blocks for hook in self._watch(submodules[path], path)]
         self._hooks += [
             hook
             for path in layer_paths(module)
-            for hook in self._watch_layer(module.get_submodule(path), path)
+            for hook in self._watch_layer(submodules[path], path)
         ]
         # id of a tensor -> (weak reference, its number: see `number_of` and `Hop`)
         self._hop_numbers: dict[int, tuple[Any, int]] = {}
@@ -273,8 +276,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Keys are numbered in the order of allocation.
         shift = self._last_key + 1 - allocated[0] if allocated else 0
         self._last_key += len(allocated)
+        # `_replace` would take four times as long, and a section may have thousands of events.
         events = [
-            event if event.scratch else event._replace(key=event.key + shift)
+            event
+            if event.scratch
+            else MemoryEvent(event.key + shift, event.nbytes, False, event.spared_bytes)
             for event in section.events
         ]
         # a number is negative if its tensor exists before the call (`Hop`)
@@ -626,29 +632,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.record.events.append(MemoryEvent(entry[0], 0))
 
 
-def own_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """Return the parameters and buffers of ``module`` itself, without those of its children."""
-    return [
-        tensor
-        for tensor in (*module._parameters.values(), *module._buffers.values())
-        if tensor is not None
-    ]
-
-
 def layer_paths(module: nn.Module) -> list[str]:
     """Return the paths of the layers of ``module``.
 
     A layer has parameters or buffers of its own, and no module inside it has any.
     """
     paths = []
-    for path, child in module.named_modules():
+    for path, child in named_modules_below(module):
         if (
             path
             and own_tensors(child)
-            and all(
-                inner is child or not (inner._parameters or inner._buffers)
-                for inner in child.modules()
-            )
+            and not any(inner._parameters or inner._buffers for inner in modules_below(child)[1:])
         ):
             paths.append(path)
     return paths

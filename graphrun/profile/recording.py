@@ -120,8 +120,10 @@ class Hop(NamedTuple):
 
     def numbered(self, new_number: Callable[[int], int]) -> Hop:
         """Return the hop with other tensor numbers."""
-        return self._replace(
-            tensors=tuple((new_number(number), nbytes) for number, nbytes in self.tensors)
+        return Hop(
+            self.kind,
+            self.path,
+            tuple([(new_number(number), nbytes) for number, nbytes in self.tensors]),
         )
 
 
@@ -196,10 +198,10 @@ class Call:
         # Copies, since the recorder appends to the last entry.
         self.work += [(path, [*numbers]) for path, numbers in section.work]
         self.products += [
-            product._replace(event=start + product.event) for product in section.products
+            Product(start + event, name, rows) for event, name, rows in section.products
         ]
         self.spans += [
-            span._replace(begin=start + span.begin, end=start + span.end) for span in section.spans
+            LayerSpan(path, start + begin, start + end) for path, begin, end in section.spans
         ]
         self.entered_blocks += section.entered_blocks
         self.read_weights |= section.read_weights
@@ -223,13 +225,13 @@ class Call:
         return replace(
             self,
             work=[(rename(name), numbers) for name, numbers in self.work],
-            products=[product._replace(name=rename(product.name)) for product in self.products],
-            spans=[span._replace(path=rename(span.path)) for span in self.spans],
+            products=[Product(event, rename(name), rows) for event, name, rows in self.products],
+            spans=[LayerSpan(rename(path), begin, end) for path, begin, end in self.spans],
             entered_blocks=[*map(rename, self.entered_blocks)],
             read_weights={*map(rename, self.read_weights)},
             externally_read_layers={*map(rename, self.externally_read_layers)},
             loose_modules={*map(rename, self.loose_modules)},
-            hops=[hop._replace(path=rename(hop.path)) for hop in self.hops],
+            hops=[Hop(kind, rename(path), tensors) for kind, path, tensors in self.hops],
         )
 
     def plain(self) -> Any:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from graphrun.modules.trees import PLAIN, found_in
+from graphrun.modules.trees import PLAIN, found_in, modules_below, named_modules_below
 from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import Call
 
@@ -69,7 +69,7 @@ class Repeats:
     def __enter__(self) -> Repeats:
         for name, child in self.module.named_children():
             self._wrap(child, name, name, ["__call__"])
-        for path, blocks in list(self.module.named_modules()):
+        for path, blocks in named_modules_below(self.module):
             if (
                 isinstance(blocks, nn.ModuleList)
                 and len(blocks) > 1
@@ -96,7 +96,7 @@ class Repeats:
         ``structure``: a key that is equal for modules that compute the same. If ``forward`` is
         replaced on an instance, as diffusers' hooks do, calls may differ, and none is replayed.
         """
-        if any("forward" in vars(inner) for inner in module.modules()):
+        if any("forward" in vars(inner) for inner in modules_below(module)):
             return
         kind = type(module)
         self._classes.append((module, kind))
@@ -197,7 +197,7 @@ def _attribute_tensors(module: nn.Module) -> list[tuple[int, str, int]]:
     """
     return [
         (id(inner), key, id(tensor))
-        for inner in module.modules()
+        for inner in modules_below(module)
         for key, value in vars(inner).items()
         if type(value) not in PLAIN and key not in INDEX_ATTRIBUTES
         for tensor in found_in(value, torch.Tensor)
@@ -223,7 +223,7 @@ def _structure(block: nn.Module) -> Any:
                 if key not in INDEX_ATTRIBUTES
             ),
         )
-        for name, inner in block.named_modules()
+        for name, inner in named_modules_below(block)
     )
 
 

@@ -9,6 +9,7 @@ the matrix products that they compute.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -31,6 +32,7 @@ _NO_KERNEL = frozenset(
 )
 
 
+@cache
 def launches_kernel(func: Any) -> bool:
     """Return whether ``func`` launches a kernel.
 

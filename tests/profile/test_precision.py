@@ -25,7 +25,12 @@ from graphrun.profile.precision import (
     quantizing_bytes,
     with_quantization_scratch,
 )
-from graphrun.profile.quantized import block_bytes_by_precision, weights_by_precision
+from graphrun.profile.quantized import (
+    block_bytes_by_precision,
+    block_layouts,
+    tensor_bytes,
+    weights_by_precision,
+)
 from graphrun.profile.recorder import FusedAttention, Recorder
 from graphrun.profile.recording import Call, MemoryEvent, Product
 from graphrun.units import round_up
@@ -101,13 +106,18 @@ def flux() -> Any:
     return graphrun.load(GRAPHS / "flux-tiny.yaml")
 
 
+def bytes_by_precision(module: Any, groups: Any, dtype: str) -> dict[str, tuple[int, ...]]:
+    layouts = block_layouts(module, groups)
+    return block_bytes_by_precision(groups, layouts, tensor_bytes(module, dtype))
+
+
 def test_block_bytes_in_the_declared_precision_are_those_of_the_dry_run(dry: Any) -> None:
     for name in ("flux-dev", "sdxl-tiny"):
         graph, dry_run, _ = dry(name)
         for key, of_component in dry_run.profiles.items():
             component = graph.components[key]
             module = meta_module(component, graph.trust)
-            block_bytes = block_bytes_by_precision(module, of_component.groups, component.dtype)
+            block_bytes = bytes_by_precision(module, of_component.groups, component.dtype)
             assert (
                 block_bytes[component.dtype]
                 == of_component.precisions[component.dtype]
@@ -135,7 +145,7 @@ def test_a_quantized_transformer_s_blocks_shrink_as_published(dry: Any) -> None:
         dry_run.profiles["transformer"],
         meta_module(graph.components["transformer"], graph.trust),
     )
-    block_bytes = block_bytes_by_precision(module, of_component.groups, "bfloat16")
+    block_bytes = bytes_by_precision(module, of_component.groups, "bfloat16")
     int8, nf4, fp8 = (block_bytes[precision] for precision in ("int8", "nf4", "fp8"))
     for index, unquantized in enumerate(block_bytes["bfloat16"]):
         assert int8[index] / unquantized == pytest.approx(0.5, abs=0.005)
@@ -193,7 +203,7 @@ def test_a_block_takes_what_bitsandbytes_layers_take(dry: Any, flux: Any, precis
     graph, dry_run, _ = dry("flux-tiny")
     groups = dry_run.profiles["transformer"].groups
     module = meta_module(graph.components["transformer"], graph.trust)
-    expected = block_bytes_by_precision(module, groups, "bfloat16")[precision]
+    expected = bytes_by_precision(module, groups, "bfloat16")[precision]
     module = build(flux.component("transformer"), flux)
     replaced(module, precision)
     for group, nbytes in zip(groups, expected, strict=True):
