@@ -484,7 +484,7 @@ def own_source() -> str:
 
 
 def _probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None) -> DryRun:
-    with _garbage_collection_paused() as imported:
+    with _garbage_collection_paused() as resume:
         from graphrun.modules.classes import (
             pipeline_class,
             require_code,
@@ -503,29 +503,28 @@ def _probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] |
         for stage in graph.stages:
             if stage.operation.is_function:
                 resolve_function(stage.op, graph.trust, stage.file_line)
-        imported()
-        return probe(graph, inputs, options)
+        return probe(graph, inputs, options, on_built=resume)
 
 
 @contextmanager
 def _garbage_collection_paused() -> Iterator[Callable[[], None]]:
-    """Pause garbage collection during imports.
+    """Pause garbage collection while modules are imported and components are built.
 
-    Imports create a million permanent objects, and scanning these repeatedly takes a quarter of the
-    import time. The yielded function ends the pause and freezes the objects until the context ends
-    (`gc.freeze`).
+    Both create permanent objects. Imports alone create a million, and scanning these repeatedly
+    takes a quarter of the import time. The yielded function ends the pause and freezes the objects
+    until the context ends (`gc.freeze`).
     """
     enabled, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
 
-    def imported() -> None:
+    def resume() -> None:
         if enabled:
             if not frozen:
                 gc.freeze()
             gc.enable()
 
     try:
-        yield imported
+        yield resume
     finally:
         if enabled:
             gc.enable()

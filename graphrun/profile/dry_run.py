@@ -83,11 +83,16 @@ HOLLOW_BYTES = 64 * MIB
 
 @on_host()
 def probe(
-    graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None
+    graph: Graph,
+    inputs: Mapping[str, Any],
+    options: Mapping[str, str] | None = None,
+    *,
+    on_built: Callable[[], object] = lambda: None,
 ) -> DryRun:
     """Return the dry run of ``graph`` for resolved ``inputs``.
 
-    ``options``: stage -> name of its stage option. Raises what the pipeline's own code raises for
+    ``options``: stage -> name of its stage option. ``on_built``: called when all components and
+    parts exist, before the graph's ops run. Raises what the pipeline's own code raises for
     these inputs, and GraphError if a component's local files are damaged or belong to another
     model.
     """
@@ -98,6 +103,7 @@ def probe(
         holding(component, meta_modules[name])
     parts = {part.name: build_part(part, graph, planning=True) for part in graph.parts.values()}
     prober = Prober(meta_modules, weights=random_weights(graph))
+    on_built()
     with DryMachine() as machine, prober.interceptor:
         machine.listener = prober.recording
         machine.hollow_bytes = HOLLOW_BYTES

@@ -276,12 +276,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Keys are numbered in the order of allocation.
         shift = self._last_key + 1 - allocated[0] if allocated else 0
         self._last_key += len(allocated)
-        # `_replace` would take four times as long, and a section may have thousands of events.
+        # `_replace` would take twice as long, and a section may have thousands of events.
         events = [
-            event
-            if event.scratch
-            else MemoryEvent(event.key + shift, event.nbytes, False, event.spared_bytes)
-            for event in section.events
+            MemoryEvent(key if scratch else key + shift, nbytes, scratch, spared_bytes)
+            for key, nbytes, scratch, spared_bytes in section.events
         ]
         # a number is negative if its tensor exists before the call (`Hop`)
         section_numbers = {

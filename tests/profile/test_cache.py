@@ -293,7 +293,9 @@ def test_the_garbage_collector_state_is_restored(
     gc.freeze() if frozen else gc.unfreeze()
     frozen_count, new_objects = gc.get_freeze_count(), [[number] for number in range(1000)]
 
-    def answer(graph: Any, inputs: Any, options: Any) -> Any:
+    def answer(graph: Any, inputs: Any, options: Any, on_built: Any) -> Any:
+        assert not gc.isenabled()
+        on_built()
         frozen_states.append(gc.isenabled() and gc.get_freeze_count() > 0)
         if fails:
             raise RuntimeError("the pipeline's own")
