@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,9 @@ class Traits(NamedTuple):
     reshapes: bool
     """Whether the operator may change the shape or the storage of the arguments that it writes."""
     indexing: bool
+    size_position: int | None
+    """Position of the argument with the size of the tensor that the operator creates (``zeros``,
+    ``randn``, ``new_full``). None for other operators."""
     dynamic: bool
     """Whether the shapes of the results depend on values (indexing with a boolean mask)."""
     launches: bool
@@ -63,6 +67,11 @@ def traits_of(func: Any) -> Traits:
                 and argument.alias_info.before_set == alias.before_set
             ]
     has_out = any(argument.is_out for argument in schema.arguments)
+    sizes = [
+        position
+        for position, argument in enumerate(schema.arguments)
+        if argument.name == "size" and str(argument.type) == "List[int]"
+    ]
     return Traits(
         name=name,
         handler=SPECIAL.get(full),
@@ -74,6 +83,7 @@ def traits_of(func: Any) -> Traits:
         views=any(alias is not None and not alias.is_write for alias in aliases),
         reshapes=has_out or torch.Tag.inplace_view in func.tags or name == "aten::resize_as_",
         indexing=name in INDEXING,
+        size_position=sizes[0] if sizes and not any(aliases) else None,
         dynamic=torch.Tag.dynamic_output_shape in func.tags,
         launches=launches_kernel(func),
         flops=FORMULAS.get(name),
@@ -105,14 +115,12 @@ def dispatch(
     if kwargs:
         on_host = _options(kwargs, options, tensors)
     machine = _machine(traits, args, tensors, None if on_host else (kwargs or {}).get("device"))
-    is_hollow = machine.hollow_bytes is not None and any(
-        r.nbytes > machine.hollow_bytes for r in raws if isinstance(r, torch.Tensor)
+    is_hollow = (
+        machine.hollow_bytes is not None
+        and not traits.views
+        and _is_large(traits, raws, options, on_host, machine.hollow_bytes)
     )
-    output = (
-        uninitialized(func, raws, options)
-        if is_hollow and not traits.views
-        else func(*raws, **options)
-    )
+    output = uninitialized(func, raws, options) if is_hollow else func(*raws, **options)
     if traits.written_arguments:
         results = [
             args[i] if i < len(args) else (kwargs or {})[name]
@@ -135,6 +143,25 @@ def dispatch(
     if traits.flops is not None:
         machine.charge(traits.flops(raws, output))
     return output
+
+
+def _is_large(
+    traits: Traits,
+    raws: Sequence[Any],
+    options: Mapping[str, Any],
+    on_host: bool,
+    limit_bytes: int,
+) -> bool:
+    """Return whether an argument, or the device tensor that the operator creates, has more bytes.
+
+    ``on_host``: whether the results are on the host.
+    """
+    if any(raw.nbytes > limit_bytes for raw in raws if isinstance(raw, torch.Tensor)):
+        return True
+    if on_host or traits.size_position is None:
+        return False
+    dtype = options.get("dtype") or getattr(raws[0], "dtype", torch.get_default_dtype())
+    return prod(raws[traits.size_position]) * dtype.itemsize > limit_bytes
 
 
 def _report(machine: Any, traits: Traits, tensors: Sequence[Any], output: Any) -> None:

@@ -52,10 +52,10 @@ class Machine(Ledger):
                                      all. Operators compute on one device; copies between two
                                      devices have the rate of the slower one
 
-    ``hollow_bytes``: operators on larger tensors allocate their results and compute nothing, for
-    dry runs, whose values are not used; None (the default) computes everything. ``on_cut``: called
-    with the operands, on the host, of each operator whose results have shapes that depend on
-    values.
+    ``hollow_bytes``: operators on larger tensors, and operators that create them from a size,
+    allocate their results and compute nothing, for dry runs, whose values are not used; None (the
+    default) computes everything. ``on_cut``: called with the operands, on the host, of each
+    operator whose results have shapes that depend on values.
 
     Operators count on the machine of their inputs, also after the context is left; only new tensors
     need the context. Raises InputError for a size or rate that is not positive, and GraphrunError
