@@ -60,6 +60,7 @@ from graphrun.modules.source_files import (
 from graphrun.modules.sources import FileSource, LoadedSource, RandomSource, Source, Writer
 from graphrun.modules.stored import local_weights
 from graphrun.modules.texts import with_length_limit
+from graphrun.modules.trees import weights_below
 from graphrun.reading import panics_as_errors
 
 # Functions that initialize parameters, by name, because transformers replaces the functions of
@@ -189,7 +190,7 @@ def meta_module(component: Component, trust: Sequence[str]) -> nn.Module:
     kind = resolve_class(component.class_path, trust, component.file_line, "component")
     with on_meta():
         module = add_ip_adapters(component, _construct(kind, component))
-    if any(not tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+    if not all(tensor.is_meta for tensor in weights_below(module)):
         module.to("meta")  # `torch.Tensor([alpha])` ignores the default device, as in SVD's mixers
     return _freeze(module, component)
 
@@ -504,10 +505,11 @@ _NO_REMOTE_CODE = {"trust_remote_code": False}  # the default of transformers is
 
 def _freeze(module: Any, component: Component) -> nn.Module:
     """Freeze ``module`` in eval mode, and cast it to the dtypes that `from_pretrained` gives."""
+    component_dtype = getattr(torch, component.dtype)
     for name, tensor in module.state_dict(keep_vars=True).items():
-        tensor.data = tensor.data.to(
-            _dtype_of(module, name, tensor.dtype, getattr(torch, component.dtype))
-        )
+        dtype = _dtype_of(module, name, tensor.dtype, component_dtype)
+        if tensor.dtype != dtype:
+            tensor.data = tensor.data.to(dtype)
     frozen: nn.Module = module.requires_grad_(False).eval()
     return frozen
 

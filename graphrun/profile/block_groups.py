@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from itertools import groupby
+from itertools import chain, count, groupby
 
 from torch import nn
 
@@ -281,11 +281,8 @@ def _streamed_groups(groups: Iterable[Sequence[str]], group_names: set[str]) -> 
 
 
 def _unique_name(top: str, group_names: set[str]) -> str:
-    name = next(
-        name
-        for name in (top, *(f"{top}_{number}" for number in range(2, 1000)))
-        if name not in group_names
-    )
+    numbered_names = (f"{top}_{number}" for number in count(2))
+    name = next(name for name in chain((top,), numbered_names) if name not in group_names)
     group_names.add(name)
     return name
 

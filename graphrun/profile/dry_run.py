@@ -44,8 +44,10 @@ from graphrun.modules.trees import (
     found_in,
     holders_in,
     may_hold,
+    modules_below,
     tensors_in,
     walk,
+    weights_below,
     with_device_arguments,
 )
 from graphrun.ops import Stages
@@ -300,7 +302,7 @@ class Prober:
         except Exception as error:  # noqa: BLE001  (a component's code may raise anything where tensors have no values)
             meta_error = error
         module = self.meta_modules[component]
-        nbytes = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+        nbytes = sum(tensor.nbytes for tensor in weights_below(module))
         if self._weights is None or nbytes > host_ram_bytes():
             raise meta_error
         try:
@@ -499,7 +501,7 @@ def _holds_tensors(module: nn.Module) -> bool:
     tables = vars(nn.Module()).keys()
     values = (
         value
-        for child in module.modules()
+        for child in modules_below(module)
         for key, value in vars(child).items()
         if key not in tables
     )

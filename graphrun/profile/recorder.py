@@ -303,7 +303,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         GPUs that avoid large copies (`Hardware.spares_large_copies`) need ``spared_bytes`` less.
         """
-        self.record.events.append(MemoryEvent(self._number_of(kernel), nbytes, True, spared_bytes))
+        self.record.events.append(MemoryEvent(self._kernel_number(kernel), nbytes, True, spared_bytes))
 
     def _watch(self, block: nn.Module, path: str) -> tuple[Any, Any]:
         """Register hooks that record when the block at ``path`` runs."""
@@ -373,9 +373,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _numbers_in(self, tensor: torch.Tensor) -> Collection[int]:
         return self._storage_numbers.get(tensor.untyped_storage()._cdata, ())
 
-    def _note_access(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _note_access(
+        self, func: Any, args: Any, kwargs: Any, argument_tensors: Sequence[torch.Tensor]
+    ) -> None:
         """Record which numbered tensors ``func`` reads and writes."""
-        read_numbers = {number for tensor in _tensors(args) for number in self._numbers_in(tensor)}
+        read_numbers = {
+            number for tensor in argument_tensors for number in self._numbers_in(tensor)
+        }
         last_hop = self.record.hops[-1] if self.record.hops else None
         if (
             last_hop is None
@@ -461,9 +465,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # ``mask.sum() == number`` has no constant value: it goes to ``_all_true`` below.
             if func is not aten.eq.Scalar or args[0] not in self._mask_sums:
                 self.constants.propagate(func, args, kwargs, result)
-        self._note_access(func, args, kwargs)
-        for argument in _tensors(args):
-            if (name := self._names.get(argument.untyped_storage()._cdata)) is not None:
+        argument_tensors, result_tensors = [*_tensors(args)], [*_tensors((result,))]
+        self._note_access(func, args, kwargs, argument_tensors)
+        for tensor in argument_tensors:
+            if (name := self._names.get(tensor.untyped_storage()._cdata)) is not None:
                 self.record.read_weights.add(name)
                 self.record.externally_read_layers |= (
                     self._owners[name] - {self._current_layer}
@@ -471,16 +476,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     else self._owners[name]
                 )
                 self._note_loose_modules(self._owners[name])
-        for result_tensor in _tensors((result,)):
+        for result_tensor in result_tensors:
             if self._note_new(result_tensor) and func in MATRIX_PRODUCTS:
-                self._note_product(args, result_tensor)
+                self._note_product(argument_tensors, result_tensor)
             if func is aten.all.default or (func is aten.eq.Scalar and args[0] in self._mask_sums):
                 self._all_true[result_tensor] = True
             elif func is aten.sum.default and args[0].dtype == torch.bool:
                 self._mask_sums[result_tensor] = True
         if (
             launches_kernel(func)
-            and (kernel := self._kernel(func, args, kwargs, result)) is not None
+            and (
+                kernel := self._kernel(func, args, kwargs, result, argument_tensors, result_tensors)
+            )
+            is not None
         ):
             if func is aten.convolution.default:
                 convolution = _convolution(args[0], args[1], result, args[3])
@@ -488,32 +496,36 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.count(kernel)
         return result
 
-    def _kernel(self, func: Any, args: Any, kwargs: Any, result: Any) -> Kernel | None:
+    def _kernel(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        argument_tensors: Sequence[torch.Tensor],
+        result_tensors: Sequence[torch.Tensor],
+    ) -> Kernel | None:
         """Return the kernel that ``func`` launches, or None on the host.
 
         A copy to the host is a launch without work.
         """
-        result_tensors = [
-            tensor for tensor in _tensors((result,)) if tensor.device.type == self._device_type
+        device_results = [
+            tensor for tensor in result_tensors if tensor.device.type == self._device_type
         ]
-        if not result_tensors:
-            device_arguments = [
-                tensor for tensor in _tensors(args) if tensor.device.type == self._device_type
-            ]
+        device_arguments = [
+            tensor for tensor in argument_tensors if tensor.device.type == self._device_type
+        ]
+        if not device_results:
             return (
                 Kernel("elementwise", _name(device_arguments[0].dtype), 0.0, 0)
                 if device_arguments
                 else None
             )
-        first_tensor, packet = result_tensors[0], func._overloadpacket
-        written_bytes = sum(map(_touched_bytes, result_tensors))
+        first_tensor, packet = device_results[0], func._overloadpacket
+        written_bytes = sum(map(_touched_bytes, device_results))
         read_bytes = written_bytes
         if packet not in _GATHERS:
-            read_bytes = sum(
-                _touched_bytes(tensor)
-                for tensor in _tensors(args)
-                if tensor.device.type == self._device_type
-            )
+            read_bytes = sum(map(_touched_bytes, device_arguments))
         dtype, moved_bytes = _name(first_tensor.dtype), read_bytes + written_bytes
         if (formula := flop_registry.get(packet)) is None:
             operator = packet.__name__
@@ -574,24 +586,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         The kernel goes to the last entry of ``work`` if that is of the same block or layer, else to
         a new entry.
         """
-        number = self._number_of(kernel)
+        number = self._kernel_number(kernel)
         if not self.record.work or self.record.work[-1][0] != self._stack[-1]:
             self.record.work.append((self._stack[-1], []))
         self.record.work[-1][1].append(number)
 
-    def _number_of(self, kernel: Kernel) -> int:
+    def _kernel_number(self, kernel: Kernel) -> int:
         """Return the index of ``kernel`` in ``record.kernels``, where it is added if it is new."""
         number = self._kernel_numbers.setdefault(kernel, len(self._kernel_numbers))
         if number == len(self.record.kernels):
             self.record.kernels.append(kernel)
         return number
 
-    def _note_product(self, args: Any, result: torch.Tensor) -> None:
+    def _note_product(self, factors: Sequence[torch.Tensor], result: torch.Tensor) -> None:
         """Record a matrix product with a weight.
 
         Call this directly after the allocation of ``result``, which is the last event.
         """
-        for factor in _tensors(args):
+        for factor in factors:
             name = self._names.get(factor.untyped_storage()._cdata)
             if name is not None and factor.dim() == 2:
                 self.record.products.append(

@@ -160,8 +160,9 @@ def _is_large(
         return True
     if on_host or traits.size_position is None:
         return False
-    dtype = options.get("dtype") or getattr(raws[0], "dtype", torch.get_default_dtype())
-    return prod(raws[traits.size_position]) * dtype.itemsize > limit_bytes
+    dtype: Any = options.get("dtype") or getattr(raws[0], "dtype", torch.get_default_dtype())
+    elements: int = prod(raws[traits.size_position])
+    return bool(elements * dtype.itemsize > limit_bytes)
 
 
 def _report(machine: Any, traits: Traits, tensors: Sequence[Any], output: Any) -> None:
