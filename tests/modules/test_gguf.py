@@ -366,4 +366,4 @@ def test_flux_at_full_size_needs_the_header_only(tmp_path: Path) -> None:
         3072 // 32 * 18,
     )
     _, draft_writer = draft(component, graph, "gguf")
-    assert draft_writer.plain
+    assert draft_writer.reads_as_stored

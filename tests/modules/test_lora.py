@@ -125,7 +125,7 @@ def test_a_draft_writes_the_fused_weights(flux: Graph, tmp_path: Path) -> None:
     module, writer = draft(
         with_lora(flux.components["transformer"], tmp_path / "lora.safetensors"), flux, "bfloat16"
     )
-    assert not writer.plain, (
+    assert not writer.reads_as_stored, (
         "a backing store on disk keeps the fused weights, so that they are fused once"
     )
     layout = lay_out(module, [PATH])[PATH]

@@ -123,7 +123,7 @@ def test_tensors_are_read_as_ranges_and_only_transposed_ones_are_computed(graph_
     tensors = {}
     for name in COMPONENTS:
         _, writer = draft(graph.component(name), graph, "float32")
-        assert writer.plain
+        assert writer.reads_as_stored
         source = writer.source  # type: ignore[attr-defined]
         assert isinstance(source, FileSource)
         tensors |= {
