@@ -146,7 +146,7 @@ def estimate(
         if hardware.unified:
             from graphrun.runtime.devices.cpu import CpuDevice
 
-            context_bytes = CpuDevice(hardware).measure_context()
+            context_bytes = CpuDevice(hardware).measured_context()
             hardware = replace(hardware, context_bytes=context_bytes)
         if until is not None:
             raise InputError(
@@ -481,7 +481,7 @@ def attach(
     else:
         main_device = device_object
     if isinstance(main_device, CpuDevice):
-        cards = [replace(cards[0], context_bytes=main_device.measure_context())]
+        cards = [replace(cards[0], context_bytes=main_device.measured_context())]
     rows = zip(device_options, cards, main_device.all_devices, strict=True)
     vram_bytes, *secondary_bytes = [
         memory_bytes
@@ -599,10 +599,9 @@ def _memory_bytes(hardware: Any, vram: Any, ram: Any, memory: Any) -> int:
         )
     if memory in (None, "auto"):
         from graphrun.host_ram import host_ram_bytes
-        from graphrun.memory_group import process_bytes
         from graphrun.profile.hardware import budget_of
 
-        return budget_of(host_ram_bytes() + process_bytes().nbytes)
+        return budget_of(host_ram_bytes())
     return parse_size(memory, whole_bytes=hardware.capacity_bytes, name="memory")
 
 

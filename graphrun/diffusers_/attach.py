@@ -69,7 +69,7 @@ from graphrun.profile.recording import ComponentProfile, DryRun, MemoryEvent, Re
 from graphrun.report.call_screen import call_screen
 from graphrun.report.screen import measured_screen, plan_screen, verdict_line
 from graphrun.report.summary import summarize
-from graphrun.runtime.devices.cpu import CpuDevice
+from graphrun.runtime.devices.cpu import CONTEXT_STEP_BYTES, CpuDevice
 from graphrun.runtime.devices.device import Device, device_lock
 from graphrun.runtime.executor import follow, refuse_broken
 from graphrun.sim.casts import dtype_on
@@ -180,7 +180,6 @@ class Attachment:
         # whether a method that changes the pipeline runs, with all weights on the CPU
         self._at_rest = False
         self._detached = self._detach_pending = self._release_pending = False
-        self._grown_bytes = 0  # of the process since, on unified memory
         # `state_of` of the pipeline before the last call: what calls do not change themselves
         self._state: State = []
         # `settings_of` of the pipeline after the last call: what a call may change itself
@@ -512,22 +511,24 @@ class Attachment:
             is_new |= key not in self._plans
             planned_call = self._plan_for(call, key, reserve_bytes)
             self._host.lay_out(planned_call.solution.chosen, self._dtype_variants())
-            if not self._device.unified or self._caller_bytes() == reserve_bytes:
+            if not self._device.unified or self._caller_bytes() <= reserve_bytes:
                 return key, planned_call, is_new
 
     def _caller_bytes(self) -> int:
         """Return the caller's own bytes on the device, the arguments of a call among them.
 
-        On unified memory this is what the process took since the pipeline was attached.
+        On unified memory this is what the process took since the pipeline was attached, in steps of
+        at least a 64th of the budget: not every picture that a program keeps needs another plan.
         """
         device = self._device
-        if isinstance(device, CpuDevice):
-            context_bytes = self._hardware.context_bytes
-            self._grown_bytes = max(
-                0, device.measure_context(context_bytes + self._grown_bytes) - context_bytes
-            )
-            return self._grown_bytes
-        return device.allocated_bytes - self._host.held_bytes()
+        if not isinstance(device, CpuDevice):
+            return device.allocated_bytes - self._host.held_bytes()
+        device.release_cached()
+        context_bytes = self._hardware.context_bytes
+        step_bytes = max(CONTEXT_STEP_BYTES, self._limits.budget_bytes // 64)
+        grown_bytes = round_up(max(0, device.other_bytes - context_bytes), step_bytes)
+        device.context_bytes = context_bytes + grown_bytes
+        return grown_bytes
 
     def _continue_from_device(self, solution: Solution) -> Solution:
         """Return ``solution`` with a first run that starts from the blocks now on the device."""
@@ -613,12 +614,12 @@ class Attachment:
         return has_changed
 
     def _say_unmapped(self) -> None:
-        """Say which components are not read from files, on unified memory."""
-        for name, nbytes in self._host.unmapped_bytes().items():
+        """Say which components are not read from files but stay in memory, on unified memory."""
+        if sizes := self._host.unmapped_bytes():
             self.say(
-                f"{own_class(self.pipe).__name__}: {show_size(nbytes)} of {name} stay in memory, "
-                "since no file has these weights as they are: pipe.save_pretrained(FOLDER), and "
-                "load the pipeline from there"
+                f"{own_class(self.pipe).__name__}: {show_size(sum(sizes.values()))} of "
+                f"{', '.join(sizes)} stay in memory, since no file has these weights as they are: "
+                "pipe.save_pretrained(FOLDER), and load the pipeline from there in the same dtype"
             )
 
     def _forget_calls(self) -> None:
@@ -809,7 +810,7 @@ class _Replan:
         )
         device = attachment._device
         input_bytes = (
-            round_up(device.growth_bytes, MIB)
+            round_up(max(0, device.other_bytes - device.context_bytes), MIB)
             if isinstance(device, CpuDevice)
             else max(0, live_bytes - self._reserve_bytes - attachment._host.held_bytes())
         )

@@ -92,16 +92,19 @@ class LiveHost(Host):
         return True
 
     def unmapped_bytes(self) -> dict[str, int]:
-        """Return the bytes of parameters that are not mapped, of each component with such bytes.
+        """Return the bytes of the parameters that are not mapped from files, by component.
 
-        Empty if device and host are not one memory.
+        Components with less than a hundredth of such bytes are left out. Empty if device and host
+        are not one memory.
         """
-        sizes = {
-            name: self.mapped.unmapped_bytes(module)
-            for name, module in self.modules.items()
-            if self.mapped is not None
+        if (mapped := self.mapped) is None:
+            return {}
+        sizes = {name: mapped.unmapped_bytes(module) for name, module in self.modules.items()}
+        return {
+            name: nbytes
+            for name, nbytes in sizes.items()
+            if 100 * nbytes > sum(tensor.nbytes for tensor in self.modules[name].parameters())
         }
-        return {name: nbytes for name, nbytes in sizes.items() if nbytes}
 
     def begin(self, *, has_changed: bool) -> None:
         """Prepare for a call: read the components' present dtypes.
@@ -186,13 +189,8 @@ class LiveHost(Host):
             self.residencies.pop(numbers.name).release()
         for host in self._other_hosts():
             host.release_module(module)
-        trained_names = [
-            name for name, parameter in module.named_parameters() if parameter.requires_grad
-        ]
         writer = None if self.mapped is None else MappedWriter(self.mapped)
         residency = Residency(module, numbers, self._device, writer)
-        for name in trained_names:
-            module.get_parameter(name).requires_grad_(True)
         if not self.awake:
             residency.deactivate()
         return residency

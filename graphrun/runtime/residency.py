@@ -486,7 +486,7 @@ class Residency:
         for path, block in self._blocks.items():
             layouts.pop(path)
             for entry, view in block.views_in(store.block(path)):
-                view.copy_(entry.host.detach())
+                view.detach().copy_(entry.host.detach())
                 entry.host = entry.template = view
                 entry.assign(view)
         store.pin()

@@ -231,10 +231,10 @@ class PlanRun:
         device = self._device
         # Tensors of other code, such as the caller's, are allocated on the device too. The reserve,
         # which is not part of `effective_bytes`, is for them.
-        foreign_bytes = (
-            min(self._problem.reserve_bytes, self._bytes_before_run["device"])
-            + self._host.outside_bytes
-        )
+        # On unified memory the device counts them with the process.
+        foreign_bytes = self._host.outside_bytes
+        if not device.unified:
+            foreign_bytes += min(self._problem.reserve_bytes, self._bytes_before_run["device"])
         # Limits of the allocator's reserved pages; ``tensor_limit_bytes`` is the budget for
         # tensors. `Device.session` takes both.
         page_limit_bytes, *limits = self._setting.limits

@@ -323,7 +323,7 @@ def test_a_leftover_at_the_address_of_an_object_from_before_the_call_goes_to_the
         )
         tensor = torch.zeros(8, device="sim")
         modules = {"vae": pipe.vae}
-        leftovers = Leftovers(pipe, modules, attributes_of(modules), device.torch_device)
+        leftovers = Leftovers(pipe, modules, attributes_of(modules), device)
         address, lists = id(pipe.scheduler.__dict__.pop("old_list")), [[tensor]]
         while id(lists[-1]) != address and len(lists) < 1000:
             lists.append([tensor])

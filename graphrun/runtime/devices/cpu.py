@@ -29,7 +29,7 @@ from graphrun.runtime.direct_reads import DirectReads, MappedArena, Span, SpanRe
 from graphrun.systems import trim_freed_memory
 from graphrun.units import MIB, round_up, show_size
 
-# Room for a first call of torch's libraries, and the step in which the process is measured.
+# Room for what libraries take in their first calls, and the step in which the process is measured.
 CONTEXT_STEP_BYTES = 16 * MIB
 # Weights and ring buffers of all devices in this process, which are one memory.
 _ARENAS, _ADDRESSES = Arenas(), set[int]()
@@ -71,20 +71,19 @@ class CpuDevice(Device):
         self._last_read: SpanRead | None = None
         self._has_failed = False
 
-    def measure_context(self, previous_bytes: int = 0) -> int:
-        """Set ``context_bytes`` to what the process takes now without weights, and return it.
+    @property
+    def other_bytes(self) -> int:
+        """Bytes that the process takes now besides weights and ring buffers."""
+        return process_bytes().nbytes - self.allocated_bytes
 
-        It is rounded up, with room for what libraries take in their first calls. ``previous_bytes``
-        is returned instead if the process takes little less.
+    def measured_context(self) -> int:
+        """Return ``context_bytes`` for the process as it is now.
+
+        Rounded up: equal programs then give equal plans. Has room for what libraries take in their
+        first calls.
         """
         trim_freed_memory()
-        nbytes = process_bytes().nbytes - self.allocated_bytes
-        self.context_bytes = (
-            previous_bytes
-            if 0 <= previous_bytes - nbytes <= 4 * CONTEXT_STEP_BYTES
-            else round_up(nbytes + CONTEXT_STEP_BYTES, CONTEXT_STEP_BYTES)
-        )
-        return self.context_bytes
+        return round_up(self.other_bytes + CONTEXT_STEP_BYTES, CONTEXT_STEP_BYTES)
 
     @contextmanager
     def session(self, cap_bytes: int, limit_bytes: int = 0) -> Iterator[None]:
@@ -92,7 +91,7 @@ class CpuDevice(Device):
 
         If the process already has more than its planned bytes, the cap is lower by the difference.
         """
-        self._cap_bytes = cap_bytes - self.growth_bytes
+        self._cap_bytes = cap_bytes - max(0, self.other_bytes - self.context_bytes)
         self._origin_seconds, self._has_failed = time.perf_counter(), False
         try:
             with DirectReads() as self._reads, ProcessPeak() as self._peak:
@@ -181,12 +180,6 @@ class CpuDevice(Device):
     def allocated_bytes(self) -> int:
         """Bytes of weights and ring buffers."""
         return self.arenas.nbytes("device")
-
-    @property
-    def growth_bytes(self) -> int:
-        """Bytes that the process takes beyond ``context_bytes``, weights and ring buffers."""
-        nbytes = process_bytes().nbytes - self.allocated_bytes
-        return max(0, nbytes - self.context_bytes)
 
     @property
     def available_bytes(self) -> int:
