@@ -734,7 +734,12 @@ class Attachment:
             replace(self._limits, runs=1) if single_run or not component_names else self._limits
         )
         return self._meta_pipeline.problem(
-            recording, demands, self._hardware, limits, stored_profiles or None, self._host.mapped
+            recording,
+            demands,
+            self._hardware,
+            limits,
+            stored_profiles or None,
+            self._host.mapped_tensors,
         )
 
     def solve(self, problem: Problem) -> Solution:

@@ -55,8 +55,10 @@ class LivePipeline:
                 "call", self.pipe, lambda meta_pipeline: meta_pipeline.pipe, (), dict(inputs)
             )
         )
-        mapped = MappedTensors(self.modules.values()) if hardware.unified else None
-        problem = self._meta_pipeline.problem(recording, demands, hardware, limits, mapped=mapped)
+        mapped_tensors = MappedTensors(self.modules.values()) if hardware.unified else None
+        problem = self._meta_pipeline.problem(
+            recording, demands, hardware, limits, mapped_tensors=mapped_tensors
+        )
         settings = (
             (name, str(value))
             for name, value in sorted(inputs.items())

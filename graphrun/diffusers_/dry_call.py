@@ -210,19 +210,20 @@ class MetaPipeline:
         hardware: Hardware,
         limits: ProblemLimits,
         profiles: Mapping[str, ComponentProfile] | None = None,
-        mapped: MappedTensors | None = None,
+        mapped_tensors: MappedTensors | None = None,
     ) -> Problem:
         """Return the problem for ``recording``.
 
-        ``profiles``: component profiles; None: the profiles from all traces so far. ``mapped``: on
-        unified memory, the tensors that are mapped from files, which alone are blocks.
+        ``profiles``: component profiles; None: the profiles from all traces so far.
+        ``mapped_tensors``: on unified memory, the tensors that are mapped from files, which alone
+        are blocks.
         """
         graph = graph_of(self._live_pipe, self._modules, self.dtype_variants.variants.values())
         graph = graph.directed(demands.keep, demands.exclude, demands.reserve_bytes, demands.pin)
         profiles = self.profiles if profiles is None else profiles
-        if mapped is not None:
+        if mapped_tensors is not None:
             profiles = {
-                name: self._with_mapped_blocks(graph.components[name], profile, mapped)
+                name: self._with_mapped_blocks(graph.components[name], profile, mapped_tensors)
                 for name, profile in profiles.items()
             }
         return problem_of(
@@ -237,7 +238,7 @@ class MetaPipeline:
         self,
         component: Component,
         profile: ComponentProfile,
-        mapped: MappedTensors,
+        mapped_tensors: MappedTensors,
         *,
         by_layer: bool = False,
     ) -> ComponentProfile:
@@ -252,10 +253,10 @@ class MetaPipeline:
             [path for group in profile.groups for path in group.blocks],
             split_layers=by_layer,
         )
-        writer = MappedWriter(mapped)
+        writer = MappedWriter(mapped_tensors)
         block_bytes = {
             path: 0 if is_cast else file_block(layout, writer).layout.nbytes
-            for path, layout in mapped.layouts(layouts).items()
+            for path, layout in mapped_tensors.layouts(layouts).items()
         }
         split = profile.layer_split
         return replace(
@@ -266,7 +267,7 @@ class MetaPipeline:
             as_stored=component.precision,
             layer_split=None
             if split is None
-            else self._with_mapped_blocks(component, split, mapped, by_layer=True),
+            else self._with_mapped_blocks(component, split, mapped_tensors, by_layer=True),
         )
 
 

@@ -56,8 +56,8 @@ class LiveHost(Host):
     undoes this. ``budget``: any object; hosts with the same object share one device budget. If two
     hosts have the same module with the same blocks, they share its layout.
 
-    ``mapped``: on unified memory, the tensors that were mapped from files when the host was made,
-    or at the last `begin`.
+    ``mapped_tensors``: on unified memory, the tensors that were mapped from files when the host was
+    made, or at the last `begin`.
 
     Order of calls: begin, lay_out, make_room, wake, a run, rest.
     """
@@ -74,7 +74,7 @@ class LiveHost(Host):
         self._room_bytes = self._page_bytes = 0  # set by `make_room` for each run
         self._numbers: dict[str, ComponentNumbers] = {}
         self.awake = False  # whether a call runs, with loaded blocks bound to the modules
-        self.mapped = MappedTensors(self.modules.values()) if device.unified else None
+        self.mapped_tensors = MappedTensors(self.modules.values()) if device.unified else None
         _HOSTS.add(self)
 
     def find_mapped(self) -> bool:
@@ -82,13 +82,13 @@ class LiveHost(Host):
 
         Drops the layouts then. Raises InputError if a file that is used was changed or deleted.
         """
-        if self.mapped is None:
+        if self.mapped_tensors is None:
             return False
-        self.mapped.refuse_changed_files(self.modules)
-        if (mapped := MappedTensors(self.modules.values())) == self.mapped:
+        self.mapped_tensors.refuse_changed_files(self.modules)
+        if (mapped_tensors := MappedTensors(self.modules.values())) == self.mapped_tensors:
             return False
         self.restore()
-        self.mapped = mapped
+        self.mapped_tensors = mapped_tensors
         return True
 
     def unmapped_bytes(self) -> dict[str, int]:
@@ -97,9 +97,11 @@ class LiveHost(Host):
         Components with less than a hundredth of such bytes are left out. Empty if device and host
         are not one memory.
         """
-        if (mapped := self.mapped) is None:
+        if (mapped_tensors := self.mapped_tensors) is None:
             return {}
-        sizes = {name: mapped.unmapped_bytes(module) for name, module in self.modules.items()}
+        sizes = {
+            name: mapped_tensors.unmapped_bytes(module) for name, module in self.modules.items()
+        }
         return {
             name: nbytes
             for name, nbytes in sizes.items()
@@ -146,7 +148,7 @@ class LiveHost(Host):
             with self.dtype_variants.using(dtype_variants[numbers.name]):
                 self._variants[numbers.name] = numbers.variants[0]
                 module = self.modules[dtype_variants[numbers.name].component]
-                if not self._is_laid_out(numbers, self.mapped):
+                if not self._is_laid_out(numbers, self.mapped_tensors):
                     self.residencies[numbers.name] = self._shared_residency(
                         module, numbers
                     ) or self._new_residency(module, numbers)
@@ -164,23 +166,25 @@ class LiveHost(Host):
         """Evict blocks that another plan left on a device where the component does not compute."""
         residency.place(numbers, self._device)
 
-    def _is_laid_out(self, numbers: ComponentNumbers, mapped: MappedTensors | None) -> bool:
+    def _is_laid_out(self, numbers: ComponentNumbers, mapped_tensors: MappedTensors | None) -> bool:
         """Return whether the component's layout has the blocks of ``numbers`` and its own tensors.
 
-        Loading other weights replaces the tensors. ``mapped``: what is mapped now.
+        Loading other weights replaces the tensors. ``mapped_tensors``: what is mapped now.
         """
         previous = self._numbers.get(numbers.name)
         is_same_layout = previous is not None and layout_of(previous) == layout_of(numbers)
         return (
             is_same_layout
             and numbers.name in self.residencies
-            and self.residencies[numbers.name].holds_module(mapped)
+            and self.residencies[numbers.name].holds_module(mapped_tensors)
         )
 
     def _shared_residency(self, module: nn.Module, numbers: ComponentNumbers) -> Residency | None:
         """Return another host's residency of ``module`` with these blocks, or None."""
         for host in self._other_hosts():
-            if host.modules.get(numbers.name) is module and host._is_laid_out(numbers, self.mapped):
+            if host.modules.get(numbers.name) is module and host._is_laid_out(
+                numbers, self.mapped_tensors
+            ):
                 return host.residencies[numbers.name]
         return None
 
@@ -189,7 +193,7 @@ class LiveHost(Host):
             self.residencies.pop(numbers.name).release()
         for host in self._other_hosts():
             host.release_module(module)
-        writer = None if self.mapped is None else MappedWriter(self.mapped)
+        writer = None if self.mapped_tensors is None else MappedWriter(self.mapped_tensors)
         residency = Residency(module, numbers, self._device, writer)
         if not self.awake:
             residency.deactivate()

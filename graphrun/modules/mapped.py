@@ -34,7 +34,7 @@ _HEADER = re.compile(rb"([0-9a-f]+)-([0-9a-f]+) .(.).(.) ([0-9a-f]+) \S+ (\d+) *
 _WRITTEN = re.compile(rb"(?:Anonymous|Swap): +[1-9]")
 
 
-class FileStamp(NamedTuple):
+class MappedFileStamp(NamedTuple):
     """What changes when a file is written or replaced. ``modified``: in nanoseconds."""
 
     inode: int
@@ -85,7 +85,7 @@ class MappedTensors:
 
     def __init__(self, modules: Iterable[nn.Module], smaps: Path = SMAPS) -> None:
         self._tensors = dict[int, tuple[torch.Tensor, Stored]]()
-        self._stamps = dict[str, FileStamp | None]()
+        self._stamps = dict[str, MappedFileStamp | None]()
         mappings = file_mappings(smaps)
         starts = [mapping.start for mapping in mappings]
         for module in modules:
@@ -99,8 +99,8 @@ class MappedTensors:
                 if stamp is None or stamp.inode != mapping.inode or begin + nbytes > stamp.nbytes:
                     continue
                 dtype = str(tensor.dtype).removeprefix("torch.")
-                stored = Stored("", dtype, tuple(tensor.shape), nbytes, mapping.file, begin)
-                self._tensors[id(tensor)] = tensor, stored
+                file_tensor = Stored("", dtype, tuple(tensor.shape), nbytes, mapping.file, begin)
+                self._tensors[id(tensor)] = tensor, file_tensor
 
     def __eq__(self, other: object) -> bool:
         """Return whether the same tensors are mapped from the same places, of unchanged files."""
@@ -114,25 +114,27 @@ class MappedTensors:
 
     def stored(self, tensor: torch.Tensor) -> Stored | None:
         """Return where ``tensor`` is stored; None if it is not mapped from a file."""
-        mapped_tensor, stored = self._tensors.get(id(tensor), (None, None))
-        return stored if mapped_tensor is tensor else None
+        mapped_tensor, file_tensor = self._tensors.get(id(tensor), (None, None))
+        return file_tensor if mapped_tensor is tensor else None
 
-    def place_of(self, tensor: torch.Tensor) -> tuple[Stored, FileStamp | None] | None:
+    def place_of(self, tensor: torch.Tensor) -> tuple[Stored, MappedFileStamp | None] | None:
         """Return where ``tensor`` is stored, with the file's stamp; None if it is not mapped."""
-        stored = self.stored(tensor)
-        return None if stored is None else (stored, self._stamps[stored.file])
+        file_tensor = self.stored(tensor)
+        return None if file_tensor is None else (file_tensor, self._stamps[file_tensor.file])
 
     def refuse_changed_files(self, modules: Mapping[str, nn.Module]) -> None:
         """Raise InputError if a file was written, replaced or deleted since, and is still used.
 
         ``modules``: the modules by name, with their tensors now.
         """
-        changed = {file for file, stamp in self._stamps.items() if _stamp_of(file) != stamp}
-        for name, module in modules.items() if changed else ():
+        changed_files = {file for file, stamp in self._stamps.items() if _stamp_of(file) != stamp}
+        for name, module in modules.items() if changed_files else ():
             for tensor in _plain_tensors(module):
-                if (stored := self.stored(tensor)) is not None and stored.file in changed:
+                if (
+                    file_tensor := self.stored(tensor)
+                ) is not None and file_tensor.file in changed_files:
                     raise InputError(
-                        f"{name}: {stored.file} was changed or deleted after the pipeline was "
+                        f"{name}: {file_tensor.file} was changed or deleted after the pipeline was "
                         "attached: detach() the pipeline, and load it again"
                     )
 
@@ -162,7 +164,7 @@ class MappedTensors:
             for path, layout in layouts.items()
         }
 
-    def _stamp(self, file: str) -> FileStamp | None:
+    def _stamp(self, file: str) -> MappedFileStamp | None:
         if file not in self._stamps:
             self._stamps[file] = _stamp_of(file)
         return self._stamps[file]
@@ -175,8 +177,8 @@ class MappedWriter:
     from their mappings.
     """
 
-    def __init__(self, mapped: MappedTensors) -> None:
-        self.mapped = mapped
+    def __init__(self, mapped_tensors: MappedTensors) -> None:
+        self.mapped_tensors = mapped_tensors
 
     def write(
         self, layout: BlockLayout, buffer: torch.Tensor, count: Callable[[torch.Tensor], None]
@@ -189,7 +191,7 @@ class MappedWriter:
 
     def stored(self, entry: TensorEntry) -> Stored | None:
         """Return where the tensor of ``entry`` is stored."""
-        return self.mapped.stored(entry.tensor)
+        return self.mapped_tensors.stored(entry.tensor)
 
     def close(self) -> None:
         """Do nothing: the mappings stay."""
@@ -210,17 +212,17 @@ def _plain_tensors(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _with_entries(layout: BlockLayout, entries: Iterable[TensorEntry]) -> BlockLayout:
-    offset, placed = 0, list[TensorEntry]()
+    offset, placed_entries = 0, list[TensorEntry]()
     for entry in entries:
-        placed.append(replace(entry, offset=offset))
+        placed_entries.append(replace(entry, offset=offset))
         offset = round_up(offset + entry.nbytes, ALIGNMENT)
-    return replace(layout, nbytes=offset, entries=tuple(placed))
+    return replace(layout, nbytes=offset, entries=tuple(placed_entries))
 
 
-def _stamp_of(file: str) -> FileStamp | None:
+def _stamp_of(file: str) -> MappedFileStamp | None:
     """Return the stamp of ``file``; None if it does not exist."""
     try:
         status = os.stat(file)
     except (OSError, ValueError):
         return None
-    return FileStamp(status.st_ino, status.st_size, status.st_mtime_ns)
+    return MappedFileStamp(status.st_ino, status.st_size, status.st_mtime_ns)

@@ -303,7 +303,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         GPUs that avoid large copies (`Hardware.spares_large_copies`) need ``spared_bytes`` less.
         """
-        self.record.events.append(MemoryEvent(self._kernel_number(kernel), nbytes, True, spared_bytes))
+        self.record.events.append(
+            MemoryEvent(self._kernel_number(kernel), nbytes, True, spared_bytes)
+        )
 
     def _watch(self, block: nn.Module, path: str) -> tuple[Any, Any]:
         """Register hooks that record when the block at ``path`` runs."""

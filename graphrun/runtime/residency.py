@@ -139,7 +139,7 @@ class Residency:
         layouts = {path: layouts[path] for path in dict.fromkeys((*order, *layouts))}
         variant, file_blocks = numbers.variants[0], dict[str, FileBlock]()
         if isinstance(writer, MappedWriter):
-            layouts = writer.mapped.layouts(layouts)
+            layouts = writer.mapped_tensors.layouts(layouts)
         if variant.backing_store == "file" and writer is not None:
             file_blocks = _file_blocks(layouts, numbers, writer)
             layouts = {path: block.layout for path, block in file_blocks.items()}
@@ -315,16 +315,17 @@ class Residency:
             )
         return sum(sizes.values())
 
-    def holds_module(self, mapped: MappedTensors | None = None) -> bool:
+    def holds_module(self, mapped_tensors: MappedTensors | None = None) -> bool:
         """Return whether the module's tensors are still views of the backing store.
 
-        Loading other weights into the module replaces them. ``mapped``: what is mapped now, if the
+        Loading other weights into the module replaces them. ``mapped_tensors``: what is mapped now, if the
         module's tensors are mapped; then these must be the same tensors of the same files.
         """
         if isinstance(writer := self._writer, MappedWriter):
-            return mapped is not None and all(
+            return mapped_tensors is not None and all(
                 entry.is_in_place
-                and writer.mapped.place_of(entry.host) == mapped.place_of(entry.host)
+                and writer.mapped_tensors.place_of(entry.host)
+                == mapped_tensors.place_of(entry.host)
                 for block in self._blocks.values()
                 for entry in block.entries
             )

@@ -63,27 +63,31 @@ def test_a_tensor_of_a_file_is_found_and_one_in_memory_is_not(tmp_path: Path) ->
     module = loaded(file, a=torch.arange(5000.0), b=torch.arange(12.0).view(3, 4))
     module.register_buffer("c", torch.ones(3))
     module.register_parameter("strided", nn.Parameter(module.b.detach().t(), requires_grad=False))
-    mapped = MappedTensors([module])
+    mapped_tensors = MappedTensors([module])
     for name in ("a", "b"):
-        tensor, stored = getattr(module, name), mapped.stored(getattr(module, name))
-        assert stored is not None
-        assert (stored.file, stored.dtype, stored.shape) == (str(file), "float32", tensor.shape)
-        content = file.read_bytes()[stored.begin : stored.begin + stored.nbytes]
+        tensor, file_tensor = getattr(module, name), mapped_tensors.stored(getattr(module, name))
+        assert file_tensor is not None
+        assert (file_tensor.file, file_tensor.dtype, file_tensor.shape) == (
+            str(file),
+            "float32",
+            tensor.shape,
+        )
+        content = file.read_bytes()[file_tensor.begin : file_tensor.begin + file_tensor.nbytes]
         assert content == bytes(tensor.detach().view(-1).view(torch.uint8).tolist())
-    assert mapped.stored(module.c) is None
-    assert mapped.stored(module.strided) is None
-    assert mapped.unmapped_bytes(module) == module.strided.nbytes
-    assert mapped == MappedTensors([module])
+    assert mapped_tensors.stored(module.c) is None
+    assert mapped_tensors.stored(module.strided) is None
+    assert mapped_tensors.unmapped_bytes(module) == module.strided.nbytes
+    assert mapped_tensors == MappedTensors([module])
 
 
 def test_one_written_number_makes_a_file_count_no_more(tmp_path: Path) -> None:
     module = loaded(tmp_path / "weights.safetensors", a=torch.zeros(5000), b=torch.zeros(5000))
     other = loaded(tmp_path / "other.safetensors", a=torch.zeros(5000))
-    mapped = MappedTensors([module, other])
+    mapped_tensors = MappedTensors([module, other])
     module.a.data[17] = 1
-    now = MappedTensors([module, other])
-    assert now != mapped
-    assert [now.stored(tensor) is None for tensor in (module.a, module.b, other.a)] == [
+    present_tensors = MappedTensors([module, other])
+    assert present_tensors != mapped_tensors
+    assert [present_tensors.stored(tensor) is None for tensor in (module.a, module.b, other.a)] == [
         True,
         True,
         False,
@@ -94,8 +98,8 @@ def test_one_written_number_makes_a_file_count_no_more(tmp_path: Path) -> None:
 def test_a_changed_file_is_refused_while_its_tensors_are_used(tmp_path: Path, change: str) -> None:
     file = tmp_path / "weights.safetensors"
     module = loaded(file, a=torch.zeros(5000))
-    mapped = MappedTensors([module])
-    mapped.refuse_changed_files({"unet": module})
+    mapped_tensors = MappedTensors([module])
+    mapped_tensors.refuse_changed_files({"unet": module})
     if change == "replaced":
         save_file({"a": torch.ones(5000)}, tmp_path / "new")
         os.replace(tmp_path / "new", file)
@@ -104,11 +108,11 @@ def test_a_changed_file_is_refused_while_its_tensors_are_used(tmp_path: Path, ch
     else:
         os.utime(file, ns=(0, 0))
     with pytest.raises(InputError, match=f"unet: {file} was changed or deleted after"):
-        mapped.refuse_changed_files({"unet": module})
-    assert MappedTensors([module]) != mapped
+        mapped_tensors.refuse_changed_files({"unet": module})
+    assert MappedTensors([module]) != mapped_tensors
     if change != "written":
         assert MappedTensors([module]).stored(module.a) is None, "the mapped file is gone"
-    mapped.refuse_changed_files({"unet": of_tensors(a=torch.zeros(5000))})
+    mapped_tensors.refuse_changed_files({"unet": of_tensors(a=torch.zeros(5000))})
 
 
 def test_tensors_at_odd_offsets_are_copied_from_their_mapping(tmp_path: Path) -> None:
@@ -125,9 +129,9 @@ def test_tensors_at_odd_offsets_are_copied_from_their_mapping(tmp_path: Path) ->
     file = tmp_path / "odd.safetensors"
     file.write_bytes(len(text).to_bytes(8, "little") + text + data[0] + b"\x07" + data[1])
     module = of_tensors(**load_file(file))
-    mapped = MappedTensors([module])
-    writer, layout = MappedWriter(mapped), mapped.layouts(lay_out(module, []))[""]
-    if mapped.stored(module.c) is None:
+    mapped_tensors = MappedTensors([module])
+    writer, layout = MappedWriter(mapped_tensors), mapped_tensors.layouts(lay_out(module, []))[""]
+    if mapped_tensors.stored(module.c) is None:
         pytest.skip("this version of safetensors copies it")
     block = file_block(layout, writer)
     assert block.writer_layout is not None

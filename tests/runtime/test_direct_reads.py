@@ -378,15 +378,19 @@ def test_writes_are_in_the_order_of_reads_and_one_at_a_time(
     with DirectReads(threads=2, chunk_bytes=SMALL) as reads:
         reads.submit(first, arena.view(0, SMALL))
         tail = arena.view(0, PAGE_BYTES)
-        over = reads.submit_write(write("over", 7, tail), tail)  # waits for the first read
-        apart = reads.submit_write(write("apart", 8, arena.view(SMALL, 4)), arena.view(SMALL, 4))
+        overlapping_read = reads.submit_write(
+            write("over", 7, tail), tail
+        )  # waits for the first read
+        separate_read = reads.submit_write(
+            write("apart", 8, arena.view(SMALL, 4)), arena.view(SMALL, 4)
+        )
         last = reads.submit(second, arena.view(2 * SMALL, SMALL))
         let(1)
         for act in (lambda: let(0), resume.set):
             threading.Timer(0.05, act).start()
         last.wait()
-        assert over.is_done
-        assert apart.is_done
+        assert overlapping_read.is_done
+        assert separate_read.is_done
     assert order == ["over begins", "over ends", "apart begins", "apart ends"]
     assert arena.view(0, PAGE_BYTES).eq(7).all()
     assert (
@@ -604,8 +608,8 @@ def test_an_error_of_a_write_is_raised_by_it_and_by_all_later_reads(tmp_path: Pa
     reads = DirectReads()
     first = reads.submit(whole(path), arena.view(0, SMALL))
     failing = reads.submit_write(fail, arena.view(SMALL, SMALL))
-    later = reads.submit_write(lambda: calls.append("later"), arena.view(SMALL, SMALL))
-    for handle in (later, failing, later):
+    later_read = reads.submit_write(lambda: calls.append("later"), arena.view(SMALL, SMALL))
+    for handle in (later_read, failing, later_read):
         with pytest.raises(InputError, match="the weights cannot be written"):
             handle.wait()
     first.wait()
