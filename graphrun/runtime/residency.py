@@ -318,8 +318,8 @@ class Residency:
     def holds_module(self, mapped_tensors: MappedTensors | None = None) -> bool:
         """Return whether the module's tensors are still views of the backing store.
 
-        Loading other weights into the module replaces them. ``mapped_tensors``: what is mapped now, if the
-        module's tensors are mapped; then these must be the same tensors of the same files.
+        Loading other weights into the module replaces them. ``mapped_tensors``: what is mapped now,
+        if the module's tensors are mapped; then these must be the same tensors of the same files.
         """
         if isinstance(writer := self._writer, MappedWriter):
             return mapped_tensors is not None and all(
