@@ -42,13 +42,14 @@ def replay(events: Sequence[MemoryEvent], allocator: Allocator) -> int:
     """The most that ``allocator`` used while ``events`` happened, all of it released again."""
     peak = allocator.used_bytes
     for event in events:
-        if not event.nbytes:
+        if not event.nbytes and not event.scratch:
             allocator.release(event.key)
-            continue
-        allocator.allocate(event.key, event.nbytes)
-        peak = max(peak, allocator.used_bytes)
-        if event.scratch:
-            allocator.release(event.key)
+        elif event.nbytes:
+            key = -1 if event.scratch else event.key  # the key of scratch is a kernel's number
+            allocator.allocate(key, event.nbytes)
+            peak = max(peak, allocator.used_bytes)
+            if event.scratch:
+                allocator.release(key)
     return peak
 
 

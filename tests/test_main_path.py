@@ -87,7 +87,7 @@ class Calls:
         those that it keeps."""
         simulations, checks = self.by_caller("simulate"), self.by_caller("check")
         plans, checked = self.by_caller("plan_of"), self.by_caller("checked_solution")
-        assert simulations.pop("candidate_of") == plans.pop("candidate_of") > 0
+        assert simulations.pop("simulated_choice") == plans.pop("simulated_choice") > 0
         assert plans.pop("faster_baselines", 0) == checked.get("faster_baselines", 0)
         assert plans == {}
         # the former makes its plan of another one
