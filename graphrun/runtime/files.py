@@ -10,7 +10,8 @@ block     |----- span 0 -----|- span 1 -|- d -|     parameters are views; d is w
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +22,11 @@ from graphrun.runtime.backing import BackingStore, BlockWriter, Marks
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.direct_reads import PAGE_BYTES, Span, span_layout
 from graphrun.units import round_up
+
+# Products of one row in fp32 have other bits where the weights' address, modulo 16, is another. A
+# tensor keeps its address in the file, modulo 64, the width of a vector: so outputs are those of
+# diffusers with weights that safetensors maps.
+VECTOR_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,39 +65,49 @@ def file_block(
         and tensor.nbytes == entry.nbytes
         and not tensor.begin % entry.tensor.element_size()
     }
-    while True:
-        block = _placed(layout, file_tensors)
-        if block.layout.nbytes <= limit_bytes or not file_tensors:
-            return block
-        smallest = min((span for span, _ in block.spans), key=lambda span: span.nbytes)
-        file_tensors = {
-            number: tensor
-            for number, tensor in file_tensors.items()
-            if not smallest.contains(tensor)
-        }
+    spans = sorted(span_layout(list(file_tensors.values())).spans, key=lambda span: span.nbytes)
+
+    def without(count: int) -> FileBlock:
+        return _placed(layout, file_tensors, spans[count:])
+
+    count = bisect_left(
+        range(len(spans)), True, key=lambda count: without(count).layout.nbytes <= limit_bytes
+    )
+    block = without(count)
+    return block if block.layout.nbytes <= limit_bytes else _placed(layout, {}, ())
 
 
-def _placed(layout: BlockLayout, file_tensors: Mapping[int, Stored]) -> FileBlock:
-    """Return the block with the tensors ``file_tensors``, by number of the entry, in spans."""
-    spans = span_layout(list(file_tensors.values()))
-    offsets = dict(zip(file_tensors, spans.tensor_offsets, strict=True))
-    end = spans.nbytes
+def _placed(
+    layout: BlockLayout, file_tensors: Mapping[int, Stored], spans: Sequence[Span]
+) -> FileBlock:
+    """Return the block with ``spans`` alone. ``file_tensors``: by number of the entry.
+
+    Tensors outside of spans keep their files' alignment to vectors, like tensors in spans.
+    """
+    in_spans = {
+        number: tensor
+        for number, tensor in file_tensors.items()
+        if any(span.contains(tensor) for span in spans)
+    }
+    laid_out = span_layout(list(in_spans.values()))
+    offsets = dict(zip(in_spans, laid_out.tensor_offsets, strict=True))
+    end = laid_out.nbytes
     for number, entry in enumerate(layout.entries):
         if number not in offsets:
-            offsets[number] = end = round_up(end, ALIGNMENT)
+            tensor = file_tensors.get(number)
+            end += -end % ALIGNMENT if tensor is None else (tensor.begin - end) % VECTOR_BYTES
+            offsets[number] = end
             end += entry.nbytes
-    stamps = {file: file_stamp(file) for file in {span.file for span in spans.spans}}
-    stamped = [replace(span, stamp=stamps[span.file]) for span in spans.spans]
+    stamps = {file: file_stamp(file) for file in {span.file for span in laid_out.spans}}
+    stamped = [replace(span, stamp=stamps[span.file]) for span in laid_out.spans]
     entries = tuple(
         replace(entry, offset=offsets[number]) for number, entry in enumerate(layout.entries)
     )
-    other_entries = tuple(
-        entry for number, entry in enumerate(entries) if number not in file_tensors
-    )
+    other_entries = tuple(entry for number, entry in enumerate(entries) if number not in in_spans)
     nbytes = round_up(end, PAGE_BYTES)
     return FileBlock(
         replace(layout, nbytes=nbytes, entries=entries),
-        tuple(zip(stamped, spans.span_offsets, strict=True)),
+        tuple(zip(stamped, laid_out.span_offsets, strict=True)),
         replace(layout, nbytes=nbytes, entries=other_entries) if other_entries else None,
     )
 

@@ -29,6 +29,7 @@ from graphrun.model.problem import ComponentNumbers
 from graphrun.modules.blocks import BlockLayout, TensorEntry, lay_out
 from graphrun.modules.source_files import Stored
 from graphrun.modules.sources import FileSource, Writer
+from graphrun.runtime.direct_reads import PAGE_BYTES
 from graphrun.systems import take_lock
 from graphrun.units import show_size
 
@@ -129,10 +130,11 @@ class _SpooledBlocks:
             path: [(_key(entry), entry.offset) for entry in layout.entries]
             for path, layout in layouts.items()
         }
+        self._sizes = {path: layout.nbytes for path, layout in layouts.items()}
 
     def write(self, layout: BlockLayout, buffer: torch.Tensor, count: Any = None) -> int:
         if self._keys.get(layout.path) == [(_key(entry), entry.offset) for entry in layout.entries]:
-            return self._source.read_into(layout.path, buffer[: layout.nbytes])
+            return self._source.read_into(layout.path, buffer[: self._sizes[layout.path]])
         return sum(
             self._source.read_into(_key(e), buffer[e.offset : e.offset + e.nbytes])
             for e in layout.entries
@@ -185,7 +187,8 @@ def _is_running(name: str) -> bool:
 def _write(file: Path, layouts: dict[str, BlockLayout], writer: Writer) -> dict[str, int]:
     """Write a safetensors file with one uint8 tensor per block, and return block -> file offset.
 
-    Only one block is in memory at a time.
+    Only one block is in memory at a time. The data begin at a page, so that tensors are aligned as
+    in memory.
     """
     header, begin = dict[str, Any](), 0
     for path, layout in layouts.items():
@@ -196,7 +199,7 @@ def _write(file: Path, layouts: dict[str, BlockLayout], writer: Writer) -> dict[
         }
         begin += layout.nbytes
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % PAGE_BYTES)
     locations, start = {}, 8 + len(text)
     with file.open("xb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)

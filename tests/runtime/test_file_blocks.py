@@ -1,0 +1,159 @@
+"""Where tensors of files lie in a block's memory: within the planned bytes, at addresses for which
+kernels compute the same bits as with tensors that safetensors maps."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_component import ON, Small, numbers
+from torch import nn
+
+from graphrun.modules.blocks import BlockLayout, lay_out
+from graphrun.modules.source_files import stored_tensors
+from graphrun.modules.sources import FileSource, RandomSource, Writer
+from graphrun.runtime import files
+from graphrun.runtime.direct_reads import PAGE_BYTES, DirectReads, MappedArena
+from graphrun.runtime.files import FileBlock, file_block
+from graphrun.runtime.spool import Spool
+from graphrun.units import round_up
+
+VECTOR_BYTES = 64
+
+
+def read(block: FileBlock, writer: Writer) -> torch.Tensor:
+    """The memory of ``block``, filled as on the CPU device."""
+    memory = MappedArena(block.layout.nbytes).view(0, block.layout.nbytes)
+    with DirectReads() as reads:
+        for span, offset in block.spans:
+            reads.submit(span, memory[offset : offset + span.nbytes]).wait()
+    if block.writer_layout is not None:
+        assert all(entry.offset >= block.read_bytes for entry in block.writer_layout.entries)
+        writer.write(block.writer_layout, memory)
+    return memory
+
+
+def tensors(block: FileBlock, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        entry.names[0]: memory[entry.offset : entry.offset + entry.nbytes]
+        .view(entry.tensor.dtype)
+        .view(entry.tensor.shape)
+        for entry in block.layout.entries
+    }
+
+
+def scattered(folder: Path, count: int, elements: int = 33) -> tuple[BlockLayout, Writer, Any]:
+    """A block whose tensors lie far apart in a file, and the file's tensors."""
+    stored: dict[str, torch.Tensor] = {}
+    for number in range(count):
+        stored[f"{number}.weight"] = torch.randn(elements + number % 5)
+        stored[f"{number}.weight other"] = torch.randn(3 * PAGE_BYTES)
+    save_file(stored, folder / "model.safetensors")
+    module = nn.Module()
+    with torch.device("meta"):
+        for number in range(count):
+            child = nn.Module()
+            child.weight = nn.Parameter(torch.empty(stored[f"{number}.weight"].shape))
+            module.add_module(str(number), child)
+    pieces = {tensor.name: tensor for tensor in stored_tensors(folder, "")}
+    return lay_out(module, [])[""], Writer(FileSource(pieces)), stored
+
+
+@pytest.mark.parametrize("pages", [0, 1, 5, 24, 10_000])
+def test_spans_are_left_out_until_the_block_fits(tmp_path: Path, pages: int) -> None:
+    layout, writer, stored = scattered(tmp_path, 12)
+    limit_bytes = round_up(layout.nbytes, PAGE_BYTES) + pages * PAGE_BYTES
+    block = file_block(layout, writer, limit_bytes)
+    assert block.layout.nbytes <= limit_bytes
+    span_count = len(block.spans)
+    assert span_count == (12 if pages >= 24 else pages), "each span takes a page"
+    for name, tensor in tensors(block, read(block, writer)).items():
+        assert torch.equal(tensor, stored[name])
+    writer.close()
+
+
+def test_many_scattered_tensors_are_placed_in_few_attempts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, writer, _ = scattered(tmp_path, 300)
+    attempts, placed = itertools.count(), files._placed
+
+    def counted(*arguments: Any) -> FileBlock:
+        next(attempts)
+        return placed(*arguments)
+
+    monkeypatch.setattr(files, "_placed", counted)
+    limit_bytes = round_up(layout.nbytes, PAGE_BYTES) + 4 * PAGE_BYTES
+    assert 0 < len(file_block(layout, writer, limit_bytes).spans) < 20
+    assert next(attempts) < 12
+
+
+def test_a_tensor_that_is_left_out_keeps_its_alignment_to_vectors(tmp_path: Path) -> None:
+    layout, writer, _ = scattered(tmp_path, 12)
+    begins = {tensor.name: tensor.begin for tensor in stored_tensors(tmp_path, "")}
+    assert any(begin % VECTOR_BYTES for begin in begins.values())
+    block = file_block(layout, writer, round_up(layout.nbytes, PAGE_BYTES) + 4 * PAGE_BYTES)
+    for entry in block.layout.entries:
+        assert (entry.offset - begins[entry.names[0]]) % VECTOR_BYTES == 0
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_one_row_has_the_bits_that_it_has_with_mapped_weights(
+    tmp_path: Path, limited: bool
+) -> None:
+    """Products of one row in fp32 depend on the weights' address, modulo 16 at least."""
+    module, alignments = nn.Module(), set[int]()
+    with torch.device("meta"):
+        module.add_module("w", nn.Linear(64, 64))
+    layout, path = lay_out(module, [])[""], tmp_path / "model.safetensors"
+    for length in range(16):
+        stored = {"w.weight": torch.randn(64, 64), "w.bias": torch.randn(64)}
+        save_file(stored, path, {"padding": " " * (3800 + length)})
+        pieces = {tensor.name: tensor for tensor in stored_tensors(tmp_path, "")}
+        alignments.add(pieces["w.weight"].begin % 16)
+        writer = Writer(FileSource(pieces))
+        block = file_block(
+            layout, writer, round_up(layout.nbytes, PAGE_BYTES) + PAGE_BYTES * (not limited)
+        )
+        assert bool(block.spans) is not limited
+        actual, mapped = tensors(block, read(block, writer)), load_file(path)
+        for _ in range(4):
+            x = torch.randn(1, 64)
+            outputs = [
+                nn.functional.linear(x, weights["w.weight"], weights["w.bias"])
+                for weights in (actual, mapped)
+            ]
+            assert torch.equal(*outputs)
+        writer.close()
+    assert alignments == {0, 8}
+
+
+@pytest.mark.parametrize("room", ["for a span", "for none"])
+@pytest.mark.parametrize("blocks", range(4))
+def test_spooled_weights_are_aligned_as_in_an_arena(tmp_path: Path, blocks: int, room: str) -> None:
+    module, component = Small(), numbers("a", Small(), ON)
+    groups = tuple(replace(group, blocks=group.blocks[: blocks + 1]) for group in component.groups)
+    paths = [path for group in groups for path in group.blocks]
+    spool = Spool(tmp_path)
+    source = Writer(RandomSource(module, "seed"), buffers=dict(module.named_buffers()))
+    writer = spool.writer_for(module, replace(component, groups=groups), source)
+    for layout in lay_out(module, paths).values():
+        limit_bytes = round_up(layout.nbytes, PAGE_BYTES) + (PAGE_BYTES if "a" in room else 0)
+        block = file_block(layout, writer, limit_bytes if room == "for a span" else 0)
+        assert bool(block.spans) == (room == "for a span")
+        expected = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        source.write(layout, expected)
+        memory = read(block, writer)
+        for entry, placed in zip(layout.entries, block.layout.entries, strict=True):
+            assert (placed.offset - entry.offset) % VECTOR_BYTES == 0
+            assert torch.equal(
+                memory[placed.offset : placed.offset + entry.nbytes],
+                expected[entry.offset : entry.offset + entry.nbytes],
+            )
+    writer.close()
+    spool.close()
