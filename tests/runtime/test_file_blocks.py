@@ -49,31 +49,31 @@ def tensors(block: FileBlock, memory: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def scattered(folder: Path, count: int, elements: int = 33) -> tuple[BlockLayout, Writer, Any]:
     """A block whose tensors lie far apart in a file, and the file's tensors."""
-    stored: dict[str, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
     for number in range(count):
-        stored[f"{number}.weight"] = torch.randn(elements + number % 5)
-        stored[f"{number}.weight other"] = torch.randn(3 * PAGE_BYTES)
-    save_file(stored, folder / "model.safetensors")
+        values[f"{number}.weight"] = torch.randn(elements + number % 5)
+        values[f"{number}.weight other"] = torch.randn(3 * PAGE_BYTES)
+    save_file(values, folder / "model.safetensors")
     module = nn.Module()
     with torch.device("meta"):
         for number in range(count):
             child = nn.Module()
-            child.weight = nn.Parameter(torch.empty(stored[f"{number}.weight"].shape))
+            child.weight = nn.Parameter(torch.empty(values[f"{number}.weight"].shape))
             module.add_module(str(number), child)
     pieces = {tensor.name: tensor for tensor in stored_tensors(folder, "")}
-    return lay_out(module, [])[""], Writer(FileSource(pieces)), stored
+    return lay_out(module, [])[""], Writer(FileSource(pieces)), values
 
 
 @pytest.mark.parametrize("pages", [0, 1, 5, 24, 10_000])
 def test_spans_are_left_out_until_the_block_fits(tmp_path: Path, pages: int) -> None:
-    layout, writer, stored = scattered(tmp_path, 12)
+    layout, writer, values = scattered(tmp_path, 12)
     limit_bytes = round_up(layout.nbytes, PAGE_BYTES) + pages * PAGE_BYTES
     block = file_block(layout, writer, limit_bytes)
     assert block.layout.nbytes <= limit_bytes
     span_count = len(block.spans)
     assert span_count == (12 if pages >= 24 else pages), "each span takes a page"
     for name, tensor in tensors(block, read(block, writer)).items():
-        assert torch.equal(tensor, stored[name])
+        assert torch.equal(tensor, values[name])
     writer.close()
 
 
@@ -81,11 +81,11 @@ def test_many_scattered_tensors_are_placed_in_few_attempts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout, writer, _ = scattered(tmp_path, 300)
-    attempts, placed = itertools.count(), files._placed
+    attempts, original = itertools.count(), files._placed
 
     def counted(*arguments: Any) -> FileBlock:
         next(attempts)
-        return placed(*arguments)
+        return original(*arguments)
 
     monkeypatch.setattr(files, "_placed", counted)
     limit_bytes = round_up(layout.nbytes, PAGE_BYTES) + 4 * PAGE_BYTES
@@ -112,8 +112,8 @@ def test_one_row_has_the_bits_that_it_has_with_mapped_weights(
         module.add_module("w", nn.Linear(64, 64))
     layout, path = lay_out(module, [])[""], tmp_path / "model.safetensors"
     for length in range(16):
-        stored = {"w.weight": torch.randn(64, 64), "w.bias": torch.randn(64)}
-        save_file(stored, path, {"padding": " " * (3800 + length)})
+        values = {"w.weight": torch.randn(64, 64), "w.bias": torch.randn(64)}
+        save_file(values, path, {"padding": " " * (3800 + length)})
         pieces = {tensor.name: tensor for tensor in stored_tensors(tmp_path, "")}
         alignments.add(pieces["w.weight"].begin % 16)
         writer = Writer(FileSource(pieces))
@@ -121,12 +121,12 @@ def test_one_row_has_the_bits_that_it_has_with_mapped_weights(
             layout, writer, round_up(layout.nbytes, PAGE_BYTES) + PAGE_BYTES * (not limited)
         )
         assert bool(block.spans) is not limited
-        actual, mapped = tensors(block, read(block, writer)), load_file(path)
+        actual, mapped_values = tensors(block, read(block, writer)), load_file(path)
         for _ in range(4):
             x = torch.randn(1, 64)
             outputs = [
                 nn.functional.linear(x, weights["w.weight"], weights["w.bias"])
-                for weights in (actual, mapped)
+                for weights in (actual, mapped_values)
             ]
             assert torch.equal(*outputs)
         writer.close()
@@ -149,10 +149,10 @@ def test_spooled_weights_are_aligned_as_in_an_arena(tmp_path: Path, blocks: int,
         expected = torch.zeros(layout.nbytes, dtype=torch.uint8)
         source.write(layout, expected)
         memory = read(block, writer)
-        for entry, placed in zip(layout.entries, block.layout.entries, strict=True):
-            assert (placed.offset - entry.offset) % VECTOR_BYTES == 0
+        for entry, place in zip(layout.entries, block.layout.entries, strict=True):
+            assert (place.offset - entry.offset) % VECTOR_BYTES == 0
             assert torch.equal(
-                memory[placed.offset : placed.offset + entry.nbytes],
+                memory[place.offset : place.offset + entry.nbytes],
                 expected[entry.offset : entry.offset + entry.nbytes],
             )
     writer.close()
