@@ -20,10 +20,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from graphrun.errors import InputError
-from graphrun.units import KIB, MIB, show_size
+from graphrun.units import KIB, MIB, PAGE_BYTES, show_size
 
 PROC = Path("/proc")
 PREFIX = "graphrun-"
@@ -31,7 +30,6 @@ SCOPE = (
     "run under systemd-run --user --scope -p Delegate=yes -p MemoryMax=8G -p MemorySwapMax=0 "
     "graphrun ..."
 )
-PAGE_BYTES = 4096
 STACK_BYTES = 16384  # of a thread in the kernel, on x86-64 and arm64
 SAMPLE_SECONDS = 0.02
 
@@ -143,12 +141,7 @@ class ProcessPeak:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -336,12 +329,7 @@ class MemoryGroup:
     def __enter__(self) -> MemoryGroup:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def enter(self, process: int | None = None, proc: Path = PROC) -> None:

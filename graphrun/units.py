@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from graphrun.errors import InputError
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
+# A page of memory on x86-64 and on most arm64 systems.
+PAGE_BYTES = 4 * KIB
 
 _NUMBER = re.compile(r"\s*[0-9]+(?:\.[0-9]+)?\s*")
 _SIZE = re.compile(r"\s*(-?[0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?b?)\s*", re.IGNORECASE)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from graphrun.cli.options import PlanOptions
 from graphrun.errors import InputError, OutOfMemory
-from graphrun.host_ram import host_ram_bytes
+from graphrun.host_ram import host_ram_bytes, total_ram_bytes
 from graphrun.memory_group import MemoryGroup, enforceable
 from graphrun.report import plan_files as planfile
 from graphrun.units import parse_size, show_size
@@ -66,8 +66,6 @@ def _limit_bytes(graph: Path, options: PlanOptions) -> int:
         from graphrun.profile.hardware import budget_of
 
         return budget_of(host_ram_bytes())
-    from graphrun.host_ram import total_ram_bytes
-
     return parse_size(options.memory, whole_bytes=total_ram_bytes(), name="memory")
 
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 from graphrun.model.phase_trace import PhaseTrace
+from graphrun.units import PAGE_BYTES
 
 Granularity = Literal["blocks", "layers"]
 Basis = Literal["measured", "traced", "graph file", "data sheet", "simulated"]
@@ -522,7 +523,7 @@ class Problem:
         of 4096, huge pages included (it keeps a table for each, in case it has to split them).
         """
         hardware = self.hardware
-        page_table_bytes = self.budget_bytes // 512 if hardware.unified else 0
+        page_table_bytes = 8 * self.budget_bytes // PAGE_BYTES if hardware.unified else 0
         return (
             hardware.context_bytes
             + hardware.workspace_bytes

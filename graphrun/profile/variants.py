@@ -37,13 +37,12 @@ from graphrun.profile.precision import (
     with_quantization_scratch,
 )
 from graphrun.profile.recording import Call, ComponentProfile
-from graphrun.units import round_up
+from graphrun.units import PAGE_BYTES, round_up
 
 BACKING_STORES: tuple[BackingStoreKind, ...] = ("pinned", "pageable", "disk")
 ON_CPU = "cpu"
 # A block that is read from files takes whole pages for up to two ranges of a file, each with a part
 # of a page before and behind it (`graphrun.runtime.files`).
-PAGE_BYTES = 4096
 FILE_SLACK_BYTES = 4 * PAGE_BYTES
 
 # bitsandbytes 0.50 quantizes a weight on a CPU core at about these rates, in bytes of 16-bit

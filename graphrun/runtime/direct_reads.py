@@ -23,7 +23,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -31,21 +30,16 @@ import torch
 from graphrun.errors import GraphrunError, InputError
 from graphrun.modules.source_files import FileStamp, Stored, file_stamp
 from graphrun.systems import anonymous_memory, forget_cached, open_direct, read_at, refuse_forked
-from graphrun.units import MIB
+from graphrun.units import MIB, PAGE_BYTES, round_up
 
-# Direct reads need offsets, sizes and addresses that are multiples of the disk's logical block:
-# 512 or 4096 bytes.
-PAGE_BYTES = 4096
-# A smaller gap between tensors is read too: a span of its own for each would need as many bytes.
+# Direct reads need offsets, sizes and addresses that are multiples of the disk's logical block, 512
+# or 4096 bytes: here, of a page. A smaller gap between tensors is read too: a span of its own for
+# each would need as many bytes.
 GAP_BYTES = 2 * PAGE_BYTES
 
 
 def _page_start(offset: int) -> int:
     return offset // PAGE_BYTES * PAGE_BYTES
-
-
-def _page_stop(offset: int) -> int:
-    return -(-offset // PAGE_BYTES) * PAGE_BYTES
 
 
 class MappedArena:
@@ -57,7 +51,7 @@ class MappedArena:
     """
 
     def __init__(self, nbytes: int, *, huge_pages: bool = True) -> None:
-        self.nbytes = max(PAGE_BYTES, _page_stop(nbytes))
+        self.nbytes = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
         try:
             self._memory = anonymous_memory(self.nbytes, huge_pages=huge_pages)
         except (OSError, OverflowError) as error:
@@ -151,12 +145,12 @@ def span_layout(tensors: Sequence[Stored]) -> SpanLayout:
         start = stop = -1
         for tensor in sorted(contents, key=lambda tensor: tensor.begin):
             if start >= 0 and tensor.begin - stop >= GAP_BYTES:
-                spans.append(Span(file, start, _page_stop(stop), stop))
+                spans.append(Span(file, start, round_up(stop, PAGE_BYTES), stop))
                 start = -1
             if start < 0:
                 start = _page_start(tensor.begin)
             stop = max(stop, tensor.begin + tensor.nbytes)
-        spans.append(Span(file, start, _page_stop(stop), stop))
+        spans.append(Span(file, start, round_up(stop, PAGE_BYTES), stop))
     span_offsets = tuple(itertools.accumulate((span.nbytes for span in spans[:-1]), initial=0))
     tensor_offsets = tuple(
         next(
@@ -342,12 +336,7 @@ class DirectReads:
     def __enter__(self) -> DirectReads:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _wait(self, span_read: SpanRead) -> None:

@@ -20,8 +20,8 @@ from graphrun.modules.blocks import ALIGNMENT, BlockLayout
 from graphrun.modules.source_files import Stored, file_stamp
 from graphrun.runtime.backing import BackingStore, BlockWriter, Marks
 from graphrun.runtime.devices.device import Device
-from graphrun.runtime.direct_reads import PAGE_BYTES, Span, span_layout
-from graphrun.units import round_up
+from graphrun.runtime.direct_reads import Span, span_layout
+from graphrun.units import PAGE_BYTES, round_up
 
 # Products of one row in fp32 have other bits where the weights' address, modulo 16, is another. A
 # tensor keeps its address in the file, modulo 64, the width of a vector: so outputs are those of

@@ -29,9 +29,8 @@ from graphrun.model.problem import ComponentNumbers
 from graphrun.modules.blocks import BlockLayout, TensorEntry, lay_out
 from graphrun.modules.source_files import Stored
 from graphrun.modules.sources import FileSource, Writer
-from graphrun.runtime.direct_reads import PAGE_BYTES
 from graphrun.systems import take_lock
-from graphrun.units import show_size
+from graphrun.units import PAGE_BYTES, show_size
 
 PREFIX = "graphrun-spool-"
 MARGIN_BYTES = 16 << 20  # stays free on the disk

@@ -3,8 +3,11 @@ is read."""
 
 from __future__ import annotations
 
+import os
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +24,24 @@ from graphrun.modules.sources import FileSource, Writer
 from graphrun.profile.variants import FILE_SLACK_BYTES
 from graphrun.runtime import direct_reads
 from graphrun.runtime.devices.device import Device
-from graphrun.runtime.direct_reads import PAGE_BYTES, DirectReads, SpanRead
+from graphrun.runtime.direct_reads import DirectReads, SpanRead
 from graphrun.runtime.host import Host
-from graphrun.units import MIB, round_up
+from graphrun.units import MIB, PAGE_BYTES, round_up
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """Assert that the context ends with the threads and open files with which it began."""
+    threads, files = set(threading.enumerate()), open_files()
+    yield
+    assert set(threading.enumerate()) == threads
+    assert open_files() == files
+
+
+def open_files() -> list[str]:
+    folder = Path("/proc/self/fd")
+    links = [link for link in folder.iterdir() if link.is_symlink()] if folder.exists() else []
+    return sorted(os.readlink(link) for link in links if "/proc/" not in os.readlink(link))
 
 
 def saved(folder: Path, seed: int = 0) -> Path:

@@ -22,6 +22,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stored_component import nothing_left, open_files
 
 from graphrun import systems
 from graphrun.errors import InputError
@@ -29,12 +30,12 @@ from graphrun.modules.source_files import Stored
 from graphrun.runtime import direct_reads
 from graphrun.runtime.direct_reads import (
     GAP_BYTES,
-    PAGE_BYTES,
     DirectReads,
     MappedArena,
     Span,
     span_layout,
 )
+from graphrun.units import PAGE_BYTES
 
 linux = pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="the system has no O_DIRECT")
 SMALL = 4 * PAGE_BYTES  # a chunk
@@ -42,16 +43,8 @@ SMALL = 4 * PAGE_BYTES  # a chunk
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    threads, files = set(threading.enumerate()), open_files()
-    yield
-    assert set(threading.enumerate()) == threads
-    assert open_files() == files
-
-
-def open_files() -> list[str]:
-    folder = Path("/proc/self/fd")
-    links = [link for link in folder.iterdir() if link.is_symlink()] if folder.exists() else []
-    return sorted(os.readlink(link) for link in links if "/proc/" not in os.readlink(link))
+    with nothing_left():
+        yield
 
 
 def file_of(path: Path, nbytes: int, seed: int = 0) -> Path:

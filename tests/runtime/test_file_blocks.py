@@ -18,10 +18,10 @@ from graphrun.modules.blocks import BlockLayout, lay_out
 from graphrun.modules.source_files import stored_tensors
 from graphrun.modules.sources import FileSource, RandomSource, Writer
 from graphrun.runtime import files
-from graphrun.runtime.direct_reads import PAGE_BYTES, DirectReads, MappedArena
+from graphrun.runtime.direct_reads import DirectReads, MappedArena
 from graphrun.runtime.files import FileBlock, file_block
 from graphrun.runtime.spool import Spool
-from graphrun.units import round_up
+from graphrun.units import PAGE_BYTES, round_up
 
 VECTOR_BYTES = 64
 
