@@ -125,13 +125,14 @@ class ProcessPeak:
     most pages of files seen is a lower bound of the peak, and so is every sample: their maximum is
     the peak unless pages of files were dropped and read again at that moment. `reset` restarts the
     mark (proc_pid_clear_refs(5)), also for others in this process that read it. On other systems
-    and where the mark cannot be restarted, samples alone count.
+    and where the mark cannot be restarted, samples alone count. A forked process does not measure.
     """
 
     def __init__(self, sample_seconds: float = SAMPLE_SECONDS, proc: Path = PROC) -> None:
         self._seconds, self._folder = sample_seconds, proc / "self"
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._thread: threading.Thread | None = None
+        self._process = os.getpid()
         self._file_bytes = self._peak_bytes = 0
         self._marks = True
 
@@ -142,12 +143,16 @@ class ProcessPeak:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if os.getpid() != self._process:
+            return
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
 
     def reset(self) -> None:
         """Let the peak begin with what is in use now."""
+        if os.getpid() != self._process:
+            return
         with self._lock:
             self._peak_bytes = self._file_bytes = 0
             try:
@@ -167,6 +172,8 @@ class ProcessPeak:
             self._sample()
 
     def _sample(self) -> None:
+        if os.getpid() != self._process:
+            return  # the thread of the other process may have had the lock
         if sys.platform != "linux":
             self._peak_bytes = max(self._peak_bytes, process_bytes().nbytes)
             return

@@ -169,7 +169,7 @@ class Session:
         the future.
         """
         values = self.graph.resolve({**self._inputs, **(inputs or {})})
-        refuse_forked(self._process, "the session", "create a session")
+        self._refuse_forked()
         with self._state:
             if self._closed:
                 raise InputError("the session is closed; create a new one")
@@ -187,8 +187,10 @@ class Session:
     def lend(self, inputs: Mapping[str, Any]) -> Iterator[Host]:
         """Lend the host memory of runs with ``inputs`` to other runs.
 
-        The device is empty meanwhile, and the next run starts with an empty device.
+        The device is empty meanwhile, and the next run starts with an empty device. Raises
+        InputError in a forked process.
         """
+        self._refuse_forked()
         values = self.graph.resolve({**self._inputs, **inputs})
         with device_lock(self.device.name):
             host, runs = self._activate(self._plan_for(values, ()))
@@ -198,8 +200,9 @@ class Session:
     def release(self) -> None:
         """Wait for the current run, then free the device and the host.
 
-        The next run starts like the first one.
+        The next run starts like the first one. Raises InputError in a forked process.
         """
+        self._refuse_forked()
         with device_lock(self.device.name):
             self._release()
 
@@ -219,6 +222,9 @@ class Session:
             Tier(name, self._baseline[name], after_bytes)
             for name, after_bytes in self.device.tiers().items()
         )
+
+    def _refuse_forked(self) -> None:
+        refuse_forked(self._process, "the session", "create a session")
 
     def _run(
         self, progress: Callable[[int, int, int], None] | None, journal: StepJournal | None

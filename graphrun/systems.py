@@ -14,6 +14,7 @@ import mmap
 import os
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -21,6 +22,9 @@ from filelock import FileLock, Timeout
 from graphrun.errors import InputError
 
 _seeking = threading.Lock()
+# Addresses of the memory of `anonymous_memory` that forked processes do not have.
+_unforked_memory = weakref.WeakKeyDictionary[mmap.mmap, int]()
+_MAP_FIXED_NOREPLACE = 0x100000  # mmap(2), on every architecture of Linux
 
 
 def refuse_forked(process: int, subject: str, instruction: str) -> None:
@@ -130,8 +134,8 @@ def anonymous_memory(nbytes: int, *, huge_pages: bool = True) -> mmap.mmap:
     """Return ``nbytes`` of zeroed memory of this process alone, which starts at a page.
 
     ``huge_pages``: in pages of 2 MiB, if the kernel has them. A process forked from this one does
-    not have the memory: while a file is read directly into memory that a fork shares, the bytes may
-    arrive in the fork (open(2), O_DIRECT). Raises OSError.
+    not have the memory, and ends with SIGSEGV if it uses it: while a file is read directly into
+    memory that a fork shares, the bytes may arrive in the fork (open(2), O_DIRECT). Raises OSError.
     """
     if not hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(-1, nbytes)
@@ -140,7 +144,27 @@ def anonymous_memory(nbytes: int, *, huge_pages: bool = True) -> mmap.mmap:
     for advice in [getattr(mmap, name) for name in names if hasattr(mmap, name)]:
         with contextlib.suppress(OSError):
             memory.madvise(advice)
+    _unforked_memory[memory] = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     return memory
+
+
+def _reserve_unforked_memory() -> None:
+    """Reserve the addresses of the memory that this process, which was forked, does not have.
+
+    Otherwise the kernel gives them to the next allocation, which inherited tensors then show, and
+    which the end of an inherited `mmap` unmaps.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
+    for memory, address in list(_unforked_memory.items()):
+        if not memory.closed:
+            _map(address, len(memory), 0, flags, -1, 0)  # no access; a failure changes nothing
+
+
+if sys.platform == "linux":
+    _map = ctypes.CDLL(None).mmap
+    _map.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    _map.restype = ctypes.c_void_p
+    os.register_at_fork(after_in_child=_reserve_unforked_memory)
 
 
 def trim_freed_memory() -> None:

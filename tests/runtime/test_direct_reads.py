@@ -589,9 +589,10 @@ def test_a_short_read_goes_on_at_the_page_that_it_ended_in(
 
 def test_an_error_of_a_write_is_raised_by_it_and_by_all_later_reads(tmp_path: Path) -> None:
     path, arena = file_of(tmp_path / "file", SMALL), MappedArena(2 * SMALL)
-    calls = list[str]()
+    calls, submission_end = list[str](), threading.Event()
 
     def fail() -> None:
+        submission_end.wait()
         view = arena.view(SMALL, SMALL)  # of the frame that the error's traceback would keep
         try:
             raise KeyError(view.nbytes)
@@ -602,6 +603,7 @@ def test_an_error_of_a_write_is_raised_by_it_and_by_all_later_reads(tmp_path: Pa
     first = reads.submit(whole(path), arena.view(0, SMALL))
     failing = reads.submit_write(fail, arena.view(SMALL, SMALL))
     later_read = reads.submit_write(lambda: calls.append("later"), arena.view(SMALL, SMALL))
+    submission_end.set()
     for handle in (later_read, failing, later_read):
         with pytest.raises(InputError, match="the weights cannot be written"):
             handle.wait()

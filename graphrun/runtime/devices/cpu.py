@@ -12,6 +12,8 @@ itself (`Hardware.context_bytes`).
 
 from __future__ import annotations
 
+import functools
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -26,13 +28,23 @@ from graphrun.memory_group import ProcessPeak, process_bytes
 from graphrun.model.problem import Hardware
 from graphrun.runtime.devices.device import Arenas, Device, Mark, Queue, StreamName
 from graphrun.runtime.direct_reads import DirectReads, MappedArena, Span, SpanRead
-from graphrun.systems import trim_freed_memory
+from graphrun.systems import refuse_forked, trim_freed_memory
 from graphrun.units import MIB, round_up, show_size
 
 # Room for what libraries take in their first calls, and the step in which the process is measured.
 CONTEXT_STEP_BYTES = 16 * MIB
-# Weights and ring buffers of all devices in this process, which are one memory.
-_ARENAS, _ADDRESSES = Arenas(), set[int]()
+_ADDRESSES = set[int]()  # of weights and ring buffers of all devices in this process
+
+
+@functools.cache
+def _arenas() -> Arenas:
+    """Return the counters of all devices in this process, which are one memory."""
+    return Arenas()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows; a forked process does not have the memory
+    os.register_at_fork(after_in_child=_arenas.cache_clear)
+    os.register_at_fork(after_in_child=_ADDRESSES.clear)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +73,7 @@ class CpuDevice(Device):
 
     def __init__(self, hardware: Hardware) -> None:
         super().__init__()
-        self.arenas = _ARENAS
+        self.arenas, self._process = _arenas(), os.getpid()
         self.context_bytes = hardware.context_bytes  # of the process itself
         self._workspace_bytes = hardware.workspace_bytes  # of code that kernels generate
         self._cap_bytes: int | None = None  # of weights and activations together, in a session
@@ -80,8 +92,9 @@ class CpuDevice(Device):
         """Return ``context_bytes`` for the process as it is now.
 
         Rounded up: equal programs then give equal plans. Has room for what libraries take in their
-        first calls.
+        first calls. Raises InputError in a forked process.
         """
+        self._refuse_forked()
         trim_freed_memory()
         return round_up(self.other_bytes + CONTEXT_STEP_BYTES, CONTEXT_STEP_BYTES)
 
@@ -90,7 +103,9 @@ class CpuDevice(Device):
         """Start the threads that read, and the measurement of peaks.
 
         If the process already has more than its planned bytes, the cap is lower by the difference.
+        Raises InputError in a forked process.
         """
+        self._refuse_forked()
         self._cap_bytes = cap_bytes - max(0, self.other_bytes - self.context_bytes)
         self._origin_seconds, self._has_failed = time.perf_counter(), False
         try:
@@ -102,8 +117,10 @@ class CpuDevice(Device):
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return memory in pages of its own.
 
-        Raises torch.OutOfMemoryError beyond the cap, or if the system refuses.
+        Raises torch.OutOfMemoryError beyond the cap, or if the system refuses; InputError in a
+        forked process.
         """
+        self._refuse_forked()
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         if self._cap_bytes is not None and self.allocated_bytes + nbytes > self._cap_bytes:
@@ -208,9 +225,14 @@ class CpuDevice(Device):
         """Return freed memory to the system.
 
         The C library keeps what activations of a call left in its heap, and the next call's may not
-        fit into it: without this, a denoising loop grows by some 10 MB a step.
+        fit into it: without this, a denoising loop grows by some 10 MB a step. Raises InputError in
+        a forked process, which does not have the weights.
         """
+        self._refuse_forked()
         trim_freed_memory()
+
+    def _refuse_forked(self) -> None:
+        refuse_forked(self._process, "the CPU's memory", "open the device and load weights")
 
     def holders(self) -> tuple[str, ...]:
         """Return the bytes of weights and ring buffers."""

@@ -31,14 +31,14 @@ from graphrun.runtime.direct_reads import Span
 class Arenas:
     """Counters of live host memory by tier: ``arenas`` (all) and ``pinned`` (page-locked).
 
-    A storage counts until it is freed.
+    A storage counts until it is freed. A forked process counts nothing here.
     """
 
     def __init__(self) -> None:
         self._bytes: Counter[str] = Counter()
         self._peaks: Counter[str] = Counter()
         # the reader thread also counts, and a finalizer may run inside `count`
-        self._lock = threading.RLock()
+        self._lock, self._process = threading.RLock(), os.getpid()
 
     def count(self, tier: str, memory: torch.Tensor) -> None:
         """Count ``memory`` in ``tier`` until its storage is freed."""
@@ -48,7 +48,7 @@ class Arenas:
 
     def nbytes(self, tier: str) -> int:
         """Return the live bytes in ``tier``."""
-        return self._bytes[tier]
+        return 0 if os.getpid() != self._process else self._bytes[tier]
 
     def peak_bytes(self, tier: str) -> int:
         """Return the most live bytes in ``tier`` since `reset_peaks`."""
@@ -60,6 +60,8 @@ class Arenas:
             self._peaks = Counter(self._bytes)
 
     def _add(self, tier: str, nbytes: int) -> None:
+        if os.getpid() != self._process:
+            return  # a thread of the other process may have had the lock
         with self._lock:
             self._bytes[tier] += nbytes
             self._peaks[tier] = max(self._peaks[tier], self._bytes[tier])
