@@ -16,7 +16,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from graphrun.api import (
-    Budget,
     attach,
     estimate,
     from_pipeline,
@@ -26,6 +25,7 @@ from graphrun.api import (
     run,
     survey,
 )
+from graphrun.devices import Budget
 from graphrun.errors import (
     BrokenPlan,
     DeviceLost,

@@ -6,46 +6,18 @@ Each imports what it needs when it is called, so that ``import graphrun`` stays 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from graphrun.devices import Budget
 from graphrun.errors import InputError, PlanError
 from graphrun.files import Store
 from graphrun.graph.values import strings
 from graphrun.notices import without_notices
 from graphrun.trace import warn_of
-from graphrun.units import parse_size
 
 RUNS = 100  # of a session by default: enough that the first run, which loads, counts little
-
-
-@dataclass(frozen=True, eq=False)
-class Budget:
-    """Memory limits for attached pipelines, each alone or several together.
-
-    ``budget = graphrun.Budget("12G")``, then ``graphrun.attach(pipe, budget=budget)`` for each
-    pipeline. Sizes are as for `estimate`; ``vram`` None: the free memory of the device when a
-    pipeline is attached, less a twentieth. ``memory`` is the budget of a CPU in place of both.
-    Raises InputError for a text that is not a size.
-    """
-
-    vram: str | int | Sequence[str | int] | None = None
-    ram: str | int = "auto"
-    pinned: str | int | None = None
-    disk: str | int | None = None
-    memory: str | int | None = None
-
-    def __post_init__(self) -> None:
-        devices = self.vram.split(",") if isinstance(self.vram, str) else self.vram
-        devices = devices if isinstance(devices, (list, tuple)) else (devices,)
-        sizes = [("vram", size) for size in devices] + [
-            (name, getattr(self, name)) for name in ("ram", "pinned", "disk", "memory")
-        ]
-        for name, size in sizes:
-            if size not in (None, "auto"):
-                is_positive = name in ("vram", "memory")
-                parse_size(size, whole_bytes=1 << 62, name=name, minimum=int(is_positive))
 
 
 if TYPE_CHECKING:
@@ -103,7 +75,9 @@ def estimate(
                        of modules passed in. For several devices, ``vram="24G,12G"`` or a list: the
                        first computes and streams, on the others whole components may compute
     ``memory``         on a CPU, in place of both: what the process may take in total, such as
-                       ``"8G"``; ``"auto"`` is what this machine has left, less a twentieth
+                       ``"8G"``; ``"50%"`` is a share of the machine's memory; ``"auto"`` is what
+                       the process takes and what the machine has left, less a twentieth. Without
+                       ``hardware`` it means this machine's CPU
     ``pinned``         limit of page-locked RAM
     ``disk``           limit of bytes written to disk
     ``runs``           above 1: a session of one cold first run and ``runs - 1`` warm runs
@@ -128,36 +102,26 @@ def estimate(
 
     Raises InputError for arguments that mean nothing.
     """
+    from graphrun.devices import cards_for, limits_for, parse_limit
     from graphrun.graph.graph import Directives
     from graphrun.graph.graph import Graph as Declared
-    from graphrun.host_ram import ram_budget
-    from graphrun.model.problem import Secondary
-    from graphrun.profile.problems import ProblemLimits
 
-    (hardware, budget_bytes), *other_devices = _devices(vram, ram, memory, hardware, cache)
-    secondaries = tuple(Secondary(card, nbytes) for card, nbytes in other_devices)
-    ram_bytes = (
-        budget_bytes
-        if hardware.unified
-        else ram_budget(ram, () if isinstance(graph, Declared) else graph.modules.values())
-    )
-    reserve_bytes = _size(reserve, "reserve")
+    card, *_ = cards = cards_for(vram, memory, hardware, cache=cache)
+    modules = () if isinstance(graph, Declared) else graph.modules.values()
+    limits = limits_for(Budget(vram, ram, pinned, disk, memory), cards, modules)
+    reserve_bytes = parse_limit(reserve, "reserve")
     if not isinstance(graph, Declared):
-        if hardware.unified:
+        if card.unified:
             from graphrun.runtime.devices.cpu import CpuDevice
 
-            context_bytes = CpuDevice(hardware).measured_context()
-            hardware = replace(hardware, context_bytes=context_bytes)
+            card = replace(card, context_bytes=CpuDevice(card).measured_context())
         if until is not None:
             raise InputError(
                 "until names a stage of a graph; a pipeline's call has none: leave it out"
             )
         demands = Directives(strings(keep), strings(exclude), reserve_bytes or 0)
         return graph.problem(
-            inputs or {},
-            hardware,
-            ProblemLimits(budget_bytes, ram_bytes, secondaries=secondaries),
-            demands,
+            inputs or {}, card, replace(limits, pinned_bytes=None, disk_bytes=None), demands
         )
     graph, inputs = (
         graph.until(until).directed(keep, exclude, reserve_bytes, pin).for_first(inputs or {})
@@ -169,11 +133,8 @@ def estimate(
 
     if runs < 1:
         raise InputError(f"runs {runs}: a session has at least one run")
-    host = _size(pinned, "pinned", ram_bytes), _size(disk, "disk")
-    limits = ProblemLimits(budget_bytes, ram_bytes, *host, runs, graph.allowed(allow), secondaries)
-    problem = replace(
-        problem_for(graph, values, hardware, limits, _store(cache)), until=until or ""
-    )
+    limits = replace(limits, runs=runs, allow=graph.allowed(allow))
+    problem = replace(problem_for(graph, values, card, limits, _store(cache)), until=until or "")
     if not (
         stages := tuple(dict.fromkeys(name.partition(".")[0] for name in strings(precomputed)))
     ):
@@ -203,12 +164,13 @@ def precomputed(
     code, versions, device, inputs.
     """
     from graphrun.batch.cache.reuse import reuse_for
+    from graphrun.devices import hardware_for
 
     graph, inputs = graph.until(until).for_first(inputs or {})
     return reuse_for(
         graph,
         graph.resolve(inputs),
-        _hardware(hardware, cache).label,
+        hardware_for(hardware, cache=cache).label,
         cache,
         reuse,
         graph.allowed(allow),
@@ -245,9 +207,10 @@ def survey(
     Each number has its basis; measurements of earlier runs in ``cache`` replace traced numbers.
     Other arguments are as for `estimate`. Raises InputError for arguments that mean nothing.
     """
+    from graphrun.devices import hardware_for
     from graphrun.profile.asked import options_by_stage, pictures_input, with_precisions
 
-    hardware = _hardware(hardware, cache)
+    hardware = hardware_for(hardware, cache=cache)
     graph, formats = with_precisions(graph, precision)
     options = options_by_stage(graph, option)
     graph, inputs = graph.for_first(inputs or {})
@@ -431,14 +394,11 @@ def attach(
     planned.
     """
     with without_notices():
-        from graphrun.diffusers_.attach import Attachment, hardware_of
+        from graphrun.diffusers_.attach import Attachment
+    from graphrun.devices import cards_for, limits_for, parse_limit, refuse_wrong_budgets
     from graphrun.diffusers_.live import components_of
     from graphrun.diffusers_.proxy import refuse_placed, refuse_unnamed
     from graphrun.graph.graph import Directives
-    from graphrun.host_ram import ram_budget
-    from graphrun.model.problem import Secondary
-    from graphrun.profile.problems import ProblemLimits
-    from graphrun.profile.several import per_device
     from graphrun.runtime.devices.cpu import CpuDevice
     from graphrun.runtime.devices.device import Device as Opened
     from graphrun.runtime.devices.open import open_devices
@@ -455,61 +415,29 @@ def attach(
     if between_calls not in ("warm", "empty"):
         raise InputError(f"between_calls {between_calls!r}: it is warm or empty")
     budget = budget or arguments
-    device_object = device if isinstance(device, Opened) else None
-    if budget.memory is not None and device is None and hardware is None:
-        device = "cpu"
-    device_options = per_device(
-        budget.vram, hardware, None if device_object is not None else device
-    )
-    cards = [
-        hardware_of(device_object or options.device, options.hardware, cache)
-        for options in device_options
-    ]
-    _require_one_kind(cards)
-    memory_bytes = (
-        _memory_bytes(cards[0], budget.vram, budget.ram, budget.memory)
-        if cards[0].unified or budget.memory is not None
-        else None
-    )
-    if device_object is None:
-        main_device = open_devices(cards)
-    elif len(device_object.all_devices) != len(cards):
-        raise InputError(
-            f"vram has budgets of {len(cards)} devices, and device is "
-            f"{len(device_object.all_devices)}: give a budget for each"
-        )
+    if isinstance(device, Opened):
+        cards = cards_for(budget.vram, budget.memory, hardware, device.name, cache)
+        if len(device.all_devices) != len(cards):
+            raise InputError(
+                f"vram has budgets of {len(cards)} devices, and device is "
+                f"{len(device.all_devices)}: give a budget for each"
+            )
+        main_device = device
     else:
-        main_device = device_object
+        cards = cards_for(budget.vram, budget.memory, hardware, device, cache, to_run=True)
+        refuse_wrong_budgets(cards[0], budget)
+        main_device = open_devices(cards)
     if isinstance(main_device, CpuDevice):
         cards = [replace(cards[0], context_bytes=main_device.measured_context())]
-    rows = zip(device_options, cards, main_device.all_devices, strict=True)
-    vram_bytes, *secondary_bytes = [
-        memory_bytes
-        if memory_bytes is not None
-        else _free_bytes(target, card)
-        if row.vram in (None, "auto")
-        else _vram_bytes(row.vram, card)
-        for row, card, target in rows
-    ]
-    secondaries = tuple(
-        Secondary(card, nbytes) for card, nbytes in zip(cards[1:], secondary_bytes, strict=True)
+    limits = replace(
+        limits_for(
+            budget, cards, components_of(pipe, components).values(), main_device.all_devices
+        ),
+        runs=RUNS if between_calls == "warm" else 1,
+        allow=strings(allow),
     )
-    ram_bytes = (
-        ram_budget(budget.ram, components_of(pipe, components).values())
-        if memory_bytes is None
-        else memory_bytes
-    )
-    host = _size(budget.pinned, "pinned", ram_bytes), _size(budget.disk, "disk")
     demands = Directives(
-        strings(keep), strings(exclude), _size(reserve, "reserve") or 0, strings(pin)
-    )
-    limits = ProblemLimits(
-        vram_bytes,
-        ram_bytes,
-        *host,
-        RUNS if between_calls == "warm" else 1,
-        strings(allow),
-        secondaries,
+        strings(keep), strings(exclude), parse_limit(reserve, "reserve") or 0, strings(pin)
     )
     store = CallStore(Store(cache)) if cache is not None else None
     return Attachment(
@@ -539,101 +467,6 @@ def _required_values(graph: Graph, precomputed: Mapping[str, Any]) -> dict[str, 
             "or plan again without them"
         )
     return {name: precomputed[name] for name in names}
-
-
-def _hardware(hardware: str | Hardware | None, cache: Path | None) -> Hardware:
-    """Return the hardware for an object or a name (of a profile or a data-sheet estimate).
-
-    By default it is the card found, else a data-sheet estimate.
-    """
-    from graphrun.profile.hardware_profiles import resolve_hardware
-
-    return resolve_hardware(hardware, cache)
-
-
-def _devices(
-    vram: Any, ram: Any, memory: Any, hardware: Any, cache: Path | None
-) -> list[tuple[Hardware, int]]:
-    """Return the hardware and the budget of each device.
-
-    Raises InputError if they are not of one kind, or for a budget that the hardware does not have.
-    """
-    from graphrun.profile.several import per_device
-
-    if hardware is None and memory is not None:
-        from graphrun.profile.hardware_profiles import detect_cpu
-
-        hardware = detect_cpu(cache)
-    if isinstance(hardware, Sequence) and not isinstance(hardware, str) and len(hardware) == 1:
-        (hardware,) = hardware
-    if isinstance(hardware, str) and "," not in hardware:
-        hardware = _hardware(hardware, cache)
-    if memory is not None or getattr(hardware, "unified", False):
-        return [(hardware, _memory_bytes(hardware, vram, ram, memory))]
-    if vram is None:
-        raise InputError("vram: give the budget of the device, such as vram='8G'")
-    pairs = [
-        (_hardware(options.hardware, cache), options.vram) for options in per_device(vram, hardware)
-    ]
-    _require_one_kind([card for card, _ in pairs])
-    return [(card, _vram_bytes(nbytes, card)) for card, nbytes in pairs]
-
-
-def _require_one_kind(cards: Sequence[Hardware]) -> None:
-    if len({card.device for card in cards}) > 1:
-        kinds = ", ".join(f"{card.name} is a {card.device} device" for card in cards)
-        raise InputError(f"hardware: devices of one run are of one kind, and {kinds}")
-
-
-def _memory_bytes(hardware: Any, vram: Any, ram: Any, memory: Any) -> int:
-    """Return the bytes of a memory budget, which a CPU has in place of VRAM and RAM."""
-    if not getattr(hardware, "unified", False):
-        raise InputError(
-            f"memory {memory} is the budget of a CPU, whose programs and weights share one memory: "
-            "add --device cpu, or give --vram and --ram for a card"
-        )
-    if vram is not None or ram != "auto":
-        raise InputError(
-            "a CPU has one memory, and vram and ram are the two of a card: give --memory "
-            f"{vram if vram is not None else ram} instead"
-        )
-    if memory in (None, "auto"):
-        from graphrun.host_ram import host_ram_bytes
-        from graphrun.profile.hardware import budget_of
-
-        return budget_of(host_ram_bytes())
-    return parse_size(memory, whole_bytes=hardware.capacity_bytes, name="memory")
-
-
-def _vram_bytes(vram: str | int, hardware: Hardware) -> int:
-    """Return the bytes of a VRAM budget.
-
-    A share of the simulated device means nothing, because it has no memory of its own.
-    """
-    return parse_size(
-        vram, whole_bytes=hardware.capacity_bytes if hardware.device != "sim" else None, name="vram"
-    )
-
-
-def _free_bytes(device: Device, hardware: Hardware) -> int:
-    """Return the default budget (`graphrun.profile.hardware.budget_of`) of ``device``.
-
-    It is based on the smaller of the device's memory and its free memory, context and workspace
-    included. Raises InputError for a simulated device without a limit.
-    """
-    from graphrun.profile.hardware import budget_of
-
-    available_bytes = device.available_bytes + hardware.context_bytes + hardware.workspace_bytes
-    if hardware.device == "sim" and available_bytes >= hardware.capacity_bytes:
-        raise InputError(
-            "the simulated device has no memory of its own: give vram, such as vram='8G'"
-        )
-    return budget_of(min(available_bytes, hardware.capacity_bytes))
-
-
-def _size(text: str | int | None, name: str, whole_bytes: int | None = None) -> int | None:
-    """Return the bytes of a limit or a reserve, which may be 0."""
-    return None if text is None else parse_size(text, whole_bytes=whole_bytes, name=name, minimum=0)
 
 
 def _store(cache: Path | None) -> Store | None:

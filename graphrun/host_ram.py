@@ -116,14 +116,20 @@ def ram_budget(
 ) -> int:
     """Return the host RAM budget in bytes for ``ram``: ``auto``, a size, or a share of ``auto``.
 
-    ``auto`` is the RAM left plus the weights of ``modules``, which are already in memory. The RAM
-    left is rounded down by at most 1/32, so that small changes of free memory give the same plans.
-    Raises InputError for an invalid size.
+    ``auto`` is the RAM left (`steady_bytes`) plus the weights of ``modules``, which are already in
+    memory. Raises InputError for an invalid size.
     """
-    free_bytes = left_bytes()
-    step = 1 << max(0, free_bytes.bit_length() - 6)
-    auto_bytes = free_bytes // step * step + taken_bytes(modules)
+    auto_bytes = steady_bytes(left_bytes()) + taken_bytes(modules)
     return auto_bytes if ram == "auto" else parse_size(ram, whole_bytes=auto_bytes, name="ram")
+
+
+def steady_bytes(free_bytes: int) -> int:
+    """Return ``free_bytes`` rounded down by at most 1/32.
+
+    Small changes of the free memory then give the same budgets, and so the same plans.
+    """
+    step = 1 << max(0, free_bytes.bit_length() - 6)
+    return free_bytes // step * step
 
 
 def taken_bytes(modules: Iterable[Any]) -> int:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 CLUSTER_OPTIONS = (
     "vram",
     "ram",
+    "memory",
     "pinned",
     "disk",
     "hardware",
@@ -76,9 +77,7 @@ def run_many(
     from graphrun.batch.journal import Journal
     from graphrun.batch.requests import refuse_broken, requests_from, resolved
     from graphrun.batch.watch import Watcher as NoWatcher
-    from graphrun.host_ram import ram_budget
-    from graphrun.profile.hardware_profiles import resolve_hardware
-    from graphrun.profile.several import per_device
+    from graphrun.devices import Budget, cards_for, limits_for, resolved_budgets
 
     last_stage = budgets.pop("until", None)
     graph = graph.until(last_stage)
@@ -114,13 +113,15 @@ def run_many(
             cluster_runner = stack.enter_context(ClusterRunner(devices, objective, cache, budgets))
             device_name = devices.label
         else:
-            cards = [
-                resolve_hardware(options.hardware, cache)
-                for options in per_device(budgets.get("vram"), budgets.pop("hardware", None))
-            ]
+            cards = cards_for(
+                budgets.get("vram"),
+                budgets.get("memory"),
+                budgets.pop("hardware", None),
+                cache=cache,
+            )
             device_name = cards[0].label
-            # "auto" is resolved once, because the free memory changes during the batch
-            budgets["ram"] = ram_budget(budgets.get("ram", "auto"), (modules or {}).values())
+            limits = limits_for(Budget.of(budgets), cards, (modules or {}).values())
+            budgets = resolved_budgets(budgets, limits, cards[0])
 
         def estimated(values: Mapping[str, Any]) -> Problem:
             return api.estimate(graph, inputs=values, hardware=cards, cache=cache, **budgets)

@@ -11,7 +11,7 @@ import typer
 
 from graphrun.batch.requests import Request, read_requests, refuse_broken, resolved
 from graphrun.batch.watch import Watcher
-from graphrun.cli.common import hardware_for, say, show, with_budget
+from graphrun.cli.common import cards_for, say, show, with_budget
 from graphrun.cli.downloads import download_all, required_downloads
 from graphrun.cli.options import PlanOptions
 from graphrun.cli.placing import open_cluster
@@ -19,7 +19,6 @@ from graphrun.cli.running import Stop, files_for, refuse_rate, save, state_folde
 from graphrun.errors import InputError, Interrupted
 from graphrun.graph.graph import Graph
 from graphrun.many import run_many
-from graphrun.profile.several import per_device
 from graphrun.report import plan_files as planfile
 from graphrun.report.outputs import Files, refuse_existing, request_files
 from graphrun.report.progress import BatchProgress
@@ -57,11 +56,9 @@ def run_batch(
         refuse_broken(resolved_requests)  # before torch is imported
     arguments = options.estimate_arguments
     if cluster is None:
-        cards = [
-            hardware_for(device_request.hardware, device_request.device, True, cache)
-            for device_request in per_device(options.vram, options.hardware, options.device)
-        ]
-        arguments |= {"vram": with_budget(options, cards[0]).vram, "hardware": cards}
+        cards = cards_for(options, cache, to_run=True)
+        options = with_budget(options, cards[0])
+        arguments |= {"vram": options.vram, "memory": options.memory, "hardware": cards}
     else:
         shared_names = ("allow", "keep", "exclude", "pin", "reserve", "until")
         arguments = {

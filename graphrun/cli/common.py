@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from graphrun import api
+from graphrun import api, devices
 from graphrun.cli.downloads import Told, required_downloads
 from graphrun.cli.options import PlanOptions
 from graphrun.cli.terminal import alive, print_coloured, width
 from graphrun.errors import GraphrunError, InputError, Interrupted, PlanError, PlanningInterrupted
 from graphrun.graph.shipped import shipped_graphs
+from graphrun.profile import hardware as estimates
 from graphrun.reading import printable
 from graphrun.report import plan_files as planfile
 from graphrun.report.screen import Look
@@ -31,7 +32,7 @@ from graphrun.units import GIB, parse_size, roughly, show_size
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
-    from graphrun.model.problem import Problem
+    from graphrun.model.problem import Hardware, Problem
     from graphrun.model.solution import Solution
     from graphrun.modules.needs import Download
 
@@ -183,12 +184,10 @@ def plan_graph(
     if graph_plan.solution is not None:
         if not to_run:
             return graph_plan
-        from graphrun.profile import hardware as devices
-
         problem = graph_plan.solution.problem
         values = api.planned_inputs(problem, graph, inputs)
         graph = graph.until(problem.until)
-        if problem.hardware.device == "cuda" and devices.detect_card() is None:
+        if problem.hardware.device == "cuda" and estimates.detect_card() is None:
             raise InputError(
                 "no CUDA device found to run on, and the plan is for one; plan with "
                 "--device sim to run it there"
@@ -203,13 +202,7 @@ def plan_graph(
         )
     if to_run:
         graph.resolve(inputs)
-    from graphrun.profile.several import per_device
-
-    requests = per_device(options.vram, options.hardware, options.device)
-    devices_hardware = [
-        hardware_for(request.hardware, request.device, to_run, cache) for request in requests
-    ]
-    hardware = devices_hardware[0]
+    hardware, *_ = cards = cards_for(options, cache, to_run=to_run)
     options = with_budget(options, hardware)
     if downloads := missing_sources(graph):
         reuse = "none"
@@ -220,7 +213,7 @@ def plan_graph(
     arguments = {
         **options.estimate_arguments,
         "vram": options.vram,
-        "hardware": devices_hardware,
+        "hardware": cards,
         "cache": cache,
         "precomputed": precomputed,
     }
@@ -311,19 +304,19 @@ def echo(text: str, *, nl: bool = True, err: bool = False) -> None:
     typer.echo(printable(text), nl=nl, err=err)
 
 
-def with_budget(options: PlanOptions, hardware: Any) -> PlanOptions:
-    """Return ``options`` with a VRAM budget.
+def with_budget(options: PlanOptions, hardware: Hardware) -> PlanOptions:
+    """Return ``options`` with a budget for ``hardware``, the main device.
 
-    Without ``--vram``, or with ``--vram auto``, the budget is the free memory of this machine's
-    card, less a margin. For other hardware it is the whole capacity. A larger budget gets a
+    Without one, or with ``auto``, it is the free memory of this machine's card or, on a CPU, of
+    this machine, less a margin. For other hardware it is the whole capacity. A larger budget gets a
     warning.
 
-    Raises InputError for the simulated device, which has no memory of its own.
+    Raises InputError for a budget that the hardware does not have, and for the simulated device,
+    which has no memory of its own.
     """
-    from graphrun.profile import hardware as devices
-
-    if hardware.unified or options.memory is not None:
-        return options
+    devices.refuse_wrong_budgets(hardware, options)
+    if hardware.unified:
+        return _with_memory(options, hardware)
     has_budget = options.vram not in (None, "auto")
     if has_budget and (
         options.hardware is not None or hardware.device == "sim" or "," in str(options.vram)
@@ -333,8 +326,8 @@ def with_budget(options: PlanOptions, hardware: Any) -> PlanOptions:
         raise InputError(
             "the simulated device has no memory of its own: add --vram, such as --vram 8G"
         )
-    free_bytes = devices.free_bytes() if options.hardware is None else None
-    nbytes = hardware.capacity_bytes if free_bytes is None else devices.budget_of(free_bytes)
+    free_bytes = estimates.free_bytes() if options.hardware is None else None
+    nbytes = hardware.capacity_bytes if free_bytes is None else estimates.budget_of(free_bytes)
     budget_text = f"{show_size(nbytes)}, what the {hardware.name} has"
     if free_bytes is not None:
         budget_text += f" free ({show_size(free_bytes)}) less a twentieth for other programs"
@@ -360,6 +353,22 @@ def with_budget(options: PlanOptions, hardware: Any) -> PlanOptions:
     return replace(options, vram=str(nbytes))
 
 
+def _with_memory(options: PlanOptions, hardware: Hardware) -> PlanOptions:
+    nbytes = devices.memory_budget(options.memory, hardware)
+    if options.memory in (None, "auto"):
+        say(
+            f"--memory auto: {show_size(nbytes)}, what this process takes and what this machine "
+            "has left, less a twentieth for other programs"
+        )
+    elif nbytes > (safe_bytes := devices.memory_budget("auto", hardware)):
+        say(
+            f"--memory {options.memory} is more than {show_size(safe_bytes)}, what this machine "
+            "has left less a twentieth for other programs: the system may swap or end the run; "
+            "--memory auto is safe"
+        )
+    return replace(options, memory=str(nbytes))
+
+
 def look(
     graph_plan: Planned,
     options: PlanOptions,
@@ -371,8 +380,6 @@ def look(
     The command runs the plan file, which is ``output_file`` if the plan is saved there. Without a
     plan file, it plans again.
     """
-    from graphrun.profile import hardware as devices
-
     problem = graph_plan.solution.problem
     graph, plan_file = graph_plan.graph.until(problem.until), output_file or graph_plan.plan_file
     arguments = (
@@ -387,11 +394,11 @@ def look(
     command += "".join(
         f' --set {name}="..."' if name != "prompt" else ' --prompt "..."' for name in missing_inputs
     )
-    is_other_machine = problem.hardware.device == "cuda" and devices.detect_card() is None
+    is_other_machine = problem.hardware.device == "cuda" and estimates.detect_card() is None
     next_command = f"next{', on that card' if is_other_machine else ''}: {command}"
     note = ""
     if (
-        free_range := devices.free_range_with_desktop(problem.hardware, problem.budget_bytes)
+        free_range := estimates.free_range_with_desktop(problem.hardware, problem.budget_bytes)
     ) is not None:
         minimum, maximum = (f"{nbytes / GIB:g}" for nbytes in free_range)
         note = (
@@ -425,42 +432,11 @@ def cache_folder(is_off: bool) -> Path | None:
     )
 
 
-def hardware_for(name: str | None, device: str | None, to_run: bool, cache: Path | None) -> Any:
-    """Return the hardware to plan for, or to run on if ``to_run``.
-
-    It is the profile or data-sheet estimate called ``name``. Without a name it is the simulated
-    device for ``--device sim``, this machine's CPU for ``--device cpu``, the detected card, or the
-    default data-sheet estimate. Raises
-    InputError if options contradict each other, and for a run without a CUDA device.
-    """
-    from graphrun.profile import hardware as devices
-    from graphrun.profile import hardware_profiles as profiles
-
-    if device not in (None, "cuda", "cpu", "sim"):
-        raise InputError(f"device {device!r} is not known; it is cuda, cpu or sim")
-    hardware = (
-        profiles.hardware(name, cache)
-        if name
-        else profiles.detect_cpu(cache)
-        if device == "cpu"
-        else devices.hardware("sim")
-        if device == "sim"
-        else None
+def cards_for(options: PlanOptions, cache: Path | None, *, to_run: bool = False) -> list[Hardware]:
+    """Return the hardware of each device that ``options`` name, the main device first."""
+    return devices.cards_for(
+        options.vram, options.memory, options.hardware, options.device, cache, to_run=to_run
     )
-    if hardware is not None and device not in (None, hardware.device):
-        raise InputError(
-            f"hardware {hardware.name} is a {hardware.device} device, but --device is "
-            f"{device}; leave one of them out"
-        )
-    if hardware is None or (to_run and hardware.device == "cuda"):
-        detected = profiles.detect_card(cache)
-        if detected is None and to_run:
-            raise InputError(
-                "no CUDA device found to run on; add --device sim to run on the simulated "
-                "accelerator"
-            )
-        hardware = hardware or detected or devices.hardware(devices.DEFAULT)
-    return hardware
 
 
 def load(path: Path, options: PlanOptions) -> Graph:

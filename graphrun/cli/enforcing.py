@@ -11,15 +11,14 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
+from graphrun.cli.common import cache_folder, cards_for, say, with_budget
 from graphrun.cli.options import PlanOptions
 from graphrun.errors import InputError, OutOfMemory
-from graphrun.host_ram import host_ram_bytes, total_ram_bytes
 from graphrun.memory_group import MemoryGroup, enforceable
 from graphrun.report import plan_files as planfile
-from graphrun.units import parse_size, show_size
+from graphrun.units import show_size
 
 
 @contextlib.contextmanager
@@ -31,11 +30,20 @@ def enforced(graph: Path, options: PlanOptions) -> Iterator[tuple[PlanOptions, M
     Raises InputError without a memory budget, OutOfMemory in the parent if the kernel killed the
     child.
     """
-    limit_bytes = _limit_bytes(graph, options)
-    if graph.suffix != ".json":
-        options = replace(options, memory=str(limit_bytes))
+    if graph.suffix == ".json":
+        problem = planfile.read_solution(graph)[0].problem
+        hardware, limit_bytes = problem.hardware, problem.budget_bytes
+    else:
+        hardware, *_ = cards_for(options, cache_folder(options.no_cache), to_run=True)
+        options = with_budget(options, hardware)
+        limit_bytes = int(options.memory or 0)
+    if not hardware.unified:
+        raise InputError(
+            f"--enforce limits the memory of a run on the CPU, and {graph} is for {hardware.name}: "
+            "add --device cpu --memory 8G"
+        )
     if reason := enforceable():
-        sys.stderr.write(f"the memory budget is not enforced: {reason}\n")
+        say(f"the memory budget is not enforced: {reason}")
         yield options, None
         return
     _supervise(limit_bytes)
@@ -50,23 +58,6 @@ def kernel_line(group: MemoryGroup) -> str:
         f"the kernel counted at most {show_size(group.peak_bytes)} of the enforced "
         f"{show_size(group.limit_bytes)}, page cache apart"
     )
-
-
-def _limit_bytes(graph: Path, options: PlanOptions) -> int:
-    if graph.suffix == ".json":
-        solution, _ = planfile.read_solution(graph)
-        if not solution.problem.hardware.unified:
-            raise InputError(f"--enforce limits the memory of a CPU, and {graph} is for a card")
-        return solution.problem.budget_bytes
-    if options.memory is None:
-        raise InputError(
-            "--enforce limits the memory of a run on the CPU: add --device cpu --memory 8G"
-        )
-    if options.memory == "auto":
-        from graphrun.profile.hardware import budget_of
-
-        return budget_of(host_ram_bytes())
-    return parse_size(options.memory, whole_bytes=total_ram_bytes(), name="memory")
 
 
 def _supervise(limit_bytes: int) -> None:

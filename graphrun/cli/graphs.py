@@ -13,13 +13,13 @@ from graphrun.cli.common import (
     OnlyGraph,
     app,
     cache_folder,
-    hardware_for,
     load,
     say,
     show,
     write_or_print,
 )
 from graphrun.cli.options import PlanOptions, shared
+from graphrun.devices import hardware_for
 from graphrun.errors import GraphrunError, InputError
 from graphrun.graph.document import read_document, read_json
 from graphrun.graph.shipped import graph_file, graphs_folder, shipped_graphs
@@ -55,7 +55,7 @@ def graph(
         options.inputs,
     )
     planfile.require_writable(output_file)
-    hardware = hardware_for(options.hardware, options.device, False, cache)
+    hardware = hardware_for(options.hardware, options.device, cache)
     if inputs:
         pipeline_graph.for_planning(inputs)
     estimate, note = None, "sizes are not known"

@@ -52,6 +52,7 @@ def open_cluster(path: Path, options: PlanOptions) -> Cluster:
     defaults = {
         "vram": None,
         "ram": "auto",
+        "memory": None,
         "pinned": None,
         "disk": None,
         "hardware": None,
@@ -87,7 +88,7 @@ def plan_cluster(
     arguments: dict[str, Any] = {
         name: value
         for name, value in options.estimate_arguments.items()
-        if name not in ("ram", "pinned", "runs", "until")
+        if name not in ("ram", "memory", "pinned", "runs", "until")
     }
     start = time.perf_counter()
     with (

@@ -18,8 +18,8 @@ from graphrun.cli.common import (
     OnlyGraph,
     app,
     cache_folder,
+    cards_for,
     echo,
-    hardware_for,
     load,
     look,
     native_stdout_to_stderr,
@@ -34,6 +34,7 @@ from graphrun.cli.options import PlanOptions, ReuseOption, Verbose, shared
 from graphrun.cli.placing import ClusterFile, ItemsOption, ObjectiveOption, plan_cluster
 from graphrun.cli.teams import FailLimits, FailOver, FailPeak
 from graphrun.cli.terminal import alive, width
+from graphrun.devices import hardware_for, per_device
 from graphrun.errors import InputError, Interrupted, PlanError
 from graphrun.files import Store
 from graphrun.reading import read_json
@@ -188,7 +189,7 @@ def estimate(
     from graphrun.report.estimate_screen import estimate_screen
 
     pipeline_graph, cache = load(graph, options), cache_folder(options.no_cache)
-    hardware = hardware_for(options.hardware, options.device, False, cache)
+    hardware = hardware_for(options.hardware, options.device, cache)
     with alive(f"dry run of {pipeline_graph.name}"):
         survey = api.survey(
             pipeline_graph,
@@ -232,7 +233,6 @@ def frontier(
     """Show predicted time against VRAM budget (--vram 4G:48G, 4G:48G:4G, or a single one; of
     several devices that of one, as in 24G,4G:12G), and with --sweep the largest value of an input
     that fits each budget."""
-    from graphrun.profile.several import per_device
     from graphrun.report.svg import rasterized
     from graphrun.report.whatif_screens import fastest, frontier_json, frontier_screen, frontier_svg
     from graphrun.solve.frontier import sizes_between, values_between
@@ -252,9 +252,7 @@ def frontier(
         # Refuse bad values before minutes of planning; each value needs its own dry run.
         pipeline_graph.for_planning(inputs)
     requests = per_device(options.vram, options.hardware, options.device)
-    devices_hardware = [
-        hardware_for(request.hardware, request.device, False, cache) for request in requests
-    ]
+    devices_hardware = cards_for(options, cache)
     varied = [number for number, request in enumerate(requests) if ":" in request.vram] or [0]
     if len(varied) > 1:
         raise InputError(

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import graphrun
-from graphrun.cli.common import app, cache_folder, hardware_for, load, parse_reuse, say, with_budget
+from graphrun.cli.common import app, cache_folder, cards_for, load, parse_reuse, say, with_budget
 from graphrun.cli.options import NameList, PlanOptions, ReuseOption, shared
 from graphrun.cli.placing import ClusterFile, open_cluster
 from graphrun.errors import InputError
@@ -24,6 +24,7 @@ from graphrun.units import parse_seconds, parse_size
 SHARED = (
     "vram",
     "ram",
+    "memory",
     "pinned",
     "disk",
     "hardware",
@@ -117,8 +118,7 @@ def serve(
         if find_spec(name) is None
     ]:
         raise InputError(f"{', '.join(missing_packages)} not installed: {install_command('serve')}")
-    from graphrun.host_ram import ram_budget
-    from graphrun.profile.several import per_device
+    from graphrun.devices import Budget, limits_for, resolved_budgets
     from graphrun.serve.keys import read_keys
     from graphrun.serve.origins import host_of, origin_of
     from graphrun.serve.server import serve as run
@@ -165,17 +165,15 @@ def serve(
                 for name in ("allow", "keep", "exclude", "pin", "reserve")
             }
         else:
-            requests, devices = per_device(options.vram, options.hardware, options.device), None
-            hardware = tuple(
-                hardware_for(request.hardware, request.device, True, cache) for request in requests
-            )
-            options = replace(with_budget(options, hardware[0]), ram=str(ram_budget(options.ram)))
-            budgets = {
+            devices, hardware = None, tuple(cards_for(options, cache, to_run=True))
+            options = with_budget(options, hardware[0])
+            budgets = {"vram": options.vram} | {
                 name: value
                 for name, value in options.estimate_arguments.items()
                 if name not in ("runs", "until")
             }
-            budgets |= {"vram": options.vram}
+            limits = limits_for(Budget.of(budgets), hardware)
+            budgets = resolved_budgets(budgets, limits, hardware[0])
         bounds = Bounds(
             parse_size(max_body), parse_size(max_upload), max_prompt, max_pixels, max_steps, max_n
         )

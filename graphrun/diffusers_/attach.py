@@ -31,7 +31,6 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -62,8 +61,6 @@ from graphrun.model.solution import Solution
 from graphrun.modules.dtype_variants import DtypeVariant, HostCasts
 from graphrun.modules.interceptor import CallInterceptor, changes_weights, entry_of, refuse_change
 from graphrun.modules.memos import Owned, attributes_of
-from graphrun.profile import hardware as known_hardware
-from graphrun.profile.hardware_profiles import detect_cpu
 from graphrun.profile.problems import ProblemLimits
 from graphrun.profile.recording import ComponentProfile, DryRun, MemoryEvent, Recording, StageEnd
 from graphrun.report.call_screen import call_screen
@@ -868,34 +865,3 @@ def _without_caller_bytes(trace: Trace, held_bytes: int, output_bytes: int) -> T
         for slot in trace.slots
     )
     return replace(trace, slots=slots, outputs={})
-
-
-def hardware_of(
-    device: Any, hardware: str | Hardware | None, cache: Path | None = None
-) -> Hardware:
-    """Return the hardware to plan for: ``hardware``, else that of ``device`` or of this machine.
-
-    ``device``: ``"sim"``, ``"cuda"``, ``"cpu"`` or a `Device`. Raises InputError if there is no
-    CUDA device, or if ``device`` and ``hardware`` are of different kinds.
-    """
-    kind = device.name if device is not None and not isinstance(device, str) else device
-    if kind not in (None, "cuda", "sim", "cpu"):
-        raise InputError(f"device {kind!r} is not known; it is cuda, cpu or sim")
-    target_hardware = known_hardware.hardware(hardware) if isinstance(hardware, str) else hardware
-    if target_hardware is None and kind == "cpu":
-        target_hardware = detect_cpu(cache)
-    if target_hardware is None:
-        target_hardware = (
-            known_hardware.simulated() if kind == "sim" else known_hardware.detect_card()
-        )
-    if target_hardware is None:
-        raise InputError(
-            "there is no CUDA device here to attach to; device='sim' attaches to the simulated "
-            "accelerator"
-        )
-    if kind not in (None, target_hardware.device):
-        raise InputError(
-            f"hardware {target_hardware.name} is a {target_hardware.device} device, and device is "
-            f"{kind}; leave one of them out"
-        )
-    return target_hardware

@@ -111,14 +111,3 @@ def _profiles(cache: Path | None) -> list[dict[str, Any]]:
         except (InputError, OSError, TypeError, ValueError, KeyError):
             continue
     return [profile for _, profile in reversed(sorted(dated_profiles, key=lambda item: item[0]))]
-
-
-def resolve_hardware(requested: str | Hardware | None, cache: Path | None) -> Hardware:
-    """Return the requested hardware, or the hardware of this name.
-
-    The name is that of a profile or of a data-sheet estimate. None: the card of this machine, else
-    the default data-sheet estimate.
-    """
-    if requested is None:
-        return detect_card(cache) or devices.hardware(devices.DEFAULT)
-    return hardware(requested, cache) if isinstance(requested, str) else requested

@@ -1,0 +1,315 @@
+"""The one place where devices and budgets, as typed, become `Hardware` and bytes.
+
+--device --hardware     `cards_for`         one `Hardware` per device, the main device first
+--vram --ram --memory   `limits_for`        a budget per device and one of host RAM; on a CPU
+                                            one budget, since device and host share memory
+auto                    `resolved_budgets`  free memory changes during a session or a batch,
+                                            so ``auto`` becomes bytes once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from graphrun.errors import InputError
+from graphrun.units import parse_size
+
+if TYPE_CHECKING:
+    from graphrun.model.problem import Hardware
+    from graphrun.profile.problems import ProblemLimits
+    from graphrun.runtime.devices.device import Device
+
+KINDS = ("cuda", "cpu", "sim")
+
+
+@dataclass(frozen=True, eq=False)
+class Budget:
+    """Memory limits for attached pipelines, each alone or several together.
+
+    ``budget = graphrun.Budget("12G")``, then ``graphrun.attach(pipe, budget=budget)`` for each
+    pipeline. Sizes are as for `estimate`; ``vram`` None: the free memory of the device when a
+    pipeline is attached, less a twentieth. ``memory`` is the budget of a CPU in place of both.
+    Raises InputError for a text that is not a size.
+    """
+
+    vram: str | int | Sequence[str | int] | None = None
+    ram: str | int = "auto"
+    pinned: str | int | None = None
+    disk: str | int | None = None
+    memory: str | int | None = None
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Budget:
+        """Return the budget in ``arguments`` of `graphrun.estimate`; others are ignored."""
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: arguments[name] for name in names if name in arguments})
+
+    def __post_init__(self) -> None:
+        sizes = [("vram", size) for size in _items(self.vram)] + [
+            (name, getattr(self, name)) for name in ("ram", "pinned", "disk", "memory")
+        ]
+        for name, size in sizes:
+            if size not in (None, "auto"):
+                is_positive = name in ("vram", "memory")
+                parse_size(size, whole_bytes=1 << 62, name=name, minimum=int(is_positive))
+
+
+class DeviceOptions(NamedTuple):
+    """Options of one device. None: not given."""
+
+    vram: Any = None
+    hardware: Any = None
+    device: str | None = None
+
+
+def per_device(vram: Any, hardware: Any = None, device: Any = None) -> list[DeviceOptions]:
+    """Return the options of each device, from texts with commas or from sequences.
+
+    ``--vram 24G,12G --hardware rtx4090,rtx3060 --device cuda:0,cuda:1``; a single ``hardware`` or
+    ``device`` applies to all. Raises InputError if the numbers of items differ, if budgets have no
+    units, or if devices are not numbered in order.
+    """
+    budgets, profiles, names = _items(vram), _items(hardware), _items(device)
+    count = max(map(len, (budgets, profiles, names)))
+    if count > 1 and "cpu" in names:
+        raise InputError(f"device {', '.join(names)}: the CPU is one device; give --device cpu")
+    if count > 1 and any(isinstance(budget, str) and budget.isdigit() for budget in budgets):
+        raise InputError(
+            f"vram: {vram!r} would be budgets of {count} devices, and each of them has its "
+            "unit, as in 24G,12G; "
+            f"did you mean {str(vram).replace(',', '.')}?"
+        )
+    for option, items in (("vram", budgets), ("hardware", profiles), ("device", names)):
+        if len(items) != count and (option == "vram" or len(items) != 1):
+            raise InputError(
+                f"{option} names {len(items)} of {count} devices: give one for each, as in "
+                f"{_EXAMPLES[option]}"
+            )
+    profiles, names = (
+        items * count if len(items) != count else items for items in (profiles, names)
+    )
+    rows = enumerate(zip(budgets, profiles, names, strict=True))
+    return [
+        DeviceOptions(nbytes, profile, _kind(name, number))
+        for number, (nbytes, profile, name) in rows
+    ]
+
+
+_EXAMPLES = {"vram": "24G,12G", "hardware": "rtx4090,rtx3060", "device": "cuda:0,cuda:1"}
+
+
+def cards_for(
+    vram: Any,
+    memory: Any,
+    hardware: Any,
+    device: Any = None,
+    cache: Path | None = None,
+    *,
+    to_run: bool = False,
+) -> list[Hardware]:
+    """Return the hardware of each device, the main device first.
+
+    ``memory`` alone, without ``hardware`` and ``device``, means this machine's CPU. Other arguments
+    are as for `per_device` and `hardware_for`. Raises InputError if they contradict each other, or
+    if the devices are not of one kind.
+    """
+    if memory is not None and hardware is None and device is None and vram is None:
+        device = "cpu"
+    cards = [
+        hardware_for(options.hardware, options.device, cache, to_run=to_run)
+        for options in per_device(vram, hardware, device)
+    ]
+    if len({card.device for card in cards}) > 1:
+        kinds = ", ".join(f"{card.name} is a {card.device} device" for card in cards)
+        raise InputError(f"hardware: devices of one run are of one kind, and {kinds}")
+    return cards
+
+
+def hardware_for(
+    hardware: str | Hardware | None,
+    device: str | None = None,
+    cache: Path | None = None,
+    *,
+    to_run: bool = False,
+) -> Hardware:
+    """Return the hardware to plan for, or to run on if ``to_run``.
+
+    It is ``hardware``, or the profile or data-sheet estimate of that name. Without it: the device
+    of the kind ``device`` (`KINDS`), the card found, or the default data-sheet estimate. Raises
+    InputError if the two contradict each other, or to run without a CUDA device.
+    """
+    from graphrun.profile import hardware as estimates
+    from graphrun.profile import hardware_profiles as profiles
+
+    if device not in (None, *KINDS):
+        raise InputError(f"device {device!r} is not known; it is {', '.join(KINDS)}")
+    card = (
+        profiles.hardware(hardware, cache)
+        if isinstance(hardware, str)
+        else profiles.detect_cpu(cache)
+        if hardware is None and device == "cpu"
+        else estimates.simulated()
+        if hardware is None and device == "sim"
+        else hardware
+    )
+    if card is not None and device not in (None, card.device):
+        raise InputError(
+            f"hardware {card.name} is a {card.device} device, but device is {device}; leave one of "
+            "them out"
+        )
+    if card is None or (to_run and card.device == "cuda"):
+        detected_card = profiles.detect_card(cache)
+        if detected_card is None and to_run:
+            raise InputError(
+                "no CUDA device found to run on; run on the CPU (--device cpu --memory 8G) or on "
+                "the simulated accelerator (--device sim)"
+            )
+        card = card or detected_card or estimates.hardware(estimates.DEFAULT)
+    return card
+
+
+def limits_for(
+    budget: Budget,
+    cards: Sequence[Hardware],
+    modules: Iterable[Any] = (),
+    targets: Sequence[Device] = (),
+) -> ProblemLimits:
+    """Return the limits of a problem on ``cards`` within ``budget``, in bytes.
+
+    ``modules``: their weights, already in memory, are part of ``ram="auto"``. ``targets``: the
+    opened devices, whose free memory is the default of ``vram``; without them it has no default.
+    Raises InputError for a budget that the hardware does not have, with what to type.
+    """
+    from graphrun.host_ram import ram_budget
+    from graphrun.model.problem import Secondary
+    from graphrun.profile.problems import ProblemLimits
+
+    refuse_wrong_budgets(cards[0], budget)
+    if cards[0].unified:
+        nbytes = memory_budget(budget.memory, cards[0])
+        return ProblemLimits(nbytes, nbytes, disk_bytes=parse_limit(budget.disk, "disk"))
+    sizes: list[int] = []
+    for number, (card, vram) in enumerate(zip(cards, _items(budget.vram), strict=True)):
+        if vram in (None, "auto") and targets:
+            sizes.append(_free_bytes(targets[number], card))
+        elif vram is None:
+            raise InputError("vram: give the budget of the device, such as vram='8G'")
+        else:
+            # A share of the simulated device means nothing: it has no memory of its own.
+            whole_bytes = card.capacity_bytes if card.device != "sim" else None
+            sizes.append(parse_size(vram, whole_bytes=whole_bytes, name="vram"))
+    ram_bytes = ram_budget(budget.ram, modules)
+    return ProblemLimits(
+        sizes[0],
+        ram_bytes,
+        parse_limit(budget.pinned, "pinned", ram_bytes),
+        parse_limit(budget.disk, "disk"),
+        secondaries=tuple(map(Secondary, cards[1:], sizes[1:])),
+    )
+
+
+def refuse_wrong_budgets(hardware: Hardware, budget: Any) -> None:
+    """Raise InputError if ``budget`` has limits that ``hardware`` does not have.
+
+    A CPU has one pool of memory: ``memory``, and neither ``vram`` nor ``ram`` nor ``pinned``.
+    Other devices have no ``memory``.
+    """
+    if not hardware.unified:
+        if budget.memory is None:
+            return
+        vram = "8G" if budget.memory == "auto" or hardware.device == "sim" else budget.memory
+        raise InputError(
+            f"memory {budget.memory}: {hardware.name} has memory apart from the host's, with a "
+            f"budget for each: give --vram {vram} and --ram in place of --memory, or add "
+            "--device cpu to run on the CPU"
+        )
+    sizes = {"vram": _items(budget.vram)[0], "ram": budget.ram, "pinned": budget.pinned}
+    wrong_sizes = {
+        name: size for name, size in sizes.items() if size is not None and (name, size) != _RAM
+    }
+    if wrong_sizes:
+        names = ", ".join(f"--{name}" for name in wrong_sizes)
+        size = next((wrong_sizes[name] for name in ("vram", "ram") if name in wrong_sizes), "8G")
+        correction = f"give --memory {size} instead" if budget.memory is None else "leave it out"
+        raise InputError(
+            f"{names}: a CPU has one pool of memory, with one budget for the whole process: "
+            f"{correction}"
+        )
+
+
+_RAM = ("ram", "auto")
+
+
+def memory_budget(memory: str | int | None, hardware: Hardware) -> int:
+    """Return the bytes of a budget for ``hardware`` with one pool of memory.
+
+    ``memory`` None or ``auto``: what this process takes and what this machine, or its cgroup, has
+    left, less a twentieth (`profile.hardware.budget_of`). A percentage is of the machine's memory.
+    """
+    if memory not in (None, "auto"):
+        return parse_size(memory, whole_bytes=hardware.capacity_bytes, name="memory")
+    from graphrun.profile.hardware import budget_of
+
+    return min(budget_of(available_memory()), hardware.capacity_bytes)
+
+
+def available_memory() -> int:
+    """Return the bytes that this process takes and may still take, slightly rounded down."""
+    from graphrun.host_ram import host_ram_bytes, steady_bytes
+    from graphrun.memory_group import process_bytes
+
+    return steady_bytes(host_ram_bytes() + process_bytes().nbytes)
+
+
+def resolved_budgets(
+    budgets: Mapping[str, Any], limits: ProblemLimits, hardware: Hardware
+) -> dict[str, Any]:
+    """Return ``budgets``, arguments of `graphrun.estimate`, with the memory of ``limits`` in bytes.
+
+    Later plans then have the same budgets, although the free memory has changed.
+    """
+    if hardware.unified:
+        return {**budgets, "memory": limits.budget_bytes}
+    return {**budgets, "ram": limits.ram_bytes}
+
+
+def parse_limit(text: str | int | None, name: str, whole_bytes: int | None = None) -> int | None:
+    """Return the bytes of a limit or a reserve, which may be 0; None without one."""
+    return None if text is None else parse_size(text, whole_bytes=whole_bytes, name=name, minimum=0)
+
+
+def _free_bytes(device: Device, hardware: Hardware) -> int:
+    """Return the default budget (`graphrun.profile.hardware.budget_of`) of ``device``.
+
+    It is based on the smaller of the device's memory and its free memory, context and workspace
+    included. Raises InputError for a simulated device without a limit.
+    """
+    from graphrun.profile.hardware import budget_of
+
+    available_bytes = device.available_bytes + hardware.context_bytes + hardware.workspace_bytes
+    if hardware.device == "sim" and available_bytes >= hardware.capacity_bytes:
+        raise InputError(
+            "the simulated device has no memory of its own: give vram, such as vram='8G'"
+        )
+    return budget_of(min(available_bytes, hardware.capacity_bytes))
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, str):
+        return [item.strip() for item in value.split(",")]
+    return list(value) if isinstance(value, Sequence) else [value]
+
+
+def _kind(name: Any, number: int) -> Any:
+    """Return the kind of device ``number``: ``cuda`` for ``cuda:1``."""
+    kind, colon, index = name.partition(":") if isinstance(name, str) else (name, "", "")
+    if colon and index != str(number):
+        raise InputError(
+            f"device {name} is number {number} of those given: the first is {kind}:0, and the "
+            "others follow in order; "
+            "CUDA_VISIBLE_DEVICES changes which card has which number"
+        )
+    return kind
