@@ -46,17 +46,24 @@ def signature_of(value: Any, texts: bool = False) -> Any:
 
 
 def copy_for_dry_run(
-    value: Any, device: torch.device, meta_modules_by_id: Mapping[int, Any]
+    value: Any,
+    device: torch.device,
+    meta_modules_by_id: Mapping[int, Any],
+    *,
+    unified: bool = False,
 ) -> Any:
     """Return a copy of ``value`` for a dry run on ``device``.
 
-    Tensors are copied, from an accelerator to ``device``; CPU generators are copied with their
-    state. A module is replaced by its meta module (``meta_modules_by_id``: by the id of the live
-    module), a callback by `no_op_callback`.
+    Tensors are copied: those on an accelerator to ``device``, and if the planned device is the CPU
+    (``unified``), those on the CPU too. CPU generators are copied with their state. A module is
+    replaced by its meta module (``meta_modules_by_id``: by the id of the live module), a callback
+    by `no_op_callback`.
     """
 
     def copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu().to(device)
+        if tensor.device.type == "cpu" and not unified:
+            return tensor.clone()
+        return tensor.cpu().to(device)
 
     def copy(value: Any) -> Any:
         match value:

@@ -32,7 +32,6 @@ from graphrun.modules.dtype_variants import DtypeVariant, DtypeVariants
 from graphrun.modules.interceptor import entry_of
 from graphrun.modules.mapped import MappedTensors, MappedWriter
 from graphrun.modules.memos import HeldAttributes, attributes_of, is_helper
-from graphrun.modules.trees import walk
 from graphrun.profile.dry_run import Prober
 from graphrun.profile.problems import ProblemLimits, problem_of
 from graphrun.profile.recording import Call as Traced
@@ -124,13 +123,17 @@ class MetaPipeline:
             with (
                 _preserve_random_state(),
                 torch.no_grad(),
-                DryMachine() as machine,
+                DryMachine(unified=self._unified) as machine,
                 self.prober.interceptor,
                 self.prober.text_lengths.watch(self.pipe),
                 follow_autocast(call.autocast),
             ):
-                args = copy_for_dry_run(call.args, PLANNED, self._meta_modules_by_id)
-                kwargs = copy_for_dry_run(call.kwargs, PLANNED, self._meta_modules_by_id)
+                args, kwargs = copy_for_dry_run(
+                    (call.args, call.kwargs),
+                    PLANNED,
+                    self._meta_modules_by_id,
+                    unified=self._unified,
+                )
                 machine.on_cut = self.prober.text_lengths.add_masks
                 # set after copying the arguments: the caller's tensors are not part of the call
                 machine.listener = recording
@@ -168,8 +171,6 @@ class MetaPipeline:
     ) -> tuple[Traced, Returned]:
         """Trace one call into a component in ``dtype_variant``; return the trace and the result."""
         self.prober.register(dtype_variant)
-        if self._unified:  # tensors of a call on the CPU are those of the device
-            args, kwargs = walk((args, kwargs), _on_meta)
         with self.dtype_variants.using(dtype_variant), follow_autocast(autocast):
             proceed = entry_of(self.meta_modules[dtype_variant.component], method)
             return self.prober.trace(dtype_variant.name, method, proceed, args, kwargs)
@@ -371,11 +372,6 @@ class LiveProber(Prober):
             f"{' nor '.join(attempts)}: write the pipeline's stages as a graph file, or replace "
             f"{component} by a module that can be traced"
         )
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` on meta, unless it is a number, whose value code may read."""
-    return tensor if tensor.dim() == 0 else torch.empty_like(tensor, device="meta")
 
 
 @contextmanager

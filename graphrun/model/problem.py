@@ -37,6 +37,8 @@ ComponentPlacement = Literal["pin", "keep", "exclude", "whole", "drop"]
 # Device allocations are multiples of this many bytes (kMinBlockSize of PyTorch's CUDA caching
 # allocator; sim uses the same).
 ALLOCATION_BYTES = 512
+# On a CPU the kernel counts eight bytes of page tables for every page of a process.
+BYTES_PER_TABLE_BYTE = PAGE_BYTES // 8
 
 # Relative error of seconds computed from a data-sheet estimate, for most published seconds that the
 # estimate was not fitted on (benchmarks/results/published.json).
@@ -519,17 +521,26 @@ class Problem:
     def overhead_bytes(self) -> int:
         """Bytes of the budget that are not for tensors: context, workspace and reserve.
 
-        On a CPU also page tables, which the kernel counts for a process: eight bytes for every page
-        of 4096, huge pages included (it keeps a table for each, in case it has to split them).
+        On a CPU also page tables, of huge pages too: the kernel keeps a table for each, in case it
+        has to split them.
         """
         hardware = self.hardware
-        page_table_bytes = 8 * self.budget_bytes // PAGE_BYTES if hardware.unified else 0
+        page_table_bytes = self.budget_bytes // BYTES_PER_TABLE_BYTE if hardware.unified else 0
         return (
             hardware.context_bytes
             + hardware.workspace_bytes
             + self.reserve_bytes
             + page_table_bytes
         )
+
+    def budget_for(self, tensor_bytes: int) -> int:
+        """Return the smallest budget that leaves ``tensor_bytes`` for tensors, in bytes.
+
+        The capacity of the hardware is ignored.
+        """
+        nbytes = replace(self, budget_bytes=0).overhead_bytes + tensor_bytes
+        table_bytes = (nbytes - 1) // (BYTES_PER_TABLE_BYTE - 1) if self.hardware.unified else 0
+        return nbytes + table_bytes
 
     def vram_option(self, nbytes: int) -> str:
         """Return the value of ``--vram`` with ``nbytes`` for the device, and unchanged budgets for

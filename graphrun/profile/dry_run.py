@@ -400,7 +400,7 @@ class Prober:
         try:
             with without_planned_device():
                 arguments = with_device_arguments(
-                    device, *walk((args, kwargs), _to_meta if on_meta else torch.Tensor.cpu)
+                    device, *walk((args, kwargs), self._to_meta if on_meta else torch.Tensor.cpu)
                 )
                 argument_tensors, holders = tensors_in(arguments), holders_in(arguments)
                 initial_ids = [list(map(id, found_in(holder, torch.Tensor))) for holder in holders]
@@ -434,6 +434,16 @@ class Prober:
             self.interceptor.device = PLANNED
             recorder.close()
         return recorder.record, returned_value, leftover_storages
+
+    def _to_meta(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``tensor`` of the device on meta.
+
+        A host tensor is cloned and stays on the host: copying it to the device takes memory of its
+        own. If the host is the planned device, only numbers stay, whose values code may read.
+        """
+        if tensor.device.type == "cpu" and (self.host_type or tensor.dim() == 0):
+            return tensor.clone()
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
 
 
 class _HookListener:
@@ -616,16 +626,6 @@ def _device_zeros(component: str, path: str, tensor: torch.Tensor) -> torch.Tens
     The code copies the weight there, which takes memory.
     """
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=PLANNED)
-
-
-def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` of the device on meta.
-
-    A host tensor is cloned and stays on the host: copying it to the device takes memory of its own.
-    """
-    if tensor.device.type == "cpu":
-        return tensor.clone()
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
 
 
 def _signature(value: Any, host: str, texts: bool) -> Any:

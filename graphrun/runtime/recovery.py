@@ -216,7 +216,7 @@ def remaining_problem(
     if error.secondary:
         secondaries[error.secondary - 1] = _less_of(secondaries[error.secondary - 1], error)
     elif error.available_bytes < problem.effective_bytes:
-        budget_bytes = error.available_bytes + problem.overhead_bytes
+        budget_bytes = problem.budget_for(error.available_bytes)
     else:
         increase = _increase(problem, error)
     new_problem = replace(

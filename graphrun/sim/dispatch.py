@@ -274,7 +274,7 @@ def _machine(traits: Traits, args: Sequence[Any], tensors: list[Any], device: An
             stray_tensor = tensor
     if machine is None:
         return active_machine(device)
-    if stray_tensor is not None:
+    if stray_tensor is not None and not machine.unified:
         raise _device_error(traits, machine.name, stray_tensor.device)
     return machine
 

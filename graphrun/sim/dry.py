@@ -38,9 +38,14 @@ _INTERCEPTED = _FROM_DATA | _INDEXING | {torch.Tensor.to, torch.Tensor.cuda}
 class DryMachine(Machine):
     """A machine without limits for dry runs.
 
-    Its context leaves PyTorch unchanged: devices, autocast, CUDA's calls that wait for
-    initialization.
+    ``unified``: the device shares its memory with the host, so operators take tensors of both, and
+    the host reads the device's. The context leaves PyTorch unchanged: devices, autocast, CUDA's
+    calls that wait for initialization.
     """
+
+    def __init__(self, *, unified: bool = False) -> None:
+        super().__init__()
+        self.unified = unified
 
     def __enter__(self) -> DryMachine:
         super().__enter__()

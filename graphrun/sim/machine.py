@@ -63,6 +63,7 @@ class Machine(Ledger):
     """
 
     check_ordering: ClassVar[bool] = False
+    unified = False  # whether operators take tensors of the host, too
 
     def __init__(
         self,

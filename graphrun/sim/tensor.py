@@ -122,8 +122,11 @@ class SimTensor(torch.Tensor):
         return self._read("tolist", self.raw.numel() * self.raw.dtype.itemsize).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """With ``force``, return an array on the host; otherwise raise TypeError, as on CUDA."""
-        if not force:
+        """Return an array on the host.
+
+        Raises TypeError, as on CUDA, without ``force`` if the memory is not the host's.
+        """
+        if not force and not self.allocation.machine.unified:
             raise TypeError(
                 f"can't convert {self.device} device type tensor to numpy. "
                 "Use Tensor.cpu() to copy the tensor to host memory first."

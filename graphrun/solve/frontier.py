@@ -165,12 +165,7 @@ def curve_ends(problem: Problem) -> tuple[int, int]:
     slot_bytes = max(
         (max(p.first_bytes, p.steady_bytes) + p.input_bytes for p in problem.phases), default=0
     )
-    whole = (
-        problem.overhead_bytes
-        + weights
-        + slot_bytes
-        + sum(value.nbytes for value in problem.values)
-    )
+    whole = problem.budget_for(weights + slot_bytes + sum(value.nbytes for value in problem.values))
     return minimum, max(minimum, min(whole, problem.hardware.capacity_bytes))
 
 

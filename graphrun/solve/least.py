@@ -38,15 +38,17 @@ def smallest_tensor_budget(problem: Problem) -> int:
         return 0
     if only_blocks_to_choose(problem):
         problems = list(granularities(problem))
-        return problem.overhead_bytes + min(
-            map(
-                _peak,
-                [
-                    candidate
-                    for candidate in problems
-                    if backing_store_bytes(candidate) <= problem.ram_bytes
-                ]
-                or problems,
+        return problem.budget_for(
+            min(
+                map(
+                    _peak,
+                    [
+                        candidate
+                        for candidate in problems
+                        if backing_store_bytes(candidate) <= problem.ram_bytes
+                    ]
+                    or problems,
+                )
             )
         )
     # No plan needs less: components as small as possible, unlimited host budgets.
@@ -63,13 +65,9 @@ def smallest_tensor_budget(problem: Problem) -> int:
             and minimum <= unlimited_host_result[0]
         ):
             break
-    if minimum is None:
-        minimum = (
-            unlimited_host_result[0]
-            if unlimited_host_result is not None
-            else -problem.overhead_bytes
-        )
-    return problem.overhead_bytes + minimum
+    if minimum is None and unlimited_host_result is not None:
+        minimum = unlimited_host_result[0]
+    return 0 if minimum is None else problem.budget_for(minimum)
 
 
 def smallest_ram(problem: Problem) -> int:
@@ -166,7 +164,7 @@ def with_ample_device(problem: Problem) -> Problem:
 
 
 def _with_effective(problem: Problem, effective_bytes: int) -> Problem:
-    budget = problem.overhead_bytes + effective_bytes
+    budget = problem.budget_for(effective_bytes)
     return replace(
         problem,
         budget_bytes=budget,

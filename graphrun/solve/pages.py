@@ -191,7 +191,7 @@ def smallest_budget(problem: Problem) -> int:
     return (
         smallest_tensor_budget(problem)
         if minimum is None
-        else problem.overhead_bytes + minimum.simulation.peak_bytes
+        else problem.budget_for(minimum.simulation.peak_bytes)
     )
 
 
@@ -210,7 +210,7 @@ def _least(problem: Problem) -> Solution | None:
     reserve = dict[tuple[str, str], int]()
     while len(floors) < ROUNDS:
         floors.append(smallest_tensor_budget(with_reserve(problem, reserve)))
-        if solutions and floors[-1] >= problem.overhead_bytes + min(map(_peak_bytes, solutions)):
+        if solutions and floors[-1] >= problem.budget_for(min(map(_peak_bytes, solutions))):
             break
         budget_problem = _with_budget(problem, floors[-1])
         # Only the peak of this plan matters, not its time.
@@ -233,10 +233,7 @@ def _least(problem: Problem) -> Solution | None:
             break
         reserve |= overheads
     minimum = min(solutions, key=_peak_bytes, default=None)
-    while (
-        minimum is not None
-        and (budget := problem.overhead_bytes + _peak_bytes(minimum)) > floors[0]
-    ):
+    while minimum is not None and (budget := problem.budget_for(_peak_bytes(minimum))) > floors[0]:
         solution, _ = _within_pages(_with_budget(problem, budget - 1))
         if solution is None:
             break

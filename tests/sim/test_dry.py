@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 import torch
 
 from graphrun.sim import PLANNED, DryMachine
@@ -25,3 +27,19 @@ def test_a_hollow_dry_run_creates_large_tensors_without_computing_them() -> None
         large = small.new_zeros(1 << 16)
         assert (large.device, machine.allocated_bytes) == (PLANNED, 512 + (1 << 18))
         assert small.new_ones(1 << 16, device="cpu").sum() == 1 << 16
+
+
+def test_unified_memory_is_the_hosts_too() -> None:
+    def product() -> torch.Tensor:
+        return torch.nn.functional.linear(torch.ones(1, 3, device=PLANNED), torch.ones(2, 3))
+
+    with DryMachine() as machine:
+        with pytest.raises(RuntimeError, match="found at least two devices"):
+            product()
+        with pytest.raises(TypeError, match="numpy"):
+            torch.ones(3, device=PLANNED).numpy()
+        machine.unified = True
+        assert (product().device, product().tolist()) == (PLANNED, [[3.0, 3.0]])
+        assert torch.cat([torch.ones(1), torch.zeros(1, device=PLANNED)]).tolist() == [1.0, 0.0]
+        tensor = torch.ones(3, device=PLANNED)
+        assert tensor.numpy().tolist() == np.asarray(tensor).tolist() == [1.0] * 3
