@@ -122,7 +122,14 @@ def calibrate(
     name: Annotated[
         str, typer.Option(help="The profile's name; default: the device's.", show_default=False)
     ] = "",
-    seconds: Annotated[float, typer.Option(help="How long measuring may take.", min=0.1)] = 20.0,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="How long measuring may take; default: 20, on a CPU 60.",
+            min=0.1,
+            show_default=False,
+        ),
+    ] = None,
     compiled: Annotated[
         bool,
         typer.Option(
@@ -133,10 +140,11 @@ def calibrate(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine in under 30 s and save a profile: used with --hardware NAME, and by
-    default for its card."""
+    """Measure this machine and save a profile: used with --hardware NAME, and by default for its
+    card or CPU."""
     from graphrun.profile.calibrate import measure_and_keep
     from graphrun.report.machine_screens import calibrate_screen
+    from graphrun.runtime.read_rates import measure_reads
 
     if device not in (None, "cuda", "sim", "cpu"):
         raise InputError(f"device {device!r} cannot be calibrated; it is cuda, sim or cpu")
@@ -145,6 +153,7 @@ def calibrate(
         cache_folder(False) or Path(),
         name,
         seconds,
+        measure_reads=measure_reads,
         compiled=compiled,
     )
     show(calibration, as_json, calibrate_screen(calibration))

@@ -91,26 +91,45 @@ class ProcessorRates:
 
     ``rates``: pairs of a class of kernel and its rate. Classes have a dtype, as "matmul bfloat16":
 
-        matmul, convolution, attention   FLOPs per second
+        matmul, short matmul             FLOPs per second
+        convolution, attention           FLOPs per second
         scores                           of attention, per second
         reads                            of operands of products, in bytes per second
-        results                          of products, written to new memory, in bytes per second
-        blocked copies                   of convolutions, in bytes per second
+        results                          of products, in bytes per second
+        weight, small, large copies      of convolutions, in bytes per second
         elementwise                      bytes read and written per second, possibly of an
-                                         operator: "elementwise bfloat16 gelu"
+                                         operator: "elementwise gelu bfloat16"
+        new memory                       without dtype: bytes per second that the system supplies
+
+    ``read_cpu_seconds``: CPU seconds of reading one byte from a file.
     """
 
     threads: int
     rates: tuple[tuple[str, float], ...]
+    read_cpu_seconds: float = 0.0
 
-    def rate(self, kind: str, dtype: str, operator: str = "") -> float:
-        """Return the rate of ``kind`` in ``dtype``, of ``operator`` if that has its own.
+    def rate(self, kind: str, dtype: str) -> float:
+        """Return the rate of ``kind`` in ``dtype``.
 
-        Dtypes without rates, such as integers, have those of fp32.
+        Operators without rates have those of elementwise work. Dtypes without rates, such as
+        integers, have those of fp32.
         """
         rates = dict(self.rates)
-        name = f"{kind} {dtype if f'{kind} {dtype}' in rates else 'float32'}"
-        return rates.get(f"{name} {operator}", rates[name])
+        kinds = (kind, kind.partition(" ")[0]) if kind.startswith("elementwise ") else (kind,)
+        names = [f"{name} {type_name}" for type_name in (dtype, "float32") for name in kinds]
+        return next(rates[name] for name in (*names, kind) if name in rates)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRates:
+    """Direct reads of files, in bytes per second: nothing else runs, or all cores compute.
+
+    ``cpu_seconds``: of reading one byte.
+    """
+
+    alone_rate: float
+    computing_rate: float
+    cpu_seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ The figures do not depend on any graph.
     cuda   the card                              wall clock, with the card synchronized before and
                                                  after
     sim    the simulated accelerator             virtual clock, so the result equals its settings
-    cpu    this processor, treated like a card   copies within RAM
+    cpu    this processor                        wall clock (`calibrate_cpu`)
 
 Every figure is the best of several repetitions within a share of the allowed time, since
 disturbances only make a measurement worse. The compute rate weights operations as FLUX's
@@ -30,10 +30,10 @@ import torch
 from torch import nn
 
 from graphrun.errors import InputError
-from graphrun.host_ram import total_ram_bytes
-from graphrun.model.problem import Hardware, KernelRates
+from graphrun.model.problem import Hardware, KernelRates, ProcessorRates, ReadRates
 from graphrun.profile import hardware
 from graphrun.profile import hardware_profiles as profiles
+from graphrun.profile.calibrate_cpu import measured_cpu
 from graphrun.profile.costs import kernel_seconds, output_tiles
 from graphrun.profile.recording import Kernel
 from graphrun.systems import forget_cached
@@ -42,6 +42,8 @@ from graphrun.units import MIB
 CalibrationDevice = Literal["cuda", "sim", "cpu"]
 
 LINEAR_SHARE = 59.5 / (59.5 + 14.9)
+ALLOWED_SECONDS, CPU_SECONDS = 20.0, 60.0
+MEASURED_CPU = "cpu-measured"
 CHUNK_BYTES = 4 * MIB
 DISK_BYTES = 256 * MIB
 LAUNCHED = 128  # operators in the chain that measures launches
@@ -56,21 +58,25 @@ def calibrate(
     kind: CalibrationDevice,
     folder: Path,
     name: str = "",
-    allowed_seconds: float = 20.0,
+    allowed_seconds: float = ALLOWED_SECONDS,
     *,
+    reads: ReadRates | None = None,
     compiled: bool = False,
 ) -> tuple[Hardware, dict[str, float]]:
     """Measure this machine, and return a `Hardware` with basis ``measured`` and single figures.
 
     The measurement takes about ``allowed_seconds``, plus imports. ``folder``: a folder on the disk
-    to measure. ``compiled``: also measure the gain of compiling blocks (`compiled_gain`), after the
-    compiler is done. Raises InputError if there is no such device, or no compiler for it.
+    to measure; not for a CPU, whose rates of direct reads are ``reads`` (None: not measured).
+    ``compiled``: also measure the gain of compiling blocks (`compiled_gain`), after the compiler is
+    done. Raises InputError if there is no such device, or no compiler for it.
     """
     if compiled and kind == "sim":
         raise InputError(
             "there is no compiler for the simulated accelerator: leave out --compiled, or "
             "take --device cuda or cpu"
         )
+    if kind == "cpu":
+        return _calibrate_processor(name, allowed_seconds, reads, compiled=compiled)
     # Read before torch initializes the driver.
     initial_used_bytes = _cards_used_bytes() if kind == "cuda" else {}
     base, target = _open(kind)
@@ -118,6 +124,31 @@ def calibrate(
     }
     figures |= {f"{kind}_flops_per_second": rate for kind, rate in flops.items()}
     return measured_hardware, {**figures, "context_bytes": float(measured_hardware.context_bytes)}
+
+
+def _calibrate_processor(
+    name: str, allowed_seconds: float, reads: ReadRates | None, *, compiled: bool
+) -> tuple[Hardware, dict[str, float]]:
+    """Return the CPU of this machine, measured, and single figures."""
+    base = replace(hardware.cpu_estimate(), name=name or MEASURED_CPU)
+    processor, figures = measured_cpu(base, allowed_seconds)
+    if reads is not None:
+        assert isinstance(processor.kernels, ProcessorRates)
+        processor = replace(
+            processor,
+            disk_bytes_per_second=reads.computing_rate,
+            kernels=replace(processor.kernels, read_cpu_seconds=reads.cpu_seconds),
+        )
+        figures |= {
+            "disk_alone_bytes_per_second": reads.alone_rate,
+            "disk_bytes_per_second": reads.computing_rate,
+            "cpu_seconds_per_gb_read": 1e9 * reads.cpu_seconds,
+        }
+    if compiled:
+        processor = replace(
+            processor, compiled_gain=compiled_gain(Processor(), allowed_seconds / 15)
+        )
+    return processor, figures
 
 
 def with_kernels(
@@ -185,29 +216,39 @@ def measure_and_keep(
     kind: CalibrationDevice | None,
     cache: Path,
     name: str = "",
-    allowed_seconds: float = 20.0,
+    allowed_seconds: float | None = None,
     *,
+    measure_reads: Callable[[Path, float], ReadRates] | None = None,
     compiled: bool = False,
 ) -> dict[str, Any]:
     """Calibrate, write the hardware profile to ``cache``, and return the results, JSON-ready.
 
-    ``kind`` None: the card, else the processor. ``compiled``: as for `calibrate`. Raises InputError
+    ``kind`` None: the card, else the processor. ``allowed_seconds`` None: `ALLOWED_SECONDS`, on a
+    CPU `CPU_SECONDS`. ``measure_reads``: measures the direct reads of a
+    run on the CPU in a folder, within seconds. ``compiled``: as for `calibrate`. Raises InputError
     if ``name`` is the name of a data-sheet estimate (`hardware.data_sheet_estimates`), or if the
     device cannot be measured.
     """
     kind = kind or ("cuda" if any(Path(node).exists() for node in hardware.DEVICE_NODES) else "cpu")
+    allowed_seconds = allowed_seconds or (CPU_SECONDS if kind == "cpu" else ALLOWED_SECONDS)
     profiles.refuse_taken(name)
     start = time.perf_counter()
-    measured_hardware, figures = calibrate(kind, cache, name, allowed_seconds, compiled=compiled)
+    reads = None
+    if kind == "cpu" and measure_reads is not None:
+        reads = measure_reads(cache, allowed_seconds / 15)
+    measured_hardware, figures = calibrate(
+        kind, cache, name, allowed_seconds, reads=reads, compiled=compiled
+    )
     card = hardware.detect_card() if kind == "cuda" else None
-    assumed = card or (hardware.simulated() if kind == "sim" else None)
+    assumed = {"sim": hardware.simulated, "cpu": hardware.cpu_estimate}.get(kind, lambda: card)()
     record = {
         "figures": figures,
         "assumed": asdict(assumed) if assumed is not None else None,
         "versions": {"torch": version("torch")},
         "measured_in_seconds": time.perf_counter() - start,
     }
-    path = profiles.keep(cache, measured_hardware, card.name if card is not None else kind, record)
+    device = hardware.cpu_key() if kind == "cpu" else card.name if card is not None else kind
+    path = profiles.keep(cache, measured_hardware, device, record)
     return {**record, "hardware": asdict(measured_hardware), "path": str(path)}
 
 
@@ -218,12 +259,7 @@ def _open(kind: CalibrationDevice) -> tuple[Hardware, Processor]:
             raise InputError("no CUDA device here to calibrate; use --device cpu or --device sim")
         has_data_sheet = card.name in hardware.data_sheet_estimates()
         return (replace(card, name=f"{card.name}-measured") if has_data_sheet else card), _Cuda()
-    if kind == "sim":
-        return replace(hardware.simulated(), name="sim-measured"), _Sim()
-    capacity_bytes = total_ram_bytes()
-    return replace(
-        hardware.simulated(), name="cpu", device="cpu", capacity_bytes=capacity_bytes
-    ), Processor()
+    return replace(hardware.simulated(), name="sim-measured"), _Sim()
 
 
 def _rate(target: Processor, work: Callable[[str], float], kind: str, seconds: float) -> float:

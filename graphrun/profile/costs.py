@@ -14,12 +14,14 @@
 
 On a CPU (`ProcessorRates`) times add up, since the same cores multiply and move bytes:
 
-    matrix product   FLOPs, bytes of the operands, and bytes of the result, which is written to new
-                     memory
-    convolution      FLOPs, and bytes of the copies with channels in blocks and of the result
+    matrix product   FLOPs, at a rate for long and short sums (`LONG_SUMS`), bytes of the operands,
+                     and bytes of the result
+    convolution      FLOPs, and bytes of the copies with channels in blocks and of the result, at
+                     rates for weights, small and large channels (`CACHED_PLANE_BYTES`)
     attention        FLOPs, and scores
-    elementwise      bytes read and written, at the rate of the operator; and for all kernels the
-                     time to launch them
+    elementwise      bytes read and written, at the rate of the operator
+    all              the time to launch them; and where a tensor has more than `REUSED_BYTES`, the
+                     time to get new memory from the kernel, page by page
 
 On a card, a call takes as long as its kernels, or as the host takes to launch them, if that is
 longer. On `sim` (no `KernelRates`) FLOPs take their time at one rate, and the device waits for
@@ -35,9 +37,18 @@ from graphrun.model.problem import Hardware, ProcessorRates
 from graphrun.profile.corrections import CHANNEL_BLOCK
 from graphrun.profile.precision import ELEMENT_BYTES, dequantization_seconds
 from graphrun.profile.recording import Call, ConvolutionShape, Kernel
-from graphrun.units import round_up
+from graphrun.units import KIB, MIB, round_up
 
 TILE = 128
+
+# glibc keeps freed memory of up to this size for the next allocation; larger tensors get new pages
+# from the kernel (DEFAULT_MMAP_THRESHOLD_MAX in malloc.c, 64-bit).
+REUSED_BYTES = 32 * MIB
+# Products that add up fewer numbers per output compute faster: their weights stay in the cache.
+LONG_SUMS = 1024
+# Channels of up to this size are copied to blocks of channels faster: the lines of 16 channels stay
+# in the first cache.
+CACHED_PLANE_BYTES = 16 * KIB
 
 # Rate of the memory-efficient attention kernel with wide heads over the rate of flash attention.
 # Fitted (`hardware`).
@@ -117,29 +128,45 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware) -> float:
 
 def cpu_seconds(kernel: Kernel, rates: ProcessorRates) -> float:
     """Return the seconds of one kernel on a CPU, without its launch."""
-    dtype = kernel.dtype
-    if kernel.kind == "elementwise" or not kernel.shape:
-        return kernel.nbytes / rates.rate("elementwise", dtype, kernel.operator)
-    element_bytes = ELEMENT_BYTES.get(dtype, 8)
+    return sum(
+        (amount / rates.rate(name, kernel.dtype) for name, amount in cpu_work(kernel).items()), 0.0
+    )
+
+
+def cpu_work(kernel: Kernel) -> dict[str, float]:
+    """Return the amounts of ``kernel``'s work on a CPU, by the class that `ProcessorRates` has."""
+    if kernel.kind == "elementwise":
+        name = f"elementwise {kernel.operator}".strip()
+        return {name: float(kernel.nbytes)} | _new_bytes(*kernel.shape)
+    element_bytes = ELEMENT_BYTES.get(kernel.dtype, 8)
     if kernel.kind == "matmul":
-        count, rows, _, columns = kernel.shape
+        count, rows, inner, columns = kernel.shape
         result_bytes = element_bytes * count * rows * columns
-        return (
-            kernel.flops / rates.rate("matmul", dtype)
-            + (kernel.nbytes - result_bytes) / rates.rate("reads", dtype)
-            + result_bytes / rates.rate("results", dtype)
-        )
+        return {
+            "short matmul" if inner < LONG_SUMS else "matmul": kernel.flops,
+            "reads": kernel.nbytes - result_bytes,
+            "results": result_bytes,
+        } | _new_bytes(result_bytes)
     if kernel.kind == "convolution":
         shape = ConvolutionShape(*kernel.shape)
         outputs = round_up(shape.outputs, CHANNEL_BLOCK) if shape.groups == 1 else shape.outputs
-        blocked_bytes = element_bytes * shape.batch * outputs * shape.output_pixels
-        flops = kernel.flops * outputs / shape.outputs
-        return flops / rates.rate("convolution", dtype) + (
-            kernel.nbytes + blocked_bytes
-        ) / rates.rate("blocked copies", dtype)
-    return kernel.flops / rates.rate("attention", dtype) + kernel.scores / rates.rate(
-        "scores", dtype
-    )
+        weight_bytes = element_bytes * shape.inputs * shape.outputs * shape.taps // shape.groups
+        pixel_bytes = element_bytes * shape.batch * shape.output_pixels
+        plane_bytes = element_bytes * max(shape.input_pixels, shape.output_pixels)
+        copies = "large" if plane_bytes > CACHED_PLANE_BYTES else "small"
+        sizes = kernel.nbytes - weight_bytes - shape.outputs * pixel_bytes, outputs * pixel_bytes
+        return {
+            "convolution": kernel.flops * outputs / shape.outputs,
+            "weight copies": weight_bytes,
+            f"{copies} copies": sum(sizes) + shape.outputs * pixel_bytes,
+        } | _new_bytes(*map(int, sizes), weight_bytes, shape.outputs * pixel_bytes)
+    return {"attention": kernel.flops, "scores": float(kernel.scores)}
+
+
+def _new_bytes(*sizes: int) -> dict[str, float]:
+    """Return the bytes of tensors of ``sizes`` bytes that get memory from the system each time."""
+    total_bytes = sum(nbytes for nbytes in sizes if nbytes > REUSED_BYTES)
+    return {"new memory": float(total_bytes)} if total_bytes else {}
 
 
 def extra_seconds(
@@ -176,7 +203,7 @@ def quantized_seconds(
     if isinstance(rates, ProcessorRates):
         # the weight is read, and written in the compute dtype
         written_bytes = ELEMENT_BYTES[kernel.dtype] * outputs * inputs
-        return written_bytes / rates.rate("elementwise", kernel.dtype, "_to_copy")
+        return written_bytes / rates.rate("elementwise _to_copy", kernel.dtype)
     weights, rows = outputs * inputs, kernel.flops / (2 * outputs * inputs)
     match precision:
         case "nf4" | "fp8":

@@ -130,6 +130,7 @@ def examine(cache: Path | None) -> dict[str, Any]:
             "nbytes": sum(path.stat().st_size for path in store if path.is_file()),
         },
         "profiles": list(profiles.stored_profiles(cache)),
+        "other_cpu_profiles": profiles.other_cpu_profiles(cache),
     }
     checks = list(_checks(findings))
     problems = [f"{check.name}: {check.text}" for check in checks if check.verdict == "problem"]
@@ -160,7 +161,9 @@ def _checks(findings: Mapping[str, Any]) -> Iterator[Check]:
     yield from memory_checks(findings["memory"], card=card is not None)
     yield from map(_disk_check, findings["disk"])
     yield _cache_check(findings["cache"])
-    yield from _profile_checks(findings["profiles"], card=card is not None)
+    yield from _profile_checks(
+        findings["profiles"], findings["other_cpu_profiles"], card=card is not None
+    )
     yield from (
         _precision_check(name, precision_flags)
         for name, precision_flags in findings["precisions"].items()
@@ -391,8 +394,20 @@ def _cache_check(cache: Mapping[str, Any]) -> Check:
     )
 
 
-def _profile_checks(names: Sequence[str], *, card: bool) -> Iterator[Check]:
-    yield from (Check("profile", "ok", name) for name in names)
+def _profile_checks(
+    names: Sequence[str], other_cpu_names: Sequence[str], *, card: bool
+) -> Iterator[Check]:
+    yield from (Check("profile", "ok", name) for name in names if name not in other_cpu_names)
+    yield from (
+        Check(
+            "profile",
+            "note",
+            f"{name} was measured on another CPU, with other threads or another PyTorch: "
+            "--device cpu takes data-sheet estimates",
+            "graphrun calibrate --device cpu",
+        )
+        for name in other_cpu_names
+    )
     if card and not names:
         yield Check(
             "profile",

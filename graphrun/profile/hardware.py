@@ -38,9 +38,11 @@ from __future__ import annotations
 import difflib
 import functools
 import os
+import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -247,14 +249,21 @@ def simulated(page_scale: float | None = None) -> Hardware:
 INSTRUCTION_SETS = (
     ("amx_bf16", 1024, 64),
     ("avx512_bf16", 128, 64),
+    ("bf16", 64, 16),
     ("avx512f", 16, 64),
     ("avx2", 8, 32),
     ("", 4, 8),
 )
 CPU_SHARE = 0.65
+# x86 and ARM instructions for products in bfloat16.
+FAST_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 CLOCK = 2.6e9
 # Bytes per second that one core reads or writes, and up to how many cores add to it.
 CORE_BYTES_PER_SECOND, MEMORY_CORES = 5e9, 8
+# Bytes of new memory per second and core: the kernel clears 4 KiB pages at their first use.
+NEW_BYTES_PER_SECOND = 1.2e9
+# CPU seconds of a direct read of one byte into huge pages.
+READ_CPU_SECONDS = 0.02e-9
 # Seconds of PyTorch's and diffusers' code around an operator on a CPU.
 CPU_LAUNCH_SECONDS = 8e-6
 # Anonymous and kernel memory of a process that imported torch, diffusers and transformers; code
@@ -263,30 +272,59 @@ PROCESS_BYTES, GENERATED_BYTES = 432 * MIB, 10 * MIB
 
 
 @functools.cache
-def _cpu() -> tuple[int, frozenset[str]]:
-    """Return the number of cores that this process may use, and the CPU's features."""
+def _cpu_facts() -> tuple[str, int, frozenset[str]]:
+    """Return the CPU's name, its cores that this process may use, and its features.
+
+    Hardware threads of one core count once: PyTorch computes with a thread per core.
+    """
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         text = ""
-    lines = (line.partition(":") for line in text.splitlines())
-    features = next((value.split() for name, _, value in lines if name.strip() == "flags"), [])
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return cores or 1, frozenset(features)
+    processors = [
+        {key.strip(): value.strip() for key, _, value in map(_parted, section.splitlines())}
+        for section in text.split("\n\n")
+    ]
+    facts = processors[0]
+    name = facts.get("model name") or facts.get("CPU part") or platform.processor()
+    names = facts.get("flags") or facts.get("Features") or ""
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    cores = {
+        (facts.get("physical id"), facts.get("core id", facts["processor"]))
+        for facts in processors
+        if "processor" in facts and (usable is None or int(facts["processor"]) in usable)
+    }
+    return name, len(cores) or os.cpu_count() or 1, frozenset(names.split())
+
+
+def _parted(line: str) -> tuple[str, str, str]:
+    return line.partition(":")
+
+
+def cpu_threads() -> int:
+    """Return the number of threads that compute: PyTorch's if it is loaded, else one per core."""
+    torch = sys.modules.get("torch")
+    return torch.get_num_threads() if torch is not None else _cpu_facts()[1]
+
+
+def cpu_key() -> str:
+    """Return what a profile of this machine's CPU is for: its model, threads and PyTorch."""
+    threads = cpu_threads()
+    return f"{_cpu_facts()[0]}, {threads} threads, torch {version('torch')}"
 
 
 def has_fast_bfloat16() -> bool:
     """Return whether this machine's CPU multiplies bfloat16 faster than fp32."""
-    return bool(_cpu()[1] & {"avx512_bf16", "amx_bf16"})
+    return bool(_cpu_facts()[2] & FAST_BFLOAT16)
 
 
 def cpu_estimate() -> Hardware:
     """Return the data-sheet estimate of this machine's CPU, from its cores and instructions."""
-    cores, features = _cpu()
+    cores, features = cpu_threads(), _cpu_facts()[2]
     _, half, single = next(row for row in INSTRUCTION_SETS if not row[0] or row[0] in features)
     peak = CPU_SHARE * cores * CLOCK
     moving = CORE_BYTES_PER_SECOND * min(cores, MEMORY_CORES)
-    rates = dict[str, float]()
+    rates = {"new memory": NEW_BYTES_PER_SECOND * min(cores, MEMORY_CORES)}
     for dtype, flops in (
         ("bfloat16", peak * half),
         ("float32", peak * single),
@@ -294,14 +332,17 @@ def cpu_estimate() -> Hardware:
     ):
         rates |= {
             f"matmul {dtype}": flops,
+            f"short matmul {dtype}": flops,
             f"convolution {dtype}": flops,
             f"attention {dtype}": 0.5 * flops,
             f"scores {dtype}": 1e9 * cores,
             f"reads {dtype}": 2 * moving,
             f"results {dtype}": 0.6 * moving,
-            f"blocked copies {dtype}": 0.22 * moving,
+            f"weight copies {dtype}": 0.5 * moving,
+            f"small copies {dtype}": 0.5 * moving,
+            f"large copies {dtype}": 0.22 * moving,
             f"elementwise {dtype}": 0.7 * moving,
-            f"elementwise {dtype} transpose": 0.2 * moving,
+            f"elementwise transpose {dtype}": 0.2 * moving,
         }
     return Hardware(
         name="cpu",
@@ -319,7 +360,7 @@ def cpu_estimate() -> Hardware:
         caching_allocator=False,
         memory_bytes_per_second=moving,
         launch_seconds=CPU_LAUNCH_SECONDS,
-        kernels=ProcessorRates(cores, tuple(rates.items())),
+        kernels=ProcessorRates(cores, tuple(rates.items()), READ_CPU_SECONDS),
         basis="data sheet",
     )
 

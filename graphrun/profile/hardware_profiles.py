@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from pydantic import TypeAdapter
 
 from graphrun.errors import InputError
 from graphrun.files import write_whole
+from graphrun.host_ram import total_ram_bytes
 from graphrun.model.problem import Hardware
 from graphrun.profile import hardware as devices
 from graphrun.reading import read_json
@@ -32,6 +33,8 @@ def stored_profiles(cache: Path | None) -> dict[str, Hardware]:
 
 def keep(cache: Path, hardware: Hardware, device: str, record: Mapping[str, Any]) -> Path:
     """Write a profile that was measured on the card called ``device``, and return its path.
+
+    ``device``: for a CPU its `hardware.cpu_key`.
 
     Raises InputError for a name that is taken or not valid as a file name, or if the file cannot be
     written.
@@ -88,12 +91,26 @@ def detect_card(cache: Path | None) -> Hardware | None:
 
 
 def detect_cpu(cache: Path | None) -> Hardware:
-    """Return this machine's CPU, from its most recent profile if any."""
+    """Return this machine's CPU, from its most recent profile if any, else the data-sheet estimate.
+
+    A profile counts if it was measured with this model of CPU, as many threads and this PyTorch.
+    """
+    key = devices.cpu_key()
     for profile in _profiles(cache):
         profile_hardware: Hardware = profile["hardware"]
-        if profile_hardware.device == "cpu":
-            return profile_hardware
+        if profile["device"] == key and profile_hardware.device == "cpu":
+            return replace(profile_hardware, capacity_bytes=total_ram_bytes())
     return devices.cpu_estimate()
+
+
+def other_cpu_profiles(cache: Path | None) -> list[str]:
+    """Return the names of profiles that were measured on another CPU, or otherwise."""
+    key = devices.cpu_key()
+    return [
+        profile["hardware"].name
+        for profile in _profiles(cache)
+        if profile["hardware"].device == "cpu" and profile["device"] != key
+    ]
 
 
 def _profiles(cache: Path | None) -> list[dict[str, Any]]:

@@ -533,7 +533,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             operator = packet.__name__
             if packet in _COPIES and _is_transposing(args, first_tensor):
                 operator = TRANSPOSING
-            return Kernel("elementwise", dtype, 0.0, moved_bytes, operator=operator)
+            new_bytes = 0 if func._schema.is_mutable else written_bytes
+            return Kernel(
+                "elementwise", dtype, 0.0, moved_bytes, operator=operator, shape=(new_bytes,)
+            )
         flops = float(formula(*args, **kwargs, out_val=result))
         if func is aten.convolution.default:
             tile_count = output_tiles(

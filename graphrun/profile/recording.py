@@ -64,6 +64,7 @@ class Kernel(NamedTuple):
         convolution   the fields of `ConvolutionShape`
         attention     batch times heads, queries, keys, features; features are 0 where the tensors
                       are not four-dimensional, or values have other features than keys
+        elementwise   bytes of the results, 0 where they are written in place
     """
 
     kind: KernelClass

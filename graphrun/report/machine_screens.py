@@ -13,18 +13,27 @@ from graphrun.units import show_size
 def calibrate_screen(calibration: Mapping[str, Any]) -> str:
     """Return the result of `graphrun.profile.calibrate.measure_and_keep` as text.
 
-    A CPU has no assumed figures.
+    Of a CPU, which copies nothing, only compute and reads of files are shown.
     """
     rows, figures = [["", "measured", "assumed"]], calibration["figures"]
+    is_cpu = calibration["hardware"]["device"] == "cpu"
     for name, title, show in (
-        ("h2d_bytes_per_second", "host to device, pinned", _bandwidth),
-        ("pageable_bytes_per_second", "host to device, pageable", _bandwidth),
-        ("d2h_bytes_per_second", "device to host, pinned", _bandwidth),
-        ("bidirectional", "host to device, during copies back", "{:.0%}".format),
-        ("copy_start_seconds", "latency of a copy", lambda seconds: f"{1e6 * seconds:.1f} us"),
-        ("disk_bytes_per_second", "disk, cold", _bandwidth),
-        ("flops_per_second", "compute", _compute),
-        ("context_bytes", "context", show_size),
+        (
+            ("disk_bytes_per_second", "disk, while computing", _bandwidth),
+            ("flops_per_second", "matrix products, bf16", _compute),
+            ("memory_bytes_per_second", "copies in memory", _bandwidth),
+        )
+        if is_cpu
+        else (
+            ("h2d_bytes_per_second", "host to device, pinned", _bandwidth),
+            ("pageable_bytes_per_second", "host to device, pageable", _bandwidth),
+            ("d2h_bytes_per_second", "device to host, pinned", _bandwidth),
+            ("bidirectional", "host to device, during copies back", "{:.0%}".format),
+            ("copy_start_seconds", "latency of a copy", lambda seconds: f"{1e6 * seconds:.1f} us"),
+            ("disk_bytes_per_second", "disk, cold", _bandwidth),
+            ("flops_per_second", "compute", _compute),
+            ("context_bytes", "context", show_size),
+        )
     ):
         rows.append(
             [
@@ -46,6 +55,11 @@ def calibrate_screen(calibration: Mapping[str, Any]) -> str:
                 f"{calibration['hardware']['compiled_gain']:.2f} times as fast",
                 "-",
             ]
+        )
+    if "cpu_seconds_per_gb_read" in figures:
+        single += (
+            f"\n disk alone: {_bandwidth(figures['disk_alone_bytes_per_second'])}, "
+            f"{figures['cpu_seconds_per_gb_read']:.3f} CPU s per GB"
         )
     title = (
         f"profile {calibration['hardware']['name']}  measured in "

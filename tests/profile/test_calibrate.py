@@ -29,13 +29,6 @@ def test_calibrating_the_simulated_accelerator_gives_what_it_declares(tmp_path: 
     assert not list(tmp_path.iterdir()), "the file that was read is deleted"
 
 
-def test_the_processor_can_be_calibrated(tmp_path: Path) -> None:
-    hardware, _ = measuring.calibrate("cpu", tmp_path, "mine", allowed_seconds=0.1)
-    assert (hardware.name, hardware.device, hardware.basis) == ("mine", "cpu", "measured")
-    assert 1e8 < hardware.h2d_bytes_per_second < 1e12
-    assert 1e8 < hardware.flops_per_second < 1e15
-
-
 def test_the_compute_rate_weights_products_and_attention_as_flux_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,7 +59,7 @@ def test_the_compute_rate_weights_products_and_attention_as_flux_does(
             return 744.0
 
     monkeypatch.setattr(measuring, "_open", lambda kind: (devices.simulated(), Card()))
-    hardware, _ = measuring.calibrate("cpu", tmp_path, allowed_seconds=0.05)
+    hardware, _ = measuring.calibrate("sim", tmp_path, allowed_seconds=0.05)
     rates = (
         hardware.h2d_bytes_per_second,
         hardware.d2h_bytes_per_second,
@@ -81,8 +74,7 @@ def test_the_compute_rate_weights_products_and_attention_as_flux_does(
     assert hardware.flops_per_second == pytest.approx(744 / (0.595 / 0.744 + 2 * 0.149 / 0.744))
     assert hardware.compiled_gain == 0, "nobody asked for it"
     with torch._dynamo.config.patch(disable=False):
-        hardware, _ = measuring.calibrate("cpu", tmp_path, allowed_seconds=0.05, compiled=True)
-    assert hardware.compiled_gain == pytest.approx(1.5)
+        assert measuring.compiled_gain(Card(), 0.05) == pytest.approx(1.5)
 
 
 @pytest.mark.sweep("warm")

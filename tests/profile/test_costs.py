@@ -61,7 +61,10 @@ def test_kernels_are_recorded_by_class_with_bytes_and_tiles() -> None:
         shape=(1, 300, 256, 512),
     )
     (activation,) = kernels(nn.SiLU(), 300, 256)
-    assert activation == Kernel("elementwise", "bfloat16", 0.0, 2 * 2 * 300 * 256, operator="silu")
+    result_bytes = 2 * 300 * 256
+    assert activation == Kernel(
+        "elementwise", "bfloat16", 0.0, 2 * result_bytes, operator="silu", shape=(result_bytes,)
+    )
     (attention,) = kernels(Attention(), 1, 300, 256)
     assert (attention.kind, attention.scores, attention.tiles) == (
         "attention",

@@ -1,0 +1,74 @@
+"""Measure how fast files are read as in a run on the CPU: alone, and while all cores compute."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from graphrun.errors import InputError
+from graphrun.model.problem import ReadRates
+from graphrun.runtime.direct_reads import DirectReads, MappedArena, Span, SpanRead
+from graphrun.systems import forget_cached
+from graphrun.units import MIB
+
+FILE_BYTES, SPAN_BYTES = 256 * MIB, 32 * MIB
+RING_SPANS = 2  # spans in memory, as blocks in a ring buffer
+
+
+def measure_reads(folder: Path, seconds: float, file_bytes: int = FILE_BYTES) -> ReadRates:
+    """Return the rates of reading a temporary file in ``folder``, in about ``seconds`` each.
+
+    ``file_bytes``: a multiple of `SPAN_BYTES`. Raises InputError if the file cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".disk-") as file:
+            block = os.urandom(SPAN_BYTES)
+            for _ in range(file_bytes // SPAN_BYTES):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            forget_cached(file.fileno())
+            with DirectReads() as reads:
+                start_cpu_seconds = time.process_time()
+                alone_rate, nbytes = _rate(reads, file.name, file_bytes, seconds)
+                cpu_seconds = (time.process_time() - start_cpu_seconds) / nbytes
+                matrix = torch.ones(1024, 1024, dtype=torch.bfloat16, device="cpu")
+                computing_rate, _ = _rate(
+                    reads, file.name, file_bytes, seconds, lambda: torch.mm(matrix, matrix)
+                )
+                return ReadRates(alone_rate, computing_rate, cpu_seconds)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot measure the disk: {error.strerror}") from error
+
+
+def _rate(
+    reads: DirectReads,
+    file: str,
+    file_bytes: int,
+    seconds: float,
+    compute: Callable[[], object] | None = None,
+) -> tuple[float, int]:
+    """Return bytes per second, and the bytes read; ``compute`` is called until a read is done."""
+    memory = MappedArena(RING_SPANS * SPAN_BYTES)
+    memory.view(0, memory.nbytes).zero_()  # pages get used
+    unfinished, nbytes, start = list[SpanRead](), 0, time.perf_counter()
+    while nbytes == 0 or (time.perf_counter() < start + seconds):
+        offset = nbytes % file_bytes
+        view = memory.view(nbytes // SPAN_BYTES % RING_SPANS * SPAN_BYTES, SPAN_BYTES)
+        end = offset + SPAN_BYTES
+        unfinished.append(reads.submit(Span(file, offset, end, end), view))
+        nbytes += SPAN_BYTES
+        if len(unfinished) == RING_SPANS:
+            oldest = unfinished.pop(0)
+            while compute is not None and not oldest.is_done:
+                compute()
+            oldest.wait()
+    for span_read in unfinished:
+        span_read.wait()
+    return nbytes / (time.perf_counter() - start), nbytes

@@ -1,0 +1,124 @@
+"""Calibration of the CPU: which classes its probes measure, and for which machine a profile is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from graphrun.model.problem import Hardware, ProcessorRates, ReadRates
+from graphrun.profile import calibrate, calibrate_cpu, doctor
+from graphrun.profile import hardware as devices
+from graphrun.profile import hardware_profiles as profiles
+from graphrun.profile.calibrate_cpu import FASTEST, Probe, fitted_rates, measured_cpu, probes
+from graphrun.profile.costs import cpu_work, kernel_seconds
+
+
+def rates_of(hardware: Hardware) -> ProcessorRates:
+    assert isinstance(hardware.kernels, ProcessorRates)
+    return hardware.kernels
+
+
+def test_rates_are_those_that_give_the_probes_their_seconds() -> None:
+    work = [{"matmul": 8e9}, {"matmul": 4e9, "reads": 1e9}, {"reads": 3e9, "results": 1e9}]
+    rates, errors = fitted_rates(work, [2.0, 1.5, 1.5])
+    assert (rates["matmul"], rates["reads"]) == pytest.approx((4e9, 2e9))
+    assert rates["results"] == FASTEST, "nothing is left for it"
+    assert errors == pytest.approx([0, 0, 0])
+
+
+def test_every_class_of_the_estimate_is_measured() -> None:
+    names_measured = {
+        name if name == "new memory" else f"{name} {kernel.dtype}"
+        for probe in probes()
+        for kernel in probe.kernels()
+        for name in cpu_work(kernel)
+    }
+    names = {name for name, _ in rates_of(devices.cpu_estimate()).rates}
+    names -= {f"elementwise {dtype}" for dtype in calibrate_cpu.DTYPES}
+    names = {name for name in names if "float16" not in name.split()}
+    assert names <= names_measured
+
+
+def test_a_probe_is_one_operator_as_a_dry_run_records_it() -> None:
+    (kernel,) = Probe(nn.functional.linear, "float32", ((7, 64), (32, 64))).kernels()
+    assert (kernel.kind, kernel.shape) == ("matmul", (1, 7, 64, 32))
+    assert all(len(probe.kernels()) == 1 for probe in probes())
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> Hardware:
+    """A CPU 3 times as fast as the estimate, and probes that take its seconds."""
+    base = devices.cpu_estimate()
+    kernels = rates_of(base)
+    rates = tuple((name, 3 * rate) for name, rate in kernels.rates)
+    hardware = replace(base, kernels=replace(kernels, rates=rates), launch_seconds=1e-6)
+
+    def seconds(probe: Probe, _: float) -> float:
+        return sum(kernel_seconds(kernel, hardware) for kernel in probe.kernels())
+
+    monkeypatch.setattr(calibrate_cpu, "best_seconds", seconds)
+    monkeypatch.setattr(calibrate_cpu, "launch_seconds", lambda _: 1e-6)
+    return hardware
+
+
+def test_kernels_take_as_long_as_they_were_measured_to(fast: Hardware) -> None:
+    profile, figures = measured_cpu(devices.cpu_estimate(), 1.0)
+    assert (profile.basis, figures["largest_probe_error"]) == ("measured", pytest.approx(0))
+    probe = Probe(nn.functional.linear, "bfloat16", ((300, 2048), (2048, 2048)))
+    for kernel in probe.kernels():
+        assert kernel_seconds(kernel, profile) == pytest.approx(kernel_seconds(kernel, fast))
+
+
+def test_probes_are_timed() -> None:
+    probe = Probe(nn.functional.linear, "float32", ((7, 64), (32, 64)))
+    assert calibrate_cpu.best_seconds(probe, 0) > 0
+    assert calibrate_cpu.launch_seconds(0) > 0
+
+
+def test_a_profile_is_for_one_model_of_cpu_its_threads_and_one_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: Hardware
+) -> None:
+    def measure(folder: Path, seconds: float) -> ReadRates:
+        return ReadRates(2e9, 1.5e9, 0.03e-9)
+
+    assert profiles.detect_cpu(tmp_path).basis == "data sheet"
+    result = calibrate.measure_and_keep("cpu", tmp_path, measure_reads=measure)
+    profile = profiles.detect_cpu(tmp_path)
+    assert (profile.name, profile.basis) == ("cpu-measured", "measured")
+    assert profile.disk_bytes_per_second == 1.5e9, "the rate while all cores compute"
+    assert rates_of(profile).read_cpu_seconds == 0.03e-9
+    assert rates_of(profile).threads == torch.get_num_threads()
+    assert result["figures"]["disk_alone_bytes_per_second"] == 2e9
+    assert not profiles.other_cpu_profiles(tmp_path)
+
+    name, cores, features = devices._cpu_facts()
+    for facts, threads, torch_version in (
+        (("another CPU", cores, features), devices.cpu_threads(), devices.version("torch")),
+        ((name, cores, features), devices.cpu_threads() + 1, devices.version("torch")),
+        ((name, cores, features), devices.cpu_threads(), "1.0"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(devices, "_cpu_facts", lambda facts=facts: facts)
+            patch.setattr(devices, "cpu_threads", lambda threads=threads: threads)
+            patch.setattr(devices, "version", lambda _, text=torch_version: text)
+            assert profiles.detect_cpu(tmp_path).basis == "data sheet"
+            assert profiles.other_cpu_profiles(tmp_path) == ["cpu-measured"]
+            rows = doctor.examine(tmp_path)["checks"]
+            (row,) = [row for row in rows if row["name"] == "profile"]
+            assert row["verdict"] == "note"
+            assert row["fix"] == "graphrun calibrate --device cpu"
+    assert profiles.detect_cpu(tmp_path).basis == "measured"
+
+
+def test_threads_are_those_of_torch() -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert devices.cpu_threads() == threads + 1
+        assert rates_of(devices.cpu_estimate()).threads == threads + 1
+    finally:
+        torch.set_num_threads(threads)
