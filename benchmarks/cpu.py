@@ -1,14 +1,17 @@
 """Whole pipelines on the CPU within memory caps that the kernel enforces: graphrun and other tools.
 
 .venv/bin/python benchmarks/cpu.py --weights FOLDER [--delete]     FLUX.1-schnell, SDXL, Wan 1.3B
+.venv/bin/python benchmarks/cpu.py --only flux --caps 6,8 --tools graphrun,mmap --minutes 30
 .venv/bin/python benchmarks/cpu.py --tiny                          small models, minutes
 .venv/bin/python benchmarks/cpu.py --trial                         3 GB under 2 GiB: `make cpu`
-.venv/bin/python benchmarks/cpu.py --report                        table and chart of the results
+.venv/bin/python benchmarks/cpu.py --report                        docs/cpu-measured.md and charts
 
 A cell is one model, tool, cap and run, from files to picture, in a process of its own, which is
 in a memory cgroup of exactly the cap (page cache included, no swap). Where groups cannot be made,
 cells run without a limit, and the results say so. The page cache is dropped before each cell.
-Cells that the results have are not run again; --forget TOOL removes those of a tool.
+Each cell is saved when it ends. The same command typed again runs the missing ones: after a kill,
+or after --minutes. --forget TOOL removes the cells of a tool. Beside the weights, the copies of one
+tool at a time are on disk; they are deleted after its cells.
 
 seconds    from the first open file to the picture; a step: the median between two ends of steps
 read       bytes that the process had read from block devices
@@ -20,7 +23,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import fcntl
 import json
+import math
 import os
 import platform
 import shutil
@@ -31,6 +36,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,20 +46,45 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from cpu_cell import read_bytes  # noqa: E402
-from cpu_models import FULL, GIB, MODELS, TINY, TRIAL, Model, weight_bytes, write  # noqa: E402
-from cpu_report import cell_line, chart, table  # noqa: E402
-from cpu_tools import GRAPHRUN, MMAP, REFERENCE, TOOLS, Tool  # noqa: E402
+from cpu_models import FULL, GIB, TINY, TRIAL, Model, needed_bytes, weight_bytes, write  # noqa: E402
+from cpu_report import GRAPHRUN, MMAP, REFERENCE, RESULTS, cell_line, table, write_report  # noqa: E402
+from cpu_tools import TOOLS, Tool  # noqa: E402
 
 from graphrun.errors import InputError  # noqa: E402
 from graphrun.memory_group import MemoryGroup, enforceable  # noqa: E402
 from graphrun.systems import forget_cached  # noqa: E402
 
-RESULTS = ROOT / "benchmarks/results/cpu.json"
 CELL = ROOT / "benchmarks/cpu_cell.py"
 LIMIT_SECONDS = 1200.0
 POLL_SECONDS = 0.05
 REPEATS = 3
 SPARE_DISK_BYTES = 10**9
+RAM_SHARE = 0.7  # of all memory, for weights of cells without a cap
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Let no other benchmark use ``folder`` meanwhile. Raises InputError if one does.
+
+    The kernel releases the lock when this process ends, however it ends.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "lock"
+    handle = os.open(file, os.O_RDWR | os.O_CREAT)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            process = os.pread(handle, 32, 0).decode()
+            raise InputError(
+                f"{file}: the benchmark in process {process} uses these weights: wait until it "
+                "ends, or add --weights OTHER_FOLDER"
+            ) from None
+        os.truncate(handle, 0)
+        os.pwrite(handle, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(handle)
 
 
 def machine() -> dict[str, Any]:
@@ -79,30 +110,28 @@ class Results:
     cells: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.read()
+
+    def read(self) -> None:
+        """Read the file; another benchmark with other weights may have added cells."""
         if self.path.exists():
             self.cells = json.loads(self.path.read_text())["cells"]
 
     def find(self, model: str, tool: str, cap: float | None, run: int) -> dict[str, Any] | None:
         """Return a cell, None if it has not run."""
         key = (model, tool, cap, run)
-        return next(
-            (
-                cell
-                for cell in self.cells
-                if (cell["model"], cell["tool"], cell["cap_gib"], cell["run"]) == key
-            ),
-            None,
-        )
+        return next((cell for cell in self.cells if _key(cell) == key), None)
 
     def add(self, cell: dict[str, Any]) -> None:
-        """Add a cell and write the file."""
-        self.cells.append(cell)
+        """Add a cell, in place of an older one of its run, and write the file."""
+        self.read()
+        self.cells = [*(other for other in self.cells if _key(other) != _key(cell)), cell]
         self.write()
 
-    def remove(self, model: str, tool: str, cap: float | None, run: int) -> None:
-        """Remove a cell, if it is there."""
-        cell = self.find(model, tool, cap, run)
-        self.cells = [other for other in self.cells if other is not cell]
+    def clear(self) -> None:
+        """Remove all cells and the file."""
+        self.path.unlink(missing_ok=True)
+        self.cells = []
 
     def forget(self, tool: str) -> None:
         """Remove the cells of a tool and write the file."""
@@ -115,6 +144,10 @@ class Results:
         temporary = self.path.with_suffix(".partial")
         temporary.write_text(json.dumps({"cells": self.cells}, indent=1) + "\n")
         temporary.rename(self.path)
+
+
+def _key(cell: dict[str, Any]) -> tuple[Any, ...]:
+    return cell["model"], cell["tool"], cell["cap_gib"], cell["run"]
 
 
 def drop_page_cache(folders: Sequence[Path], *, whole: bool) -> None:
@@ -209,12 +242,16 @@ def _read_bytes(process: int) -> int:
 
 @dataclass
 class Bench:
-    """Models' files in ``weights``, and results. ``whole_cache``: see `drop_page_cache`."""
+    """Models' files in ``weights``, and results. ``whole_cache``: see `drop_page_cache`.
+
+    ``end``: the value of the monotonic clock after which no cell starts.
+    """
 
     weights: Path
     results: Results
     limit_seconds: float = LIMIT_SECONDS
     whole_cache: bool = True
+    end: float = math.inf
 
     def run(self, model: Model, tool: str, cap: float | None, run: int) -> dict[str, Any]:
         """Run a cell and add it to the results. ``run`` 0 makes a tool's copies of the weights."""
@@ -224,25 +261,27 @@ class Bench:
         reference = self.results.find(model.name, REFERENCE, None, 1) or {}
         cap_bytes = int(cap * GIB) if cap else None
         drop_page_cache([folder, copies], whole=self.whole_cache)
-        with tempfile.TemporaryDirectory(prefix="graphrun-cpu-") as temporary:
-            events, log = Path(temporary, "events.jsonl"), Path(temporary, "log")
-            job = {
-                "model": model.name,
-                "tool": tool,
-                "folder": str(folder),
-                "cap_bytes": cap_bytes or 0,
-                "floor_bytes": reference.get("peak_bytes", 0),
-                "copies": str(copies),
-                "opens_only": run == 0,
-                "events": str(events),
-                "output": str(output),
-            }
-            file = Path(temporary, "job.json")
-            file.write_text(json.dumps(job))
-            command = [sys.executable, str(CELL), str(file)]
-            ended = run_limited(command, cap_bytes, self.limit_seconds, log)
-            rows = _rows(events)
-            message = _last_line(log) if ended.outcome == "failed" else ""
+        work = self.weights / "cell"  # a killed benchmark leaves it to the next one
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        events, log, file = work / "events.jsonl", work / "log", work / "job.json"
+        job = {
+            "benchmark": os.getpid(),
+            "model": model.name,
+            "tool": tool,
+            "folder": str(folder),
+            "cap_bytes": cap_bytes or 0,
+            "floor_bytes": reference.get("peak_bytes", 0),
+            "copies": str(copies),
+            "opens_only": run == 0,
+            "events": str(events),
+            "output": str(output),
+        }
+        file.write_text(json.dumps(job))
+        command = [sys.executable, str(CELL), str(file)]
+        ended = run_limited(command, cap_bytes, self.limit_seconds, log)
+        rows, message = _rows(events), _last_line(log) if ended.outcome == "failed" else ""
+        shutil.rmtree(work)
         cell = {
             "model": model.name,
             "tool": tool,
@@ -270,52 +309,102 @@ class Bench:
 
     def missing(
         self, model: Model, tools: Sequence[Tool], caps: Sequence[float]
-    ) -> Iterator[tuple[Tool, float, int]]:
-        """Yield the cells that the results do not have: tool, cap and run."""
+    ) -> list[tuple[Tool, float | None, int]]:
+        """Return the cells that the results do not have: tool, cap and run."""
+        cells = list[tuple[Tool, float | None, int]]()
+        ram_bytes = RAM_SHARE * machine()["ram_bytes"]
         for tool in tools:
+            if not model.name.startswith(tool.models):
+                continue
+            if tool.resident and needed_bytes(model.name) < ram_bytes:
+                cells.append((tool, None, 1))
             for cap in sorted(set(caps) & set(model.caps), reverse=True):
                 repeats = tool.name in (GRAPHRUN, MMAP) and cap in model.repeated
-                for run in range(1, (REPEATS if repeats else 1) + 1):
-                    if self.results.find(model.name, tool.name, cap, run) is None:
-                        yield tool, cap, run
+                cells += [(tool, cap, run + 1) for run in range(REPEATS if repeats else 1)]
+        return [
+            (tool, cap, run)
+            for tool, cap, run in cells
+            if self.results.find(model.name, tool.name, cap, run) is None
+        ]
 
     def model(
         self, model: Model, tools: Sequence[Tool], caps: Sequence[float], *, reference: bool = True
-    ) -> None:
-        """Run the missing cells of ``model``; its weights are written if they are needed."""
-        has_reference = self.results.find(model.name, REFERENCE, None, 1) is not None
-        if not [*self.missing(model, tools, caps)] and (has_reference or not reference):
-            return
-        print(f"{model.name}: {self.weights / model.name}", flush=True)
-        write(model, self.weights / model.name)
-        if reference and not has_reference:
+    ) -> int:
+        """Run the missing cells of ``model``; return how many are left.
+
+        Its weights are written if they are needed. Raises InputError if the disk is too small.
+        """
+        is_missing = self.results.find(model.name, REFERENCE, None, 1) is None
+        if reference and is_missing and not self.is_over():
+            self.write_weights(model)
             print(cell_line(self.run(model, REFERENCE, None, 1)), flush=True)
         for name in dict.fromkeys(tool.copies for tool in tools):
             users = [tool for tool in tools if tool.copies == name]
-            cells = [*self.missing(model, users, caps)]
-            if not cells or (name and not self.make_copies(model, name)):
+            if not self.missing(model, users, caps) or self.is_over():
                 continue
-            for tool, cap, run in cells:
-                print(cell_line(self.run(model, tool.name, cap, run)), flush=True)
-            if name:
-                shutil.rmtree(self.copies(model, users[0].name), ignore_errors=True)
+            self.write_weights(model)
+            if name and not self.make_copies(model, name):
+                continue
+            for tool, cap, run in self.missing(model, users, caps):
+                if not self.is_over():
+                    print(cell_line(self.run(model, tool.name, cap, run)), flush=True)
+            if not self.missing(model, users, caps):
+                self.delete_copies(model)
+        return len(self.missing(model, tools, caps))
+
+    def is_over(self) -> bool:
+        """Return whether no more cells are to start."""
+        return time.monotonic() > self.end
+
+    def write_weights(self, model: Model) -> None:
+        """Write the weights of ``model`` if they do not exist. Raises InputError without space."""
+        folder = self.weights / model.name
+        if not folder.is_dir():
+            print(f"{model.name}: {folder}", flush=True)
+            self.delete(model)  # what a killed benchmark left takes space
+            if problem := self.lacking_disk(needed_bytes(model.name)):
+                raise InputError(f"{folder}: {problem}")
+            write(model, folder)
+
+    def lacking_disk(self, nbytes: int) -> str:
+        """Return what to do where ``nbytes`` have no space on the disk, "" where they have."""
+        free_bytes, nbytes = shutil.disk_usage(self.weights).free, nbytes + SPARE_DISK_BYTES
+        if free_bytes >= nbytes:
+            return ""
+        return (
+            f"{nbytes / 1e9:.0f} GB of disk are needed, and {free_bytes / 1e9:.0f} GB are free: "
+            "free some, or add --weights OTHER_FOLDER on a larger disk"
+        )
 
     def make_copies(self, model: Model, name: str) -> bool:
-        """Let a tool copy the weights, without a cap; return whether it did."""
+        """Let a tool copy the weights, without a cap; return whether the copies are complete.
+
+        Copies of other tools are deleted first.
+        """
         maker = next(tool.name for tool in TOOLS.values() if tool.copies == name)
-        copy_bytes = weight_bytes(self.weights / model.name) + SPARE_DISK_BYTES
-        free_bytes = shutil.disk_usage(self.weights).free
-        if free_bytes < copy_bytes:
-            print(
-                f"{maker}: its copies need {copy_bytes / 1e9:.0f} GB of disk, and "
-                f"{free_bytes / 1e9:.0f} GB are free"
-            )
+        complete = self.copies(model, maker) / "complete"
+        if complete.exists():  # a benchmark that was killed, or was over, made them
+            return True
+        self.delete_copies(model)
+        if problem := self.lacking_disk(weight_bytes(self.weights / model.name)):
+            print(f"{model.name}, {maker}, its copies: {problem}", flush=True)
             return False
-        shutil.rmtree(self.copies(model, maker), ignore_errors=True)
-        self.results.remove(model.name, maker, None, 0)
         cell = self.run(model, maker, None, 0)
         print(cell_line(cell), flush=True)
-        return bool(cell["outcome"] == "done")
+        if cell["outcome"] == "done":
+            complete.touch()
+        return complete.exists()
+
+    def delete_copies(self, model: Model) -> None:
+        """Delete all tools' copies of the weights of ``model``."""
+        for name in {tool.name for tool in TOOLS.values() if tool.copies}:
+            shutil.rmtree(self.copies(model, name), ignore_errors=True)
+
+    def delete(self, model: Model) -> None:
+        """Delete the weights of ``model``, and what tools or a killed benchmark left of them."""
+        self.delete_copies(model)
+        shutil.rmtree(self.weights / model.name, ignore_errors=True)
+        shutil.rmtree(self.weights / f"{model.name}.partial", ignore_errors=True)
 
 
 def _rows(events: Path) -> list[dict[str, Any]]:
@@ -357,7 +446,10 @@ def summary(rows: list[dict[str, Any]], ended: Ended) -> dict[str, Any]:
     if begin and end:
         result["seconds"] = round(end["seconds"] - begin["seconds"], 3)
         result["read_bytes"] = end["read_bytes"] - begin["read_bytes"]
-    if steps and end:
+    if ready and end:
+        result["run_seconds"] = round(end["seconds"] - ready["seconds"], 3)
+        result["run_read_bytes"] = end["read_bytes"] - ready["read_bytes"]
+    if steps and end and "denoise" in events:
         first = stages.index(steps[0])
         periods = {
             "encode": stages[:first],
@@ -393,54 +485,86 @@ def is_installed(tool: Tool) -> bool:
         return False
 
 
-def main() -> None:
-    """Run the missing cells, and print tables."""
+def selected(text: str, names: Sequence[str]) -> list[str]:
+    """Return the ``names`` that begin with one of the words in ``text``, which commas separate.
+
+    Raises InputError for a word that begins none.
+    """
+    selection = list[str]()
+    for word in text.split(","):
+        matches = [name for name in names if name.startswith(word.strip())]
+        if not matches:
+            raise InputError(f"{word!r} is none of {', '.join(names)}")
+        selection += matches
+    return [name for name in names if name in selection]
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options of the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--weights", type=Path, help="the folder for weights and copies of them")
     parser.add_argument("--delete", action="store_true", help="delete a model's weights after it")
     parser.add_argument("--out", type=Path, help="the results")
-    parser.add_argument("--models", nargs="*", help=f"of {', '.join(MODELS)}")
-    parser.add_argument("--tools", nargs="*", help=f"of {'; '.join(TOOLS)}")
-    parser.add_argument("--caps", nargs="*", type=float, help="GiB; default: all of a model")
+    parser.add_argument("--only", metavar="MODEL,...", help="models, by the start of their names")
+    parser.add_argument("--tools", metavar="TOOL,...", help=f"of {', '.join(TOOLS)}")
+    parser.add_argument("--caps", metavar="GIB,...", help="default: all of a model")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="then start no more cells")
     parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="seconds of a cell")
     parser.add_argument("--forget", metavar="TOOL", help="remove a tool's cells first")
     parser.add_argument("--tiny", action="store_true", help="small models of the same classes")
     parser.add_argument("--trial", action="store_true", help="3 GB under 2 GiB beside mmap")
-    parser.add_argument("--report", action="store_true", help="run nothing")
-    options = parser.parse_args()
+    parser.add_argument("--report", action="store_true", help="run nothing; write page and charts")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the missing cells and print tables, or write the report."""
+    options = parsed(arguments)
+    try:
+        run_all(options)
+    except InputError as error:
+        sys.exit(f"error: {error}")
+
+
+def run_all(options: argparse.Namespace) -> None:
+    """Do what ``options`` say. Raises InputError."""
     weights = options.weights or Path(tempfile.gettempdir(), "graphrun-cpu")
     models: Sequence[Model] = TINY if options.tiny else (TRIAL,) if options.trial else FULL
-    if options.models:
-        models = tuple(MODELS[name] for name in options.models)
-    tools = (GRAPHRUN, MMAP) if options.trial else tuple(TOOLS)
+    if options.only:
+        names = selected(options.only, [model.name for model in models])
+        models = [model for model in models if model.name in names]
+    names = [GRAPHRUN, MMAP] if options.trial else [*TOOLS]
+    tools = [TOOLS[name] for name in selected(options.tools or ",".join(names), [*TOOLS])]
+    caps = [float(text) for text in options.caps.split(",")] if options.caps else None
     is_small = options.tiny or options.trial
-    file = options.out or (weights / "results.json" if is_small else RESULTS)
-    if options.trial:
-        file.unlink(missing_ok=True)
-    results = Results(file)
-    if options.forget:
-        results.forget(options.forget)
-    if not options.report:
+    results = Results(options.out or (weights / "results.json" if is_small else RESULTS))
+    if options.report:
+        for path in write_report(results.cells):
+            print(f"wrote {path}")
+        return
+    with exclusive(weights):
+        if options.trial:
+            results.clear()
+        if options.forget:
+            results.forget(options.forget)
         if reason := enforceable():
             print(f"cells run without a limit: {reason}", flush=True)
-        bench = Bench(weights, results, options.limit, whole_cache=not options.tiny)
+        end = time.monotonic() + 60 * options.minutes
+        bench = Bench(weights, results, options.limit, not options.tiny, end)
+        tools = [tool for tool in tools if is_installed(tool)]
+        remaining_cells = 0
         for model in models:
-            bench.model(
-                model,
-                [TOOLS[name] for name in options.tools or tools if is_installed(TOOLS[name])],
-                options.caps or model.caps,
-                reference=not options.trial,
-            )
-            if options.delete:
-                shutil.rmtree(weights / model.name, ignore_errors=True)
+            cells = bench.model(model, tools, caps or model.caps, reference=not options.trial)
+            remaining_cells += cells
+            if options.delete and not cells:
+                bench.delete(model)
     for model in models:
-        cells = [cell for cell in results.cells if cell["model"] == model.name]
-        if cells:
-            print(f"\n{table(cells)}")
-            if options.report:
-                print(f"\n{chart(cells, file)}")
+        if rows := [cell for cell in results.cells if cell["model"] == model.name]:
+            print(f"\n{table(rows)}")
+    if remaining_cells:
+        print(f"\n{remaining_cells} cells are left: type the same command again")
 
 
 if __name__ == "__main__":

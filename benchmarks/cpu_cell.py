@@ -13,10 +13,12 @@ leaves what it did.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
 import resource
+import signal
 import sys
 import time
 import warnings
@@ -27,6 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+PR_SET_PDEATHSIG = 1  # prctl(2)
 RATE_BYTES = 4 * 10**9  # read to measure the disk
 
 
@@ -57,6 +60,13 @@ def read_bytes(process: int) -> int:
     return int(rows[rows.index("read_bytes:") + 1])
 
 
+def end_with(benchmark: int) -> None:
+    """Let the kernel kill this process when the process ``benchmark``, which started it, ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != benchmark:
+        sys.exit("the benchmark has ended")
+
+
 def watch_steps(kind: Any, events: Events) -> None:
     """Note when schedulers of the class ``kind`` get timesteps and end steps."""
     set_timesteps, step = kind.set_timesteps, kind.step
@@ -78,29 +88,32 @@ def watch_steps(kind: Any, events: Events) -> None:
 def disk_rate(folder: Path) -> float:
     """Return bytes per second of direct reads of the weights in ``folder`` by two threads."""
     from graphrun.runtime.direct_reads import DirectReads, MappedArena, Span, SpanRead
+    from graphrun.units import PAGE_BYTES
 
     span_bytes, depth = 64 << 20, 2
     memory = MappedArena(depth * span_bytes)
     spans = [
-        Span(str(file), start, start + span_bytes, start + span_bytes)
+        Span(str(file), start, start + nbytes, start + nbytes)
         for file in sorted(folder.rglob("*.safetensors"))
-        for start in range(0, file.stat().st_size - span_bytes + 1, span_bytes)
+        for start in range(0, file.stat().st_size, span_bytes)
+        if (nbytes := min(span_bytes, file.stat().st_size - start) // PAGE_BYTES * PAGE_BYTES)
     ][: RATE_BYTES // span_bytes]
     start, reads = time.perf_counter(), list[SpanRead]()
     with DirectReads(depth) as reader:
         for number, span in enumerate(spans):
             if number >= depth:
                 reads[number - depth].wait()
-            view = memory.view(number % depth * span_bytes, span_bytes)
+            view = memory.view(number % depth * span_bytes, span.nbytes)
             reads.append(reader.submit(span, view))
         for span_read in reads[-depth:]:
             span_read.wait()
-    return len(spans) * span_bytes / (time.perf_counter() - start)
+    return sum(span.nbytes for span in spans) / (time.perf_counter() - start)
 
 
 def main() -> None:
     """Run the cell of the JSON file named by the first argument."""
     job = json.loads(Path(sys.argv[1]).read_text())
+    end_with(job["benchmark"])
     warnings.simplefilter("ignore")
     os.environ.update(
         TRANSFORMERS_VERBOSITY="error",
@@ -113,6 +126,7 @@ def main() -> None:
     import numpy
     import torch
     from cpu_models import MODELS, call, graph_for
+    from cpu_report import REFERENCE
 
     from graphrun.memory_group import process_bytes
     from graphrun.modules.build import no_progress_bars, resolve_class
@@ -124,12 +138,12 @@ def main() -> None:
         model, folder, job["cap_bytes"], job["floor_bytes"], Path(job["copies"]), events.note
     )
     with no_progress_bars(), torch.no_grad():
-        if job["tool"] == cpu_tools.REFERENCE:
+        if job["tool"] == REFERENCE:
             events.note("rate", disk_bytes_per_second=disk_rate(folder))
         watch_steps(resolve_class(graph_for(model).parts["scheduler"].class_path, ()), events)
         events.note("begin", process_bytes=process_bytes().nbytes)
         facts: dict[str, Any] = {}
-        if job["tool"] == cpu_tools.REFERENCE:
+        if job["tool"] == REFERENCE:
             blockwise = cpu_tools.Blockwise(folder, model)
             events.meters["load_seconds"] = lambda: blockwise.load_seconds
             events.note("ready")

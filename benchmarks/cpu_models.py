@@ -14,6 +14,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ SHARD_BYTES = 10**9
 GIB = 2**30
 PROMPT = "a lighthouse at dusk, oil on canvas"
 SEED = 3
+SDCPP_PREFIXES = {"unet": "unet.", "vae": "vae.", "text_encoder": "te.", "text_encoder_2": "te.1."}
 NAMES = {"steps": "num_inference_steps", "frames": "num_frames"}  # of graphs -> of pipelines
 
 
@@ -149,7 +151,24 @@ TINY = (
         dtypes={"vae": "float32"},
     ),
 )
-MODELS = {model.name: model for model in (*FULL, TRIAL, *TINY)}
+MINI = Model(  # for tests
+    "flux-mini",
+    GRAPHS / "flux-schnell.yaml",
+    {"height": 64, "width": 64, "steps": 2, "max_sequence_length": 64},
+    (1,),
+    configs={
+        "transformer": {
+            "num_layers": 2,
+            "num_single_layers": 2,
+            "num_attention_heads": 2,
+            "joint_attention_dim": 64,
+        },
+        "text_encoder": SMALL_CLIP,
+        "text_encoder_2": {**SMALL_T5, "d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 2},
+        "vae": SMALL_VAE,
+    },
+)
+MODELS = {model.name: model for model in (*FULL, TRIAL, *TINY, MINI)}
 
 
 def graph_for(model: Model) -> Any:
@@ -195,6 +214,51 @@ def write(model: Model, folder: Path, tell: Callable[[str], None] = print) -> No
 def weight_bytes(folder: Path) -> int:
     """Return the bytes of all safetensors below ``folder``."""
     return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+
+
+@cache
+def needed_bytes(name: str) -> int:
+    """Return the bytes of the weights that `write` writes for the model ``name``."""
+    from graphrun.modules.build import draft
+
+    graph, nbytes = graph_for(MODELS[name]), 0
+    for component in graph.components.values():
+        module, writer = draft(component, graph, component.dtype)
+        nbytes += sum(tensor.nbytes for shard in _shards(module) for tensor in shard.values())
+        writer.close()
+    return nbytes
+
+
+def write_gguf(folder: Path, file: Path) -> None:
+    """Write the weights of SDXL in ``folder`` to one GGUF file, in the precision they have.
+
+    Names are diffusers', behind the prefixes that stable-diffusion.cpp gives to components.
+    """
+    import numpy
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".partial")
+    writer = GGUFWriter(partial, "sdxl")
+    for component, prefix in SDCPP_PREFIXES.items():
+        for path in sorted((folder / component).glob("*.safetensors")):
+            data = numpy.memmap(path, numpy.uint8, "r")
+            start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+            header = json.loads(data[8:start].tobytes())
+            header.pop("__metadata__", None)
+            for name, row in header.items():
+                begin, end = row["data_offsets"]
+                rows = row["shape"][:-1]
+                writer.add_tensor(
+                    prefix + name,
+                    data[start + begin : start + end].reshape(*rows, -1),
+                    raw_dtype=GGMLQuantizationType[row["dtype"]],
+                )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    partial.rename(file)
 
 
 def load_pipeline(folder: Path, model: Model, **options: Any) -> Any:

@@ -1,20 +1,41 @@
-"""Tables and charts of the results of `cpu.py`. Computes medians, ratios and the limit.
+"""The report on the results of `cpu.py`: lines, tables, docs/cpu-measured.md, charts, README.
 
-The limit is what no tool can be faster than on the machine of the reference: its compute seconds,
-or the bytes that must be read over the rate of direct reads, whichever takes longer. A call of the
+The limit is what no tool that computes with PyTorch can be faster than on the machine of the
+reference: its compute seconds, or the bytes that must be read over the rate of direct reads,
+whichever takes longer. A call of the
 denoiser finds in memory at most the cap, less what the process took before it opened any weights.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results/cpu.json"
+PAGE = ROOT / "docs/cpu-measured.md"
+CHARTS = ROOT / "docs/img"
+README = ROOT / "README.md"
+REGION = re.compile(
+    r"(?<=<!-- written by benchmarks/cpu.py --report -->\n).*?(?=<!-- end -->)", re.S
+)
 GIB = 2**30
 DENOISERS = ("transformer", "unet")
-GRAPHRUN, REFERENCE, MMAP = "graphrun", "block by block", "from_pretrained, mmap"
+GRAPHRUN, REFERENCE, MMAP = "graphrun", "reference", "mmap"
+TITLES = {
+    GRAPHRUN: "graphrun",
+    MMAP: "diffusers `from_pretrained` (mmap)",
+    "resident": "diffusers, all weights in memory",
+    "disk-offload": "accelerate `disk_offload`",
+    "device-map": "accelerate `device_map`, offload folder",
+    "group-offload": "diffusers group offload, disk",
+    "sd.cpp": "stable-diffusion.cpp, mmap",
+}
+OWN_SAMPLERS = ("sd.cpp",)  # tools whose pictures cannot be equal
 Cell = dict[str, Any]
 
 
@@ -56,10 +77,12 @@ def median(cells: Sequence[Cell], key: str) -> float | None:
 
 
 HEADER = (
-    "GiB",
+    "cap, GiB",
     "tool",
     "seconds",
+    "of the limit",
     "a step",
+    "of the limit",
     "GB read",
     "a step",
     "peak, GiB",
@@ -67,61 +90,109 @@ HEADER = (
     "CPU",
     "picture",
 )
+PLAN_HEADER = ("cap, GiB", "seconds", "planned", "GB read", "planned", "peak, GiB", "planned")
 
 
 def table(cells: Sequence[Cell]) -> str:
-    """Return the table of one model, and graphrun's ratios to plan, limit and best other tool."""
-    reference = next((cell for cell in cells if cell["tool"] == REFERENCE), None)
-    lines = [
-        f"**{cells[0]['model']}** ({_machine(cells)})",
-        "",
-        f"| {' | '.join(HEADER)} |",
-        f"|{'---|' * len(HEADER)}",
-    ]
-    notes = []
-    for cap in sorted({cell["cap_gib"] for cell in cells if cell["cap_gib"]}):
-        at_cap = [cell for cell in cells if cell["cap_gib"] == cap]
-        if reference and "compute_seconds" in reference:
-            seconds, step_seconds = limits(reference, cap)
-            row = [f"{cap:g}", "limit", f"{seconds:.1f}", f"{step_seconds:.2f}"]
-            lines.append(f"| {' | '.join(row + [''] * (len(HEADER) - len(row)))} |")
-        for tool in dict.fromkeys(cell["tool"] for cell in at_cap):
-            group = [cell for cell in at_cap if cell["tool"] == tool]
-            lines.append(f"| {cap:g} | {' | '.join(_row(tool, group, cells))} |")
-        if note := _note(cap, at_cap, reference):
-            notes.append(note)
-    return "\n".join([*lines, "", *notes]) if notes else "\n".join(lines)
+    """Return the tables of one model: all cells, and graphrun's plans next to measurements."""
+    reference = next((c for c in cells if c["tool"] == REFERENCE and "compute_seconds" in c), None)
+    rows, plans = list[Sequence[str]](), list[Sequence[str]]()
+    for cap in caps_of(cells):
+        at_cap = [cell for cell in cells if cell["cap_gib"] == cap and _is_measured(cell)]
+        bound = limits(reference, cap) if reference and cap else None
+        if bound:
+            rows.append([_cap(cap), "limit", f"{bound[0]:.1f}", "", f"{bound[1]:.2f}"])
+        for tool in TITLES:
+            if group := [cell for cell in at_cap if cell["tool"] == tool]:
+                rows.append([_cap(cap), *_row(tool, group, cells, bound)])
+                plans += [_plan_row(cap, group)] if tool == GRAPHRUN else []
+    parts = [f"**{cells[0]['model']}** ({_machine(cells)})", _lines(HEADER, rows)]
+    if reference:
+        weight_bytes = sum(reference["weight_bytes"].values())
+        parts.append(
+            f"Computing takes {reference['step_compute_seconds']:.2f} s a step and "
+            f"{reference['compute_seconds']:.1f} s in all; {weight_bytes / 1e9:.1f} GB of weights; "
+            f"direct reads {reference['disk_bytes_per_second'] / 1e9:.2f} GB/s."
+        )
+    if plans := [row for row in plans if row]:
+        parts += ["graphrun, measured and planned, without planning itself:"]
+        parts += [_lines(PLAN_HEADER, plans)]
+    return "\n\n".join(parts)
+
+
+def caps_of(cells: Sequence[Cell]) -> list[float | None]:
+    """Return the caps of measured cells, smallest first; None, no cap, last."""
+    caps = {cell["cap_gib"] for cell in cells if _is_measured(cell)}
+    return sorted(caps, key=lambda cap: (cap is None, cap))
+
+
+def _is_measured(cell: Cell) -> bool:
+    return cell["tool"] != REFERENCE and cell["run"] > 0
+
+
+def _cap(cap: float | None) -> str:
+    return f"{cap:g}" if cap else "none"
+
+
+def _lines(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    width = len(header)
+    lines = [header, ["---"] * width, *([*row, *[""] * (width - len(row))] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _machine(cells: Sequence[Cell]) -> str:
     machine = cells[-1]["machine"]
-    enforced = "enforced by the kernel" if cells[-1]["enforced"] else "not enforced"
+    capped = [cell for cell in cells if cell["cap_gib"]]
+    enforced = "enforced by the kernel" if all(c["enforced"] for c in capped) else "not enforced"
+    dates = sorted({cell["date"][:10] for cell in cells})
     return (
         f"{machine['processor']}, {machine['cores']} cores, {machine['ram_bytes'] / GIB:.0f} GiB, "
-        f"{cells[-1]['date'][:10]}; caps {enforced}"
+        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}; caps {enforced}"
     )
 
 
-def _row(tool: str, group: Sequence[Cell], cells: Sequence[Cell]) -> list[str]:
+def _row(
+    tool: str, group: Sequence[Cell], cells: Sequence[Cell], bound: tuple[float, float] | None
+) -> list[str]:
     ends = [cell for cell in group if cell["outcome"] == "done"]
     runs = f" ({len(group)} runs)" if len(group) > 1 else ""
     if not ends:
-        return [f"{tool}{runs}", group[0]["outcome"], *[""] * (len(HEADER) - 3)]
+        return [TITLES[tool] + runs, _outcomes(group)]
     if failures := len(group) - len(ends):
         runs = f" ({failures} of {len(group)} {_outcomes(group)})"
-    share = None
-    if (seconds := median(ends, "step_seconds")) and (cpu := median(ends, "step_cpu_seconds")):
-        share = cpu / seconds / ends[0]["machine"]["cores"]
+    seconds, step_seconds = median(ends, "seconds"), median(ends, "step_seconds")
+    cpu_seconds, share = median(ends, "step_cpu_seconds"), None
+    if step_seconds and cpu_seconds:
+        share = cpu_seconds / step_seconds / ends[0]["machine"]["cores"]
     return [
-        tool + runs,
-        _number(median(ends, "seconds"), 1),
-        _number(median(ends, "step_seconds"), 2),
+        TITLES[tool] + runs,
+        _number(seconds, 1),
+        _number(seconds, 2, bound[0]) if bound else "",
+        _number(step_seconds, 2),
+        _number(step_seconds, 2, bound[1]) if bound else "",
         _number(median(ends, "read_bytes"), 1, 1e9),
         _number(median(ends, "step_read_bytes"), 2, 1e9),
         _number(max((c["peak_bytes"] for c in ends if "peak_bytes" in c), default=None), 2, GIB),
         _number(median(ends, "usage_peak_bytes"), 2, GIB),
         f"{share:.0%}" if share else "",
         ", ".join(dict.fromkeys(_picture(cell, cells) for cell in ends)),
+    ]
+
+
+def _plan_row(cap: float | None, group: Sequence[Cell]) -> list[str]:
+    """Return measured figures of the runs that ended, each next to the planned one."""
+    ends = [cell for cell in group if cell["outcome"] == "done" and "planned_seconds" in cell]
+    if not ends:
+        return []
+    peak_bytes = max((cell["peak_bytes"] for cell in ends if "peak_bytes" in cell), default=None)
+    return [
+        _cap(cap),
+        _number(median(ends, "run_seconds"), 1),
+        _number(median(ends, "planned_seconds"), 1),
+        _number(median(ends, "run_read_bytes"), 2, 1e9),
+        _number(median(ends, "planned_read_bytes"), 2, 1e9),
+        _number(peak_bytes, 3, GIB),
+        _number(median(ends, "planned_peak_bytes"), 3, GIB),
     ]
 
 
@@ -137,6 +208,8 @@ def _picture(cell: Cell, cells: Iterable[Cell]) -> str:
     """Return whether a picture is the reference's, or the one that mmap makes."""
     if not cell.get("finite", True):
         return "not finite"
+    if cell["tool"] in OWN_SAMPLERS:
+        return "own sampler"
     if cell.get("equal"):
         return "equal"
     is_mmap = any(o["tool"] == MMAP and o.get("digest") == cell.get("digest") for o in cells)
@@ -145,50 +218,109 @@ def _picture(cell: Cell, cells: Iterable[Cell]) -> str:
     return f"differs by {cell['difference']:.1g}" if "difference" in cell else ""
 
 
-def _note(cap: float, cells: Sequence[Cell], reference: Cell | None) -> str:
-    """Return graphrun's ratios at a cap."""
-    ends = [cell for cell in cells if cell["outcome"] == "done"]
-    runs = [cell for cell in ends if cell["tool"] == GRAPHRUN]
-    seconds, step_seconds = median(runs, "seconds"), median(runs, "step_seconds")
-    if seconds is None or step_seconds is None:
-        return ""
-    parts = []
-    if reference and "compute_seconds" in reference:
-        limit, step_limit = limits(reference, cap)
-        parts.append(f"{seconds / limit:.2f} of the limit, a step {step_seconds / step_limit:.2f}")
-    tools = {cell["tool"] for cell in ends} - {GRAPHRUN}
-    medians = {
-        tool: median([cell for cell in ends if cell["tool"] == tool], "seconds") or 0.0
-        for tool in tools
-    }
-    if medians:
-        best = min(medians, key=medians.__getitem__)
-        parts.append(f"{seconds / medians[best]:.2f} of {best}")
-    if (plan_seconds := median(runs, "planned_seconds")) is not None:
-        run_seconds = seconds - (median(runs, "ready_seconds") or 0.0)
-        parts.append(f"run {run_seconds:.1f} s, planned {plan_seconds:.1f}")
-    if (plan_bytes := median(runs, "planned_peak_bytes")) is not None and "peak_bytes" in runs[0]:
-        peak_bytes = max(cell["peak_bytes"] for cell in runs)
-        parts.append(f"peak {peak_bytes / GIB:.2f} GiB, planned {plan_bytes / GIB:.2f}")
-    return f"- graphrun at {cap:g} GiB: {'; '.join(parts)}"
+def by_model(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
+    """Yield the cells of each model that has measured ones."""
+    for name in dict.fromkeys(cell["model"] for cell in cells):
+        group = [cell for cell in cells if cell["model"] == name]
+        if caps_of(group):
+            yield group
 
 
-def chart(cells: Sequence[Cell], results: Path) -> Path:
-    """Write seconds against caps as a picture beside ``results``; return its path."""
+def page(cells: Sequence[Cell]) -> str:
+    """Return docs/cpu-measured.md."""
+    parts = [
+        "# Measured on the CPU",
+        "<!-- Written by benchmarks/cpu.py --report from benchmarks/results/cpu.json. -->",
+        "Whole pipelines with random weights of the full size, from files to picture, in a memory "
+        "cgroup of exactly the cap: page cache included, no swap. Every tool starts from the same "
+        "diffusers folder, cap, prompt and seed. The page cache is empty at the start.",
+        "<!-- not run: hours, and 80 GB of disk -->\n```sh\n"
+        "python benchmarks/cpu.py --weights FOLDER --delete    # typed again, it continues\n"
+        "python benchmarks/cpu.py --report                     # writes this page\n```",
+        "- *seconds*: the median from the first open file to the picture; *a step*: the median "
+        "denoising step.\n"
+        "- *limit*: what no tool on PyTorch can be faster than: the seconds of computing, measured "
+        "with one block in memory at a time, or the bytes that must be read over the rate of "
+        "direct reads, whichever takes longer. A call of the denoiser finds in memory at most the "
+        "cap, less the process itself.\n"
+        "- *GB read*: bytes that the process had read from the disk. *peak*: the most anonymous, "
+        "shared, locked and kernel bytes. *CPU*: the share of all cores during a step.\n"
+        "- *killed*: by the kernel, because of the cap. *picture*: *equal* is the reference's bit "
+        "for bit; *own sampler*: another program with its own noise.\n"
+        "- stable-diffusion.cpp reads all weights into memory at its start, with mmap too. So it "
+        "runs SDXL only, from one GGUF file with the same bfloat16 weights.",
+    ]
+    for group in by_model(cells):
+        name = group[0]["model"]
+        parts += [f"## {name}", f"![Seconds against the memory cap, {name}](img/cpu-{name}.svg)"]
+        parts.append(table(group))
+    if len(parts) == 5:
+        parts.append("No cell has run yet.")
+    return "\n\n".join(parts) + "\n"
+
+
+def readme(cells: Sequence[Cell]) -> str:
+    """Return README's lines on the first model that graphrun and mmap ran, "" without one."""
+    for group in by_model(cells):
+        rows = []
+        for cap in caps_of(group):
+            medians = [
+                median([c for c in group if c["cap_gib"] == cap and c["tool"] == tool], "seconds")
+                for tool in (GRAPHRUN, MMAP)
+            ]
+            if cap and None not in medians:
+                rows.append((cap, *medians))
+        if rows:
+            name = group[0]["model"]
+            return (
+                f"\n![Seconds from files to picture against the memory cap: graphrun and other "
+                f"tools](docs/img/cpu-{name}.svg)\n\n{name} on a CPU ({_machine(group)}), seconds "
+                "from files to picture with graphrun and with mmap: "
+                + "; ".join(f"{cap:g} GiB: {run:.0f} and {mmap:.0f}" for cap, run, mmap in rows)
+                + "\n(`python benchmarks/cpu.py --only "
+                f"{name}`, [all tables](docs/cpu-measured.md)).\n\n"
+            )
+    return ""
+
+
+def write_report(cells: Sequence[Cell]) -> Iterator[Path]:
+    """Write docs/cpu-measured.md, the charts and README's lines; yield the files."""
+    for group in by_model(cells):
+        yield chart(group, CHARTS)
+    PAGE.write_text(page(cells), encoding="utf-8")
+    yield PAGE
+    text = README.read_text(encoding="utf-8")
+    README.write_text(REGION.sub(lambda _: readme(cells), text), encoding="utf-8")
+    yield README
+
+
+def recorded() -> list[Cell]:
+    """Return the recorded cells."""
+    if not RESULTS.exists():
+        return []
+    cells: list[Cell] = json.loads(RESULTS.read_text(encoding="utf-8"))["cells"]
+    return cells
+
+
+def chart(cells: Sequence[Cell], folder: Path) -> Path:
+    """Write seconds against caps as a drawing to ``folder``; return its path."""
+    import matplotlib
     from peers_plots import plot
 
     lines: dict[str, list[tuple[float, float]]] = {}
-    for tool in dict.fromkeys(cell["tool"] for cell in cells if cell["cap_gib"]):
-        for cap in sorted({cell["cap_gib"] for cell in cells if cell["cap_gib"]}):
+    caps = [cap for cap in caps_of(cells) if cap]
+    for tool in TITLES:
+        for cap in caps:
             group = [c for c in cells if (c["tool"], c["cap_gib"]) == (tool, cap)]
             if (seconds := median(group, "seconds")) is not None:
-                lines.setdefault(tool, []).append((cap, seconds))
-    reference = next((cell for cell in cells if cell["tool"] == REFERENCE), None)
-    if reference and "compute_seconds" in reference:
-        caps = sorted({cell["cap_gib"] for cell in cells if cell["cap_gib"]})
+                lines.setdefault(TITLES[tool].replace("`", ""), []).append((cap, seconds))
+    reference = next((c for c in cells if c["tool"] == REFERENCE and "compute_seconds" in c), None)
+    if reference:
         lines["limit"] = [(cap, limits(reference, cap)[0]) for cap in caps]
     name = cells[0]["model"]
-    path = results.with_name(f"{results.stem}-{name}.png")
+    path = folder / f"cpu-{name}.svg"
     title = f"{name}: seconds from files to picture"
-    plot(title, lines, "memory cap, GiB", "seconds", GRAPHRUN).savefig(path)
+    with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
+        figure = plot(title, lines, "memory cap, GiB", "seconds", GRAPHRUN)
+        figure.savefig(path, metadata={"Date": None})
     return path

@@ -6,6 +6,7 @@ from `Blockwise`, which is the reference: one block in memory at a time, computi
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu_models import Model, call, empty_pipeline, load_graph, load_pipeline
+from cpu_models import Model, call, empty_pipeline, load_graph, load_pipeline, write_gguf
+from cpu_report import GRAPHRUN, MMAP
 from safetensors import safe_open
 from torch import nn
 
 from graphrun.errors import InputError
 
-REFERENCE, GRAPHRUN, MMAP = "block by block", "graphrun", "from_pretrained, mmap"
-ACCELERATE, GROUPS = "accelerate", "groups"  # folders of offload copies
+ACCELERATE, GROUPS, GGUF = "accelerate", "groups", "gguf"  # folders of copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,16 @@ class Tool:
     """``packages``: whose versions are recorded; the first must be installed.
 
     ``copies``: the name of the copies of all weights that the tool needs on disk, "": none.
+    ``models``: beginnings of the names of models that the tool runs. ``resident``: the tool reads
+    all weights into memory at its start, so one more cell without a cap shows its speed.
     """
 
     name: str
     open: Callable[[Job], Picture]
     packages: tuple[str, ...]
     copies: str = ""
+    models: tuple[str, ...] = ("",)
+    resident: bool = False
 
     @property
     def versions(self) -> dict[str, str]:
@@ -267,14 +272,59 @@ def _graphrun(job: Job) -> Picture:
     return picture
 
 
+def _stable_diffusion_cpp(job: Job) -> Picture:
+    """The same weights in one GGUF file. The sampler and its noise are the tool's own."""
+    import numpy
+    from stable_diffusion_cpp import StableDiffusion
+
+    file, inputs = job.copies / "weights.gguf", job.model.call_inputs
+    if not file.exists():
+        write_gguf(job.folder, file)
+
+    def progress(step: int, _steps: int, _seconds: float) -> None:
+        job.note("step" if step else "denoise")
+
+    def picture() -> Any:
+        pipeline = StableDiffusion(
+            str(file), enable_mmap=True, vae_decode_only=True, n_threads=cores(), verbose=False
+        )
+        images = pipeline.generate_image(
+            inputs["prompt"],
+            width=inputs["width"],
+            height=inputs["height"],
+            sample_steps=inputs["steps"],
+            sample_method="euler",
+            cfg_scale=5.0,  # as diffusers' default for SDXL
+            seed=inputs["seed"],
+            progress_callback=progress,
+        )
+        return numpy.stack([numpy.asarray(image) / 255 for image in images])
+
+    return picture
+
+
+def cores() -> int:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+DIFFUSERS = ("diffusers", "torch", "transformers", "safetensors")
 TOOLS = {
     tool.name: tool
     for tool in (
         Tool(GRAPHRUN, _graphrun, ("graphrun", "torch", "diffusers", "transformers")),
-        Tool(MMAP, _mmap, ("diffusers", "torch", "transformers", "safetensors")),
-        Tool("in memory", _in_memory, ("diffusers", "torch", "transformers")),
-        Tool("accelerate disk_offload", _disk_offload, ("accelerate", "diffusers"), ACCELERATE),
-        Tool("accelerate device_map", _device_map, ("accelerate", "diffusers"), ACCELERATE),
-        Tool("diffusers group offload, disk", _group_offload, ("diffusers",), GROUPS),
+        Tool(MMAP, _mmap, DIFFUSERS),
+        Tool("resident", _in_memory, DIFFUSERS, resident=True),
+        Tool("disk-offload", _disk_offload, ("accelerate", "diffusers", "torch"), ACCELERATE),
+        Tool("device-map", _device_map, ("accelerate", "diffusers", "torch"), ACCELERATE),
+        Tool("group-offload", _group_offload, ("diffusers", "torch"), GROUPS),
+        Tool(
+            "sd.cpp",
+            _stable_diffusion_cpp,
+            ("stable-diffusion-cpp-python", "gguf"),
+            GGUF,
+            models=("sdxl",),
+            resident=True,
+        ),
     )
 }
