@@ -17,8 +17,10 @@ run: $(STAMP)
 	$(BIN)/graphrun plan flux-dev --vram 8G --ram 64G --hardware rtx4090 -o out/flux-dev.plan.json
 	$(BIN)/graphrun run shapes --device sim --vram 4M --overwrite \
 		--output out/shapes.png --plan out/shapes.plan.json --trace out/shapes.trace.json
+	$(BIN)/graphrun run shapes --device cpu --memory 2G --overwrite \
+		--output out/shapes-cpu.png --plan out/shapes-cpu.plan.json --trace out/shapes-cpu.trace.json
 
-# Two minutes: 3 GB of random weights, shaped like FLUX, run under 2 GiB beside mmap, and deleted. FOLDER=/path is where they go.
+# Two minutes: 3 GB of random weights, shaped like FLUX, run on the CPU under 2 GiB next to mmap, and deleted. FOLDER=/path is where they go.
 cpu: $(STAMP)
 	$(BIN)/python benchmarks/cpu.py --trial --delete $(if $(FOLDER),--weights $(FOLDER))
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +221,33 @@ def test_a_run_under_a_hard_cap_draws_what_was_asked_and_so_does_diffusers(
         evaluate.load(ROOT / "graphs/shapes"), [(scene, graph.inputs["seed"].default)]
     )
     assert np.array_equal(plan_pixels, whole)
+
+
+@pytest.mark.long
+def test_make_run_ends_on_the_cpu_with_the_picture_of_diffusers(part: Any, tmp_path: Path) -> None:
+    """The last command of the recipe prints planned and measured seconds and memory."""
+    recipe = (ROOT / "Makefile").read_text().split("\nrun: ")[1].split("\n\n")[0]
+    command = shlex.split(recipe.replace("\\\n", " ").splitlines()[-1])
+    assert command[:7] == shlex.split("$(BIN)/graphrun run shapes --device cpu --memory 2G")
+    (tmp_path / "out").mkdir()
+    process = subprocess.run(
+        [sys.executable, "-m", "graphrun", *command[1:]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    assert re.search(r"done: .* s \(planned .*\), .* of 2 GiB on cpu, as planned", process.stdout)
+    assert "the run matched the plan" in process.stdout
+    graph, evaluate = package.load(ROOT / "graphs/shapes.yaml"), part("evaluate")
+    prompt = graph.inputs["prompt"].default
+    scenes = [scene for rows in part("scenes").held_out().values() for scene, _ in rows]
+    (scene,) = [scene for scene in scenes if scene.prompt == prompt]
+    (whole,) = evaluate.pictures(
+        evaluate.load(ROOT / "graphs/shapes"), [(scene, graph.inputs["seed"].default)]
+    )
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "out/shapes-cpu.png")), whole)
 
 
 @pytest.mark.sweep("shapes")
