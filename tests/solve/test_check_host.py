@@ -250,6 +250,15 @@ def test_host_budgets_are_exact_to_the_byte() -> None:
     )
 
 
+def test_a_value_is_in_ram_also_in_the_slot_that_restores_it() -> None:
+    read_late = COLD.replace("  read dit\n  load dit unblocked[0] from pinned\n", "").replace(
+        "  restore embeds\n  load dit big[0] from",
+        "  restore embeds\n  read dit\n  load dit big[0] unblocked[0] from",
+    )
+    dit, transient_bytes, vae, embeds = 9 * K, 100, 3 * K, 512
+    assert smallest_budget("ram_bytes", read_late) == dit + transient_bytes + vae + embeds
+
+
 def test_unused_components_take_no_host_memory() -> None:
     problem = example_problem()
     spare = replace(

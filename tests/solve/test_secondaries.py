@@ -16,6 +16,7 @@ from planner_random import with_secondaries
 
 from graphrun.diffusers_.device_map import plan_for
 from graphrun.errors import InputError
+from graphrun.model.plan import parse
 from graphrun.model.problem import PhaseNumbers, Problem, Secondary, Use
 from graphrun.profile import hardware as devices
 from graphrun.profile.problems import ProblemLimits, problem_of
@@ -24,6 +25,7 @@ from graphrun.solve.orders import stage_choices
 from graphrun.solve.search import choose
 from graphrun.solve.solve import solve
 from graphrun.verify.check import check
+from graphrun.verify.simulate import simulate
 
 SEEDS = 500
 BLOCKS = [range(start, start + 10) for start in range(0, SEEDS, 10)]
@@ -93,6 +95,53 @@ def test_where_the_first_device_is_short_the_encoder_is_on_the_second() -> None:
         solution.simulation.total_seconds
         < solve(replace(short, secondaries=(Secondary(hardware(), 0),))).simulation.total_seconds
     )
+
+
+SECONDARY_PLAN = """plan {digest}
+slot s/0:dit load
+  load dit all from pinned
+slot s/0:dit first
+  run
+slot s/0:dit steady x2
+  run
+slot end
+  evict dit all
+"""
+
+
+def on_secondary(first_bytes: int, steady_bytes: int, use: Use, budget_bytes: int) -> Problem:
+    """A transformer of two blocks that computes on the secondary device. Links transfer 512 bytes
+    per second."""
+    slow_links = replace(hardware(), d2h_bytes_per_second=512.0, h2d_bytes_per_second=512.0)
+    dit = component("dit", ("k", 2, 1024), seconds_per_byte=1 / 1024)
+    dit = replace(dit, variants=(replace(dit.variants[0], device="device1", streamable=False),))
+    phases = (PhaseNumbers("s", 0, (use,), 0, first_bytes, steady_bytes),)
+    instance = problem(8000, (dit,), phases, card=slow_links)
+    return replace(instance, secondaries=(Secondary(slow_links, budget_bytes),))
+
+
+@pytest.mark.parametrize(("first_bytes", "steady_bytes", "slot"), [(4096, 512, 1), (512, 4096, 2)])
+def test_each_slot_counts_its_own_activation_on_a_secondary_device(
+    first_bytes: int, steady_bytes: int, slot: int
+) -> None:
+    use = Use("dit", 3, (3,), (1.0,), transfer=(512, 1024))
+    weights, activation, transferred = 2 * 1024, 4096, 512
+    for missing_bytes, rules in ((0, []), (1, [("secondary", slot)])):
+        budget_bytes = weights + activation + transferred - missing_bytes
+        instance = on_secondary(first_bytes, steady_bytes, use, budget_bytes)
+        violations = check(instance, parse(SECONDARY_PLAN.format(digest=instance.digest)))
+        assert [(violation.rule, violation.slot) for violation in violations] == rules
+
+
+def test_calls_on_a_secondary_device_that_run_no_block_transfer_their_tensors_too() -> None:
+    use = Use("dit", 3, (1,), (10.0,), transfer=(512, 1024))
+    instance = on_secondary(0, 0, use, 8000)
+    simulation = simulate(instance, parse(SECONDARY_PLAN.format(digest=instance.digest)))
+    to_seconds, compute_seconds, back_seconds = 1, 2 * 10, 2
+    assert [slot.seconds for slot in simulation.slots[1:3]] == [
+        to_seconds + compute_seconds + back_seconds,
+        2 * (to_seconds + back_seconds),
+    ]
 
 
 @pytest.mark.sweep("secondaries")

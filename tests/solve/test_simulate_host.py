@@ -230,6 +230,25 @@ def test_streaming_does_not_wait_for_a_prefetch_whose_read_is_late() -> None:
     assert [start for _, start, _ in spans(simulation, 1, "load")] == [4, 8]
 
 
+def test_streaming_does_not_wait_for_a_prefetch_whose_memory_is_not_yet_page_locked() -> None:
+    problem = problem_with_disk_store(0, 0.0, 1.0, 3.0)
+    dit, vae = problem.components
+    pinned = replace(dit.variants[0], backing_store="pinned", disk_seconds=(), host_bytes=4 * K)
+    read_at_once = replace(vae.variants[0], read_seconds=(1.0,))
+    problem = replace(
+        problem,
+        components=(replace(dit, variants=(pinned,)), replace(vae, variants=(read_at_once,))),
+        hardware=replace(problem.hardware, page_lock_seconds=10 / vae.variants[0].host_bytes),
+    )
+    text = STREAMED.replace("  stream", "  read vae\n  stream").replace(
+        "  run", "  load vae all from pinned\n  run"
+    )
+    simulation = run(problem, text)
+    assert spans(simulation, 1, "read") == [("mid.0", 0, 1), ("mid.1", 1, 2)]
+    assert [span[1:] for span in spans(simulation, 1, "stream")] == [(0, 1), (1, 2), (4, 5), (7, 8)]
+    assert [span[1:] for span in spans(simulation, 1, "load")] == [(10, 11), (11, 12)]
+
+
 def test_streaming_does_not_wait_for_a_prefetch_whose_fetch_is_late() -> None:
     problem = problem_with_disk_store(0, 0.0, 1.0, 3.0, calls=3)
     pinned = replace(
