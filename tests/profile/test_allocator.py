@@ -108,6 +108,17 @@ def test_native_segments_do_not_grow_so_larger_requests_take_new_ones() -> None:
     assert expandable.used_bytes == 40 * MIB
 
 
+def test_a_small_native_block_is_split_where_512_bytes_remain() -> None:
+    allocator = Native()
+    allocator.allocate(1, 2 * ROUND_BYTES)
+    allocator.allocate(2, ROUND_BYTES)
+    allocator.release(1)
+    allocator.allocate(3, ROUND_BYTES)
+    allocator.allocate(4, ROUND_BYTES)
+    segment, offset, _ = allocator.place(3)
+    assert allocator.place(4) == (segment, offset + ROUND_BYTES, ROUND_BYTES)
+
+
 def test_a_large_native_block_keeps_a_unblocked_of_a_mebibyte() -> None:
     allocator = Native()
     allocator.allocate(1, 12 * MIB)

@@ -87,6 +87,20 @@ def test_blocks_of_another_plan_are_evicted_for_room_and_missing_ones_are_loaded
     assert warm.simulation.further_slots == solution.simulation.further_slots
 
 
+def test_only_as_many_blocks_of_other_plans_stay_as_fit_in_every_slot() -> None:
+    """No phase runs the four blocks that the other plan left. Two fit."""
+    dit = component("dit", ("block", 2, K), ("unused", 4, K))
+    phases = (PhaseNumbers("denoise", 0, (Use("dit", 2, (2, 0), (1.0, 1.0)),), 0, 512, 512),)
+    budget_bytes = 2 * K + 512 + 2 * K
+    solution = solve(replace(problem(budget_bytes, (dit,), phases, card=hardware()), runs=100))
+    warm = continued(solution, {"dit": dit.groups[1].blocks})
+    assert check(solution.problem, warm.plan) == ()
+    assert str(warm.plan).splitlines()[1:3] == [
+        "finds dit unused[0-3]",
+        "leaves dit block[0,1] unused[0,1]",
+    ]
+
+
 @pytest.mark.parametrize("seed", sampled(range(400), range(12), "warm"))
 def test_random_plans_continue_from_what_random_blocks_others_left(seed: int) -> None:
     rng = random.Random(seed)
