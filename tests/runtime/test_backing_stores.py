@@ -271,11 +271,32 @@ MIXED = """
 """
 
 
-def test_reads_keep_step_with_fetches_for_copies_as_simulated(tmp_path: Path) -> None:
-    case = Case(tmp_path, "disk", MIXED, ["a", "a", "a", "b"])
+# The blocks of a and b are equal. So before some fetches, equal shares of both have been read.
+EQUAL = """
+    slot s0/0:a load
+      read b
+      load a all from disk
+    slot s0/0:a first
+      run
+    slot s0/0:a steady x2
+      run
+    slot s1/0:b load
+      drop a
+      evict a all
+      load b all from pinned
+    slot s1/0:b first
+      run
+    slot end
+      evict b all
+"""
+
+
+@pytest.mark.parametrize("text", [MIXED, EQUAL], ids=["streamed", "equal"])
+def test_reads_keep_step_with_fetches_for_copies_as_simulated(tmp_path: Path, text: str) -> None:
+    case = Case(tmp_path, "disk", text, ["a", "a", "a", "b"])
     a = case.problem.components[0]
     case.problem = replace(case.problem, components=(a, in_backing_store("pinned", "b", ON)))
-    case.plan = plan_of(case.problem, MIXED.format(ring_buffer=2 * WIDE))
+    case.plan = plan_of(case.problem, text.format(ring_buffer=2 * WIDE))
     case.host = host_of(case.problem, case.folders, case.device)
     trace, simulation = case.run(), case.planned()
     assert torch.equal(trace.outputs["x"], case.expected)
@@ -450,6 +471,15 @@ def test_reads_of_blocks_that_a_call_leaves_out_are_of_no_harm(make: Make, skip:
     module.skip = case.host.modules["a"].skip = frozenset(skip.split())
     assert torch.equal(case.run().outputs["x"], plain({"a": module, "b": Small(1)}, case.calls))
     assert not device.jobs
+
+
+def test_a_block_whose_read_was_overwritten_before_its_copy_is_read_again(make: Make) -> None:
+    """The second call ends before thin.0, whose read has begun. The third call overwrites thin.0 in
+    the bounce buffer, and then needs it."""
+    case = make("disk", FROM_DISK, ["a", "a", "a", "b"])
+    case.calls = ["a", "a.encode", "a", "b"]
+    with_late_reader(case)
+    assert torch.equal(case.run().outputs["x"], plain({"a": Small(), "b": Small(1)}, case.calls))
 
 
 def test_a_run_that_fails_waits_for_the_reads_under_way(make: Make) -> None:

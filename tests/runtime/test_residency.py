@@ -93,6 +93,17 @@ def test_eviction_puts_the_same_host_tensors_back_and_frees_that_block_alone(
     assert [id(t) for t in tensors(module)] == host
 
 
+@pytest.mark.parametrize("rows", [slice(0, 96), slice(96, 192)], ids=["first", "second"])
+def test_a_write_to_either_half_of_a_tensors_data_is_detected(
+    device: SimulatedDevice, rows: slice
+) -> None:
+    module, residency = made(device)
+    residency.note_contents()
+    assert not residency.changed()
+    module.wide[2].expand.weight.data[rows] += 1
+    assert residency.changed()
+
+
 def test_a_module_that_was_not_planned_for_is_refused(device: SimulatedDevice) -> None:
     module = Small()
     component = numbers("a", module, small_hardware())
