@@ -357,8 +357,9 @@ def attach(
 ) -> Attachment:
     """Manage where the weights of ``pipe`` are, a diffusers pipeline on the CPU.
 
-    Replaces ``pipe.to("cuda")`` and ``enable_model_cpu_offload()``. ``pipe`` may also be any object
-    that owns modules and computes on its ``device``.
+    Replaces ``pipe.to("cuda")`` and ``enable_model_cpu_offload()``. With ``device="cpu"`` the
+    pipeline computes on the CPU within ``memory``. ``pipe`` may also be any object that owns
+    modules and computes on its ``device``.
 
     Each call of the pipeline (and of its methods and components) is planned within the budgets from
     a dry run of that call, then executed by the plan. Results equal those of a pipeline that is
@@ -380,7 +381,8 @@ def attach(
     ``memory``         on a CPU, in place of ``vram`` and ``ram``: what this process may take in
                        total, such as ``"8G"``; None or ``auto``: what it takes and what this
                        machine has left, less a twentieth. Weights that are mapped from files, as
-                       `from_pretrained` loads them, are read from these files
+                       `from_pretrained` loads them, are read from these files, which must not
+                       change; all others stay in memory
     ``allow``          ``cpu``: components may compute there, which changes outputs
     ``device``         ``cuda``, ``sim``, ``cpu``, ``["cuda:0", "cuda:1"]``, or a
                        `graphrun.runtime.devices.device.Device`

@@ -211,6 +211,8 @@ class Attachment:
     def detach(self) -> None:
         """Restore the pipeline: its own class, weights in ordinary CPU memory, an empty device.
 
+        If the device is the CPU, weights stay where they are: mapped from files, or in memory.
+
         Inside a pipeline call (in a callback), this takes effect when the call returns or raises.
         Another thread waits for the call to end. Raises InputError, and changes nothing, while a
         call of another attached pipeline uses components of this one. No-op in a forked process.

@@ -27,7 +27,17 @@ def call_screen(solution: Solution, trace: Trace) -> str:
         Units(simulation.peak_bytes, simulation.seconds),
         trace.pairs_with(simulation.slots),
     )
-    head = ["phase", "calls", "weights", "peak planned", "measured", "moved planned", "measured"]
+    is_unified = problem.hardware.unified
+    movement = "read" if is_unified else "moved"
+    head = [
+        "phase",
+        "calls",
+        "weights",
+        "peak planned",
+        "measured",
+        f"{movement} planned",
+        "measured",
+    ]
     rows = [[*head, f"{units.time} planned", "measured"]]
     for phase in problem.phases:
         phase_pairs = [pair for pair in pairs if pair[0].phase == phase.name]
@@ -41,12 +51,12 @@ def call_screen(solution: Solution, trace: Trace) -> str:
         )
     rows.append(units.row("whole call", "", "", *comparison_cells(pairs)))
     spare_bytes = problem.effective_bytes - trace.peak_bytes
-    clock = "the virtual clock" if trace.device == "sim" else "the card"
+    clock = {"sim": "the virtual clock", "cpu": "this CPU"}.get(trace.device, "the card")
     return "\n".join(
         (
             f"{problem.graph}  hardware {problem.hardware.name} ({problem.hardware.basis}) "
             f" {regime(problem)}",
-            f"budget {show_size(problem.budget_bytes)}, "
+            f"{'memory' if is_unified else 'budget'} {show_size(problem.budget_bytes)}, "
             f"{show_size(problem.effective_bytes)} of it for the call; peak"
             f" {show_size(trace.peak_bytes)}, headroom {show_size(spare_bytes)}",
             *residency_lines(solution),
@@ -55,8 +65,12 @@ def call_screen(solution: Solution, trace: Trace) -> str:
             f" took {show_seconds(trace.seconds)} on {clock}",
             "",
             table(rows, left_columns=(0, 2)),
-            f" sizes in {units.size}; weights: whole, or how many blocks stay on the device "
-            "while the others are streamed",
+            f" sizes in {units.size}; weights: whole, or how many blocks stay "
+            + (
+                "in memory while the others are read"
+                if is_unified
+                else "on the device while the others are streamed"
+            ),
             verdict_line(trace),
         )
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from campaign import sampled
 from saved_pipelines import FileReads, as_passed, load, places, save
 from stored_component import nothing_left, open_files
 from test_attach_pipelines import equal, weight_bytes
@@ -18,6 +19,7 @@ from tiny_pipelines import Case, cases
 from tqdm import tqdm
 
 import graphrun
+from graphrun import host_ram
 from graphrun.diffusers_.attach import Attachment
 from graphrun.errors import GraphrunError, InputError
 from graphrun.memory_group import process_bytes
@@ -25,8 +27,9 @@ from graphrun.modules.mapped import file_mappings
 from graphrun.runtime.devices import cpu
 from graphrun.runtime.devices.cpu import CpuDevice
 from graphrun.solve.infeasible import Infeasible
-from graphrun.units import MIB, round_up
+from graphrun.units import GIB, MIB, round_up
 
+pytestmark = pytest.mark.long
 FLUX: Case = cases()["FluxPipeline"]
 SDXL: Case = cases()["StableDiffusionXLPipeline"]
 # what denoises
@@ -72,7 +75,10 @@ def flux(tmp_path: Path) -> Any:
     return load(FLUX, save(FLUX, tmp_path / "flux"))
 
 
-@pytest.mark.parametrize("name", DENOISERS)
+@pytest.mark.parametrize(
+    "name",
+    sampled(DENOISERS, ["FluxPipeline", "StableDiffusionXLPipeline-float16"], "pipelines"),
+)
 def test_a_saved_pipeline_gives_the_same_bits_and_reads_only_what_did_not_stay(
     name: str, tmp_path: Path, reads: FileReads
 ) -> None:
@@ -110,6 +116,17 @@ def test_a_saved_pipeline_gives_the_same_bits_and_reads_only_what_did_not_stay(
 
 def _stored_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("memory", [None, "auto"])
+def test_without_a_size_the_budget_is_what_the_process_takes_and_what_is_left(
+    flux: Any, monkeypatch: pytest.MonkeyPatch, memory: str | None
+) -> None:
+    monkeypatch.setattr(host_ram, "host_ram_bytes", lambda: GIB)
+    taken_bytes = process_bytes().nbytes
+    with attach(flux, memory=memory) as attachment:
+        whole_bytes = attachment._limits.budget_bytes / 0.95
+    assert whole_bytes == pytest.approx(GIB + taken_bytes, abs=64 * MIB)
 
 
 @pytest.mark.parametrize("name", ["FluxPipeline", "StableDiffusionXLPipeline"])
@@ -313,3 +330,13 @@ def test_after_another_file_is_in_its_place_a_call_is_refused(flux: Any, tmp_pat
             call(FLUX, flux)
         assert device_bytes() == 0
     assert equal(call(FLUX, flux), want), "its own mapping is that of the old file"
+
+
+def test_the_report_has_the_words_of_one_memory(flux: Any) -> None:
+    with attach(flux, exclude=["transformer"]) as attachment:
+        call(FLUX, flux)
+        text = attachment.report()
+    for words in ("memory 8.00 GiB, ", " on this CPU", "read planned", "in memory while"):
+        assert words in text
+    for words in ("card", "device while", "moved", "streamed"):
+        assert words not in text

@@ -23,6 +23,8 @@ from graphrun.diffusers_.attach import Attachment
 from graphrun.memory_group import process_bytes
 from graphrun.units import MIB
 
+pytestmark = pytest.mark.long
+
 
 def attach(pipe: Any, **options: Any) -> Attachment:
     return graphrun.attach(pipe, device="cpu", memory="8G", **options)
