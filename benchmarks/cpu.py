@@ -499,6 +499,16 @@ def selected(text: str, names: Sequence[str]) -> list[str]:
     return [name for name in names if name in selection]
 
 
+def selected_caps(text: str, caps: Sequence[float]) -> list[float]:
+    """Return the ``caps`` in ``text``, which commas separate. Raises InputError for others."""
+    names = {f"{cap:g}": cap for cap in caps}
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if word not in names:
+            raise InputError(f"no model has a cap of {word} GiB: type --caps {','.join(names)}")
+    return [names[word] for word in words]
+
+
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options of the command."""
     parser = argparse.ArgumentParser(
@@ -537,7 +547,9 @@ def run_all(options: argparse.Namespace) -> None:
         models = [model for model in models if model.name in names]
     names = [GRAPHRUN, MMAP] if options.trial else [*TOOLS]
     tools = [TOOLS[name] for name in selected(options.tools or ",".join(names), [*TOOLS])]
-    caps = [float(text) for text in options.caps.split(",")] if options.caps else None
+    caps = sorted({cap for model in models for cap in model.caps})
+    if options.caps:
+        caps = selected_caps(options.caps, caps)
     is_small = options.tiny or options.trial
     results = Results(options.out or (weights / "results.json" if is_small else RESULTS))
     if options.report:
@@ -556,7 +568,7 @@ def run_all(options: argparse.Namespace) -> None:
         tools = [tool for tool in tools if is_installed(tool)]
         remaining_cells = 0
         for model in models:
-            cells = bench.model(model, tools, caps or model.caps, reference=not options.trial)
+            cells = bench.model(model, tools, caps, reference=not options.trial)
             remaining_cells += cells
             if options.delete and not cells:
                 bench.delete(model)

@@ -141,8 +141,14 @@ def test_after_its_minutes_a_benchmark_starts_nothing(
 
 
 def test_wrong_options_are_refused(part: Any, tmp_path: Path) -> None:
+    command = ["--tiny", "--weights", str(tmp_path)]
     with pytest.raises(SystemExit, match="error: 'flix' is none of flux-tiny"):
-        part("cpu").main(["--tiny", "--only", "flix", "--weights", str(tmp_path)])
+        part("cpu").main([*command, "--only", "flix"])
+    with pytest.raises(
+        SystemExit, match=r"error: no model has a cap of 5 GiB: type --caps 0\.75,2"
+    ):
+        part("cpu").main([*command, "--caps", "2,5"])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_small_disk_is_refused_before_anything_is_written(
@@ -243,6 +249,43 @@ def _processes(word: str) -> list[int]:
         if word.encode() in command:
             processes.append(int(folder.name))
     return processes
+
+
+@pytest.mark.sweep("reference")
+def test_every_tool_draws_the_picture_of_the_reference(part: Any, bench: Any) -> None:
+    """Within 1 GiB, and without a cap those that read all weights first. Their copies are gone."""
+    tools = part("cpu_tools").TOOLS
+    assert bench.model(part("cpu_models").MINI, [*tools.values()], [1]) == 0
+    rows = [row for row in bench.results.cells if row["run"] and row["tool"] != "reference"]
+    assert {row["tool"] for row in rows} == {*tools} - {"sd.cpp"}
+    assert {(row["outcome"], row.get("equal")) for row in rows} == {("done", True)}
+    assert sorted(path.name for path in bench.weights.iterdir()) == [
+        "flux-mini",
+        "pictures",
+        "results.json",
+    ]
+
+
+def test_a_gguf_file_has_the_names_and_bytes_of_the_folder(part: Any, tmp_path: Path) -> None:
+    import gguf
+    import torch
+    from safetensors.torch import save_file
+
+    weights = {
+        "unet": {"conv_in.weight": torch.randn(4, 2, 3, 3).bfloat16()},
+        "vae": {"decoder.weight": torch.randn(5, 7)},
+        "text_encoder_2": {"text_model.bias": torch.randn(6).bfloat16()},
+    }
+    for component, values in weights.items():
+        (tmp_path / component).mkdir()
+        save_file(values, tmp_path / component / "model.safetensors")
+    part("cpu_models").write_gguf(tmp_path, tmp_path / "copies" / "w.gguf")
+    rows = {row.name: row for row in gguf.GGUFReader(tmp_path / "copies" / "w.gguf").tensors}
+    assert [*rows] == ["unet.conv_in.weight", "vae.decoder.weight", "te.1.text_model.bias"]
+    tensors = [tensor for component in weights.values() for tensor in component.values()]
+    for row, tensor in zip(rows.values(), tensors, strict=True):
+        assert tuple(row.shape[::-1]) == tuple(tensor.shape)
+        assert row.data.tobytes() == tensor.view(torch.uint8).numpy().tobytes()
 
 
 def test_a_cell_without_its_benchmark_ends_at_once(tmp_path: Path) -> None:
