@@ -54,7 +54,7 @@ def call(case: Case, pipe: Any) -> Any:
 def device_bytes() -> int:
     """Of weights and ring buffers of all attachments."""
     gc.collect()
-    return cpu._ARENAS.nbytes("device")
+    return cpu._arenas().nbytes("device")
 
 
 @pytest.fixture(autouse=True)
