@@ -44,6 +44,7 @@ def trace_from_json(data: Mapping[str, Any]) -> Trace:
         events,
         data["baseline_bytes"],
         data["left_bytes"],
+        process_bytes=data.get("process_bytes", 0),
     )
 
 

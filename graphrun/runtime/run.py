@@ -267,6 +267,9 @@ class PlanRun:
 
     def _trace(self, slots: Sequence[SlotTrace], **fields: Any) -> Trace:
         events = tuple(event for event in self._recorder.events if event.slot < len(slots))
+        hardware = self._problem.hardware
+        if hardware.unified:
+            fields["process_bytes"] = hardware.context_bytes + hardware.workspace_bytes
         return Trace(
             self._setting.plan.digest,
             self._device.name,

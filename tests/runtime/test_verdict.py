@@ -20,13 +20,15 @@ from graphrun import api
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.report import plan_files
+from graphrun.report.page import trace_from_json
 from graphrun.report.summary import summarize
 from graphrun.runtime.devices import open as devices
 from graphrun.serve.answers import Pictures, result
 from graphrun.serve.asked import PictureRequest
 from graphrun.serve.jobs import Job
 from graphrun.serve.together import RunFigures
-from graphrun.trace import Overrun, verdict
+from graphrun.trace import Overrun, SlotTrace, Trace, verdict
+from graphrun.units import MIB
 
 Cli = Callable[..., tuple[int, str, str]]
 GRAPH = Path(__file__).parents[2] / "graphs" / "flux-tiny.yaml"
@@ -195,3 +197,25 @@ def test_a_server_answers_with_it(graph: Any, problem: Problem, solution: Soluti
         job.results.append(asdict(figures) | {"overruns": figures.overruns})
     answer = result(job, Pictures(), "")["graphrun"]
     assert re.fullmatch(rf"the run took more than planned: {NUMBERS}", answer["verdict"])
+
+
+@pytest.mark.parametrize(("process_mib", "excess_mib"), [(0, 0), (400, 15)])
+def test_a_process_matches_its_plan_up_to_three_percent(process_mib: int, excess_mib: int) -> None:
+    """The plan's peak on a CPU is 400 MiB of the process and 100 MiB of tensors: 3 % are 15 MiB."""
+    planned_bytes = {"a/0:x": 100 * MIB, "b/0:y": 20 * MIB}
+
+    def trace_with(excess_bytes: int) -> Trace:
+        slots = (
+            SlotTrace(name, "", 1, nbytes + excess_bytes, 0, 0.0, 1.0, planned_peaks=(nbytes,))
+            for name, nbytes in planned_bytes.items()
+        )
+        return Trace("", "", tuple(slots), (), 0, 0, process_bytes=process_mib * MIB)
+
+    assert trace_with(excess_mib * MIB).verdict == "the run matched the plan"
+    trace = trace_with((excess_mib + 1) * MIB)
+    assert len(trace.overruns) == 2
+    planned, measured = process_mib + 100, process_mib + 100 + excess_mib + 1
+    numbers = f"{measured}.00 MiB instead of {planned}.00 MiB in a/0:x"
+    assert trace.verdict == f"the run took more than planned: {numbers}, and in 1 more"
+    restored_trace = trace_from_json(trace.to_json())
+    assert restored_trace.process_bytes == trace.process_bytes
