@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from read_ordering import ReadOrdering
 from small_component import (
     ACTIVATION_BYTES,
     PREFETCH,
@@ -177,13 +178,15 @@ class Contract:
 @pytest.fixture(params=["sim", "sim, order checked", "cpu", "cuda"])
 def contract(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Contract:
+) -> Iterator[Contract]:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     if request.param.startswith("sim") and not sim.available():
         pytest.skip("this PyTorch cannot host the simulated accelerator")
     monkeypatch.setattr(Machine, "check_ordering", request.param == "sim, order checked")
-    return Contract(request.param, monkeypatch, tmp_path)
+    ordering = ReadOrdering(monkeypatch) if request.param == "cpu" else None
+    yield Contract(request.param, monkeypatch, tmp_path)
+    assert ordering is None or not ordering.reports
 
 
 @pytest.mark.parametrize("ring_buffer", [1, 2, 3])

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from read_ordering import ReadOrdering
 from safetensors.torch import load_file, save_file
 from small_component import PREFETCH, Small, calls_to, plain, plan_of, small_problem, use
 from stored_component import cpu_hardware, host_of, in_files, nothing_left, saved, slow_reads
@@ -38,11 +39,18 @@ def nothing_is_left() -> Iterator[None]:
         yield
 
 
-class Runs:
-    """Runs of one plan: ``a`` streams its blocks while ``b`` is loaded. Some blocks are read
-    directly, others are cast."""
+@pytest.fixture(autouse=True)
+def is_in_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    ordering = ReadOrdering(monkeypatch)
+    yield
+    assert not ordering.reports
 
-    def __init__(self, folder: Path) -> None:
+
+class Runs:
+    """Runs of one plan, ``text``: ``a`` streams its blocks while ``b`` is loaded. Some blocks are
+    read directly, others are cast."""
+
+    def __init__(self, folder: Path, text: str = PREFETCH) -> None:
         hardware = cpu_hardware()
         self.modules = {"a": Small(), "b": Small(1)}
         uses = [[use("a", 4, hardware)], [use("b", 1, hardware)]]
@@ -53,7 +61,7 @@ class Runs:
             with_half(self.folders[name], module)
         self.expected = plain(self.modules, CALLS)
         ring_bytes = 2 * self.problem.component("a").variants[0].block_bytes[1]
-        text = PREFETCH.format(ring_buffer=ring_bytes).replace("from pinned", "from file")
+        text = text.format(ring_buffer=ring_bytes).replace("from pinned", "from file")
         self.solution = solution_of(self.problem, plan_of(self.problem, text))
         self.device = CpuDevice(hardware)
         self.reads = list[tuple[str, str, int]]()
