@@ -22,7 +22,7 @@ GRAPHS = Path(__file__).parent.parent / "graphs"
 
 # modules that tests share
 sys.path[:0] = [
-    str(Path(__file__).parent / name) for name in ("sweep", "docs", "runtime", "standins")
+    str(Path(__file__).parent / name) for name in ("sweep", "docs", "ops", "runtime", "standins")
 ]
 pytest_plugins = ["campaign"]
 

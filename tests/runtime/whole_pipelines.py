@@ -125,7 +125,8 @@ def plain_image(graph: Graph, modules: Mapping[str, nn.Module], inputs: Mapping[
         **inputs,
         **{
             k: v
-            for k, v in graph.stage("denoise").arguments.items()
+            for stage in graph.stages
+            for k, v in stage.arguments.items()
             if not isinstance(v, Reference)
         },
     }
