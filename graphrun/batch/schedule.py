@@ -64,7 +64,8 @@ class Schedule:
     """Segments in order, run for groups of ``group`` requests.
 
     ``seconds`` and ``moved_bytes`` are predicted for all requests. ``waiting_bytes``: the most that
-    waits between two segments; ``room_bytes``: the RAM for it.
+    waits between two segments; ``room_bytes``: the RAM for it, on a CPU what plans leave of the
+    budget.
     """
 
     segments: tuple[StageSegment, ...]
@@ -166,11 +167,12 @@ def _schedule(
         for number in range(1, len(segments))
     ]
     waiting_bytes = max(transfer, default=0)
-    room = max(
-        0,
-        problem.ram_bytes
-        - max(segment.solution.simulation.host_peak_bytes for segment in segments),
-    )
+    simulations = [segment.solution.simulation for segment in segments]
+    if problem.hardware.unified:
+        room = problem.effective_bytes - max(simulation.peak_bytes for simulation in simulations)
+    else:
+        room = problem.ram_bytes - max(simulation.host_peak_bytes for simulation in simulations)
+    room = max(0, room)
     group = requests
     if waiting_bytes and problem.disk_bytes is not None:
         stored_bytes = max(

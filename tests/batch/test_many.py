@@ -213,6 +213,18 @@ def test_groups_are_as_large_as_ram_and_disk_allow(flux: Any, problem: Problem, 
     assert tight.seconds > ample.seconds, "weights are loaded for each group"
 
 
+def test_on_a_cpu_values_wait_in_the_room_that_the_plans_leave_of_the_budget(
+    flux: Any, plan: Any, cached_dry_runs: Path
+) -> None:
+    problem = graphrun.estimate(
+        flux, inputs=SMALL, cache=cached_dry_runs, hardware="cpu", memory="600M"
+    )
+    for schedule in schedules(flux, problem, {"encode": 8, "denoise": 8, "decode": 8}, 8, plan):
+        peak_bytes = max(s.solution.simulation.peak_bytes for s in schedule.segments)
+        assert peak_bytes > 0
+        assert schedule.room_bytes == problem.effective_bytes - peak_bytes
+
+
 def test_values_beyond_their_ram_wait_on_disk() -> None:
     import torch
 
