@@ -46,7 +46,6 @@ os.environ.update(
 )
 
 import torch  # noqa: E402
-from cpu_device import CpuDevice  # noqa: E402
 from gpu_lab import placed  # noqa: E402
 
 PAIRS, PAIRS_RESIDENT = 5, 24
@@ -171,30 +170,15 @@ def interval(ratios: list[float]) -> list[float]:
     return [round(medians[50], 4), round(medians[-51], 4)]
 
 
-def session_plan(problem: Any) -> Any:
-    """The first run loads everything, which stays; further runs move nothing."""
-    from graphrun.model.plan import parse
-
-    lines = str(resident_plan(problem)).splitlines()
-    first = [line for line in lines if not line.startswith("  evict")]
-    return parse(
-        "\n".join([*first, "again", *(line for line in first[1:] if not line.startswith("  load"))])
-    )
-
-
 def resident() -> dict[str, Any]:
     """FLUX on the CPU, resident: graphrun over diffusers' pipeline. The pictures are the same."""
     import numpy as np
 
+    import graphrun
     from graphrun.modules.build import resolve_class
-    from graphrun.runtime.executor import PlanSession, stages_for
-    from graphrun.runtime.host import Host
-    from graphrun.verify.solution import solution_of
 
-    prepared, device = Prepared("flux-tiny", LARGER, steps=8), CpuDevice()
-    problem = replace(prepared.problem(AMPLE), runs=2)
-    plan, graph, inputs = session_plan(problem), prepared.graph, prepared.inputs
-    host = Host.of_graph(graph, problem, device, prepared.modules)
+    prepared = Prepared("flux-tiny", LARGER, steps=8)
+    graph, inputs = prepared.graph, prepared.inputs
     kind = resolve_class(graph.pipeline, graph.trust)
     pipeline = kind(
         **prepared.modules, **prepared.parts, image_encoder=None, feature_extractor=None
@@ -209,10 +193,10 @@ def resident() -> dict[str, Any]:
         generator = torch.Generator("cpu").manual_seed(inputs["seed"])
         return pipeline(**call, num_inference_steps=inputs["steps"], generator=generator).images[0]
 
-    with PlanSession(solution_of(problem, plan), host, device) as session:
+    with graphrun.Session(graph, inputs=inputs, memory="auto") as session:
 
         def ours() -> Any:
-            return session.run(stages_for(plan, graph, inputs, device, host)).outputs["image"]
+            return session.run().outputs["image"]
 
         if not np.array_equal(np.asarray(plain()), np.asarray(ours())):
             raise AssertionError("the pictures differ")

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parent
-ACTIONS = ("import graphrun", "plan", "estimate", "attach", "import a folder", "serve")
+ACTIONS = (
+    "import graphrun",
+    "plan",
+    "estimate",
+    "attach",
+    "attach to the CPU",
+    "import a folder",
+    "serve",
+)
 
 
 @pytest.mark.long

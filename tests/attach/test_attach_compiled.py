@@ -1,12 +1,11 @@
 """Pipelines with compiled blocks: weights are placed again without compiling again, and results are
 those of the plain compiled one.
 
-On the CPU as a device of the executor, since there is a compiler for it."""
+On the CPU, since there is a compiler for it. Weights are read from files."""
 
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,9 @@ import pytest
 import torch
 from campaign import sampled
 from diffusers import FluxPipeline
-from test_attach_pipelines import equal, weight_bytes
+from saved_pipelines import load, save
+from small_component import Small, small_hardware, small_problem, use
+from test_attach_pipelines import equal
 from tiny_pipelines import Case, cases
 
 import graphrun
@@ -30,20 +31,8 @@ from graphrun.runtime.host import Host
 from graphrun.runtime.residency import Residency
 from graphrun.sim import Machine
 
-sys.path += [
-    str(Path(__file__).parent.parent.parent / folder) for folder in ("benchmarks", "tests/runtime")
-]
-from cpu_device import CpuDevice  # noqa: E402
-from small_component import Small, small_hardware, small_problem, use  # noqa: E402
-
 FLUX: Case = cases()["FluxPipeline"]
 STREAMED: dict[str, Any] = {"exclude": ["transformer"]}
-
-
-class Cpu(CpuDevice):
-    """Planned for with the rates of the simulated accelerator."""
-
-    name = "sim"
 
 
 class Compilations:
@@ -92,9 +81,12 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Any, Any], None], str]] = {
 
 
 def attach(pipe: Any, **options: Any) -> Attachment:
-    return graphrun.attach(
-        pipe, **{"vram": 10 * weight_bytes(pipe), "hardware": "sim", "device": Cpu(), **options}
-    )
+    return graphrun.attach(pipe, **{"memory": "8G", "device": "cpu", **options})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save(FLUX, tmp_path / "flux")
 
 
 def called(pipe: Any, number: int) -> Any:
@@ -109,8 +101,10 @@ def called(pipe: Any, number: int) -> Any:
     ).images
 
 
-def plain_calls(change: Callable[[Any, Any], None], backend: Any, count: int) -> list[Any]:
-    plain = FLUX.build()
+def plain_calls(
+    folder: Path, change: Callable[[Any, Any], None], backend: Any, count: int
+) -> list[Any]:
+    plain = load(FLUX, folder)
     change(plain, backend)
     outputs = [called(plain, number) for number in range(count)]
     torch.compiler.reset()
@@ -125,12 +119,14 @@ def plain_calls(change: Callable[[Any, Any], None], backend: Any, count: int) ->
         "warm",
     ),
 )
-def test_blocks_are_compiled_as_often_as_those_of_the_plain_pipeline(case: str) -> None:
+def test_blocks_are_compiled_as_often_as_those_of_the_plain_pipeline(
+    case: str, folder: Path
+) -> None:
     """Two sizes in turn, so that blocks are compiled for the second, too."""
     options, change, first = CASES[case.removesuffix(", Inductor")]
     plain, attachment_compilations = (Compilations(case.endswith("Inductor")) for _ in range(2))
-    want = plain_calls(change, plain, 20 if plain.inductor and change is repeated else 4)
-    pipe = FLUX.build()
+    want = plain_calls(folder, change, plain, 20 if plain.inductor and change is repeated else 4)
+    pipe = load(FLUX, folder)
     if first == "compiled":
         change(pipe, attachment_compilations)
     with attach(pipe, **options) as attachment:
@@ -180,7 +176,8 @@ def test_compiled_blocks_run_as_written_on_the_simulated_accelerator() -> None:
     pipe, compilations = FLUX.build(), Compilations()
     want = [called(pipe, number) for number in range(2)]
     repeated(pipe, compilations)
-    with attach(pipe, **STREAMED, device=SimulatedDevice(Machine())):
+    device = SimulatedDevice(Machine())
+    with attach(pipe, **STREAMED, device=device, memory=None, vram="1G"):
         for number in (0, 1, 2):
             image = called(pipe, number)
             assert number == 2 or equal(image, want[number])
@@ -207,7 +204,7 @@ ASKING = (
     "tiny-flux-transformer.json, dtype: bfloat16, compile: blocks}",
 )
 SMALL = {"height": 32, "width": 32, "steps": 2, "max_sequence_length": 16}
-GRANTED: dict[str, Any] = {"vram": "1G", "ram": "8G", "hardware": "sim", "allow": ["compile"]}
+GRANTED: dict[str, Any] = {"memory": "8G", "allow": ["compile"]}
 
 
 @pytest.fixture
@@ -259,7 +256,7 @@ def test_a_session_compiles_the_blocks_that_the_graph_asks_for_once(
     want = plain_pictures(graph, 20 if compiler.inductor else 4)
     compile_count, compiler.count = compiler.count, 0
     demands = {"exclude": ["transformer"]} if streamed else {}
-    with graphrun.Session(graph, inputs=SMALL, device=Cpu(), **GRANTED, **demands) as session:
+    with graphrun.Session(graph, inputs=SMALL, **GRANTED, **demands) as session:
         traces = [session.run(sized(number)) for number in range(len(want))]
     assert [trace.outputs["image"].tobytes() for trace in traces] == [
         image.tobytes() for image in want
@@ -269,7 +266,7 @@ def test_a_session_compiles_the_blocks_that_the_graph_asks_for_once(
 
 
 def test_nothing_is_compiled_unless_the_caller_allows_what_the_graph_asks_for(
-    edit_graph: Callable[..., Any], compiler: Compilations, monkeypatch: pytest.MonkeyPatch
+    edit_graph: Callable[..., Any], compiler: Compilations
 ) -> None:
     asking = (
         "tiny-clip.json, dtype: bfloat16}",
@@ -278,15 +275,17 @@ def test_nothing_is_compiled_unless_the_caller_allows_what_the_graph_asks_for(
     graph, budgets = edit_graph("flux-tiny", asking), {**GRANTED, "allow": ()}
     eager_plan = graphrun.plan(graphrun.estimate(graph, inputs=SMALL, **budgets))
     compiled_plan = graphrun.plan(graphrun.estimate(graph, inputs=SMALL, **GRANTED))
-    monkeypatch.setattr("graphrun.runtime.devices.open.open_device", lambda *_, **__: Cpu())
-    plain = graphrun.run(eager_plan, graph)
+    graphrun.run(eager_plan, graph)
     assert compiler.count == 0
     graphrun.run(compiled_plan, graph)
     assert compiler.count > 0
-    monkeypatch.undo()
     assert compiled_plan.problem.component("text_encoder").layers is None
-    on_sim = graphrun.run(compiled_plan, graph)  # for which there is no compiler
-    assert on_sim.outputs["image"].tobytes() == plain.outputs["image"].tobytes()
+    on_sim = graphrun.estimate(
+        graph, inputs=SMALL, vram="1G", ram="8G", hardware="sim", allow=["compile"]
+    )
+    compile_count = compiler.count
+    graphrun.run(graphrun.plan(on_sim), graph)  # for which there is no compiler
+    assert compiler.count == compile_count
     with pytest.raises(PlanError, match="digest"):
         graphrun.run(compiled_plan, edit_graph("flux-tiny"))
 

@@ -154,14 +154,15 @@ def register_backend() -> None:
 
 def prepared(action: str, folder: Path) -> Callable[[], Any]:
     """What a user does, with everything ready that is not graphrun's."""
-    if action == "attach":
-        sys.path += [str(ROOT / "benchmarks"), *TINY_PIPELINES]
-        from tiny_pipelines import cases
+    if action in ("attach", "attach to the CPU"):
+        sys.path += TINY_PIPELINES
+        import diffusers
 
-        pipe = cases()["FluxPipeline"].build()
+        saved_pipeline(folder / "flux")
+        pipe = diffusers.FluxPipeline.from_pretrained(folder / "flux")
         pipe.set_progress_bar_config(disable=True)
         call(pipe)
-        return lambda: attach(pipe)
+        return lambda: attach(pipe, on_card=action == "attach")
     if action == "import a folder":
         saved_pipeline(folder / "flux")
     actions = {
@@ -190,16 +191,17 @@ def call(pipe: Any) -> None:
     )
 
 
-def attach(pipe: Any) -> None:
-    """Attaches to a device that calls itself a card, calls the pipeline and detaches."""
-    from cpu_device import CpuDevice
+def attach(pipe: Any, *, on_card: bool) -> None:
+    """Attaches to a device that calls itself a card, or to the CPU, calls the pipeline and
+    detaches."""
+    from card import Card
 
     import graphrun
 
-    class Card(CpuDevice):
-        name = "cuda"
-
-    graphrun.attach(pipe, vram="1G", ram="8G", hardware="rtx4090", device=Card())
+    if on_card:
+        graphrun.attach(pipe, vram="1G", ram="8G", hardware="rtx4090", device=Card())
+    else:
+        graphrun.attach(pipe, memory="8G", device="cpu")
     call(pipe)
     pipe.graphrun.detach()
 
