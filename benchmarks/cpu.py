@@ -70,7 +70,7 @@ def exclusive(folder: Path) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "lock"
-    handle = os.open(file, os.O_RDWR | os.O_CREAT)
+    handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

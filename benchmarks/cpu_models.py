@@ -28,7 +28,12 @@ SHARD_BYTES = 10**9
 GIB = 2**30
 PROMPT = "a lighthouse at dusk, oil on canvas"
 SEED = 3
-SDCPP_PREFIXES = {"unet": "unet.", "vae": "vae.", "text_encoder": "te.", "text_encoder_2": "te.1."}
+SDCPP_PREFIXES = {
+    "unet": "unet.",
+    "vae": "vae.",
+    "text_encoder": "cond_stage_model.transformer.",
+    "text_encoder_2": "cond_stage_model.1.transformer.",
+}
 NAMES = {"steps": "num_inference_steps", "frames": "num_frames"}  # of graphs -> of pipelines
 
 
@@ -232,7 +237,8 @@ def needed_bytes(name: str) -> int:
 def write_gguf(folder: Path, file: Path) -> None:
     """Write the weights of SDXL in ``folder`` to one GGUF file, in the precision they have.
 
-    Names are diffusers', behind the prefixes that stable-diffusion.cpp gives to components.
+    Names are diffusers', behind the prefixes that stable-diffusion.cpp gives to components. Text
+    encoders get the ``text_model.`` of published checkpoints.
     """
     import numpy
     from gguf import GGMLQuantizationType, GGUFWriter
@@ -249,8 +255,9 @@ def write_gguf(folder: Path, file: Path) -> None:
             for name, row in header.items():
                 begin, end = row["data_offsets"]
                 rows = row["shape"][:-1]
+                is_bare = component.startswith("text") and not name.startswith("text_")
                 writer.add_tensor(
-                    prefix + name,
+                    prefix + ("text_model." if is_bare else "") + name,
                     data[start + begin : start + end].reshape(*rows, -1),
                     raw_dtype=GGMLQuantizationType[row["dtype"]],
                 )

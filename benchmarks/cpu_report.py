@@ -35,6 +35,7 @@ TITLES = {
     "group-offload": "diffusers group offload, disk",
     "sd.cpp": "stable-diffusion.cpp, mmap",
 }
+BASES = {"measured": "profile of `graphrun calibrate`"}
 OWN_SAMPLERS = ("sd.cpp",)  # tools whose pictures cannot be equal
 Cell = dict[str, Any]
 
@@ -115,7 +116,11 @@ def table(cells: Sequence[Cell]) -> str:
             f"direct reads {reference['disk_bytes_per_second'] / 1e9:.2f} GB/s."
         )
     if plans := [row for row in plans if row]:
-        parts += ["graphrun, measured and planned, without planning itself:"]
+        bases = {c["basis"] for c in cells if "basis" in c}
+        parts += [
+            "graphrun, measured and planned, without planning itself; planned seconds are from "
+            f"the {' and the '.join(sorted(BASES.get(basis, basis) for basis in bases))}:"
+        ]
         parts += [_lines(PLAN_HEADER, plans)]
     return "\n\n".join(parts)
 
@@ -235,8 +240,10 @@ def page(cells: Sequence[Cell]) -> str:
         "cgroup of exactly the cap: page cache included, no swap. Every tool starts from the same "
         "diffusers folder, cap, prompt and seed. The page cache is empty at the start.",
         "<!-- not run: hours, and 80 GB of disk -->\n```sh\n"
-        "python benchmarks/cpu.py --weights FOLDER --delete    # typed again, it continues\n"
-        "python benchmarks/cpu.py --report                     # writes this page\n```",
+        "pip install stable-diffusion-cpp-python   # compiles; left out without it\n"
+        "graphrun calibrate --device cpu\n"
+        "python benchmarks/cpu.py --weights FOLDER --delete # typed again, it continues\n"
+        "python benchmarks/cpu.py --report                  # writes this page\n```",
         "- *seconds*: the median from the first open file to the picture; *a step*: the median "
         "denoising step.\n"
         "- *limit*: what no tool on PyTorch can be faster than: the seconds of computing, measured "
@@ -247,8 +254,9 @@ def page(cells: Sequence[Cell]) -> str:
         "shared, locked and kernel bytes. *CPU*: the share of all cores during a step.\n"
         "- *killed*: by the kernel, because of the cap. *picture*: *equal* is the reference's bit "
         "for bit; *own sampler*: another program with its own noise.\n"
-        "- stable-diffusion.cpp reads all weights into memory at its start, with mmap too. So it "
-        "runs SDXL only, from one GGUF file with the same bfloat16 weights.",
+        "- stable-diffusion.cpp copies all weights into memory at its start, with mmap too. So it "
+        "needs a cap above their size. It runs SDXL only, from one GGUF file with the same "
+        "bfloat16 weights; its users would quantize them.",
     ]
     for group in by_model(cells):
         name = group[0]["model"]

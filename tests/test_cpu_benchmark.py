@@ -87,7 +87,7 @@ REFERENCE = cell(
 RECORDED = [
     REFERENCE,
     cell("graphrun", 6, 90.0, run_seconds=80.0, run_read_bytes=70 * 10**9, planned_seconds=81.0)
-    | {"planned_read_bytes": 71 * 10**9, "planned_peak_bytes": 2**30},
+    | {"basis": "measured", "planned_read_bytes": 71 * 10**9, "planned_peak_bytes": 2**30},
     cell("graphrun", 6, 110.0, run=2),
     cell("graphrun", 6, 100.0, run=3),
     cell("graphrun", 16, 50.0),
@@ -274,14 +274,20 @@ def test_a_gguf_file_has_the_names_and_bytes_of_the_folder(part: Any, tmp_path: 
     weights = {
         "unet": {"conv_in.weight": torch.randn(4, 2, 3, 3).bfloat16()},
         "vae": {"decoder.weight": torch.randn(5, 7)},
-        "text_encoder_2": {"text_model.bias": torch.randn(6).bfloat16()},
+        "text_encoder": {"embeddings.bias": torch.randn(6).bfloat16()},
+        "text_encoder_2": {"text_projection.weight": torch.randn(2, 6).bfloat16()},
     }
     for component, values in weights.items():
         (tmp_path / component).mkdir()
         save_file(values, tmp_path / component / "model.safetensors")
     part("cpu_models").write_gguf(tmp_path, tmp_path / "copies" / "w.gguf")
     rows = {row.name: row for row in gguf.GGUFReader(tmp_path / "copies" / "w.gguf").tensors}
-    assert [*rows] == ["unet.conv_in.weight", "vae.decoder.weight", "te.1.text_model.bias"]
+    assert [*rows] == [
+        "unet.conv_in.weight",
+        "vae.decoder.weight",
+        "cond_stage_model.transformer.text_model.embeddings.bias",
+        "cond_stage_model.1.transformer.text_projection.weight",
+    ]
     tensors = [tensor for component in weights.values() for tensor in component.values()]
     for row, tensor in zip(rows.values(), tensors, strict=True):
         assert tuple(row.shape[::-1]) == tuple(tensor.shape)
@@ -307,6 +313,7 @@ def test_tables_have_medians_limits_and_plans(part: Any) -> None:
     )
     assert "| 6 | accelerate `disk_offload` | killed |" in "\n".join(lines)
     assert lines[-1] == "| 6 | 80.0 | 81.0 | 70.00 | 71.00 | 1.000 | 1.000 |"
+    assert "planned seconds are from the profile of `graphrun calibrate`:" in "\n".join(lines)
     assert "differs by 0.2" in "\n".join(lines)
     assert "caps enforced by the kernel" in lines[0]
 
