@@ -185,7 +185,8 @@ def test_an_immovable_component_is_neither_evicted_nor_streamed() -> None:
 
 
 def test_a_phase_without_components_has_only_a_first_slot() -> None:
-    pipeline_code = problem(K, (), (PhaseNumbers("pipeline_code", 0, (), 0, 10, 0),))
+    phases = (PhaseNumbers("pipeline_code", 0, (), 0, 10, 0),)
+    pipeline_code = problem(K, (), phases, ram_bytes=0)  # the activation is on the device
     assert (
         broken_rules("plan {digest}\nslot pipeline_code/0: first\nrun\nslot end", pipeline_code)
         == []

@@ -18,7 +18,7 @@ def broken_rules(text: str, problem: Problem | None = None) -> list[tuple[str, i
 
 
 def broken_rules_in_session(text: str = SESSION, **changes: object) -> list[tuple[str, int, int]]:
-    return broken_rules(text, example_problem(runs=3, **changes))
+    return broken_rules(text, example_problem(runs=2, **changes))
 
 
 def test_the_unchanged_plans_are_valid() -> None:
@@ -94,6 +94,10 @@ def test_slots_must_follow_the_chosen_order_of_stages() -> None:
         == []
     )
     assert broken_rules(swapped, example_problem(precedence=None)) == [("order", -1, -1)]
+    default_order = COLD.replace(
+        "option decode tiling", "option decode tiling\norder encode refine denoise decode"
+    )
+    assert broken_rules(default_order, example_problem(precedence=None)) == []
     encode, refine, denoise = (
         COLD.index("slot encode"),
         COLD.index("slot refine"),
@@ -160,6 +164,11 @@ def test_slots_must_follow_the_chosen_order_of_stages() -> None:
         ("  read dit\n", "  spill embeds\n  read dit\n", [("spill", 3, 0)]),
         ("  spill embeds\n", "  restore embeds\n", [("restore", 2, 1), ("restore", 4, 2)]),
         (
+            "  spill embeds\n  load up all from pinned\nslot refine/0:up first\n",
+            "  load up all from pinned\nslot refine/0:up first\n  spill embeds\n",
+            [("spill", 3, 0), ("restore", 4, 2)],
+        ),
+        (
             "  read dit\n  load dit unblocked[0] from pinned",
             "  load dit unblocked[0] from pinned\n  read dit",
             [("order", 3, 1)],
@@ -177,6 +186,32 @@ def test_a_violation_of_a_host_rule_names_slot_and_action(
 ) -> None:
     assert old in COLD
     assert broken_rules(COLD.replace(old, new)) == rules
+
+
+def details(text: str, problem: Problem) -> list[str]:
+    return [violation.detail for violation in check(problem, plan_for(problem, text))]
+
+
+def test_a_violation_says_where_a_missing_backing_store_is() -> None:
+    problem = example_problem()
+    without_read = details(COLD.replace("  read te\n", ""), problem)
+    assert without_read[0] == "the backing store of te is needed, but it is not read yet"
+    after_drop = details(COLD.replace("  drop up\n", "  drop dit\n  drop up\n"), problem)
+    assert after_drop[0] == "the backing store of dit is needed, but it is dropped already"
+
+
+def test_a_component_on_the_cpu_cannot_compute_from_a_backing_store_on_disk() -> None:
+    te, *other_components = example_problem().components
+    on_disk = replace(te.variants[1], backing_store="disk", read_seconds=(), disk_seconds=(2.0,))
+    problem = example_problem(components=(replace(te, variants=(on_disk,)), *other_components))
+    text = COLD.replace("variant te bfloat16 pageable", "variant te bfloat16 disk")
+    text = text.replace("  read te\n", "").replace("  drop te\n", "")
+    assert details(text, problem) == ["the backing store of te is needed, but it is on disk"]
+
+
+def test_the_end_slot_reads_no_backing_store() -> None:
+    text = COLD.replace("  read te\n", "").replace("  evict vae all", "  evict vae all\n  read te")
+    assert broken_rules(text) == [("host-missing", 1, -1), ("drop", 2, 0), ("read", 9, 1)]
 
 
 def test_values_are_spilled_only_around_phases_with_load_slots_that_do_not_consume_them() -> None:
@@ -276,6 +311,17 @@ def test_unused_components_take_no_host_memory() -> None:
     assert broken_rules(COLD, with_it) == []
 
 
+def test_a_component_that_the_chosen_option_does_not_use_takes_no_disk() -> None:
+    problem = example_problem(disk_bytes=0)
+    *components, vae = problem.components
+    spare = replace(vae, name="spare", variants=(replace(vae.variants[0], stored_bytes=9),))
+    *phases, decode = problem.phases
+    decode = replace(decode, uses=(*decode.uses, replace(decode.uses[0], component="spare")))
+    problem = replace(problem, components=(*components, vae, spare), phases=(*phases, decode))
+    assert broken_rules(COLD, problem) == []
+    assert ("disk", -1, -1) in broken_rules(COLD.replace("option decode tiling\n", ""), problem)
+
+
 def test_a_spilled_value_is_off_the_device_only_between_its_two_load_slots() -> None:
     problem = example_problem(
         values=(replace(example_problem().values[0], nbytes=12 * K), example_problem().values[1])
@@ -297,6 +343,12 @@ def test_a_spilled_value_is_off_the_device_only_between_its_two_load_slots() -> 
         )
     }
     assert int(rules[3].split(" activation + ")[1].split()[0]) == 12 * K
+
+
+def test_no_value_is_spilled_where_device_and_host_share_memory() -> None:
+    problem = example_problem()
+    unified = replace(problem, hardware=replace(problem.hardware, device="cpu"))
+    assert broken_rules(COLD, unified) == [("spill", 2, 1), ("restore", 4, 2)]
 
 
 def test_a_component_on_the_cpu_has_its_activation_in_ram() -> None:

@@ -247,6 +247,8 @@ def test_streaming_does_not_wait_for_a_prefetch_whose_memory_is_not_yet_page_loc
     assert spans(simulation, 1, "read") == [("mid.0", 0, 1), ("mid.1", 1, 2)]
     assert [span[1:] for span in spans(simulation, 1, "stream")] == [(0, 1), (1, 2), (4, 5), (7, 8)]
     assert [span[1:] for span in spans(simulation, 1, "load")] == [(10, 11), (11, 12)]
+    read_only = run(problem, "plan x\nslot denoise/0:dit load\n  read vae\nslot end")
+    assert read_only.slots[0].seconds == 10, "the slot ends when the memory is page-locked"
 
 
 def test_streaming_does_not_wait_for_a_prefetch_whose_fetch_is_late() -> None:
