@@ -214,8 +214,8 @@ def test_a_process_matches_its_plan_up_to_three_percent(process_mib: int, excess
     assert trace_with(excess_mib * MIB).verdict == "the run matched the plan"
     trace = trace_with((excess_mib + 1) * MIB)
     assert len(trace.overruns) == 2
-    planned, measured = process_mib + 100, process_mib + 100 + excess_mib + 1
-    numbers = f"{measured}.00 MiB instead of {planned}.00 MiB in a/0:x"
+    peak_mib = process_mib + 100
+    numbers = f"{peak_mib + excess_mib + 1}.00 MiB instead of {peak_mib}.00 MiB in a/0:x"
     assert trace.verdict == f"the run took more than planned: {numbers}, and in 1 more"
     restored_trace = trace_from_json(trace.to_json())
     assert restored_trace.process_bytes == trace.process_bytes
