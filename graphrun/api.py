@@ -181,6 +181,7 @@ def survey(
     graph: Graph,
     *,
     hardware: str | Hardware | None = None,
+    memory: str | int | None = None,
     inputs: Mapping[str, Any] | None = None,
     mode: str = "resident",
     precision: Iterable[str] = (),
@@ -195,6 +196,7 @@ def survey(
 
     These are weights by precision, activations, values, FLOPs and seconds.
 
+    ``memory``     on a CPU: the memory in which it has to fit; None: all of this machine's
     ``mode``       how diffusers would place it: ``resident``, ``model``, ``sequential``, ``group``
                    or ``leaf`` (`profile.modes`)
     ``precision``  ``nf4`` or ``transformer=nf4``: replaces the graph's own
@@ -207,10 +209,13 @@ def survey(
     Each number has its basis; measurements of earlier runs in ``cache`` replace traced numbers.
     Other arguments are as for `estimate`. Raises InputError for arguments that mean nothing.
     """
-    from graphrun.devices import hardware_for
+    from graphrun.devices import cards_for, memory_budget, refuse_wrong_budgets
     from graphrun.profile.asked import options_by_stage, pictures_input, with_precisions
 
-    hardware = hardware_for(hardware, cache=cache)
+    card, *_ = cards_for(None, memory, hardware, cache=cache)
+    if memory is not None:
+        refuse_wrong_budgets(card, Budget(memory=memory))
+        card = replace(card, capacity_bytes=memory_budget(memory, card))
     graph, formats = with_precisions(graph, precision)
     options = options_by_stage(graph, option)
     graph, inputs = graph.for_first(inputs or {})
@@ -223,7 +228,7 @@ def survey(
 
     placement = mode_called(mode, graph, formats, keep, cpu, pinned=pinned)
     store = _store(cache)
-    return look(graph, dry_run(graph, values, store, options), hardware, values, store, placement)
+    return look(graph, dry_run(graph, values, store, options), card, values, store, placement)
 
 
 def plan(

@@ -251,17 +251,9 @@ def memory_budget(memory: str | int | None, hardware: Hardware) -> int:
     """
     if memory not in (None, "auto"):
         return parse_size(memory, whole_bytes=hardware.capacity_bytes, name="memory")
-    from graphrun.profile.hardware import budget_of
+    from graphrun.profile.hardware import available_memory, budget_of
 
     return min(budget_of(available_memory()), hardware.capacity_bytes)
-
-
-def available_memory() -> int:
-    """Return the bytes that this process takes and may still take, slightly rounded down."""
-    from graphrun.host_ram import host_ram_bytes, steady_bytes
-    from graphrun.memory_group import process_bytes
-
-    return steady_bytes(host_ram_bytes() + process_bytes().nbytes)
 
 
 def resolved_budgets(

@@ -13,6 +13,7 @@ import io
 import mmap
 import os
 import sys
+import tempfile
 import threading
 import weakref
 from pathlib import Path
@@ -20,6 +21,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from graphrun.errors import InputError
+from graphrun.units import PAGE_BYTES
 
 _seeking = threading.Lock()
 # Addresses of the memory of `anonymous_memory` that forked processes do not have.
@@ -101,6 +103,23 @@ def open_direct(path: str) -> io.FileIO | None:
         file.close()
         return None
     return file
+
+
+def reads_directly(folder: Path) -> bool:
+    """Return whether the file system of ``folder`` has reads that bypass the page cache.
+
+    Reads a page of a temporary file there. Raises OSError if none can be written.
+    """
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".graphrun-") as written_file:
+        written_file.write(bytes(PAGE_BYTES))
+        written_file.flush()
+        if (file := open_direct(written_file.name)) is None:
+            return False
+        with file, contextlib.closing(mmap.mmap(-1, PAGE_BYTES)) as page:
+            try:
+                return file.readinto(page) == PAGE_BYTES
+            except OSError:  # some file systems refuse the read instead of the flag
+                return False
 
 
 def file_system(handle: int, mounts: Path = Path("/proc/self/mountinfo")) -> str:

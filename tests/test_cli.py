@@ -375,7 +375,7 @@ def test_estimate_says_what_diffusers_modes_take(graphrun: Cli) -> None:
 def test_doctor_says_what_is_here(graphrun: Cli) -> None:
     code, output, _ = graphrun("doctor")
     assert code == 0
-    assert output.startswith(("no CUDA device: graphs can be planned for any card", "ready: "))
+    assert output.startswith("ready: ")
     assert "bitsandbytes" in output
     code, output, _ = graphrun("doctor", "--json")
     assert (code, json.loads(output)["device"]["sim"]) == (0, True)

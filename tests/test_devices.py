@@ -73,10 +73,10 @@ def test_a_cpu_has_one_budget(size: str | int, nbytes: int) -> None:
 
 
 def test_auto_is_what_the_process_takes_and_may_still_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphrun.devices.available_memory", lambda: 2 * GIB)
+    monkeypatch.setattr("graphrun.profile.hardware.available_memory", lambda: 2 * GIB)
     assert memory_budget("auto", CPU) == memory_budget(None, CPU) == int(0.95 * 2 * GIB)
     assert limits_for(Budget(), [CPU]).budget_bytes == int(0.95 * 2 * GIB)
-    monkeypatch.setattr("graphrun.devices.available_memory", lambda: 1 << 60)
+    monkeypatch.setattr("graphrun.profile.hardware.available_memory", lambda: 1 << 60)
     assert memory_budget("auto", CPU) == CPU.capacity_bytes
 
 

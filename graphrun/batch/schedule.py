@@ -168,11 +168,12 @@ def _schedule(
     ]
     waiting_bytes = max(transfer, default=0)
     simulations = [segment.solution.simulation for segment in segments]
-    if problem.hardware.unified:
-        room = problem.effective_bytes - max(simulation.peak_bytes for simulation in simulations)
-    else:
-        room = problem.ram_bytes - max(simulation.host_peak_bytes for simulation in simulations)
-    room = max(0, room)
+    room = max(
+        0,
+        problem.effective_bytes - max(simulation.peak_bytes for simulation in simulations)
+        if problem.hardware.unified
+        else problem.ram_bytes - max(simulation.host_peak_bytes for simulation in simulations),
+    )
     group = requests
     if waiting_bytes and problem.disk_bytes is not None:
         stored_bytes = max(

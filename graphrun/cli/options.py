@@ -10,7 +10,7 @@ import functools
 import inspect
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -140,12 +140,14 @@ class PlanOptions:
     pin: Annotated[
         NameList,
         typer.Option(
-            help="A component whose master copy is page-locked. Repeatable.", show_default=False
+            help="A component whose host copy is page-locked. Repeatable.", show_default=False
         ),
     ] = None
     reserve: Annotated[
         str | None,
-        typer.Option(help="Part of the VRAM budget left to other programs.", show_default=False),
+        typer.Option(
+            help="Part of the device's budget left to other programs.", show_default=False
+        ),
     ] = None
     until: Annotated[
         str | None,
@@ -209,6 +211,11 @@ class PlanOptions:
                 f"{path} is a plan: it has its own budgets, hardware, device and "
                 f"directives; leave {flags} out"
             )
+
+
+def with_typed_budget(options: PlanOptions, option: str, text: str) -> PlanOptions:
+    """Return ``options`` with the budget ``text`` for ``--vram`` or ``--memory``."""
+    return replace(options, memory=text) if option == "--memory" else replace(options, vram=text)
 
 
 def merge_options(arguments: Sequence[str], options: Sequence[str]) -> str:

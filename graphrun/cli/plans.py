@@ -5,7 +5,6 @@ None of them runs a graph.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,11 +29,11 @@ from graphrun.cli.common import (
     show,
     with_budget,
 )
-from graphrun.cli.options import PlanOptions, ReuseOption, Verbose, shared
+from graphrun.cli.options import PlanOptions, ReuseOption, Verbose, shared, with_typed_budget
 from graphrun.cli.placing import ClusterFile, ItemsOption, ObjectiveOption, plan_cluster
 from graphrun.cli.teams import FailLimits, FailOver, FailPeak
 from graphrun.cli.terminal import alive, width
-from graphrun.devices import hardware_for, per_device
+from graphrun.devices import per_device, refuse_wrong_budgets
 from graphrun.errors import InputError, Interrupted, PlanError
 from graphrun.files import Store
 from graphrun.reading import read_json
@@ -145,7 +144,16 @@ def explain(
 
 @app.command()
 @shared(
-    "hardware", "device", "set_", "keep", "pinned", "until", "trust_package", "source", "no_cache"
+    "memory",
+    "hardware",
+    "device",
+    "set_",
+    "keep",
+    "pinned",
+    "until",
+    "trust_package",
+    "source",
+    "no_cache",
 )
 def estimate(
     graph: OnlyGraph,
@@ -189,11 +197,12 @@ def estimate(
     from graphrun.report.estimate_screen import estimate_screen
 
     pipeline_graph, cache = load(graph, options), cache_folder(options.no_cache)
-    hardware = hardware_for(options.hardware, options.device, cache)
+    hardware, *_ = cards_for(options, cache)
     with alive(f"dry run of {pipeline_graph.name}"):
         survey = api.survey(
             pipeline_graph,
             hardware=hardware,
+            memory=options.memory,
             inputs=options.inputs,
             mode=mode,
             precision=precision or (),
@@ -231,8 +240,8 @@ def frontier(
     as_json: AsJson = False,
 ) -> None:
     """Show predicted time against VRAM budget (--vram 4G:48G, 4G:48G:4G, or a single one; of
-    several devices that of one, as in 24G,4G:12G), and with --sweep the largest value of an input
-    that fits each budget."""
+    several devices that of one, as in 24G,4G:12G), on a CPU against memory (--memory 2G:12G), and
+    with --sweep the largest value of an input that fits each budget."""
     from graphrun.report.svg import rasterized
     from graphrun.report.whatif_screens import fastest, frontier_json, frontier_screen, frontier_svg
     from graphrun.solve.frontier import sizes_between, values_between
@@ -243,29 +252,34 @@ def frontier(
     planfile.require_writable(plot)
     pipeline_graph, cache = load(graph, options), cache_folder(options.no_cache)
     name, values = values_between(sweep) if sweep is not None else ("", ())
-    if options.vram is None:
-        raise InputError("a frontier needs budgets: add --vram, such as --vram 4G:48G")
     sweep_inputs = [(str(value), {**options.inputs, name: str(value)}) for value in values] or [
         ("", options.inputs)
     ]
     for _, inputs in sweep_inputs:
         # Refuse bad values before minutes of planning; each value needs its own dry run.
         pipeline_graph.for_planning(inputs)
-    requests = per_device(options.vram, options.hardware, options.device)
-    devices_hardware = cards_for(options, cache)
-    varied = [number for number, request in enumerate(requests) if ":" in request.vram] or [0]
+    cards = cards_for(options, cache)
+    refuse_wrong_budgets(cards[0], options)
+    option = cards[0].budget_option
+    text = options.memory if cards[0].unified else options.vram
+    if text is None:
+        example = "2G:12G" if cards[0].unified else "4G:48G"
+        raise InputError(f"a frontier needs budgets: add {option}, such as {option} {example}")
+    vram: list[Any] = [request.vram for request in per_device(text)]
+    varied = [number for number, size in enumerate(vram) if ":" in size] or [0]
     if len(varied) > 1:
         raise InputError(
             f"--vram {options.vram}: one device is varied at a time: give the others a "
             "budget, as in 24G,4G:12G"
         )
-    device, vram = varied[0], [request.vram for request in requests]
-    vram[device] = (
-        with_budget(options, devices_hardware[0]).vram if options.vram == "auto" else vram[device]
-    ) or ""
-    card = devices_hardware[device]
+    device, name_of_budget = varied[0], option.removeprefix("--")
+    card = cards[device]
+    if text == "auto":
+        vram[device] = getattr(with_budget(options, card), name_of_budget)
     budgets = sizes_between(
-        vram[device], whole_bytes=card.capacity_bytes if card.device != "sim" else None
+        vram[device],
+        whole_bytes=card.capacity_bytes if card.device != "sim" else None,
+        name=name_of_budget,
     )
     if budgets[-1] > card.capacity_bytes:
         say(f"the {card.name} has {show_size(card.capacity_bytes)}: larger budgets are left out")
@@ -275,8 +289,8 @@ def frontier(
         vram[device] = budgets[0]
         arguments = {
             **options.estimate_arguments,
-            "hardware": devices_hardware,
-            "vram": vram,
+            "hardware": cards,
+            name_of_budget: budgets[0] if card.unified else vram,
             "inputs": inputs,
             "cache": cache,
         }
@@ -294,7 +308,8 @@ def frontier(
     if best is not None:
         vram[device] = typed_size(best.budget_bytes)
     next_command = (
-        f"next: graphrun plan {graph} {replace(options, vram=','.join(map(str, vram))).flags}"
+        f"next: graphrun plan {graph} "
+        + with_typed_budget(options, option, ",".join(map(str, vram))).flags
         if best and not name
         else ""
     )

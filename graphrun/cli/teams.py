@@ -30,7 +30,8 @@ FailPeak = Annotated[
     str | None,
     typer.Option(
         "--fail-peak",
-        help="Exit with 1 if it takes more VRAM, as nvidia-smi would show it: 7.5G.",
+        help="Exit with 1 if it takes more memory of the device, as nvidia-smi or, on a CPU, the "
+        "kernel would show it: 7.5G.",
         show_default=False,
     ),
 ]

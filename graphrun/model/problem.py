@@ -172,6 +172,16 @@ class Hardware:
     basis: Basis = "data sheet"
 
     @property
+    def budget_name(self) -> str:
+        """The name of its memory on screens: ``VRAM``, or ``memory`` where the host shares it."""
+        return "memory" if self.unified else "VRAM"
+
+    @property
+    def budget_option(self) -> str:
+        """The option with the budget of its memory."""
+        return "--memory" if self.unified else "--vram"
+
+    @property
     def unified(self) -> bool:
         """Whether device and host share one memory: weights are read from files into it, and
         nothing is copied to a second memory."""
@@ -538,19 +548,22 @@ class Problem:
 
     @property
     def overhead_bytes(self) -> int:
-        """Bytes of the budget that are not for tensors: context, workspace and reserve.
-
-        On a CPU also page tables, of huge pages too: the kernel keeps a table for each, in case it
-        has to split them.
-        """
+        """Bytes of the budget that are not for tensors: context, workspace, page tables and reserve."""
         hardware = self.hardware
-        page_table_bytes = self.budget_bytes // BYTES_PER_TABLE_BYTE if hardware.unified else 0
         return (
             hardware.context_bytes
             + hardware.workspace_bytes
+            + self.page_table_bytes
             + self.reserve_bytes
-            + page_table_bytes
         )
+
+    @property
+    def page_table_bytes(self) -> int:
+        """Bytes of page tables, which the kernel counts for a process; 0 on cards.
+
+        The kernel keeps a table for each huge page too, in case it has to split the page.
+        """
+        return self.budget_bytes // BYTES_PER_TABLE_BYTE if self.hardware.unified else 0
 
     def budget_for(self, tensor_bytes: int) -> int:
         """Return the smallest budget that leaves ``tensor_bytes`` for tensors, in bytes.
@@ -558,18 +571,27 @@ class Problem:
         The capacity of the hardware is ignored.
         """
         nbytes = replace(self, budget_bytes=0).overhead_bytes + tensor_bytes
-        table_bytes = (nbytes - 1) // (BYTES_PER_TABLE_BYTE - 1) if self.hardware.unified else 0
-        return nbytes + table_bytes
+        if not self.hardware.unified:
+            return nbytes
+        return nbytes + (nbytes - 1) // (BYTES_PER_TABLE_BYTE - 1)  # page tables of the budget
 
-    def vram_option(self, nbytes: int) -> str:
-        """Return the value of ``--vram`` with ``nbytes`` for the device, and unchanged budgets for
-        the secondary devices."""
+    def with_budget(self, nbytes: int) -> Problem:
+        """Return the problem with a budget of ``nbytes`` for the device.
+
+        On a CPU it is also the budget of the host, which shares its memory.
+        """
+        ram_bytes = nbytes if self.hardware.unified else self.ram_bytes
+        return replace(self, budget_bytes=nbytes, ram_bytes=ram_bytes)
+
+    def budget_change(self, nbytes: int) -> tuple[str, str]:
+        """Return the option, and its value, that sets the device's budget to ``nbytes``.
+
+        The budgets of secondary devices are unchanged.
+        """
         if not self.secondaries:
-            return str(nbytes)
-        return ",".join(
-            f"{budget}B"
-            for budget in (nbytes, *(secondary.budget_bytes for secondary in self.secondaries))
-        )
+            return self.hardware.budget_option, str(nbytes)
+        sizes = (nbytes, *(secondary.budget_bytes for secondary in self.secondaries))
+        return self.hardware.budget_option, ",".join(f"{size}B" for size in sizes)
 
     @property
     def effective_bytes(self) -> int:

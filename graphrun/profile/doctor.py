@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import psutil
+from huggingface_hub.constants import HF_HUB_CACHE
 
 from graphrun.extras import install_command
 from graphrun.files import Store
 from graphrun.host_ram import available_bytes, host_ram_bytes, memory_limits
+from graphrun.memory_group import enforceable
 from graphrun.profile import hardware
 from graphrun.profile import hardware_profiles as profiles
 from graphrun.profile.precision import NEEDS, flags, new_enough
-from graphrun.systems import pinned_limit_bytes
+from graphrun.systems import pinned_limit_bytes, reads_directly
 from graphrun.units import GIB, show_size
 
 
@@ -87,7 +89,7 @@ WITHOUT = {
     "accelerate": "large components take twice their memory while they are read",
     "bitsandbytes": "no nf4 and no int8 components",
 }
-PLAN_ANYWAY = "graphrun plan flux-dev --hardware rtx4090 --vram 8G --ram 64G"
+RUN_ANYWAY = "graphrun plan flux-schnell --device cpu --memory auto"
 TORCH_BUILDS = "https://pytorch.org/get-started/locally"
 
 
@@ -112,6 +114,7 @@ def examine(cache: Path | None) -> dict[str, Any]:
     """
     versions = [package_status(name, _version(name)) for name in WITHOUT]
     device, memory, disk = _device(), _memory(), _disk(cache)
+    processor = _processor(cache)
     store = Store(cache).entries() if cache is not None else []
     findings = {
         "python": sys.version.split()[0],
@@ -122,6 +125,7 @@ def examine(cache: Path | None) -> dict[str, Any]:
             name: asdict(flags(name, {package["name"]: package["version"] for package in versions}))
             for name in NEEDS
         },
+        "processor": processor,
         "memory": memory,
         "disk": disk,
         "cache": {
@@ -158,6 +162,7 @@ def _checks(findings: Mapping[str, Any]) -> Iterator[Check]:
         yield Check(
             "simulated", "problem", text, f"pip install -U 'torch>={RULES[0].first_version}'"
         )
+    yield from processor_checks(findings["processor"])
     yield from memory_checks(findings["memory"], card=card is not None)
     yield from map(_disk_check, findings["disk"])
     yield _cache_check(findings["cache"])
@@ -277,7 +282,7 @@ def device_check(device: Mapping[str, Any]) -> Check:
             "device",
             "note",
             f"no CUDA device; this torch is built for {build}{ignored}",
-            PLAN_ANYWAY,
+            RUN_ANYWAY,
         )
     kinds = _kinds_of_card(signs)
     if build.partition(" ")[0] not in kinds:
@@ -312,6 +317,65 @@ def driver(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     return next((word for word in words if word[:1].isdigit() and word.count(".") >= 1), None)
 
 
+def _processor(cache: Path | None) -> dict[str, Any]:
+    """Return what the device ``cpu`` can do here.
+
+    ``direct_reads``: whether the file systems of the folders have reads past the page cache, None
+    where that cannot be tried. ``unenforceable``: why ``run --enforce`` cannot limit memory, or "".
+    """
+    cpu = profiles.detect_cpu(cache)
+    folders = [Path(HF_HUB_CACHE), *([cache] if cache is not None else [])]
+    return {
+        "name": cpu.name,
+        "basis": cpu.basis,
+        "cores": hardware.core_count(),
+        "bfloat16_instructions": list(hardware.bfloat16_instructions()),
+        "unenforceable": enforceable(),
+        "direct_reads": [
+            {"folder": str(folder), "direct": _direct_reads(folder)} for folder in folders
+        ],
+    }
+
+
+def _direct_reads(folder: Path) -> bool | None:
+    existing_folder = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        return reads_directly(existing_folder)
+    except OSError:
+        return None
+
+
+def processor_checks(processor: Mapping[str, Any]) -> Iterator[Check]:
+    """Check the device ``cpu``: instructions, calibration, --enforce, and reads of weights."""
+    cores, instructions = f"{processor['cores']} cores", processor["bfloat16_instructions"]
+    if instructions:
+        yield Check("cpu", "ok", f"{cores}, bfloat16 by {', '.join(instructions)}")
+    else:
+        text = f"{cores} without instructions for bfloat16: about as slow as float32 there"
+        yield Check("cpu", "note", text)
+    if processor["basis"] == "data sheet":
+        text = "not calibrated: seconds on the CPU are data-sheet estimates"
+        yield Check("calibration", "note", text, "graphrun calibrate --device cpu")
+    else:
+        yield Check("calibration", "ok", f"profile {processor['name']} ({processor['basis']})")
+    if reason := processor["unenforceable"]:
+        yield Check("enforce", "note", f"run --enforce has no effect here: {reason}")
+    else:
+        yield Check("enforce", "ok", "run --enforce limits a run to its --memory by a cgroup")
+    for row in processor["direct_reads"]:
+        folder, is_direct = row["folder"], row["direct"]
+        if is_direct:
+            yield Check("reads", "ok", f"past the page cache (O_DIRECT) in {folder}")
+        elif is_direct is None:
+            yield Check("reads", "note", f"O_DIRECT is not known: no file can be made in {folder}")
+        else:
+            text = (
+                f"no O_DIRECT in {folder}: weights there are read through the page cache, which "
+                "takes more CPU time"
+            )
+            yield Check("reads", "note", text)
+
+
 def _memory() -> dict[str, Any]:
     whole = psutil.virtual_memory()
     return {
@@ -319,6 +383,7 @@ def _memory() -> dict[str, Any]:
         "available_bytes": available_bytes(),
         "swap_bytes": int(psutil.swap_memory().total),
         "usable_bytes": host_ram_bytes(),
+        "auto_bytes": hardware.budget_of(hardware.available_memory()),
         "limits": [asdict(limit) for limit in memory_limits()],
         "pinned_limit_bytes": pinned_limit_bytes(),
     }
@@ -329,10 +394,12 @@ def memory_checks(memory: Mapping[str, Any], *, card: bool) -> Iterator[Check]:
 
     ``card``: whether there is a device that copies from locked pages.
     """
-    usable, available, total, swap = (
-        show_size(memory[f"{name}_bytes"]) for name in ("usable", "available", "total", "swap")
+    usable, budget, available, total, swap = (
+        show_size(memory[f"{name}_bytes"])
+        for name in ("usable", "auto", "available", "total", "swap")
     )
-    yield Check("RAM", "ok", f"{usable} for --ram auto, {available} of {total} available")
+    text = f"{available} of {total} available; --memory auto is {budget}, --ram auto {usable}"
+    yield Check("memory", "ok", text)
     yield Check("swap", "ok", f"{swap}: ignored")
     for limit in memory["limits"]:
         text = (
@@ -340,7 +407,7 @@ def memory_checks(memory: Mapping[str, Any], *, card: bool) -> Iterator[Check]:
             f"used) {limit['path']}"
         )
         if limit["nbytes"] < memory["total_bytes"]:
-            yield Check("cgroup", "note", f"{text}; --ram auto uses what is left of it")
+            yield Check("cgroup", "note", f"{text}; --memory and --ram auto use what is left of it")
         else:
             yield Check("cgroup", "ok", text)
     if not memory["limits"]:

@@ -47,7 +47,8 @@ from pathlib import Path
 from typing import Any
 
 from graphrun.errors import InputError
-from graphrun.host_ram import total_ram_bytes
+from graphrun.host_ram import host_ram_bytes, steady_bytes, total_ram_bytes
+from graphrun.memory_group import process_bytes
 from graphrun.model.problem import Hardware, KernelRates, ProcessorRates
 from graphrun.units import GIB, KIB, MIB
 
@@ -313,9 +314,14 @@ def cpu_key() -> str:
     return f"{_cpu_facts()[0]}, {threads} threads, torch {version('torch')}"
 
 
-def has_fast_bfloat16() -> bool:
-    """Return whether this machine's CPU multiplies bfloat16 faster than fp32."""
-    return bool(_cpu_facts()[2] & FAST_BFLOAT16)
+def bfloat16_instructions() -> tuple[str, ...]:
+    """Return the CPU's instructions that multiply bfloat16 faster than fp32; empty without any."""
+    return tuple(sorted(_cpu_facts()[2] & FAST_BFLOAT16))
+
+
+def core_count() -> int:
+    """Return the number of cores that this process may use."""
+    return _cpu_facts()[1]
 
 
 def cpu_estimate() -> Hardware:
@@ -447,6 +453,11 @@ def free_range_with_desktop(hardware: Hardware, budget_bytes: int) -> tuple[int,
 def budget_of(free_bytes: int) -> int:
     """Return the default VRAM budget: free bytes less a twentieth for other programs."""
     return int(0.95 * free_bytes)
+
+
+def available_memory() -> int:
+    """Return the bytes that this process takes and may still take, slightly rounded down."""
+    return steady_bytes(host_ram_bytes() + process_bytes().nbytes)
 
 
 def free_bytes() -> int | None:

@@ -83,7 +83,14 @@ def survey(
         "versions": dict(problem.versions),
         "hardware": {
             name: getattr(hardware, name)
-            for name in ("name", "basis", "capacity_bytes", "context_bytes", "workspace_bytes")
+            for name in (
+                "name",
+                "device",
+                "basis",
+                "capacity_bytes",
+                "context_bytes",
+                "workspace_bytes",
+            )
         },
         "components": components,
         "phases": phases,

@@ -13,6 +13,7 @@ from graphrun.report.screen import (
     verdict_line,
 )
 from graphrun.report.table import Units, table
+from graphrun.report.verdicts import budget_text, clock_text, location
 from graphrun.trace import Trace
 from graphrun.units import show_seconds, show_size
 
@@ -51,26 +52,21 @@ def call_screen(solution: Solution, trace: Trace) -> str:
         )
     rows.append(units.row("whole call", "", "", *comparison_cells(pairs)))
     spare_bytes = problem.effective_bytes - trace.peak_bytes
-    clock = {"sim": "the virtual clock", "cpu": "this CPU"}.get(trace.device, "the card")
     return "\n".join(
         (
             f"{problem.graph}  hardware {problem.hardware.name} ({problem.hardware.basis}) "
             f" {regime(problem)}",
-            f"{'memory' if is_unified else 'budget'} {show_size(problem.budget_bytes)}, "
+            f"{budget_text(problem)}, "
             f"{show_size(problem.effective_bytes)} of it for the call; peak"
             f" {show_size(trace.peak_bytes)}, headroom {show_size(spare_bytes)}",
             *residency_lines(solution),
             f"predicted {show_seconds(simulation.seconds)}, "
             f"{show_seconds(simulation.compute_seconds)} of it compute;"
-            f" took {show_seconds(trace.seconds)} on {clock}",
+            f" took {show_seconds(trace.seconds)} {clock_text(trace.device)}",
             "",
             table(rows, left_columns=(0, 2)),
             f" sizes in {units.size}; weights: whole, or how many blocks stay "
-            + (
-                "in memory while the others are read"
-                if is_unified
-                else "on the device while the others are streamed"
-            ),
+            f"{location(trace.device)} while the others are streamed",
             verdict_line(trace),
         )
     )

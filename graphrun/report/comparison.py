@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from graphrun.model.solution import Solution
-from graphrun.report.screen import phase_streams, resident_block_counts
+from graphrun.report.screen import backing_store_text, phase_streams, resident_block_counts
 from graphrun.report.summary import summarize
 from graphrun.report.table import table
 from graphrun.units import show_seconds, show_size
@@ -45,9 +45,9 @@ def compare(a: Solution, b: Solution) -> dict[str, Any]:
     backing store (``stored as``).
     """
     summary_a, summary_b = summarize(a, None), summarize(b, None)
-    conditions = {name: (summary_a[name], summary_b[name]) for name in CONDITIONS} | _pairs_by_key(
-        summary_a["settings"], summary_b["settings"]
-    )
+    conditions = {
+        name: (summary_a.get(name), summary_b.get(name)) for name in CONDITIONS
+    } | _pairs_by_key(summary_a["settings"], summary_b["settings"])
     stages = [
         {stage["name"]: stage for stage in summary["stages"]} for summary in (summary_a, summary_b)
     ]
@@ -57,7 +57,11 @@ def compare(a: Solution, b: Solution) -> dict[str, Any]:
         "conditions": [
             _pair(name, *values) for name, values in conditions.items() if values[0] != values[1]
         ],
-        "figures": [_pair(name, summary_a[name], summary_b[name]) for name in FIGURES],
+        "figures": [
+            _pair(name, summary_a.get(name), summary_b.get(name))
+            for name in FIGURES
+            if name in summary_a or name in summary_b
+        ],
         "stages": [
             {"stage": stage, **_pair(name, *(row[name] if row else None for row in rows))}
             for stage, rows in _pairs_by_key(*stages).items()
@@ -90,7 +94,9 @@ def _places(solution: Solution) -> dict[tuple[str, str], str]:
             zip(slots, resident_block_counts(component, solution.plan.finds, slots), strict=True)
         )
         blocks = sum(len(group.blocks) for group in component.groups)
-        places[component.name, "stored as"] = f"{variant.precision}, {variant.backing_store}"
+        places[component.name, "stored as"] = (
+            f"{variant.precision}, {backing_store_text(variant.backing_store)}"
+        )
         for phase in problem.phases:
             if not any(use.component == component.name for use in phase.uses):
                 continue

@@ -6,7 +6,7 @@ from typing import Any
 
 from graphrun.report.screen import Look
 from graphrun.report.table import Units, table
-from graphrun.report.verdicts import MODES, estimate_verdict
+from graphrun.report.verdicts import estimate_verdict, mode_text
 from graphrun.units import show_range, show_size
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -20,7 +20,7 @@ def estimate_screen(estimate: dict[str, Any], look: Look | None = None) -> str:
         (
             look.first(estimate_verdict(estimate)),
             look.folded(*_head(estimate)),
-            _components(estimate["components"], look),
+            _components(estimate, look),
             phases,
         )
     )
@@ -36,22 +36,34 @@ def _head(estimate: dict[str, Any]) -> tuple[str, ...]:
         if any(copy_bytes)
         else ""
     )
+    overhead = "process" if hardware["device"] == "cpu" else "context and workspace"
     formats = "".join(f"  {name} in {precision}" for name, precision in mode["formats"].items())
     return (
         f"estimate {estimate['graph']}  {settings}{formats}",
-        f"hardware {hardware['name']} ({hardware['basis']})  context and workspace "
+        f"hardware {hardware['name']} ({hardware['basis']})  {overhead} "
         f"{show_size(overhead_bytes)}",
-        f"with {MODES[mode['name']]}: peak {show_size(mode['peak_bytes'])} with context and "
-        "workspace, reserved;"
-        f" weights {show_size(mode['weights_bytes'])}{copies}",
+        f"with {mode_text(estimate)}: peak {show_size(mode['peak_bytes'])} with {overhead}, "
+        f"reserved; weights {show_size(mode['weights_bytes'])}{copies}",
         f"predicted {show_range(mode['seconds'], mode['seconds_range'])}",
     )
 
 
-def _components(components: list[dict[str, Any]], look: Look) -> str:
+def _components(estimate: dict[str, Any], look: Look) -> str:
+    components, has_host = estimate["components"], estimate["hardware"]["device"] != "cpu"
     units = Units(max(row["weights"][row["dtype"]]["bytes"] for row in components))
     rows, sources = (
-        [["component", "millions", "16 bit", "32 bit", "int8", "nf4", "host", "blocks"]],
+        [
+            [
+                "component",
+                "millions",
+                "16 bit",
+                "32 bit",
+                "int8",
+                "nf4",
+                *(["host"] if has_host else []),
+                "blocks",
+            ]
+        ],
         [],
     )
     for row in components:
@@ -64,7 +76,11 @@ def _components(components: list[dict[str, Any]], look: Look) -> str:
         blocks = " + ".join(str(k["count"]) for k in row["blocks"] if k["streamable"]) or "-"
         rows.append(
             units.row(
-                row["name"], f"{row['parameters'] / 1e6:,.1f}", *cells, row["host_bytes"], blocks
+                row["name"],
+                f"{row['parameters'] / 1e6:,.1f}",
+                *cells,
+                *([row["host_bytes"]] if has_host else []),
+                blocks,
             )
         )
         if source := row["source"]:
@@ -86,7 +102,7 @@ def _components(components: list[dict[str, Any]], look: Look) -> str:
         "millions: of parameters; *: allowed by the graph; 16 and 32 bit from the "
         "configuration, int8 and nf4 by formula"
     )
-    note = look.folded(f"weights and host in {units.size}; {legend}")
+    note = look.folded(f"weights{' and host' * has_host} in {units.size}; {legend}")
     return "\n".join([table(rows, left_columns=(0,), width=look.width), f" {note}", *sources])
 
 

@@ -97,6 +97,7 @@ def doctor_screen(findings: Mapping[str, Any], width: int = 80) -> str:
         [
             *_verdict(
                 findings["device"],
+                findings["memory"],
                 [check["name"] for check in checks if check["verdict"] == "problem"],
             ),
             "",
@@ -105,7 +106,9 @@ def doctor_screen(findings: Mapping[str, Any], width: int = 80) -> str:
     )
 
 
-def _verdict(device: Mapping[str, Any], problems: Sequence[str]) -> Iterator[str]:
+def _verdict(
+    device: Mapping[str, Any], memory: Mapping[str, Any], problems: Sequence[str]
+) -> Iterator[str]:
     """Yield whether runs are possible here, and the checks that found problems."""
     if (card := device["card"]) is not None:
         yield (
@@ -113,10 +116,8 @@ def _verdict(device: Mapping[str, Any], problems: Sequence[str]) -> Iterator[str
             f"{show_size(card['total_bytes'])} free"
         )
     else:
-        runs = (
-            "run on the simulated accelerator (--device sim)"
-            if device["sim"]
-            else "do not run here"
+        yield (
+            f"ready: the CPU (--device cpu) within {show_size(memory['auto_bytes'])}; no CUDA "
+            "device,\nand graphs can be planned for any card (--hardware)"
         )
-        yield f"no CUDA device: graphs can be planned for any card (--hardware),\nand {runs}"
     yield f"problems: {', '.join(problems)}" if problems else "no problems found"

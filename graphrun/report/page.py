@@ -23,6 +23,7 @@ from graphrun.report.outputs import PICTURES
 from graphrun.report.screen import PHASE_HEAD, comparison_cells, phase_cells, plan_screen, proof
 from graphrun.report.svg import element
 from graphrun.report.table import Units
+from graphrun.report.verdicts import clock_text, location
 from graphrun.report.whatif_screens import frontier_svg
 from graphrun.solve.frontier import FrontierPoint
 from graphrun.trace import Event, SlotTrace, Trace
@@ -212,8 +213,10 @@ def _cards(solution: Solution, simulation: Simulation, trace: Trace | None) -> s
             show_size(simulation.moved_bytes),
             f"{show_seconds(simulation.compute_seconds)} of compute",
         ),
-        ("host peak", show_size(simulation.host_peak_bytes), f"of {show_size(problem.ram_bytes)}"),
     ]
+    if not problem.hardware.unified:
+        host_peak = show_size(simulation.host_peak_bytes)
+        cards.append(("host peak", host_peak, f"of {show_size(problem.ram_bytes)}"))
     if problem.runs > 1:
         cards.append(
             (
@@ -223,13 +226,12 @@ def _cards(solution: Solution, simulation: Simulation, trace: Trace | None) -> s
             )
         )
     if trace:
-        clock = "virtual clock" if trace.device == "sim" else "on the card"
         cards += [
-            ("measured", show_seconds(trace.seconds), clock),
+            ("measured", show_seconds(trace.seconds), clock_text(trace.device)),
             (
                 "measured peak",
                 show_size(trace.peak_bytes),
-                f"left on the device: {show_size(trace.left_bytes)}",
+                f"left {location(trace.device)}: {show_size(trace.left_bytes)}",
             ),
         ]
     rows = "".join(

@@ -15,7 +15,7 @@ from graphrun.model.splits import computing_on
 from graphrun.report.command_lines import folded_command
 from graphrun.report.summary import directives, figures
 from graphrun.report.table import Units, table
-from graphrun.report.verdicts import plan_verdict, run_verdict
+from graphrun.report.verdicts import budget_text, clock_text, location, plan_verdict, run_verdict
 from graphrun.trace import SlotTrace, Trace
 from graphrun.units import gib, show_range, show_seconds, show_size
 
@@ -98,11 +98,12 @@ def plan_screen(
 def _head(solution: Solution, simulation: Simulation, solve_seconds: float | None) -> str:
     problem, hardware = solution.problem, solution.problem.hardware
     overhead = problem.budget_bytes - problem.effective_bytes - problem.reserve_bytes
+    title = " process" if hardware.unified else " context and workspace"
     peak = max(simulation.slots, key=lambda slot: slot.peak_bytes)
     waiting_seconds = max(0.0, simulation.seconds - simulation.compute_seconds)
     solve_text = f", {show_seconds(solve_seconds)} to solve" if solve_seconds is not None else ""
     terms = (
-        (overhead, " context and workspace"),
+        (overhead, title),
         (problem.reserve_bytes, " reserve"),
         (problem.effective_bytes, ""),
     )
@@ -122,8 +123,10 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
     return "\n".join(
         (
             f"plan {subject(problem)}",
-            f"hardware {hardware.name} ({hardware.basis})  budget {budget}  RAM "
-            f"{show_size(problem.ram_bytes)}  {regime(problem)}",
+            f"hardware {hardware.name} ({hardware.basis})  "
+            f"{'memory' if hardware.unified else 'budget'} {budget}{ram_text(problem)}  "
+            f"{regime(problem)}",
+            *_process(problem),
             *_choices(solution),
             f"peak {show_size(simulation.peak_bytes)} at {peak.phase}  headroom"
             f" {show_size(problem.effective_bytes - simulation.peak_bytes)}  moves "
@@ -142,19 +145,31 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
 def _subject(solution: Solution, look: Look) -> str:
     """Return the graph, its budgets and reserve, the plan's choices, and the proof."""
     problem = solution.problem
-    budgets = (
-        f"budget {show_size(problem.budget_bytes)}, {show_size(problem.effective_bytes)} of it "
-        "for tensors"
-    )
+    budgets = f"{budget_text(problem)}, {show_size(problem.effective_bytes)} of it for tensors"
     reserve = f", {show_size(problem.reserve_bytes)} reserve" if problem.reserve_bytes else ""
     proven = proof(solution)
-    plan = f"{budgets}{reserve}; RAM {show_size(problem.ram_bytes)}; {regime(problem)}; {proven}"
+    plan = f"{budgets}{reserve}{ram_text(problem, '; ')}; {regime(problem)}; {proven}"
     return look.folded(
         f"plan {subject(problem)}",
         plan,
+        *_process(problem),
         *_secondaries(problem, solution.simulation),
         *_choices(solution),
     )
+
+
+def _process(problem: Problem) -> list[str]:
+    """Return the line with the process's own bytes, which on a CPU are part of the budget."""
+    hardware = problem.hardware
+    if not hardware.unified:
+        return []
+    parts = (
+        (hardware.context_bytes, "Python and libraries"),
+        (hardware.workspace_bytes, "workspace"),
+        (problem.page_table_bytes, "page tables"),
+    )
+    text = " + ".join(f"{show_size(nbytes)} {name}" for nbytes, name in parts if nbytes)
+    return [f"process {show_size(sum(nbytes for nbytes, _ in parts))} = {text}"]
 
 
 def _choices(solution: Solution) -> list[str]:
@@ -207,6 +222,11 @@ def listed(title: str, names: Sequence[str], note: str = "") -> list[str]:
     return [f"{title} {', '.join(names)}{note}"] if names else []
 
 
+def ram_text(problem: Problem, separator: str = "  ") -> str:
+    """Return the budget of host RAM after ``separator``; empty where it is the device's too."""
+    return "" if problem.hardware.unified else f"{separator}RAM {show_size(problem.ram_bytes)}"
+
+
 def regime(problem: Problem) -> str:
     """Return ``cold run`` or ``session of N runs``."""
     return "cold run" if problem.runs == 1 else f"session of {problem.runs} runs"
@@ -222,7 +242,11 @@ def proof(solution: Solution) -> str:
 
 
 def _host(problem: Problem, simulation: Simulation) -> str:
-    """Return the line with the peak in RAM and the bytes read from disk."""
+    """Return the line with the peak in RAM, and the bytes read from disk."""
+    read_bytes = sum(slot.disk_bytes_read for slot in simulation.slots)
+    reads = f"reads {show_size(read_bytes)} from disk" if read_bytes else "reads nothing from disk"
+    if problem.hardware.unified:
+        return reads
     pinned_text = (
         f", {show_size(simulation.pinned_peak_bytes)} page-locked"
         if simulation.pinned_peak_bytes
@@ -231,8 +255,6 @@ def _host(problem: Problem, simulation: Simulation) -> str:
     limit = (
         f" (at most {show_size(problem.pinned_bytes)})" if problem.pinned_bytes is not None else ""
     )
-    read_bytes = sum(slot.disk_bytes_read for slot in simulation.slots)
-    reads = f"reads {show_size(read_bytes)} from disk" if read_bytes else "reads nothing from disk"
     headroom = show_size(problem.ram_bytes - simulation.host_peak_bytes)
     return (
         f"host peak {show_size(simulation.host_peak_bytes)}{pinned_text}{limit}  headroom "
@@ -382,10 +404,8 @@ def _timeline(problem: Problem, slots: Sequence[Slot], finds: DeviceBlocks, widt
         for name, _, _, stays in placements
         for phase, stay in stays.items()
     ]
-    legend = (
-        " █ resident  ▒ streamed  ░ on the device during another component's phase  · not on "
-        "the device"
-    )
+    place = location(problem.hardware.device)
+    legend = f" █ resident  ▒ streamed  ░ {place} during another component's phase  · not {place}"
     return "\n".join((table(rows, left_columns=range(len(rows[0]))), legend, *notes))
 
 
@@ -401,7 +421,8 @@ def _places(problem: Problem, slots: Sequence[Slot], finds: DeviceBlocks, width:
         [name, *_bars(marks, mark_columns), storage, ", ".join(dict.fromkeys(stays.values()))]
         for name, marks, storage, stays in placements
     ]
-    legend = " █ resident  ▒ streamed  ░ loaded early or kept for later  · not on the device"
+    place = location(problem.hardware.device)
+    legend = f" █ resident  ▒ streamed  ░ loaded early or kept for later  · not {place}"
     return "\n".join((table(rows, left_columns=range(len(rows[0])), width=width), legend))
 
 
@@ -436,12 +457,17 @@ def _placed(
                 marks.append(("█" if is_used else "░") if blocks else "·")
         device_text = f", on {variant.device}" if variant.secondary else ""
         location = (
-            f"{variant.backing_store}{device_text}"
+            f"{backing_store_text(variant.backing_store)}{device_text}"
             if variant.device != "cpu"
             else "computed on the CPU"
         )
         placements.append((component.name, marks, f"{variant.precision}, {location}", stays))
     return placements
+
+
+def backing_store_text(backing_store: str) -> str:
+    """Return where weights are stored, for a screen: on disk, if blocks are read from files."""
+    return "on disk" if backing_store == "file" else backing_store
 
 
 def resident_block_counts(
@@ -617,8 +643,7 @@ def measured_screen(
             *(f"wrote {path}" for path in output_files),
             "",
             table(rows, left_columns=(0,), width=None if look.verbose else look.width),
-            f" sizes in {units.size}; {units.time} "
-            f"{'on the virtual clock' if trace.device == 'sim' else 'on the card'}",
+            f" sizes in {units.size}; {units.time} {clock_text(trace.device)}",
             verdict_line(trace),
         )
     )
@@ -638,4 +663,4 @@ def comparison_cells(pairs: Sequence[tuple[SlotReport, SlotTrace]]) -> list[floa
 
 def verdict_line(trace: Trace) -> str:
     """Return the verdict on a run, and the bytes it left on the device."""
-    return f"{trace.verdict}; left on the device: {show_size(trace.left_bytes)}"
+    return f"{trace.verdict}; left {location(trace.device)}: {show_size(trace.left_bytes)}"

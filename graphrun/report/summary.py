@@ -23,6 +23,7 @@ def summarize(
     With a ``trace``, ``measured`` has measured figures: in total, per stage and per slot.
     """
     problem, plan, simulation = solution.problem, solution.plan, solution.simulation
+    unified = problem.hardware.unified
     summary: dict[str, Any] = {
         "feasible": True,
         "proven_optimal": solution.proven_optimal,
@@ -40,8 +41,7 @@ def summarize(
         "variants": dict(plan.variants),
         "options": dict(plan.options),
         "order": list(plan.order),
-        **figures(problem, "ram_bytes", "pinned_bytes"),
-        **figures(simulation, "host_peak_bytes", "pinned_peak_bytes"),
+        **_host(solution),
         "disk_bytes_read": sum(slot.disk_bytes_read for slot in simulation.slots),
         **figures(simulation, "peak_bytes", "moved_bytes"),
         **figures(problem, "digest", "graph"),
@@ -56,7 +56,7 @@ def summarize(
     if trace is not None:
         summary["measured"] = {
             "peak_bytes": trace.peak_bytes,
-            "host_peak_bytes": trace.host_bytes,
+            **({} if unified else {"host_peak_bytes": trace.host_bytes}),
             **figures(trace, "moved_bytes", "disk_bytes_read", "seconds", "left_bytes"),
             "kept_plan": not trace.overruns,
             "verdict": trace.verdict,
@@ -66,13 +66,34 @@ def summarize(
                     **figures(slot, "phase", "part"),
                     "planned_peak_bytes": report.peak_bytes,
                     **figures(slot, "peak_bytes", "moved_bytes"),
-                    "planned_host_bytes": report.host_bytes,
-                    "host_bytes": slot.host_bytes,
+                    **(
+                        {}
+                        if unified
+                        else {
+                            "planned_host_bytes": report.host_bytes,
+                            "host_bytes": slot.host_bytes,
+                        }
+                    ),
                 }
                 for report, slot in trace.pairs_with(simulation.slots)
             ],
         }
     return summary
+
+
+def _host(solution: Solution) -> dict[str, Any]:
+    """Return the budgets and peaks of host RAM.
+
+    On a CPU, whose memory is one pool: the process's own part of the budget.
+    """
+    problem, hardware = solution.problem, solution.problem.hardware
+    if hardware.unified:
+        process = figures(hardware, "context_bytes", "workspace_bytes")
+        return {"process": {**process, "page_table_bytes": problem.page_table_bytes}}
+    return {
+        **figures(problem, "ram_bytes", "pinned_bytes"),
+        **figures(solution.simulation, "host_peak_bytes", "pinned_peak_bytes"),
+    }
 
 
 def _secondaries(solution: Solution) -> list[dict[str, Any]]:
@@ -111,7 +132,7 @@ def stages(simulation: Simulation, trace: Trace | None = None) -> list[dict[str,
         "streamed_bytes",
         "loaded_bytes",
         "activation_bytes",
-        "host_bytes",
+        *(() if simulation.problem.hardware.unified else ("host_bytes",)),
     )
     rows = []
     for report in simulation.stages():

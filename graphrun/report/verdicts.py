@@ -9,7 +9,7 @@ from graphrun.model.problem import Problem
 from graphrun.model.simulation import Simulation
 from graphrun.model.solution import Solution
 from graphrun.trace import Trace
-from graphrun.units import GIB, KIB, MIB, roughly
+from graphrun.units import GIB, KIB, MIB, roughly, show_size
 
 # (kind of an output, its name on screens)
 PRODUCTS = (
@@ -39,10 +39,26 @@ def product_name(kinds: Mapping[str, str], settings: Mapping[str, str]) -> str:
     )
 
 
+def clock_text(device: str) -> str:
+    """Return whose seconds a run on the kind ``device`` has."""
+    return {"sim": "on the virtual clock", "cpu": "on the CPU"}.get(device, "on the card")
+
+
+def location(device: str) -> str:
+    """Return where weights are that a device of the kind ``device`` computes with."""
+    return "in memory" if device == "cpu" else "on the device"
+
+
+def budget_text(problem: Problem) -> str:
+    """Return the budget of the device, as the title of a line."""
+    title = "memory" if problem.hardware.unified else "budget"
+    return f"{title} {show_size(problem.budget_bytes)}"
+
+
 def plan_verdict(solution: Solution, product: str = "a run") -> str:
     """Return whether the plan fits, its time, its memory, and what it waits for.
 
-    The memory is counted as nvidia-smi would show it.
+    The memory is counted as nvidia-smi, or on a CPU the kernel, would show it.
     """
     problem, simulation = solution.problem, solution.simulation
     time = f"{roughly(simulation.seconds)} {product}"
@@ -64,7 +80,8 @@ def run_verdict(solution: Solution, trace: Trace) -> str:
     matched = "more than planned" if trace.overruns else "as planned"
     time_text = f"{roughly(trace.seconds)}{clock} (planned {planned_time})"
     memory = _used(problem, trace.peak_bytes)
-    return f"done: {time_text}, {memory} on {problem.hardware.name}, {matched}"
+    place = "" if problem.hardware.unified else f" on {problem.hardware.name}"
+    return f"done: {time_text}, {memory}{place}, {matched}"
 
 
 def _device(problem: Problem, seconds: float) -> str:
@@ -93,7 +110,8 @@ def _used(problem: Problem, peak_bytes: int) -> str:
         ((name, unit) for name, unit in (("GiB", GIB), ("MiB", MIB)) if total >= unit), ("KiB", KIB)
     )
     whole = f"{total / unit:.1f}".removesuffix(".0")
-    return f"{(total - problem.effective_bytes + peak_bytes) / unit:.1f} of {whole} {name}"
+    peak = (total - problem.effective_bytes + peak_bytes) / unit
+    return f"{peak:.1f} of {whole} {name}{' of memory' if problem.hardware.unified else ''}"
 
 
 def _waits(simulation: Simulation) -> str:
@@ -120,7 +138,6 @@ def _waits(simulation: Simulation) -> str:
 
 
 MODES = {
-    "resident": "everything on the device",
     "model": "model offloading",
     "sequential": "sequential offloading",
     "group": "group offloading by block",
@@ -128,18 +145,28 @@ MODES = {
 }
 
 
+def mode_text(estimate: Mapping[str, Any]) -> str:
+    """Return the name of the estimate's mode."""
+    name = estimate["mode"]["name"]
+    place = location(estimate["hardware"]["device"])
+    return f"everything {place}" if name == "resident" else MODES[name]
+
+
 def estimate_verdict(estimate: Mapping[str, Any]) -> str:
     """Return the first line of an estimate: the memory its mode takes, and whether it fits."""
     hardware, whole = estimate["hardware"], estimate["mode"]
     fit = "fits" if whole["peak_bytes"] <= hardware["capacity_bytes"] else "does not fit"
     device = (
-        f": {fit} on {hardware['name']} ({hardware['capacity_bytes'] / GIB:.0f} GiB)"
-        if hardware["name"] != "sim"
-        else ""
+        ""
+        if hardware["name"] == "sim"
+        else f": {fit} in {show_size(hardware['capacity_bytes'])} of memory"
+        if hardware["device"] == "cpu"
+        else f": {fit} on {hardware['name']} ({hardware['capacity_bytes'] / GIB:.0f} GiB)"
     )
     size = (
         f"{whole['peak_bytes'] / GIB:.1f} GiB"
         if whole["peak_bytes"] >= GIB
         else f"{whole['peak_bytes'] / MIB:.1f} MiB"
     )
-    return f"needs {size} with {MODES[whole['name']]}{device}; takes {roughly(whole['seconds'])}"
+    seconds = roughly(whole["seconds"])
+    return f"needs {size} with {mode_text(estimate)}{device}; takes {seconds}"

@@ -20,14 +20,14 @@ from graphrun.model.problem import Hardware, Problem
 from graphrun.model.solution import Solution
 from graphrun.report.command_lines import folded_options
 from graphrun.report.precisions import precision_lines
-from graphrun.report.screen import Look, listed, phase_streams, proof, subject, terms
+from graphrun.report.screen import Look, listed, phase_streams, proof, ram_text, subject, terms
 from graphrun.report.summary import directives, figures
 from graphrun.report.svg import element, picture, round_ticks, tick_seconds
 from graphrun.report.table import Units, table
 from graphrun.solve.alternatives import Alternative
 from graphrun.solve.frontier import FrontierPoint
 from graphrun.solve.infeasible import Infeasible
-from graphrun.solve.suggestions import Suggestion, sizes_in, typed_value
+from graphrun.solve.suggestions import Suggestion, exceeds_device, typed_value
 from graphrun.units import show_seconds, show_size
 
 # The title of each placement in `graphrun.solve.alternatives`; "": the plan itself.
@@ -46,10 +46,10 @@ def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
     No plan was found for budgets one byte below the minimum budgets on the screen.
     """
     look = look or Look()
-    budgets = f"{show_size(error.budget_bytes)} of VRAM and {show_size(error.ram_bytes)} of RAM"
+    budgets = _budgets_text(error.problem)
     verdict = (
         f"fits: no. No plan runs {error.graph} on {error.hardware} within {budgets}; "
-        f"{error.binding} binds"
+        f"{error.binding} is the limit"
     )
     lines = [look.first(verdict), *map(look.folded, _directives(error.problem)), ""]
     if error.needs:
@@ -150,11 +150,7 @@ def options_text(suggestion: Suggestion, capacity_bytes: int) -> str:
     directive, to run a second command, or to use a larger device.
     """
     for option, value in suggestion.change:
-        if (
-            not value
-            or option == "--until"
-            or (option == "--vram" and sizes_in(value)[0] > capacity_bytes)
-        ):
+        if not value or option == "--until" or exceeds_device(option, value, capacity_bytes):
             return ""
     return " ".join(f"{option} {typed_value(option, value)}" for option, value in suggestion.change)
 
@@ -176,25 +172,40 @@ def _smallest_title(problem: Problem) -> str:
     Without allocator pages, the minimum is proven: no plan exists for less. With pages, no plan was
     found for less.
     """
-    return "minimum VRAM" if problem.counts_pages else "smallest budget that works"
+    name = problem.hardware.budget_name
+    return f"minimum {name}" if problem.counts_pages else "smallest budget that works"
 
 
 def _smallest(error: Infeasible) -> str:
     """Return the minimum budgets as command-line options, for each budget that is too small."""
-    names = {"VRAM": "--vram", "RAM": "--ram", "pinned RAM": "--pinned", "disk": "--disk"}
+    names, device = {"RAM": "--ram", "pinned RAM": "--pinned", "disk": "--disk"}, error.tiers[0]
+    kind = "machine" if error.problem.hardware.unified else "device"
     options = [
-        f"a device with {show_size(tier.least_bytes)}, and this one has "
+        f"a {kind} with {show_size(tier.least_bytes)}, and this one has "
         f"{show_size(tier.have_bytes)}"
-        if tier.name == "VRAM" and tier.least_bytes > error.capacity_bytes
-        else _option(names[tier.name], tier.least_bytes, error.problem)
+        if tier is device and tier.least_bytes > error.capacity_bytes
+        else _device_option(error.problem, tier.least_bytes)
+        if tier is device
+        else _option(names[tier.name], str(tier.least_bytes), tier.least_bytes)
         for tier in error.tiers
         if tier.short
     ]
     return " and ".join(options) or "none, with what is allowed"
 
 
-def _option(name: str, nbytes: int, problem: Problem) -> str:
-    value = problem.vram_option(nbytes) if name == "--vram" else str(nbytes)
+def _budgets_text(problem: Problem) -> str:
+    """Return the budgets of the device and of the host, which on a CPU are one."""
+    budgets = [f"{show_size(problem.budget_bytes)} of {problem.hardware.budget_name}"]
+    if not problem.hardware.unified:
+        budgets.append(f"{show_size(problem.ram_bytes)} of RAM")
+    return " and ".join(budgets)
+
+
+def _device_option(problem: Problem, nbytes: int) -> str:
+    return _option(*problem.budget_change(nbytes), nbytes)
+
+
+def _option(name: str, value: str, nbytes: int) -> str:
     return f"{name} {typed_value(name, value)} ({nbytes} bytes)"
 
 
@@ -312,10 +323,9 @@ def _why(alternative: Alternative, problem: Problem) -> str:
         for need in alternative.needs
     ]
     return (
-        f"{'; '.join(needs)}; it takes "
-        f"{_option('--vram', alternative.smallest_budget_bytes, problem)}"
+        f"{'; '.join(needs)}; it takes {_device_option(problem, alternative.smallest_budget_bytes)}"
         if needs
-        else f"{alternative.binding} binds"
+        else f"{alternative.binding} is the limit"
     )
 
 
@@ -388,13 +398,13 @@ def frontier_screen(
             *look.next_lines,
             "",
             look.folded(f"frontier {subject(problem, name)}"),
-            f"hardware {problem.hardware.name} ({problem.hardware.basis})  RAM "
-            f"{show_size(problem.ram_bytes)}  cold run",
+            f"hardware {problem.hardware.name} ({problem.hardware.basis})"
+            f"{ram_text(problem)}  cold run",
             *_other_budgets(problem, series[0][1][0].device),
             *_directives(problem),
             "",
             table(rows if name else [row[1:] for row in rows], left_columns=()),
-            f" sizes in {units.size}; exposed: predicted time in which the device waits for copies",
+            f" sizes in {units.size}; exposed: predicted time in which nothing computes",
         )
     )
 
@@ -418,7 +428,7 @@ def _other_budgets(problem: Problem, varied: int) -> list[str]:
 
 def _cells(point: FrontierPoint) -> list[str | float]:
     if (solution := point.solution) is None:
-        minimum_text = show_size(point.smallest_ram_bytes) + " of RAM"
+        minimum_text = show_size(point.smallest_ram_bytes) + " of RAM"  # if VRAM is not short
         if point.smallest_budget_bytes > point.budget_bytes or point.device:
             minimum_text = (
                 show_size(point.smallest_budget_bytes) if point.smallest_budget_bytes else "more"
@@ -455,7 +465,7 @@ def fastest(points: Sequence[FrontierPoint]) -> FrontierPoint | None:
 def _notes(problem: Problem, points: Sequence[FrontierPoint]) -> list[str]:
     minimum_bytes = points[0].smallest_budget_bytes
     notes = (
-        [f"{_smallest_title(problem)}: {_option('--vram', minimum_bytes, problem)}"]
+        [f"{_smallest_title(problem)}: {_device_option(problem, minimum_bytes)}"]
         if minimum_bytes
         else []
     )
@@ -573,7 +583,10 @@ def frontier_svg(
         yield element("rect", width=WIDTH, height=HEIGHT, fill="white")
         hardware = _hardware(problem, series[0][1][0].device if series[0][1] else 0)
         yield text(
-            MARGIN, 30, f"{problem.graph} on {hardware.name}: predicted time against VRAM budget"
+            MARGIN,
+            30,
+            f"{problem.graph} on {hardware.name}: predicted time against "
+            f"{hardware.budget_name} budget",
         )
         yield element(
             "path", d=f"M{MARGIN} {MARGIN}V{bottom}H{WIDTH - MARGIN}", fill="none", stroke="black"

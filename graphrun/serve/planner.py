@@ -219,12 +219,11 @@ def _plan_batch(
 
 def share_of(problem: Problem, share: float) -> dict[str, int]:
     """Return ``share`` of the budgets of ``problem``, as arguments of `graphrun.estimate`. The rest
-    of the VRAM becomes a reserve, since weights of other graphs may be there."""
+    of the device's memory becomes a reserve, since weights of other graphs may be there."""
     others_bytes = problem.effective_bytes - int(share * problem.effective_bytes)
-    budgets = {
-        "reserve": problem.reserve_bytes + others_bytes,
-        "ram": int(share * problem.ram_bytes),
-    }
+    budgets = {"reserve": problem.reserve_bytes + others_bytes}
+    if not problem.hardware.unified:
+        budgets["ram"] = int(share * problem.ram_bytes)
     for name, nbytes in {"pinned": problem.pinned_bytes, "disk": problem.disk_bytes}.items():
         if nbytes is not None:
             budgets[name] = int(share * nbytes)

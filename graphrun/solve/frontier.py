@@ -165,14 +165,15 @@ def curve_ends(problem: Problem) -> tuple[int, int]:
     slot_bytes = max(
         (max(p.first_bytes, p.steady_bytes) + p.input_bytes for p in problem.phases), default=0
     )
-    whole = problem.budget_for(weights + slot_bytes + sum(value.nbytes for value in problem.values))
+    values = sum(value.nbytes for value in problem.values)
+    whole = problem.budget_for(weights + slot_bytes + values)
     return minimum, max(minimum, min(whole, problem.hardware.capacity_bytes))
 
 
 def at_budget(problem: Problem, nbytes: int, device: int = 0) -> Problem:
-    """Return ``problem`` with a VRAM budget of ``nbytes`` for device number ``device``."""
+    """Return ``problem`` with a budget of ``nbytes`` for device number ``device``."""
     if not device:
-        return replace(problem, budget_bytes=nbytes)
+        return problem.with_budget(nbytes)
     secondaries = enumerate(problem.secondaries, 1)
     return replace(
         problem,

@@ -47,8 +47,9 @@ class BudgetTier:
 class Infeasible(GraphrunError):
     """No plan exists.
 
-    ``needs``: the phases that do not fit in VRAM; empty if VRAM suffices. ``binding``: the budget
-    that is too small. ``suggestions``: changes that each suffice alone, best first.
+    ``needs``: the phases that do not fit on the device; empty if its budget suffices. ``binding``:
+    the budget that is too small. ``tiers``: all budgets, the device's first. ``suggestions``:
+    changes that each suffice alone, best first.
 
     If one budget is too small: with its minimum, and the other budgets unchanged, a plan exists;
     with one byte less none is found. If several budgets are too small: each minimum holds if the
@@ -76,8 +77,8 @@ class Infeasible(GraphrunError):
         self.binding = _binding(problem, needs, tiers)
         minimum_bytes = {tier.name: tier.least_bytes for tier in tiers}
         self.smallest_budget_bytes, self.smallest_ram_bytes = (
-            minimum_bytes["VRAM"],
-            minimum_bytes["RAM"],
+            minimum_bytes[problem.hardware.budget_name],
+            minimum_bytes.get("RAM", 0),
         )
         self.host_bytes = tuple(
             (c.name, min((c.variants[n].host_bytes for n in problem.usable(c)), default=0))
@@ -97,7 +98,7 @@ class Infeasible(GraphrunError):
             for need in self.needs
         ]
         for tier in self.tiers:
-            if tier.short and (tier.name != "VRAM" or not self.needs):
+            if tier.short and (tier is not self.tiers[0] or not self.needs):
                 have = typed_size(tier.have_bytes, round_down=True)
                 lines.append(f"it takes {typed_size(tier.least_bytes)} > {have} of {tier.name}")
         if not lines:
@@ -121,12 +122,12 @@ def _binding(
     if not has_usable_variants(problem):
         return "what is allowed"
     if needs:
-        return "VRAM"
+        return problem.hardware.budget_name
     short = [tier for tier in tiers if tier.short]
     return (
         min(short, key=lambda tier: tier.least_bytes / max(1, tier.have_bytes)).name
         if short
-        else "VRAM"
+        else problem.hardware.budget_name
     )
 
 
@@ -144,10 +145,10 @@ def refusal(problem: Problem, *, suggestions: bool = True) -> Infeasible:
             break  # layers need less host memory, but more device memory than available
         problem, needs = split, split_needs
     capacity = problem.hardware.capacity_bytes
-    tiers = [
-        BudgetTier("VRAM", min(problem.budget_bytes, capacity), smallest_bytes),
-        BudgetTier("RAM", problem.ram_bytes, smallest_ram(problem)),
-    ]
+    name = problem.hardware.budget_name
+    tiers = [BudgetTier(name, min(problem.budget_bytes, capacity), smallest_bytes)]
+    if not problem.hardware.unified:
+        tiers.append(BudgetTier("RAM", problem.ram_bytes, smallest_ram(problem)))
     if problem.pinned_bytes is not None:
         tiers.append(BudgetTier("pinned RAM", problem.pinned_bytes, smallest_pinned(problem)))
     if problem.disk_bytes is not None:
@@ -162,5 +163,5 @@ def refusal(problem: Problem, *, suggestions: bool = True) -> Infeasible:
 
 
 def _short(problem: Problem) -> tuple[PhaseMinimum, ...]:
-    """Return the phases that do not fit in VRAM."""
+    """Return the phases that do not fit on the device."""
     return tuple(need for need in least_memory_of(problem) if need.short_bytes > 0)

@@ -58,12 +58,12 @@ def _proposals(problem: Problem) -> Iterator[_Proposal]:
         and not problem.secondaries
     ):
         yield (
-            "all of the card",
-            (("--vram", str(capacity)),),
-            replace(problem, budget_bytes=capacity),
+            "all of the machine's memory" if problem.hardware.unified else "all of the card",
+            (problem.budget_change(capacity),),
+            problem.with_budget(capacity),
             False,
         )
-    if (ram := _ample_ram(problem)) > problem.ram_bytes:
+    if not problem.hardware.unified and (ram := _ample_ram(problem)) > problem.ram_bytes:
         yield "RAM for all weights", (("--ram", str(ram)),), replace(problem, ram_bytes=ram), False
     if problem.runs == 1:
         yield (

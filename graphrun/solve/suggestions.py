@@ -50,6 +50,7 @@ class Suggestion:
 # options with a size that may be larger than suggested
 SIZES = (
     "--vram",
+    "--memory",
     "--ram",
     "--pinned",
     "--disk",
@@ -71,6 +72,11 @@ def sizes_in(value: str) -> list[int]:
     return [int(size.removesuffix("B")) for size in value.split(",")]
 
 
+def exceeds_device(option: str, value: str, capacity_bytes: int) -> bool:
+    """Return whether ``option`` is a budget of more than the device's ``capacity_bytes``."""
+    return option in ("--vram", "--memory") and sizes_in(value)[0] > capacity_bytes
+
+
 def python_arguments(suggestion: Suggestion, problem: Problem) -> str:
     """Return the arguments of `graphrun.estimate` or `graphrun.attach` for ``suggestion``, such as
     ``vram="3.4G"``.
@@ -79,8 +85,9 @@ def python_arguments(suggestion: Suggestion, problem: Problem) -> str:
     """
     values: dict[str, list[str]] = {}
     for option, value in suggestion.change:
-        too_large = option == "--vram" and sizes_in(value)[0] > problem.hardware.capacity_bytes
-        if option not in (*SIZES, "--reserve", "--allow") or too_large:
+        if option not in (*SIZES, "--reserve", "--allow") or exceeds_device(
+            option, value, problem.hardware.capacity_bytes
+        ):
             return ""
         values.setdefault(option.removeprefix("--"), []).append(typed_value(option, value))
     if "allow" in values:
@@ -144,22 +151,23 @@ def _proposals(
 
 def _budgets(problem: Problem, minimum_bytes: Mapping[str, int]) -> Iterator[Proposal]:
     """Raise each budget that is too small alone, and VRAM and RAM together if both are."""
-    minimum_vram_bytes, minimum_ram_bytes = minimum_bytes["VRAM"], minimum_bytes["RAM"]
-    capacity = problem.hardware.capacity_bytes
-    raised = replace(problem, budget_bytes=minimum_vram_bytes)
+    capacity, ram = problem.hardware.capacity_bytes, problem.ram_bytes
+    minimum_vram_bytes = minimum_bytes[problem.hardware.budget_name]
+    minimum_ram_bytes = minimum_bytes.get("RAM", ram)
+    raised = problem.with_budget(minimum_vram_bytes)
     if minimum_vram_bytes > capacity:
         raised = replace(
             raised, hardware=replace(problem.hardware, capacity_bytes=minimum_vram_bytes)
         )
     vram = Proposal(
         _device_text(problem, minimum_vram_bytes),
-        (("--vram", problem.vram_option(minimum_vram_bytes)),),
+        (problem.budget_change(minimum_vram_bytes),),
         (raised,),
     )
     if minimum_vram_bytes > min(problem.budget_bytes, capacity):
         yield vram
-    if minimum_ram_bytes > problem.ram_bytes:
-        text = _raise_text("RAM", problem.ram_bytes, minimum_ram_bytes)
+    if minimum_ram_bytes > ram:
+        text = _raise_text("RAM", ram, minimum_ram_bytes)
         yield Proposal(
             text,
             (("--ram", str(minimum_ram_bytes)),),
@@ -190,9 +198,10 @@ def _device_text(problem: Problem, device: int) -> str:
     capacity = problem.hardware.capacity_bytes
     if device > capacity:
         return (
-            f"use a device with {typed_size(device)} or more: this one has {typed_size(capacity)}"
+            f"use a {'machine' if problem.hardware.unified else 'device'} with "
+            f"{typed_size(device)} or more: this one has {typed_size(capacity)}"
         )
-    return _raise_text("VRAM", problem.budget_bytes, device)
+    return _raise_text(problem.hardware.budget_name, problem.budget_bytes, device)
 
 
 def _raise_text(tier: str, have: int, want: int) -> str:

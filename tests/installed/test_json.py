@@ -26,6 +26,7 @@ NOT_HERE |= {f"plan --cluster: devices[].secondaries[].{key}" for key in ("hardw
 NOT_HERE |= {f"{PLAN}: secondaries[].{key}" for key in HELPER_KEYS} | {"frontier: device"}
 CASES = [
     (PLAN, ("plan", "plan.json")),
+    (PLAN, ("plan", "flux-tiny", "--device", "cpu", "--memory", "2G", "--set", "steps=2")),
     (PLAN, ("explain", "plan.json")),
     (PLAN, ("map", "large.json", "maps.json")),
     (PLAN, ("run", "plan.json", "-o", "flux.png")),

@@ -14,7 +14,7 @@ from torch import nn
 from graphrun.model.problem import ProcessorRates
 from graphrun.profile import corrections
 from graphrun.profile.corrections import cpu_scratch, scratch_on
-from graphrun.profile.hardware import cpu_estimate, hardware, has_fast_bfloat16
+from graphrun.profile.hardware import bfloat16_instructions, cpu_estimate, hardware
 from graphrun.profile.recorder import FusedAttention, Recorder
 from graphrun.profile.recording import Call
 
@@ -122,7 +122,7 @@ def recorded(case: Case) -> Call:
 
 @pytest.mark.sweep("profile")
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's watermark is Linux's")
-@pytest.mark.skipif(not has_fast_bfloat16(), reason="the rules were measured with avx512_bf16")
+@pytest.mark.skipif(not bfloat16_instructions(), reason="the rules were measured with avx512_bf16")
 def test_the_rules_predict_what_the_kernel_counts_for_shapes_they_were_not_made_from() -> None:
     arguments = [sys.executable, "-c", MEASURE, json.dumps(CASES)]
     result = subprocess.run(

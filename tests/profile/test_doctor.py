@@ -93,18 +93,20 @@ def test_limits_of_a_cgroup_and_of_locked_memory_are_noted_with_what_to_type() -
         "available_bytes": 5 * GIB,
         "swap_bytes": 0,
         "usable_bytes": 3 * GIB,
+        "auto_bytes": 2 * GIB,
         "pinned_limit_bytes": 8,
         "limits": [{"path": "/x", "nbytes": 4 * GIB, "used_bytes": GIB, "version": 2}],
     }
     rows = {check.name: check for check in doctor.memory_checks(memory, card=True)}
     assert {name: check.verdict for name, check in rows.items()} == {
-        "RAM": "ok",
+        "memory": "ok",
         "swap": "ok",
         "cgroup": "note",
         "pinned": "note",
     }
     assert (
-        rows["cgroup"].text == "v2: 4.00 GiB (1.00 GiB used) /x; --ram auto uses what is left of it"
+        rows["cgroup"].text == "v2: 4.00 GiB (1.00 GiB used) /x; "
+        "--memory and --ram auto use what is left of it"
     )
     assert rows["pinned"].fix == "ulimit -l unlimited"
     rows = {
@@ -132,21 +134,21 @@ ROCM, XPU, CUDA, CPU = (
             [],
             "note",
             "no CUDA device; this torch is built for the CPU",
-            "graphrun plan flux-dev",
+            "graphrun plan flux-schnell --device cpu",
         ),
         (
             ROCM,
             [],
             "note",
             "no CUDA device; this torch is built for ROCm 6.4.4",
-            "graphrun plan flux-dev",
+            "graphrun plan flux-schnell --device cpu",
         ),
         (
             XPU,
             [],
             "note",
             "built for XPU 20250101, whose devices graphrun does not use",
-            "graphrun plan flux-dev",
+            "graphrun plan flux-schnell --device cpu",
         ),
         (
             CPU,
@@ -265,10 +267,11 @@ def test_all_findings_are_json_and_on_the_screen(tmp_path: Path) -> None:
     }
     screen = doctor_screen(findings)
     flat = " ".join(screen.split())
-    usable, available = (
-        show_size(findings["memory"][f"{name}_bytes"]) for name in ("usable", "available")
+    available, budget, usable = (
+        show_size(findings["memory"][f"{name}_bytes"]) for name in ("available", "auto", "usable")
     )
-    assert f"{usable} for --ram auto, {available} of " in flat
+    assert f"{available} of " in flat
+    assert f"--memory auto is {budget}, --ram auto {usable}" in flat
     for name, precision_flags in findings["precisions"].items():
         line = next(line for line in screen.splitlines() if re.match(rf" (ok|note) +{name} ", line))
         assert ("moves" in line) == precision_flags["movable"]

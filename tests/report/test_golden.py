@@ -7,7 +7,9 @@ Update with ``make golden`` after looking at every difference.
 from __future__ import annotations
 
 import io
+import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,10 +17,23 @@ from xml.etree import ElementTree
 import pytest
 
 from graphrun.cli.terminal import print_to
-from graphrun.report.screen import Look, explain_screen, plan_screen
-from graphrun.report.whatif_screens import infeasible_screen
+from graphrun.report.call_screen import call_screen
+from graphrun.report.comparison import compare as compare_plans
+from graphrun.report.comparison import comparison_screen
+from graphrun.report.page import planned_slots, report_page
+from graphrun.report.screen import (
+    Look,
+    check_screen,
+    explain_screen,
+    measured_screen,
+    plan_screen,
+)
+from graphrun.report.summary import summarize
+from graphrun.report.whatif_screens import frontier_screen, infeasible_screen
+from graphrun.solve.frontier import FrontierPoint
 from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.solve import solve
+from graphrun.trace import Trace
 from graphrun.units import GIB
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -100,6 +115,73 @@ def test_infeasible_screen(make_problem: Any, compare: Any) -> None:
     assert max(map(len, screen.splitlines())) <= 80
     compare("flux-dev-2g-infeasible", screen)
     compare("flux-dev-2g-infeasible-terminal", shown(screen, 80))
+
+
+@pytest.fixture(scope="module")
+def cpu_solution(make_problem: Any) -> Iterator[Any]:
+    """The plan of FLUX.1-dev in 8 GiB, for a CPU of eight cores in a machine of 32 GiB."""
+    with pytest.MonkeyPatch.context() as patch:
+        features = frozenset({"avx512f", "avx512_bf16"})
+        patch.setattr("graphrun.profile.hardware._cpu", lambda: (8, features))
+        patch.setattr("graphrun.profile.hardware.total_ram_bytes", lambda: 32 * GIB)
+        yield solve(make_problem("flux-dev", 8 * GIB, 8 * GIB, hardware="cpu"))
+
+
+@pytest.fixture(scope="module")
+def cpu_trace(cpu_solution: Any) -> Trace:
+    """A run that took the planned bytes and seconds."""
+    slots = planned_slots(cpu_solution.simulation.slots)
+    return Trace("digest", "cpu", slots, (), 0, 0, process_bytes=442 * 2**20)
+
+
+def test_screens_on_the_cpu(cpu_solution: Any, cpu_trace: Trace, compare: Any) -> None:
+    look = Look(next_command="next: graphrun run flux-dev --device cpu --memory 8G")
+    screens = {
+        "plan": plan_screen(cpu_solution, look=look),
+        "verbose": plan_screen(cpu_solution, look=Look(verbose=True)),
+        "run": measured_screen(cpu_solution, cpu_trace, ["out/flux-dev.png"]).strip("\n"),
+    }
+    for name, screen in screens.items():
+        compare(f"flux-dev-cpu-8g-{name}", screen)
+    for name in ("plan", "run"):
+        assert max(map(len, screens[name].splitlines())) <= 80
+
+
+# Words for two memories, and for devices that are not there.
+OTHER_DEVICES = re.compile(r"\b(VRAM|RAM|GPU|nvidia|card|host|pinned|the device)\b")
+
+
+def test_no_screen_on_the_cpu_speaks_of_a_card(cpu_solution: Any, cpu_trace: Trace) -> None:
+    problem = cpu_solution.problem
+    smaller_solution = solve(problem.with_budget(6 * GIB))
+    comparison = compare_plans(cpu_solution, smaller_solution)
+    with pytest.raises(Infeasible) as error:
+        solve(problem.with_budget(GIB // 2))
+    points = [point_of(cpu_solution), point_of(smaller_solution)]
+    page = report_page(cpu_solution, cpu_trace, points)
+    screens = [
+        plan_screen(cpu_solution),
+        plan_screen(cpu_solution, look=Look(verbose=True)),
+        explain_screen(cpu_solution),
+        check_screen(cpu_solution),
+        measured_screen(cpu_solution, cpu_trace, []),
+        measured_screen(cpu_solution, cpu_trace, [], Look(verbose=True)),
+        call_screen(cpu_solution, cpu_trace),
+        comparison_screen(comparison, "a.json", "b.json"),
+        infeasible_screen(error.value),
+        str(error.value),
+        frontier_screen(problem, [("", points)]),
+        re.sub(r"<style>.*?</style>|class=\"\w+\"", "", page, flags=re.DOTALL),
+        json.dumps(summarize(cpu_solution, None, cpu_trace)).replace("_", " "),
+    ]
+    for screen in screens:
+        assert OTHER_DEVICES.findall(screen) == [], screen
+
+
+def point_of(solution: Any) -> FrontierPoint:
+    problem, simulation = solution.problem, solution.simulation
+    sizes = (problem.budget_bytes, problem.budget_bytes, 0)
+    return FrontierPoint(*sizes, solution, simulation.seconds, 1.0, simulation.peak_bytes)
 
 
 def test_the_readme_shows_the_screen_as_it_is_printed() -> None:

@@ -484,3 +484,12 @@ def test_the_official_clients_get_pictures_of_what_they_asked_for(
     assert sum(judged) >= 9
     assert sum(at_once) >= 5
     assert not any(mismatches), "judged by another prompt they are wrong"
+
+
+@SERVE
+def test_a_graph_is_served_on_the_cpu_within_its_memory(serving: Any, tmp_path: Path) -> None:
+    budgets = ("--device", "cpu", "--memory", "2G")
+    with serving(tmp_path, budgets=budgets) as server:
+        answer = server.client.post("/v1/images/generations", json={"prompt": "a", "seed": 1})
+        peaks = answer.json()["graphrun"]["peak_bytes"]
+        assert peaks["measured"] <= peaks["planned"] <= 2 * 2**30

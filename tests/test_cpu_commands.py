@@ -1,0 +1,97 @@
+"""Commands with ``--device cpu --memory``: one pool of memory."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import graphrun as api
+from graphrun.units import GIB, MIB
+
+SMALL = ("--set", "height=64", "--set", "width=64", "--set", "steps=2")
+INPUTS = {"height": "64", "width": "64", "steps": "2", "prompt": "a"}
+TOTAL_CPU = ("flux-tiny", "--device", "cpu", *SMALL)
+
+
+def test_the_smallest_memory_on_the_screen_is_enough_and_a_byte_less_is_not(graphrun: Any) -> None:
+    code, _, screen = graphrun("plan", *TOTAL_CPU, "--memory", "300M")
+    assert code == 3
+    match = re.search(r"budget that works: --memory (\S+) \((\d+) bytes\)", screen)
+    assert match is not None, screen
+    assert "VRAM" not in screen
+    assert "RAM" not in screen
+    code, _, screen = graphrun("plan", *TOTAL_CPU, "--memory", f"{int(match[2]) - 1}B")
+    assert code == 3, screen
+    assert graphrun("plan", *TOTAL_CPU, "--memory", f"{match[2]}B")[0] == 0
+    assert graphrun("plan", *TOTAL_CPU, "--memory", match[1])[0] == 0
+    with pytest.raises(api.Infeasible, match='memory=".*M": raise the memory budget'):
+        api.plan(api.estimate(api.load("flux-tiny"), inputs=INPUTS, memory="300M"))
+
+
+def test_a_frontier_varies_the_memory(graphrun: Any) -> None:
+    code, screen, _ = graphrun("frontier", *TOTAL_CPU, "--memory", "440M:2G")
+    assert code == 0
+    assert "smallest budget that works: --memory 4" in screen
+    assert re.search(r"next: graphrun plan .*--memory 512M", screen.replace("\\\n", "")), screen
+    assert "RAM" not in screen
+    code, data, _ = graphrun("frontier", *TOTAL_CPU, "--memory", "1G", "--json")
+    (point,) = json.loads(data)["points"]
+    assert (point["budget_bytes"], point["feasible"]) == (GIB, True)
+    assert graphrun("frontier", *TOTAL_CPU)[0] == 2
+    code, _, text = graphrun("frontier", *TOTAL_CPU, "--vram", "4G:8G")
+    assert code == 2
+    assert "give --memory 4G:8G" in text
+
+
+def test_an_estimate_says_whether_it_fits_in_the_memory(graphrun: Any) -> None:
+    screen = graphrun("estimate", *TOTAL_CPU, "--memory", "2G")[1]
+    assert "fits in 2.00 GiB of memory" in screen
+    assert "--memory 2G" in screen
+    assert "does not fit in 440.00 MiB" in graphrun("estimate", *TOTAL_CPU, "--memory", "440M")[1]
+    code, _, text = graphrun("estimate", "flux-tiny", "--device", "sim", "--memory", "2G")
+    assert code == 2
+    assert "--device cpu" in text
+
+
+def test_doctor_says_what_the_cpu_can_do(graphrun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, text, _ = graphrun("doctor", "--json")
+    findings = json.loads(text)
+    checks = {check["name"]: check for check in findings["checks"]}
+    assert code == 0
+    assert findings["processor"]["cores"] >= 1
+    assert findings["memory"]["auto_bytes"] > 0
+    assert checks["calibration"]["fix"] == "graphrun calibrate --device cpu"
+    assert "--memory auto is" in checks["memory"]["text"]
+    assert all(row["direct"] is not None for row in findings["processor"]["direct_reads"])
+    monkeypatch.setattr("graphrun.profile.doctor.enforceable", lambda: "no cgroups; type X")
+    monkeypatch.setattr("graphrun.profile.doctor.reads_directly", lambda folder: False)
+    monkeypatch.setattr("graphrun.profile.hardware.bfloat16_instructions", lambda: ())
+    screen = " ".join(graphrun("doctor")[1].split())
+    assert "run --enforce has no effect here: no cgroups; type X" in screen
+    assert "no O_DIRECT in" in screen
+    assert "without instructions for bfloat16" in screen
+
+
+@pytest.mark.long
+def test_lists_and_sessions_run_within_the_memory(graphrun: Any, tmp_path: Path) -> None:
+    (tmp_path / "inputs.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n', encoding="utf-8")
+    options = (*TOTAL_CPU, "--memory", "2G", "--random-weights", "--set", "seed=1")
+    code, screen, text = graphrun(
+        "run", *options, "--inputs", "inputs.jsonl", "-o", "out", "--json"
+    )
+    assert code == 0, screen
+    assert json.loads(screen)["measured"]["overruns"] == []
+    files = [name for names in json.loads(screen)["files"].values() for name in names]
+    assert len(files) == 2
+    graph, inputs = api.load("flux-tiny"), {**INPUTS, "seed": 1}
+    with api.Session(graph, memory="2G", random_weights=True, inputs=inputs) as session:
+        assert session.solution.problem.budget_bytes == 2 * GIB
+        assert not session.run().overruns
+        trace = session.run({"height": "32"})  # another plan, within the same memory
+        assert session.current is not None
+        assert session.current.problem.budget_bytes == 2 * GIB
+        assert trace.peak_bytes <= 2 * GIB - 432 * MIB
