@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -200,6 +202,29 @@ def test_a_file_that_changes_during_a_run_is_an_error(runs: Runs, change: str) -
     path.write_bytes(data)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     runs.succeeds()
+
+
+@pytest.mark.parametrize("refusal", ["to open", "the first read"])
+def test_a_file_system_without_direct_reads_is_said_once(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, refusal: str
+) -> None:
+    read_at = direct_reads.read_at
+
+    def refuse(file: Any, view: memoryview, offset: int) -> int:
+        if fcntl.fcntl(file.fileno(), fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return read_at(file, view, offset)
+
+    if refusal == "to open":
+        monkeypatch.setattr(direct_reads, "open_direct", lambda _: None)
+    else:
+        monkeypatch.setattr(direct_reads, "read_at", refuse)
+    with warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always")
+        runs.succeeds()
+        runs.succeeds()
+    assert [record.category for record in records] == [RuntimeWarning]
+    assert "model.safetensors is read through the page cache" in str(records[0].message)
 
 
 def test_memory_that_the_system_refuses_is_out_of_memory(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -81,7 +82,7 @@ class CpuDevice(Device):
         self._reads: DirectReads | None = None
         self._peak: ProcessPeak | None = None
         self._last_read: SpanRead | None = None
-        self._has_failed = False
+        self._has_failed = self._has_warned = False
 
     @property
     def other_bytes(self) -> int:
@@ -103,7 +104,8 @@ class CpuDevice(Device):
         """Start the threads that read, and the measurement of peaks.
 
         If the process already has more than its planned bytes, the cap is lower by the difference.
-        Raises InputError in a forked process.
+        Warns (RuntimeWarning) if a file system refuses direct reads. Raises InputError in a forked
+        process.
         """
         self._refuse_forked()
         self._cap_bytes = cap_bytes - max(0, self.other_bytes - self.context_bytes)
@@ -111,8 +113,22 @@ class CpuDevice(Device):
         try:
             with DirectReads() as self._reads, ProcessPeak() as self._peak:
                 yield
+            self._warn_of_cached_reads(self._reads)
         finally:
             self._reads = self._peak = self._last_read = self._cap_bytes = None
+
+    def _warn_of_cached_reads(self, reads: DirectReads) -> None:
+        """Warn once if files were read through the page cache on a system with direct reads."""
+        cached_files = [file for file, is_direct in reads.is_direct.items() if not is_direct]
+        if cached_files and hasattr(os, "O_DIRECT") and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{cached_files[0]} is read through the page cache, because its file system "
+                "refuses direct reads: reading takes several times the processor time; put "
+                "weights on a local disk",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return memory in pages of its own.
