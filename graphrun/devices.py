@@ -164,8 +164,9 @@ def hardware_for(
         detected_card = profiles.detect_card(cache)
         if detected_card is None and to_run:
             raise InputError(
-                "no CUDA device found to run on; run on the CPU (--device cpu --memory 8G) or on "
-                "the simulated accelerator (--device sim)"
+                "no CUDA device found to run on; run on the CPU (--device cpu --memory 8G, in "
+                "Python device='cpu', memory='8G') or on the simulated accelerator (--device sim, "
+                "device='sim')"
             )
         card = card or detected_card or estimates.hardware(estimates.DEFAULT)
     return card

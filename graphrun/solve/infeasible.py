@@ -97,10 +97,17 @@ class Infeasible(GraphrunError):
             f" > {typed_size(need.available_bytes, round_down=True)}"
             for need in self.needs
         ]
+        if self.effective_bytes < 0:
+            overhead_bytes = self.problem.overhead_bytes
+            lines = [
+                f"the process itself takes {typed_size(overhead_bytes)} > "
+                f"{typed_size(self.budget_bytes, round_down=True)}"
+            ]
         for tier in self.tiers:
             if tier.short and (tier is not self.tiers[0] or not self.needs):
                 have = typed_size(tier.have_bytes, round_down=True)
-                lines.append(f"it takes {typed_size(tier.least_bytes)} > {have} of {tier.name}")
+                name = self.problem.budget_name if tier.name == "VRAM" else tier.name
+                lines.append(f"it takes {typed_size(tier.least_bytes)} > {have} of {name}")
         if not lines:
             lines.append(f"{self.binding} leaves no variant to choose")
         return (

@@ -4,6 +4,7 @@ pipeline, few reads, and nothing left."""
 from __future__ import annotations
 
 import gc
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from graphrun.diffusers_.attach import Attachment
 from graphrun.errors import GraphrunError, InputError
 from graphrun.memory_group import process_bytes
 from graphrun.modules.mapped import file_mappings
+from graphrun.profile import hardware_profiles
 from graphrun.runtime.devices import cpu
 from graphrun.runtime.devices.cpu import CpuDevice
 from graphrun.solve.infeasible import Infeasible
@@ -141,6 +143,9 @@ def test_at_the_minimum_the_bits_are_the_same_and_below_it_the_minimum_is_named(
     want = call(case, pipe)
     with attach(pipe, memory=context_bytes), pytest.raises(Infeasible) as error_info:
         call(case, pipe)
+    text = str(error_info.value)
+    assert text.startswith("nothing fits: the process itself takes ")
+    assert re.search(r'Do one of: memory="[\d.]+M": raise the memory budget from [\d.]+M', text)
     minimum_bytes = error_info.value.smallest_budget_bytes
     assert context_bytes < minimum_bytes
     with attach(pipe, memory=minimum_bytes) as attachment:
@@ -340,3 +345,12 @@ def test_the_report_has_the_words_of_one_memory(flux: Any) -> None:
         assert words in text
     for words in ("card", "device while", "moved", "streamed"):
         assert words not in text
+
+
+def test_without_a_card_the_error_says_what_to_type(
+    flux: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware_profiles, "detect_card", lambda *_: None)
+    for options in ({}, {"vram": "8G"}, {"device": "cuda"}):
+        with pytest.raises(InputError, match="in Python device='cpu', memory='8G'"):
+            graphrun.attach(flux, **options)
