@@ -382,6 +382,28 @@ def test_more_calls_than_planned_are_streamed_too() -> None:
     assert trace.slots[2].calls == 5
 
 
+def test_a_call_beyond_the_plan_copies_ahead_of_compute_too() -> None:
+    """Launches take most of the time, so the host is never far ahead of compute."""
+    module, hardware = Small(), replace(small_hardware(), launch_seconds=1e-4)
+    problem = small_problem({"a": module}, [[use("a", 3, hardware)]], hardware)
+    device = device_of(problem)
+    trace = run(
+        problem,
+        streamed(problem, 0, 0, 2 * WIDE, 2),
+        Host({"a": module}, problem, device),
+        device,
+        ["a"] * 4,
+    )
+    copies = [e for e in trace.events if e.kind == "stream"][-10:]
+    blocks = [e for e in trace.events if e.kind == "block"][-10:]
+    call = [e for e in trace.events if e.kind == "run"][-1]
+    assert copies[0].start_seconds - call.start_seconds < 2 * hardware.launch_seconds, (
+        "before compute with the unblocked weights"
+    )
+    for next_copy, block in zip(copies[1:4], blocks[:3], strict=True):
+        assert next_copy.start_seconds < block.end_seconds
+
+
 def test_nothing_is_prefetched_that_no_planned_call_needs() -> None:
     problem, plan, trace = follow_streamed(0, 0, 20 * WIDE, calls=2)
     passes: list[Event] = [e for e in trace.events if e.kind == "stream"]

@@ -80,6 +80,9 @@ def test_compute_with_a_loaded_block_waits_only_for_that_copy() -> None:
         ("vae", "mid.0", 10),
         ("vae", "mid.1", 12),
     ]
+    assert [(e.start_seconds, e.end_seconds) for e in simulation.events if e.kind == "run"] == [
+        (2, 14)
+    ], "a call begins with its first block"
 
 
 def test_prefetch_is_interleaved_with_streamed_blocks_in_proportion() -> None:
@@ -92,6 +95,11 @@ def test_prefetch_is_interleaved_with_streamed_blocks_in_proportion() -> None:
         "the first when the ring buffer is full, the second after half of the streamed bytes"
     )
     assert simulation.slots[2].seconds == 25, "overlapped: compute takes 24 s after the first copy"
+    start_seconds = sum(slot.seconds for slot in simulation.slots[:2])
+    assert [e.start_seconds - start_seconds for e in simulation.events if e.kind == "load"] == [
+        2,
+        8,
+    ], "as soon as the copies before it end"
 
 
 def test_the_slot_waits_for_its_prefetch() -> None:

@@ -181,6 +181,29 @@ def test_reads_are_interleaved_with_fetches_in_proportion_once_the_buffer_is_ful
     assert simulation.slots[1].disk_bytes_read == 6 * K
 
 
+def test_reads_as_large_as_the_fetches_alternate_with_them_once_the_buffer_is_full() -> None:
+    problem = problem_with_disk_store(2 * K, 3.0, 2.0, 1.0)
+    vae = component("vae", ("mid", 4, K))
+    vae = replace(vae, variants=(replace(vae.variants[0], read_seconds=(4.0,)),))
+    simulation = run(
+        replace(problem, components=(problem.components[0], vae)),
+        STREAMED.replace("  stream", "  read vae\n  stream"),
+    )
+    channel = [event for event in simulation.events if event.kind in ("fetch", "read")]
+    assert "".join(event.kind[0] for event in channel) == "ffrrrfrf", (
+        "a read begins as long as no larger share is read than fetched"
+    )
+
+
+def test_reads_come_last_where_the_buffer_is_never_full() -> None:
+    simulation = run(
+        problem_with_disk_store(4 * K, 3.0, 2.0, 1.0),
+        STREAMED.replace("  stream", "  read vae\n  stream"),
+    )
+    assert spans(simulation, 1, "read") == [("mid.0", 12, 16), ("mid.1", 16, 20)]
+    assert simulation.slots[1].seconds == 20
+
+
 def test_each_load_waits_for_its_own_read_and_other_loads_go_first() -> None:
     problem = problem_with_disk_store(2 * K, 3.0, 1.0, 1.0)
     other = component("up", ("mid", 2, K))
