@@ -548,7 +548,7 @@ class Problem:
 
     @property
     def overhead_bytes(self) -> int:
-        """Bytes of the budget that are not for tensors: context, workspace, page tables and reserve."""
+        """Bytes of the budget for context, workspace, page tables and reserve."""
         hardware = self.hardware
         return (
             hardware.context_bytes

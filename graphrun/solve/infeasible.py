@@ -106,8 +106,7 @@ class Infeasible(GraphrunError):
         for tier in self.tiers:
             if tier.short and (tier is not self.tiers[0] or not self.needs):
                 have = typed_size(tier.have_bytes, round_down=True)
-                name = self.problem.budget_name if tier.name == "VRAM" else tier.name
-                lines.append(f"it takes {typed_size(tier.least_bytes)} > {have} of {name}")
+                lines.append(f"it takes {typed_size(tier.least_bytes)} > {have} of {tier.name}")
         if not lines:
             lines.append(f"{self.binding} leaves no variant to choose")
         return (
