@@ -83,6 +83,11 @@ def test_the_unchanged_plan_is_valid() -> None:
             "  load dit big[1] from pinned\n  evict te all",
             [("order", 2, 1)],
         ),
+        (
+            "  evict dit big[1] unblocked[0]\n  load vae mid[1] from pinned\n",
+            "  load vae mid[1] from pinned\n  evict dit big[1]\n  evict dit unblocked[0]\n",
+            [("order", 5, 1), ("order", 5, 2)],
+        ),
         ("load te all", "load te all from pinned\n  load tee all", [("unknown", 0, 1)]),
         (
             "load vae mid[0]",
@@ -95,6 +100,11 @@ def test_the_unchanged_plan_is_valid() -> None:
             [("unknown", 4, 3), ("order", 4, 3)],
         ),
         ("load dit big[1] from", "load dit big[1] unblocked[0] from", [("load-present", 2, 1)]),
+        (
+            "  load te all from pinned\n",
+            "  load te all from pinned\n" * 2,
+            [("load-present", 0, 1)],
+        ),
         ("load te all from pinned", "load te all from disk", [("backing-store", 0, 0)]),
         ("  evict te all\n", "  evict te all\n  evict vae unused[0]\n", [("evict-absent", 2, 1)]),
         ("  stream dit keep big[0,1] unblocked[0] ring buffer 4 KiB\n", "", [("missing", 3, -1)]),
@@ -124,6 +134,11 @@ def test_the_unchanged_plan_is_valid() -> None:
             "big[0,1] unblocked[0] ring buffer 2047 B",
             [("ring_buffer", 3, 0)],
         ),
+        (
+            "  stream dit keep big[0,1] unblocked[0] ring buffer 4 KiB\n",
+            "  stream dit keep big[0,1] unblocked[0] ring buffer 2 KiB\n" * 2,
+            [("stream", 3, 1)],
+        ),
         ("  evict vae mid[0,1]", "  evict vae mid[0]", [("baseline", 7, -1)]),
     ],
 )
@@ -142,6 +157,20 @@ def test_a_ring_buffer_needs_room_for_the_largest_streamed_block() -> None:
     assert broken_rules(GOOD.replace("ring buffer 4 KiB", "ring buffer 2047 B")) == [
         ("ring_buffer", 3, 0),
         ("ring_buffer", 4, 1),
+    ]
+
+
+def test_the_largest_streamed_block_may_be_of_any_group() -> None:
+    up_component = component("up", ("wide", 2, 2 * K), ("thin", 2, K))
+    phases = (PhaseNumbers("s", 0, (Use("up", 1, (1, 1), (0.1, 0.1)),), 0, 0, 0),)
+    instance = problem(4 * K, (up_component,), phases)
+    text = (
+        "plan {{digest}}\nslot s/0:up load\nslot s/0:up first\n"
+        "stream up keep none ring buffer {ring_buffer_bytes} B\nrun\nslot end"
+    )
+    assert broken_rules(text.format(ring_buffer_bytes=2 * K), instance) == []
+    assert broken_rules(text.format(ring_buffer_bytes=2 * K - 1), instance) == [
+        ("ring_buffer", 1, 0)
     ]
 
 
@@ -182,6 +211,36 @@ def test_an_immovable_component_is_neither_evicted_nor_streamed() -> None:
     )
     fixed = replace(whole, components=(whole.components[0], dit, whole.components[2]))
     assert {rule for rule, _, _ in broken_rules(GOOD, fixed)} == {"immovable", "not-streamable"}
+    vae = replace(
+        whole.components[2], variants=(replace(whole.components[2].variants[0], movable=False),)
+    )
+    evicted_at_the_end = replace(whole, components=(*whole.components[:2], vae))
+    assert broken_rules(GOOD, evicted_at_the_end) == []
+
+
+def test_a_variant_that_cannot_be_streamed_is_loaded_before_its_slots() -> None:
+    whole = example_problem()
+    te, dit, vae = whole.components
+    unstreamable = replace(dit, variants=(replace(dit.variants[0], streamable=False),))
+    assert broken_rules(GOOD, replace(whole, components=(te, unstreamable, vae))) == [
+        ("not-streamable", 3, -1),
+        ("not-streamable", 4, -1),
+    ]
+
+
+STREAM, LOAD = "  stream up keep none ring buffer 2 KiB\n", "  load up all from pinned\n"
+
+
+@pytest.mark.parametrize(("first", "steady"), [(STREAM, LOAD), (LOAD, "")], ids=["steady", "first"])
+def test_a_slot_may_load_all_blocks_before_it_runs_them_or_while_it_runs_none(
+    first: str, steady: str
+) -> None:
+    phases = (PhaseNumbers("s", 0, (Use("up", 2, (1,), (0.1,)),), 0, 0, 0),)
+    text = (
+        f"plan {{digest}}\nslot s/0:up load\nslot s/0:up first\n{first}  run\n"
+        f"slot s/0:up steady x1\n{steady}  run\nslot end\n  evict up all\n"
+    )
+    assert broken_rules(text, problem(2 * K, (component("up", ("mid", 2, K)),), phases)) == []
 
 
 def test_a_phase_without_components_has_only_a_first_slot() -> None:

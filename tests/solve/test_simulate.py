@@ -102,6 +102,22 @@ def test_prefetch_is_interleaved_with_streamed_blocks_in_proportion() -> None:
     ], "as soon as the copies before it end"
 
 
+def test_a_prefetch_keeps_step_with_the_streamed_bytes_not_with_resident_blocks() -> None:
+    text = """slot denoise/0:dit load
+  load dit big[0-1] from pinned
+slot denoise/0:dit first
+  stream dit keep big[0-1] ring buffer 2 KiB
+  run
+slot denoise/0:dit steady x2
+  stream dit keep big[0-1] ring buffer 2 KiB
+  load vae all from pinned
+  run
+slot end"""
+    simulation = run(example_problem(3, 1.0, 3.0), text)
+    kinds = "".join(e.component[0] for e in simulation.events if e.slot == 2 and e.kind != "run")
+    assert kinds == "ddvvdd", "both after half of the streamed bytes"
+
+
 def test_the_slot_waits_for_its_prefetch() -> None:
     text = """slot denoise/0:dit load
       load dit all from pinned

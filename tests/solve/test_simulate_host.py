@@ -231,6 +231,22 @@ slot end
     assert by_action == [(0, 8), (4, 9), (0, 2)]
 
 
+def test_prefetches_from_pageable_memory_come_last() -> None:
+    problem = problem_with_disk_store(2 * K, 3.0, 1.0, 1.0)
+    dit, vae = problem.components
+    pageable = replace(vae.variants[0], backing_store="pageable", read_seconds=())
+    up_component = component("up", ("mid", 1, K), seconds_per_byte=1 / K)
+    text = """plan {digest}
+slot denoise/0:dit load
+  load vae all from pageable
+  load up all from pinned
+slot end"""
+    simulation = run(
+        replace(problem, components=(dit, replace(vae, variants=(pageable,)), up_component)), text
+    )
+    assert [event.component for event in simulation.events] == ["up", "vae", "vae"]
+
+
 def test_streaming_does_not_wait_for_a_prefetch_whose_read_is_late() -> None:
     problem = problem_with_disk_store(0, 0.0, 1.0, 3.0, calls=3)
     pinned = replace(
