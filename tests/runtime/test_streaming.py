@@ -367,6 +367,23 @@ def test_blocks_out_of_the_plans_order_break_the_plan() -> None:
     assert untouched(module)
 
 
+def test_a_block_that_runs_inside_another_breaks_the_plan() -> None:
+    module = Small()
+
+    def run_next(_: torch.nn.Module, arguments: tuple[torch.Tensor]) -> None:
+        module.wide[1](*arguments)
+
+    handle = module.wide[0].expand.register_forward_pre_hook(run_next)
+    problem = small_problem({"a": module}, [[use("a", 3, ON)]])
+    device = device_of(problem)
+    host = Host({"a": module}, problem, device)
+    with pytest.raises(BrokenPlan, match="a: block wide.1 ran after wide.0"):
+        run(problem, streamed(problem, 0, 0, 2 * WIDE, 2), host, device, ["a"] * 3)
+    handle.remove()
+    assert device.allocated_bytes == 0
+    assert untouched(module)
+
+
 def test_more_calls_than_planned_are_streamed_too() -> None:
     module = Small()
     problem = small_problem({"a": module}, [[use("a", 3, ON)]])
