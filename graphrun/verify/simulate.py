@@ -59,6 +59,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import inf
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -174,11 +175,8 @@ class DiskChannel:
     def is_in_ram(self, key: Key, at_seconds: float) -> bool:
         """Return whether the block is in RAM at that time, given the reads and fetches so far."""
         if key[0] in self._bounce_ring_buffers:
-            return self._fetch_ends.get(key, at_seconds + 1.0) <= at_seconds
-        never = at_seconds + 1.0
-        is_read = (
-            key[0] not in self._read_components or self._read_end.get(key, never) <= at_seconds
-        )
+            return self._fetch_ends.get(key, inf) <= at_seconds
+        is_read = key[0] not in self._read_components or self._read_end.get(key, inf) <= at_seconds
         return is_read and self._lock_end_seconds.get(key[0], at_seconds) <= at_seconds
 
     def has_reads_of(self, component: str) -> bool:
