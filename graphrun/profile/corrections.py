@@ -163,6 +163,23 @@ CORRECTIONS = (
         "measured with PyTorch 2.13: at most 0.13 MB",
     ),
     Correction(
+        "int8 forward on a CPU",
+        (
+            "per input element 11 bytes before the product: the input in fp16, its outliers, and "
+            "two fp32 tensors; then the input in int8 and 16 bytes per output element: the product "
+            "in int32 and in fp32, the scales of rows and columns, and their product"
+        ),
+        (
+            "bitsandbytes 0.50, backends/default/ops.py (int8_vectorwise_quant, int8_mm_dequant); "
+            "the kernel's watermark with AVX-512, whose product of int8 needs no fp32 copies"
+        ),
+    ),
+    Correction(
+        "nf4 dequantization on a CPU",
+        "the weight in the compute dtype, for one token too",
+        "bitsandbytes 0.50, _gemm_4bit_default_impl; the kernel's watermark",
+    ),
+    Correction(
         "context",
         "0.62 GiB outside of the allocator, as nvidia-smi shows",
         "measured 287 MB (lazy) to 667 MB (eager)",
@@ -243,6 +260,17 @@ def int8_scratch(rows: int, inputs: int, outputs: int, half: bool = False) -> tu
     int8_bytes = rows * (inputs + 4)
     first_bytes = int8_bytes + rows * inputs * (3 if half else 5)
     return first_bytes, int8_bytes + rows * outputs * (4 if half else 6)
+
+
+def cpu_int8_scratch(
+    rows: int, inputs: int, outputs: int, element_bytes: int, half: bool = False
+) -> tuple[int, int]:
+    """Return scratch of one int8 layer on a CPU, as `int8_scratch` does for a card.
+
+    ``element_bytes``: of the result, which is cast last and is part of the 16 bytes per element.
+    """
+    first_bytes = rows * inputs * (9 if half else 11)
+    return first_bytes, rows * (inputs + 4) + rows * outputs * (16 - element_bytes)
 
 
 # oneDNN stores the channels of convolutions in blocks of this many.

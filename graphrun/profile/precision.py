@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from packaging.version import InvalidVersion, Version
 
 from graphrun.modules.precisions import QUANTIZED
-from graphrun.profile.corrections import int8_scratch
+from graphrun.profile.corrections import cpu_int8_scratch, int8_scratch
 from graphrun.profile.recording import Call, MemoryEvent, Product
 
 # (package, first version) that a precision needs: to be available (NEEDS), and for its modules to
@@ -128,20 +128,23 @@ def with_quantization_scratch(
     precision: str,
     dtype: str = "bfloat16",
     widened: Mapping[str, tuple[int, int]] | None = None,
+    *,
+    on_cpu: bool = False,
 ) -> Call:
     """Return ``call`` with the scratch of quantized layers in ``precision``.
 
-    ``shapes``: [outputs inputs] of each quantized weight. ``dtype``: the compute dtype. The scratch
-    of a quantized layer is allocated at its matrix product:
+    ``shapes``: [outputs inputs] of each quantized weight. ``dtype``: the compute dtype. ``on_cpu``:
+    whether the layers compute on a CPU, with bitsandbytes' kernels for it. The scratch of a
+    quantized layer is allocated at its matrix product:
 
         nf4     | weight in 16 bit ............. |
                          | product
         int8    | input in fp16, ... | input in int8, int32, fp16 |
                                      | product
 
-    For one token, nf4 needs no weight in 16 bit (`gemm_4bit` has its own kernel). fp8 and gguf
-    always do, and gguf needs the scratch in ``widened`` before that. Sizes of products come from
-    the trace. The result has no products and no spans.
+    For one token on a card, nf4 needs no weight in 16 bit (`gemm_4bit` has its own kernel). fp8 and
+    gguf always do, and gguf needs the scratch in ``widened`` before that. Sizes of products come
+    from the trace. The result has no products and no spans.
     """
     if precision == "gguf":
         shapes = {name: shape for name, shape in shapes.items() if name in (widened or {})}
@@ -152,7 +155,7 @@ def with_quantization_scratch(
     key = max(event.key for event in call.events)
     for number, event in enumerate(call.events):
         preparation_bytes, product_bytes = (
-            _scratch(by_event[number], shapes, precision, dtype, widened or {})
+            _scratch(by_event[number], shapes, precision, dtype, widened or {}, on_cpu)
             if number in by_event
             else (0, 0)
         )
@@ -173,15 +176,17 @@ def _scratch(
     precision: str,
     dtype: str,
     widened: Mapping[str, tuple[int, int]],
+    on_cpu: bool,
 ) -> tuple[int, int]:
     """Return (bytes freed before the result of ``product``, bytes next to the result)."""
-    outputs, inputs = shapes[product.name]
+    (outputs, inputs), half = shapes[product.name], dtype == "float16"
+    if precision == "int8" and on_cpu:
+        return cpu_int8_scratch(product.rows, inputs, outputs, ELEMENT_BYTES[dtype], half)
     if precision == "int8":
-        return int8_scratch(product.rows, inputs, outputs, half=dtype == "float16")
+        return int8_scratch(product.rows, inputs, outputs, half)
     preparation_bytes = widened[product.name][0] if precision == "gguf" else 0
-    return preparation_bytes, outputs * inputs * ELEMENT_BYTES[
-        dtype
-    ] if product.rows > 1 or precision != "nf4" else 0
+    needs_weight = product.rows > 1 or precision != "nf4" or on_cpu
+    return preparation_bytes, outputs * inputs * ELEMENT_BYTES[dtype] if needs_weight else 0
 
 
 def dequantization_seconds(nbytes: int, bytes_per_second: float) -> float:

@@ -143,7 +143,7 @@ def _in_backing_stores(
             ),
             host_bytes=0,
             block_seconds=extra,
-            scratch_bytes=_scratch_bytes(profile, calls, precision, dtype),
+            scratch_bytes=_scratch_bytes(profile, calls, precision, dtype, hardware),
             stored_bytes=weight_bytes if is_written else 0,
             read_bytes=()
             if component.source_in(precision) is None or file_block_bytes == block_bytes
@@ -176,7 +176,7 @@ def _in_backing_stores(
             read_seconds=() if backing_store == "disk" else read_seconds,
             disk_seconds=read_seconds if backing_store == "disk" else (),
             block_seconds=extra,
-            scratch_bytes=_scratch_bytes(profile, calls, precision, dtype),
+            scratch_bytes=_scratch_bytes(profile, calls, precision, dtype, hardware),
             transient_bytes=quantizing_bytes(
                 profile.layers.values(), precision, ELEMENT_BYTES[dtype]
             )
@@ -221,14 +221,23 @@ def _extra_block_seconds(
 
 
 def _scratch_bytes(
-    profile: ComponentProfile, calls: Sequence[Call], precision: str, dtype: str
+    profile: ComponentProfile,
+    calls: Sequence[Call],
+    precision: str,
+    dtype: str,
+    hardware: Hardware,
 ) -> int:
     """Return the largest increase of a call's peak with quantized layers, over all calls."""
     if precision not in QUANTIZED:
         return 0
     extra = (
         with_quantization_scratch(
-            call, profile.layers, precision, dtype, profile.widened
+            call,
+            profile.layers,
+            precision,
+            dtype,
+            profile.widened,
+            on_cpu=hardware.device == "cpu",
         ).peak_bytes
         - call.peak_bytes
         for call in calls

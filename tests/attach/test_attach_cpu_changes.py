@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from campaign import sampled
-from saved_pipelines import FileReads, load, places, save
+from saved_pipelines import FileReads, as_passed, load, places, save
 from stored_component import nothing_left
 from test_attach import SD, seeded
 from test_attach_changes import ALWAYS, CHANGES, NAMES
@@ -84,6 +84,23 @@ def test_a_cast_pipeline_stays_in_memory(folder: Path, reads: FileReads) -> None
             assert equal(seeded(pipe), want)
         assert attachment.held_bytes == 0
     assert sum(reads.taken().values()) == 0
+
+
+@pytest.mark.parametrize("precision", ["int8", "nf4"])
+def test_a_pipeline_that_bitsandbytes_quantized_stays_in_memory(precision: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    from test_attach_quantized import SDXL, built
+
+    pipe, plain = built(precision), built(precision)
+    want, previous_places = SDXL.call(plain, as_passed), places(pipe)
+    with attach(pipe) as attachment:
+        for _ in range(2):
+            assert equal(SDXL.call(pipe, as_passed), want)
+            assert attachment.replans == ()
+            assert attachment.held_bytes == 0
+            assert planned_bytes(attachment) >= process_bytes().nbytes
+    assert places(pipe) == previous_places
+    assert equal(SDXL.call(pipe, as_passed), want)
 
 
 def test_a_component_in_memory_is_counted_from_its_first_call_on(

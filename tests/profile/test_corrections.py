@@ -9,6 +9,7 @@ from graphrun.profile.corrections import (
     Convolution,
     attention_scratch,
     convolution_scratch,
+    cpu_int8_scratch,
     int8_scratch,
 )
 from graphrun.units import GIB, MIB
@@ -78,6 +79,15 @@ def test_scratch_of_quantized_layers() -> None:
         4608 * (3072 * 6 + 4),
         4608 * (3072 + 4) + 6 * 4608 * 9216,
     )
+
+
+def test_scratch_of_int8_layers_on_a_cpu() -> None:
+    """The result, of 2 bytes per element, is one of the tensors next to each other."""
+    assert cpu_int8_scratch(768, 3072, 12288, 2) == (
+        768 * 3072 * 11,
+        768 * (3072 + 4) + 14 * 768 * 12288,
+    )
+    assert cpu_int8_scratch(768, 3072, 12288, 2, half=True)[0] == 768 * 3072 * 9
 
 
 def test_every_rule_has_a_name_of_its_own_and_a_source() -> None:

@@ -15,8 +15,9 @@ from graphrun.model.problem import ProcessorRates
 from graphrun.profile import corrections
 from graphrun.profile.corrections import cpu_scratch, scratch_on
 from graphrun.profile.hardware import bfloat16_instructions, cpu_estimate, hardware
+from graphrun.profile.precision import with_quantization_scratch
 from graphrun.profile.recorder import FusedAttention, Recorder
-from graphrun.profile.recording import Call
+from graphrun.profile.recording import Call, MemoryEvent, Product
 
 THREADS = 2
 # The kernel counts pages of each thread in steps of 64 (`SPLIT_RSS_COUNTING`).
@@ -36,16 +37,38 @@ def numbers():
     values = dict(re.findall(r"(\w+):\s+(\d+) kB", text))
     return {key: 1024 * int(values[key]) for key in ("VmHWM", "RssFile", "RssAnon")}
 
+def layer(kind, weight):
+    import bitsandbytes
+    outputs, inputs = weight.shape
+    if kind == "int8":
+        module = bitsandbytes.nn.Linear8bitLt(
+            inputs, outputs, has_fp16_weights=False, threshold=6.0
+        )
+    else:
+        module = bitsandbytes.nn.Linear4bit(
+            inputs, outputs, compute_dtype=weight.dtype, quant_type="nf4", compress_statistics=False
+        )
+        module.support_avx512bf16_for_cpu = False  # as graphrun's layers
+    module.load_state_dict({"weight": weight, "bias": torch.rand(outputs)})
+    return module.to("cpu").eval()
+
+def quantized(tensor, layer):
+    return layer(tensor)
+
 torch.set_num_threads(int(sys.argv[2]))
 results = []
 for kind, dtype, sizes, options in json.loads(sys.argv[1]):
     dtype = getattr(torch, dtype)
     tensors = [torch.rand(size).to(dtype) for size in sizes]
+    if kind in ("int8", "nf4"):
+        tensors = [tensors[0], layer(kind, tensors[1])]
     functional = torch.nn.functional
     operator = {
         "convolution": torch.conv2d if tensors[0].dim() == 4 else torch.conv3d,
         "attention": functional.scaled_dot_product_attention,
         "linear": functional.linear,
+        "int8": quantized,
+        "nf4": quantized,
     }[kind]
     for _ in range(2):
         gc.collect()
@@ -139,6 +162,41 @@ def test_the_rules_predict_what_the_kernel_counts_for_shapes_they_were_not_made_
         )
         if not lowest < scratch < highest:
             errors[str(case)] = f"{scratch / 1e6:.1f} MB predicted, {measured_bytes / 1e6:.1f}"
+    assert not errors
+
+
+# (rows, inputs, outputs); none was measured when the rules were made
+QUANTIZED_CASES = [(900, 2560, 5120), (700, 6400, 1600), (1, 2560, 5120)]
+
+
+@pytest.mark.sweep("profile")
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's watermark is Linux's")
+@pytest.mark.skipif(not bfloat16_instructions(), reason="the rules were measured with avx512_bf16")
+@pytest.mark.parametrize("precision", ["int8", "nf4"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_rules_of_quantized_layers_predict_what_the_kernel_counts(
+    precision: str, dtype: str
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    cases = [
+        (precision, dtype, [[1, rows, inputs], [outputs, inputs]], {})
+        for rows, inputs, outputs in QUANTIZED_CASES
+    ]
+    arguments = [sys.executable, "-c", MEASURE, json.dumps(cases), str(THREADS)]
+    result = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=300)
+    errors = {}
+    for (rows, inputs, outputs), measured_bytes in zip(
+        QUANTIZED_CASES, json.loads(result.stdout), strict=True
+    ):
+        product_bytes = 2 * rows * outputs
+        call = Call(events=[MemoryEvent(1, product_bytes)], products=[Product(0, "weight", rows)])
+        planned_bytes = with_quantization_scratch(
+            call, {"weight": (outputs, inputs)}, precision, dtype, on_cpu=True
+        ).peak_bytes
+        total_bytes = measured_bytes + product_bytes
+        # the product itself takes some MB with a bias
+        if not -0.03 * total_bytes < total_bytes - planned_bytes < 0.03 * total_bytes + 6e6:
+            errors[rows, inputs, outputs] = planned_bytes / 1e6, total_bytes / 1e6
     assert not errors
 
 

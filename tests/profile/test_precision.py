@@ -310,6 +310,16 @@ def test_one_token_needs_no_weight_in_16_bit() -> None:
     assert peak(with_quantization_scratch(call, shapes, "nf4")) == peak(call)
 
 
+def test_on_a_cpu_one_token_takes_the_weight_and_int8_more_tensors() -> None:
+    call, shapes = traced(1)
+    quantized_call = with_quantization_scratch(call, shapes, "nf4", on_cpu=True)
+    assert peak(quantized_call) == 2 * 96 * 64 + 512
+    tokens = 1024
+    call, shapes = traced(tokens)
+    quantized_call = with_quantization_scratch(call, shapes, "int8", on_cpu=True)
+    assert peak(quantized_call) == tokens * (64 + 4) + tokens * 96 * 16
+
+
 def test_int8_takes_its_input_and_its_product_in_other_dtypes() -> None:
     tokens = 1024
     call, shapes = traced(tokens)
