@@ -96,17 +96,19 @@ class ProcessorRates:
         scores                           of attention, per second
         reads                            of operands of products, in bytes per second
         results                          of products, in bytes per second
-        weight, small, large copies      of convolutions, in bytes per second
+        weight, small ... huge copies    of convolutions, in bytes per second
         elementwise                      bytes read and written per second, possibly of an
                                          operator: "elementwise gelu bfloat16"
         new memory                       without dtype: bytes per second that the system supplies
 
-    ``read_cpu_seconds``: CPU seconds of reading one byte from a file.
+    ``read_cpu_seconds``: CPU seconds of reading one byte from a file. ``amx``: whether products in
+    bfloat16 use Intel's matrix unit.
     """
 
     threads: int
     rates: tuple[tuple[str, float], ...]
     read_cpu_seconds: float = 0.0
+    amx: bool = False
 
     def rate(self, kind: str, dtype: str) -> float:
         """Return the rate of ``kind`` in ``dtype``.

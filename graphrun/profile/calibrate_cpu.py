@@ -8,7 +8,7 @@ probes, and a probe measures several classes.
 
 from __future__ import annotations
 
-import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,18 +18,23 @@ import numpy
 import torch
 from scipy.optimize import nnls
 from torch import nn
+from torch.func import functional_call
 
 from graphrun.model.problem import Hardware, ProcessorRates
 from graphrun.profile.costs import cpu_work
 from graphrun.profile.recorder import FusedAttention, Recorder
 from graphrun.profile.recording import Kernel
-from graphrun.units import MIB
+from graphrun.systems import anonymous_memory
+from graphrun.units import GIB, PAGE_BYTES, round_up
 
 # A class that takes no measurable time has this rate.
-FASTEST = 1e16
+FASTEST = 1e14
 DTYPES = ("bfloat16", "float32", "float16")
-# Weights of one product are read again after this many bytes of other weights, as in a model.
-WEIGHTS_BYTES = 64 * MIB
+# Tensors are read again after this many bytes of others, as in a model: caches have up to 500 MB.
+POOL_BYTES = GIB
+# A block counts as much as this many operators: what operators take next to each other is what runs
+# take.
+BLOCK_WEIGHT = 6.0
 LAUNCHED = 128  # operators in the chain that measures launches
 
 functional = nn.functional
@@ -37,11 +42,12 @@ functional = nn.functional
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """An operator and the sizes of its tensors, all of ``dtype``."""
+    """An operator or a block, and the sizes of its tensors, all of ``dtype``."""
 
     operator: Callable[..., Any]
     dtype: str
     sizes: tuple[tuple[int, ...], ...]
+    is_block: bool = False
 
     def tensors(self, device: str) -> list[torch.Tensor]:
         """Return new tensors on ``device``."""
@@ -60,12 +66,35 @@ class Probe:
         return [record.kernels[number] for _, numbers in record.work for number in numbers]
 
 
+class ColdPool:
+    """Memory larger than caches, in pages as the runtime's, from which probes take tensors.
+
+    In a model other weights and tensors have passed through the caches since. An operator that is
+    called with the same tensors again and again takes half as long.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._bytes = torch.frombuffer(anonymous_memory(nbytes), dtype=torch.uint8).fill_(0x3C)
+        self._offset = 0
+
+    def take(self, template: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the size and dtype of ``template``, behind the last one."""
+        if self._offset + template.nbytes > self._bytes.numel():
+            self._offset = 0
+        start = self._offset
+        self._offset += round_up(template.nbytes, PAGE_BYTES)
+        return (
+            self._bytes[start : start + template.nbytes].view(template.dtype).view(template.shape)
+        )
+
+
 def probes() -> Iterator[Probe]:
     """Yield the probes."""
     for dtype in DTYPES:
         yield from _products(dtype)
         yield from _convolutions(dtype)
         yield from _elementwise(dtype)
+    yield from _blocks()
 
 
 def _products(dtype: str) -> Iterator[Probe]:
@@ -90,13 +119,62 @@ def _convolutions(dtype: str) -> Iterator[Probe]:
         (640, 640, (32, 32), 1),
         (1280, 1280, (8, 8), 3),
         (128, 128, (128, 128), 3),
-        (256, 256, (128, 128), 3),
         (128, 128, (128, 128), 1),
+        (128, 128, (256, 256), 3),
+        (64, 64, (512, 512), 3),
         (96, 96, (4, 64, 64), 3),
     ):
         weight = (outputs, inputs, *[taps] * len(pixels))
         if dtype != "float16":  # PyTorch computes it by products
             yield Probe(convolution, dtype, ((1, inputs, *pixels), weight))
+
+
+def _blocks() -> Iterator[Probe]:
+    """Yield blocks of FLUX (half as wide), of SDXL's UNet and of its residual convolutions."""
+    from diffusers.models.attention import BasicTransformerBlock
+    from diffusers.models.resnet import ResnetBlock2D
+    from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
+
+    def rotated(block: Callable[..., Any]) -> Callable[..., Any]:
+        def call(picture: torch.Tensor, text: torch.Tensor, modulation: torch.Tensor) -> Any:
+            rows = picture.shape[1] + text.shape[1]
+            rotary = tuple(torch.ones(rows, 128, device=picture.device) for _ in range(2))
+            return block(picture, text, modulation, rotary)
+
+        return call
+
+    def attending(block: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda picture, text: block(picture, encoder_hidden_states=text)
+
+    with torch.device("meta"):
+        flux = FluxSingleTransformerBlock(1536, 12, 128)
+        sdxl = BasicTransformerBlock(640, 10, 64, cross_attention_dim=2048, activation_fn="geglu")
+        residual = ResnetBlock2D(in_channels=640, out_channels=640, temb_channels=1280)
+    cases: tuple[tuple[nn.Module, Any, tuple[tuple[int, ...], ...]], ...] = (
+        (flux, rotated, ((1, 256, 1536), (1, 256, 1536), (1, 1536))),
+        (sdxl, attending, ((2, 1024, 640), (2, 77, 2048))),
+        (residual, lambda block: block, ((2, 640, 32, 32), (2, 1280))),
+    )
+    for module, wrapped, sizes in cases:
+        module.eval()
+        weights = dict(module.named_parameters())
+
+        def call(
+            *tensors: torch.Tensor,
+            module: nn.Module = module,
+            wrapped: Any = wrapped,
+            names: tuple[str, ...] = tuple(weights),
+        ) -> Any:
+            inputs, values = tensors[: -len(names)], tensors[-len(names) :]
+
+            def block(*arguments: Any, **options: Any) -> Any:
+                values_by_name = dict(zip(names, values, strict=True))
+                return functional_call(module, values_by_name, arguments, options)
+
+            return wrapped(block)(*inputs)
+
+        weight_sizes = (tuple(weight.shape) for weight in weights.values())
+        yield Probe(call, "bfloat16", (*sizes, *weight_sizes), is_block=True)
 
 
 def _elementwise(dtype: str) -> Iterator[Probe]:
@@ -114,8 +192,10 @@ def _elementwise(dtype: str) -> Iterator[Probe]:
         lambda source: source.to(other_dtype),
         lambda source: source.t().contiguous(),
         lambda source: source.clone(),
+        lambda source: -source.unflatten(-1, (-1, 2)).unbind(-1)[1],
         functional.silu,
         functional.gelu,
+        lambda source: functional.gelu(source, approximate="tanh"),
         lambda source: functional.layer_norm(source, (1536,)),
         normalized_groups,
         lambda source: functional.pad(source, (1, 1)),
@@ -138,42 +218,43 @@ def _elementwise(dtype: str) -> Iterator[Probe]:
         yield Probe(torch.add, dtype, (large, large))
 
 
-def best_seconds(probe: Probe, seconds: float) -> float:
-    """Return the seconds of the fastest of at least three calls, within ``seconds`` if possible.
+def typical_seconds(probe: Probe, seconds: float, pool: ColdPool) -> float:
+    """Return the median seconds of at least three calls, within ``seconds`` if possible.
 
-    Calls take turns with copies of the last tensor, the weights of a product.
+    A run of minutes sees the usual disturbances too, so the fastest call would promise too much.
     """
-    *sources, last = probe.tensors("cpu")
-    is_product = probe.operator is functional.linear
-    count = max(1, min(16, WEIGHTS_BYTES // last.nbytes)) if is_product else 1
-    lasts = itertools.cycle([last, *(last.clone() for _ in range(count - 1))])
-    durations = list[float]()
+    tensors, durations = probe.tensors("cpu"), list[float]()
     with torch.no_grad():
-        probe.operator(*sources, next(lasts))
+        probe.operator(*tensors)
         end = time.perf_counter() + seconds
         while len(durations) < 3 or (time.perf_counter() < end and len(durations) < 400):
-            current, start = next(lasts), time.perf_counter()
-            result = probe.operator(*sources, current)
+            cold_tensors = [pool.take(tensor) for tensor in tensors]
+            start = time.perf_counter()
+            result = probe.operator(*cold_tensors)
             durations.append(time.perf_counter() - start)
             del result
-    return min(durations)
+    return statistics.median(durations)
 
 
-def launch_seconds(seconds: float) -> float:
+def launch_seconds(seconds: float, pool: ColdPool) -> float:
     """Return the seconds of an operator without work, with the code of its module."""
     layers = (nn.Linear(16, 16), nn.LayerNorm(16)) * (LAUNCHED // 2)
     chain = nn.Sequential(*layers).to("cpu", torch.bfloat16).requires_grad_(False)
-    return best_seconds(Probe(chain, "bfloat16", ((1, 16),)), seconds) / LAUNCHED
+    return typical_seconds(Probe(chain, "bfloat16", ((1, 16),)), seconds, pool) / LAUNCHED
 
 
 def fitted_rates(
-    work: Sequence[Mapping[str, float]], seconds: Sequence[float]
+    work: Sequence[Mapping[str, float]], seconds: Sequence[float], blocks: Sequence[bool] = ()
 ) -> tuple[dict[str, float], list[float]]:
     """Return the rate of each class, and the relative error of each probe.
 
-    ``work``: the amounts of each probe by class. ``seconds``: what each probe took.
+    ``work``: the amounts of each probe by class. ``seconds``: what each probe took. ``blocks``:
+    which probes are blocks, and count `BLOCK_WEIGHT` times.
     """
     names = sorted({name for amounts in work for name in amounts})
+    weights = numpy.array(
+        [BLOCK_WEIGHT if is_block else 1.0 for is_block in blocks or [False] * len(work)]
+    )
     matrix = numpy.array(
         [
             [amounts.get(name, 0.0) / duration for name in names]
@@ -181,7 +262,8 @@ def fitted_rates(
         ]
     )
     scales = matrix.max(axis=0)
-    inverse_rates, _ = nnls(matrix / scales, numpy.ones(len(seconds)))
+    factors = numpy.sqrt(weights)
+    inverse_rates, _ = nnls(matrix / scales * factors[:, None], factors)
     errors = [float(share) - 1 for share in (matrix / scales) @ inverse_rates]
     rates = [
         min(FASTEST, scale / inverse if inverse else FASTEST)
@@ -201,7 +283,8 @@ def measured_cpu(
     assert isinstance(base.kernels, ProcessorRates)
     probe_list = probe_list or tuple(probes())
     share = allowed_seconds / (len(probe_list) + 4)
-    launch = launch_seconds(share)
+    pool = ColdPool(POOL_BYTES)
+    launch = launch_seconds(share, pool)
     work, durations = list[dict[str, float]](), list[float]()
     for probe in probe_list:
         kernels, amounts = probe.kernels(), dict[str, float]()
@@ -210,9 +293,9 @@ def measured_cpu(
                 key = name if name == "new memory" else f"{name} {kernel.dtype}"
                 amounts[key] = amounts.get(key, 0.0) + amount
         work.append(amounts)
-        duration = best_seconds(probe, share)
+        duration = typical_seconds(probe, share, pool)
         durations.append(max(0.1 * duration, duration - len(kernels) * launch))
-    rates, errors = fitted_rates(work, durations)
+    rates, errors = fitted_rates(work, durations, [probe.is_block for probe in probe_list])
     for dtype in DTYPES:  # operators that no probe has
         operator_rates = [
             rate

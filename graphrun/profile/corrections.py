@@ -9,7 +9,6 @@ dtype float32 in the graph file.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import islice
 
 from graphrun.model.problem import Hardware, ProcessorRates
 from graphrun.profile.recording import Call, ConvolutionShape, Kernel, MemoryEvent
@@ -137,30 +136,41 @@ CORRECTIONS = (
         ),
     ),
     Correction(
-        "convolution with one tap in bfloat16 on a CPU",
+        "convolution with one tap in bfloat16 on a CPU without AMX",
         (
-            "4 bytes per output element too, for up to as many pictures as threads, where input "
-            "channels are added up in parts because of the cache"
+            "at most 4 bytes per output element too, for up to as many pictures as threads: "
+            "oneDNN adds up input channels in parts where the cache is too small for them"
         ),
         "oneDNN's jit_avx512_core_bf16_1x1_conv_kernel (store_wsp, reduce_blocking); measured too",
     ),
     Correction(
+        "convolution in bfloat16 on a CPU with AMX",
+        "at least twice bytes(output), padded: two copies in other layouts next to the result",
+        "the kernel's watermark, PyTorch 2.13, Xeon with amx_bf16: 17 shapes, within 1.3 MB",
+    ),
+    Correction(
         "small convolution on a CPU",
-        "the picture with one column per output pixel, in fp32 up to 20480 inputs, in fp16 always",
+        (
+            "the picture with one column per output pixel, in fp32 up to 20480 inputs (of videos: "
+            "without the width), in fp16 always"
+        ),
         "PyTorch's use_mkldnn and slow_conv2d; measured in fp32",
     ),
     Correction(
         "attention on a CPU",
         (
             "the fp32 logsumexp, and per thread the scores of up to 256 queries and 512 keys in "
-            "fp32 and 16 bits"
+            "fp32 and 16 bits; with AMX also at most bytes(key) + bytes(value), packed for it"
         ),
-        "PyTorch's FlashAttentionKernel.cpp; measured, 0.5 to 2.5 MB on two threads",
+        (
+            "PyTorch's FlashAttentionKernel.cpp; measured, 0.5 to 2.5 MB on two threads; 11.6 MB "
+            "on a Xeon with AMX, 11.7 by the rule"
+        ),
     ),
     Correction(
         "matrix product, normalization, softmax, upsampling on a CPU",
         "nothing: oneDNN and MKL read weights in their own layout",
-        "measured with PyTorch 2.13: at most 0.13 MB",
+        "measured with PyTorch 2.13: at most 0.13 MB; products with AMX 2.4 MB per thread",
     ),
     Correction(
         "int8 forward on a CPU",
@@ -279,43 +289,44 @@ CHANNEL_BLOCK = 16
 SMALL_CONVOLUTION = 20480
 # Attention on a CPU: most keys that a thread processes at a time.
 KEYS_AT_ONCE = 512
-# A convolution with one tap in bfloat16: rows of the cache that its input may fill before the
-# input channels are processed in parts.
-CACHE_WAY_BLOCKS, CACHE_WAYS = 2048, 7
 
 
 def scratch_on(hardware: Hardware, call: Call, event: MemoryEvent) -> int:
     """Return the bytes that a kernel's scratch ``event`` of ``call`` takes on ``hardware``."""
     if isinstance(hardware.kernels, ProcessorRates):
-        return cpu_scratch(call.kernels[event.key], hardware.kernels.threads)
+        return cpu_scratch(call.kernels[event.key], hardware.kernels)
     if not hardware.convolution_scratch:
         return 0
     return event.nbytes - event.spared_bytes * hardware.spares_large_copies
 
 
-def cpu_scratch(kernel: Kernel, threads: int) -> int:
-    """Return the bytes that ``kernel`` takes on a CPU besides its tensors, with ``threads``."""
+def cpu_scratch(kernel: Kernel, processor: ProcessorRates) -> int:
+    """Return the bytes that ``kernel`` takes on a CPU besides its tensors."""
     element_bytes = 4 if kernel.dtype in ("float32", "float64") else 2
     if kernel.kind == "convolution":
         shape = ConvolutionShape(*kernel.shape)
         if kernel.dtype == "float16":
             return _unfolded_bytes(shape, element_bytes)
-        return cpu_convolution_scratch(shape, element_bytes, threads)
+        return cpu_convolution_scratch(shape, element_bytes, processor)
     if kernel.kind in ("attention", "wide attention"):
         groups, queries, keys, features = kernel.shape
         if not features:
             width = kernel.flops / (4 * kernel.scores or 1)
             return attention_scratch(groups * queries, keys, int(width), element_bytes, fused=False)
         return cpu_attention_scratch(
-            groups * queries, queries, keys, features, element_bytes, threads
+            groups * queries, queries, keys, features, element_bytes, processor
         )
     return 0
 
 
-def cpu_convolution_scratch(shape: ConvolutionShape, element_bytes: int, threads: int) -> int:
+def cpu_convolution_scratch(
+    shape: ConvolutionShape, element_bytes: int, processor: ProcessorRates
+) -> int:
     """Return bytes of scratch of a convolution that oneDNN computes on a CPU."""
+    # PyTorch's condition multiplies the first four sizes, so without the last of three dimensions
+    pixels = shape.input_pixels if shape.dimensions < 3 else shape.input_rows
     is_single = shape.batch == shape.groups == 1
-    if element_bytes == 4 and is_single and shape.inputs * shape.input_pixels <= SMALL_CONVOLUTION:
+    if element_bytes == 4 and is_single and shape.inputs * pixels <= SMALL_CONVOLUTION:
         return _unfolded_bytes(shape, element_bytes)
     inputs, outputs = (
         channels if shape.groups > 1 else round_up(channels, CHANNEL_BLOCK)
@@ -327,11 +338,13 @@ def cpu_convolution_scratch(shape: ConvolutionShape, element_bytes: int, threads
     input_bytes = element_bytes * shape.batch * inputs * shape.input_pixels
     output_bytes = element_bytes * shape.batch * outputs * shape.output_pixels
     result_bytes = element_bytes * shape.batch * shape.outputs * shape.output_pixels
-    sums_bytes = 0
-    if element_bytes == 2 and shape.taps == 1 and inputs > _channels_at_once(shape):
-        sums_bytes = 4 * min(shape.batch, threads) * outputs * shape.output_pixels
-    computing_bytes = input_bytes + weight_bytes + output_bytes + sums_bytes
-    return max(computing_bytes, output_bytes + result_bytes) - result_bytes
+    computing_bytes = input_bytes + weight_bytes + output_bytes
+    converting_bytes = output_bytes + result_bytes
+    if element_bytes == 2 and processor.amx:
+        converting_bytes += output_bytes
+    elif element_bytes == 2 and shape.taps == 1:
+        computing_bytes += 4 * min(shape.batch, processor.threads) * outputs * shape.output_pixels
+    return max(computing_bytes, converting_bytes) - result_bytes
 
 
 def _unfolded_bytes(shape: ConvolutionShape, element_bytes: int) -> int:
@@ -341,31 +354,8 @@ def _unfolded_bytes(shape: ConvolutionShape, element_bytes: int) -> int:
     return element_bytes * shape.inputs // shape.groups * shape.taps * shape.output_pixels
 
 
-def _channels_at_once(shape: ConvolutionShape) -> int:
-    """Return the input channels that a convolution with one tap in bfloat16 adds up in registers.
-
-    Pixels of channel blocks that are a multiple of the cache's way apart evict each other. oneDNN
-    takes fewer channels where `CACHE_WAYS` blocks collide, at any of the pixels that a thread
-    processes together.
-    """
-    channels = 160 if shape.outputs <= 256 and 10 < shape.input_rows < 28 else 1024
-    if shape.input_rows <= 10:
-        channels = 512
-    channels = min(channels, round_up(shape.inputs, CHANNEL_BLOCK))
-    pixels, blocks = shape.input_pixels, channels // CHANNEL_BLOCK
-    if pixels * blocks <= CACHE_WAYS * CACHE_WAY_BLOCKS:
-        return channels
-    rows = next((count for count in (9, 8, 7, 6) if shape.input_rows % count == 0), 9)
-    for first in range(rows):
-        places = range(first, pixels * blocks, CACHE_WAY_BLOCKS)
-        collisions = (place for place in places if place % pixels < rows)
-        if (last := next(islice(collisions, CACHE_WAYS - 1, None), None)) is not None:
-            blocks = min(blocks, max(1, (last + CACHE_WAY_BLOCKS) // pixels))
-    return CHANNEL_BLOCK * blocks
-
-
 def cpu_attention_scratch(
-    rows: int, queries: int, keys: int, features: int, element_bytes: int, threads: int
+    rows: int, queries: int, keys: int, features: int, element_bytes: int, processor: ProcessorRates
 ) -> int:
     """Return bytes of scratch of PyTorch's flash attention on a CPU.
 
@@ -377,4 +367,7 @@ def cpu_attention_scratch(
     thread_bytes = 4 * (scores + 2 * queries_at_once + queries_at_once * features)
     if element_bytes == 2:
         thread_bytes += 2 * scores
-    return 4 * rows + threads * thread_bytes
+    packed_bytes = 0
+    if element_bytes == 2 and processor.amx:
+        packed_bytes = 2 * element_bytes * rows // queries * keys * features
+    return 4 * rows + processor.threads * thread_bytes + packed_bytes

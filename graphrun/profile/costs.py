@@ -17,7 +17,7 @@ On a CPU (`ProcessorRates`) times add up, since the same cores multiply and move
     matrix product   FLOPs, at a rate for long and short sums (`LONG_SUMS`), bytes of the operands,
                      and bytes of the result
     convolution      FLOPs, and bytes of the copies with channels in blocks and of the result, at
-                     rates for weights, small and large channels (`CACHED_PLANE_BYTES`)
+                     rates for weights, and for small, large and huge channels (`SMALL_PLANE_BYTES`)
     attention        FLOPs, and scores
     elementwise      bytes read and written, at the rate of the operator
     all              the time to launch them; and where a tensor has more than `REUSED_BYTES`, the
@@ -46,9 +46,9 @@ TILE = 128
 REUSED_BYTES = 32 * MIB
 # Products that add up fewer numbers per output compute faster: their weights stay in the cache.
 LONG_SUMS = 1024
-# Channels of up to this size are copied to blocks of channels faster: the lines of 16 channels stay
-# in the first cache.
-CACHED_PLANE_BYTES = 16 * KIB
+# Sizes of channels up to which they are copied to blocks of 16 channels at one rate: the larger,
+# the fewer lines of 16 channels stay in a cache.
+SMALL_PLANE_BYTES, LARGE_PLANE_BYTES = 16 * KIB, 64 * KIB
 
 # Rate of the memory-efficient attention kernel with wide heads over the rate of flash attention.
 # Fitted (`hardware`).
@@ -153,13 +153,19 @@ def cpu_work(kernel: Kernel) -> dict[str, float]:
         weight_bytes = element_bytes * shape.inputs * shape.outputs * shape.taps // shape.groups
         pixel_bytes = element_bytes * shape.batch * shape.output_pixels
         plane_bytes = element_bytes * max(shape.input_pixels, shape.output_pixels)
-        copies = "large" if plane_bytes > CACHED_PLANE_BYTES else "small"
-        sizes = kernel.nbytes - weight_bytes - shape.outputs * pixel_bytes, outputs * pixel_bytes
+        sizes = {"small": SMALL_PLANE_BYTES, "large": LARGE_PLANE_BYTES}
+        kind = next((name for name, nbytes in sizes.items() if plane_bytes <= nbytes), "huge")
+        # the input and the output in blocks, the output in between (`corrections`), the result
+        copies = (
+            kernel.nbytes - weight_bytes - shape.outputs * pixel_bytes,
+            *[outputs * pixel_bytes] * 2,
+            shape.outputs * pixel_bytes,
+        )
         return {
             "convolution": kernel.flops * outputs / shape.outputs,
             "weight copies": weight_bytes,
-            f"{copies} copies": sum(sizes) + shape.outputs * pixel_bytes,
-        } | _new_bytes(*map(int, sizes), weight_bytes, shape.outputs * pixel_bytes)
+            f"{kind} copies": sum(copies),
+        } | _new_bytes(*map(int, copies), weight_bytes)
     return {"attention": kernel.flops, "scores": float(kernel.scores)}
 
 

@@ -346,7 +346,8 @@ def cpu_estimate() -> Hardware:
             f"results {dtype}": 0.6 * moving,
             f"weight copies {dtype}": 0.5 * moving,
             f"small copies {dtype}": 0.5 * moving,
-            f"large copies {dtype}": 0.22 * moving,
+            f"large copies {dtype}": 0.3 * moving,
+            f"huge copies {dtype}": 0.15 * moving,
             f"elementwise {dtype}": 0.7 * moving,
             f"elementwise transpose {dtype}": 0.2 * moving,
         }
@@ -366,7 +367,9 @@ def cpu_estimate() -> Hardware:
         caching_allocator=False,
         memory_bytes_per_second=moving,
         launch_seconds=CPU_LAUNCH_SECONDS,
-        kernels=ProcessorRates(cores, tuple(rates.items()), READ_CPU_SECONDS),
+        kernels=ProcessorRates(
+            cores, tuple(rates.items()), READ_CPU_SECONDS, amx="amx_bf16" in features
+        ),
         basis="data sheet",
     )
 

@@ -66,7 +66,10 @@ _HOST_READS = frozenset(
 # Operators that copy, and the name in `Kernel.operator` of copies that change the order of
 # dimensions in memory.
 _COPIES = frozenset({aten.clone, aten.copy_, aten._to_copy})
+_JOINS = frozenset({aten.cat, aten.stack})
 TRANSPOSING = "transpose"
+STRIDED = "strided"  # reads every other number, or fewer, whatever it computes
+APPROXIMATING = "gelu_tanh"  # by the formula with tanh, which takes a CPU longer
 
 # Operators that read as many elements of their first argument as they return.
 _GATHERS = frozenset({aten.embedding, aten.index, aten.index_select, aten.gather})
@@ -533,6 +536,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             operator = packet.__name__
             if packet in _COPIES and _is_transposing(args, first_tensor):
                 operator = TRANSPOSING
+            elif kwargs.get("approximate") == "tanh":
+                operator = APPROXIMATING
+            elif packet not in _JOINS and any(
+                tensor.dim() and tensor.stride(-1) > 1 for tensor in device_arguments
+            ):
+                operator = STRIDED
             new_bytes = 0 if func._schema.is_mutable else written_bytes
             return Kernel(
                 "elementwise", dtype, 0.0, moved_bytes, operator=operator, shape=(new_bytes,)
@@ -777,6 +786,7 @@ def _convolution_shape(
         input_pixels=pixels,
         output_pixels=math.prod(result.shape[2:]),
         channels_last=int(source.shape[1] > 1 == source.stride(1) and pixels > 1),
+        dimensions=source.dim() - 2,
     )
 
 

@@ -82,6 +82,7 @@ class ConvolutionShape(NamedTuple):
 
     ``inputs``, ``outputs``: channels. Pixels: of one channel, in all dimensions. ``input_rows``:
     pixels without the last dimension. ``channels_last``: whether the input's channels are adjacent.
+    ``dimensions``: of the pixels.
     """
 
     batch: int
@@ -93,6 +94,7 @@ class ConvolutionShape(NamedTuple):
     input_pixels: int
     output_pixels: int
     channels_last: int
+    dimensions: int
 
 
 class LayerSpan(NamedTuple):

@@ -13,7 +13,14 @@ from graphrun.model.problem import Hardware, ProcessorRates, ReadRates
 from graphrun.profile import calibrate, calibrate_cpu, doctor
 from graphrun.profile import hardware as devices
 from graphrun.profile import hardware_profiles as profiles
-from graphrun.profile.calibrate_cpu import FASTEST, Probe, fitted_rates, measured_cpu, probes
+from graphrun.profile.calibrate_cpu import (
+    FASTEST,
+    ColdPool,
+    Probe,
+    fitted_rates,
+    measured_cpu,
+    probes,
+)
 from graphrun.profile.costs import cpu_work, kernel_seconds
 
 
@@ -46,7 +53,13 @@ def test_every_class_of_the_estimate_is_measured() -> None:
 def test_a_probe_is_one_operator_as_a_dry_run_records_it() -> None:
     (kernel,) = Probe(nn.functional.linear, "float32", ((7, 64), (32, 64))).kernels()
     assert (kernel.kind, kernel.shape) == ("matmul", (1, 7, 64, 32))
-    assert all(len(probe.kernels()) == 1 for probe in probes())
+    assert all(len(probe.kernels()) == 1 for probe in probes() if not probe.is_block)
+    blocks = [probe for probe in probes() if probe.is_block]
+    assert [sum(kernel.kind == "matmul" for kernel in probe.kernels()) for probe in blocks] == [
+        6,
+        10,
+        1,
+    ]
 
 
 @pytest.fixture
@@ -57,11 +70,12 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> Hardware:
     rates = tuple((name, 3 * rate) for name, rate in kernels.rates)
     hardware = replace(base, kernels=replace(kernels, rates=rates), launch_seconds=1e-6)
 
-    def seconds(probe: Probe, _: float) -> float:
+    def seconds(probe: Probe, _: float, __: ColdPool) -> float:
         return sum(kernel_seconds(kernel, hardware) for kernel in probe.kernels())
 
-    monkeypatch.setattr(calibrate_cpu, "best_seconds", seconds)
-    monkeypatch.setattr(calibrate_cpu, "launch_seconds", lambda _: 1e-6)
+    monkeypatch.setattr(calibrate_cpu, "typical_seconds", seconds)
+    monkeypatch.setattr(calibrate_cpu, "launch_seconds", lambda *_: 1e-6)
+    monkeypatch.setattr(calibrate_cpu, "POOL_BYTES", 1 << 16)
     return hardware
 
 
@@ -73,10 +87,18 @@ def test_kernels_take_as_long_as_they_were_measured_to(fast: Hardware) -> None:
         assert kernel_seconds(kernel, profile) == pytest.approx(kernel_seconds(kernel, fast))
 
 
+def test_tensors_are_read_from_new_places_until_the_pool_ends() -> None:
+    pool, weight = ColdPool(3 * 4096), torch.empty(100, 10, dtype=torch.float32)
+    addresses = [pool.take(weight).data_ptr() for _ in range(4)]
+    assert [address - addresses[0] for address in addresses] == [0, 4096, 8192, 0]
+    assert pool.take(weight).isfinite().all()
+
+
 def test_probes_are_timed() -> None:
     probe = Probe(nn.functional.linear, "float32", ((7, 64), (32, 64)))
-    assert calibrate_cpu.best_seconds(probe, 0) > 0
-    assert calibrate_cpu.launch_seconds(0) > 0
+    pool = ColdPool(1 << 20)
+    assert calibrate_cpu.typical_seconds(probe, 0, pool) > 0
+    assert calibrate_cpu.launch_seconds(0, pool) > 0
 
 
 def test_a_profile_is_for_one_model_of_cpu_its_threads_and_one_torch(
