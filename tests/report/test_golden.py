@@ -122,7 +122,9 @@ def cpu_solution(make_problem: Any) -> Iterator[Any]:
     """The plan of FLUX.1-dev in 8 GiB, for a CPU of eight cores in a machine of 32 GiB."""
     with pytest.MonkeyPatch.context() as patch:
         features = frozenset({"avx512f", "avx512_bf16"})
-        patch.setattr("graphrun.profile.hardware._cpu", lambda: (8, features))
+        facts = ("a CPU", 8, features)
+        patch.setattr("graphrun.profile.hardware._cpu_facts", lambda: facts)
+        patch.setattr("graphrun.profile.hardware.cpu_threads", lambda: 8)
         patch.setattr("graphrun.profile.hardware.total_ram_bytes", lambda: 32 * GIB)
         yield solve(make_problem("flux-dev", 8 * GIB, 8 * GIB, hardware="cpu"))
 
