@@ -10,7 +10,7 @@ auto                    `resolved_budgets`  free memory changes during a session
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -170,6 +170,21 @@ def hardware_for(
             )
         card = card or detected_card or estimates.hardware(estimates.DEFAULT)
     return card
+
+
+def cards_of_process(cards: Iterable[Hardware]) -> list[Hardware]:
+    """Return ``cards``, where a CPU has at least the bytes of this process as its context.
+
+    For what is planned and run in one process, which may take more than a new one.
+    """
+    return [_card_of_process(card) if card.unified else card for card in cards]
+
+
+def _card_of_process(card: Hardware) -> Hardware:
+    from graphrun.runtime.devices.cpu import CpuDevice
+
+    context_bytes = CpuDevice(card).measured_context(to_plan=True)
+    return replace(card, context_bytes=max(card.context_bytes, context_bytes))
 
 
 def limits_for(

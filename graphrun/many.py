@@ -77,7 +77,7 @@ def run_many(
     from graphrun.batch.journal import Journal
     from graphrun.batch.requests import refuse_broken, requests_from, resolved
     from graphrun.batch.watch import Watcher as NoWatcher
-    from graphrun.devices import Budget, cards_for, limits_for, resolved_budgets
+    from graphrun.devices import Budget, cards_for, cards_of_process, limits_for, resolved_budgets
 
     last_stage = budgets.pop("until", None)
     graph = graph.until(last_stage)
@@ -119,7 +119,7 @@ def run_many(
                 budgets.pop("hardware", None),
                 cache=cache,
             )
-            device_name = cards[0].label
+            cards, device_name = cards_of_process(cards), cards[0].label
             limits = limits_for(Budget.of(budgets), cards, (modules or {}).values())
             budgets = resolved_budgets(budgets, limits, cards[0])
 

@@ -28,7 +28,7 @@ from typing import Any
 from graphrun import api
 from graphrun.batch.cache.keys import choices_of
 from graphrun.batch.cache.reuse import Reuse, What, reuse_for
-from graphrun.devices import Budget, cards_for, limits_for, resolved_budgets
+from graphrun.devices import Budget, cards_for, cards_of_process, limits_for, resolved_budgets
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
 from graphrun.graph.settings import settings_of
@@ -99,6 +99,7 @@ class Session:
         cards = cards_for(
             budgets.get("vram"), budgets.get("memory"), budgets.pop("hardware", None), cache=cache
         )
+        cards = cards_of_process(cards)
         limits = limits_for(Budget.of(budgets), cards, (modules or {}).values())
         budgets = resolved_budgets(budgets, limits, cards[0])
         self._budgets = {**budgets, "hardware": cards, "runs": runs, "cache": cache}

@@ -34,11 +34,10 @@ from graphrun.runtime.executor import follow, stages_for
 from graphrun.runtime.host import Host
 from graphrun.solve.infeasible import smallest_budget
 from graphrun.trace import Trace
-from graphrun.units import GIB, MIB
+from graphrun.units import GIB
 
 GRAPHS = Path(__file__).parent.parent.parent / "graphs"
 AMPLE = 32 * GIB
-PLANNING_BYTES = 64 * MIB  # what planning leaves in the process, which a command has anyway
 # Files of weights; random weights and a sound.
 SAMPLE = ("shapes", "stable-audio-tiny")
 
@@ -103,7 +102,7 @@ def test_the_output_is_the_pipelines_own_within_the_budget(
     del modules
     dry_run = probe(graph, planned_for)
     gc.collect()
-    context_bytes = CpuDevice(cpu_estimate()).measured_context() + PLANNING_BYTES
+    context_bytes = CpuDevice(cpu_estimate()).measured_context(to_plan=True)
     hardware = replace(cpu_estimate(), context_bytes=context_bytes)
 
     def within(budget_bytes: int) -> Problem:

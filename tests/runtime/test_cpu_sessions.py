@@ -19,7 +19,7 @@ from PIL import Image
 from read_ordering import ReadOrdering
 from stored_component import open_files
 from test_cpu_forks import ALL, CALLS, SOME, KeptRuns
-from test_cpu_graphs import PLANNING_BYTES, resident
+from test_cpu_graphs import resident
 from whole_pipelines import pixels
 
 import graphrun
@@ -117,7 +117,7 @@ class Shapes:
         self.inputs = {"steps": 3, "seed": 5}
         self.expected = [self._picture(prompt) for prompt in PROMPTS]
         gc.collect()
-        context_bytes = CpuDevice(cpu_estimate()).measured_context() + PLANNING_BYTES
+        context_bytes = CpuDevice(cpu_estimate()).measured_context(to_plan=True)
         hardware = replace(cpu_estimate(), context_bytes=context_bytes)
         self.session = graphrun.Session(
             self.graph, runs=runs, inputs=self.inputs, hardware=hardware, memory=4 * GIB
