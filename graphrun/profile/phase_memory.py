@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from graphrun.model.allocator import Allocator, Counting
+from graphrun.model.allocator import Allocator, Counting, Heap
 from graphrun.model.problem import Hardware
 from graphrun.profile.corrections import scratch_on
 from graphrun.profile.recording import Call, MemoryEvent, Recording
@@ -38,13 +38,15 @@ def phase_memories_of(
     recording: Recording,
     spans: Sequence[tuple[int, int]],
     hardware: Hardware,
-    allocator: Callable[[], Allocator] = Counting,
+    allocator: Callable[[], Allocator] | None = None,
 ) -> list[PhaseMemory]:
     """Return the memory of each phase, replayed through ``allocator``.
 
+    By default that is the C library's on unified memory, and else the sum of what is live.
     ``spans``: half-open ranges of ``recording.entries()``, one for each phase
     (`problems.phase_spans`).
     """
+    allocator = allocator or (Heap if hardware.unified else Counting)
     replay = _RecordingReplay(hardware, allocator(), recording.keeps_tensors)
     entries = recording.entries()
     starts = {begin: {call.component for _, call in entries[begin:end]} for begin, end in spans}
@@ -132,6 +134,8 @@ class _RecordingReplay:
 
     def enter(self, call: Call) -> None:
         """Replay ``call``. Tensors that a component keeps are allocated once per phase."""
+        if self.hardware.unified:
+            self.allocator.trim()  # as the executor does before a call
         base, persistent_keys = (
             self._offset,
             {key for call_id, key in self._persistent_keys if call_id == id(call)},

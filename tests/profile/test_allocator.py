@@ -12,11 +12,14 @@ import pytest
 from linked_blocks import LinkedBlocks
 
 from graphrun.model.allocator import (
+    HEAP_GROWTH,
+    HEAP_LIMIT_BYTES,
     LARGE_PAGE_BYTES,
     ROUND_BYTES,
     SMALL_PAGE_BYTES,
     Caching,
     Counting,
+    Heap,
     Native,
     Pool,
 )
@@ -297,3 +300,16 @@ def test_the_replay_of_a_snapshot_trims_where_the_card_did() -> None:
         for action, position, n in actions
     ]
     assert replayed(trace, Caching()) == (240 * MIB, 240 * MIB)
+
+
+def test_the_heap_of_a_cpu_keeps_several_times_what_is_live_until_it_is_trimmed() -> None:
+    heap = Heap()
+    heap.allocate(1, 3 * MIB)
+    heap.allocate(2, HEAP_LIMIT_BYTES + 512)
+    assert heap.used_bytes == HEAP_GROWTH * 3 * MIB + HEAP_LIMIT_BYTES + 512
+    heap.release(2)
+    heap.allocate(3, MIB)
+    heap.release(1)
+    assert heap.used_bytes == HEAP_GROWTH * 4 * MIB  # released tensors leave the heap as it is
+    heap.trim()
+    assert heap.used_bytes == MIB

@@ -233,7 +233,8 @@ class CpuDevice(Device):
         return max(self.allocated_bytes, process_peak - self.context_bytes - self._workspace_bytes)
 
     def reset_peak(self) -> None:
-        """Restart the peak at the bytes in use now."""
+        """Return freed memory to the system, and restart the peak at the bytes in use then."""
+        trim_freed_memory()
         if self._peak is not None:
             self._peak.reset()
 
