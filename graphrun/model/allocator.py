@@ -28,8 +28,8 @@ SMALL_BYTES = MIB
 # glibc's largest M_MMAP_THRESHOLD, which the threshold reaches once such tensors were released.
 HEAP_LIMIT_BYTES = 32 * MIB
 # Bytes of a heap in a call per live byte. Measured on x86-64: FLUX's transformer 3.8 at 256x256, T5
-# 3.0; one FLUX block again and again 2.5 at 256x256 and 3.1 at 1024x1024. Mapping smaller tensors too
-# needs no such factor, and takes 40 to 70 % longer, for page faults.
+# 3.0; one FLUX block again and again 2.5 at 256x256 and 3.1 at 1024x1024. Mapping smaller tensors
+# too needs no such factor, and takes 40 to 70 % longer, for page faults.
 HEAP_GROWTH = 4.0
 SMALL_PAGE_BYTES, LARGE_PAGE_BYTES = 2 * MIB, 20 * MIB
 PACKED_BYTES, SEGMENT_STEP_BYTES = 10 * MIB, 2 * MIB  # native segments: kMinLargeAlloc, kRoundLarge
