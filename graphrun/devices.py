@@ -172,21 +172,6 @@ def hardware_for(
     return card
 
 
-def cards_of_process(cards: Iterable[Hardware]) -> list[Hardware]:
-    """Return ``cards``, where a CPU has at least the bytes of this process as its context.
-
-    For what is planned and run in one process, which may take more than a new one.
-    """
-    return [_card_of_process(card) if card.unified else card for card in cards]
-
-
-def _card_of_process(card: Hardware) -> Hardware:
-    from graphrun.runtime.devices.cpu import CpuDevice
-
-    context_bytes = CpuDevice(card).measured_context(to_plan=True)
-    return replace(card, context_bytes=max(card.context_bytes, context_bytes))
-
-
 def limits_for(
     budget: Budget,
     cards: Sequence[Hardware],
@@ -282,6 +267,30 @@ def resolved_budgets(
     if hardware.unified:
         return {**budgets, "memory": limits.budget_bytes}
     return {**budgets, "ram": limits.ram_bytes}
+
+
+def resolved_in_process(
+    budgets: Mapping[str, Any], modules: Iterable[Any], cache: Path | None
+) -> tuple[list[Hardware], dict[str, Any]]:
+    """Return the hardware that ``budgets`` name, and `resolved_budgets` without the hardware.
+
+    For what is planned and run in this process: a CPU has at least the bytes of this process as its
+    context, which may be more than those of a new one. ``modules`` as in `limits_for`.
+    """
+    named_cards = cards_for(
+        budgets.get("vram"), budgets.get("memory"), budgets.get("hardware"), cache=cache
+    )
+    cards = [_card_of_process(card) if card.unified else card for card in named_cards]
+    limits = limits_for(Budget.of(budgets), cards, modules)
+    other_budgets = {name: value for name, value in budgets.items() if name != "hardware"}
+    return cards, resolved_budgets(other_budgets, limits, cards[0])
+
+
+def _card_of_process(card: Hardware) -> Hardware:
+    from graphrun.runtime.devices.cpu import CpuDevice
+
+    context_bytes = CpuDevice(card).measured_context(to_plan=True)
+    return replace(card, context_bytes=max(card.context_bytes, context_bytes))
 
 
 def parse_limit(text: str | int | None, name: str, whole_bytes: int | None = None) -> int | None:

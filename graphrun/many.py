@@ -77,7 +77,7 @@ def run_many(
     from graphrun.batch.journal import Journal
     from graphrun.batch.requests import refuse_broken, requests_from, resolved
     from graphrun.batch.watch import Watcher as NoWatcher
-    from graphrun.devices import Budget, cards_for, cards_of_process, limits_for, resolved_budgets
+    from graphrun.devices import resolved_in_process
 
     last_stage = budgets.pop("until", None)
     graph = graph.until(last_stage)
@@ -113,15 +113,8 @@ def run_many(
             cluster_runner = stack.enter_context(ClusterRunner(devices, objective, cache, budgets))
             device_name = devices.label
         else:
-            cards = cards_for(
-                budgets.get("vram"),
-                budgets.get("memory"),
-                budgets.pop("hardware", None),
-                cache=cache,
-            )
-            cards, device_name = cards_of_process(cards), cards[0].label
-            limits = limits_for(Budget.of(budgets), cards, (modules or {}).values())
-            budgets = resolved_budgets(budgets, limits, cards[0])
+            cards, budgets = resolved_in_process(budgets, (modules or {}).values(), cache)
+            device_name = cards[0].label
 
         def estimated(values: Mapping[str, Any]) -> Problem:
             return api.estimate(graph, inputs=values, hardware=cards, cache=cache, **budgets)

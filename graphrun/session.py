@@ -28,7 +28,7 @@ from typing import Any
 from graphrun import api
 from graphrun.batch.cache.keys import choices_of
 from graphrun.batch.cache.reuse import Reuse, What, reuse_for
-from graphrun.devices import Budget, cards_for, cards_of_process, limits_for, resolved_budgets
+from graphrun.devices import resolved_in_process
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
 from graphrun.graph.settings import settings_of
@@ -96,12 +96,7 @@ class Session:
             )
         graph.refuse_list()
         self._whole, self._inputs, self._modules = graph, dict(inputs or {}), modules
-        cards = cards_for(
-            budgets.get("vram"), budgets.get("memory"), budgets.pop("hardware", None), cache=cache
-        )
-        cards = cards_of_process(cards)
-        limits = limits_for(Budget.of(budgets), cards, (modules or {}).values())
-        budgets = resolved_budgets(budgets, limits, cards[0])
+        cards, budgets = resolved_in_process(budgets, (modules or {}).values(), cache)
         self._budgets = {**budgets, "hardware": cards, "runs": runs, "cache": cache}
         self._cache_options = (
             None if cache is None or modules or reuse == "none" else (cache, reuse, note)
