@@ -25,7 +25,8 @@ class Limit:
     """A cgroup's memory limit.
 
     ``path``: the file with the limit. ``version``: of cgroups. ``nbytes``: the limit.
-    ``used_bytes``: memory in use without inactive file cache, which the kernel reclaims first.
+    ``used_bytes``: memory in use without the page cache of files, which the kernel reclaims before
+    it refuses memory.
     """
 
     path: str
@@ -53,24 +54,24 @@ def memory_limits(root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) -> tu
             inner = Path(name.strip() or "/")
             groups[1 if controllers else 2] = tuple(str(group) for group in (inner, *inner.parents))
     limits = []
-    for number, folder, limit_file, usage_file, inactive_key in (
-        (2, root, "memory.max", "memory.current", "inactive_file"),
+    for number, folder, limit_file, usage_file, cache_keys in (
+        (2, root, "memory.max", "memory.current", ("inactive_file", "active_file")),
         (
             1,
             root / "memory",
             "memory.limit_in_bytes",
             "memory.usage_in_bytes",
-            "total_inactive_file",
+            ("total_inactive_file", "total_active_file"),
         ),
     ):
         for group in groups[number]:
             path = folder / group.lstrip("/")
             text = _read(path / limit_file).strip()
             if text.isdigit() and int(text) < UNLIMITED_BYTES:
-                usage = _number(_read(path / usage_file)) - _number(
-                    _read(path / "memory.stat"), inactive_key
-                )
-                limits.append(Limit(str(path / limit_file), number, int(text), max(0, usage)))
+                stat = _read(path / "memory.stat")
+                cache_bytes = sum(_number(stat, key) for key in cache_keys)
+                used_bytes = max(0, _number(_read(path / usage_file)) - cache_bytes)
+                limits.append(Limit(str(path / limit_file), number, int(text), used_bytes))
     return tuple(sorted(limits, key=lambda item: item.nbytes))
 
 

@@ -166,7 +166,7 @@ def _process(problem: Problem) -> list[str]:
     parts = (
         (hardware.context_bytes, "Python and libraries"),
         (hardware.workspace_bytes, "workspace"),
-        (problem.page_table_bytes, "page tables"),
+        (problem.kernel_bytes, "kernel"),
     )
     text = " + ".join(f"{show_size(nbytes)} {name}" for nbytes, name in parts if nbytes)
     return [f"process {show_size(sum(nbytes for nbytes, _ in parts))} = {text}"]

@@ -89,7 +89,7 @@ def _host(solution: Solution) -> dict[str, Any]:
     problem, hardware = solution.problem, solution.problem.hardware
     if hardware.unified:
         process = figures(hardware, "context_bytes", "workspace_bytes")
-        return {"process": {**process, "page_table_bytes": problem.page_table_bytes}}
+        return {"process": {**process, "kernel_bytes": problem.kernel_bytes}}
     return {
         **figures(problem, "ram_bytes", "pinned_bytes"),
         **figures(solution.simulation, "host_peak_bytes", "pinned_peak_bytes"),

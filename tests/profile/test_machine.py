@@ -52,8 +52,9 @@ def test_a_cgroup_has_its_limit_minus_its_usage_left(
     ][version - 1]
     free_bytes = left(tmp_path, **{folder + limit: f"{4 * GIB}\n", folder + usage: f"{3 * GIB}\n"})
     assert free_bytes == GIB
-    idle = ["total_inactive_file", "inactive_file"][version - 1]
-    assert left(tmp_path, **{folder + "memory_dot_stat": f"anon 5\n{idle} {2 * GIB}\n"}) == 3 * GIB
+    prefix = ["total_", ""][version - 1]
+    stat = f"anon 5\n{prefix}inactive_file {GIB}\n{prefix}active_file {GIB}\n"
+    assert left(tmp_path, **{folder + "memory_dot_stat": stat}) == 3 * GIB
     assert left(tmp_path, **{folder + usage: f"{9 * GIB}\n"}) == 0
 
 
