@@ -38,8 +38,8 @@ ComponentPlacement = Literal["pin", "keep", "exclude", "whole", "drop"]
 # allocator; sim uses the same).
 ALLOCATION_BYTES = 512
 # On a CPU the kernel counts its own memory for a process too: eight bytes of page tables for every
-# page, stacks of threads, file objects, and charges in batches. Twice the page tables were measured
-# while a run streamed 24 GB at 8 GiB; this is four times the page tables.
+# page, stacks of threads, file objects, and charges in batches. A run of FLUX at 8 GiB took 18 MiB
+# where page tables are 16 MiB. This is four times the page tables, as a margin.
 BYTES_PER_KERNEL_BYTE = PAGE_BYTES // 32
 
 # Relative error of seconds computed from a data-sheet estimate, for most published seconds that the
