@@ -113,6 +113,7 @@ def test_layers_that_the_cpu_dequantizes_wrongly_are_named(inputs: int, wrong: b
         tensors["absmax"], right.shape, tensors["code"], 64, "nf4", torch.float32
     )
     actual = functional.dequantize_4bit(tensors["data"], state)
+    wrong = wrong and torch.backends.cpu.get_cpu_capability() == "AVX512"
     assert torch.allclose(actual, right) is not wrong, (
         "bitsandbytes has fixed this: remove the warning"
     )
