@@ -32,18 +32,25 @@ if TYPE_CHECKING:
     from graphrun.trace import Trace
 
 
-def load(path: str | Path, *, trust: Iterable[str] = (), source: str | None = None) -> Graph:
+def load(
+    path: str | Path,
+    *,
+    trust: Iterable[str] = (),
+    source: str | None = None,
+    dtype: str | None = None,
+) -> Graph:
     """Return the graph in the YAML file ``path``, or graphrun's own of that name: ``"flux-dev"``.
 
     By default the file may name modules, schedulers, tokenizers, processors and pipelines of
     diffusers and transformers. ``trust``: packages of which it may name any class, and so run code.
     The file's own ``allow:`` only requests them. ``source``: a folder, file or repository
-    (``owner/name@revision``) in place of the graph's own ``source:``. Raises GraphError with file
-    and line.
+    (``owner/name@revision``) in place of the graph's own ``source:``. ``dtype``: ``"float32"``,
+    ``"bfloat16"`` or ``"float16"``, in place of the graph's 16-bit dtypes, as ``torch_dtype`` in
+    diffusers' `from_pretrained`. Raises GraphError with file and line.
     """
     from graphrun.graph.loading import load as read
 
-    return read(path, trust, source)
+    return read(path, trust, source, dtype)
 
 
 def estimate(

@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphrun.errors import InputError
+from graphrun.graph.graph import HALF_DTYPES
+from graphrun.model.problem import ProcessorRates
 from graphrun.units import parse_size
 
 if TYPE_CHECKING:
+    from graphrun.graph.graph import Graph
     from graphrun.model.problem import Hardware
     from graphrun.profile.problems import ProblemLimits
     from graphrun.runtime.devices.device import Device
@@ -126,6 +129,25 @@ def cards_for(
         kinds = ", ".join(f"{card.name} is a {card.device} device" for card in cards)
         raise InputError(f"hardware: devices of one run are of one kind, and {kinds}")
     return cards
+
+
+def in_dtype(graph: Graph, dtype: str | None, hardware: Hardware | None) -> Graph:
+    """Return ``graph`` with ``dtype`` in place of its 16-bit dtypes; ``"graph"``: unchanged.
+
+    None: on a CPU, fp32 in place of those that it multiplies slower than fp32, as it does without
+    instructions for them. Graphs name the dtype of a card; diffusers computes in fp32 unless it is
+    given a ``torch_dtype``. Raises InputError for another dtype.
+    """
+    rates = hardware.kernels if hardware is not None else None
+    if dtype == "graph" or (dtype is None and not isinstance(rates, ProcessorRates)):
+        return graph
+    if dtype is not None:
+        return graph.in_dtype(dtype)
+    assert isinstance(rates, ProcessorRates)
+    fp32_rate = rates.rate("matmul", "float32")
+    return graph.in_dtype(
+        "float32", [dtype for dtype in HALF_DTYPES if rates.rate("matmul", dtype) < fp32_rate]
+    )
 
 
 def hardware_for(

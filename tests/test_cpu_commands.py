@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 import graphrun as api
 from graphrun.units import GIB, MIB
@@ -95,3 +96,53 @@ def test_lists_and_sessions_run_within_the_memory(graphrun: Any, tmp_path: Path)
         assert session.current is not None
         assert session.current.problem.budget_bytes == 2 * GIB
         assert trace.peak_bytes <= 2 * GIB - 432 * MIB
+
+
+@pytest.mark.parametrize(
+    ("features", "options", "dtype"),
+    [
+        ("avx2", (), "float32"),
+        ("avx2", ("--dtype", "graph"), "bfloat16"),
+        ("avx512f avx512_bf16", (), "bfloat16"),
+        ("avx512f avx512_bf16", ("--dtype", "float32"), "float32"),
+    ],
+)
+def test_a_cpu_computes_in_the_dtype_that_it_is_fast_in(
+    graphrun: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    features: str,
+    options: tuple[str, ...],
+    dtype: str,
+) -> None:
+    facts = ("a CPU", 2, frozenset(features.split()))
+    monkeypatch.setattr("graphrun.profile.hardware._cpu_facts", lambda: facts)
+    command = (*TOTAL_CPU, "--memory", "2G", *options)
+    code, screen, notes = graphrun("plan", *command, "-o", "plan.json", "-v")
+    assert code == 0, notes
+    is_replaced = dtype == "float32"
+    assert ("float32 for bfloat16" in " ".join(screen.split())) == is_replaced
+    assert ("--dtype graph keeps it" in notes) == (is_replaced and not options)
+    problem = api.estimate(
+        api.load("flux-tiny", dtype=dtype), inputs={**INPUTS, "prompt": ""}, memory="2G"
+    )
+    data = json.loads(Path("plan.json").read_text(encoding="utf-8"))["problem"]
+    assert data["graph_digest"] == problem.graph_digest
+    assert data.get("dtypes", []) == ([["bfloat16", "float32"]] if is_replaced else [])
+    drawn = ("--random-weights", "--prompt", "a", "--set", "seed=1", "--json")
+    code, text, notes = graphrun("run", "plan.json", *drawn, "-o", "a.png")
+    assert code == 0, notes
+    assert graphrun("run", *command, *drawn, "-o", "b.png")[0] == 0
+    with Image.open("a.png") as first, Image.open("b.png") as second:
+        assert first.tobytes() == second.tobytes()
+    code, _, notes = graphrun("run", "plan.json", *drawn, "--dtype", "bfloat16", "-o", "c.png")
+    assert code == 2
+    assert "--dtype" in notes
+
+
+def test_a_dtype_replaces_16_bits_alone() -> None:
+    graph, in_fp32 = api.load("flux-tiny"), api.load("flux-tiny", dtype="float32")
+    assert {c.dtype for c in in_fp32.components.values()} == {"float32"}
+    assert in_fp32.in_dtype("bfloat16") == in_fp32, "components in fp32 stay"
+    assert graph.in_dtype("float16") == graph.in_dtypes({"bfloat16": "float16"})
+    with pytest.raises(api.InputError, match="dtype 'int8' is not known; it is bfloat16, float16"):
+        api.load("flux-tiny", dtype="int8")

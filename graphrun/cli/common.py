@@ -122,7 +122,8 @@ def open_graph(path: Path, options: PlanOptions, *, to_run: bool = False) -> Pla
     options.refuse_for_plan(path, to_run=to_run)
     solution, entries = planfile.read_solution(path)
     source = planfile.graph_path(path, entries)
-    graph, permissions = load(source, options), set(solution.problem.allow)
+    graph = _loaded(source, options).in_dtypes(dict(solution.problem.dtypes))
+    graph, permissions = graph.until(options.until), set(solution.problem.allow)
     if to_run and not permissions <= set(graph.allowed(options.allow or ())):
         flags = _allowing(solution.problem)
         problem_text = (
@@ -440,15 +441,22 @@ def cards_for(options: PlanOptions, cache: Path | None, *, to_run: bool = False)
 
 
 def load(path: Path, options: PlanOptions) -> Graph:
-    """Load the graph at ``path`` with the options ``--trust-package`` and ``--until``.
+    """Load the graph at ``path`` with the options that change graphs, such as ``--until``.
 
     Raises InputError for a plan.
     """
     if path.suffix == ".json":
         raise InputError(f"{path} is a plan; give the graph (YAML) that it was made from")
-    return api.load(path, trust=options.trust_package or (), source=options.source).until(
-        options.until
-    )
+    hardware = cards_for(options, cache_folder(options.no_cache))[0]
+    graph = devices.in_dtype(_loaded(path, options), options.dtype, hardware)
+    if options.dtype is None and graph.dtypes:
+        slow_dtypes = " and ".join(slow_dtype for slow_dtype, _ in graph.dtypes)
+        say(f"float32 in place of {slow_dtypes}, which is slower here; --dtype graph keeps it")
+    return graph.until(options.until)
+
+
+def _loaded(path: Path, options: PlanOptions) -> Graph:
+    return api.load(path, trust=options.trust_package or (), source=options.source)
 
 
 def parse_reuse(reuse: str) -> Any:

@@ -32,7 +32,7 @@ KINDS = ("mermaid", "dot", "svg")
 
 
 @app.command()
-@shared("hardware", "device", "set_", "trust_package", "source", "no_cache")
+@shared("hardware", "device", "set_", "trust_package", "source", "dtype", "no_cache")
 def graph(
     graph: OnlyGraph,
     options: PlanOptions,

@@ -35,7 +35,8 @@ def export(
     comments say what is lost."""
     solution, entries = planfile.read_solution(plan)
     problem, source = solution.problem, planfile.graph_path(plan, entries)
-    graph = api.load(source, trust=trust_package or ()).until(problem.until)
+    graph = api.load(source, trust=trust_package or ()).in_dtypes(dict(problem.dtypes))
+    graph = graph.until(problem.until)
     if graph.digest != problem.graph_digest:
         raise PlanError(f"is for an earlier version of {source}: plan again", str(plan))
     if kind == "diffusers":

@@ -162,6 +162,14 @@ class PlanOptions:
             show_default=False,
         ),
     ] = None
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float32, bfloat16 or float16 in place of the graph's 16-bit dtypes; graph: as in "
+            "the graph; default: float32 on a CPU where they are slower.",
+            show_default=False,
+        ),
+    ] = None
     no_cache: NoCache = False
 
     @property

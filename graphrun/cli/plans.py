@@ -153,6 +153,7 @@ def explain(
     "until",
     "trust_package",
     "source",
+    "dtype",
     "no_cache",
 )
 def estimate(

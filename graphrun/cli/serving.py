@@ -35,6 +35,7 @@ SHARED = (
     "pin",
     "reserve",
     "trust_package",
+    "dtype",
     "no_cache",
 )
 
@@ -185,6 +186,7 @@ def serve(
         settings = Settings(
             graphs=tuple(graphs),
             trust=tuple(options.trust_package or ()),
+            dtype=options.dtype,
             budgets=budgets,
             hardware=hardware,
             cache=cache,

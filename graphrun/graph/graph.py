@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import networkx
 
 DEFAULT_ALLOW = ("diffusers", "transformers")
+HALF_DTYPES = ("bfloat16", "float16")
+FLOAT_DTYPES = (*HALF_DTYPES, "float32")
 HEADER_BYTES = 100_000_000  # the longest header that safetensors reads (its MAX_HEADER_SIZE)
 
 # The prompt for planning without one. Texts are padded to a fixed length, so no size depends on it.
@@ -89,6 +91,11 @@ class Component:
     ip_adapters: tuple[Adapter, ...] = ()
     compile: str = ""
     file_line: str = field(default="", compare=False)
+
+    def in_dtype(self, dtype: str) -> Component:
+        """Return the component that computes in ``dtype``; quantized precisions stay."""
+        names = (dtype if name == self.dtype else name for name in self.precision)
+        return replace(self, dtype=dtype, precision=tuple(dict.fromkeys(names)))
 
     def source_in(self, precision: str) -> str | None:
         """Return the source of the weights in ``precision``; None for random weights."""
@@ -265,6 +272,8 @@ class Graph:
     # further pipelines, which stages name
     pipelines: Mapping[str, Pipeline] = field(default_factory=dict)
     fps: float | None = None  # frame rate of video files; None: from the pipeline's arguments
+    # (dtype of components in the file, dtype in its place)
+    dtypes: tuple[tuple[str, str], ...] = ()
     code: str = field(default="", compare=False)  # for people: where to get the packages it names
     file_line: str = field(default="", compare=False)
     # Unused meta modules, for the next run (`graphrun.modules.build`). A graph and its parts share
@@ -636,6 +645,28 @@ class Graph:
         )
         return replace(
             self, stages=stages, directives=Directives(keep, exclude, directives.reserve_bytes, pin)
+        )
+
+    def in_dtype(self, dtype: str, replaced: Collection[str] = HALF_DTYPES) -> Graph:
+        """Return the graph whose components compute in ``dtype`` where they did in ``replaced``.
+
+        Like ``torch_dtype`` of diffusers' `from_pretrained`, but components in fp32 stay in fp32.
+        Raises InputError for a dtype that components cannot have.
+        """
+        if dtype not in FLOAT_DTYPES:
+            raise InputError(f"dtype {dtype!r} is not known; it is {', '.join(FLOAT_DTYPES)}")
+        return self.in_dtypes({name: dtype for name in replaced if name != dtype})
+
+    def in_dtypes(self, dtypes: Mapping[str, str]) -> Graph:
+        """Return the graph whose components compute in ``dtypes[dtype]`` in place of a dtype."""
+        used = {component.dtype for component in self.components.values()}
+        return replace(
+            self,
+            dtypes=tuple(sorted((name, dtypes[name]) for name in used & dtypes.keys())),
+            components={
+                name: component.in_dtype(dtypes.get(component.dtype, component.dtype))
+                for name, component in self.components.items()
+            },
         )
 
     def without_sources(self) -> Graph:

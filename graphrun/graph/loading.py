@@ -72,12 +72,18 @@ _DEPENDENT = ((), ("revision",), ("gguf",), ("precision",), ("for_each",))
 _CONFIG_FILES = ("config.json", "scheduler_config.json")
 
 
-def load(path: str | Path, trust: Iterable[str] = (), source: str | None = None) -> Graph:
+def load(
+    path: str | Path,
+    trust: Iterable[str] = (),
+    source: str | None = None,
+    dtype: str | None = None,
+) -> Graph:
     """Return the graph in the YAML file ``path``, or the shipped graph of that name.
 
     ``trust``: packages whose code the graph may run; the file's ``allow:`` only requests them.
     ``source`` replaces the graph's own ``source:``; a relative path is relative to the current
-    folder. Raises GraphError with one line per problem: ``file:line: entry: what is wrong``.
+    folder. ``dtype``: see `Graph.in_dtype`. Raises GraphError with one line per problem:
+    ``file:line: entry: what is wrong``.
     """
     document = read_document(graph_file(path))
     if source is not None and isinstance(document.data, dict):
@@ -92,7 +98,7 @@ def load(path: str | Path, trust: Iterable[str] = (), source: str | None = None)
     spec = graph_spec_of(document)
     graph = _GraphReader(document, spec, tuple(sorted(set(strings(trust))))).read()
     document.raise_if_any()
-    return graph
+    return graph if dtype is None else graph.in_dtype(dtype)
 
 
 class _GraphReader:

@@ -46,8 +46,8 @@ BYTES_PER_KERNEL_BYTE = PAGE_BYTES // 32
 # estimate was not fitted on (benchmarks/results/published.json).
 DATA_SHEET_ERROR = 0.25
 
-# Fields that the JSON form leaves out if empty: fields of secondary devices, and a rate that few
-# calibrations measure.
+# Fields that the JSON form leaves out if empty: fields of secondary devices, a rate that few
+# calibrations measure, and dtypes in place of a graph's.
 _OPTIONAL = (
     "secondaries",
     "transfer",
@@ -55,6 +55,7 @@ _OPTIONAL = (
     "live_tensors",
     "secondary",
     "compiled_gain",
+    "dtypes",
 )
 
 
@@ -537,6 +538,7 @@ class Problem:
     directives: tuple[Directive, ...] = ()
     reserve_bytes: int = 0  # part of the budget left to other programs
     until: str = ""  # last stage of a truncated graph; "": the whole graph
+    dtypes: tuple[tuple[str, str], ...] = ()  # as `Graph.dtypes`
     # stages whose outputs are precomputed: neither planned nor run
     precomputed: tuple[str, ...] = ()
     pinned_bytes: int | None = None  # limit of page-locked RAM; None: ram_bytes

@@ -351,7 +351,7 @@ def processor_checks(processor: Mapping[str, Any]) -> Iterator[Check]:
     if instructions:
         yield Check("cpu", "ok", f"{cores}, bfloat16 by {', '.join(instructions)}")
     else:
-        text = f"{cores} without instructions for bfloat16: about as slow as float32 there"
+        text = f"{cores} without instructions for bfloat16: graphs compute in float32"
         yield Check("cpu", "note", text)
     if processor["basis"] == "data sheet":
         text = "not calibrated: seconds on the CPU are data-sheet estimates"

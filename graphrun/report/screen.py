@@ -204,7 +204,9 @@ def subject(problem: Problem, omitted_setting: str = "") -> str:
     settings = " ".join(
         f"{name}={value}" for name, value in problem.settings if name != omitted_setting
     )
-    return f"{problem.graph}{f' until {problem.until}' if problem.until else ''}  {settings}"
+    dtypes = "".join(f"  {new_dtype} for {dtype}" for dtype, new_dtype in problem.dtypes)
+    until = f" until {problem.until}" if problem.until else ""
+    return f"{problem.graph}{until}  {settings}{dtypes}"
 
 
 def residency_lines(solution: Solution) -> list[str]:

@@ -38,7 +38,8 @@ def measure_reads(folder: Path, seconds: float, file_bytes: int = FILE_BYTES) ->
                 start_cpu_seconds = time.process_time()
                 alone_rate, nbytes = _rate(reads, file.name, file_bytes, seconds)
                 cpu_seconds = (time.process_time() - start_cpu_seconds) / nbytes
-                matrix = torch.ones(1024, 1024, dtype=torch.bfloat16, device="cpu")
+                # a product of milliseconds at most, so that the next span is soon submitted
+                matrix = torch.ones(256, 256, device="cpu")
                 computing_rate, _ = _rate(
                     reads, file.name, file_bytes, seconds, lambda: torch.mm(matrix, matrix)
                 )

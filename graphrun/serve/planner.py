@@ -48,10 +48,7 @@ def plan_forever(connection: Connection, settings: Settings) -> None:
     (key, status, ...). ``plan_batch`` (the same fields) is answered with ``batch_plan`` (key,
     parts).
     """
-    graphs = {
-        graph.name: graph
-        for graph in (api.load(path, trust=settings.trust) for path in settings.graphs)
-    }
+    graphs = settings.loaded_graphs()
     while (message := connection.recv())[0] != "stop":
         kind, request = message
         graph, key = graphs[request["graph"]], request["key"]

@@ -20,8 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from graphrun import api
-from graphrun.graph.graph import Graph
 from graphrun.graph.settings import settings_of
 from graphrun.serve.asked import PictureRequest, RequestShape
 from graphrun.serve.child import Child
@@ -88,9 +86,7 @@ class Service:
     def __init__(self, settings: Settings) -> None:
         self.settings, self.metrics, self.line = settings, Metrics(), Line()
         self.created = int(time.time())
-        self.graphs: dict[str, Graph] = {
-            g.name: g for g in (api.load(path, trust=settings.trust) for path in settings.graphs)
-        }
+        self.graphs = settings.loaded_graphs()
         self.defaults: dict[str, RequestShape] = {
             g.name: (g.name, settings_of(g, g.for_planning({}))) for g in self.graphs.values()
         }

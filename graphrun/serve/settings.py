@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from graphrun import api
+from graphrun.devices import in_dtype
 from graphrun.model.problem import Hardware
 
 if TYPE_CHECKING:
     from graphrun.cluster.machines import Cluster
+    from graphrun.graph.graph import Graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +38,11 @@ class Settings:
     ``budgets``: arguments of `graphrun.estimate`, with ``ram`` in bytes. ``hardware``: of each
     device, the main one first. ``cluster``: defines the devices and their budgets; ``hardware`` is
     empty then, and ``budgets`` has only the other arguments. ``folder``: for journals, uploads and
-    pictures. ``limits``: limits of `graphrun.limits` for the processes. ``keys``: hashes of API
-    keys by name; if empty, no key is needed. ``queue_seconds``: the longest predicted wait that is
-    admitted. ``drain_seconds``: the time for requests after SIGTERM. ``connections``: the most that
-    may be open. ``allow_hosts`` and ``allow_origins``: arguments of `graphrun.serve.origins`.
+    pictures. ``dtype``: as for `graphrun.devices.in_dtype`. ``limits``: limits of
+    `graphrun.limits` for the processes. ``keys``: hashes of API keys by name; if empty, no key is
+    needed. ``queue_seconds``: the longest predicted wait that is admitted. ``drain_seconds``: the
+    time for requests after SIGTERM. ``connections``: the most that may be open. ``allow_hosts``
+    and ``allow_origins``: arguments of `graphrun.serve.origins`.
     """
 
     graphs: tuple[Path, ...]
@@ -50,6 +54,7 @@ class Settings:
     folder: Path
     limits: Mapping[str, int]
     version: str
+    dtype: str | None = None
     bounds: Bounds = field(default_factory=Bounds)
     keys: Mapping[str, str] = field(default_factory=dict)
     queue_seconds: float = 300.0
@@ -58,3 +63,11 @@ class Settings:
     allow_hosts: tuple[str, ...] = ()
     allow_origins: tuple[str, ...] = ()
     cluster: Cluster | None = None
+
+    def loaded_graphs(self) -> dict[str, Graph]:
+        """Return the graphs by name, in ``dtype``."""
+        hardware = self.hardware[0] if self.hardware else None
+        graphs = (
+            in_dtype(api.load(path, trust=self.trust), self.dtype, hardware) for path in self.graphs
+        )
+        return {graph.name: graph for graph in graphs}

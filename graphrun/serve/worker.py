@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from graphrun import api
 from graphrun.errors import BrokenPlan, DeviceLost, GraphrunError, OutOfMemory, TransferFailed
 from graphrun.serve.child import leave_signals
 from graphrun.serve.log import note
@@ -73,10 +72,7 @@ class RequestWorker:
 
     def __init__(self, settings: Settings, send: Callable[..., None]) -> None:
         self._settings, self._send = settings, send
-        self._graphs = {
-            graph.name: graph
-            for graph in (api.load(path, trust=settings.trust) for path in settings.graphs)
-        }
+        self._graphs = settings.loaded_graphs()
         self._sessions: dict[GraphShare, Any] = {}
         self._held_bytes: dict[GraphShare, int] = {}  # of idle sessions
         self._began = time.monotonic()
