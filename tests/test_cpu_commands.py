@@ -128,13 +128,15 @@ def test_a_cpu_computes_in_the_dtype_that_it_is_fast_in(
     data = json.loads(Path("plan.json").read_text(encoding="utf-8"))["problem"]
     assert data["graph_digest"] == problem.graph_digest
     assert data.get("dtypes", []) == ([["bfloat16", "float32"]] if is_replaced else [])
-    drawn = ("--random-weights", "--prompt", "a", "--set", "seed=1", "--json")
-    code, text, notes = graphrun("run", "plan.json", *drawn, "-o", "a.png")
+    picture_options = ("--random-weights", "--prompt", "a", "--set", "seed=1", "--json")
+    code, text, notes = graphrun("run", "plan.json", *picture_options, "-o", "a.png")
     assert code == 0, notes
-    assert graphrun("run", *command, *drawn, "-o", "b.png")[0] == 0
+    assert graphrun("run", *command, *picture_options, "-o", "b.png")[0] == 0
     with Image.open("a.png") as first, Image.open("b.png") as second:
         assert first.tobytes() == second.tobytes()
-    code, _, notes = graphrun("run", "plan.json", *drawn, "--dtype", "bfloat16", "-o", "c.png")
+    code, _, notes = graphrun(
+        "run", "plan.json", *picture_options, "--dtype", "bfloat16", "-o", "c.png"
+    )
     assert code == 2
     assert "--dtype" in notes
 

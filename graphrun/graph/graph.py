@@ -659,10 +659,12 @@ class Graph:
 
     def in_dtypes(self, dtypes: Mapping[str, str]) -> Graph:
         """Return the graph whose components compute in ``dtypes[dtype]`` in place of a dtype."""
-        used = {component.dtype for component in self.components.values()}
+        names = dtypes.keys() & {component.dtype for component in self.components.values()}
+        replacements = {name: dtypes.get(other, other) for name, other in self.dtypes}
+        replacements |= {name: dtypes[name] for name in names}
         return replace(
             self,
-            dtypes=tuple(sorted((name, dtypes[name]) for name in used & dtypes.keys())),
+            dtypes=tuple(sorted(replacements.items())),
             components={
                 name: component.in_dtype(dtypes.get(component.dtype, component.dtype))
                 for name, component in self.components.items()
