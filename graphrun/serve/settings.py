@@ -54,7 +54,6 @@ class Settings:
     folder: Path
     limits: Mapping[str, int]
     version: str
-    dtype: str | None = None
     bounds: Bounds = field(default_factory=Bounds)
     keys: Mapping[str, str] = field(default_factory=dict)
     queue_seconds: float = 300.0
@@ -63,6 +62,7 @@ class Settings:
     allow_hosts: tuple[str, ...] = ()
     allow_origins: tuple[str, ...] = ()
     cluster: Cluster | None = None
+    dtype: str | None = None
 
     def loaded_graphs(self) -> dict[str, Graph]:
         """Return the graphs by name, in ``dtype``."""
