@@ -130,8 +130,9 @@ def test_a_cpu_computes_in_the_dtype_that_it_is_fast_in(
     assert data.get("dtypes", []) == ([["bfloat16", "float32"]] if is_replaced else [])
     picture_options = ("--random-weights", "--prompt", "a", "--set", "seed=1", "--json")
     code, text, notes = graphrun("run", "plan.json", *picture_options, "-o", "a.png")
-    assert code in (0, 4), notes  # 4: this process takes more than the new one of the plan
-    assert graphrun("run", *command, *picture_options, "-o", "b.png")[0] == 0
+    # 4: plans are for a new process on another CPU, and this process takes more
+    assert code in (0, 4), notes
+    assert graphrun("run", *command, *picture_options, "-o", "b.png")[0] in (0, 4)
     with Image.open("a.png") as first, Image.open("b.png") as second:
         assert first.tobytes() == second.tobytes()
     code, _, notes = graphrun(
