@@ -92,24 +92,25 @@ def host_ram_bytes(
 
     Swap and memory that this process already uses are not counted.
     """
-    return min(
-        [available_bytes(meminfo), *(limit.left_bytes for limit in memory_limits(root, membership))]
-    )
+    limits = (limit.left_bytes for limit in _foreign_limits(root, membership))
+    return min([available_bytes(meminfo), *limits])
 
 
 def total_ram_bytes(root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) -> int:
-    """Return the smaller of the machine's RAM and its cgroups' limits, including memory in use.
+    """Return the smaller of the machine's RAM and its cgroups' limits, including memory in use."""
+    limits = (limit.nbytes for limit in _foreign_limits(root, membership))
+    return min([int(psutil.virtual_memory().total), *limits])
 
-    A group that graphrun made for this process does not count (`graphrun.memory_group`): its limit
-    is a budget.
-    """
+
+def _foreign_limits(root: Path, membership: Path) -> list[Limit]:
+    """Return `memory_limits` without those that graphrun made for this process, which are budgets
+    (`graphrun.memory_group`)."""
     budget_group = f"graphrun-{os.getpid()}-"
-    limits = (
-        limit.nbytes
+    return [
+        limit
         for limit in memory_limits(root, membership)
         if not Path(limit.path).parent.name.startswith(budget_group)
-    )
-    return min([int(psutil.virtual_memory().total), *limits])
+    ]
 
 
 def ram_budget(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from torch import nn
 
 from graphrun.errors import InputError
-from graphrun.host_ram import host_ram_bytes, ram_budget, taken_bytes
+from graphrun.host_ram import host_ram_bytes, ram_budget, taken_bytes, total_ram_bytes
 from graphrun.units import GIB, MIB
 
 # A virtual machine that began with 8 GiB and has 64 by now would say so in MemTotal; swap is in no
@@ -83,3 +84,18 @@ def test_small_changes_of_free_memory_give_the_same_budget() -> None:
     assert all(
         31 * n <= 32 * ram_budget("auto", (), lambda n=n: n) <= 32 * n for n in range(1, 5000)
     )
+
+
+def test_a_group_of_graphruns_own_is_a_budget_and_no_limit(tmp_path: Path) -> None:
+    name = f"graphrun-{os.getpid()}-run"
+    for folder, nbytes in ((tmp_path, 4 << 20), (tmp_path / name, 1 << 20)):
+        folder.mkdir(exist_ok=True)
+        (folder / "memory.max").write_text(f"{nbytes}\n")
+        (folder / "memory.current").write_text("0\n")
+    membership = tmp_path / "cgroup"
+    membership.write_text(f"0::/{name}\n")
+    assert host_ram_bytes(tmp_path, membership) == 4 << 20
+    assert total_ram_bytes(tmp_path, membership) == 4 << 20
+    (tmp_path / name).rename(tmp_path / "other")
+    membership.write_text("0::/other\n")
+    assert host_ram_bytes(tmp_path, membership) == 1 << 20
