@@ -46,7 +46,17 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from cpu_cell import read_bytes  # noqa: E402
-from cpu_models import FULL, GIB, TINY, TRIAL, Model, needed_bytes, weight_bytes, write  # noqa: E402
+from cpu_models import (  # noqa: E402
+    FULL,
+    GIB,
+    TINY,
+    TRIAL,
+    Model,
+    fast_dtype,
+    needed_bytes,
+    weight_bytes,
+    write,
+)
 from cpu_report import GRAPHRUN, MMAP, REFERENCE, RESULTS, cell_line, table, write_report  # noqa: E402
 from cpu_tools import TOOLS, Tool  # noqa: E402
 
@@ -98,7 +108,7 @@ def machine() -> dict[str, Any]:
         "ram_bytes": ram_bytes,
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "bfloat16": sorted({word for word in text.split() if word in ("avx512_bf16", "amx_bf16")}),
+        "dtype": fast_dtype(),
     }
 
 

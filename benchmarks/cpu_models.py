@@ -37,12 +37,21 @@ SDCPP_PREFIXES = {
 NAMES = {"steps": "num_inference_steps", "frames": "num_frames"}  # of graphs -> of pipelines
 
 
+def fast_dtype() -> str:
+    """Return bfloat16, or float32 where the CPU has no instructions for it: the precision of the
+    weights for all tools, which compute in the precision of the files."""
+    from graphrun.profile.hardware import bfloat16_instructions
+
+    return "bfloat16" if bfloat16_instructions() else "float32"
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """A graph with other configurations, precisions and inputs, and the memory caps in GiB.
 
     ``configs``: component -> keys that replace those of the graph's configuration. ``dtypes``:
-    component -> precision, where it is not bfloat16. ``repeated``: caps with three runs.
+    component -> precision, where it is not that of `fast_dtype`. ``repeated``: caps with three
+    runs.
     """
 
     name: str
@@ -55,7 +64,7 @@ class Model:
 
     def dtype(self, component: str) -> str:
         """Return the precision of ``component``."""
-        return self.dtypes.get(component, "bfloat16")
+        return self.dtypes.get(component, fast_dtype())
 
     @property
     def call_inputs(self) -> dict[str, Any]:
@@ -272,7 +281,7 @@ def load_pipeline(folder: Path, model: Model, **options: Any) -> Any:
     """Return the pipeline in ``folder`` as its users load it."""
     from diffusers import DiffusionPipeline
 
-    dtypes = {"default": torch.bfloat16}
+    dtypes = {"default": getattr(torch, fast_dtype())}
     dtypes |= {name: getattr(torch, dtype) for name, dtype in model.dtypes.items()}
     pipeline = DiffusionPipeline.from_pretrained(folder, dtype=dtypes, **options)
     pipeline.set_progress_bar_config(disable=True)

@@ -152,7 +152,7 @@ def _machine(cells: Sequence[Cell]) -> str:
     dates = sorted({cell["date"][:10] for cell in cells})
     return (
         f"{machine['processor']}, {machine['cores']} cores, {machine['ram_bytes'] / GIB:.0f} GiB, "
-        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}; caps {enforced}"
+        f"{machine['dtype']}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}; caps {enforced}"
     )
 
 
@@ -237,7 +237,8 @@ def page(cells: Sequence[Cell]) -> str:
         "# Measured on the CPU",
         "<!-- Written by benchmarks/cpu.py --report from benchmarks/results/cpu.json. -->",
         "Whole pipelines with random weights of the full size, from files to picture, in a memory "
-        "cgroup of exactly the cap: page cache included, no swap. Every tool starts from the same "
+        "cgroup of exactly the cap: page cache included, no swap. Weights are in bfloat16 where "
+        "the CPU has instructions for it, else in float32. Every tool starts from the same "
         "diffusers folder, cap, prompt and seed. The page cache is empty at the start.",
         "<!-- not run: hours, and 80 GB of disk -->\n```sh\n"
         "pip install stable-diffusion-cpp-python   # compiles; left out without it\n"
@@ -256,7 +257,7 @@ def page(cells: Sequence[Cell]) -> str:
         "for bit; *own sampler*: another program with its own noise.\n"
         "- stable-diffusion.cpp copies all weights into memory at its start, with mmap too. So it "
         "needs a cap above their size. It runs SDXL only, from one GGUF file with the same "
-        "bfloat16 weights; its users would quantize them.",
+        "weights; its users would quantize them.",
     ]
     for group in by_model(cells):
         name = group[0]["model"]

@@ -66,7 +66,7 @@ def cell(tool: str, cap: float | None, seconds: float = 0.0, **facts: Any) -> di
         "process_seconds": 1.0,
         "enforced": cap is not None,
         "date": "2026-11-25 10:00",
-        "machine": {"processor": "P", "cores": 2, "ram_bytes": 2**34},
+        "machine": {"processor": "P", "cores": 2, "ram_bytes": 2**34, "dtype": "float32"},
         **(ended if seconds else {}),
         **facts,
     }

@@ -46,8 +46,8 @@ def test_a_run_lives_in_its_budget_and_is_killed_in_less_than_its_peak(
 
     settings = [f"{name}={value}" for name, value in (models.FLUX | {"steps": 1}).items()]
     options = ["--memory", "2G", *(word for setting in settings for word in ("--set", setting))]
-    planned = run("-m", "graphrun", "plan", f"{folder}/graph.yaml", *options, "-o", str(plan))
-    assert planned.returncode == 0, planned.stderr
+    planning = run("-m", "graphrun", "plan", f"{folder}/graph.yaml", *options, "-o", str(plan))
+    assert planning.returncode == 0, planning.stderr
     data = json.loads(plan.read_text(encoding="utf-8"))
     budget_bytes = data["problem"]["budget_bytes"]
     command = ("run", str(plan), "--prompt", "a", "-o", "a.png", "--overwrite")
