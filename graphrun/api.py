@@ -114,6 +114,11 @@ def estimate(
     from graphrun.graph.graph import Graph as Declared
 
     card, *_ = cards = cards_for(vram, memory, hardware, cache=cache)
+    if card.unified and strings(pin):
+        raise InputError(
+            f"pin {', '.join(strings(pin))}: a CPU has no page-locked copies of weights: leave it "
+            "out, or keep the component in memory with keep"
+        )
     modules = () if isinstance(graph, Declared) else graph.modules.values()
     limits = limits_for(Budget(vram, ram, pinned, disk, memory), cards, modules)
     reserve_bytes = parse_limit(reserve, "reserve")

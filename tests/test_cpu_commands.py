@@ -149,3 +149,12 @@ def test_a_dtype_replaces_16_bits_alone() -> None:
     assert graph.in_dtype("float16") == graph.in_dtypes({"bfloat16": "float16"})
     with pytest.raises(api.InputError, match="dtype 'int8' is not known; it is bfloat16, float16"):
         api.load("flux-tiny", dtype="int8")
+
+
+def test_nothing_is_page_locked_on_a_cpu(graphrun: Any) -> None:
+    code, _, text = graphrun("plan", *TOTAL_CPU, "--memory", "2G", "--pin", "transformer")
+    assert code == 2
+    assert "pin transformer: a CPU has no page-locked copies" in text
+    graph = api.load("flux-tiny").directed(pin=["transformer"])  # as a graph file may say
+    problem = api.estimate(graph, inputs=INPUTS, memory="2G")
+    assert "pin" not in {directive.placement for directive in problem.directives}

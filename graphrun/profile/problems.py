@@ -122,6 +122,8 @@ def problem_of(
         commits=commits_of(graph.components[name] for name in sorted(component_names)),
     )
     placements: tuple[ComponentPlacement, ...] = ("keep", "exclude", "pin")
+    if hardware.unified:  # has no copies to page-lock; a graph may name some for cards
+        placements = ("keep", "exclude")
     return directed(
         problem,
         [
