@@ -323,7 +323,7 @@ def test_page_readme_and_chart_are_made_from_the_cells(part: Any, tmp_path: Path
     assert "img/cpu-m.svg" in report.page(RECORDED)
     assert "No cell has run yet." not in report.page(RECORDED)
     readme = " ".join(report.readme(RECORDED).split())
-    assert "P, 2 cores, 16 GiB, 2026-11-25; caps enforced by the kernel" in readme
+    assert "P, 2 cores, 16 GiB, float32; 2026-11-25; caps enforced by the kernel" in readme
     assert "with graphrun and with mmap: 6 GiB: 100 and 200; 16 GiB: 50 and 150" in readme
     chart = report.chart(RECORDED, tmp_path)
     drawing = chart.read_text()
