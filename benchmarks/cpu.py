@@ -17,6 +17,8 @@ seconds    from the first open file to the picture; a step: the median between t
 read       bytes that the process had read from block devices
 peak       the most bytes that the kernel counted, without and with page cache
 reference  the pipeline with one block in memory at a time: its picture, and its compute seconds
+speed      FLOP/s of products of matrices before and after a cell: other users of a rented machine
+           change it. graphrun is calibrated before each of its cells (not with --tiny and --trial)
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -67,6 +70,7 @@ from graphrun.systems import forget_cached  # noqa: E402
 CELL = ROOT / "benchmarks/cpu_cell.py"
 LIMIT_SECONDS = 1200.0
 POLL_SECONDS = 0.05
+PROBE_SECONDS = 1.0
 REPEATS = 3
 SPARE_DISK_BYTES = 10**9
 RAM_SHARE = 0.7  # of all memory, for weights of cells without a cap
@@ -110,6 +114,22 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "dtype": fast_dtype(),
     }
+
+
+def product_rate() -> float:
+    """Return FLOP/s of products of a size that transformers have, for a second, on all cores."""
+    import torch
+
+    dtype = getattr(torch, fast_dtype())
+    source, weights = torch.randn(512, 3072).to(dtype), torch.randn(8, 3072, 3072).to(dtype)
+    flops, start = 0, time.perf_counter()
+    with torch.no_grad():
+        for number in itertools.count():
+            torch.nn.functional.linear(source, weights[number % len(weights)])
+            flops += 2 * source.shape[0] * weights[0].numel()
+            if (seconds := time.perf_counter() - start) > PROBE_SECONDS:
+                return flops / seconds
+    raise AssertionError
 
 
 @dataclass
@@ -254,13 +274,15 @@ def _read_bytes(process: int) -> int:
 class Bench:
     """Models' files in ``weights``, and results. ``whole_cache``: see `drop_page_cache`.
 
-    ``end``: the value of the monotonic clock after which no cell starts.
+    ``calibrates``: whether to calibrate before each cell of graphrun. ``end``: the value of the
+    monotonic clock after which no cell starts.
     """
 
     weights: Path
     results: Results
     limit_seconds: float = LIMIT_SECONDS
     whole_cache: bool = True
+    calibrates: bool = False
     end: float = math.inf
 
     def run(self, model: Model, tool: str, cap: float | None, run: int) -> dict[str, Any]:
@@ -288,8 +310,12 @@ class Bench:
             "output": str(output),
         }
         file.write_text(json.dumps(job))
-        command = [sys.executable, str(CELL), str(file)]
+        if self.calibrates and tool == GRAPHRUN:
+            calibrate = [sys.executable, "-m", "graphrun", "calibrate", "--device", "cpu"]
+            subprocess.run(calibrate, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        command, speeds = [sys.executable, str(CELL), str(file)], [product_rate()]
         ended = run_limited(command, cap_bytes, self.limit_seconds, log)
+        speeds.append(product_rate())
         rows, message = _rows(events), _last_line(log) if ended.outcome == "failed" else ""
         shutil.rmtree(work)
         cell = {
@@ -302,6 +328,7 @@ class Bench:
             "enforced": bool(ended.use) and cap is not None,
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M"),
             "machine": machine(),
+            "speeds": [round(speed) for speed in speeds],
             "versions": TOOLS[tool].versions if tool in TOOLS else {},
         }
         if "digest" in cell and "digest" in reference:
@@ -331,6 +358,8 @@ class Bench:
             for cap in sorted(set(caps) & set(model.caps), reverse=True):
                 repeats = tool.name in (GRAPHRUN, MMAP) and cap in model.repeated
                 cells += [(tool, cap, run + 1) for run in range(REPEATS if repeats else 1)]
+        # runs of tools to be compared are close in time
+        cells.sort(key=lambda cell: (-(cell[1] or math.inf), cell[2]))
         return [
             (tool, cap, run)
             for tool, cap, run in cells
@@ -574,7 +603,7 @@ def run_all(options: argparse.Namespace) -> None:
         if reason := enforceable():
             print(f"cells run without a limit: {reason}", flush=True)
         end = time.monotonic() + 60 * options.minutes
-        bench = Bench(weights, results, options.limit, not options.tiny, end)
+        bench = Bench(weights, results, options.limit, not options.tiny, not is_small, end)
         tools = [tool for tool in tools if is_installed(tool)]
         remaining_cells = 0
         for model in models:

@@ -1,9 +1,9 @@
 """The report on the results of `cpu.py`: lines, tables, docs/cpu-measured.md, charts, README.
 
-The limit is what no tool that computes with PyTorch can be faster than on the machine of the
-reference: its compute seconds, or the bytes that must be read over the rate of direct reads,
-whichever takes longer. A call of the
-denoiser finds in memory at most the cap, less what the process took before it opened any weights.
+The limit is what no tool that computes with PyTorch can be faster than: compute seconds of the
+reference, scaled by the machine's speed then and now, or the bytes that must be read over the rate
+of direct reads, whichever takes longer. A call of the denoiser finds in memory at most the cap,
+less what the process took before it opened any weights.
 """
 
 from __future__ import annotations
@@ -57,8 +57,13 @@ def cell_line(cell: Cell) -> str:
     return f"{name}: {', '.join(parts)}"
 
 
-def limits(reference: Cell, cap_gib: float) -> tuple[float, float]:
-    """Return the least seconds of a run, and of a denoising step, within a cap."""
+def limits(reference: Cell, cap_gib: float, speed: float | None = None) -> tuple[float, float]:
+    """Return the least seconds of a run, and of a denoising step, within a cap.
+
+    ``speed``: of the machine; None: as when the reference ran.
+    """
+    reference_speed = speed_of([reference])
+    pace = reference_speed / speed if reference_speed and speed else 1.0
     weights = reference["weight_bytes"]
     denoiser = next(weights[name] for name in DENOISERS if name in weights)
     streamed_bytes = max(0.0, denoiser - (cap_gib * GIB - reference["begin_bytes"]))
@@ -66,9 +71,15 @@ def limits(reference: Cell, cap_gib: float) -> tuple[float, float]:
     steps = max(1, reference["steps"])
     run_bytes = sum(weights.values()) + (calls - 1) * streamed_bytes
     return (
-        max(reference["compute_seconds"], run_bytes / rate),
-        max(reference["step_compute_seconds"], calls / steps * streamed_bytes / rate),
+        max(pace * reference["compute_seconds"], run_bytes / rate),
+        max(pace * reference["step_compute_seconds"], calls / steps * streamed_bytes / rate),
     )
+
+
+def speed_of(cells: Sequence[Cell]) -> float | None:
+    """Return the median speed of the machine before and after ``cells``, in FLOP/s."""
+    speeds = [speed for cell in cells for speed in cell.get("speeds", ())]
+    return statistics.median(speeds) if speeds else None
 
 
 def median(cells: Sequence[Cell], key: str) -> float | None:
@@ -89,6 +100,7 @@ HEADER = (
     "peak, GiB",
     "with page cache",
     "CPU",
+    "TFLOP/s",
     "picture",
 )
 PLAN_HEADER = ("cap, GiB", "seconds", "planned", "GB read", "planned", "peak, GiB", "planned")
@@ -102,10 +114,14 @@ def table(cells: Sequence[Cell]) -> str:
         at_cap = [cell for cell in cells if cell["cap_gib"] == cap and _is_measured(cell)]
         bound = limits(reference, cap) if reference and cap else None
         if bound:
-            rows.append([_cap(cap), "limit", f"{bound[0]:.1f}", "", f"{bound[1]:.2f}"])
+            speed = _number(speed_of([reference]), 2, 1e12) if reference else ""
+            blanks = [""] * (HEADER.index("TFLOP/s") - 5)
+            limit = ["limit", f"{bound[0]:.1f}", "", f"{bound[1]:.2f}", *blanks, speed]
+            rows.append([_cap(cap), *limit])
         for tool in TITLES:
             if group := [cell for cell in at_cap if cell["tool"] == tool]:
-                rows.append([_cap(cap), *_row(tool, group, cells, bound)])
+                scaled = limits(reference, cap, speed_of(group)) if reference and cap else None
+                rows.append([_cap(cap), *_row(tool, group, cells, scaled)])
                 plans += [_plan_row(cap, group)] if tool == GRAPHRUN else []
     parts = [f"**{cells[0]['model']}** ({_machine(cells)})", _lines(HEADER, rows)]
     if reference:
@@ -180,6 +196,7 @@ def _row(
         _number(max((c["peak_bytes"] for c in ends if "peak_bytes" in c), default=None), 2, GIB),
         _number(median(ends, "usage_peak_bytes"), 2, GIB),
         f"{share:.0%}" if share else "",
+        _number(speed_of(ends), 2, 1e12),
         ", ".join(dict.fromkeys(_picture(cell, cells) for cell in ends)),
     ]
 
@@ -253,6 +270,9 @@ def page(cells: Sequence[Cell]) -> str:
         "cap, less the process itself.\n"
         "- *GB read*: bytes that the process had read from the disk. *peak*: the most anonymous, "
         "shared, locked and kernel bytes. *CPU*: the share of all cores during a step.\n"
+        "- *TFLOP/s*: the speed of the machine, by products of matrices before and after each run. "
+        "Other users of a rented machine change it, so graphrun was calibrated before each of its "
+        "runs, and *of the limit* compares with the limit at the speed of the run.\n"
         "- *killed*: by the kernel, because of the cap. *picture*: *equal* is the reference's bit "
         "for bit; *own sampler*: another program with its own noise.\n"
         "- stable-diffusion.cpp copies all weights into memory at its start, with mmap too. So it "

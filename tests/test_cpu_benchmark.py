@@ -66,6 +66,7 @@ def cell(tool: str, cap: float | None, seconds: float = 0.0, **facts: Any) -> di
         "process_seconds": 1.0,
         "enforced": cap is not None,
         "date": "2026-11-25 10:00",
+        "speeds": [1.9e12, 2.1e12],
         "machine": {"processor": "P", "cores": 2, "ram_bytes": 2**34, "dtype": "float32"},
         **(ended if seconds else {}),
         **facts,
@@ -90,7 +91,7 @@ RECORDED = [
     | {"basis": "measured", "planned_read_bytes": 71 * 10**9, "planned_peak_bytes": 2**30},
     cell("graphrun", 6, 110.0, run=2),
     cell("graphrun", 6, 100.0, run=3),
-    cell("graphrun", 16, 50.0),
+    cell("graphrun", 16, 50.0, speeds=[1e12, 1e12]),
     cell("mmap", 6, 200.0),
     cell("mmap", 16, 150.0, equal=False, difference=0.25),
     cell("disk-offload", None, run=0),
@@ -303,13 +304,18 @@ def test_a_cell_without_its_benchmark_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_tables_have_medians_limits_and_plans(part: Any) -> None:
-    """At 6 GiB 15 of 20 GiB are read by each call: 15 s, and the run 20 + 3 * 15 = 65 s."""
+    """At 6 GiB 15 of 20 GiB are read by each call: 15 s, and the run 20 + 3 * 15 = 65 s. At 16 GiB
+    computing is the limit: 35 s are read, and at half the speed 30 s of compute take 60."""
     lines = part("cpu_report").table(RECORDED).splitlines()
-    assert "| 6 | limit | 65.0 |  | 15.00 |  |  |  |  |  |  |  |" in lines
-    assert "| 16 | limit | 35.0 |  | 5.00 |  |  |  |  |  |  |  |" in lines
+    assert "| 6 | limit | 65.0 |  | 15.00 |  |  |  |  |  |  | 2.00 |  |" in lines
+    assert "| 16 | limit | 35.0 |  | 5.00 |  |  |  |  |  |  | 2.00 |  |" in lines
     assert (
         "| 6 | graphrun (3 runs) | 100.0 | 1.54 | 25.00 | 1.67 | 100.0 | 1.00 | 1.00 | 2.00 | 50% "
-        "| equal |" in lines
+        "| 2.00 | equal |" in lines
+    )
+    assert (
+        "| 16 | graphrun | 50.0 | 0.83 | 12.50 | 1.25 | 50.0 | 1.00 | 1.00 | 2.00 | 50% "
+        "| 1.00 | equal |" in lines
     )
     assert "| 6 | accelerate `disk_offload` | killed |" in "\n".join(lines)
     assert lines[-1] == "| 6 | 80.0 | 81.0 | 70.00 | 71.00 | 1.000 | 1.000 |"
