@@ -143,7 +143,7 @@ def seconds_with(problem: Problem, paths: list[str]) -> dict[str, float] | None:
         return None
     if (answer := choose([Formulation(program)])) is None:
         return None
-    seconds = answer.program.slot_seconds(answer.choice)
+    seconds = [answer.rows.slot_seconds(t) for t in range(len(answer.program.intervals))]
     first, further_seconds = seconds[: program.run_length], seconds[program.run_length :]
     return {
         "first_seconds": round(sum(first), 2),

@@ -25,6 +25,7 @@ from graphrun.modules.build import meta_module
 from graphrun.solve.actions import plan_of
 from graphrun.solve.baselines import mapped
 from graphrun.solve.program import program_of
+from graphrun.solve.rows import rows_of
 from graphrun.verify.solution import solution_of
 
 DevicePlacement = int | str
@@ -103,7 +104,7 @@ def plan_for(problem: Problem, maps: Maps) -> Solution:
     )
     choice = mapped(program, resident_counts)
     plan = plan_of(program, choice, problem)
-    return solution_of(problem, plan, objective_seconds=program.seconds(choice))
+    return solution_of(problem, plan, objective_seconds=rows_of(program, choice).seconds())
 
 
 def _device_of(problem: Problem, name: str, placements: set[DevicePlacement]) -> int:

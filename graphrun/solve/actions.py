@@ -29,6 +29,7 @@ from graphrun.model.plan import (
 from graphrun.model.problem import Problem
 from graphrun.model.splits import splits_of
 from graphrun.solve.program import Choice, Program
+from graphrun.solve.rows import rows_of
 
 Counts = NDArray[np.int64]  # blocks per group
 
@@ -86,7 +87,7 @@ def _run(
     """Return the slots of ``intervals`` and the end slot. Blocks per group on the device:
     ``resident`` before them, ``stay`` after them."""
     components, slots = program.problem.components, list[Slot]()
-    streamed, ring_buffers = program.streamed(choice), program.ring_buffer_bytes(choice)
+    rows = rows_of(program, choice)
     for t in intervals:
         interval, present, end_counts = (
             program.intervals[t],
@@ -117,10 +118,10 @@ def _run(
         actions += [Read(components[c].name) for c in _at(program, choice.reads, t)]
         numbers = {component.name: c for c, component in enumerate(components)}
         for c in (numbers[use.component] for use in phase.uses):
-            if streamed[t, program.groups_of[c]].any():
-                actions.append(
-                    Stream(components[c].name, keeps.get(c, ()), int(ring_buffers[t, c]))
-                )
+            groups = program.groups_of[c]
+            if any(rows.variables.streamed(t, j) for j in groups):
+                ring_buffer = int(rows.ring_buffer_bytes(t, groups))
+                actions.append(Stream(components[c].name, keeps.get(c, ()), ring_buffer))
         use_order = [
             numbers[use.component]
             for next_phase in program.problem.phases[interval.phase :]

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from graphrun.model.choices import BUFFERED_BLOCKS
 from graphrun.solve.program import Choice, Program
+from graphrun.solve.rows import Rows, excess_bytes, rows_of, with_drops
 
 Baseline = Literal["resident", "one by one", "streamed", "single K"]
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
@@ -45,9 +46,10 @@ def fitting(program: Program, baseline: Baseline, limit: int | None = None) -> I
         for members in program.groups_of
     ]
     largest = max(range(len(weights)), key=lambda c: weights[c], default=0)
-    too_large = [c for c in range(len(weights)) if _short_bytes(program, c) > 0]
-    blocks = max((group.count for group in program.groups if group.component == largest), default=0)
     count, needs = 0, _needed(program)
+    rows = rows_of(program, _reaching(program, 0 * needs))
+    too_large = [c for c in range(len(weights)) if _short_bytes(rows, c) > 0]
+    blocks = max((group.count for group in program.groups if group.component == largest), default=0)
     for resident_count in range(blocks, -1, -1) if baseline == "single K" else (0,):
         streamed = [
             group.streamable
@@ -67,22 +69,23 @@ def fitting(program: Program, baseline: Baseline, limit: int | None = None) -> I
             double_buffered,
             replace(double_buffered, depths=np.ones_like(double_buffered.depths)),
         ):
-            if count != limit and not program.excess_bytes(choice):
+            if count != limit and not excess_bytes(program, choice):
                 count += 1
                 yield choice
                 break
 
 
-def _short_bytes(program: Program, component: int) -> int:
+def _short_bytes(rows: Rows[float], component: int) -> int:
     """Return the bytes missing for all of ``component`` in the tightest slot that uses it; 0 or
     less if it fits."""
+    program = rows.program
     members = program.groups_of[component]
     slots = [
         t
         for t, interval in enumerate(program.intervals)
         if component in interval.computing_components
     ]
-    fixed = int(program.fixed_bytes[slots].max(initial=0))
+    fixed = max((int(rows.fixed_bytes(t)) for t in slots), default=0)
     return (
         int(program.counts[members] @ program.held_bytes[members])
         + fixed
@@ -120,7 +123,7 @@ def _reaching(program: Program, target_counts: NDArray[np.int64], *, evict: bool
     """Return the choice with ``target_counts[t, j]`` blocks of group j on the device in interval t.
 
     Missing blocks are loaded in load slots. With ``evict``, blocks beyond the target are evicted.
-    Backing stores are read at first use, and dropped as in `Program.with_drops`.
+    Backing stores are read at first use, and dropped as in `with_drops`.
     """
     present, loads = np.zeros((2, *target_counts.shape), dtype=np.int64)
     resident = np.zeros(len(program.groups), dtype=np.int64)
@@ -139,7 +142,8 @@ def _reaching(program: Program, target_counts: NDArray[np.int64], *, evict: bool
             if unread and (program.problem.components[c].name in uses or loads[t, groups].any()):
                 reads[c] = t
     spills = (False,) * len(program.spill_gaps)
-    return program.with_drops(
+    return with_drops(
+        program,
         Choice(
             present,
             loads,
@@ -147,5 +151,5 @@ def _reaching(program: Program, target_counts: NDArray[np.int64], *, evict: bool
             tuple(reads),
             (-1,) * len(reads),
             spills,
-        )
+        ),
     )

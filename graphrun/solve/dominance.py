@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from graphrun.model.least_memory import streamable_groups, used_components
 from graphrun.model.problem import ComponentNumbers, Problem, Variant
-from graphrun.solve.program import Choice, Program, program_of, usable
+from graphrun.solve.program import HOST_TIERS, Choice, Program, program_of, usable
+from graphrun.solve.rows import excess_bytes, rows_of
 
 # relative difference of seconds due to the order of additions
 SAME_SECONDS = 1e-9
@@ -33,7 +34,7 @@ def undominated_variants(problem: Problem) -> tuple[tuple[int, ...], ...]:
     ]
     limits = (problem.ram_bytes, problem.pinned_bytes, problem.disk_bytes)
     # RAM, page-locked RAM and disk, in the order of ``limits``
-    maxima = (program.most_host_bytes(False), program.most_host_bytes(True), sum(stored_bytes))
+    maxima = (*map(program.most_host_bytes, HOST_TIERS), sum(stored_bytes))
     can_limit = [
         limit is not None and nbytes > limit for nbytes, limit in zip(maxima, limits, strict=True)
     ]
@@ -152,14 +153,12 @@ def simplest_variants(
 
 
 def _no_worse(candidate_program: Program, program: Program, choice: Choice) -> bool:
-    if candidate_program.seconds(choice) > program.seconds(choice) * (1 + SAME_SECONDS):
-        return False
-    if candidate_program.moved_bytes(choice) > program.moved_bytes(
-        choice
-    ) or candidate_program.excess_bytes(choice):
-        return False
-    return max(candidate_program.device_bytes(choice), default=0) <= max(
-        program.device_bytes(choice), default=0
+    candidate_rows, rows = rows_of(candidate_program, choice), rows_of(program, choice)
+    return (
+        candidate_rows.seconds() <= rows.seconds() * (1 + SAME_SECONDS)
+        and candidate_rows.moved_bytes() <= rows.moved_bytes()
+        and not excess_bytes(candidate_program, choice)
+        and candidate_rows.peak_bytes(0) <= rows.peak_bytes(0)
     )
 
 

@@ -30,6 +30,7 @@ from graphrun.solve.least import ever_finer, surely_infeasible
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import StageChoice, stage_choices
 from graphrun.solve.program import Choice, Program, program_of
+from graphrun.solve.rows import excess_bytes, rows_of
 from graphrun.solve.search import REFINE_GOALS, SLACK, Answer, can_reach, choose, least_seconds
 from graphrun.solve.sessions import choose_for, many_runs
 from graphrun.verify.check import check
@@ -143,7 +144,7 @@ def find_near(problem: Problem, previous: ProgramSolution) -> ProgramSolution | 
     if answer is None:
         return None
     near_plan = plan_of(answer.program, answer.choice, split, plan.options, plan.order)
-    objective = answer.program.seconds(answer.choice)
+    objective = answer.rows.seconds()
     result = ProgramSolution(
         Solution(
             split,
@@ -168,11 +169,11 @@ def faster_baselines(solution: Solution) -> Iterator[Solution]:
     program = program_of(_with_choices_of(problem, plan))
     for baseline in BASELINES if not plan.splits else ():
         for choice in fitting(program, baseline, limit=MOST_SINGLE_K):
-            if program.seconds(choice, full_overlap=True) >= solution.simulation.total_seconds:
+            if least_seconds_of(program, choice) >= solution.simulation.total_seconds:
                 break
             other = plan_of(program, choice, problem, plan.options, plan.order)
             candidate = checked_solution(
-                problem, other, solution.bound_seconds, program.seconds(choice)
+                problem, other, solution.bound_seconds, rows_of(program, choice).seconds()
             )
             if (
                 candidate is None
@@ -180,6 +181,11 @@ def faster_baselines(solution: Solution) -> Iterator[Solution]:
             ):
                 break
             yield candidate
+
+
+def least_seconds_of(program: Program, choice: Choice) -> float:
+    """Return a lower bound on the simulated seconds of ``choice``: all copies overlap compute."""
+    return rows_of(program, choice, full_overlap=True).seconds()
 
 
 def split_as_solution(problem: Problem, solution: Solution) -> Problem:
@@ -308,7 +314,7 @@ def _solve_as_split(
         for answer, stage_choice in pairs
     ]
     program, best = min(refined, key=lambda result: result[1].rank())
-    objective, bound = program.seconds(best.choice), first.bound
+    objective, bound = rows_of(program, best.choice).seconds(), first.bound
     # In the program, copies overlap compute of their own overlap set only. In the simulation they
     # may overlap more, so the plan can be faster than the program's bound. The minimum with
     # `Program.full_overlap` bounds every plan.
@@ -352,7 +358,8 @@ def _refined(
         return _SimulatedChoice(choice, plan, simulate(problem, plan))
 
     def offered(candidate: _SimulatedChoice) -> _SimulatedChoice:
-        seconds, objective = candidate.simulation.total_seconds, program.seconds(candidate.choice)
+        seconds = candidate.simulation.total_seconds
+        objective = rows_of(program, candidate.choice).seconds()
         offer(Candidate(problem, candidate.plan, seconds, objective, first.bound))
         return candidate
 
@@ -360,10 +367,11 @@ def _refined(
     best = last = offered(simulated_choice(choice))
     for _ in range(1 if first.large or many_runs(problem) else ROUNDS):
         if last.simulation.total_seconds <= TOLERANCE * max(
-            target_seconds, program.seconds(last.choice, factors)
+            target_seconds, rows_of(program, last.choice, factors).seconds()
         ):
             break
-        predicted = program.slot_seconds(last.choice, factors)
+        rows = rows_of(program, last.choice, factors)
+        predicted = [rows.slot_seconds(t) for t in range(len(program.intervals))]
         slots = (*last.simulation.slots[: program.run_length], *last.simulation.further_slots)
         slowdowns = (
             slot.seconds / seconds if seconds > 0 else 1.0
@@ -389,10 +397,10 @@ def _refined(
     ):
         for choice in choices:
             if best.simulation.total_seconds <= TOLERANCE * max(
-                target_seconds, program.seconds(best.choice)
+                target_seconds, rows_of(program, best.choice).seconds()
             ):
                 break
-            if program.seconds(choice, full_overlap=True) >= best.simulation.total_seconds:
+            if least_seconds_of(program, choice) >= best.simulation.total_seconds:
                 continue
             other = simulated_choice(choice)
             if other.rank() < best.rank() and not check(problem, other.plan):
@@ -420,9 +428,8 @@ def _deeper_ring_buffers(program: Program, choice: Choice) -> Iterator[Choice]:
     """Yield choices with deeper ring buffers: ``choice`` if it then fits, and the best choice with
     that depth."""
     for depth in DEEPER[:1] if many_runs(program.problem) else DEEPER:
-        if not program.excess_bytes(
-            wider := replace(choice, depths=np.maximum(depth, choice.depths))
-        ):
+        wider = replace(choice, depths=np.maximum(depth, choice.depths))
+        if not excess_bytes(program, wider):
             yield wider
         if (answer := choose_for([program], (), REFINE_GOALS, depth)) is not None:
             yield answer.choice

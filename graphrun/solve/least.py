@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Literal
 
 from graphrun.model.least_memory import PhaseMinimum, least_memory, needed_components
 from graphrun.model.problem import Problem
 from graphrun.solve.dominance import only_blocks_to_choose, restrict_variants
 from graphrun.solve.granularity import finer, granularities, smaller_as_layers, split_into_layers
-from graphrun.solve.milp import Formulation, TierName
+from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import stage_choices
-from graphrun.solve.program import Choice, Program, usable
+from graphrun.solve.program import Choice, Memory, Program, usable
+from graphrun.solve.rows import rows_of, with_drops
 from graphrun.solve.search import Goal, minimise_over
 
 AMPLE = 1 << 50  # bytes: never the limit
@@ -182,8 +184,8 @@ def least_device_bytes(problem: Problem) -> tuple[int, Program, Choice] | None:
     for _ in range(ROUNDS):
         result = _least_usage(
             candidate,
-            None,
-            lambda program, choice: int(max(program.device_bytes(choice), default=0)),
+            0,
+            lambda program, choice: int(rows_of(program, choice).peak_bytes(0)),
         )
         if result is None or (best is not None and result[0] >= best[0]):
             break
@@ -194,18 +196,9 @@ def least_device_bytes(problem: Problem) -> tuple[int, Program, Choice] | None:
     return best
 
 
-def _least_host(problem: Problem, tier: TierName) -> int:
+def _least_host(problem: Problem, tier: Literal["ram", "pinned", "disk"]) -> int:
     def usage_of(program: Program, choice: Choice) -> int:
-        if tier == "disk":
-            return program.stored_bytes
-        return int(
-            max(
-                program.host_bytes(program.with_drops(choice, force=True))[
-                    :, int(tier == "pinned")
-                ],
-                default=0,
-            )
-        )
+        return int(rows_of(program, with_drops(program, choice, force=True)).peak_bytes(tier))
 
     unlimited_budget = {
         "ram": {"ram_bytes": AMPLE},
@@ -228,17 +221,19 @@ def _least_host(problem: Problem, tier: TierName) -> int:
 
 
 def _least_usage(
-    problem: Problem, tier: TierName | None, count_bytes: Callable[[Program, Choice], int]
+    problem: Problem, memory: Memory, count_bytes: Callable[[Program, Choice], int]
 ) -> tuple[int, Program, Choice] | None:
-    """Return the minimum bytes of ``tier`` (None: VRAM) over all stage orders and options, and the
+    """Return the minimum bytes of ``memory`` (0: VRAM) over all stage orders and options, and the
     choice. ``count_bytes`` counts in integers."""
     formulations = [
-        Formulation(stage_choice.program, minimised_tier=tier)
-        for stage_choice in stage_choices(problem, dominated=tier is not None)[0]
+        Formulation(stage_choice.program, minimised=memory)
+        for stage_choice in stage_choices(problem, dominated=memory != 0)[0]
     ]
     goal = Goal(
         lambda formulation: (
-            (formulation.tier_bytes, 1.0) if tier else (formulation.peak, formulation.bytes_unit)
+            (formulation.minimised_bytes, 1.0)
+            if memory
+            else (formulation.peak, formulation.bytes_unit)
         ),
         gap=0.0,
     )

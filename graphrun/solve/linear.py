@@ -87,13 +87,16 @@ class Linear:
         )
 
 
-def total(parts: Iterable[Linear]) -> Linear:
+def total(parts: Iterable[Linear | float]) -> Linear:
     """Return the sum of ``parts``."""
     terms, constant = dict[int, float](), 0.0
     for part in parts:
-        for column, value in part.terms.items():
-            terms[column] = terms.get(column, 0.0) + value
-        constant += part.constant
+        if isinstance(part, Linear):
+            for column, value in part.terms.items():
+                terms[column] = terms.get(column, 0.0) + value
+            constant += part.constant
+        else:
+            constant += part
     return Linear(terms, constant)
 
 

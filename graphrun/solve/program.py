@@ -1,5 +1,7 @@
-"""The integer program behind a plan: its variables, its constraints, and the seconds and bytes of a
-choice of integers. `graphrun.solve.milp` solves the program.
+"""The integer program behind a plan: its variables, its constants, and its constraints.
+
+`graphrun.solve.rows` has the constraints of seconds and bytes, `graphrun.solve.columns` the others,
+and `graphrun.solve.milp` solves the program.
 
 Terms:
 
@@ -32,24 +34,13 @@ Constants:
     b     device bytes of one block
     R     runs of the session
 
-x is the number of blocks copied to the device during the slot. It follows from K and d:
+Constraints other than those of seconds and bytes:
 
-    group that the slot does not run      K + d <= nb; x = d: loaded for a later slot (prefetch)
-    group that it runs, not streamable    K = nb, d = 0, x = 0
-    group that it runs, streamable        K + d + nb*s >= nb: the others are streamed, so s = 1
-                                          unless K + d = nb
-                                          first slot:  x = nb - K
-                                          steady slot: x = n*(nb - K), and d = 0 for all groups of
-                                          the component
-    layers                                x = n*p*(nb - K) - (p - 1)*d: a streamed layer is copied
-                                          every time that it runs, a loaded layer once. K and d are
-                                          rounded to integers at the end.
-
-Constraints:
-
-    ring buffer     bytes >= L + M
-                    L >= b*s
-                    M >= b*s - b*r: room for a second block of each group, except where r = 1
+    blocks          K + d <= nb
+                    a group that the slot runs, not streamable: K = nb, d = 0
+                    streamable: K + d + nb*s >= nb: the others are streamed, so s = 1 unless
+                    K + d = nb. d = 0 in steady slots for all groups of the component
+                    layers: K and d are rounded to integers at the end
     next slot       K' <= K + d: eviction costs nothing. K' = K + d if the variant is not movable.
                     K = 0 in the first slot
     session         The slots of the first run, then the slots of one further run, whose seconds
@@ -64,21 +55,7 @@ Constraints:
                     component is called.
     spill           A value is copied to the host in the load slot of the first phase of a gap, and
                     back in the load slot of the phase after the gap.
-    time            D >= the sum over overlap sets of max(compute, copies + compute of the groups
-                         with r = 1, reads from disk)
-                         + compute on the CPU and on secondary devices
-                         + transfers to secondary devices and back
-                    D >= load_seconds*x summed over all j + spills, for each device separately:
-                         each has its own link
-                    D >= disk_seconds*x summed over all j + reads
-                    An overlap set is one block group, or all groups of layers in one child module:
-                    copies of one group in the set overlap compute of the others.
-    memory          sum b*(K + d) + ring buffers + activation + values + input_bytes
-                        <= effective budget
-                    backing stores and spilled values <= RAM; page-locked ones <= page-locked RAM
-    secondary       A component on a secondary device is a variant whose groups are not streamable.
-                    For each secondary device: sum b*(K + d) of its groups + the largest activation
-                    of a component that computes on it in the slot <= its effective budget
+    split           A component on a secondary device is a variant whose groups are not streamable.
 
 A single-buffered ring buffer is faster where copies take much longer than compute: the bytes it
 saves make room for one more resident block, which needs no copy. It is also used where memory does
@@ -90,13 +67,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from graphrun.model.choices import activation_bytes, use_with
 from graphrun.model.choices import secondary_bytes as bytes_on_secondary
+from graphrun.model.choices import use_with
 from graphrun.model.least_memory import streamable_groups, used_components
 from graphrun.model.plan import SlotPart
 from graphrun.model.problem import ALLOCATION_BYTES, ComponentPlacement, Problem, Use, Variant
@@ -108,6 +85,11 @@ from graphrun.model.splits import (
     twin,
 )
 from graphrun.units import round_up
+
+HostTier = Literal["ram", "pinned"]
+# A memory that may have a budget: the number of a device (0: the main device), or a host tier
+Memory = int | Literal["ram", "pinned", "disk"]
+HOST_TIERS: tuple[HostTier, ...] = get_args(HostTier)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +254,7 @@ class Program:
     minimum is then a lower bound on the simulated seconds of any plan. Every copy overlaps all
     compute of its slot, and blocks on secondary devices need not be consecutive.
 
-    Arrays have a row per interval and a column per group. Methods that take a `Choice` need a
-    program with one variant per component, as `with_variants` returns.
+    Arrays have a row per interval and a column per group.
     """
 
     problem: Problem
@@ -341,11 +322,6 @@ class Program:
         return self._table([interval.calls for interval in self.intervals])
 
     @cached_property
-    def passes(self) -> NDArray[np.int64]:
-        """p: how often a block of a group runs in one call."""
-        return self._table([interval.passes for interval in self.intervals])
-
-    @cached_property
     def counts(self) -> NDArray[np.int64]:
         """Blocks per group."""
         return np.array([group.count for group in self.groups], dtype=np.int64)
@@ -355,23 +331,42 @@ class Program:
         """`Group.held_bytes` of each group."""
         return np.array([group.held_bytes for group in self.groups], dtype=np.int64)
 
-    @cached_property
-    def on_secondary(self) -> NDArray[np.int64]:
-        """`Group.secondary` of each group."""
-        return np.array([group.secondary for group in self.groups], dtype=np.int64)
+    @property
+    def devices(self) -> range:
+        """The numbers of the devices: 0, the main device, then the secondary devices."""
+        return range(len(self.problem.secondaries) + 1)
 
     @property
-    def secondaries(self) -> range:
-        """The numbers of the secondary devices."""
-        return range(1, len(self.problem.secondaries) + 1)
+    def memories(self) -> tuple[Memory, ...]:
+        """All memories that may have a budget."""
+        return *self.devices, *HOST_TIERS, "disk"
+
+    def limit(self, memory: Memory) -> int | None:
+        """Return the bytes of ``memory`` that the plan may use; None: unlimited."""
+        problem = self.problem
+        if isinstance(memory, int):
+            devices = (problem, *problem.secondaries)
+            return devices[memory].effective_bytes
+        limits = {
+            "ram": problem.ram_bytes,
+            "pinned": problem.pinned_bytes,
+            "disk": problem.disk_bytes,
+        }
+        return limits[memory]
 
     @cached_property
-    def compute_seconds(self) -> NDArray[np.float64]:
-        """Seconds of compute of all blocks of a group; 0 on a secondary device."""
-        seconds: NDArray[np.float64] = self._table(
-            [interval.seconds for interval in self.intervals]
-        )
-        return self.calls * self.counts * seconds
+    def compute_seconds(self) -> list[list[float]]:
+        """For each interval and group, the seconds of compute of all of its blocks; 0 on a
+        secondary device."""
+        return [
+            [
+                calls * group.count * seconds
+                for calls, group, seconds in zip(
+                    interval.calls, self.groups, interval.seconds, strict=True
+                )
+            ]
+            for interval in self.intervals
+        ]
 
     @cached_property
     def overlap_sets(self) -> list[list[list[int]]]:
@@ -386,207 +381,13 @@ class Program:
             sets_by_interval.append(list(sets.values()))
         return sets_by_interval
 
-    @cached_property
-    def fixed_bytes(self) -> NDArray[np.int64]:
-        """Per interval, device bytes other than weights and ring buffers, without spills. Unlike
-        `Interval.fixed_bytes`, they include the activation."""
-        return np.array(
-            [
-                interval.fixed_bytes + self.activation_bytes(t)
-                for t, interval in enumerate(self.intervals)
-            ]
-        )
-
-    def copied_blocks(self, choice: Choice) -> NDArray[np.int64]:
-        """Return x, the number of copies of blocks to the device, by interval and group."""
-        streamed_blocks = (
-            self.calls * self.passes * (self.counts - choice.present)
-            - (self.passes - 1) * choice.loads
-        )
-        return np.where(self.calls > 0, streamed_blocks, choice.loads)
-
-    def slot_seconds(
-        self, choice: Choice, factors: Sequence[float] = (), *, full_overlap: bool = False
-    ) -> list[float]:
-        """Return D of each interval, executed once.
-
-        ``factors[t]`` multiplies the times of copies and disk reads in interval t; empty: 1.
-        ``full_overlap``: every copy overlaps all compute of its slot, which gives a lower bound.
-        """
-        factor = np.array(factors or [1.0] * len(self.intervals))
-        blocks = self.copied_blocks(choice) * factor[:, None]
-        block_copy_seconds, block_read_seconds = (
-            blocks * [group.load_seconds for group in self.groups],
-            blocks * [group.disk_seconds for group in self.groups],
-        )
-        serial = (
-            block_copy_seconds
-            if full_overlap
-            else block_copy_seconds + self.compute_seconds * self._single_buffered(choice)
-        )
-        busy = np.array([sum(interval.off_device_seconds) for interval in self.intervals])
-        for t, sets in enumerate(self.overlap_sets):
-            # full overlap: one set of all groups
-            for members in [sum(sets, [])] if full_overlap else sets:
-                busy[t] += max(
-                    self.compute_seconds[t, members].sum(),
-                    serial[t, members].sum(),
-                    block_read_seconds[t, members].sum(),
-                )
-        copy_seconds, disk_seconds = (
-            block_copy_seconds[:, self.on_secondary == 0].sum(axis=1),
-            block_read_seconds.sum(axis=1),
-        )
-        for gap, is_spilled in zip(self.spill_gaps, choice.spills, strict=True):
-            copy_seconds[gap.spill_slot] += is_spilled * factor[gap.spill_slot] * gap.spill_seconds
-            copy_seconds[gap.restore_slot] += (
-                is_spilled * factor[gap.restore_slot] * gap.restore_seconds
-            )
-        for variant_choice, read_slot in zip(self.variant_choices, choice.reads, strict=True):
-            if read_slot >= 0:
-                disk_seconds[read_slot] += factor[read_slot] * (variant_choice.read_seconds or 0.0)
-        for number in self.secondaries:
-            busy = np.maximum(busy, block_copy_seconds[:, self.on_secondary == number].sum(axis=1))
-        slot_seconds: list[float] = np.maximum(
-            busy, np.maximum(copy_seconds, disk_seconds)
-        ).tolist()
-        return slot_seconds
-
-    def seconds(
-        self, choice: Choice, factors: Sequence[float] = (), *, full_overlap: bool = False
-    ) -> float:
-        """Return the seconds of all runs together. Arguments as in `slot_seconds`."""
-        slots = self.slot_seconds(choice, factors, full_overlap=full_overlap)
-        return sum(
-            interval.weight * seconds
-            for interval, seconds in zip(self.intervals, slots, strict=True)
-        )
-
-    def moved_bytes(self, choice: Choice) -> int:
-        """Return the bytes copied to the device in all runs: every copy of a block, and restored
-        values."""
-        runs = np.array([int(interval.weight) for interval in self.intervals], dtype=np.int64)
-        restored_bytes = sum(
-            gap.nbytes * runs[gap.restore_slot]
-            for gap, is_spilled in zip(self.spill_gaps, choice.spills, strict=True)
-            if is_spilled
-        )
-        return int(
-            restored_bytes
-            + sum(runs @ self.copied_blocks(choice) * [group.block_bytes for group in self.groups])
-        )
-
-    def streamed(self, choice: Choice) -> NDArray[np.bool_]:
-        """Return for each interval and group whether any of its blocks is streamed."""
-        return (self.calls > 0) & (choice.present + choice.loads < self.counts)
-
-    def _single_buffered(self, choice: Choice) -> NDArray[np.bool_]:
-        """Return r for each interval and group: whether the group is streamed through a ring buffer
-        without room for one of its blocks next to the largest block."""
-        streamed, ring_buffers = self.streamed(choice), self.ring_buffer_bytes(choice)
-        is_single = np.zeros_like(streamed)
-        for c, members in enumerate(self.groups_of):
-            largest = np.max(self.held_bytes[members] * streamed[:, members], axis=1, initial=0)
-            is_single[:, members] = streamed[:, members] & (
-                ring_buffers[:, [c]] < largest[:, None] + self.held_bytes[members]
-            )
-        return is_single
-
-    def ring_buffer_bytes(self, choice: Choice) -> NDArray[np.int64]:
-        """Return L + M, the bytes of the ring buffer of each component (columns) in each interval;
-        0 without streamed blocks.
-
-        It has room for the largest streamed block, and for further blocks up to `Choice.depths`.
-        """
-        streamed = self.streamed(choice)
-        extra_bytes = (choice.depths - 1) * self.held_bytes * streamed
-        ring_buffers = np.zeros((len(self.intervals), len(self.groups_of)), dtype=np.int64)
-        for c, members in enumerate(self.groups_of):
-            extra = np.max(extra_bytes[:, members], axis=1, initial=0)
-            ring_buffers[:, c] = extra + np.max(
-                self.held_bytes[members] * streamed[:, members], axis=1, initial=0
-            )
-        return ring_buffers
-
-    def device_bytes(self, choice: Choice) -> NDArray[np.int64]:
-        """Return the peak bytes on the device in each interval."""
-        non_weight_bytes = self.fixed_bytes.copy()
-        for gap, is_spilled in zip(self.spill_gaps, choice.spills, strict=True):
-            non_weight_bytes[gap.spill_slot + 1 : gap.restore_slot] -= gap.nbytes * is_spilled
-        weights: NDArray[np.int64] = (choice.present + choice.loads) @ (
-            self.held_bytes * (self.on_secondary == 0)
-        )
-        ring_buffers: NDArray[np.int64] = self.ring_buffer_bytes(choice).sum(axis=1)
-        return non_weight_bytes + weights + ring_buffers
-
-    def activation_bytes(self, t: int) -> int:
-        """Return the activation bytes on the device in interval ``t``, with the scratch of the
-        variants; 0 in a load slot."""
-        interval = self.intervals[t]
-        variants = [
-            variant_choice.variant
-            for variant_choice in self.variant_choices
-            if variant_choice.component in interval.phase_components
-        ]
-        return (
-            activation_bytes(interval.activation_bytes, variants, interval.pipeline_code_bytes)
-            if interval.rounds
-            else 0
-        )
-
-    def secondary_bytes(self, choice: Choice, number: int) -> NDArray[np.int64]:
-        """Return the bytes on secondary device ``number`` in each interval."""
-        weights: NDArray[np.int64] = (choice.present + choice.loads) @ (
-            self.held_bytes * (self.on_secondary == number)
-        )
-        working_sets = [
-            max(
-                (bytes_by_secondary[number - 1] for bytes_by_secondary in interval.secondary_bytes),
-                default=0,
-            )
-            for interval in self.intervals
-        ]
-        return weights + np.array(working_sets, dtype=np.int64)
-
-    def host_bytes(self, choice: Choice) -> NDArray[np.int64]:
-        """Return for each interval the bytes of RAM (backing stores, spilled values, activation on
-        the CPU), and how many of them are page-locked."""
-        host = np.zeros((len(self.intervals), 2), dtype=np.int64)
-        for variant_choice, read_slot, drop_slot in zip(
-            self.variant_choices, choice.reads, choice.drops, strict=True
-        ):
-            if variant_choice.is_used and (variant_choice.read_seconds is None or read_slot >= 0):
-                store_slots = slice(
-                    0 if variant_choice.read_seconds is None else read_slot,
-                    drop_slot if drop_slot >= 0 else None,
-                )
-                host[store_slots] += (
-                    variant_choice.variant.host_bytes,
-                    variant_choice.variant.locked_bytes,
-                )
-            if variant_choice.is_used and read_slot >= 0:
-                host[read_slot, 0] += variant_choice.variant.transient_bytes
-        for gap, is_spilled in zip(self.spill_gaps, choice.spills, strict=True):
-            host[gap.spill_slot : gap.restore_slot + 1, 0] += gap.nbytes * is_spilled
-        for t, interval in enumerate(self.intervals):
-            on_device = [
-                variant_choice.computes
-                for variant_choice in self.variant_choices
-                if variant_choice.component in interval.phase_components
-            ]
-            # all components of the phase compute on the CPU
-            if interval.rounds and interval.phase_components and not any(on_device):
-                host[t, 0] += interval.activation_bytes
-        return host
-
-    def most_host_bytes(self, is_locked: bool) -> int:
-        """Return an upper bound on the RAM of any choice in any interval, in bytes. ``is_locked``:
-        on page-locked RAM."""
+    def most_host_bytes(self, tier: HostTier) -> int:
+        """Return an upper bound on the bytes in ``tier`` of any choice in any interval."""
         variants_by_component = [
             [self.variant_choices[n].variant for n in numbers if self.variant_choices[n].is_used]
             for numbers in self.choices_of
         ]
-        if is_locked:
+        if tier == "pinned":
             return sum(
                 max((v.locked_bytes for v in variants), default=0)
                 for variants in variants_by_component
@@ -599,88 +400,28 @@ class Program:
             total += max((interval.activation_bytes for interval in self.intervals), default=0)
         return total + sum(gap.nbytes for gap in self.spill_gaps)
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes that the variants write to disk."""
-        return sum(
-            variant_choice.variant.stored_bytes
-            for variant_choice in self.variant_choices
-            if variant_choice.is_used
-        )
-
-    def excess_bytes(self, choice: Choice) -> dict[str, NDArray[np.int64]]:
-        """Return for each exceeded budget the exact bytes above it: per interval, for ``disk`` one
-        number."""
-        problem, host = self.problem, self.host_bytes(choice)
-        tiers: dict[str, tuple[NDArray[np.int64], int | None]] = {
-            "device": (self.device_bytes(choice), problem.effective_bytes),
-            "ram": (host[:, 0], problem.ram_bytes),
-            "pinned": (host[:, 1], problem.pinned_bytes),
-            "disk": (np.array([self.stored_bytes]), problem.disk_bytes),
-        }
-        for number, secondary in enumerate(problem.secondaries, 1):
-            tiers[f"secondary device {number}"] = (
-                self.secondary_bytes(choice, number),
-                secondary.effective_bytes,
-            )
-        excess_by_tier = {
-            tier: np.maximum(nbytes - limit, 0)
-            for tier, (nbytes, limit) in tiers.items()
-            if limit is not None
-        }
-        return {tier: excess for tier, excess in excess_by_tier.items() if excess.any()}
-
-    def with_drops(self, choice: Choice, *, force: bool = False) -> Choice:
-        """Return ``choice`` with every backing store dropped after its last use.
-
-        Only where RAM has no room for all of them to the end of the run, or with ``force``.
-        Sessions keep all backing stores.
-        """
-        limits, peaks = (
-            (self.problem.ram_bytes, self.problem.pinned_bytes),
-            self.host_bytes(choice).max(axis=0, initial=0),
-        )
-        fits = all(
-            limit is None or nbytes <= limit for nbytes, limit in zip(peaks, limits, strict=True)
-        )
-        if self.session or (fits and not force):
-            return choice
-        is_copied, drops = self.copied_blocks(choice) > 0, list[int]()
-        for variant_choice, read_slot, groups in zip(
-            self.variant_choices, choice.reads, self.groups_of, strict=True
-        ):
-            drop_slot = 1 + max(
-                np.flatnonzero(
-                    is_copied[:, groups].any(axis=1) | self._called_on_cpu(variant_choice)
-                ),
-                default=-1,
-            )
-            has_store = variant_choice.is_used and (
-                variant_choice.read_seconds is None or read_slot >= 0
-            )
-            drops.append(int(drop_slot) if has_store and drop_slot < len(self.intervals) else -1)
-        return replace(choice, drops=tuple(drops))
-
     def first_use(self, number: int) -> int:
         """Return the first interval that uses variant choice ``number``; -1 if none does."""
-        variant_choice, groups = (
-            self.variant_choices[number],
-            [j for j, group in enumerate(self.groups) if group.variant_choice == number],
+        groups = [j for j, group in enumerate(self.groups) if group.variant_choice == number]
+        uses = (
+            t
+            for t in range(len(self.intervals))
+            if self.calls[t, groups].any() or self.called_on_cpu(number, t)
         )
-        uses = np.flatnonzero(
-            self.calls[:, groups].any(axis=1) | self._called_on_cpu(variant_choice)
-        )
-        return int(uses[0]) if len(uses) else -1
+        return next(uses, -1)
 
-    def _called_on_cpu(self, variant_choice: VariantChoice) -> NDArray[np.bool_]:
-        """Return for each interval whether it calls the component on the CPU."""
-        return np.array(
-            [
-                not variant_choice.computes
-                and variant_choice.component in interval.phase_components
-                for interval in self.intervals
-            ],
-            dtype=bool,
+    def has_store(self, number: int) -> bool:
+        """Whether host memory has the backing store of variant choice ``number`` without a read in
+        the program."""
+        return self.variant_choices[number].read_seconds is None or self.part == "further"
+
+    def called_on_cpu(self, number: int, t: int) -> bool:
+        """Whether interval ``t`` calls the component of variant choice ``number``, which computes
+        on the CPU."""
+        variant_choice = self.variant_choices[number]
+        return (
+            not variant_choice.computes
+            and variant_choice.component in self.intervals[t].phase_components
         )
 
     def with_variants(self, variants: Sequence[int]) -> Program:
@@ -711,7 +452,7 @@ class Program:
         of each component. The MILP scales its times by this number."""
         first = [numbers[0] for numbers in self.choices_of if numbers]
         groups = [j for j, group in enumerate(self.groups) if group.variant_choice in first]
-        compute = sum(self.compute_seconds[t, j] for t in range(self.run_length) for j in groups)
+        compute = sum(self.compute_seconds[t][j] for t in range(self.run_length) for j in groups)
         compute += sum(
             interval.off_device_seconds[n]
             for interval in self.intervals[: self.run_length]

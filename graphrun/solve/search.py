@@ -20,6 +20,7 @@ from graphrun.errors import BrokenPlan
 from graphrun.solve.linear import GAP, NODES, ROUGH_GAP, Linear, MilpResult, Row
 from graphrun.solve.milp import Formulation
 from graphrun.solve.program import Choice, Program
+from graphrun.solve.rows import Rows, excess_bytes, rows_of
 
 # A choice may exceed a budget by a few bytes, because HiGHS tolerates 1e-6. In a memory row, whose
 # budget is scaled to 1000, that is 8 bytes of 8 GiB. In a number of blocks of 400 MB, it is 400
@@ -101,6 +102,11 @@ class Answer:
     bound: float
     large: bool = False
 
+    @property
+    def rows(self) -> Rows[float]:
+        """Seconds and bytes of the choice."""
+        return rows_of(self.program, self.choice)
+
 
 def choose(formulations: Sequence[Formulation], goals: Sequence[Goal] = GOALS) -> Answer | None:
     """Return the best choice over the programs of ``formulations``, with the bound in seconds; None
@@ -128,12 +134,12 @@ def choose(formulations: Sequence[Formulation], goals: Sequence[Goal] = GOALS) -
                 or answer
             )
         program, choice = formulation.choice(answer.values)
-        excess = program.excess_bytes(choice)
+        excess = excess_bytes(program, choice)
         if not excess:
             return Answer(number, program, choice, bound, formulation.model.size > LARGE)
         margins = {
-            tier: formulation.margins.get(tier, 0) + MARGIN_GROWTH**trial * nbytes
-            for tier, nbytes in excess.items()
+            memory: formulation.margins.get(memory, 0) + MARGIN_GROWTH**trial * nbytes
+            for memory, nbytes in excess.items()
         }
         formulations[number] = Formulation(
             formulation.program,

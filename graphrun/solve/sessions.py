@@ -20,6 +20,7 @@ from graphrun.model.choices import BUFFERED_BLOCKS
 from graphrun.model.problem import Problem
 from graphrun.solve.milp import Formulation
 from graphrun.solve.program import Choice, Program, program_of
+from graphrun.solve.rows import excess_bytes, rows_of
 from graphrun.solve.search import GOALS, Answer, Goal, choose
 
 # From here on, the first run is about a hundredth of the session or less. Its seconds would decide
@@ -106,8 +107,8 @@ def _in_turn(
         if (result := formulation.model.minimise(formulation.seconds, whole=False)) is not None
     ]
     bound = min(bounds, default=0.0) + (program.problem.runs - 1) * further_answer.bound
-    if program.excess_bytes(choice) or (
-        goals is GOALS and program.seconds(choice, factors) * (1 - MOST_GAP) > bound
+    if excess_bytes(program, choice) or (
+        goals is GOALS and rows_of(program, choice, factors).seconds() * (1 - MOST_GAP) > bound
     ):
         return None
     return replace(further_answer, program=program, choice=choice, bound=bound)

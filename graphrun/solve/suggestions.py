@@ -26,7 +26,7 @@ def predicted_seconds(problem: Problem) -> float | None:
             [Formulation(stage_choice.program) for stage_choice in stage_choices(split)[0]], SECONDS
         )
         if answer is not None:
-            return answer.program.seconds(answer.choice)
+            return answer.rows.seconds()
     return None
 
 

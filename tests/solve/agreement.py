@@ -23,8 +23,8 @@ def checked_optimum(
     rule."""
     program, choice = answer.program, answer.choice
     assert answer.bound == pytest.approx(best[0], rel=1e-5, abs=1e-4), seed
-    assert program.seconds(choice) == pytest.approx(best[0], rel=1e-6, abs=1e-6), seed
-    assert program.moved_bytes(choice) == best[1], seed
+    assert answer.rows.seconds() == pytest.approx(best[0], rel=1e-6, abs=1e-6), seed
+    assert answer.rows.moved_bytes() == best[1], seed
     plan = plan_of(program, choice, problem, stage_choice.options, stage_choice.order)
     assert check(problem, plan) == (), seed
     assert parse(str(plan)) == plan, seed

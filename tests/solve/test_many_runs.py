@@ -15,6 +15,7 @@ from graphrun.solve import linear
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import stage_choices
 from graphrun.solve.program import Choice, Program
+from graphrun.solve.rows import excess_bytes, rows_of
 from graphrun.solve.search import choose
 from graphrun.solve.sessions import choose_for
 from graphrun.solve.solve import solve
@@ -54,13 +55,16 @@ def test_further_runs_are_as_fast_and_move_as_little_as_in_one_program_of_both_r
     )
     assert seconds <= minimum * (1 + 1e-5)
     assert nbytes <= least_bytes or seconds < minimum * (1 - 1e-5)
-    assert stepwise.bound <= joint.program.seconds(joint.choice) * (1 + 1e-5)
-    assert not stepwise.program.excess_bytes(stepwise.choice)
+    assert stepwise.bound <= joint.rows.seconds() * (1 + 1e-5)
+    assert not excess_bytes(stepwise.program, stepwise.choice)
 
 
 def further(program: Program, choice: Choice) -> tuple[float, int]:
     """Seconds of the further run, and the bytes that it moves."""
-    copied_blocks = program.copied_blocks(choice)[program.run_length :] @ [
-        group.block_bytes for group in program.groups
-    ]
-    return sum(program.slot_seconds(choice)[program.run_length :]), int(sum(copied_blocks))
+    rows, slots = rows_of(program, choice), range(program.run_length, len(program.intervals))
+    nbytes = sum(
+        rows.copied_blocks(t, j) * group.block_bytes
+        for t in slots
+        for j, group in enumerate(program.groups)
+    )
+    return sum(map(rows.slot_seconds, slots)), int(nbytes)

@@ -58,11 +58,9 @@ def test_solver_agrees_with_brute_force(seeds: range) -> None:
         plan, run = checked_optimum(instance, answer, choices[answer.number], best, seed)
         for number, secondary in enumerate(instance.secondaries):
             peaks = [slot.secondary_peaks[number] for slot in (*run.slots, *run.further_slots)]
-            assert (
-                max(peaks)
-                == max(answer.program.secondary_bytes(answer.choice, number + 1), default=0)
-                <= secondary.effective_bytes
-            ), seed
+            assert max(peaks) == answer.rows.peak_bytes(number + 1) <= secondary.effective_bytes, (
+                seed
+            )
         placed_count += bool(on_secondaries(instance, plan.variants))
     assert placed_count or seeds != BLOCKS[0], (
         "no problem of these places a component on a secondary device"

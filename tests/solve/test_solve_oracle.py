@@ -103,8 +103,8 @@ def compared(
     assert best is not None
     answer = choose([Formulation(program)])
     assert answer is not None
-    assert sum(program.slot_seconds(answer.choice)) == pytest.approx(best[0], abs=1e-6), seed
-    assert program.moved_bytes(answer.choice) == best[1], seed
+    assert answer.rows.seconds() == pytest.approx(best[0], abs=1e-6), seed
+    assert answer.rows.moved_bytes() == best[1], seed
     return fits, plan_of(program, answer.choice), answer, best
 
 

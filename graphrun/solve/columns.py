@@ -1,0 +1,316 @@
+"""The variables of a `Program` as columns of a MILP, with the rows that `graphrun.solve.program`
+lists: all but those of seconds and bytes.
+
+Every variant of a component has its own integers, bounded by whether the variant is chosen. That
+keeps the relaxation tight.
+
+Bytes are scaled so that a budget is 1000. Seconds are scaled so that all compute plus one copy of
+every block is 100. HiGHS tolerates row violations and fractions of 1e-6. In scaled units that is
+1e-9 of the budget, less than the rounding of one allocation on any card. With unscaled byte
+coefficients HiGHS reported 18.25 s as optimal where 15.99 s was.
+
+Host memory:
+
+    y[n]      1 if variant choice n is chosen; exactly one per component
+    F[n,t]    1 if the backing store of n is read in interval t: in at most one interval, not later
+              than the first use of n
+    h[n,t]    1 if host memory has the backing store of n. Where RAM may be the limit:
+              h[t] <= h[t-1] + F[t]; elsewhere h = 1 from the read on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from graphrun.model.choices import BUFFERED_BLOCKS
+from graphrun.solve.linear import Linear, MilpModel, Row, total
+from graphrun.solve.program import Group, Program
+from graphrun.solve.rows import Variables
+from graphrun.solve.split_columns import SplitColumns
+
+MEMORY_SCALE = 1000.0
+TIME_SCALE = 100.0
+ZERO, ONE = Linear(), Linear({}, 1.0)
+
+
+class Columns(Variables[Linear]):
+    """The variables of ``program`` as columns of ``model``.
+
+    K, d, s and r of an interval exist once `add_interval` has added them; intervals are added in
+    order. ``stores_may_drop``: whether backing stores may be dropped before the end of the run.
+    ``depth``: blocks in a ring buffer, unless it is single-buffered.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        model: MilpModel,
+        *,
+        stores_may_drop: bool,
+        depth: int = BUFFERED_BLOCKS,
+    ) -> None:
+        self._program, self._model, self._depth = program, model, depth
+        self._present: list[list[Linear]] = []
+        self._loads: list[list[Linear]] = []
+        # per interval, by group that may be streamed: s and r
+        self._streamed: list[dict[int, Linear]] = []
+        self._single: list[dict[int, Linear]] = []
+        # (interval, variant choice with layers) -> r
+        self._layer_singles: dict[tuple[int, int], Linear] = {}
+        self._uses = [
+            np.flatnonzero(program.calls[:, j]).tolist() for j in range(len(program.groups))
+        ]
+        self.selections: list[Linear] = []
+        for numbers in program.choices_of:
+            binaries = [model.binary() for _ in numbers] if len(numbers) > 1 else []
+            if binaries:
+                model.add(total(binaries).equals(1.0))
+            self.selections += binaries or [ONE for _ in numbers]
+        self._reads: list[dict[int, Linear]] = []
+        # h by interval; empty where the backing store stays from its read on
+        self._stores: list[list[Linear]] = []
+        for number in range(len(program.variant_choices)):
+            self._add_store(number, stores_may_drop)
+        self.splits = SplitColumns(program, model, self.selections)
+        self._spills = [model.binary() for _ in program.spill_gaps]
+
+    def bytes_unit(self, device: int) -> float:
+        """Return the bytes of ``device`` that are 1 in rows."""
+        return max(1, self._program.limit(device) or 0) / MEMORY_SCALE
+
+    @cached_property
+    def seconds_unit(self) -> float:
+        """The seconds that are 1 in rows."""
+        return max(self._program.reference_seconds, 1e-9) / TIME_SCALE
+
+    # ---- Variables
+
+    def present(self, t: int, j: int) -> Linear:
+        """Return K."""
+        return self._present[t][j]
+
+    def loads(self, t: int, j: int) -> Linear:
+        """Return d."""
+        return self._loads[t][j]
+
+    def blocks(self, j: int) -> Linear:
+        """Return the blocks of group ``j``: 0 if its variant is not chosen, and without the blocks
+        of its mirror groups."""
+        group, splits = self._program.groups[j], self.splits
+        if group.mirror >= 0:
+            return splits.blocks[j]
+        count = self.selections[group.variant_choice] * float(group.count)
+        mirrors = [splits.blocks[mirror] * -1.0 for mirror in splits.mirrors.get(j, ())]
+        return total([count, *mirrors]) if mirrors else count
+
+    def streamed(self, t: int, j: int) -> Linear:
+        """Return s."""
+        return self._streamed[t].get(j, ZERO)
+
+    def single(self, t: int, j: int) -> Linear:
+        """Return r."""
+        return self._single[t].get(j, ZERO)
+
+    def further_blocks(self, t: int, j: int) -> Linear:
+        """Return the room in the ring buffer next to its largest block, in blocks of the group."""
+        return (self.streamed(t, j) - self.single(t, j)) * float(self._depth - 1)
+
+    def chosen(self, n: int) -> Linear:
+        """Return y."""
+        return self.selections[n]
+
+    def reads(self, t: int, n: int) -> Linear:
+        """Return F."""
+        return self._reads[n].get(t, ZERO)
+
+    def holds(self, t: int, n: int) -> Linear:
+        """Return h."""
+        if self._stores[n]:
+            return self._stores[n][t]
+        if self._reads[n]:
+            return total(column for slot, column in self._reads[n].items() if slot <= t)
+        return self.selections[n] if self._program.has_store(n) else ZERO
+
+    def spilled(self, g: int) -> Linear:
+        """Return 1 if the value is spilled."""
+        return self._spills[g]
+
+    def split_seconds(self, t: int) -> list[Linear]:
+        """Return `SplitColumns.seconds`."""
+        return self.splits.seconds(t)
+
+    def saved_seconds(self, t: int, j: int) -> list[Linear]:
+        """Return `SplitColumns.saved_seconds`."""
+        return self.splits.saved_seconds(t, j)
+
+    def split_working_sets(self, t: int, secondary: int) -> list[Linear]:
+        """Return `SplitColumns.working_sets`."""
+        return self.splits.working_sets(t, secondary)
+
+    def maximum(self, parts: Sequence[Linear], scale: int | Literal["seconds"]) -> Linear:
+        """Return a column that is no less than any of ``parts``; their maximum if they are
+        numbers."""
+        unit = self.seconds_unit if scale == "seconds" else self.bytes_unit(scale)
+        least = max([0.0, *(part.constant for part in parts if not part.terms)])
+        expressions = [part / unit for part in parts if part.terms]
+        if not expressions:
+            return Linear({}, least)
+        column = self._model.column(least / unit)
+        self._model.add(*(column >= expression for expression in expressions))
+        return column * unit
+
+    def any_of(self, flags: Sequence[Linear]) -> Linear:
+        """Return an expression that is 1 if one of ``flags`` is 1, and 0 if all of them are 0."""
+        if any(not flag.terms and flag.constant for flag in flags):
+            return ONE
+        variable_flags = [flag for flag in flags if flag.terms]
+        if len(variable_flags) < 2:
+            return total(variable_flags)
+        column = self._model.column(upper=1.0)
+        self._model.add(
+            column <= total(variable_flags), *(column >= flag for flag in variable_flags)
+        )
+        return column
+
+    def total(self, parts: Iterable[Linear | float]) -> Linear:
+        """Return the sum of ``parts``."""
+        return total(parts)
+
+    # ---- Rows
+
+    def _add_store(self, number: int, may_drop: bool) -> None:
+        """Add the columns F and h of the backing store of variant choice ``number``."""
+        program, model = self._program, self._model
+        variant_choice, selection = program.variant_choices[number], self.selections[number]
+        first = program.first_use(number) if variant_choice.read_seconds is not None else -1
+        reads = {t: model.binary() for t in range(first + 1)} if program.part != "further" else {}
+        if reads:
+            model.add(total(reads.values()).equals(selection))
+        store: list[Linear] = []
+        for t in range(len(program.intervals)) if may_drop and variant_choice.is_used else ():
+            store.append(model.binary())
+            before = selection if variant_choice.read_seconds is None else ZERO
+            previous = store[t - 1] if t else before
+            model.add(store[t] <= previous + reads.get(t, ZERO))
+            if t in reads:
+                model.add(store[t] >= reads[t])
+        self._reads.append(reads)
+        self._stores.append(store)
+
+    def add_interval(self, t: int) -> None:
+        """Add the columns of interval ``t`` and their rows."""
+        for columns in (self._present, self._loads):
+            columns.append([])
+        for flags in (self._streamed, self._single):
+            flags.append({})
+        for j in range(len(self._program.groups)):
+            self._add_group(t, j)
+        # a component on the CPU computes from its backing store
+        for number, selection in enumerate(self.selections):
+            if self._program.called_on_cpu(number, t) and not self._always_holds(number, t):
+                self._model.add(self.holds(t, number) >= selection)
+
+    def _add_group(self, t: int, j: int) -> None:
+        program, model = self._program, self._model
+        interval, group = program.intervals[t], program.groups[j]
+        calls, count = interval.calls[j], float(group.count)
+        # blocks that cannot be streamed; blocks that `keep` demands
+        needs_all_blocks = bool(calls) and not group.streamable
+        is_kept = "keep" in group.demanded and self._used_before(t, j)
+        has_later_use = t <= max(self._uses[j], default=-1) or (
+            program.session and bool(self._uses[j])
+        )
+        computes_in_steady_slot = (
+            interval.part == "steady" and group.component in interval.computing_components
+        )
+        may_be_present, may_load = self._allowed(t, j)
+        may_be_present = may_be_present and (has_later_use or is_kept or not group.movable)
+        may_load = (
+            may_load and has_later_use and not needs_all_blocks and not computes_in_steady_slot
+        )
+        block_count = self.blocks(j)
+        minimum = count if (needs_all_blocks or is_kept) and not block_count.terms else 0.0
+        present = model.column(minimum, count if may_be_present else 0.0, not group.by_layer)
+        loads = model.column(0.0, count if may_load else 0.0, not group.by_layer)
+        self._present[t].append(present)
+        self._loads[t].append(loads)
+        end_blocks = present + loads
+        model.add(end_blocks <= block_count)
+        if (needs_all_blocks or is_kept) and block_count.terms:
+            model.add(present >= block_count)
+        if t or program.part != "further":
+            model.add(self.carry_row(j, t, t - 1))
+        if not calls:
+            self._require_store(t, group, loads)
+        elif not needs_all_blocks:
+            self._require_store(t, group, block_count - present)
+            self._add_streaming(t, j, block_count - end_blocks)
+
+    def _add_streaming(self, t: int, j: int, missing_blocks: Linear) -> None:
+        """Add s and r of group ``j``; blocks that are not on the device are streamed."""
+        group, model = self._program.groups[j], self._model
+        resident = bool(group.demanded & {"keep", "whole"})  # directives demand all blocks
+        streamed = model.binary(upper=0.0 if resident else 1.0)
+        # Counts of layers are rounded down, and the missing layers are streamed.
+        if group.by_layer and not resident:
+            model.add(streamed >= self.selections[group.variant_choice])
+        model.add(streamed * float(group.count) >= missing_blocks)
+        self._streamed[t][j] = streamed
+        # Layers form many groups: one binary column r for all groups of a variant.
+        single = self._layer_singles.get((t, group.variant_choice)) or model.binary()
+        self._single[t][j] = single
+        if group.by_layer:
+            self._layer_singles[t, group.variant_choice] = single
+
+    def single_columns(self, t: int) -> dict[int, Linear]:
+        """Return r of each group that may be streamed in interval ``t``."""
+        return self._single[t]
+
+    def carry_row(self, j: int, t: int, previous: int) -> Row:
+        """Return the row that bounds K of group ``j`` in ``t`` by K + d of interval ``previous``.
+
+        ``previous`` -1: the device is empty before.
+        """
+        end_blocks = self.end_blocks(previous, j) if previous >= 0 else ZERO
+        present = self._present[t][j]
+        movable = self._program.groups[j].movable
+        return present <= end_blocks if movable else present.equals(end_blocks)
+
+    def end_blocks(self, t: int, j: int) -> Linear:
+        """Return K + d."""
+        return self._present[t][j] + self._loads[t][j]
+
+    def _require_store(self, t: int, group: Group, copied_blocks: Linear) -> None:
+        """Forbid copies of ``group`` in interval ``t`` without its backing store."""
+        if not self._always_holds(group.variant_choice, t):
+            self._model.add(
+                copied_blocks <= self.holds(t, group.variant_choice) * float(group.count)
+            )
+
+    def _always_holds(self, number: int, t: int) -> bool:
+        """Whether host memory has backing store ``number`` in ``t`` whenever it is chosen."""
+        return not self._stores[number] and t >= max(self._reads[number], default=0)
+
+    def _used_before(self, t: int, j: int) -> bool:
+        """Whether an earlier interval of the same run uses group ``j``."""
+        run_length = self._program.run_length
+        start = run_length if self._program.session and t >= run_length else 0
+        return any(start <= use < t for use in self._uses[j])
+
+    def _allowed(self, t: int, j: int) -> tuple[bool, bool]:
+        """Return whether directives allow blocks of group ``j`` on the device at the start of
+        interval ``t``, and loads of these blocks in the interval.
+
+        Two directives forbid some of that: `exclude` (`Group.excluded`) and `drop`.
+        """
+        program = self._program
+        group, interval, problem = program.groups[j], program.intervals[t], program.problem
+        if "drop" in group.demanded and not group.excluded:
+            name = problem.components[group.component].name
+            is_used = any(use.component == name for use in problem.phases[interval.phase].uses)
+            return is_used and interval.part != "load", is_used
+        return not group.excluded, not group.excluded
