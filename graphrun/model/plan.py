@@ -34,12 +34,12 @@ from graphrun.units import GIB, KIB, MIB
 
 SlotPart = Literal["load", "first", "steady", "end"]
 
-# Blocks of a component: None means all; else (group name, block indices in ascending order) per
-# block group, in group order.
-Blocks = tuple[tuple[str, tuple[int, ...]], ...] | None
+# Blocks of a component by name: None means all; else (group name, block indices in ascending order)
+# per block group, in group order.
+BlockNames = tuple[tuple[str, tuple[int, ...]], ...] | None
 
 # A component, the number of a secondary device, and its blocks that compute there.
-Split = tuple[str, int, Blocks]
+Split = tuple[str, int, BlockNames]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Load:
     """
 
     component: str
-    blocks: Blocks
+    blocks: BlockNames
     backing_store: str = "pinned"
 
 
@@ -61,7 +61,7 @@ class Evict:
     """Free the device copy of blocks. Weights are read-only, so nothing is copied back."""
 
     component: str
-    blocks: Blocks
+    blocks: BlockNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Stream:
     """
 
     component: str
-    keep: Blocks
+    keep: BlockNames
     ring_buffer_bytes: int
 
 
@@ -150,8 +150,8 @@ class Plan:
     options: tuple[tuple[str, str], ...] = ()
     order: tuple[str, ...] = ()
     further_slots: tuple[Slot, ...] = ()
-    finds: tuple[tuple[str, Blocks], ...] = ()
-    leaves: tuple[tuple[str, Blocks], ...] = ()
+    finds: tuple[tuple[str, BlockNames], ...] = ()
+    leaves: tuple[tuple[str, BlockNames], ...] = ()
     splits: tuple[Split, ...] = ()
 
     def __str__(self) -> str:
@@ -192,7 +192,7 @@ PART_CALLS: dict[str, int] = {"load": 0, "first": 1, "end": 0}
 UNITS = {"GiB": GIB, "MiB": MIB, "KiB": KIB, "B": 1}
 
 
-def blocks_text(blocks: Blocks) -> str:
+def blocks_text(blocks: BlockNames) -> str:
     """Return ``all``, ``none``, or each group with its block indices: ``double[0,8] single[0-11]``.
     Three or more consecutive indices are a range."""
     if blocks is None:
@@ -418,7 +418,7 @@ class BlockLists:
     def __init__(self) -> None:
         self._count = 0
 
-    def parse(self, text: str, position: str) -> Blocks:
+    def parse(self, text: str, position: str) -> BlockNames:
         """Return the blocks that ``text`` lists. Raises PlanError."""
         if text in ("all", "none"):
             return None if text == "all" else ()

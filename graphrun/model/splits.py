@@ -23,7 +23,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from graphrun.errors import PlanError
-from graphrun.model.plan import Blocks, Split
+from graphrun.model.plan import BlockNames, Split
 from graphrun.model.problem import (
     ALLOCATION_BYTES,
     BlockGroup,
@@ -157,7 +157,7 @@ def in_a_row(
     component: ComponentNumbers,
     segments: Sequence[BlockSegment],
     counts: Mapping[int, Mapping[int, int]],
-) -> dict[int, Blocks]:
+) -> dict[int, BlockNames]:
     """Return for each secondary device the consecutive blocks of its interval.
 
     ``counts[secondary]``: index of a segment -> number of its blocks on that device. An interval
@@ -315,7 +315,7 @@ def block_seconds(use: Use, component: ComponentNumbers) -> list[float]:
 def with_splits(problem: Problem, splits: Sequence[Split]) -> Problem:
     """Return ``problem`` with the blocks of ``splits`` on their secondary devices. Raises PlanError
     for an impossible split."""
-    splits_by_component: dict[str, dict[int, Blocks]] = {}
+    splits_by_component: dict[str, dict[int, BlockNames]] = {}
     for name, secondary, blocks in splits:
         if secondary in splits_by_component.setdefault(name, {}):
             raise PlanError(f"split: {name} is split twice over device{secondary}")
@@ -325,7 +325,7 @@ def with_splits(problem: Problem, splits: Sequence[Split]) -> Problem:
     return problem
 
 
-def _split(problem: Problem, name: str, splits: Mapping[int, Blocks]) -> Problem:
+def _split(problem: Problem, name: str, splits: Mapping[int, BlockNames]) -> Problem:
     component = next(
         (candidate for candidate in problem.components if candidate.name == name), None
     )
@@ -445,7 +445,7 @@ def _seconds(
 
 
 def _secondary_of_blocks(
-    component: ComponentNumbers, splits: Mapping[int, Blocks]
+    component: ComponentNumbers, splits: Mapping[int, BlockNames]
 ) -> dict[tuple[int, int], int]:
     """Return the secondary device of each block that computes on one, by (group, index). Raises
     PlanError if these blocks are not consecutive."""

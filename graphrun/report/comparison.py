@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from graphrun.model.blocks import resident_blocks
 from graphrun.model.solution import Solution
-from graphrun.report.screen import backing_store_text, phase_streams, resident_block_counts
+from graphrun.report.screen import backing_store_text, phase_streams
 from graphrun.report.summary import summarize
 from graphrun.report.table import table
 from graphrun.units import show_seconds, show_size
@@ -91,7 +92,9 @@ def _places(solution: Solution) -> dict[tuple[str, str], str]:
     for component in problem.components:
         variant, streams = component.variants[0], phase_streams(slots, component.name)
         block_counts = list(
-            zip(slots, resident_block_counts(component, solution.plan.finds, slots), strict=True)
+            zip(
+                slots, map(len, resident_blocks(component, solution.plan.finds, slots)), strict=True
+            )
         )
         blocks = sum(len(group.blocks) for group in component.groups)
         places[component.name, "stored as"] = (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from graphrun.model.plan import Blocks, Evict, Load, Stream
+from graphrun.model.blocks import resident_blocks
+from graphrun.model.plan import Stream
 from graphrun.model.problem import ALLOCATION_BYTES
 from graphrun.model.solution import Solution
 from graphrun.units import round_up
@@ -26,35 +27,18 @@ def parts_of(solution: Solution) -> list[list[MemoryPart]]:
 
     ``other`` is the part of the peak that the other kinds do not explain.
     """
-    problem, slot_parts = solution.chosen, list[list[MemoryPart]]()
-
-    def block_keys(component: str, blocks: Blocks) -> set[tuple[int, int]]:
-        groups = problem.component(component).groups
-        group_numbers = {group.name: number for number, group in enumerate(groups)}
-        all_blocks = ((group.name, range(len(group.blocks))) for group in groups)
-        return {
-            (group_numbers[name], index)
-            for name, indices in (all_blocks if blocks is None else blocks)
-            for index in indices
-        }
-
-    resident = {name: block_keys(name, blocks) for name, blocks in solution.plan.finds}
-    for slot, report in zip(solution.plan.slots, solution.simulation.slots, strict=True):
+    plan, slot_parts = solution.plan, list[list[MemoryPart]]()
+    components = solution.chosen.components
+    resident = [resident_blocks(component, plan.finds, plan.slots) for component in components]
+    for slot, report, *blocks in zip(plan.slots, solution.simulation.slots, *resident, strict=True):
         ring_buffers = {
             a.component: round_up(a.ring_buffer_bytes, ALLOCATION_BYTES)
             for a in slot.actions
             if isinstance(a, Stream)
         }
-        for action in slot.actions:
-            if isinstance(action, Load | Evict):
-                blocks = block_keys(action.component, action.blocks)
-                previous = resident.get(action.component, set())
-                resident[action.component] = (
-                    previous | blocks if isinstance(action, Load) else previous - blocks
-                )
         parts = [
-            MemoryPart("weights", name, _bytes(solution, name, blocks))
-            for name, blocks in resident.items()
+            MemoryPart("weights", component.name, component_blocks.nbytes)
+            for component, component_blocks in zip(components, blocks, strict=True)
         ]
         parts += [MemoryPart("ring_buffer", name, nbytes) for name, nbytes in ring_buffers.items()]
         parts += [
@@ -66,8 +50,3 @@ def parts_of(solution: Solution) -> list[list[MemoryPart]]:
         )
         slot_parts.append([part for part in parts if part.nbytes > 0])
     return slot_parts
-
-
-def _bytes(solution: Solution, component: str, blocks: set[tuple[int, int]]) -> int:
-    sizes = solution.chosen.component(component).variants[0].block_bytes
-    return sum(round_up(sizes[group], ALLOCATION_BYTES) for group, _ in blocks)

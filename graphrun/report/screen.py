@@ -7,8 +7,9 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from graphrun.model.plan import Blocks, Evict, Load, Slot, Stream, action_text, blocks_text
-from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem
+from graphrun.model.blocks import resident_blocks
+from graphrun.model.plan import BlockNames, Slot, Stream, action_text, blocks_text
+from graphrun.model.problem import PhaseNumbers, Problem
 from graphrun.model.simulation import Simulation, SlotReport
 from graphrun.model.solution import Solution
 from graphrun.model.splits import computing_on
@@ -20,7 +21,7 @@ from graphrun.trace import SlotTrace, Trace
 from graphrun.units import gib, show_range, show_seconds, show_size
 
 # Components with their blocks on the device, as in `Plan.finds`.
-DeviceBlocks = Sequence[tuple[str, Blocks]]
+DeviceBlocks = Sequence[tuple[str, BlockNames]]
 
 
 NO_BREAK = "\u00a0"
@@ -443,7 +444,8 @@ def _placed(
     for component in problem.components:
         variant, streams = component.variants[0], phase_streams(slots, component.name)
         marks, stays = list[str](), dict[str, str]()
-        block_counts = list(zip(slots, resident_block_counts(component, finds, slots), strict=True))
+        blocks = resident_blocks(component, finds, slots)
+        block_counts = list(zip(slots, map(len, blocks), strict=True))
         for phase in problem.phases:
             is_used = any(use.component == component.name for use in phase.uses)
             blocks = max(count for slot, count in block_counts if slot.phase == phase.name)
@@ -470,43 +472,6 @@ def _placed(
 def backing_store_text(backing_store: str) -> str:
     """Return where weights are stored, for a screen: on disk, if blocks are read from files."""
     return "on disk" if backing_store == "file" else backing_store
-
-
-def resident_block_counts(
-    component: ComponentNumbers, finds: DeviceBlocks, slots: Iterable[Slot]
-) -> list[int]:
-    """Return the number of resident blocks of ``component`` in each slot.
-
-    Blocks in the ring buffer do not count.
-    """
-
-    def block_indices(blocks: Blocks) -> set[tuple[str, int]]:
-        all_blocks = ((k.name, range(len(k.blocks))) for k in component.groups)
-        return {
-            (name, index)
-            for name, indices in (all_blocks if blocks is None else blocks)
-            for index in indices
-        }
-
-    resident_blocks, counts = (
-        {
-            block
-            for name, blocks in finds
-            if name == component.name
-            for block in block_indices(blocks)
-        },
-        [],
-    )
-    for slot in slots:
-        for action in slot.actions:
-            if isinstance(action, Load | Evict) and action.component == component.name:
-                resident_blocks = (
-                    resident_blocks | block_indices(action.blocks)
-                    if isinstance(action, Load)
-                    else resident_blocks - block_indices(action.blocks)
-                )
-        counts.append(len(resident_blocks))
-    return counts
 
 
 def _why(solution: Solution) -> str:

@@ -17,7 +17,7 @@ The weights outside of all blocks form a further block, with the path "".
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from graphrun.errors import InputError
+from graphrun.model.blocks import all_blocks
 from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers
 from graphrun.modules.blocks import BlockLayout, TensorLocation, lay_out
 from graphrun.modules.compiled import outermost_compiled
@@ -134,7 +135,7 @@ class Residency:
         self.device, self._secondary_devices = _devices(numbers, device)
         device = self.device
         normalize_quantized_layers(module)
-        order = blocks_of(numbers, None)
+        order = all_blocks(numbers).paths
         layouts = lay_out(module, order, split_layers=numbers.granularity == "layers")
         layouts = {path: layouts[path] for path in dict.fromkeys((*order, *layouts))}
         variant, file_blocks = numbers.variants[0], dict[str, FileBlock]()
@@ -578,21 +579,3 @@ def _refuse_inside_compiled(numbers: ComponentNumbers, module: nn.Module) -> Non
             "compile it alone, or pass in an "
             "uncompiled module"
         )
-
-
-def blocks_of(
-    numbers: ComponentNumbers, selection: Iterable[tuple[str, tuple[int, ...]]] | None
-) -> list[str]:
-    """Return the paths of the blocks in ``selection``, in call order.
-
-    ``selection``: pairs of group and indices, as in an action; None: all blocks.
-    """
-    if selection is None:
-        return [path for group in numbers.groups for path in group.blocks]
-    indices_by_group = {name: set(indices) for name, indices in selection}
-    return [
-        path
-        for group in numbers.groups
-        for i, path in enumerate(group.blocks)
-        if i in indices_by_group.get(group.name, ())
-    ]

@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping
 
+from graphrun.model.blocks import named
 from graphrun.model.plan import Drop, Evict, Load, Read, Restore, Slot, Spill, Stream
 from graphrun.model.problem import Problem, Use
 from graphrun.runtime.backing import Arena, Disk, PacedReads
 from graphrun.runtime.devices.device import Mark
 from graphrun.runtime.events import EventRecorder
-from graphrun.runtime.residency import Residency, blocks_of
+from graphrun.runtime.residency import Residency
 from graphrun.runtime.spilled import RunValues
 from graphrun.runtime.streamer import Streamer, Streaming
 from graphrun.trace import SlotTrace
@@ -218,7 +219,7 @@ class OpenSlot:
         residency = self._residencies[action.component]
         return [
             (residency, path)
-            for path in blocks_of(self._problem.component(action.component), action.blocks)
+            for path in named(self._problem.component(action.component), action.blocks).paths
         ]
 
     def _begin_reads(
@@ -271,7 +272,7 @@ class OpenSlot:
         )
         calls, kept_blocks = (
             use.group_calls_in(self.slot.part),
-            set(blocks_of(numbers, action.keep if action else None)),
+            set(named(numbers, action.keep if action else None).paths),
         )
         return Streaming(
             order=[path for _, path in order],

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from graphrun.model.keep_order import keep_order
+from graphrun.model.blocks import kept
 from graphrun.model.plan import (
     Action,
-    Blocks,
+    BlockNames,
     Drop,
     Evict,
     Load,
@@ -160,24 +160,17 @@ def _at(program: Program, component_intervals: Sequence[int], t: int) -> list[in
     ]
 
 
-def _blocks(program: Program, first: Counts, last: Counts) -> dict[int, Blocks]:
+def _blocks(program: Program, first: Counts, last: Counts) -> dict[int, BlockNames]:
     """Return the blocks from position ``first`` up to ``last`` of the `keep_order` of each group.
 
     Keys are numbers of components. Values name blocks as plans do; None: all blocks of the
     component.
     """
-    blocks_by_component: dict[int, Blocks] = {}
+    blocks_by_component: dict[int, BlockNames] = {}
     for c, component in enumerate(program.problem.components):
-        groups = [(program.groups[j], first[j], last[j]) for j in program.groups_of[c]]
-        named_blocks = tuple(
-            (component.groups[group.index].name, tuple(sorted(keep_order(group.count)[begin:end])))
-            for group, begin, end in groups
-            if begin < end
-        )
-        if named_blocks:
-            blocks_by_component[c] = (
-                None
-                if all(end - begin == group.count for group, begin, end in groups)
-                else named_blocks
-            )
+        counts = np.zeros((2, len(component.groups)), dtype=np.int64)
+        for j in program.groups_of[c]:
+            counts[:, program.groups[j].index] = first[j], last[j]
+        if blocks := kept(component, counts[1].tolist(), counts[0].tolist()):
+            blocks_by_component[c] = blocks.names
     return blocks_by_component

@@ -155,11 +155,11 @@ class Columns(Variables[Linear]):
         """Return a column that is no less than any of ``parts``; their maximum if they are
         numbers."""
         unit = self.seconds_unit if scale == "seconds" else self.bytes_unit(scale)
-        least = max([0.0, *(part.constant for part in parts if not part.terms)])
+        minimum = max([0.0, *(part.constant for part in parts if not part.terms)])
         expressions = [part / unit for part in parts if part.terms]
         if not expressions:
-            return Linear({}, least)
-        column = self._model.column(least / unit)
+            return Linear({}, minimum)
+        column = self._model.column(minimum / unit)
         self._model.add(*(column >= expression for expression in expressions))
         return column * unit
 
@@ -193,8 +193,8 @@ class Columns(Variables[Linear]):
         store: list[Linear] = []
         for t in range(len(program.intervals)) if may_drop and variant_choice.is_used else ():
             store.append(model.binary())
-            before = selection if variant_choice.read_seconds is None else ZERO
-            previous = store[t - 1] if t else before
+            start = selection if variant_choice.read_seconds is None else ZERO
+            previous = store[t - 1] if t else start
             model.add(store[t] <= previous + reads.get(t, ZERO))
             if t in reads:
                 model.add(store[t] >= reads[t])

@@ -247,8 +247,8 @@ class Rows(Generic[Quantity]):
         copies ``load`` and of disk reads ``disk`` of all groups."""
         variables, seconds = self.variables, self.program.compute_seconds[t]
         choice = variables.chosen(self.program.groups[members[0]].variant_choice)
-        saved = [part for j in members for part in variables.saved_seconds(t, j)]
-        compute = variables.total([choice * sum(seconds[j] for j in members), *saved])
+        savings = [part for j in members for part in variables.saved_seconds(t, j)]
+        compute = variables.total([choice * sum(seconds[j] for j in members), *savings])
         if self._full_overlap:
             return compute
         copies = [load[j] for j in members]
@@ -258,7 +258,7 @@ class Rows(Generic[Quantity]):
             if self.program.groups[j].streamable
         ]
         parts = [compute, variables.total(copies), variables.total(disk[j] for j in members)]
-        parts += [variables.total([*copies, *serial, *saved])] if serial else []
+        parts += [variables.total([*copies, *serial, *savings])] if serial else []
         return variables.maximum(parts, "seconds")
 
     # ---- Bytes
@@ -483,9 +483,9 @@ def excess_bytes(program: Program, choice: Choice) -> dict[Memory, NDArray[np.in
         if (limit := program.limit(memory)) is None:
             continue
         slots = range(len(program.intervals))
-        beyond = np.array([max(0, int(rows.bytes(t, memory)) - limit) for t in slots], np.int64)
-        if beyond.any():
-            excess[memory] = beyond
+        over_bytes = np.array([max(0, int(rows.bytes(t, memory)) - limit) for t in slots], np.int64)
+        if over_bytes.any():
+            excess[memory] = over_bytes
     return excess
 
 

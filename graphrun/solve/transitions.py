@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from graphrun.model.plan import Action, Blocks, Evict, Load, Slot, Stream
-from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, Problem, Use
+from graphrun.model.blocks import Blocks, at_paths, named
+from graphrun.model.plan import Action, BlockNames, Evict, Load, Slot, Stream
+from graphrun.model.problem import ComponentNumbers, Problem, Use
 from graphrun.model.solution import Solution
-from graphrun.units import round_up
 from graphrun.verify.simulate import simulate
 
-BlockKeys = set[tuple[str, int, int]]  # component, block group, block within it
+# Component -> its blocks; every component of the problem has an entry
+BlocksByName = dict[str, Blocks]
 
 
 def continued(solution: Solution, resident_paths: Mapping[str, Collection[str]]) -> Solution:
@@ -31,163 +32,128 @@ def continued(solution: Solution, resident_paths: Mapping[str, Collection[str]])
     plan, all are evicted and the first run stays unchanged.
     """
     problem, plan = solution.chosen, solution.plan
-    components = {component.name: component for component in problem.components}
-    start = {
-        key
-        for name, paths in resident_paths.items()
-        if name in components
-        for key in _keys_of_paths(components[name], paths)
-    }
-    if not start:
+    leaves = dict(plan.leaves)
+    start, keeps, extra, evicted = (dict[str, Blocks]() for _ in range(4))
+    for component in problem.components:
+        name = component.name
+        start[name] = at_paths(component, resident_paths.get(name, ()))
+        keeps[name] = named(component, leaves.get(name, ()))
+        extra[name] = start[name] - keeps[name]
+    if not any(start.values()):
         return solution
-    keeps = {
-        key for name, blocks in plan.leaves for key in _keys_of_blocks(components[name], blocks)
-    }
-    extra_blocks = _additional_blocks(solution, start - keeps)
+    extra = _with_room(solution, extra)
+    for name, blocks in start.items():
+        evicted[name] = blocks - keeps[name] - extra[name]
     # `Plan.finds`: the blocks on the device when the run begins
-    if not (start & keeps) and not extra_blocks:
-        slots = _evicting(components, plan.slots, start)
-        new_plan = replace(plan, finds=_blocks_of_keys(components, start), slots=slots)
+    finds = _names(start)
+    if not any(extra.values()) and not any(start[name] & keeps[name] for name in start):
+        new_plan = replace(plan, finds=finds, slots=_evicting(plan.slots, start))
     else:
-        further_slots = tuple(
-            _with_kept(components, slot, extra_blocks) for slot in plan.further_slots
-        )
-        slots = _loading(
-            problem,
-            _evicting(components, further_slots, start - keeps - extra_blocks),
-            keeps - start,
-        )
-        leaves = _blocks_of_keys(components, keeps | extra_blocks)
+        further_slots = tuple(_with_kept(slot, extra) for slot in plan.further_slots)
+        absent = {name: blocks - start[name] for name, blocks in keeps.items()}
         new_plan = replace(
             plan,
-            finds=_blocks_of_keys(components, start),
-            leaves=leaves,
-            slots=slots,
+            finds=finds,
+            leaves=_names({name: blocks | extra[name] for name, blocks in keeps.items()}),
+            slots=_loading(problem, _evicting(further_slots, evicted), absent),
             further_slots=further_slots,
         )
     return replace(solution, plan=new_plan, simulation=simulate(solution.problem, new_plan))
 
 
-def _additional_blocks(solution: Solution, candidates: BlockKeys) -> BlockKeys:
+def _with_room(solution: Solution, candidates: BlocksByName) -> BlocksByName:
     """Return the blocks of ``candidates`` that may stay during the further runs: not moved by them,
     not excluded, and with room."""
     problem, reports = solution.chosen, solution.simulation.further_slots
-    components = {component.name: component for component in problem.components}
+    devices = (solution.problem, *solution.problem.secondaries)
     peaks = [(report.peak_bytes, *report.secondary_peaks) for report in reports]
-    limits = (
-        solution.problem.effective_bytes,
-        *(secondary.effective_bytes for secondary in solution.problem.secondaries),
-    )
     room_bytes = [
-        limit - max((peaks_of_slot[number] for peaks_of_slot in peaks), default=0)
-        for number, limit in enumerate(limits)
+        device.effective_bytes - max((slot_peaks[number] for slot_peaks in peaks), default=0)
+        for number, device in enumerate(devices)
     ]
-    actions = (
-        action
-        for slot in solution.plan.further_slots
-        for action in slot.actions
-        if isinstance(action, Load | Evict)
-    )
-    moved_blocks = {
-        key
-        for action in actions
-        for key in _keys_of_blocks(components[action.component], action.blocks)
-    }
-    extra_blocks: BlockKeys = set()
-    for key in sorted(candidates - moved_blocks):
-        component = components[key[0]]
-        nbytes, device = (
-            _held_bytes(component, key),
-            component.variants[0].secondary or component.groups[key[1]].secondary,
-        )
-        if not problem.demanded(key[0]) & {"exclude", "drop"} and nbytes <= room_bytes[device]:
-            extra_blocks.add(key)
-            room_bytes[device] -= nbytes
-    return extra_blocks
+    extra: BlocksByName = {}
+    for component in sorted(problem.components, key=lambda component: component.name):
+        name = component.name
+        blocks = candidates[name]
+        for slot in solution.plan.further_slots:
+            for action in slot.actions:
+                if isinstance(action, Load | Evict) and action.component == name:
+                    blocks = blocks - named(component, action.blocks)
+        keys = []
+        for k, i in blocks if not problem.demanded(name) & {"exclude", "drop"} else ():
+            block = Blocks(component, frozenset({(k, i)}))
+            device_number = component.variants[0].secondary or component.groups[k].secondary
+            if block.nbytes <= room_bytes[device_number]:
+                keys.append((k, i))
+                room_bytes[device_number] -= block.nbytes
+        extra[name] = Blocks(component, frozenset(keys))
+    return extra
 
 
-def _evicting(
-    components: Mapping[str, ComponentNumbers], slots: tuple[Slot, ...], evicted_blocks: BlockKeys
-) -> tuple[Slot, ...]:
-    """Return ``slots`` with ``evicted_blocks`` evicted at the start of the first slot."""
-    evicts = [Evict(name, blocks) for name, blocks in _blocks_of_keys(components, evicted_blocks)]
+def _evicting(slots: tuple[Slot, ...], evicted: BlocksByName) -> tuple[Slot, ...]:
+    """Return ``slots`` with ``evicted`` blocks evicted at the start of the first slot."""
+    evicts = [Evict(name, blocks) for name, blocks in _names(evicted)]
     return (_with_actions(slots[0], evicts), *slots[1:])
 
 
-def _loading(
-    problem: Problem, slots: tuple[Slot, ...], missing_blocks: BlockKeys
-) -> tuple[Slot, ...]:
-    """Return ``slots`` with loads of ``missing_blocks``, which they expect on the device.
+def _loading(problem: Problem, slots: tuple[Slot, ...], absent: BlocksByName) -> tuple[Slot, ...]:
+    """Return ``slots`` with loads of the blocks ``absent``, which they expect on the device.
 
     A block is loaded in the first phase of its component: during compute, or before it if the block
     cannot be streamed. A block that is evicted before use is not loaded.
     """
     components = {component.name: component for component in problem.components}
     phases = {phase.name: phase for phase in problem.phases}
-    pending_blocks, loads, new_slots = set(missing_blocks), dict[int, BlockKeys](), list[Slot]()
+    pending, new_slots = dict(absent), list[Slot]()
+    loads: list[BlocksByName] = [{} for _ in slots]
     for number, slot in enumerate(slots):
         kept_actions = list[Action]()
         for action in slot.actions:
-            if isinstance(action, Evict) and (
-                absent := pending_blocks
-                & _keys_of_blocks(components[action.component], action.blocks)
-            ):
-                pending_blocks -= absent
-                rest = _keys_of_blocks(components[action.component], action.blocks) - absent
-                kept_actions += [
-                    Evict(name, blocks) for name, blocks in _blocks_of_keys(components, rest)
-                ]
-            else:
+            if not isinstance(action, Evict):
                 kept_actions.append(action)
+                continue
+            blocks = named(components[action.component], action.blocks)
+            rest = blocks - pending[action.component]
+            pending[action.component] = pending[action.component] - blocks
+            if rest:
+                kept_actions.append(replace(action, blocks=rest.names))
         new_slots.append(replace(slot, actions=tuple(kept_actions)))
-        if slot.part == "first":
-            uses = {use.component: use for use in phases[slot.phase].uses}
-            used_blocks = {key for key in pending_blocks if key[0] in uses}
-            streamed = {
-                key for key in used_blocks if _streamable(components[key[0]], uses[key[0]], key[1])
-            }
-            pending_blocks -= used_blocks
-            loads[number] = streamed
-            loads.setdefault(number - 1, set()).update(used_blocks - streamed)
-    loads.setdefault(0, set()).update(pending_blocks)
-    for number, keys in loads.items():
+        for use in phases[slot.phase].uses if slot.part == "first" else ():
+            component, blocks = components[use.component], pending[use.component]
+            streamed = blocks.in_groups(_streamable_groups(component, use))
+            loads[number][use.component] = streamed
+            loads[number - 1][use.component] = blocks - streamed
+            pending[use.component] = blocks - blocks
+    loads[0] = {name: blocks | loads[0].get(name, blocks) for name, blocks in pending.items()}
+    for number, slot_loads in enumerate(loads):
         load_actions = [
-            Load(c, blocks, components[c].variants[0].backing_store)
-            for c, blocks in _blocks_of_keys(components, keys)
+            Load(name, blocks, components[name].variants[0].backing_store)
+            for name, blocks in _names({c: slot_loads[c] for c in components if c in slot_loads})
         ]
         new_slots[number] = _with_actions(new_slots[number], load_actions)
     return tuple(new_slots)
 
 
-def _streamable(component: ComponentNumbers, use: Use, number: int) -> bool:
-    """Whether the phase of ``use`` runs blocks of group ``number``, and these may be copied
-    meanwhile."""
+def _streamable_groups(component: ComponentNumbers, use: Use) -> set[int]:
+    """Return the groups whose blocks the phase of ``use`` runs, and may copy meanwhile."""
     variant = component.variants[0]
-    return (
-        bool(use.group_calls[number])
-        and component.groups[number].streamable
-        and variant.streamable
-        and variant.movable
-    )
+    return {
+        k
+        for k, group in enumerate(component.groups)
+        if use.group_calls[k] and group.streamable and variant.streamable and variant.movable
+    }
 
 
-def _with_kept(
-    components: Mapping[str, ComponentNumbers], slot: Slot, extra_blocks: BlockKeys
-) -> Slot:
-    """Return ``slot`` with ``extra_blocks`` also on the device."""
-    actions = []
-    for action in slot.actions:
-        if isinstance(action, Stream) and (
-            component_blocks := {key for key in extra_blocks if key[0] == action.component}
-        ):
-            kept_blocks = (
-                _keys_of_blocks(components[action.component], action.keep) | component_blocks
-            )
-            action = replace(
-                action, keep=dict(_blocks_of_keys(components, kept_blocks))[action.component]
-            )
-        actions.append(action)
-    return replace(slot, actions=tuple(actions))
+def _with_kept(slot: Slot, extra: BlocksByName) -> Slot:
+    """Return ``slot`` with the blocks ``extra`` also on the device."""
+
+    def kept(action: Action) -> Action:
+        if not isinstance(action, Stream) or not extra[action.component]:
+            return action
+        blocks = extra[action.component]
+        return replace(action, keep=(named(blocks.component, action.keep) | blocks).names)
+
+    return replace(slot, actions=tuple(map(kept, slot.actions)))
 
 
 def _with_actions(slot: Slot, actions: Collection[Evict | Load]) -> Slot:
@@ -198,43 +164,6 @@ def _with_actions(slot: Slot, actions: Collection[Evict | Load]) -> Slot:
     return replace(slot, actions=(*evicts, *slot.actions[:run], *loads, *slot.actions[run:]))
 
 
-def _keys_of_paths(component: ComponentNumbers, paths: Collection[str]) -> BlockKeys:
-    return {
-        (component.name, k, i)
-        for k, group in enumerate(component.groups)
-        for i, path in enumerate(group.blocks)
-        if path in paths
-    }
-
-
-def _keys_of_blocks(component: ComponentNumbers, blocks: Blocks) -> BlockKeys:
-    """Return the keys of ``blocks``, which a plan names; the reverse of `_blocks_of_keys`."""
-    if blocks is None:
-        return {
-            (component.name, k, i)
-            for k, group in enumerate(component.groups)
-            for i in range(len(group.blocks))
-        }
-    number = {group.name: k for k, group in enumerate(component.groups)}
-    return {(component.name, number[name], i) for name, indices in blocks for i in indices}
-
-
-def _blocks_of_keys(
-    components: Mapping[str, ComponentNumbers], keys: BlockKeys
-) -> tuple[tuple[str, Blocks], ...]:
-    """Return the blocks ``keys`` by component, as a plan names them."""
-    rows: list[tuple[str, Blocks]] = []
-    for name, component in components.items():
-        block_keys = {(k, i) for c, k, i in keys if c == name}
-        groups = (
-            (group.name, tuple(i for i in range(len(group.blocks)) if (k, i) in block_keys))
-            for k, group in enumerate(component.groups)
-        )
-        if block_keys:
-            whole = len(block_keys) == sum(len(group.blocks) for group in component.groups)
-            rows.append((name, None if whole else tuple(group for group in groups if group[1])))
-    return tuple(rows)
-
-
-def _held_bytes(component: ComponentNumbers, key: tuple[str, int, int]) -> int:
-    return round_up(component.variants[0].block_bytes[key[1]], ALLOCATION_BYTES)
+def _names(blocks_by_name: BlocksByName) -> tuple[tuple[str, BlockNames], ...]:
+    """Return the components that have blocks, and these as a plan names them."""
+    return tuple((name, blocks.names) for name, blocks in blocks_by_name.items() if blocks)

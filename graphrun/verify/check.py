@@ -77,9 +77,10 @@ from itertools import islice, zip_longest
 
 from graphrun.errors import PlanError
 from graphrun.limits import LIMITS
+from graphrun.model.blocks import Blocks, all_blocks, named
 from graphrun.model.choices import apply_choices
 from graphrun.model.plan import (
-    Blocks,
+    BlockNames,
     Drop,
     Evict,
     Load,
@@ -456,7 +457,6 @@ def _spill_gaps(value: ValueNumbers, phases: tuple[PhaseNumbers, ...]) -> Iterat
             first = number
 
 
-BlockSet = set[tuple[int, int]]  # (block group, block within it)
 # Types of actions, in the order that a slot must follow.
 KINDS = (Drop, Evict, Spill, Restore, Read, Stream, Load, Run)
 
@@ -517,12 +517,12 @@ def _check(problem: Problem, plan: Plan) -> Iterator[Violation]:
 
 
 def _state(
-    applied: Problem, blocks_by_component: Iterable[tuple[str, Blocks]]
-) -> dict[str, BlockSet]:
-    """Return the set of blocks of every component."""
-    state: dict[str, BlockSet] = {component.name: set() for component in applied.components}
-    for name, blocks in blocks_by_component:
-        state[name] |= _block_set(applied.component(name), blocks)
+    applied: Problem, blocks_by_component: Iterable[tuple[str, BlockNames]]
+) -> dict[str, Blocks]:
+    """Return the blocks of every component."""
+    state = {component.name: named(component, ()) for component in applied.components}
+    for name, names in blocks_by_component:
+        state[name] |= named(applied.component(name), names)
     return state
 
 
@@ -531,16 +531,16 @@ def _unknown_state(applied: Problem, plan: Plan) -> Iterator[Violation]:
     for name, blocks in (*plan.finds, *plan.leaves):
         if name not in components:
             yield _plan_violation("unknown", f"no component {name!r}")
-        elif unknown := list(_unknown_blocks(components[name], blocks)):
-            yield _plan_violation("unknown", f"{name} has no {', '.join(unknown)}")
+        elif unknown := _unknown_blocks(components[name], blocks):
+            yield _plan_violation("unknown", unknown)
         elif components[name].variants[0].device == "cpu":
             yield _plan_violation("cpu", f"{name} computes on the CPU")
 
 
 def _leaves_violations(
     applied: Problem,
-    planned_end_blocks: Mapping[str, BlockSet],
-    resident_blocks: Mapping[str, BlockSet],
+    planned_end_blocks: Mapping[str, Blocks],
+    resident_blocks: Mapping[str, Blocks],
     slot: int,
 ) -> Iterator[Violation]:
     """Check that the run that ends with ``slot`` leaves the planned blocks on the device.
@@ -548,7 +548,7 @@ def _leaves_violations(
     A plan of one run leaves none.
     """
     if applied.runs == 1:
-        planned_end_blocks = {name: set() for name in planned_end_blocks}
+        planned_end_blocks = _state(applied, ())
     for name, blocks in resident_blocks.items():
         if difference := blocks ^ planned_end_blocks[name]:
             description = (
@@ -556,18 +556,16 @@ def _leaves_violations(
                 if applied.runs == 1
                 else "on the device at the end but not in `leaves`, or only in `leaves`"
             )
-            yield Violation(
-                "baseline", slot, -1, f"{description}: {_show(applied.component(name), difference)}"
-            )
+            yield Violation("baseline", slot, -1, f"{description}: {_show(difference)}")
 
 
 def _run(
     applied: Problem,
     slots: tuple[Slot, ...],
     start: int,
-    resident: dict[str, BlockSet],
+    resident: dict[str, Blocks],
     host: _HostRules,
-) -> Generator[Violation, None, dict[str, BlockSet]]:
+) -> Generator[Violation, None, dict[str, Blocks]]:
     """Check one run, whose first slot has number ``start``.
 
     Returns the blocks on the device after the run, per component.
@@ -631,12 +629,11 @@ class _SlotRules:
     """
 
     def __init__(
-        self, problem: Problem, index: int, slot: Slot, resident: dict[str, BlockSet]
+        self, problem: Problem, index: int, slot: Slot, resident: dict[str, Blocks]
     ) -> None:
         self.problem, self.index, self.slot = problem, index, slot
         self.components = {component.name: component for component in problem.components}
-        self.resident = {name: set(blocks) for name, blocks in resident.items()}
-        self.loaded_blocks: dict[str, BlockSet] = {name: set() for name in resident}
+        self.resident, self.loaded_blocks = dict(resident), _state(problem, ())
         self.streams: dict[str, tuple[int, Stream]] = {}
         # component -> first action that copies its blocks to the device
         self.copies: dict[str, int] = {}
@@ -644,7 +641,7 @@ class _SlotRules:
     def violation(self, rule: str, action: int, detail: str) -> Violation:
         return Violation(rule, self.index, action, detail)
 
-    def blocks_after(self) -> dict[str, BlockSet]:
+    def blocks_after(self) -> dict[str, Blocks]:
         return {name: blocks | self.loaded_blocks[name] for name, blocks in self.resident.items()}
 
     def actions(self) -> Iterator[Violation]:
@@ -682,20 +679,17 @@ class _SlotRules:
             yield self.violation("unknown", number, f"no component {name!r}")
             return
         blocks = action.keep if isinstance(action, Stream) else action.blocks
-        unknown = list(_unknown_blocks(component, blocks))
-        if unknown:
-            yield self.violation("unknown", number, f"{name} has no {', '.join(unknown)}")
+        if unknown := _unknown_blocks(component, blocks):
+            yield self.violation("unknown", number, unknown)
             return
-        block_set = _block_set(component, blocks)
+        block_set = named(component, blocks)
         if component.variants[0].device == "cpu":
             yield self.violation("cpu", number, f"{name} computes on the CPU")
         elif isinstance(action, Load):
             yield from self.load(number, action, component, block_set)
         elif isinstance(action, Evict):
             if absent := block_set - self.resident[name]:
-                yield self.violation(
-                    "evict-absent", number, f"not on the device: {_show(component, absent)}"
-                )
+                yield self.violation("evict-absent", number, f"not on the device: {_show(absent)}")
             if not component.variants[0].movable and (
                 self.slot.part != "end" or self.problem.runs > 1
             ):
@@ -712,13 +706,11 @@ class _SlotRules:
             self.streams[name] = (number, action)
 
     def load(
-        self, number: int, action: Load, component: ComponentNumbers, block_set: BlockSet
+        self, number: int, action: Load, component: ComponentNumbers, block_set: Blocks
     ) -> Iterator[Violation]:
         name = component.name
         if present := block_set & (self.resident[name] | self.loaded_blocks[name]):
-            yield self.violation(
-                "load-present", number, f"on the device already: {_show(component, present)}"
-            )
+            yield self.violation("load-present", number, f"on the device already: {_show(present)}")
         if action.backing_store != component.variants[0].backing_store:
             store = component.variants[0].backing_store
             yield self.violation(
@@ -742,27 +734,26 @@ class _SlotRules:
             if not used_groups.get(name):
                 yield self.violation("stream", number, f"the slot does not use {name}")
             device_blocks = self.resident[name] | self.loaded_blocks[name]
-            if odd := _block_set(component, stream.keep) ^ device_blocks:
+            if odd := named(component, stream.keep) ^ device_blocks:
                 yield self.violation(
                     "stream",
                     number,
-                    f"keep and the blocks on the device differ in {_show(component, odd)}",
+                    f"keep and the blocks on the device differ in {_show(odd)}",
                 )
         for name, groups in used_groups.items():
             component = self.problem.component(name)
             if component.variants[0].device == "cpu":
                 continue
-            needed_blocks = _all_blocks(component, groups)
+            needed_blocks = all_blocks(component, groups)
             if self.slot.part == "steady" and groups and self.loaded_blocks[name]:
                 yield self.violation(
                     "steady-load",
                     -1,
-                    "loaded in a steady slot that uses it: "
-                    f"{_show(component, self.loaded_blocks[name])}",
+                    f"loaded in a steady slot that uses it: {_show(self.loaded_blocks[name])}",
                 )
             yield from self.streaming(component, needed_blocks - self.resident[name])
 
-    def streaming(self, component: ComponentNumbers, absent: BlockSet) -> Iterator[Violation]:
+    def streaming(self, component: ComponentNumbers, absent: Blocks) -> Iterator[Violation]:
         """Check that the ``absent`` blocks are loaded or can be streamed.
 
         The slot's calls need these blocks, and they are not resident when the slot starts.
@@ -773,20 +764,20 @@ class _SlotRules:
             for k, group in enumerate(component.groups)
             if group.streamable and variant.streamable and variant.movable
         }
-        if fixed := {(k, i) for k, i in absent if k not in streamable}:
+        if fixed := absent - absent.in_groups(streamable):
             yield self.violation(
                 "not-streamable",
                 -1,
-                f"must be on the device when the slot starts: {_show(component, fixed)}",
+                f"must be on the device when the slot starts: {_show(fixed)}",
             )
-        streamed = {(k, i) for k, i in absent - self.loaded_blocks[name] if k in streamable}
+        streamed = (absent - self.loaded_blocks[name]).in_groups(streamable)
         if not streamed:
             return
         if name not in self.streams:
             yield self.violation(
                 "missing",
                 -1,
-                f"needed, but neither resident, loaded nor streamed: {_show(component, streamed)}",
+                f"needed, but neither resident, loaded nor streamed: {_show(streamed)}",
             )
             return
         number, stream = self.streams[name]
@@ -814,13 +805,12 @@ class _SlotRules:
             name, demanded = component.name, self.problem.demanded(component.name)
             device_blocks = self.resident[name] | self.loaded_blocks[name]
             if "keep" in demanded:
-                used_blocks = _all_blocks(component, groups[name])
+                used_blocks = all_blocks(component, groups[name])
                 if absent := used_blocks - self.resident[name]:
                     yield self.violation(
                         "keep",
                         -1,
-                        "kept from its first use on, but not on the device: "
-                        f"{_show(component, absent)}",
+                        f"kept from its first use on, but not on the device: {_show(absent)}",
                     )
             for rule in sorted(demanded & {"keep", "whole"})[:1]:
                 if name in self.streams:
@@ -833,13 +823,15 @@ class _SlotRules:
                     yield self.violation(
                         rule, -1, f"{name} computes on the CPU, which the directive {rule} forbids"
                     )
-            staying = {key for key in device_blocks if component.groups[key[0]].streamable}
+            staying = device_blocks.in_groups(
+                {k for k, group in enumerate(component.groups) if group.streamable}
+            )
             if "exclude" in demanded and staying:
                 yield self.violation(
-                    "exclude", -1, f"on the device, though excluded: {_show(component, staying)}"
+                    "exclude", -1, f"on the device, though excluded: {_show(staying)}"
                 )
             misplaced_blocks = (
-                (self.resident[name] if self.slot.part == "load" else set())
+                (self.resident[name] if self.slot.part == "load" else named(component, ()))
                 if name in uses
                 else device_blocks
             )
@@ -847,27 +839,28 @@ class _SlotRules:
                 yield self.violation(
                     "drop",
                     -1,
-                    f"on the device outside its own phases: {_show(component, misplaced_blocks)}",
+                    f"on the device outside its own phases: {_show(misplaced_blocks)}",
                 )
             if name in uses:
                 groups[name] |= self.groups(uses[name])
 
+    def weight_bytes(self) -> list[int]:
+        """Return the bytes of weights on each device."""
+        weights = [0] * (1 + len(self.problem.secondaries))
+        for component in self.problem.components:
+            variant = component.variants[0]
+            blocks = self.resident[component.name] | self.loaded_blocks[component.name]
+            for group, count, nbytes in zip(
+                component.groups, blocks.counts, variant.block_bytes, strict=True
+            ):
+                device = variant.secondary or group.secondary
+                weights[device] += count * round_up(nbytes, ALLOCATION_BYTES)
+        return weights
+
     def vram(
         self, number: int, phase: PhaseNumbers | None, spilled_bytes: int
     ) -> Iterator[Violation]:
-        weights, *secondary_weights = [0] * (1 + len(self.problem.secondaries))
-        for component in self.problem.components:
-            variant = component.variants[0]
-            device_blocks = self.resident[component.name] | self.loaded_blocks[component.name]
-            for k, _ in device_blocks:
-                nbytes, secondary = (
-                    round_up(variant.block_bytes[k], ALLOCATION_BYTES),
-                    variant.secondary or component.groups[k].secondary,
-                )
-                if secondary:
-                    secondary_weights[secondary - 1] += nbytes
-                else:
-                    weights += nbytes
+        weights, *secondary_weights = self.weight_bytes()
         ring_buffers = sum(
             round_up(stream.ring_buffer_bytes, ALLOCATION_BYTES)
             for _, stream in self.streams.values()
@@ -905,28 +898,16 @@ def _activation(phase: PhaseNumbers, slot: Slot) -> int:
     return {"first": phase.first_bytes, "steady": phase.steady_bytes}.get(slot.part, 0)
 
 
-def _unknown_blocks(component: ComponentNumbers, blocks: Blocks) -> Iterator[str]:
-    counts = {group.name: len(group.blocks) for group in component.groups}
-    for name, indices in blocks or ():
-        if bad := [i for i in indices if not 0 <= i < counts.get(name, 0)]:
-            yield blocks_text(((name, tuple(bad)),))
+def _unknown_blocks(component: ComponentNumbers, blocks: BlockNames) -> str:
+    """Return which of ``blocks`` do not exist; "" if all do."""
+    try:
+        named(component, blocks)
+    except PlanError as error:
+        return str(error)
+    return ""
 
 
-def _all_blocks(component: ComponentNumbers, groups: Iterable[int]) -> BlockSet:
-    return {(k, i) for k in groups for i in range(len(component.groups[k].blocks))}
-
-
-def _block_set(component: ComponentNumbers, blocks: Blocks) -> BlockSet:
-    if blocks is None:
-        return _all_blocks(component, range(len(component.groups)))
-    number = {group.name: k for k, group in enumerate(component.groups)}
-    return {(number[name], i) for name, indices in blocks for i in indices}
-
-
-def _show(component: ComponentNumbers, blocks: BlockSet) -> str:
-    parts = []
-    for k, group in enumerate(component.groups):
-        if indices := sorted(i for c, i in blocks if c == k):
-            parts.append(blocks_text(((group.name, tuple(indices)),)))
+def _show(blocks: Blocks) -> str:
+    component = blocks.component
     nbytes = sum(component.variants[0].block_bytes[k] for k, _ in blocks)
-    return f"{component.name} {' '.join(parts)} ({nbytes} bytes)"
+    return f"{component.name} {blocks_text(blocks.groups)} ({nbytes} bytes)"

@@ -24,8 +24,9 @@ from itertools import chain
 from graphrun.errors import PlanError
 from graphrun.limits import LIMITS, require
 from graphrun.model.allocator import Caching, segment_bytes
+from graphrun.model.blocks import named
 from graphrun.model.phase_trace import CALL, CallTrace, Item, repeats_in
-from graphrun.model.plan import Blocks, Evict, Load, Plan, Restore, Slot, Spill, Stream
+from graphrun.model.plan import BlockNames, Evict, Load, Plan, Restore, Slot, Spill, Stream
 from graphrun.model.problem import Problem
 from graphrun.model.splits import arguments_bytes
 
@@ -162,7 +163,7 @@ class _PlanReplay:
         self._measure_workspace()
         return self._allocator.used_bytes - self._workspace_bytes
 
-    def load(self, component: str, blocks: Blocks) -> None:
+    def load(self, component: str, blocks: BlockNames) -> None:
         """Allocate the ``blocks`` that belong on this device."""
         sizes = self._components[component].variants[0].block_bytes
         self._blocks |= {
@@ -418,19 +419,10 @@ class _PlanReplay:
         del self._bytes[key]
         self._allocator.release(key)
 
-    def _blocks_on_device(self, component: str, blocks: Blocks) -> Iterator[tuple[str, int, int]]:
+    def _blocks_on_device(
+        self, component: str, blocks: BlockNames
+    ) -> Iterator[tuple[str, int, int]]:
         """Return those of ``blocks`` that belong on this device."""
-        groups = self._components[component].groups
-        number_of = {group.name: k for k, group in enumerate(groups)}
-        selection = (
-            [(group.name, range(len(group.blocks))) for group in groups]
-            if blocks is None
-            else blocks
-        )
-        groups_here = self._device_groups.get(component, set())
-        return (
-            (component, number_of[name], i)
-            for name, indices in selection
-            for i in indices
-            if number_of[name] in groups_here
-        )
+        device_groups = self._device_groups.get(component, set())
+        numbers = named(self._components[component], blocks).in_groups(device_groups)
+        return ((component, k, i) for k, i in numbers)

@@ -64,9 +64,10 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from graphrun.errors import PlanError
+from graphrun.model.blocks import named
 from graphrun.model.choices import apply_choices, reorder
 from graphrun.model.plan import (
-    Blocks,
+    BlockNames,
     Drop,
     Evict,
     Load,
@@ -511,7 +512,7 @@ class _State:
     """
 
     def __init__(
-        self, problem: Problem, host: HostMemory, start_blocks: Iterable[tuple[str, Blocks]]
+        self, problem: Problem, host: HostMemory, start_blocks: Iterable[tuple[str, BlockNames]]
     ) -> None:
         self.problem, self.host = problem, host
         self.components = {component.name: component for component in problem.components}
@@ -799,29 +800,8 @@ class _State:
             raise PlanError(f"the problem has no component {name!r}")
         return self.components[name]
 
-    def _keys(self, component: str, blocks: Blocks) -> list[Key]:
-        groups = self._component(component).groups
-        if blocks is None:
-            return [
-                (component, k, i)
-                for k, group in enumerate(groups)
-                for i in range(len(group.blocks))
-            ]
-        index = {group.name: k for k, group in enumerate(groups)}
-        for name, indices in blocks:
-            if name not in index or any(
-                not 0 <= i < len(groups[index[name]].blocks) for i in indices
-            ):
-                layers = self._component(component).layers
-                by_layer = layers is not None and name in {group.name for group in layers.groups}
-                hint = (
-                    f": they are layers, but in this problem {component} consists of blocks; use "
-                    "the plan's `Solution.problem`"
-                    if by_layer
-                    else ""
-                )
-                raise PlanError(f"{component} has no blocks {name}{list(indices)}{hint}")
-        return [(component, index[name], i) for name, indices in blocks for i in indices]
+    def _keys(self, component: str, blocks: BlockNames) -> list[Key]:
+        return [(component, k, i) for k, i in named(self._component(component), blocks)]
 
     def _device_bytes(self, keys: Iterable[Key], secondary: int = 0) -> int:
         """Return the bytes of the blocks in ``keys`` that belong on device number ``secondary``.

@@ -16,8 +16,9 @@ from small_component import (
 )
 
 from graphrun.errors import InputError
+from graphrun.model.blocks import named
 from graphrun.runtime.devices.simulated import SimulatedDevice
-from graphrun.runtime.residency import Residency, blocks_of
+from graphrun.runtime.residency import Residency
 
 PATHS = [path for k in GROUPS for path in k.blocks]
 
@@ -120,6 +121,9 @@ def test_a_module_that_is_not_on_the_cpu_is_refused(device: SimulatedDevice) -> 
 
 def test_blocks_are_named_in_call_order() -> None:
     component = numbers("a", Small(), small_hardware())
-    assert blocks_of(component, None) == PATHS
-    assert blocks_of(component, (("thin", (0, 5)), ("unblocked", (0,)))) == ["", "thin.0", "thin.5"]
-    assert blocks_of(component, ()) == []
+    assert named(component, None).paths == PATHS
+    blocks = named(component, (("thin", (0, 5)), ("unblocked", (0,))))
+    assert blocks.paths == ["", "thin.0", "thin.5"]
+    assert blocks.counts[0] == 1
+    assert blocks.names == (("unblocked", (0,)), ("thin", (0, 5)))
+    assert named(component, ()).paths == []

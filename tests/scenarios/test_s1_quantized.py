@@ -15,6 +15,7 @@ from torch import nn
 from graphrun import sim
 from graphrun.errors import BrokenPlan
 from graphrun.graph.loading import load
+from graphrun.model.blocks import all_blocks
 from graphrun.model.plan import Plan, parse
 from graphrun.model.problem import (
     ALLOCATION_BYTES,
@@ -31,7 +32,6 @@ from graphrun.profile.quantized import layer_tensors
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.runtime.executor import follow
 from graphrun.runtime.host import Host
-from graphrun.runtime.residency import blocks_of
 from graphrun.solve.infeasible import Infeasible, smallest_budget
 from graphrun.solve.solve import solve
 from graphrun.trace import Trace
@@ -78,7 +78,7 @@ class Encoder:
         self.problem = Problem("small", "0", (), hardware, 1 << 30, 1 << 40, (numbers,), (phase,))
         self.device = SimulatedDevice(sim.Machine())
         self.host = Host({"te": self.module}, self.problem, self.device, {"te": writer})
-        self.ring_buffer, self.sizes, self.paths = 2 * sizes[1], sizes, blocks_of(numbers, None)
+        self.ring_buffer, self.sizes, self.paths = 2 * sizes[1], sizes, all_blocks(numbers).paths
         self.tokens = torch.arange(32).reshape(1, 32)
 
     def plan(self, streamed: bool) -> Plan:
