@@ -238,18 +238,11 @@ def plan_graph(
         except GraphrunError as error:
             from graphrun.solve.infeasible import Infeasible
             from graphrun.solve.setting_suggestions import setting_suggestions
+            from graphrun.solve.suggestions import best_first
 
             if isinstance(error, Infeasible):  # some suggestions need further dry runs
-                suggestions = (
-                    *error.suggestions,
-                    *setting_suggestions(graph, inputs, arguments["allow"], estimate),
-                )
-                error.suggestions = tuple(
-                    sorted(
-                        suggestions,
-                        key=lambda suggestion: (suggestion.changes_output, suggestion.seconds),
-                    )
-                )
+                settings = setting_suggestions(graph, inputs, arguments["allow"], estimate)
+                error.suggestions = best_first((*error.suggestions, *settings))
             raise
     graph_plan = replace(
         graph_plan,

@@ -234,6 +234,7 @@ def _refusal(
     from graphrun.report.whatif_screens import infeasible_json
     from graphrun.solve.infeasible import Infeasible
     from graphrun.solve.setting_suggestions import setting_suggestions
+    from graphrun.solve.suggestions import best_first
 
     code = "does_not_fit" if error.exit_code == Infeasible.exit_code else "invalid_value"
     # a graph that does not fit its share runs with the whole budgets
@@ -246,12 +247,7 @@ def _refusal(
     input_suggestions = setting_suggestions(
         graph, request["inputs"], tuple(settings.budgets.get("allow", ())), estimate
     )
-    error.suggestions = tuple(
-        sorted(
-            (*error.suggestions, *input_suggestions),
-            key=lambda suggestion: (suggestion.changes_output, suggestion.seconds),
-        )
-    )
+    error.suggestions = best_first((*error.suggestions, *input_suggestions))
     sizes = (
         dict(pair[1].split("=") for pair in suggestion.change if pair[0] == "--set")
         for suggestion in error.suggestions

@@ -15,7 +15,7 @@ from graphrun.model.choices import with_each_variant
 from graphrun.model.least_memory import used_components
 from graphrun.model.problem import Problem, Variant
 from graphrun.model.solution import Solution
-from graphrun.solve.suggestions import Suggestion, permissions, predicted_seconds
+from graphrun.solve.suggestions import Proposal, Suggestion, best_first, permissions
 
 LEAST_GAIN = 0.1  # minimum share of a run's time that a suggestion saves
 SESSION = 8  # runs
@@ -27,9 +27,10 @@ def speedups(problem: Problem, options: Iterable[Suggestion]) -> Iterator[Sugges
 
     All have the predicted seconds of one run.
     """
-    for text, change, new_problem, changes_output in _proposals(problem):
-        if (seconds := predicted_seconds(new_problem)) is not None:
-            yield Suggestion(text, change, seconds / new_problem.runs, changes_output)
+    for proposal in _proposals(problem):
+        if (suggestion := proposal.verified()) is not None:
+            runs = proposal.problems[0].runs
+            yield replace(suggestion, seconds=suggestion.seconds / runs)
     yield from (
         replace(suggestion, seconds=suggestion.seconds / problem.runs) for suggestion in options
     )
@@ -39,51 +40,36 @@ def worthwhile(suggestions: Iterable[Suggestion], solution: Solution) -> tuple[S
     """Return the ``suggestions`` that save at least LEAST_GAIN: first those without changes of the
     output, then by time."""
     limit_seconds = (1 - LEAST_GAIN) * solution.simulation.total_seconds / solution.problem.runs
-    return tuple(
-        sorted(
-            (suggestion for suggestion in suggestions if suggestion.seconds <= limit_seconds),
-            key=lambda suggestion: (suggestion.changes_output, suggestion.seconds),
-        )
-    )
+    return best_first(item for item in suggestions if item.seconds <= limit_seconds)
 
 
-_Proposal = tuple[str, tuple[tuple[str, str], ...], Problem, bool]
-
-
-def _proposals(problem: Problem) -> Iterator[_Proposal]:
+def _proposals(problem: Problem) -> Iterator[Proposal]:
     capacity = problem.hardware.capacity_bytes
     if (
         problem.budget_bytes < capacity
         and problem.hardware.device != "sim"
         and not problem.secondaries
     ):
-        yield (
-            "all of the machine's memory" if problem.hardware.unified else "all of the card",
-            (problem.budget_change(capacity),),
-            problem.with_budget(capacity),
-            False,
-        )
+        text = "all of the machine's memory" if problem.hardware.unified else "all of the card"
+        change = problem.budget_change(capacity)
+        yield Proposal(text, (change,), (problem.with_budget(capacity),))
     if not problem.hardware.unified and (ram := _ample_ram(problem)) > problem.ram_bytes:
-        yield "RAM for all weights", (("--ram", str(ram)),), replace(problem, ram_bytes=ram), False
+        ample = replace(problem, ram_bytes=ram)
+        yield Proposal("RAM for all weights", (("--ram", str(ram)),), (ample,))
     if problem.runs == 1:
-        yield (
-            f"per run, in a session of {SESSION} runs",
-            (("--runs", str(SESSION)),),
-            replace(problem, runs=SESSION),
-            False,
-        )
+        text, session = f"per run, in a session of {SESSION} runs", replace(problem, runs=SESSION)
+        yield Proposal(text, (("--runs", str(SESSION)),), (session,))
     files_text, files_option = "a checkpoint in the precision of use", ("--source", "FOLDER")
     if (stored_problem := _as_used(problem)) != problem:
-        yield files_text, (files_option,), stored_problem, False
+        yield Proposal(files_text, (files_option,), (stored_problem,))
     for proposal in permissions(problem):
-        yield proposal.text, proposal.change, proposal.problems[0], True
+        yield proposal
         if (stored_problem := _as_used(proposal.problems[0])) != proposal.problems[0]:
-            yield (
+            text, change_both = (
                 f"{proposal.text}, with {files_text}",
                 (*proposal.change, files_option),
-                stored_problem,
-                True,
             )
+            yield Proposal(text, change_both, (stored_problem,), changes_output=True)
 
 
 def _ample_ram(problem: Problem) -> int:

@@ -5,7 +5,7 @@ Changes that leave the output unchanged come first, then those with the least pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from graphrun.model.choices import stages_of
@@ -45,6 +45,11 @@ class Suggestion:
 
     def __str__(self) -> str:
         return self.text
+
+
+def best_first(suggestions: Iterable[Suggestion]) -> tuple[Suggestion, ...]:
+    """Return ``suggestions``, first those without changes of the output, then by time."""
+    return tuple(sorted(suggestions, key=lambda item: (item.changes_output, item.seconds)))
 
 
 # options with a size that may be larger than suggested
@@ -109,6 +114,14 @@ class Proposal:
     changes_output: bool = False
     fallback: Proposal | None = None
 
+    def verified(self) -> Suggestion | None:
+        """Return the suggestion with its predicted seconds; None if it does not help."""
+        seconds = [predicted_seconds(problem) for problem in self.problems]
+        if None in seconds:
+            return self.fallback.verified() if self.fallback is not None else None
+        total_seconds = sum(s for s in seconds if s is not None)
+        return Suggestion(self.text, self.change, total_seconds, self.changes_output)
+
 
 def suggestions_of(
     problem: Problem, needs: Sequence[PhaseMinimum], minimum_bytes: Mapping[str, int]
@@ -118,25 +131,9 @@ def suggestions_of(
     ``needs``: the phases that do not fit in VRAM. ``minimum_bytes``: name of a tier -> its minimum
     budget.
     """
-    suggestions = (_verified(proposal) for proposal in _proposals(problem, needs, minimum_bytes))
-    return tuple(
-        sorted(
-            (suggestion for suggestion in suggestions if suggestion is not None),
-            key=lambda suggestion: (suggestion.changes_output, suggestion.seconds),
-        )
-    )
-
-
-def _verified(proposal: Proposal) -> Suggestion | None:
-    seconds = [predicted_seconds(candidate) for candidate in proposal.problems]
-    if None in seconds:
-        return _verified(proposal.fallback) if proposal.fallback is not None else None
-    return Suggestion(
-        proposal.text,
-        proposal.change,
-        sum(s for s in seconds if s is not None),
-        proposal.changes_output,
-    )
+    proposals = _proposals(problem, needs, minimum_bytes)
+    suggestions = (proposal.verified() for proposal in proposals)
+    return best_first(suggestion for suggestion in suggestions if suggestion is not None)
 
 
 def _proposals(
