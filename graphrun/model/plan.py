@@ -22,14 +22,14 @@ from __future__ import annotations
 import hashlib
 import html
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, cast
 
 from graphrun.errors import PlanError
 from graphrun.limits import require
-from graphrun.reading import quoted
+from graphrun.reading import quoted, shortened
 from graphrun.units import GIB, KIB, MIB
 
 SlotPart = Literal["load", "first", "steady", "end"]
@@ -237,6 +237,31 @@ def slot_text(slot: Slot) -> str:
     """Return a slot's first line: ``slot denoise/0:transformer steady x27`` or ``slot end``."""
     calls = "" if PART_CALLS.get(slot.part) == slot.calls else f" x{slot.calls}"
     return f"slot {slot.phase}{' ' if slot.phase else ''}{slot.part}{calls}"
+
+
+def marked_text(plan: Plan, violations: Iterable[Violation]) -> str:
+    """Return the slots of ``plan`` that break rules, with the reason below each line that does.
+
+        slot denoise/0:transformer steady x27
+          stream transformer keep double[0,8] ring buffer 68 MiB
+          ^ ring_buffer: 17 blocks are streamed through a ring buffer of 71303168 bytes; ...
+          run
+
+    Violations of the whole plan come first.
+    """
+    reasons: dict[tuple[int, int], list[str]] = {}
+    for violation in violations:
+        reason = f"{violation.rule}: {violation.detail}"
+        reasons.setdefault((violation.slot, violation.action), []).append(reason)
+    lines = reasons.pop((-1, -1), [])
+    for number, slot in enumerate((*plan.slots, *plan.further_slots)):
+        if not any(place[0] == number for place in reasons):
+            continue
+        for action, text in enumerate((slot_text(slot), *map(action_text, slot.actions)), -1):
+            indent = "" if action < 0 else "  "
+            lines.append(indent + shortened(text, 200))
+            lines += [f"{indent}^ {reason}" for reason in reasons.get((number, action), ())]
+    return "\n".join(lines)
 
 
 def plan_text(plan: Plan) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from textwrap import indent
 from typing import Any, cast
 
 from pydantic import TypeAdapter, ValidationError
@@ -24,10 +25,10 @@ from graphrun.errors import InputError, PlanError
 from graphrun.files import write_whole
 from graphrun.graph.shipped import shipped_graphs, shipped_name
 from graphrun.limits import LIMITS, require
-from graphrun.model.plan import Plan, Violation, parse
+from graphrun.model.plan import Plan, Violation, marked_text, parse
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
-from graphrun.reading import read_json, shortened
+from graphrun.reading import read_json
 from graphrun.verify.solution import broken_rules, solution_of
 
 # The version of plan files; other versions are refused. Version 2 had other names for unblocked
@@ -221,26 +222,17 @@ class BrokenRules(PlanError):
 
 
 def refuse_violations(path: Path, problem: Problem, plan: Plan) -> None:
-    """Raise BrokenRules if ``plan`` breaks rules, listing each with slot, action and bytes."""
-    violations = broken_rules(problem, plan)
+    """Raise BrokenRules if ``plan`` breaks rules, with the lines that do."""
+    if not (violations := broken_rules(problem, plan)):
+        return
     suffix = " or more" if len(violations) == LIMITS.problems else ""
-    lines = [
-        f"{path}: {len(violations)}{suffix} "
-        f"{'rule is' if len(violations) == 1 else 'rules are'} broken; the plan is refused"
-    ]
-    names = [shortened(f"{slot.phase} {slot.part}".strip(), 200) for slot in plan.slots]
-    for violation in violations:
-        location = (
-            f" in slot {violation.slot} ({names[violation.slot]})"
-            if 0 <= violation.slot < len(names)
-            else ""
-        )
-        action = f", action {violation.action}" if violation.action >= 0 else ""
-        lines.append(f"  {violation.rule}{location}{action}: {violation.detail}")
-    if violations:
-        error = BrokenRules("\n".join(lines))
-        error.violations = violations
-        raise error
+    verb = "rule is" if len(violations) == 1 else "rules are"
+    error = BrokenRules(
+        f"{path}: {len(violations)}{suffix} {verb} broken; the plan is refused\n"
+        + indent(marked_text(plan, violations), "  ")
+    )
+    error.violations = violations
+    raise error
 
 
 def read_solution(path: Path) -> tuple[Solution, dict[str, Any]]:

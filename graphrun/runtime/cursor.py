@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from graphrun.errors import BrokenPlan
-from graphrun.model.plan import Plan, Restore, Slot, slot_text
+from graphrun.model.plan import Plan, Restore, Slot, action_text, slot_text
 from graphrun.model.problem import Problem
 
 # suggestion at the end of the errors of `SlotCursor`
@@ -64,9 +64,9 @@ class SlotCursor:
         elif part == "first" and all(self._call_counts[name] for name in uses):
             slot_indices = [self._slot + 1]
             if self._slots[slot_indices[0]].part != "steady":
-                raise BrokenPlan(
+                raise self._broken(
                     f"{component} was called again in {self._open_slot.phase}, for which the plan "
-                    f"has one call; {AGAIN}"
+                    "has one call"
                 )
         else:
             slot_indices = []
@@ -125,7 +125,7 @@ class SlotCursor:
         """
         slot_indices = list(range(self._slot + 1, len(self._slots)))
         if any(self._uses.get(self._slots[i].phase) for i in slot_indices):
-            raise BrokenPlan(f"the run ended {self._where()}, before the plan did; {AGAIN}")
+            raise self._broken(f"the run ended {self._where()}, before the plan did")
         self._slot += len(slot_indices)
         return slot_indices
 
@@ -148,9 +148,8 @@ class SlotCursor:
             self._slots[i].part == "steady" and self._uses[self._slots[i].phase]
             for i in slot_indices
         ):
-            raise BrokenPlan(
-                f"{component} was called {self._where()}, before that phase had its planned calls; "
-                f"{AGAIN}"
+            raise self._broken(
+                f"{component} was called {self._where()}, before that phase had its planned calls"
             )
         self._call_counts.clear()
         return slot_indices
@@ -169,10 +168,22 @@ class SlotCursor:
     def _expect(self, component: str, uses: Mapping[str, int]) -> None:
         if component not in uses:
             names = " or ".join(uses) or "nothing more"
-            raise BrokenPlan(
+            raise self._broken(
                 f"{component} was called out of order {self._where()}: the plan expects {names} "
-                f"next; {AGAIN}"
+                "next"
             )
 
     def _where(self) -> str:
         return f"in {slot_text(self._open_slot)}" if self._slot >= 0 else "at the start"
+
+    def _broken(self, text: str) -> BrokenPlan:
+        """Return the error ``text``, with the plan's text of the open slot and the next one."""
+        slots = self._slots[max(0, self._slot) : self._slot + 2]
+        lines = [
+            line
+            for slot in slots
+            for line in (slot_text(slot), *(f"  {action_text(action)}" for action in slot.actions))
+        ]
+        end = 1 + len(slots[0].actions) if slots and self._slot >= 0 else 0
+        lines.insert(end, "^ here")
+        return BrokenPlan("\n".join([f"{text}; {AGAIN}", *(f"  {line}" for line in lines)]))

@@ -22,7 +22,7 @@ from typing import Any
 
 from graphrun.errors import OutOfMemory, PlanError
 from graphrun.graph.graph import Graph
-from graphrun.model.plan import Drop, Plan
+from graphrun.model.plan import Drop, Plan, marked_text
 from graphrun.model.problem import Problem
 from graphrun.model.simulation import SlotReport
 from graphrun.model.solution import Solution
@@ -344,11 +344,7 @@ def refuse_broken(solution: Solution) -> None:
             f"{problem.digest}: plan again"
         )
     if violations := broken_rules(problem, plan):
-        lines = [
-            f"{v.rule}, slot {v.slot}{f', action {v.action}' if v.action >= 0 else ''}: {v.detail}"
-            for v in violations
-        ]
-        raise PlanError("\n".join(["the plan may not be run:", *lines]))
+        raise PlanError(f"the plan may not be run:\n{marked_text(plan, violations)}")
 
 
 def _refuse_drop(plan: Plan, host: Host) -> None:
