@@ -146,8 +146,8 @@ def measured(problem: Problem) -> dict[str, Any]:
     }
 
 
-def graph_rows(name: str, runs: int) -> Iterator[dict[str, Any]]:
-    """Every budget of graph ``name``."""
+def cells(name: str, runs: int = 1) -> Iterator[tuple[dict[str, Any], Problem]]:
+    """Yield the conditions and the problem of every budget of graph ``name``."""
     import graphrun
 
     path = HERE.parent / "graphs" / f"{name}.yaml"
@@ -176,7 +176,13 @@ def graph_rows(name: str, runs: int) -> Iterator[dict[str, Any]]:
                     "allow": list(allow),
                     "variants_by_rule": problem is not base,
                 }
-                yield conditions | measured(extended)
+                yield conditions, extended
+
+
+def graph_rows(name: str, runs: int) -> Iterator[dict[str, Any]]:
+    """Every budget of graph ``name``."""
+    for conditions, problem in cells(name, runs):
+        yield conditions | measured(problem)
 
 
 def least_row(name: str) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from graphrun.solve.program import Choice, Program, program_of
 from graphrun.solve.rows import excess_bytes, rows_of
 from graphrun.solve.search import REFINE_GOALS, SLACK, Answer, can_reach, choose, least_seconds
 from graphrun.solve.sessions import choose_for, many_runs
+from graphrun.solve.strategies import has
 from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
 from graphrun.verify.solution import checked_solution
@@ -106,7 +107,11 @@ def find(
     best = next((result for result in results if result is not None), None)
     if best is None:
         return None
-    if layers and (name_and_formulation := _worth_splitting(best.solution)) is not None:
+    if (
+        layers
+        and has("layers")
+        and (name_and_formulation := _worth_splitting(best.solution)) is not None
+    ):
         finer, is_single_run = (
             split_into_layers(best.solution.problem, {name_and_formulation[0]}),
             problem.runs == 1,
@@ -299,7 +304,7 @@ def _solve_as_split(
         return None
     pairs = [(first, choices[first.number])]
     # a large program is solved within a gap, where a plan for the main device may be faster
-    if first.large and problem.secondaries:
+    if first.large and problem.secondaries and has("main device"):
         main_choices = [
             replace(stage_choice, program=main_program)
             for stage_choice in choices
@@ -365,7 +370,8 @@ def _refined(
 
     factors = (1.0,) * len(program.intervals)
     best = last = offered(simulated_choice(choice))
-    for _ in range(1 if first.large or many_runs(problem) else ROUNDS):
+    rounds = 1 if first.large or many_runs(problem) else ROUNDS
+    for _ in range(rounds if has("refinement") else 0):
         if last.simulation.total_seconds <= TOLERANCE * max(
             target_seconds, rows_of(program, last.choice, factors).seconds()
         ):
@@ -392,8 +398,8 @@ def _refined(
             f"the planner made a plan that breaks its rules, which is a bug: {violations[0]}"
         )
     for choices in (
-        _deeper_ring_buffers(program, best.choice),
-        _baseline_choices(program) if baselines else (),
+        _deeper_ring_buffers(program, best.choice) if has("deeper ring buffers") else (),
+        _baseline_choices(program) if baselines and has("baselines") else (),
     ):
         for choice in choices:
             if best.simulation.total_seconds <= TOLERANCE * max(

@@ -44,6 +44,7 @@ from graphrun.solve.least import has_usable_variants, smallest_tensor_budget, wi
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import stage_choices
 from graphrun.solve.search import can_reach
+from graphrun.solve.strategies import has
 from graphrun.verify.simulate import simulate
 from graphrun.verify.solution import checked_solution, in_pages
 
@@ -74,7 +75,7 @@ def solved(problem: Problem) -> Solution | None:
     keeps_fastest = problem.hardware.basis != "data sheet" or problem.secondaries
     return (
         solution
-        if solution is None or keeps_fastest or solution.gap > LEAST_LOSS
+        if solution is None or keeps_fastest or solution.gap > LEAST_LOSS or not has("other disks")
         else _preferred(problem, solution)
     )
 
@@ -152,7 +153,7 @@ def _fastest_in_pages(problem: Problem) -> Solution | None:
     If no search finds a plan: the plan of least memory, if it fits.
     """
     solution, bound = _within_pages(problem)
-    if solution is not None and problem.secondaries:
+    if solution is not None and problem.secondaries and has("main device"):
         return min(solution, _on_first_device(problem, solution) or solution, key=_seconds)
     if solution is not None or bound is None:
         return solution
@@ -241,6 +242,11 @@ def _least(problem: Problem) -> Solution | None:
     return minimum
 
 
+def forget_least() -> None:
+    """Forget the plans of least memory that were found before."""
+    _least.cache_clear()
+
+
 def _seconds(solution: Solution) -> float:
     return solution.simulation.total_seconds
 
@@ -283,7 +289,7 @@ def _within_pages(problem: Problem) -> tuple[Solution | None, float | None]:
         if solution is not None and not solution.excess_page_overheads():
             best = solution
             break
-    if best is None or best.proven_optimal:
+    if best is None or best.proven_optimal or not has("paged baselines"):
         return best, bound
     faster = (other for other in faster_baselines(best) if not other.excess_page_overheads())
     return min(faster, key=_seconds, default=best), bound
@@ -319,13 +325,13 @@ def _in_rounds(problem: Problem) -> tuple[Solution | None, float | None]:
                 ),
                 None,
             )
-            if previous
+            if previous and has("near plans")
             else None
         )
         if candidate is None:
             target_seconds = previous.solution.simulation.total_seconds if previous else 0.0
             candidate = previous = find(
-                reserved_problem if number == 1 else smaller_problem,
+                reserved_problem if number == 1 and has("reserved pages") else smaller_problem,
                 target_seconds=target_seconds,
                 template=previous,
             )
@@ -340,7 +346,7 @@ def _in_rounds(problem: Problem) -> tuple[Solution | None, float | None]:
         if solution is None or not (overheads := solution.excess_page_overheads()):
             return solution, first.bound_seconds if first else None
         reserve |= overheads
-        if number != 1:
+        if number != 1 or not has("reserved pages"):
             reduction_bytes = _total_reduction(solution, reduction_bytes)
     return None, first.bound_seconds if first else None
 

@@ -21,6 +21,7 @@ from graphrun.solve.linear import GAP, NODES, ROUGH_GAP, Linear, MilpResult, Row
 from graphrun.solve.milp import Formulation
 from graphrun.solve.program import Choice, Program
 from graphrun.solve.rows import Rows, excess_bytes, rows_of
+from graphrun.solve.strategies import has
 
 # A choice may exceed a budget by a few bytes, because HiGHS tolerates 1e-6. In a memory row, whose
 # budget is scaled to 1000, that is 8 bytes of 8 GiB. In a number of blocks of 400 MB, it is 400
@@ -308,7 +309,7 @@ def _minimise_staged(
         formulation.variant_columns(formulation.first_choices),
         goal.gap,
     )
-    if start is None and staged and trial_columns:
+    if start is None and staged and trial_columns and has("likely variants"):
         relaxed = model.minimise(objective, rows, whole=False)
         if relaxed is None:
             return None

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from planner_problems import component, problem
 
-from graphrun.model.plan import parse
+from graphrun.model.plan import marked_text, parse
 from graphrun.model.problem import PhaseNumbers, Problem, Use, ValueNumbers
 from graphrun.verify.check import check
 
@@ -58,6 +58,29 @@ def broken_rules(text: str, problem: Problem | None = None) -> list[tuple[str, i
     return [
         (v.rule, v.slot, v.action)
         for v in check(problem, parse(text.format(digest=problem.digest)))
+    ]
+
+
+def test_a_broken_rule_is_shown_below_its_line() -> None:
+    problem = example_problem()
+    text = GOOD.format(digest="0123456789abcdef")
+    text = text.replace("big[1] unblocked[0] ring buffer 4 KiB", "big[1] ring buffer 1 KiB")
+    plan = parse(text.replace("  load vae mid[1] from pinned\n", ""))
+    assert marked_text(plan, check(problem, plan)).splitlines() == [
+        f"digest: the plan was made for problem 0123456789abcdef, this is problem {problem.digest}",
+        "slot denoise/0:dit steady x3",
+        "  evict dit big[0]",
+        "  stream dit keep big[1] ring buffer 1 KiB",
+        "  ^ stream: keep and the blocks on the device differ in dit unblocked[0] (1024 bytes)",
+        "  ^ ring_buffer: 3 blocks are streamed through a ring buffer of 1024 bytes; it needs 2048",
+        "  load vae mid[0] from pinned",
+        "  run",
+        "slot decode/0:vae first",
+        "^ not-streamable: must be on the device when the slot starts: vae mid[1] (1024 bytes)",
+        "  run",
+        "slot end",
+        "  evict vae mid[0,1]",
+        "  ^ evict-absent: not on the device: vae mid[1] (1024 bytes)",
     ]
 
 

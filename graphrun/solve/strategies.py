@@ -1,0 +1,54 @@
+"""Heuristics of the search, each with a switch.
+
+A plan is valid without any of them. `benchmarks/ablation.py` measures what each buys in seconds of
+plans, and costs in seconds of planning.
+
+    refinement           solve again with longer copy times in the slots that simulate slower
+    deeper ring buffers  try ring buffers of three and four blocks
+    baselines            try fixed strategies for running a pipeline
+    layers               split a component into layers where that is faster
+    near plans           if pages exceed the budget, search near the last plan before everywhere
+    reserved pages       set the page overhead aside in its own slot before reducing the budget
+    paged baselines      try the baselines too where a plan in pages is not proven
+    other disks          prefer a nearly equal plan that loses less on another disk
+    likely variants      solve large programs with one variant per component first
+    main device          solve large programs of several devices for the main device too
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal, get_args
+
+Strategy = Literal[
+    "refinement",
+    "deeper ring buffers",
+    "baselines",
+    "layers",
+    "near plans",
+    "reserved pages",
+    "paged baselines",
+    "other disks",
+    "likely variants",
+    "main device",
+]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+
+_OFF: ContextVar[frozenset[Strategy]] = ContextVar("off", default=frozenset())
+
+
+def has(strategy: Strategy) -> bool:
+    """Whether the search uses ``strategy``."""
+    return strategy not in _OFF.get()
+
+
+@contextmanager
+def without(*strategies: Strategy) -> Iterator[None]:
+    """Context in which the search does not use ``strategies``."""
+    token = _OFF.set(_OFF.get() | frozenset(strategies))
+    try:
+        yield
+    finally:
+        _OFF.reset(token)
