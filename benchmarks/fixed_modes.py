@@ -15,7 +15,7 @@ from graphrun.model.plan import Plan  # noqa: E402
 from graphrun.model.problem import Problem  # noqa: E402
 from graphrun.solve.actions import plan_of  # noqa: E402
 from graphrun.solve.baselines import BASELINES, Baseline, fitting  # noqa: E402
-from graphrun.solve.program import program_of  # noqa: E402
+from graphrun.solve.programs import program_of  # noqa: E402
 from graphrun.verify.solution import checked_solution  # noqa: E402
 
 

@@ -49,7 +49,7 @@ from graphrun.model.problem import Problem  # noqa: E402
 from graphrun.model.splits import with_splits  # noqa: E402
 from graphrun.modules.build import meta_module  # noqa: E402
 from graphrun.solve.milp import Formulation  # noqa: E402
-from graphrun.solve.program import program_of  # noqa: E402
+from graphrun.solve.programs import program_of  # noqa: E402
 from graphrun.solve.search import choose  # noqa: E402
 
 # a call of FLUX.1-dev takes a fifth of the time that it takes for a picture of 1024 x 1024

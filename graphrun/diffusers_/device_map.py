@@ -24,7 +24,7 @@ from graphrun.model.solution import Solution
 from graphrun.modules.build import meta_module
 from graphrun.solve.actions import plan_of
 from graphrun.solve.baselines import mapped
-from graphrun.solve.program import program_of
+from graphrun.solve.programs import program_of
 from graphrun.solve.rows import rows_of
 from graphrun.verify.solution import solution_of
 

@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from graphrun.model.least_memory import streamable_groups, used_components
 from graphrun.model.problem import ComponentNumbers, Problem, Variant
-from graphrun.solve.program import HOST_TIERS, Choice, Program, program_of, usable
+from graphrun.solve.program import HOST_TIERS, Choice, Program
+from graphrun.solve.programs import program_of, usable
 from graphrun.solve.rows import excess_bytes, rows_of
 
 # relative difference of seconds due to the order of additions

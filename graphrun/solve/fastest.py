@@ -29,7 +29,8 @@ from graphrun.solve.interrupts import Candidate, offer
 from graphrun.solve.least import ever_finer, surely_infeasible
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import StageChoice, stage_choices
-from graphrun.solve.program import Choice, Program, program_of
+from graphrun.solve.program import Choice, Program
+from graphrun.solve.programs import on_first_device, program_of, with_variants
 from graphrun.solve.rows import excess_bytes, rows_of
 from graphrun.solve.search import REFINE_GOALS, SLACK, Answer, can_reach, choose, least_seconds
 from graphrun.solve.sessions import choose_for, many_runs
@@ -308,7 +309,7 @@ def _solve_as_split(
         main_choices = [
             replace(stage_choice, program=main_program)
             for stage_choice in choices
-            if (main_program := stage_choice.program.on_first_device()) is not None
+            if (main_program := on_first_device(stage_choice.program)) is not None
         ]
         if (
             second := choose_for([stage_choice.program for stage_choice in main_choices])
@@ -356,7 +357,7 @@ def _refined(
         tuple(variant_choice.index for variant_choice in first.program.variant_choices),
         first.choice,
     )
-    program = first.program.with_variants(variants)
+    program = with_variants(first.program, variants)
 
     def simulated_choice(choice: Choice) -> _SimulatedChoice:
         plan = plan_of(program, choice, problem, stage_choice.options, stage_choice.order)

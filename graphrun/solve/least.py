@@ -21,7 +21,8 @@ from graphrun.solve.dominance import only_blocks_to_choose, restrict_variants
 from graphrun.solve.granularity import finer, granularities, smaller_as_layers, split_into_layers
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import stage_choices
-from graphrun.solve.program import Choice, Memory, Program, usable
+from graphrun.solve.program import Choice, Memory, Program
+from graphrun.solve.programs import usable
 from graphrun.solve.rows import rows_of, with_drops
 from graphrun.solve.search import Goal, minimise_over
 

@@ -14,6 +14,7 @@ from graphrun.model.splits import with_splits
 from graphrun.solve.columns import MEMORY_SCALE, Columns
 from graphrun.solve.linear import GAP, Linear, MilpModel, total
 from graphrun.solve.program import HOST_TIERS, Choice, HostTier, Memory, Program
+from graphrun.solve.programs import with_variants
 from graphrun.solve.rows import Rows, with_drops
 
 Margins = Mapping[Memory, NDArray[np.int64]]  # bytes to keep free per interval
@@ -201,7 +202,7 @@ class Formulation:
         """Return the program with the variant choices ``numbers`` and the splits of ``values``."""
         program = self.program
         if not (splits := self.columns.splits.chosen_in(values, numbers)):
-            return program.with_variants([program.variant_choices[n].index for n in numbers])
+            return with_variants(program, [program.variant_choices[n].index for n in numbers])
         problem, names = (
             with_splits(program.problem, splits),
             [program.variant_choices[n].variant.name for n in numbers],
@@ -211,7 +212,7 @@ class Formulation:
             [variant.name for variant in component.variants].index(name)
             for component, name in pairs
         ]
-        return replace(program, problem=problem).with_variants(indices)
+        return with_variants(replace(program, problem=problem), indices)
 
     def _has_blocks(self, j: int, values: NDArray[np.float64]) -> bool:
         """Whether group ``j`` has any blocks on its own device."""

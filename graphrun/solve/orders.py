@@ -11,7 +11,8 @@ from graphrun.model.choices import reorder, stages_of
 from graphrun.model.problem import Problem
 from graphrun.solve.dominance import undominated_variants
 from graphrun.solve.milp import Formulation
-from graphrun.solve.program import Program, program_of
+from graphrun.solve.program import Program
+from graphrun.solve.programs import program_of
 
 # Limit of orders times options. Graphs of stages are nearly chains: four independent encoders make
 # 24 orders.

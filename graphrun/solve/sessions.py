@@ -19,7 +19,8 @@ import numpy as np
 from graphrun.model.choices import BUFFERED_BLOCKS
 from graphrun.model.problem import Problem
 from graphrun.solve.milp import Formulation
-from graphrun.solve.program import Choice, Program, program_of
+from graphrun.solve.program import Choice, Program
+from graphrun.solve.programs import program_of
 from graphrun.solve.rows import excess_bytes, rows_of
 from graphrun.solve.search import GOALS, Answer, Goal, choose
 

@@ -28,7 +28,7 @@ from graphrun.solve.orders import (
     topological_orders,
 )
 from graphrun.solve.pages import solved
-from graphrun.solve.program import program_of
+from graphrun.solve.programs import program_of
 from graphrun.solve.search import Answer, choose
 from graphrun.solve.solve import solve
 from graphrun.verify.simulate import simulate

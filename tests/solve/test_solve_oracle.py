@@ -24,7 +24,7 @@ from graphrun.model.problem import (
 from graphrun.solve.actions import plan_of
 from graphrun.solve.infeasible import Infeasible, smallest_budget
 from graphrun.solve.milp import Formulation
-from graphrun.solve.program import program_of
+from graphrun.solve.programs import program_of
 from graphrun.solve.search import Answer, choose
 from graphrun.solve.solve import solve
 from graphrun.verify.check import check
