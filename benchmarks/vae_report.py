@@ -21,7 +21,8 @@ from torch import nn
 import graphrun
 from graphrun.model.allocator import Allocator, Counting, Native
 from graphrun.modules.build import meta_module
-from graphrun.profile.recorder import FusedAttention, Recorder
+from graphrun.profile.fused_attention import FusedAttention
+from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import MemoryEvent
 
 ROOT = Path(__file__).parent.parent

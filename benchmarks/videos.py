@@ -22,9 +22,10 @@ from vae_report import replay
 from graphrun.graph.graph import Component
 from graphrun.model.allocator import ROUND_BYTES, Counting
 from graphrun.modules.build import meta_module
+from graphrun.profile.fused_attention import FusedAttention
 from graphrun.profile.precision import with_quantization_scratch
 from graphrun.profile.quantized import quantized_shapes, weights_by_precision
-from graphrun.profile.recorder import FusedAttention, Recorder
+from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import Call, MemoryEvent
 from graphrun.sim import register
 from graphrun.units import GIB, KIB, MIB, round_up

@@ -22,7 +22,8 @@ from torch.func import functional_call
 
 from graphrun.model.problem import Hardware, ProcessorRates
 from graphrun.profile.costs import cpu_seconds, cpu_work
-from graphrun.profile.recorder import FusedAttention, Recorder
+from graphrun.profile.fused_attention import FusedAttention
+from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import Kernel
 from graphrun.systems import anonymous_memory
 from graphrun.units import GIB, PAGE_BYTES, round_up

@@ -52,6 +52,7 @@ from graphrun.modules.trees import (
 )
 from graphrun.ops import Stages
 from graphrun.profile.block_groups import block_paths, group_blocks, group_layers, routed_lists
+from graphrun.profile.fused_attention import FusedAttention
 from graphrun.profile.meta_ops import META
 from graphrun.profile.quantized import (
     block_bytes_by_precision,
@@ -61,7 +62,7 @@ from graphrun.profile.quantized import (
     quantized_shapes,
     tensor_bytes,
 )
-from graphrun.profile.recorder import FusedAttention, Recorder
+from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import (
     Call,
     ComponentProfile,

@@ -29,32 +29,28 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from graphrun.model.allocator import ROUND_BYTES
 from graphrun.modules.trees import modules_below, named_modules_below, own_tensors, tensors_in
 from graphrun.profile.constants import ConstantValues, Storages
-from graphrun.profile.corrections import Convolution, attention_scratch, convolution_scratch
+from graphrun.profile.corrections import convolution_scratch
 from graphrun.profile.costs import output_tiles
 from graphrun.profile.meta_ops import META, on_meta
-from graphrun.profile.recording import (
-    Call,
-    ConvolutionShape,
-    Hop,
-    Kernel,
-    KernelClass,
-    LayerSpan,
-    MemoryEvent,
-    Product,
+from graphrun.profile.operands import (
+    convolution_of,
+    convolution_shape,
+    dtype_name,
+    is_transposing,
+    tensors_of,
+    touched_bytes,
 )
-from graphrun.sim.casts import AUTOCAST_DEVICE_TYPE, dtype_on
+from graphrun.profile.recording import Call, Hop, Kernel, LayerSpan, MemoryEvent, Product
 from graphrun.sim.flops import launches_kernel
 from graphrun.units import round_up
 
 aten = torch.ops.aten
-FLASH_FEATURES = 256  # maximum features per head in FlashAttention 2 and cuDNN
 MATRIX_PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 # Operators whose result `_host_value` may return: they copy values from the device to the host, or
@@ -406,7 +402,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             }
             written_values = [arguments[name] for name in written_names & arguments.keys()]
             if written_numbers := {
-                number for tensor in _tensors(written_values) for number in self._numbers_in(tensor)
+                number
+                for tensor in tensors_of(written_values)
+                for number in self._numbers_in(tensor)
             }:
                 self.record.hops.append(
                     Hop("writes", "", tuple((number, 0) for number in sorted(written_numbers)))
@@ -470,7 +468,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # ``mask.sum() == number`` has no constant value: it goes to ``_all_true`` below.
             if func is not aten.eq.Scalar or args[0] not in self._mask_sums:
                 self.constants.propagate(func, args, kwargs, result)
-        argument_tensors, result_tensors = [*_tensors(args)], [*_tensors((result,))]
+        argument_tensors, result_tensors = [*tensors_of(args)], [*tensors_of((result,))]
         self._note_access(func, args, kwargs, argument_tensors)
         for tensor in argument_tensors:
             if (name := self._names.get(tensor.untyped_storage()._cdata)) is not None:
@@ -496,7 +494,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is not None
         ):
             if func is aten.convolution.default:
-                convolution = _convolution(args[0], args[1], result, args[3])
+                convolution = convolution_of(args[0], args[1], result, args[3])
                 self.scratch(kernel, *convolution_scratch(convolution))
             self.count(kernel)
         return result
@@ -522,19 +520,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
         if not device_results:
             return (
-                Kernel("elementwise", _name(device_arguments[0].dtype), 0.0, 0)
+                Kernel("elementwise", dtype_name(device_arguments[0].dtype), 0.0, 0)
                 if device_arguments
                 else None
             )
         first_tensor, packet = device_results[0], func._overloadpacket
-        written_bytes = sum(map(_touched_bytes, device_results))
+        written_bytes = sum(map(touched_bytes, device_results))
         read_bytes = written_bytes
         if packet not in _GATHERS:
-            read_bytes = sum(map(_touched_bytes, device_arguments))
-        dtype, moved_bytes = _name(first_tensor.dtype), read_bytes + written_bytes
+            read_bytes = sum(map(touched_bytes, device_arguments))
+        dtype, moved_bytes = dtype_name(first_tensor.dtype), read_bytes + written_bytes
         if (formula := flop_registry.get(packet)) is None:
             operator = packet.__name__
-            if packet in _COPIES and _is_transposing(args, first_tensor):
+            if packet in _COPIES and is_transposing(args, first_tensor):
                 operator = TRANSPOSING
             elif kwargs.get("approximate") == "tanh":
                 operator = APPROXIMATING
@@ -551,7 +549,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tile_count = output_tiles(
                 first_tensor.numel() // first_tensor.shape[1], first_tensor.shape[1]
             )
-            shape = _convolution_shape(args[0], args[1], result, args[8])
+            shape = convolution_shape(args[0], args[1], result, args[8])
             return Kernel("convolution", dtype, flops, moved_bytes, tile_count, shape=shape)
         *batch, rows, columns = first_tensor.shape
         count, inner = math.prod(batch), round(flops / (2 * first_tensor.numel() or 1))
@@ -677,123 +675,3 @@ def _block_at(path: str, blocks: Collection[str]) -> str:
     while path and path not in blocks:
         path = path.rpartition(".")[0]
     return path
-
-
-class FusedAttention(TorchFunctionMode):
-    """Record `scaled_dot_product_attention` as a GPU allocates it.
-
-    Also gives ``torch.tensor([...])`` a constant value.
-
-    Recorded for b batches, h heads, s_q queries, s_k keys, and features d_k of keys and d_v of
-    values:
-
-        output     ``[b h s_q d_v]``, in memory ``[b s_q h d_v]`` as fused kernels write it, so that
-                   heads are joined without a copy
-        scratch    the fp32 logsumexp ``[b h s_q]``
-        FLOPs      of two matrix products, 2 b h s_q s_k (d_k + d_v)
-
-    ``fused=False``: the scratch of the math backend, with its scores ``[b h s_q s_k]``.
-    """
-
-    def __init__(self, recorder: Recorder, *, fused: bool = True) -> None:
-        super().__init__()
-        self.recorder = recorder
-        self.fused = fused
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.tensor:
-            return self.recorder.constants.from_literal(func(*args, **kwargs), args, kwargs)
-        if func is not torch.nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        query, key, value = (
-            *args,
-            *(kwargs[name] for name in ("query", "key", "value")[len(args) :]),
-        )[:3]
-        if (autocast_dtype := dtype_on(AUTOCAST_DEVICE_TYPE)) is not None:
-            query, key, value = (tensor.to(autocast_dtype) for tensor in (query, key, value))
-        shape = (*query.shape[:-1], value.shape[-1])
-        # ``[b h s d]``, with tokens before heads in memory
-        token_major = (
-            query.new_empty(*shape[:-3], shape[-2], shape[-3], shape[-1]).transpose(-3, -2)
-            if len(shape) > 3
-            else None
-        )
-        result = query.new_empty(shape) if token_major is None else token_major
-        rows = query.numel() // query.shape[-1]  # b h s_q
-        width, keys = query.shape[-1], key.shape[-2]  # d_k, s_k
-        nbytes = sum(map(_touched_bytes, (query, key, value, result)))
-        tile_count = rows // query.shape[-2] * output_tiles(query.shape[-2], 1)
-        kind: KernelClass = "attention" if width <= FLASH_FEATURES else "wide attention"
-        flops = 2.0 * rows * keys * (width + value.shape[-1])
-        features = width if query.dim() == 4 and width == value.shape[-1] else 0
-        kernel = Kernel(
-            kind,
-            _name(result.dtype),
-            flops,
-            nbytes,
-            tile_count,
-            rows * keys,
-            shape=(rows // query.shape[-2], query.shape[-2], keys, features),
-        )
-        scratch = attention_scratch(rows, keys, width, query.element_size(), fused=self.fused)
-        self.recorder.scratch(kernel, scratch)
-        self.recorder.count(kernel)
-        return result
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _touched_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of device memory that a kernel reads or writes for ``tensor``.
-
-    An expanded tensor is smaller in memory.
-    """
-    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
-
-
-def _convolution(
-    source: torch.Tensor, weight: torch.Tensor, result: torch.Tensor, stride: Sequence[int]
-) -> Convolution:
-    sizes = source.nbytes, result.nbytes, weight.nbytes, result.itemsize
-    taps = weight.numel() // (weight.shape[0] * weight.shape[1])
-    return Convolution(*sizes, source.shape[1], result.shape[1], taps, max(stride) > 1)
-
-
-def _is_transposing(args: Any, result: torch.Tensor) -> bool:
-    """Return whether a copy's source has its last dimension elsewhere in memory than its result."""
-    sources = [tensor for tensor in _tensors(args) if tensor.shape == result.shape]
-    return any(
-        size > 1 and (source.stride(dim) == 1) != (result.stride(dim) == 1)
-        for source in sources
-        for dim, size in enumerate(result.shape)
-    )
-
-
-def _convolution_shape(
-    source: torch.Tensor, weight: torch.Tensor, result: torch.Tensor, groups: int
-) -> ConvolutionShape:
-    pixels = math.prod(source.shape[2:])
-    return ConvolutionShape(
-        batch=source.shape[0],
-        inputs=source.shape[1],
-        outputs=result.shape[1],
-        taps=math.prod(weight.shape[2:]),
-        groups=groups,
-        input_rows=pixels // source.shape[-1],
-        input_pixels=pixels,
-        output_pixels=math.prod(result.shape[2:]),
-        channels_last=int(source.shape[1] > 1 == source.stride(1) and pixels > 1),
-        dimensions=source.dim() - 2,
-    )
-
-
-def _tensors(items: Any) -> Iterable[torch.Tensor]:
-    """Yield the tensors in ``items``, and in lists and tuples inside it."""
-    for item in items:
-        if isinstance(item, torch.Tensor):
-            yield item
-        elif isinstance(item, (list, tuple)):
-            yield from _tensors(item)

@@ -9,7 +9,8 @@ from torch import nn
 
 from graphrun import sim
 from graphrun.profile.dry_run import Prober
-from graphrun.profile.recorder import FusedAttention, Recorder
+from graphrun.profile.fused_attention import FusedAttention
+from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import Call
 
 

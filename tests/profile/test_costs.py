@@ -16,7 +16,8 @@ from graphrun.profile.costs import (
     quantized_seconds,
     work_seconds,
 )
-from graphrun.profile.recorder import FusedAttention, Recorder
+from graphrun.profile.fused_attention import FusedAttention
+from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import Call, Kernel
 
 H100 = devices.hardware("h100")

@@ -13,7 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from graphrun.modules.build import build, meta_module
 from graphrun.profile import recorder as recording
-from graphrun.profile.recorder import FusedAttention, Recorder
+from graphrun.profile.fused_attention import FusedAttention
+from graphrun.profile.recorder import Recorder
 
 TOKENS = 64
 

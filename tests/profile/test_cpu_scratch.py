@@ -14,9 +14,10 @@ from torch import nn
 from graphrun.model.problem import ProcessorRates
 from graphrun.profile import corrections
 from graphrun.profile.corrections import cpu_scratch, scratch_on
+from graphrun.profile.fused_attention import FusedAttention
 from graphrun.profile.hardware import bfloat16_instructions, cpu_estimate, hardware
 from graphrun.profile.precision import with_quantization_scratch
-from graphrun.profile.recorder import FusedAttention, Recorder
+from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import Call, MemoryEvent, Product
 
 THREADS = 2

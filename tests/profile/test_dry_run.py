@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from graphrun.modules.build import meta_module
+from graphrun.profile.fused_attention import FusedAttention
 from graphrun.profile.problems import phase_spans
-from graphrun.profile.recorder import FusedAttention, Recorder
+from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import Call, MemoryEvent
 from graphrun.units import MIB
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from graphrun.model.problem import LiveTensor
-from graphrun.profile.recorder import FusedAttention, Recorder
+from graphrun.profile.fused_attention import FusedAttention
+from graphrun.profile.recorder import Recorder
 from graphrun.profile.repeats import Repeats
 from graphrun.profile.uses import live_tensors_of
 

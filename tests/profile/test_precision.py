@@ -18,6 +18,7 @@ from graphrun.modules.blocks import ALIGNMENT
 from graphrun.modules.build import build, meta_module
 from graphrun.modules.quantize import quantizable_layers
 from graphrun.profile import doctor
+from graphrun.profile.fused_attention import FusedAttention
 from graphrun.profile.precision import (
     MOVES,
     dequantization_seconds,
@@ -31,7 +32,7 @@ from graphrun.profile.quantized import (
     tensor_bytes,
     weights_by_precision,
 )
-from graphrun.profile.recorder import FusedAttention, Recorder
+from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import Call, MemoryEvent, Product
 from graphrun.units import round_up
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from graphrun.profile.recorder import FusedAttention, Recorder
+from graphrun.profile.fused_attention import FusedAttention
+from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import Kernel
 from graphrun.profile.repeats import Repeats
 

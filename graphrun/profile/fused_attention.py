@@ -1,0 +1,80 @@
+"""Attention in a dry run as fused kernels compute it on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from graphrun.profile.corrections import attention_scratch
+from graphrun.profile.costs import output_tiles
+from graphrun.profile.operands import dtype_name, touched_bytes
+from graphrun.profile.recorder import Recorder
+from graphrun.profile.recording import Kernel, KernelClass
+from graphrun.sim.casts import AUTOCAST_DEVICE_TYPE, dtype_on
+
+FLASH_FEATURES = 256  # maximum features per head in FlashAttention 2 and cuDNN
+
+
+class FusedAttention(TorchFunctionMode):
+    """Record `scaled_dot_product_attention` as a GPU allocates it.
+
+    Also gives ``torch.tensor([...])`` a constant value.
+
+    Recorded for b batches, h heads, s_q queries, s_k keys, and features d_k of keys and d_v of
+    values:
+
+        output     ``[b h s_q d_v]``, in memory ``[b s_q h d_v]`` as fused kernels write it, so that
+                   heads are joined without a copy
+        scratch    the fp32 logsumexp ``[b h s_q]``
+        FLOPs      of two matrix products, 2 b h s_q s_k (d_k + d_v)
+
+    ``fused=False``: the scratch of the math backend, with its scores ``[b h s_q s_k]``.
+    """
+
+    def __init__(self, recorder: Recorder, *, fused: bool = True) -> None:
+        super().__init__()
+        self.recorder = recorder
+        self.fused = fused
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor:
+            return self.recorder.constants.from_literal(func(*args, **kwargs), args, kwargs)
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        query, key, value = (
+            *args,
+            *(kwargs[name] for name in ("query", "key", "value")[len(args) :]),
+        )[:3]
+        if (autocast_dtype := dtype_on(AUTOCAST_DEVICE_TYPE)) is not None:
+            query, key, value = (tensor.to(autocast_dtype) for tensor in (query, key, value))
+        shape = (*query.shape[:-1], value.shape[-1])
+        # ``[b h s d]``, with tokens before heads in memory
+        token_major = (
+            query.new_empty(*shape[:-3], shape[-2], shape[-3], shape[-1]).transpose(-3, -2)
+            if len(shape) > 3
+            else None
+        )
+        result = query.new_empty(shape) if token_major is None else token_major
+        rows = query.numel() // query.shape[-1]  # b h s_q
+        width, keys = query.shape[-1], key.shape[-2]  # d_k, s_k
+        nbytes = sum(map(touched_bytes, (query, key, value, result)))
+        tile_count = rows // query.shape[-2] * output_tiles(query.shape[-2], 1)
+        kind: KernelClass = "attention" if width <= FLASH_FEATURES else "wide attention"
+        flops = 2.0 * rows * keys * (width + value.shape[-1])
+        features = width if query.dim() == 4 and width == value.shape[-1] else 0
+        kernel = Kernel(
+            kind,
+            dtype_name(result.dtype),
+            flops,
+            nbytes,
+            tile_count,
+            rows * keys,
+            shape=(rows // query.shape[-2], query.shape[-2], keys, features),
+        )
+        scratch = attention_scratch(rows, keys, width, query.element_size(), fused=self.fused)
+        self.recorder.scratch(kernel, scratch)
+        self.recorder.count(kernel)
+        return result
