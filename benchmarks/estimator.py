@@ -27,7 +27,8 @@ from vae_report import reserved_bytes, vae, vae_bytes
 from videos import rows as video_rows
 
 import graphrun
-from graphrun.graph.graph import Component, Graph, Reference
+from graphrun.graph.graph import Graph
+from graphrun.graph.parts import Component, Reference
 from graphrun.graph.values import Input
 from graphrun.model.allocator import Allocator, Counting
 from graphrun.modules.build import meta_module

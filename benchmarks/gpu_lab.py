@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphrun.graph.graph import Component, Graph
+from graphrun.graph.graph import Graph
+from graphrun.graph.parts import Component
 
 TILE = 2**22
 

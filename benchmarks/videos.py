@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from vae_report import replay
 
-from graphrun.graph.graph import Component
+from graphrun.graph.parts import Component
 from graphrun.model.allocator import ROUND_BYTES, Counting
 from graphrun.modules.build import meta_module
 from graphrun.profile.fused_attention import FusedAttention

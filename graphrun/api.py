@@ -110,8 +110,8 @@ def estimate(
     Raises InputError for arguments that mean nothing.
     """
     from graphrun.devices import cards_for, limits_for, parse_limit
-    from graphrun.graph.graph import Directives
     from graphrun.graph.graph import Graph as Declared
+    from graphrun.graph.parts import Directives
 
     card, *_ = cards = cards_for(vram, memory, hardware, cache=cache)
     if card.unified and strings(pin):
@@ -417,7 +417,7 @@ def attach(
     from graphrun.devices import cards_for, limits_for, parse_limit, refuse_wrong_budgets
     from graphrun.diffusers_.live import components_of
     from graphrun.diffusers_.proxy import refuse_placed, refuse_unnamed
-    from graphrun.graph.graph import Directives
+    from graphrun.graph.parts import Directives
     from graphrun.runtime.devices.cpu import CpuDevice
     from graphrun.runtime.devices.device import Device as Opened
     from graphrun.runtime.devices.open import open_devices

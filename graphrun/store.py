@@ -34,9 +34,10 @@ from pydantic import TypeAdapter
 
 from graphrun.errors import GraphError, PlanError
 from graphrun.files import Store, digest_of, package_digest, python_digest
-from graphrun.graph.graph import Graph, Reference
+from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
 from graphrun.graph.media import size_text
+from graphrun.graph.parts import Reference
 from graphrun.model.plan import parse
 from graphrun.model.problem import Hardware, Problem
 from graphrun.model.solution import Solution

@@ -12,7 +12,7 @@ from graphrun import errors
 from graphrun.batch.cache.pack import pack, unpack
 from graphrun.batch.running import Running
 from graphrun.batch.schedule import StageSegment
-from graphrun.graph.graph import Reference
+from graphrun.graph.parts import Reference
 from graphrun.ops.outlines import outline_tensors
 from graphrun.runtime.devices.open import open_device
 from graphrun.trace import Trace

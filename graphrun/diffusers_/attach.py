@@ -53,7 +53,7 @@ from graphrun.diffusers_.live import (
 from graphrun.diffusers_.proxy import PipelineProxy, dtype_of_to, remove_interceptors
 from graphrun.diffusers_.residence import Leftovers, LiveHost, device_bytes
 from graphrun.errors import InputError
-from graphrun.graph.graph import Directives
+from graphrun.graph.parts import Directives
 from graphrun.model.allocator import LARGE_PAGE_BYTES
 from graphrun.model.plan import Plan, Slot
 from graphrun.model.problem import Hardware, Problem

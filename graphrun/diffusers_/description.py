@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from graphrun.diffusers_.dry_call import AttachedCall, MetaPipeline
 from graphrun.diffusers_.live import components_of, is_pipeline, merge_shared
 from graphrun.errors import InputError
-from graphrun.graph.graph import Directives
+from graphrun.graph.parts import Directives
 from graphrun.model.problem import Hardware, Problem
 from graphrun.modules.mapped import MappedTensors
 from graphrun.profile.problems import ProblemLimits

@@ -24,7 +24,7 @@ from graphrun.diffusers_.call_arguments import copy_for_dry_run, describe_argume
 from graphrun.diffusers_.live import graph_of, kept_signatures, meta_module_of
 from graphrun.diffusers_.text_lengths import TextLengths
 from graphrun.errors import GraphrunError, InputError
-from graphrun.graph.graph import Component, Directives
+from graphrun.graph.parts import Component, Directives
 from graphrun.model.problem import Hardware, Problem
 from graphrun.modules.blocks import lay_out
 from graphrun.modules.build import on_host

@@ -26,7 +26,8 @@ from torch import nn
 
 from graphrun.diffusers_.call_arguments import signature_of
 from graphrun.errors import InputError
-from graphrun.graph.graph import Component, Graph
+from graphrun.graph.graph import Graph
+from graphrun.graph.parts import Component
 from graphrun.modules.blocks import direct_tensors
 from graphrun.modules.compiled import is_compiled, run_as_written
 from graphrun.modules.dtype_variants import DtypeVariant

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from graphrun.errors import InputError
-from graphrun.graph.graph import Component, Graph, Part, Reference
+from graphrun.graph.graph import Graph
+from graphrun.graph.parts import Component, Part, Reference
 from graphrun.model.plan import Evict, Stream, blocks_text
 from graphrun.model.problem import Variant
 from graphrun.model.solution import Solution

@@ -21,9 +21,10 @@ from typing import Any
 
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.document import Location, read_document, read_json
-from graphrun.graph.graph import Adapter, Component, Directives, Graph, Part, Pipeline
+from graphrun.graph.graph import Graph
 from graphrun.graph.media import AN
 from graphrun.graph.ops import operation
+from graphrun.graph.parts import Adapter, Component, Directives, Part, Pipeline
 from graphrun.graph.schema import ComponentSpec, InputSpec, IpAdapterSpec, LoraSpec, PartSpec
 from graphrun.graph.shape import graph_spec_of
 from graphrun.graph.shipped import graph_file

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from graphlib import TopologicalSorter
 
-from graphrun.graph.graph import Reference, Stage
+from graphrun.graph.parts import Reference, Stage
 
 
 def order_stages(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from graphrun.errors import PlanError
-from graphrun.graph.graph import Graph, Reference
+from graphrun.graph.graph import Graph
 from graphrun.graph.media import size_text
 from graphrun.graph.ops import MEDIA_KINDS
+from graphrun.graph.parts import Reference
 
 
 def seeds_of(graph: Graph) -> set[str]:

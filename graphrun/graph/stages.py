@@ -8,9 +8,10 @@ from graphlib import CycleError
 from typing import Any
 
 from graphrun.graph.document import Document, Location
-from graphrun.graph.graph import DEFAULT_ALLOW, Reference, Stage
+from graphrun.graph.graph import DEFAULT_ALLOW
 from graphrun.graph.ops import OPERATIONS, PLAIN_KINDS, ValueKind, operation
 from graphrun.graph.order import order_stages
+from graphrun.graph.parts import Reference, Stage
 from graphrun.graph.schema import GraphSpec, StageSpec
 from graphrun.graph.values import Input, did_you_mean, of_type, outside
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphrun.graph.graph import Component
+from graphrun.graph.parts import Component
 from graphrun.modules.classes import refusal
 from graphrun.modules.source_files import refuse_uncomputable
 

@@ -30,7 +30,8 @@ from torch.overrides import TorchFunctionMode
 
 from graphrun.errors import GraphError, GraphrunError
 from graphrun.graph.document import read_json
-from graphrun.graph.graph import Component, Graph, Part
+from graphrun.graph.graph import Graph
+from graphrun.graph.parts import Component, Part
 from graphrun.graph.values import did_you_mean
 from graphrun.limits import require
 from graphrun.modules.adapters import adapter_tensors, add_ip_adapters

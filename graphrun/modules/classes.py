@@ -13,8 +13,9 @@ from types import ModuleType
 from typing import Any, Literal
 
 from graphrun.errors import GraphError
-from graphrun.graph.graph import DEFAULT_ALLOW, Component, Graph, Pipeline
+from graphrun.graph.graph import DEFAULT_ALLOW, Graph
 from graphrun.graph.ops import DECLARED
+from graphrun.graph.parts import Component, Pipeline
 from graphrun.graph.values import did_you_mean, outside, to_trust
 
 ClassKind = Literal["component", "part", "pipeline", "program", "blocks"]

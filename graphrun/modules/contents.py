@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from graphrun.errors import GraphError, InputError
-from graphrun.graph.graph import Component
+from graphrun.graph.parts import Component
 from graphrun.modules.classes import refusal
 from graphrun.modules.conversions import Derivation, Piece, SymbolicTensors, converted
 from graphrun.modules.gguf import dequantized, gguf_tensors, shape_of

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphrun.graph.graph import Adapter, Component
+from graphrun.graph.parts import Adapter, Component
 from graphrun.modules.classes import refusal
 from graphrun.modules.source_files import refuse_uncomputable
 from graphrun.reading import parse_json

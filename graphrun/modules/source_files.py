@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrun.errors import GraphError, InputError
-from graphrun.graph.graph import Component
+from graphrun.graph.parts import Component
 from graphrun.limits import require
 from graphrun.modules import hub
 from graphrun.reading import open_regular, parse_json, path_inside, read_json

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import nn
 
-from graphrun.graph.graph import Component
+from graphrun.graph.parts import Component
 from graphrun.modules.classes import refusal
 from graphrun.modules.contents import content_of, refuse_missing
 from graphrun.modules.source_files import has_weights, local_place

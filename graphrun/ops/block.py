@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from graphrun.graph.graph import Reference
 from graphrun.graph.ops import MEDIA_KINDS
+from graphrun.graph.parts import Reference
 from graphrun.graph.values import did_you_mean
 from graphrun.ops.call import output_field, refuse
 from graphrun.ops.diffusion import StageContext, without_pictures

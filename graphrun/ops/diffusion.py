@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from graphrun.errors import GraphError
-from graphrun.graph.graph import Stage
+from graphrun.graph.parts import Stage
 from graphrun.ops.pipeline import known_arguments, without_steps
 from graphrun.ops.steps import Steps, journal_steps
 

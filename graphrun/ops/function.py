@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 import torch
 
 from graphrun.errors import GraphError
-from graphrun.graph.graph import Stage
 from graphrun.graph.ops import DECLARED
+from graphrun.graph.parts import Stage
 from graphrun.graph.values import did_you_mean
 from graphrun.modules.trees import tensors_in, walk
 from graphrun.ops.modular import recreate

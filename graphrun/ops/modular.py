@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from graphrun.errors import GraphError
-from graphrun.graph.graph import Graph, Pipeline
+from graphrun.graph.graph import Graph
+from graphrun.graph.parts import Pipeline
 from graphrun.graph.values import did_you_mean
 from graphrun.modules.classes import resolve_class
 

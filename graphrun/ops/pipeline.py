@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from graphrun.errors import GraphError
-from graphrun.graph.graph import Graph, Pipeline, Reference
+from graphrun.graph.graph import Graph
+from graphrun.graph.parts import Pipeline, Reference
 from graphrun.modules.classes import pipeline_class
 from graphrun.ops.modular import assemble_blocks, fix_device, is_modular_class, recreate
 

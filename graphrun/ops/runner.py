@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 from graphrun.errors import GraphError, GraphrunError, StageError
-from graphrun.graph.graph import Graph, Reference, Stage
+from graphrun.graph.graph import Graph
 from graphrun.graph.media import opened
 from graphrun.graph.order import read_by
+from graphrun.graph.parts import Reference, Stage
 from graphrun.modules.classes import resolve_function
 from graphrun.modules.interceptor import CallInterceptor
 from graphrun.modules.trees import walk

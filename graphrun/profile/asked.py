@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from graphrun.errors import InputError
-from graphrun.graph.graph import Graph, Reference
+from graphrun.graph.graph import Graph
+from graphrun.graph.parts import Reference
 from graphrun.graph.values import did_you_mean, strings
 from graphrun.modules.precisions import QUANTIZED
 

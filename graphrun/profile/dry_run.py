@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from graphrun.errors import GraphrunError
-from graphrun.graph.graph import Component, Graph
+from graphrun.graph.graph import Graph
+from graphrun.graph.parts import Component
 from graphrun.host_ram import host_ram_bytes
 from graphrun.limits import require
 from graphrun.model.allocator import ROUND_BYTES

@@ -39,7 +39,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from graphrun.files import Store, digest_of
-from graphrun.graph.graph import Component, Graph
+from graphrun.graph.graph import Graph
+from graphrun.graph.parts import Component
 from graphrun.model.plan import Load, Stream
 from graphrun.model.problem import PhaseNumbers, Problem, Use
 from graphrun.model.solution import Solution

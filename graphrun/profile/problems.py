@@ -13,8 +13,9 @@ from itertools import chain, pairwise
 from typing import Any
 
 from graphrun.errors import InputError
-from graphrun.graph.graph import Graph, Reference
+from graphrun.graph.graph import Graph
 from graphrun.graph.order import read_by
+from graphrun.graph.parts import Reference
 from graphrun.graph.settings import settings_of
 from graphrun.model.allocator import ROUND_BYTES
 from graphrun.model.directives import directed

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from graphrun.graph.graph import Component
+from graphrun.graph.parts import Component
 from graphrun.model.problem import (
     ALLOCATION_BYTES,
     BackingStoreKind,

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphrun.errors import InputError
-from graphrun.graph.graph import Graph, Reference
+from graphrun.graph.graph import Graph
 from graphrun.graph.ops import MEDIA_KINDS
+from graphrun.graph.parts import Reference
 from graphrun.graph.settings import seeds_of, settings_of
 from graphrun.graph.values import did_you_mean
 from graphrun.report.verdicts import COUNTS

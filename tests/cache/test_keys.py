@@ -15,7 +15,7 @@ from graphrun.batch.cache.index import DATABASE, Index
 from graphrun.batch.cache.keys import Choices, StageKeys, code_digest, dependencies
 from graphrun.batch.cache.reuse import Reuse
 from graphrun.errors import GraphError
-from graphrun.graph.graph import Adapter
+from graphrun.graph.parts import Adapter
 
 GRAPHS = Path(__file__).parent.parent.parent / "graphs"
 

@@ -6,9 +6,10 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from graphrun.graph.graph import Graph, Reference, Stage
+from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
 from graphrun.graph.order import order_stages
+from graphrun.graph.parts import Reference, Stage
 
 TINY = load(Path(__file__).parents[2] / "graphs" / "flux-tiny.yaml")
 

@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from graphrun.errors import GraphError, InputError, PlanError
-from graphrun.graph.graph import Reference
 from graphrun.graph.loading import load
 from graphrun.graph.media import size_text
+from graphrun.graph.parts import Reference
 from graphrun.graph.settings import completed, settings_of
 
 TEXT = """graphrun: 1

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from graphrun.errors import GraphError, InputError
-from graphrun.graph.graph import Directives, Graph
+from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
+from graphrun.graph.parts import Directives
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import random_graph
 
-from graphrun.graph.graph import Component, Graph, Reference, Stage
+from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
+from graphrun.graph.parts import Component, Reference, Stage
 from graphrun.report.graph_svg import graph_svg
 from graphrun.report.graph_text import dot, drawing_graph, lines, mermaid
 from graphrun.units import show_size

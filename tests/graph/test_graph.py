@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from graphrun.errors import InputError
-from graphrun.graph.graph import Graph, Reference, Stage
+from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
 from graphrun.graph.ops import OPERATIONS
 from graphrun.graph.order import order_stages
+from graphrun.graph.parts import Reference, Stage
 from graphrun.graph.schema import schema_text
 
 GRAPHS = Path(__file__).parents[2] / "graphs"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from graphrun.errors import GraphError, PlanError
-from graphrun.graph.graph import Reference
 from graphrun.graph.loading import load
+from graphrun.graph.parts import Reference
 from graphrun.graph.settings import completed, settings_of
 from graphrun.graph.values import outside
 

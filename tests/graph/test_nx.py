@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import random_graph, random_stages
 
-from graphrun.graph.graph import Reference
 from graphrun.graph.loading import load
 from graphrun.graph.nx import only_for, without_implied
 from graphrun.graph.order import order_stages
+from graphrun.graph.parts import Reference
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 FILES = sorted(GRAPHS.glob("*.yaml"))

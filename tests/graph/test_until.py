@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from graphrun.errors import InputError
-from graphrun.graph.graph import Directives, Reference
 from graphrun.graph.loading import load
+from graphrun.graph.parts import Directives, Reference
 
 GRAPH = load(Path(__file__).parents[2] / "graphs" / "flux-tiny.yaml")
 

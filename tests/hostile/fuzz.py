@@ -328,7 +328,7 @@ def loras() -> st.SearchStrategy[bytes]:
 
 
 def read_lora(data: bytes) -> str:
-    from graphrun.graph.graph import Adapter, Component
+    from graphrun.graph.parts import Adapter, Component
     from graphrun.modules.lora import deltas_of
 
     path = beside_graphs() / f"{os.getpid()}.lora.safetensors"
@@ -421,7 +421,7 @@ def tokenizers(draw: st.DrawFn) -> Any:
 
 
 def read_tokenizer(data: Any) -> str:
-    from graphrun.graph.graph import Part
+    from graphrun.graph.parts import Part
     from graphrun.modules.build import build_part
 
     path = beside_graphs() / f"{os.getpid()}.tokenizer.json"

@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import save_file
 
 from graphrun.errors import GraphError
-from graphrun.graph.graph import Adapter, Component, Graph, Part
+from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
+from graphrun.graph.parts import Adapter, Component, Part
 from graphrun.modules.adapters import add_ip_adapters
 from graphrun.modules.build import build_part
 from graphrun.modules.contents import content_of, refuse_missing

@@ -21,7 +21,8 @@ import graphrun
 from graphrun.diffusers_.description import LivePipeline
 from graphrun.diffusers_.importing.imported import ImportOptions, import_source
 from graphrun.errors import GraphError, InputError
-from graphrun.graph.graph import Graph, Reference
+from graphrun.graph.graph import Graph
+from graphrun.graph.parts import Reference
 from graphrun.ops.modular import initial_state
 
 THREE = ["text_encoder", "denoise", "decode"]

@@ -16,8 +16,9 @@ from PIL import Image
 import graphrun
 from graphrun.diffusers_.importing.found import path_of
 from graphrun.diffusers_.importing.imported import ImportOptions, import_source
-from graphrun.graph.graph import Graph, Reference
+from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
+from graphrun.graph.parts import Reference
 from graphrun.modules.build import build, build_part, resolve_class
 
 TWINS = (

@@ -20,8 +20,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphrun.errors import GraphError
-from graphrun.graph.graph import Component, Graph
+from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
+from graphrun.graph.parts import Component
 from graphrun.graph.values import outside
 from graphrun.modules.build import build, build_part, draft, meta_module, resolve_class
 from graphrun.modules.sources import TILE, RandomSource

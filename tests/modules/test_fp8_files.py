@@ -13,7 +13,8 @@ from torch import nn
 
 import graphrun
 from graphrun.errors import GraphError
-from graphrun.graph.graph import Component, Graph
+from graphrun.graph.graph import Graph
+from graphrun.graph.parts import Component
 from graphrun.modules.build import build, draft, held_meta_module, meta_module
 from graphrun.modules.conversions import Derivation
 from graphrun.modules.quantize import quantizable_layers

@@ -19,7 +19,8 @@ from torch import nn
 
 import graphrun
 from graphrun.errors import GraphError
-from graphrun.graph.graph import Component, Graph
+from graphrun.graph.graph import Graph
+from graphrun.graph.parts import Component
 from graphrun.modules.build import build, draft, held_meta_module, meta_module
 from graphrun.modules.gguf import dequantized, gguf_tensors, quantized_types, shape_of
 from graphrun.profile.precision import flags
@@ -316,7 +317,7 @@ def test_the_error_for_a_missing_file_says_what_to_do(flux: Graph, tmp_path: Pat
 
 
 def test_a_lora_is_not_fused_into_gguf_weights(graph: Graph) -> None:
-    from graphrun.graph.graph import Adapter
+    from graphrun.graph.parts import Adapter
 
     with pytest.raises(GraphError, match="a LoRA cannot be fused into weights in gguf"):
         draft(

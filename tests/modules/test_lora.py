@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from graphrun.errors import GraphError
-from graphrun.graph.graph import Adapter, Component, Graph
+from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
+from graphrun.graph.parts import Adapter, Component
 from graphrun.modules.blocks import lay_out
 from graphrun.modules.build import build, draft
 

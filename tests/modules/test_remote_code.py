@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from graphrun.errors import GraphError
-from graphrun.graph.graph import Component, Graph, Part
+from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
+from graphrun.graph.parts import Component, Part
 from graphrun.modules.build import build_part, meta_module
 
 GRAPHS = Path(__file__).parents[2] / "graphs"

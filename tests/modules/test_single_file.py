@@ -16,7 +16,8 @@ from torch import nn
 
 import graphrun
 from graphrun.errors import GraphError
-from graphrun.graph.graph import Component, Graph
+from graphrun.graph.graph import Graph
+from graphrun.graph.parts import Component
 from graphrun.modules.build import build, draft, meta_module, resolve_class
 from graphrun.modules.conversions import Derivation, SymbolicTensors
 from graphrun.modules.source_files import Stored, stored_tensors

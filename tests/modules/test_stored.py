@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import graphrun
 from graphrun.errors import GraphError
-from graphrun.graph.graph import Component, Graph
+from graphrun.graph.graph import Graph
+from graphrun.graph.parts import Component
 from graphrun.modules.build import build, build_part, meta_module
 from graphrun.modules.source_files import local_folder, stored_tensors
 from graphrun.modules.stored import holding

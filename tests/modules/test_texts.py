@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from graphrun.errors import GraphError
-from graphrun.graph.graph import Graph, Part
+from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
+from graphrun.graph.parts import Part
 from graphrun.modules.build import build_part
 from graphrun.modules.texts import MAX_TOKENS
 
@@ -23,7 +24,7 @@ GRAPHS = Path(__file__).parents[2] / "graphs"
 SCRIPT = """
 import sys
 from graphrun.modules.build import build_part
-from graphrun.graph.graph import Part
+from graphrun.graph.parts import Part
 from graphrun.graph.loading import load
 kind = "transformers.PreTrainedTokenizerFast"
 part = Part("tokenizer", kind, {}, source=sys.argv[1], file_line="graph.yaml:9")

@@ -14,8 +14,8 @@ import torch
 from stage_runs import stages_of
 
 import graphrun
-from graphrun.graph.graph import Reference
 from graphrun.graph.order import read_by
+from graphrun.graph.parts import Reference
 from graphrun.modules.build import build
 from graphrun.ops.outlines import Outline, materialize_outlines, outline_tensors
 

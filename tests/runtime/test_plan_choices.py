@@ -14,8 +14,9 @@ from campaign import sampled
 from safetensors.torch import save_file
 from whole_pipelines import GRAPHS, pixels, plain_image
 
-from graphrun.graph.graph import Adapter, Graph
+from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
+from graphrun.graph.parts import Adapter
 from graphrun.model.choices import apply_choices
 from graphrun.model.plan import Plan, Restore, Slot, Spill, Stream
 from graphrun.model.problem import Problem

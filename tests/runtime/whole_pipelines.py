@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from transformers.pipelines import DepthEstimationPipeline
 
-from graphrun.graph.graph import Graph, Reference
+from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
+from graphrun.graph.parts import Reference
 from graphrun.model.plan import Stream
 from graphrun.model.problem import Problem
 from graphrun.modules.build import build, build_part, resolve_class

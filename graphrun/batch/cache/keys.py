@@ -25,9 +25,10 @@ from typing import Any
 
 from graphrun.errors import GraphError
 from graphrun.files import package_digest, python_digest
-from graphrun.graph.graph import Adapter, Component, Graph, Part, Reference, Stage
+from graphrun.graph.graph import Graph
 from graphrun.graph.media import fingerprint, size_text
 from graphrun.graph.ops import MEDIA_KINDS
+from graphrun.graph.parts import Adapter, Component, Part, Reference, Stage
 from graphrun.model.solution import Solution
 from graphrun.modules.source_files import OF_COMPONENT, OF_PART, blob, find_folder
 

@@ -14,7 +14,8 @@ from graphrun.batch.cache.index import Index
 from graphrun.batch.cache.keys import Choices, StageKeys, cacheable
 from graphrun.batch.cache.pack import pack, unpack
 from graphrun.errors import InputError
-from graphrun.graph.graph import Graph, Stage
+from graphrun.graph.graph import Graph
+from graphrun.graph.parts import Stage
 
 What = Literal["encoded", "all", "none"]
 

@@ -27,8 +27,9 @@ import torch
 from torch import nn
 
 from graphrun.errors import GraphError, InputError
-from graphrun.graph.graph import DEFAULT_ALLOW, Component, Graph, Part
+from graphrun.graph.graph import DEFAULT_ALLOW, Graph
 from graphrun.graph.loading import PICKLED
+from graphrun.graph.parts import Component, Part
 from graphrun.modules.classes import resolve_class
 
 DTYPES = ("bfloat16", "float16", "float32")

@@ -13,8 +13,8 @@ from graphrun.diffusers_.importing.fingerprint import ComponentCall
 from graphrun.diffusers_.importing.signature import InputParameter, further_inputs, media_kind
 from graphrun.diffusers_.importing.trial import TrialPipeline
 from graphrun.errors import GraphrunError
-from graphrun.graph.graph import Reference, Stage
 from graphrun.graph.ops import OPERATIONS
+from graphrun.graph.parts import Reference, Stage
 from graphrun.ops.call import FIELDS
 
 

@@ -30,7 +30,8 @@ from graphrun.diffusers_.importing.layout import (
     outputs_in,
 )
 from graphrun.diffusers_.importing.trial import TrialPipeline, few_steps
-from graphrun.graph.graph import PLANNING_TEXT, Reference, Stage
+from graphrun.graph.graph import PLANNING_TEXT
+from graphrun.graph.parts import Reference, Stage
 from graphrun.ops.block import GENERATOR
 from graphrun.ops.call import FIELDS
 from graphrun.ops.diffusion import without_pictures

@@ -19,7 +19,7 @@ import torch
 
 from graphrun.diffusers_.importing.found import PipelineDescription, dtype_of, slug
 from graphrun.errors import GraphError, InputError
-from graphrun.graph.graph import Component
+from graphrun.graph.parts import Component
 from graphrun.modules.build import meta_module
 from graphrun.modules.contents import Content, as_stored, content_of, refuse_missing, tensors_in
 from graphrun.modules.gguf import shape_of

@@ -41,8 +41,9 @@ from graphrun.diffusers_.importing.signature import (
 from graphrun.diffusers_.importing.trial import STEPS, TrialPipeline, find_arguments
 from graphrun.diffusers_.live import merge_shared
 from graphrun.errors import InputError
-from graphrun.graph.graph import PLANNING_TEXT, Reference, Stage
+from graphrun.graph.graph import PLANNING_TEXT
 from graphrun.graph.ops import OPERATIONS
+from graphrun.graph.parts import Reference, Stage
 from graphrun.ops.diffusion import set_tiling
 
 # Arguments of the three ops: argument -> name of the input.

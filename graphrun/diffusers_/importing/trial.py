@@ -27,8 +27,9 @@ from graphrun.diffusers_.importing.signature import (
 )
 from graphrun.diffusers_.importing.standin import stand_in
 from graphrun.errors import InputError
-from graphrun.graph.graph import PLANNING_TEXT, Graph, Part
+from graphrun.graph.graph import PLANNING_TEXT, Graph
 from graphrun.graph.media import blank
+from graphrun.graph.parts import Part
 from graphrun.modules.build import build_part, meta_module
 from graphrun.modules.texts import with_length_limit
 from graphrun.ops import Stages

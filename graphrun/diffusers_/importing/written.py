@@ -20,7 +20,8 @@ from graphrun.diffusers_.importing.fingerprint import ComponentCall
 from graphrun.diffusers_.importing.found import OF_CONFIG, OF_FILES, PipelineDescription
 from graphrun.diffusers_.importing.layout import GraphLayout
 from graphrun.diffusers_.importing.standin import stand_in_words
-from graphrun.graph.graph import DEFAULT_ALLOW, Component, Part, Reference, Stage
+from graphrun.graph.graph import DEFAULT_ALLOW
+from graphrun.graph.parts import Component, Part, Reference, Stage
 
 WIDTH = 128  # characters in a line
 SHORT = 90  # characters of JSON up to which a configuration is inline
