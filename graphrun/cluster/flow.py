@@ -33,150 +33,34 @@ import itertools
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from graphrun.batch.cache.keys import choices_of
-from graphrun.batch.queue import Batch, BatchContext, RequestWork, Works
+from graphrun.batch.queue import Batch, BatchContext, Works
 from graphrun.batch.requests import Request
 from graphrun.batch.schedule import Schedule, StageSegment
 from graphrun.batch.watch import LeftOut
-from graphrun.cluster.machines import Link
-from graphrun.cluster.placement import (
-    WAITING,
-    Assignment,
-    Placement,
-    StageSpan,
-    bytes_before,
-    parts_of,
+from graphrun.cluster.flow_items import (
+    Crew,
+    FlowItem,
+    FlowResult,
+    FlowWorker,
+    ItemRun,
+    Post,
+    Ticket,
+    ValueHandle,
+    trace_parts,
 )
+from graphrun.cluster.machines import Link
+from graphrun.cluster.placement import WAITING, Placement, bytes_before, parts_of
 from graphrun.cluster.worker import LostValue, Report, Visit
 from graphrun.errors import BrokenPlan, GraphrunError, OutOfMemory, PlanError, TransferFailed
 from graphrun.graph.graph import Graph
-from graphrun.trace import Event, Lane, SlotTrace, Trace
+from graphrun.trace import Lane
 
 LOSSES = 8  # times that values of an item may be lost before it fails
-
-ValueHandle = Any  # of a result in the crew's store
-Ticket = Any  # of a started run
-TimedRecord = TypeVar("TimedRecord", Event, SlotTrace)
-
-
-class Crew(Protocol):
-    """The workers, one for each assignment of a placement, and the store of their values."""
-
-    def load_ahead(self, worker: int) -> Ticket:
-        """Start loading the blocks that the first run of worker number ``worker`` starts with."""
-
-    def begin(self, worker: int, visits: Sequence[Visit]) -> Ticket:
-        """Start a run of worker number ``worker``, after its earlier runs. ``visits``: one `Visit`
-        for each item of the run, with handles of its values."""
-
-    def finished(self, tickets: Collection[Ticket], *, wait_for_all: bool) -> Collection[Ticket]:
-        """Wait, at most a second, until one of ``tickets`` is finished, or with ``wait_for_all``
-        until all are. Return the finished tickets; after a second, none."""
-
-    def report(self, ticket: Ticket) -> Report:
-        """Return the report of a finished run. Raises BrokenPlan if its worker died in every
-        attempt."""
-
-    def result(self, ticket: Ticket, visit: int) -> ValueHandle:
-        """Return the handle of the result of visit number ``visit``."""
-
-    def keep(self, values: Mapping[str, Any]) -> ValueHandle:
-        """Store values that no worker made."""
-
-    def fetch(self, handle: ValueHandle) -> dict[str, Any]:
-        """Return the values of a handle. Raises LostValue."""
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class _Result:
-    """The result of the stages ``span`` of the graph, for one or more items.
-
-    ``handle``: of the values in the crew's store; None while they are not in the store. Either the
-    result does not exist yet, or this process has the values and no worker has needed them.
-    ``followers``: other items that need the same result.
-    """
-
-    span: tuple[int, int]
-    handle: ValueHandle = None
-    is_done: bool = False
-    followers: list[_FlowItem] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
-class _FlowItem:
-    """A request on its way.
-
-    ``stage``: number of the next stage. ``host``: the location of its values. ``holder``: the
-    `_Post` that made its latest values, while they count in the post's ``outbox``. ``results``: by
-    stage. ``is_solo``: run it without other items, after a run with others failed.
-    """
-
-    work: RequestWork
-    stage: int = 0
-    host: str = ""
-    holder: _Post | None = None
-    results: dict[str, _Result] = field(default_factory=dict)
-    losses: int = 0
-    is_solo: bool = False
-
-    @property
-    def number(self) -> int:
-        """The request's number."""
-        return self.work.request.number
-
-
-@dataclass(slots=True, eq=False)
-class _FlowWorker:
-    """A worker with its ``posts``, one for each part.
-
-    ``active_posts``: the parts in the current run. ``loaded_seconds``: the virtual time when the
-    blocks loaded before its first run are on the device.
-    """
-
-    number: int
-    assignment: Assignment
-    segment: StageSegment
-    posts: list[_Post] = field(default_factory=list)
-    active_posts: list[_Post] = field(default_factory=list)
-    loaded_seconds: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _Post:
-    """A part of a worker and its items.
-
-    ``coming``: items on their way. ``inbox``: items that have arrived. ``outbox``: number of
-    results that have neither gone on to a next part nor been delivered.
-    """
-
-    worker: _FlowWorker
-    span: StageSpan
-    stages: tuple[str, ...]
-    inbox: list[_FlowItem] = field(default_factory=list)
-    coming: int = 0
-    outbox: int = 0
-
-    @property
-    def assignment(self) -> Assignment:
-        """The worker's assignment."""
-        return self.worker.assignment
-
-    @property
-    def queued(self) -> int:
-        """The number of items that it has, in total."""
-        return len(self.inbox) + self.coming + (self in self.worker.active_posts)
-
-
-class _Run(NamedTuple):
-    """An item that a worker runs, and the result that this run makes."""
-
-    post: _Post
-    item: _FlowItem
-    result: _Result
 
 
 class Flow(Works):
@@ -200,11 +84,11 @@ class Flow(Works):
         self.segments = segments_of(graph, placement)
         workers = zip(itertools.count(), placement.assignments, self.segments, strict=False)
         self.workers = [
-            _FlowWorker(number, assignment, segment) for number, assignment, segment in workers
+            FlowWorker(number, assignment, segment) for number, assignment, segment in workers
         ]
         for worker in self.workers:
             worker.posts += [
-                _Post(worker, span, self.names[slice(*span)])
+                Post(worker, span, self.names[slice(*span)])
                 for span in placement.spans(worker.assignment)
             ]
         self.posts = [post for worker in self.workers for post in worker.posts]
@@ -212,11 +96,11 @@ class Flow(Works):
         self.nbytes = bytes_before(self.names, placement.values)
         self.output_names: dict[tuple[int, int], list[str]] = {}
         self.request_count = len(self.todo)
-        self.queues: dict[int, list[_FlowItem]] = defaultdict(list)  # by stage, in order
-        self.order = deque[_FlowItem]()  # not delivered yet
-        self.shared: weakref.WeakValueDictionary[Any, _Result] = weakref.WeakValueDictionary()
+        self.queues: dict[int, list[FlowItem]] = defaultdict(list)  # by stage, in order
+        self.order = deque[FlowItem]()  # not delivered yet
+        self.shared: weakref.WeakValueDictionary[Any, FlowResult] = weakref.WeakValueDictionary()
         self.events: list[tuple[float, int, Callable[[], None]]] = []
-        self.active_runs: dict[Ticket, tuple[list[_Run], float]] = {}
+        self.active_runs: dict[Ticket, tuple[list[ItemRun], float]] = {}
         # when the link between two hosts is free
         self.free_seconds: dict[tuple[str, str], float] = defaultdict(float)
         self.start_seconds, self.clock, self.count = time.monotonic(), 0.0, itertools.count()
@@ -232,7 +116,7 @@ class Flow(Works):
             self.context.watcher.schedule(schedule, {name: len(self.todo) for name in self.names})
             for work in self.todo:
                 self._load_values(work)
-                self.order.append(item := _FlowItem(work))
+                self.order.append(item := FlowItem(work))
                 self.queues[0].append(item)
             self._load_ahead()
             while self.order:
@@ -247,7 +131,7 @@ class Flow(Works):
         Devices that no item will reach do not load. On the virtual clock, wait for all loads.
         """
         loads, downstream_workers = (
-            dict[Ticket, _FlowWorker](),
+            dict[Ticket, FlowWorker](),
             [
                 candidate
                 for candidate in self.workers
@@ -297,9 +181,9 @@ class Flow(Works):
                 has_moved = True
         return has_moved
 
-    def _startable_runs(self, worker: _FlowWorker) -> list[_Run]:
+    def _startable_runs(self, worker: FlowWorker) -> list[ItemRun]:
         """Take from each part of ``worker`` the next item that it can run."""
-        runs = list[_Run]()
+        runs = list[ItemRun]()
         for post in worker.posts:
             item = next(
                 (
@@ -310,13 +194,13 @@ class Flow(Works):
                 None,
             )
             if item is not None:
-                runs.append(_Run(post, item, item.results[post.stages[0]]))
+                runs.append(ItemRun(post, item, item.results[post.stages[0]]))
         runs = next(([run] for run in runs if run.item.is_solo), runs)
         for post, item, _ in runs:
             post.inbox.remove(item)
         return runs
 
-    def _is_awaited(self, item: _FlowItem) -> bool:
+    def _is_awaited(self, item: FlowItem) -> bool:
         """Whether the next item to deliver needs ``item``. Queue limits do not apply then, because
         all other items may wait for it behind full devices."""
         return bool(self.order) and (
@@ -362,7 +246,7 @@ class Flow(Works):
             has_moved = True
         return has_moved
 
-    def _skips(self, item: _FlowItem) -> bool:
+    def _skips(self, item: FlowItem) -> bool:
         """Whether ``item`` need not run its next stages, because their result exists or another
         item makes it."""
         previous = item.results.get(self.names[item.stage])
@@ -374,7 +258,7 @@ class Flow(Works):
         ):
             stages = self.names[slice(*span)]
             if self._is_known(item, span):
-                self._advance_item(item, _Result(span, is_done=True))
+                self._advance_item(item, FlowResult(span, is_done=True))
                 return True
             if (shared_result := self.shared.get(self._key(item, stages))) is not None:
                 for name in stages:
@@ -388,7 +272,7 @@ class Flow(Works):
                 return True
         return False
 
-    def _is_known(self, item: _FlowItem, span: tuple[int, int]) -> bool:
+    def _is_known(self, item: FlowItem, span: tuple[int, int]) -> bool:
         """Whether an earlier run saved the result of the stages ``span`` for ``item``.
 
         Stages in ``last``, which make outputs of the graph, always run.
@@ -398,13 +282,13 @@ class Flow(Works):
             self.values.has(item.number, name) for name in self._outputs(span)
         )
 
-    def _key(self, item: _FlowItem, stages: Sequence[str]) -> Any:
+    def _key(self, item: FlowItem, stages: Sequence[str]) -> Any:
         """Return a key that is equal for items with the same result of ``stages``; None if that is
         unknown."""
         keys = tuple(item.work.keys.key(name) for name in stages)
         return keys if all(keys) else None
 
-    def _advance_item(self, item: _FlowItem, result: _Result) -> None:
+    def _advance_item(self, item: FlowItem, result: FlowResult) -> None:
         """Move ``item`` past the stages of ``result``."""
         if item in self.queues[item.stage]:
             self.queues[item.stage].remove(item)
@@ -412,7 +296,7 @@ class Flow(Works):
         item.stage = result.span[1]
         bisect.insort(self.queues[item.stage], item, key=lambda other: other.number)
 
-    def _arrival(self, item: _FlowItem, post: _Post, link: Link) -> float:
+    def _arrival(self, item: FlowItem, post: Post, link: Link) -> float:
         """Return when the values of ``item`` arrive at the host of ``post``. Items take turns on a
         link.
 
@@ -427,11 +311,11 @@ class Flow(Works):
         )
         return self.free_seconds[way] + link.seconds
 
-    def _receive(self, post: _Post, item: _FlowItem) -> None:
+    def _receive(self, post: Post, item: FlowItem) -> None:
         post.coming -= 1
         bisect.insort(post.inbox, item, key=lambda other: other.number)
 
-    def _release(self, item: _FlowItem) -> None:
+    def _release(self, item: FlowItem) -> None:
         """Stop counting the values of ``item`` as waiting behind their device."""
         if item.holder is not None:
             item.holder.outbox -= 1
@@ -439,18 +323,18 @@ class Flow(Works):
 
     # -- runs
 
-    def _promise(self, item: _FlowItem, post: _Post) -> None:
+    def _promise(self, item: FlowItem, post: Post) -> None:
         """Record that ``post`` will run its stages for ``item``, so that equal items wait for the
         result."""
-        result = _Result(post.span)
+        result = FlowResult(post.span)
         item.results |= dict.fromkeys(post.stages, result)
         if (key := self._key(item, post.stages)) is not None:
             self.shared[key] = result
 
-    def _start(self, worker: _FlowWorker, runs: Sequence[_Run]) -> None:
+    def _start(self, worker: FlowWorker, runs: Sequence[ItemRun]) -> None:
         """Start one run of ``worker`` with the items of ``runs``, except for the requests that the
         watcher leaves out."""
-        started_runs, visits = list[_Run](), list[Visit]()
+        started_runs, visits = list[ItemRun](), list[Visit]()
         for run in runs:
             try:
                 self.context.watcher.begins_on(
@@ -470,7 +354,7 @@ class Flow(Works):
             worker.active_posts = [active.post for active in started_runs]
             self.active_runs[ticket] = started_runs, max(self.clock, worker.loaded_seconds)
 
-    def _sources(self, item: _FlowItem, post: _Post) -> list[_Result]:
+    def _sources(self, item: FlowItem, post: Post) -> list[FlowResult]:
         """Return the results of other stages that the stages of ``post`` read."""
         references = (
             reference for name in post.stages for reference in self.graph.stage(name).references
@@ -483,7 +367,7 @@ class Flow(Works):
             )
         )
 
-    def _handle(self, item: _FlowItem, result: _Result) -> ValueHandle:
+    def _handle(self, item: FlowItem, result: FlowResult) -> ValueHandle:
         if result.handle is None:
             result.handle = self.crew.keep(
                 {name: self.values.get(item.number, name) for name in self._outputs(result.span)}
@@ -524,7 +408,9 @@ class Flow(Works):
     def _schedule_event(self, seconds: float, happens: Callable[[], None]) -> None:
         heapq.heappush(self.events, (seconds, next(self.count), happens))
 
-    def _end_run(self, runs: Sequence[_Run], ticket: Ticket, report: Report, start: float) -> None:
+    def _end_run(
+        self, runs: Sequence[ItemRun], ticket: Ticket, report: Report, start: float
+    ) -> None:
         worker = runs[0].post.worker
         worker.active_posts = []
         if report.lost_values:
@@ -558,7 +444,7 @@ class Flow(Works):
             )
             stages = {phase.name: phase.stage for phase in worker.segment.solution.chosen.phases}
             for (post, item, _), (trace, *times) in zip(
-                runs, _split(report.trace, begin, end, runs, stages), strict=True
+                runs, trace_parts(report.trace, begin, end, runs, stages), strict=True
             ):
                 self.batch.lanes.append(
                     Lane(
@@ -588,11 +474,11 @@ class Flow(Works):
                 worker.assignment.name, post.stages, item.work.request, done_fraction
             )
 
-    def _requeue(self, post: _Post, item: _FlowItem) -> None:
+    def _requeue(self, post: Post, item: FlowItem) -> None:
         """Let ``item``, whose values are still there, wait for ``post`` again."""
         bisect.insort(post.inbox, item, key=lambda other: other.number)
 
-    def _save(self, sharers: Sequence[_FlowItem], post: _Post, result: _Result) -> None:
+    def _save(self, sharers: Sequence[FlowItem], post: Post, result: FlowResult) -> None:
         """Save the outputs of stages in the journal and in the output cache.
 
         Outputs that only the same device reads are not in the store of the crew. A stage with such
@@ -621,9 +507,9 @@ class Flow(Works):
 
     def _send_back(
         self,
-        items: Sequence[_FlowItem],
-        lost_results: Sequence[_Result],
-        failed: _Result | None = None,
+        items: Sequence[FlowItem],
+        lost_results: Sequence[FlowResult],
+        failed: FlowResult | None = None,
     ) -> None:
         """Send ``items`` back to the stages that make ``lost_results``. ``failed``: the result that
         was not made because of that."""
@@ -672,44 +558,10 @@ class Flow(Works):
             )
         return has_moved
 
-    def _drop(self, item: _FlowItem, error: GraphrunError) -> None:
+    def _drop(self, item: FlowItem, error: GraphrunError) -> None:
         self._release(item)
         self.order.remove(item)
         self._fail(item.work, error)
-
-
-def _split(
-    trace: Trace, begin: float, end: float, runs: Sequence[_Run], stages: Mapping[str, str]
-) -> list[tuple[Trace, float, float]]:
-    """Return the part of ``trace`` that belongs to each of ``runs``, with its start and end.
-    ``stages``: by phase."""
-    if len(runs) == 1:
-        return [(trace, begin, end)]
-    parts = []
-    for run in runs:
-        slot_numbers = [
-            index
-            for index, slot in enumerate(trace.slots)
-            if stages.get(slot.phase) in run.post.stages
-        ]
-        slots = [trace.slots[index] for index in slot_numbers]
-        first, last = (slots[0].start_seconds, slots[-1].end_seconds) if slots else (0.0, 0.0)
-
-        def moved(record: TimedRecord, offset: float = first) -> TimedRecord:
-            return replace(
-                record,
-                start_seconds=record.start_seconds - offset,
-                end_seconds=record.end_seconds - offset,
-            )
-
-        events = tuple(
-            moved(replace(event, slot=slot_numbers.index(event.slot)))
-            for event in trace.events
-            if event.slot in slot_numbers
-        )
-        part = replace(trace, slots=tuple(map(moved, slots)), events=events, notes=())
-        parts.append((part, begin + first, min(end, begin + last)))
-    return parts
 
 
 def segments_of(graph: Graph, placement: Placement) -> tuple[StageSegment, ...]:

@@ -28,14 +28,16 @@ import html
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from graphrun.diffusers_.call_arguments import signature_of
+from graphrun.diffusers_.call_plans import CallKey, CallRecords, PlannedCall, without_caller_bytes
+from graphrun.diffusers_.call_replan import CallPlanning, CallReplan
 from graphrun.diffusers_.dry_call import AttachedCall, MetaPipeline
 from graphrun.diffusers_.live import (
     State,
@@ -62,7 +64,7 @@ from graphrun.modules.dtype_variants import DtypeVariant, HostCasts
 from graphrun.modules.interceptor import CallInterceptor, changes_weights, entry_of, refuse_change
 from graphrun.modules.memos import Owned, attributes_of
 from graphrun.profile.problems import ProblemLimits
-from graphrun.profile.recording import ComponentProfile, DryRun, MemoryEvent, Recording, StageEnd
+from graphrun.profile.recording import ComponentProfile, DryRun, Recording
 from graphrun.report.call_screen import call_screen
 from graphrun.report.screen import measured_screen, plan_screen, verdict_line
 from graphrun.report.summary import summarize
@@ -74,65 +76,10 @@ from graphrun.solve.solve import solve
 from graphrun.solve.transitions import continued
 from graphrun.systems import refuse_forked
 from graphrun.trace import Trace, warn_of
-from graphrun.units import MIB, round_up, show_size
+from graphrun.units import round_up, show_size
 from graphrun.verify.solution import solution_of
 
 _LOG = logging.getLogger(__name__)
-
-
-class CallRecords(Protocol):
-    """Dry runs and plans on disk (`graphrun.store.CallStore`)."""
-
-    def solve(self, problem: Problem) -> Solution:
-        """Return the plan for ``problem``, from the store or the solver."""
-
-    def find(self, packages: Iterable[str], content: Any) -> Any:
-        """Return the data stored for equal ``content``; None if there is none."""
-
-    def keep(self, packages: Iterable[str], content: Any, data: Any) -> None:
-        """Store ``data`` for a call described by ``content``.
-
-        ``packages``: the packages that define the pipeline's classes.
-        """
-
-
-class CallKey(NamedTuple):
-    """Key of a plan: calls of the pipeline with equal keys share a plan.
-
-    ``name``: the called method. ``arguments``: the autocast dtype, the signature of the arguments
-    (`signature_of`) without the content of texts, and the tensors that earlier calls left for this
-    one (`kept_signatures`). ``texts``: the signature with the content of texts, for calls whose
-    shapes depend on them; else empty. ``reserve_bytes``: the caller's own bytes on the device.
-    """
-
-    name: str
-    arguments: Any
-    texts: Any
-    reserve_bytes: int
-
-    @property
-    def without_texts(self) -> tuple[Any, ...]:
-        """The key without texts and without the caller's bytes."""
-        return self.name, self.arguments
-
-    @property
-    def without_reserve(self) -> tuple[Any, ...]:
-        """The key of a dry run, which does not depend on the caller's bytes."""
-        return self.name, self.arguments, self.texts
-
-
-@dataclass(slots=True)
-class PlannedCall:
-    """The plan for calls with one `CallKey`.
-
-    ``call_signatures``: signatures of the calls into components in the dry run. ``traced_calls``:
-    how many calls into components the attachment had traced when the plan was made. A trace made
-    later may change the numbers of a component, so the plan is then made again.
-    """
-
-    call_signatures: frozenset[str]
-    solution: Solution
-    traced_calls: int
 
 
 class Attachment:
@@ -456,8 +403,18 @@ class Attachment:
         reserve_bytes = key.reserve_bytes
         solution = self._continue_from_device(planned_call.solution)
         component_names = {numbers.name for numbers in solution.problem.components}
-        replan = _Replan(self, planned_call.call_signatures, reserve_bytes)
-
+        planning = CallPlanning(
+            own_class(self.pipe).__name__,
+            device,
+            host,
+            lambda: self._meta_pipeline,
+            lambda: self.autocast,
+            functools.partial(self.problem, single_run=True),
+            self.solve,
+            self.make_room,
+            self.say,
+        )
+        replan = CallReplan(planning, planned_call.call_signatures, reserve_bytes)
         leftovers = Leftovers(self.pipe, self._modules, modules, device)
 
         def work() -> dict[str, Any]:
@@ -490,7 +447,7 @@ class Attachment:
             self._continue_from_device(planned_call.solution)
         self.solution, self.replans = solution, tuple(replan.component_calls)
         caller_bytes = other_bytes if device.unified else reserve_bytes + other_bytes
-        self.trace = _without_caller_bytes(trace, caller_bytes, output_bytes(trace.outputs))
+        self.trace = without_caller_bytes(trace, caller_bytes, output_bytes(trace.outputs))
         if replan.component_calls and key.without_texts not in self._text_dependent:
             self._text_dependent.add(key.without_texts)
             del self._dry_runs[key.without_reserve]
@@ -755,115 +712,3 @@ def _reinstall(interceptors: list[CallInterceptor]) -> None:
     """Undo `remove_interceptors`, which returns the outermost interceptor first."""
     for interceptor in reversed(interceptors):
         interceptor.__enter__()
-
-
-class _Replan:
-    """The executor's `Replan`: plans calls into components that the plan does not contain.
-
-    ``call_signatures``: signatures of the calls into components that the current plan contains.
-    ``component_calls``: the newly planned calls, as ``component.method``.
-    """
-
-    def __init__(
-        self, attachment: Attachment, call_signatures: frozenset[str], reserve_bytes: int
-    ) -> None:
-        self.component_calls: list[str] = []
-        self._attachment, self._call_signatures, self._reserve_bytes = (
-            attachment,
-            call_signatures,
-            reserve_bytes,
-        )
-
-    def expects(
-        self, component: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Return whether the current plan contains this call into a component.
-
-        A call with another text counts if the component computes the same for both.
-        """
-        if self._signature(component, method, args, kwargs) in self._call_signatures:
-            return True
-        attachment, dtype_variants = self._attachment, self._attachment._host.dtype_variants
-        assert dtype_variants is not None
-        dtype_variant = dtype_variants.variants[component]
-        return attachment._meta_pipeline.serves(
-            self._call_signatures, dtype_variant, method, args, kwargs, attachment.autocast
-        )
-
-    def plan_from(
-        self,
-        component: str,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        live_bytes: int,
-    ) -> Solution:
-        """Return a plan for this call into a component and later ones of the same signature.
-
-        ``live_bytes``: bytes allocated on the device.
-        """
-        attachment, dtype_variants = self._attachment, self._attachment._host.dtype_variants
-        assert dtype_variants is not None
-        attachment.say(
-            f"{own_class(attachment.pipe).__name__}: {component}.{method} is not in the plan of "
-            "the call: planning it"
-        )
-        dtype_variant, autocast = dtype_variants.variants[component], attachment.autocast
-        call, returned = attachment._meta_pipeline.trace(
-            dtype_variant, method, args, kwargs, autocast
-        )
-        device = attachment._device
-        input_bytes = (
-            round_up(max(0, device.other_bytes - device.context_bytes), MIB)
-            if isinstance(device, CpuDevice)
-            else max(0, live_bytes - self._reserve_bytes - attachment._host.held_bytes())
-        )
-        # One stage that calls the component twice, so that the plan has a first and a steady slot;
-        # later calls use the steady slot. Event keys: 1 is what is live before, 2 and 3 are what
-        # the two calls return.
-        recording = Recording(
-            [
-                MemoryEvent(1, input_bytes),
-                call,
-                MemoryEvent(2, returned.nbytes),
-                call,
-                MemoryEvent(3, returned.nbytes),
-                StageEnd(method),
-            ],
-            keeps_tensors=True,
-        )
-        solution = attachment.solve(
-            attachment.problem(recording, self._reserve_bytes, single_run=True)
-        )
-        attachment._host.lay_out(solution.chosen, dtype_variants.variants)
-        attachment.make_room(solution, {numbers.name for numbers in solution.problem.components})
-        self._call_signatures = frozenset({self._signature(component, method, args, kwargs)})
-        self.component_calls.append(f"{component}.{method}")
-        return solution
-
-    def _signature(
-        self, component: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> str:
-        attachment = self._attachment
-        device_type = attachment._device.torch_device.type
-        return repr(
-            attachment._meta_pipeline.prober.signature(component, method, args, kwargs, device_type)
-        )
-
-
-def _without_caller_bytes(trace: Trace, held_bytes: int, output_bytes: int) -> Trace:
-    """Return ``trace`` without outputs, and without the caller's bytes in its peaks.
-
-    ``held_bytes``: the caller's bytes on the device before the call. In the end slot the outputs
-    belong to the caller too.
-    """
-    caller_bytes = {"end": held_bytes + output_bytes}
-    slots = tuple(
-        replace(
-            slot,
-            peak_bytes=max(0, slot.peak_bytes - caller_bytes.get(slot.part, held_bytes)),
-            planned_peaks=(max(0, slot.planned_peaks[0] - held_bytes), *slot.planned_peaks[1:]),
-        )
-        for slot in trace.slots
-    )
-    return replace(trace, slots=slots, outputs={})
