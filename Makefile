@@ -10,7 +10,7 @@ QUICK  := tests/graph tests/solve tests/report/test_golden.py tests/report/test_
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: run cpu quick test sweep fuzz lint golden cast tables pipelines docs wheel clean
+.PHONY: run cpu quick near test sweep fuzz lint golden cast tables pipelines docs wheel clean
 
 run: $(STAMP)
 	@mkdir -p out
@@ -27,6 +27,10 @@ cpu: $(STAMP)
 # Half a minute: graph files, the solver, the checker, screens.
 quick: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadfile -m "not long" $(QUICK)
+
+# A minute: the short tests of what imports a package, as PKG=solve.
+near: $(STAMP)
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "not long" $$($(BIN)/python tests/near.py $(PKG))
 
 # Nine minutes on two cores: every small case.
 test: $(STAMP) lint

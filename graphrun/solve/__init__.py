@@ -7,9 +7,13 @@ exists.
     orders               stage orders and stage options to choose from
     granularity          components that are split into layers
     dominance            variants worth solving for
-    program              integer variables, constraints and costs of a plan
+    program, programs    integer variables and constants of a plan; the program of a problem
+    rows                 the constraints of seconds and bytes, for columns and for integers
+    columns, milp        the variables as columns with their other rows; goals and budgets
+    split_columns        the variables of components that are split over devices
+    linear               linear expressions, and HiGHS
     search, sessions     goals in order: seconds, bytes moved, memory; sessions run by run
-    milp, linear         the program as rows and columns; linear expressions, and HiGHS
+    strategies           switches of the heuristics
     actions              a plan from the integers
     baselines            fixed strategies for comparison
     transitions          a session plan that starts with the blocks of another plan
