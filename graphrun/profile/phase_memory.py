@@ -11,13 +11,14 @@ these calls, so all of it must fit next to the phase's weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from graphrun.model.allocator import Allocator, Counting, Heap
+from graphrun.model.phase_trace import CALL, CallTrace, Item, PhaseTrace
 from graphrun.model.problem import Hardware
-from graphrun.profile.corrections import scratch_on
-from graphrun.profile.recording import Call, MemoryEvent, Recording
+from graphrun.profile.phase_traces import phase_traces_of
+from graphrun.profile.recording import Call, Recording
 
 
 @dataclass(slots=True)
@@ -47,22 +48,15 @@ def phase_memories_of(
     (`problems.phase_spans`).
     """
     allocator = allocator or (Heap if hardware.unified else Counting)
-    replay = _RecordingReplay(hardware, allocator(), recording.keeps_tensors)
-    entries = recording.entries()
-    starts = {begin: {call.component for _, call in entries[begin:end]} for begin, end in spans}
-    position, not_entered = 0, set[str]()
-    for item in recording.items:
-        if isinstance(item, MemoryEvent):
-            replay.apply(item)
-        elif isinstance(item, Call):
-            if position in starts:
-                replay.begin_phase()
-                not_entered = starts[position]
-            elif not not_entered and not replay.is_steady:
-                replay.begin_steady()
-            not_entered.discard(item.component)
-            replay.enter(item)
-            position += 1
+    traces = phase_traces_of(recording, spans, hardware)
+    replay = _TraceReplay(allocator(), recording.keeps_tensors, hardware.unified)
+    for trace in traces:
+        replay.apply(trace, trace.prelude)
+        replay.begin_phase()
+        replay.apply(trace, trace.first)
+        if trace.steady:
+            replay.begin_steady()
+            replay.apply(trace, trace.steady)
     return replay.phases[1:]
 
 
@@ -81,20 +75,20 @@ def pipeline_code_of(
     return [memory.peak_bytes - memory.entry_bytes for memory in phase_memories]
 
 
-class _RecordingReplay:
-    """Feed a recording to an allocator.
+class _TraceReplay:
+    """Feed the traces of phases to an allocator.
 
-    Keys inside calls get a running offset, so they differ from the recording's own keys.
+    ``keeps``: components keep tensors from phase to phase. ``trims``: the executor returns empty
+    pages before each call. Keys inside calls get a running offset, so they differ from the
+    recording's own keys.
     """
 
-    def __init__(self, hardware: Hardware, allocator: Allocator, keeps_tensors: bool) -> None:
-        self.allocator = allocator
-        self.hardware = hardware
-        self.keeps = keeps_tensors
+    def __init__(self, allocator: Allocator, keeps: bool, trims: bool) -> None:
+        self.allocator, self.keeps, self.trims = allocator, keeps, trims
         self.phases = [PhaseMemory()]  # the first entry is before all phases
         self.is_steady = False
         self._live: set[int] = set()
-        # (id of a call of this phase, key in the call) -> key in the allocator.
+        # (id of a call's trace, key in the call) -> key in the allocator
         self._persistent_keys: dict[tuple[int, int], int] = {}
         self._offset = -1
 
@@ -116,13 +110,17 @@ class _RecordingReplay:
         self.phases[-1].steady_bytes = self.allocator.used_bytes
         self.is_steady = True
 
-    def apply(self, event: MemoryEvent) -> None:
-        if event.nbytes:
-            self._live.add(event.key)
-            self._allocate(event.key, event.nbytes)
-        elif event.key in self._live:
-            self._live.remove(event.key)
-            self.allocator.release(event.key)
+    def apply(self, trace: PhaseTrace, items: Iterable[Item]) -> None:
+        """Replay ``items`` of ``trace``."""
+        for key, nbytes in items:
+            if nbytes == CALL:
+                self._enter(trace.calls[key])
+            elif nbytes:
+                self._live.add(key)
+                self._allocate(key, nbytes)
+            elif key in self._live:
+                self._live.remove(key)
+                self.allocator.release(key)
 
     def _allocate(self, key: int, nbytes: int) -> None:
         self.allocator.allocate(key, nbytes)
@@ -132,25 +130,20 @@ class _RecordingReplay:
         else:
             phase.first_bytes = max(phase.first_bytes, used_bytes)
 
-    def enter(self, call: Call) -> None:
+    def _enter(self, call: CallTrace) -> None:
         """Replay ``call``. Tensors that a component keeps are allocated once per phase."""
-        if self.hardware.unified:
-            self.allocator.trim()  # as the executor does before a call
+        if self.trims:
+            self.allocator.trim()
         base, persistent_keys = (
             self._offset,
             {key for call_id, key in self._persistent_keys if call_id == id(call)},
         )
-        for event in call.events:
-            key, nbytes = event.key, event.nbytes
-            if event.scratch:
-                if scratch_bytes := scratch_on(self.hardware, call, event):
-                    self._allocate(0, scratch_bytes)
-                    self.allocator.release(0)
-                continue
+        for key, nbytes in call.events:
+            call_key = base - key if key > 0 else 0  # scratch, of which one is live at a time
             if key not in persistent_keys and nbytes:
-                self._allocate(base - key, nbytes)
-                self._offset = min(self._offset, base - key)
+                self._allocate(call_key, nbytes)
+                self._offset = min(self._offset, call_key)
                 if key in call.persistent_keys:
-                    self._persistent_keys[id(call), key] = base - key
+                    self._persistent_keys[id(call), key] = call_key
             elif key not in call.persistent_keys:
-                self.allocator.release(base - key)
+                self.allocator.release(call_key)

@@ -28,10 +28,11 @@ def phase_traces_of(
     """Return the trace of each phase.
 
     ``spans``: half-open ranges of ``recording.entries()``, one for each phase. The first part ends
-    when every component has been called and one is called again, as in `phase_memories_of`.
+    when every component has been called and one is called again.
     """
     entries = recording.entries()
     starts = {begin: {call.component for _, call in entries[begin:end]} for begin, end in spans}
+    call_traces = dict[int, CallTrace]()  # by id of a call; phases share them
     phases = [_Phase()]
     part, position, not_entered = phases[0].prelude, 0, set[str]()
     for item in recording.items:
@@ -48,7 +49,9 @@ def phase_traces_of(
             phase = phases[-1]
             if id(item) not in phase.kinds:
                 phase.kinds[id(item)] = len(phase.calls)
-                phase.calls.append(_call(item, hardware))
+                if id(item) not in call_traces:
+                    call_traces[id(item)] = _call(item, hardware)
+                phase.calls.append(call_traces[id(item)])
             part.append((phase.kinds[id(item)], CALL))
             position += 1
     traces = [
