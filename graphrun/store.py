@@ -239,13 +239,12 @@ def fitting_for(
 def suggestions_for(
     problem: Problem, solution: Solution, options: Callable[[], Iterable[Any]], store: Store | None
 ) -> tuple[Any, ...]:
-    """Return `graphrun.solve.speedups` for ``solution``, the plan of ``problem``.
+    """Return `graphrun.solve.suggestions` for ``solution``, the plan of ``problem``.
 
     They are read from ``store``, else solved for and stored. ``options``: suggestions that take dry
     runs.
     """
-    from graphrun.solve.speedups import speedups, worthwhile  # imports highspy
-    from graphrun.solve.suggestions import Suggestion
+    from graphrun.solve.suggestions import Suggestion, speedups, worthwhile  # imports highspy
 
     speedup_list = _stored(
         store, "suggestions", _plan_key(problem), TypeAdapter(list[Suggestion]).validate_python

@@ -237,8 +237,7 @@ def plan_graph(
             )
         except GraphrunError as error:
             from graphrun.solve.infeasible import Infeasible
-            from graphrun.solve.setting_suggestions import setting_suggestions
-            from graphrun.solve.suggestions import best_first
+            from graphrun.solve.suggestions import best_first, setting_suggestions
 
             if isinstance(error, Infeasible):  # some suggestions need further dry runs
                 settings = setting_suggestions(graph, inputs, arguments["allow"], estimate)
@@ -252,7 +251,7 @@ def plan_graph(
     )
     if advise and solution.slow:
         from graphrun.files import Store
-        from graphrun.solve.setting_suggestions import options_of
+        from graphrun.solve.suggestions import options_of
         from graphrun.store import suggestions_for
 
         store = Store(cache) if cache is not None else None

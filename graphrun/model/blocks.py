@@ -8,12 +8,12 @@ counts   blocks per group                                            0 2 12
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from graphrun.errors import PlanError
-from graphrun.model.keep_order import keep_order
 from graphrun.model.plan import BlockNames, Evict, Load, Slot, blocks_text
 from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers
 from graphrun.units import round_up
@@ -155,3 +155,24 @@ def resident_blocks(
                     else resident - action_blocks
                 )
         yield resident
+
+
+@functools.cache
+def keep_order(count: int) -> tuple[int, ...]:
+    """Return a permutation of ``0 .. count - 1``: blocks by priority. To keep K blocks, keep the
+    first K, so a larger set contains every smaller one.
+
+    Bit reversal (the van der Corput sequence), scaled to ``count``: every prefix is spread evenly
+    over the call order, so copies of streamed blocks overlap compute of resident blocks.
+    Measured: at most 1.5 % slower than the best set for each K. Keeping blocks 0 .. K-1 instead
+    costs 6 to 17 %.
+
+        keep_order(8)     0 4 2 6 1 5 3 7
+        K = 3 of 8        # . # . # . . .      # kept   . streamed
+    """
+    bits = max(count - 1, 0).bit_length()
+    order: dict[int, None] = {}
+    for step in range(1 << bits):
+        reverse = int(format(step, f"0{bits}b")[::-1], 2) if bits else 0
+        order.setdefault((reverse * count) >> bits)
+    return tuple(order)[:count]

@@ -233,8 +233,7 @@ def _refusal(
     """Return why there is no plan, and inputs for which there is one."""
     from graphrun.report.whatif_screens import infeasible_json
     from graphrun.solve.infeasible import Infeasible
-    from graphrun.solve.setting_suggestions import setting_suggestions
-    from graphrun.solve.suggestions import best_first
+    from graphrun.solve.suggestions import best_first, setting_suggestions
 
     code = "does_not_fit" if error.exit_code == Infeasible.exit_code else "invalid_value"
     # a graph that does not fit its share runs with the whole budgets

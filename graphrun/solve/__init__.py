@@ -19,9 +19,7 @@ exists.
     transitions          a session plan that starts with the blocks of another plan
     least                minimum budgets
     infeasible           budgets that are too small, and by how much
-    suggestions          changes after which a plan exists
-    setting_suggestions  suggestions that need another dry run
-    speedups             suggestions that make a slow plan faster
+    suggestions          changes after which a plan exists, or is faster
     alternatives         the plan with a component placed differently
     frontier             one problem at many budgets
     interrupts           the best plan so far when Ctrl-C ends planning

@@ -1,21 +1,39 @@
-"""Changes of a problem after which a plan exists, each verified by a solve.
+"""Suggestions: changes of a problem, each verified by a solve.
+
+    suggestions_of        after which a plan exists: budgets, permissions, directives, stages apart
+    setting_suggestions   the same, with a dry run each: options of stages, a smaller image
+    speedups              after which a plan that mostly waits for copies or the disk is faster:
+                          all of the card, RAM for all weights, a session, weights stored in the
+                          precision they are used in, permissions
 
 Changes that leave the output unchanged come first, then those with the least predicted time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from graphrun.model.choices import stages_of
-from graphrun.model.least_memory import PhaseMinimum
-from graphrun.model.problem import PhaseNumbers, Problem, ValueNumbers
+from graphrun.errors import GraphrunError
+from graphrun.graph.graph import Graph
+from graphrun.model.choices import stages_of, with_each_variant
+from graphrun.model.least_memory import PhaseMinimum, used_components
+from graphrun.model.problem import PhaseNumbers, Problem, ValueNumbers, Variant
+from graphrun.model.solution import Solution
 from graphrun.solve.least import ever_finer, has_usable_variants
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import stage_choices
 from graphrun.solve.search import SECONDS, choose
-from graphrun.units import typed_size
+from graphrun.units import GIB, typed_size
+
+INPUT_SIZES = ("height", "width", "num_frames", "frames")
+# sizes to try, in eighths of the original size; each is a dry run of some seconds
+EIGHTHS = (7, 6, 5, 4, 3, 2)
+
+EstimateFunction = Callable[[Mapping[str, Any], tuple[str, ...]], Problem]
+LEAST_GAIN = 0.1  # minimum share of a run's time that a suggestion saves
+SESSION = 8  # runs
 
 
 def predicted_seconds(problem: Problem) -> float | None:
@@ -364,3 +382,163 @@ def _limit_activation(phase: PhaseNumbers, activation: int | None) -> PhaseNumbe
         first_bytes=min(phase.first_bytes, activation),
         steady_bytes=min(phase.steady_bytes, activation),
     )
+
+
+# ---- With another dry run
+
+
+def setting_suggestions(
+    graph: Graph, inputs: Mapping[str, Any], allow: tuple[str, ...], estimate: EstimateFunction
+) -> tuple[Suggestion, ...]:
+    """Return the changes that each suffice alone: options of the graph without permission, and the
+    largest size of `EIGHTHS` that fits.
+
+    ``estimate(inputs, allow)`` returns the problem for these. A change whose dry run fails is left
+    out.
+    """
+    return (
+        *options_of(graph, inputs, allow, estimate),
+        *_input_sizes(graph, inputs, allow, estimate),
+    )
+
+
+def options_of(
+    graph: Graph, inputs: Mapping[str, Any], allow: tuple[str, ...], estimate: EstimateFunction
+) -> Iterator[Suggestion]:
+    """Yield the options of the graph without permission, each with its predicted seconds."""
+    stages_by_permission: dict[str, list[str]] = {}
+    for stage in graph.stages:
+        for name in stage.options:
+            if (needs := stage.operation.options[name]) and needs not in allow:
+                stages_by_permission.setdefault(needs, []).append(stage.name)
+    for needs, stages in stages_by_permission.items():
+        seconds = _seconds_or_none(lambda needs=needs: estimate(inputs, (*allow, needs)))  # type: ignore[misc]
+        if seconds is not None:
+            yield Suggestion(
+                f"allow {needs} (of {', '.join(stages)})", (("--allow", needs),), seconds, True
+            )
+
+
+def _input_sizes(
+    graph: Graph, inputs: Mapping[str, Any], allow: tuple[str, ...], estimate: EstimateFunction
+) -> Iterator[Suggestion]:
+    values = graph.for_planning(inputs)
+    sizes = {
+        name: values[name]
+        for name in INPUT_SIZES
+        if name in graph.inputs and isinstance(values[name], int)
+    }
+    for eighths in EIGHTHS if sizes else ():
+        smaller = {
+            name: _scaled(value, eighths, graph.inputs[name].multiple_of or 1)
+            for name, value in sizes.items()
+        }
+        seconds = _seconds_or_none(lambda smaller=smaller: estimate({**inputs, **smaller}, allow))  # type: ignore[misc]
+        if seconds is not None:
+            text = " ".join(f"{name}={value}" for name, value in smaller.items())
+            yield Suggestion(
+                f"make it smaller: {text}",
+                tuple(("--set", f"{k}={v}") for k, v in smaller.items()),
+                seconds,
+                True,
+            )
+            return
+
+
+def _scaled(value: int, eighths: int, step: int) -> int:
+    return max(step, value * eighths // 8 // step * step)
+
+
+def _seconds_or_none(problem: Callable[[], Problem]) -> float | None:
+    try:
+        return predicted_seconds(problem())
+    except GraphrunError:
+        return None
+
+
+# ---- Faster plans
+
+
+def speedups(problem: Problem, options: Iterable[Suggestion]) -> Iterator[Suggestion]:
+    """Yield changes of ``problem``, then ``options``: suggestions of other stage options.
+
+    All have the predicted seconds of one run.
+    """
+    for proposal in _speedup_proposals(problem):
+        if (suggestion := proposal.verified()) is not None:
+            runs = proposal.problems[0].runs
+            yield replace(suggestion, seconds=suggestion.seconds / runs)
+    yield from (
+        replace(suggestion, seconds=suggestion.seconds / problem.runs) for suggestion in options
+    )
+
+
+def worthwhile(suggestions: Iterable[Suggestion], solution: Solution) -> tuple[Suggestion, ...]:
+    """Return the ``suggestions`` that save at least LEAST_GAIN: first those without changes of the
+    output, then by time."""
+    limit_seconds = (1 - LEAST_GAIN) * solution.simulation.total_seconds / solution.problem.runs
+    return best_first(item for item in suggestions if item.seconds <= limit_seconds)
+
+
+def _speedup_proposals(problem: Problem) -> Iterator[Proposal]:
+    capacity = problem.hardware.capacity_bytes
+    if (
+        problem.budget_bytes < capacity
+        and problem.hardware.device != "sim"
+        and not problem.secondaries
+    ):
+        text = "all of the machine's memory" if problem.hardware.unified else "all of the card"
+        change = problem.budget_change(capacity)
+        yield Proposal(text, (change,), (problem.with_budget(capacity),))
+    if not problem.hardware.unified and (ram := _ample_ram(problem)) > problem.ram_bytes:
+        ample = replace(problem, ram_bytes=ram)
+        yield Proposal("RAM for all weights", (("--ram", str(ram)),), (ample,))
+    if problem.runs == 1:
+        text, session = f"per run, in a session of {SESSION} runs", replace(problem, runs=SESSION)
+        yield Proposal(text, (("--runs", str(SESSION)),), (session,))
+    files_text, files_option = "a checkpoint in the precision of use", ("--source", "FOLDER")
+    if (stored_problem := _as_used(problem)) != problem:
+        yield Proposal(files_text, (files_option,), (stored_problem,))
+    for proposal in permissions(problem):
+        yield proposal
+        if (stored_problem := _as_used(proposal.problems[0])) != proposal.problems[0]:
+            text, change_both = (
+                f"{proposal.text}, with {files_text}",
+                (*proposal.change, files_option),
+            )
+            yield Proposal(text, change_both, (stored_problem,), changes_output=True)
+
+
+def _ample_ram(problem: Problem) -> int:
+    """Return the RAM for the backing stores of all components, in bytes, rounded up to GiB.
+
+    Each component in the first usable variant whose backing store is in RAM.
+    """
+    in_ram = [
+        [v for v in (c.variants[n] for n in problem.usable(c)) if v.backing_store != "disk"]
+        for c in used_components(problem)
+    ]
+    store_bytes = [
+        variants[0].host_bytes + variants[0].transient_bytes for variants in in_ram if variants
+    ]
+    return -(-sum(store_bytes) // GIB) * GIB
+
+
+def _as_used(problem: Problem) -> Problem:
+    """Return ``problem`` with checkpoints already in the precision of use: only the bytes of the
+    device weights are read, and no conversion is needed."""
+
+    def stored(variant: Variant) -> Variant:
+        if not variant.read_bytes or (variant.needs and variant.needs not in problem.allow):
+            return variant
+        read_seconds = tuple(
+            nbytes / problem.hardware.disk_bytes_per_second for nbytes in variant.block_bytes
+        )
+        seconds = (
+            {"disk_seconds": read_seconds}
+            if variant.backing_store == "disk"
+            else {"read_seconds": read_seconds}
+        )
+        return replace(variant, read_bytes=(), transient_bytes=0, **seconds)  # type: ignore[arg-type]
+
+    return with_each_variant(problem, stored)

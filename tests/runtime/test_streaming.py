@@ -25,7 +25,7 @@ from small_component import (
 )
 
 from graphrun.errors import BrokenPlan
-from graphrun.model.keep_order import keep_order
+from graphrun.model.blocks import keep_order
 from graphrun.model.plan import Plan
 from graphrun.model.problem import Hardware, Problem
 from graphrun.runtime.host import Host

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from graphrun.model.keep_order import keep_order
+from graphrun.model.blocks import keep_order
 
 
 @pytest.mark.parametrize("count", range(70))

@@ -16,7 +16,7 @@ from graphrun.report.precisions import MEASURED, PLAIN, precision_lines
 from graphrun.report.screen import Look
 from graphrun.report.whatif_screens import suggestions_screen
 from graphrun.solve.solve import solve
-from graphrun.solve.speedups import speedups, worthwhile
+from graphrun.solve.suggestions import speedups, worthwhile
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "precision.json"
 
