@@ -444,8 +444,8 @@ def _placed(
     for component in problem.components:
         variant, streams = component.variants[0], phase_streams(slots, component.name)
         marks, stays = list[str](), dict[str, str]()
-        blocks = resident_blocks(component, finds, slots)
-        block_counts = list(zip(slots, map(len, blocks), strict=True))
+        resident = resident_blocks(component, finds, slots)
+        block_counts = list(zip(slots, map(len, resident), strict=True))
         for phase in problem.phases:
             is_used = any(use.component == component.name for use in phase.uses)
             blocks = max(count for slot, count in block_counts if slot.phase == phase.name)

@@ -176,7 +176,11 @@ class Columns(Variables[Linear]):
         )
         return column
 
-    def total(self, parts: Iterable[Linear | float]) -> Linear:
+    def number(self, value: float) -> Linear:
+        """Return the constant ``value``."""
+        return Linear({}, value)
+
+    def total(self, parts: Iterable[Linear]) -> Linear:
         """Return the sum of ``parts``."""
         return total(parts)
 

@@ -87,16 +87,13 @@ class Linear:
         )
 
 
-def total(parts: Iterable[Linear | float]) -> Linear:
+def total(parts: Iterable[Linear]) -> Linear:
     """Return the sum of ``parts``."""
     terms, constant = dict[int, float](), 0.0
     for part in parts:
-        if isinstance(part, Linear):
-            for column, value in part.terms.items():
-                terms[column] = terms.get(column, 0.0) + value
-            constant += part.constant
-        else:
-            constant += part
+        for column, value in part.terms.items():
+            terms[column] = terms.get(column, 0.0) + value
+        constant += part.constant
     return Linear(terms, constant)
 
 

@@ -109,9 +109,9 @@ class Formulation:
                 (columns.present, neighbour.present),
                 (columns.loads, neighbour.loads),
             ):
-                for (t, j), count in np.ndenumerate(counts):
-                    expression = column(t, j)
-                    model.add(expression >= float(count) - NEAR, expression <= float(count) + NEAR)
+                for (t, j), number in np.ndenumerate(counts):
+                    expression, blocks = column(t, j), float(number)
+                    model.add(expression >= blocks - NEAR, expression <= blocks + NEAR)
         for j, count in enumerate(self.leaves):
             end_blocks, movable = columns.end_blocks(end, j), program.groups[j].movable
             model.add(end_blocks >= float(count) if movable else end_blocks.equals(float(count)))

@@ -334,8 +334,8 @@ class Program:
         """Return the bytes of ``memory`` that the plan may use; None: unlimited."""
         problem = self.problem
         if isinstance(memory, int):
-            devices = (problem, *problem.secondaries)
-            return devices[memory].effective_bytes
+            device = problem.secondaries[memory - 1] if memory else problem
+            return device.effective_bytes
         limits = {
             "ram": problem.ram_bytes,
             "pinned": problem.pinned_bytes,

@@ -107,7 +107,11 @@ class Variables(ABC, Generic[Quantity]):
         """Return 1 if one of ``flags`` is 1, else 0."""
 
     @abstractmethod
-    def total(self, parts: Iterable[Quantity | float]) -> Quantity:
+    def number(self, value: float) -> Quantity:
+        """Return ``value`` as a quantity."""
+
+    @abstractmethod
+    def total(self, parts: Iterable[Quantity]) -> Quantity:
         """Return the sum of ``parts``."""
 
     # Of components whose split over devices is not chosen yet; otherwise it is in the program.
@@ -141,7 +145,8 @@ class Rows(Generic[Quantity]):
         *,
         full_overlap: bool = False,
     ) -> None:
-        self.program, self.variables = program, variables
+        self.program: Program = program
+        self.variables: Variables[Quantity] = variables
         self._factors = factors or (1.0,) * len(program.intervals)
         self._full_overlap = full_overlap
         self._activations: dict[int, tuple[Quantity, Quantity]] = {}
@@ -155,7 +160,7 @@ class Rows(Generic[Quantity]):
         if not calls:
             return variables.loads(t, j)
         if not self.program.groups[j].streamable:
-            return variables.total(())
+            return variables.number(0)
         copies = (variables.blocks(j) - variables.present(t, j)) * (calls * passes)
         return copies - variables.loads(t, j) * (passes - 1) if passes > 1 else copies
 
@@ -218,27 +223,24 @@ class Rows(Generic[Quantity]):
         disk = [x * (group.disk_seconds * factor) for x, group in pairs]
         busy = [self._set_seconds(t, members, load, disk) for members in program.overlap_sets[t]]
         busy += [variables.chosen(n) * s for n, s in enumerate(interval.off_device_seconds) if s]
-        spills = [
-            variables.spilled(g) * (seconds * factor)
-            for g, gap in enumerate(program.spill_gaps)
-            if (seconds := gap.seconds(t))
-        ]
+        busy += variables.split_seconds(t)
         links = [
             [seconds for seconds, group in zip(load, groups, strict=True) if group.secondary == n]
             for n in program.devices
         ]
-        reads = [
+        links[0] += [
+            variables.spilled(g) * (seconds * factor)
+            for g, gap in enumerate(program.spill_gaps)
+            if (seconds := gap.seconds(t))
+        ]
+        disk += [
             variables.reads(t, n) * (variant_choice.read_seconds * factor)
             for n, variant_choice in enumerate(program.variant_choices)
             if variant_choice.read_seconds
         ]
-        parts = [
-            variables.total([*busy, *variables.split_seconds(t)]),
-            variables.total([*links[0], *spills]),
-            *(variables.total(link) for link in links[1:]),
-            variables.total([*disk, *reads]),
-        ]
-        return variables.maximum(parts, "seconds")
+        channels = [busy, disk]
+        channels += links
+        return variables.maximum([variables.total(channel) for channel in channels], "seconds")
 
     def _set_seconds(
         self, t: int, members: Sequence[int], load: Sequence[Quantity], disk: Sequence[Quantity]
@@ -248,7 +250,7 @@ class Rows(Generic[Quantity]):
         variables, seconds = self.variables, self.program.compute_seconds[t]
         choice = variables.chosen(self.program.groups[members[0]].variant_choice)
         savings = [part for j in members for part in variables.saved_seconds(t, j)]
-        compute = variables.total([choice * sum(seconds[j] for j in members), *savings])
+        compute = choice * sum(seconds[j] for j in members) + variables.total(savings)
         if self._full_overlap:
             return compute
         copies = [load[j] for j in members]
@@ -258,7 +260,7 @@ class Rows(Generic[Quantity]):
             if self.program.groups[j].streamable
         ]
         parts = [compute, variables.total(copies), variables.total(disk[j] for j in members)]
-        parts += [variables.total([*copies, *serial, *savings])] if serial else []
+        parts += [variables.total(copies + serial + savings)] if serial else []
         return variables.maximum(parts, "seconds")
 
     # ---- Bytes
@@ -271,7 +273,7 @@ class Rows(Generic[Quantity]):
             return self._stored_bytes()
         return self._host_bytes(t, memory)
 
-    def peak_bytes(self, memory: Memory) -> float:
+    def peak_bytes(self: Rows[float], memory: Memory) -> float:
         """Return the most bytes in ``memory`` in any interval; 0 without intervals. The variables
         are numbers."""
         return max((self.bytes(t, memory) for t in range(len(self.program.intervals))), default=0)
@@ -290,7 +292,7 @@ class Rows(Generic[Quantity]):
             for g, gap in enumerate(self.program.spill_gaps)
             if gap.absent(t)
         ]
-        return variables.total([*parts, self.fixed_bytes(t), *spills])
+        return variables.total(parts + spills) + self.fixed_bytes(t)
 
     def fixed_bytes(self, t: int) -> Quantity:
         """Return the bytes on the main device in interval ``t`` other than weights and ring
@@ -305,9 +307,8 @@ class Rows(Generic[Quantity]):
             for n, bytes_by_secondary in pairs
             if bytes_by_secondary[secondary - 1]
         ]
-        return self.variables.maximum(
-            [*working_sets, *self.variables.split_working_sets(t, secondary)], secondary
-        )
+        working_sets += self.variables.split_working_sets(t, secondary)
+        return self.variables.maximum(working_sets, secondary)
 
     def activation_bytes(self, t: int) -> tuple[Quantity, Quantity]:
         """Return the activation bytes in interval ``t``, with the scratch of variants: on the main
@@ -323,7 +324,7 @@ class Rows(Generic[Quantity]):
     def _activation_bytes(self, t: int) -> tuple[Quantity, Quantity]:
         program, variables, interval = self.program, self.variables, self.program.intervals[t]
         if not interval.rounds:
-            return variables.total(()), variables.total(())
+            return variables.number(0), variables.number(0)
         nbytes, code_bytes = interval.activation_bytes, interval.pipeline_code_bytes
         pairs_by_component = [
             [
@@ -333,7 +334,7 @@ class Rows(Generic[Quantity]):
             for c in sorted(interval.phase_components)
         ]
         if not pairs_by_component:
-            return variables.total([nbytes]), variables.total(())
+            return variables.number(nbytes), variables.number(0)
         on_device = [
             variables.total(y for variant, y in pairs if variant.device == "device")
             for pairs in pairs_by_component
@@ -351,11 +352,11 @@ class Rows(Generic[Quantity]):
             scratch = [
                 y * variant.scratch_bytes for variant, y in pairs if variant.device == "device"
             ]
-            parts.append(variables.total([traced, *scratch]))
+            parts.append(traced + variables.total(scratch))
             # Scratch of a component that computes elsewhere counts too, if another one computes on
             # the device. Of one component, y and ``is_used`` exclude each other.
             parts += [
-                variables.total([traced, (y + is_used - 1) * variant.scratch_bytes])
+                traced + (y + is_used - 1) * variant.scratch_bytes
                 for variant, y in pairs
                 if variant.device != "device"
                 and variant.scratch_bytes
@@ -463,6 +464,10 @@ class Integers(Variables[float]):
     def any_of(self, flags: Sequence[float]) -> float:
         """Return the largest of ``flags``."""
         return max(flags)
+
+    def number(self, value: float) -> float:
+        """Return ``value``."""
+        return value
 
     def total(self, parts: Iterable[float]) -> float:
         """Return the sum of ``parts``."""

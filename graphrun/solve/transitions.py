@@ -65,11 +65,12 @@ def _with_room(solution: Solution, candidates: BlocksByName) -> BlocksByName:
     """Return the blocks of ``candidates`` that may stay during the further runs: not moved by them,
     not excluded, and with room."""
     problem, reports = solution.chosen, solution.simulation.further_slots
-    devices = (solution.problem, *solution.problem.secondaries)
+    limits = [solution.problem.effective_bytes]
+    limits += [secondary.effective_bytes for secondary in solution.problem.secondaries]
     peaks = [(report.peak_bytes, *report.secondary_peaks) for report in reports]
     room_bytes = [
-        device.effective_bytes - max((slot_peaks[number] for slot_peaks in peaks), default=0)
-        for number, device in enumerate(devices)
+        limit - max((slot_peaks[number] for slot_peaks in peaks), default=0)
+        for number, limit in enumerate(limits)
     ]
     extra: BlocksByName = {}
     for component in sorted(problem.components, key=lambda component: component.name):
