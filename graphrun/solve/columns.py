@@ -151,16 +151,15 @@ class Columns(Variables[Linear]):
         """Return `SplitColumns.working_sets`."""
         return self.splits.working_sets(t, secondary)
 
-    def maximum(self, parts: Sequence[Linear], scale: int | Literal["seconds"]) -> Linear:
-        """Return a column that is no less than any of ``parts``; their maximum if they are
-        numbers."""
+    def maximum(self, parts: Iterable[Linear], scale: int | Literal["seconds"]) -> Linear:
+        """Return a column that is no less than any of ``parts``. It is before their columns."""
         unit = self.seconds_unit if scale == "seconds" else self.bytes_unit(scale)
-        minimum = max([0.0, *(part.constant for part in parts if not part.terms)])
-        expressions = [part / unit for part in parts if part.terms]
-        if not expressions:
-            return Linear({}, minimum)
-        column = self._model.column(minimum / unit)
-        self._model.add(*(column >= expression for expression in expressions))
+        column, minimum = self._model.column(), 0.0
+        for part in parts:
+            if part.terms:
+                self._model.add(column >= part / unit)
+            minimum = max(minimum, 0.0 if part.terms else part.constant)
+        self._model.raise_lower(column, minimum / unit)
         return column * unit
 
     def any_of(self, flags: Sequence[Linear]) -> Linear:

@@ -140,6 +140,12 @@ class MilpModel:
         self._columns.append((lower, upper, integer))
         return Linear({self.size - 1: 1.0})
 
+    def raise_lower(self, column: Linear, lower: float) -> None:
+        """Let the lower bound of ``column`` be at least ``lower``."""
+        (number,) = column.terms
+        old, upper, integer = self._columns[number]
+        self._columns[number] = max(old, lower), upper, integer
+
     def binary(self, upper: float = 1.0) -> Linear:
         """Add a column that is 0 or 1; ``upper`` 0: always 0."""
         return self.column(0.0, upper, True)

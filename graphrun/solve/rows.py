@@ -39,7 +39,7 @@ results are exact numbers. `graphrun.solve.program` names the variables and the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Generic, Literal, TypeVar
 
@@ -98,7 +98,7 @@ class Variables(ABC, Generic[Quantity]):
         """Return 1 if the value is spilled, else 0."""
 
     @abstractmethod
-    def maximum(self, parts: Sequence[Quantity], scale: int | Literal["seconds"]) -> Quantity:
+    def maximum(self, parts: Iterable[Quantity], scale: int | Literal["seconds"]) -> Quantity:
         """Return the largest of ``parts``, at least 0. ``scale``: what they are, the
         bytes of a device or seconds."""
 
@@ -176,11 +176,9 @@ class Rows(Generic[Quantity]):
         """Return L + M, the bytes of the ring buffer of the groups ``members``; 0 without streamed
         blocks."""
         variables, groups = self.variables, self.program.groups
-        return variables.maximum(
-            [variables.streamed(t, j) * groups[j].held_bytes for j in members], 0
-        ) + variables.maximum(
-            [variables.further_blocks(t, j) * groups[j].held_bytes for j in members], 0
-        )
+        largest = (variables.streamed(t, j) * groups[j].held_bytes for j in members)
+        others = (variables.further_blocks(t, j) * groups[j].held_bytes for j in members)
+        return variables.maximum(largest, 0) + variables.maximum(others, 0)
 
     def moved_bytes(self) -> Quantity:
         """Return the bytes copied to the device in all runs: every copy of a block, and restored
@@ -215,6 +213,11 @@ class Rows(Generic[Quantity]):
 
     def slot_seconds(self, t: int) -> Quantity:
         """Return D of interval ``t``, executed once."""
+        return self.variables.maximum(self._channel_seconds(t), "seconds")
+
+    def _channel_seconds(self, t: int) -> Iterator[Quantity]:
+        """Yield the seconds of compute in interval ``t``, of the copies to each device, and of the
+        disk."""
         program, variables, factor = self.program, self.variables, self._factors[t]
         interval, groups = program.intervals[t], program.groups
         copies = [self.copied_blocks(t, j) for j in range(len(groups))]
@@ -238,9 +241,9 @@ class Rows(Generic[Quantity]):
             for n, variant_choice in enumerate(program.variant_choices)
             if variant_choice.read_seconds
         ]
-        channels = [busy, disk]
-        channels += links
-        return variables.maximum([variables.total(channel) for channel in channels], "seconds")
+        yield variables.total(busy)
+        yield from map(variables.total, links)
+        yield variables.total(disk)
 
     def _set_seconds(
         self, t: int, members: Sequence[int], load: Sequence[Quantity], disk: Sequence[Quantity]
@@ -308,6 +311,8 @@ class Rows(Generic[Quantity]):
             if bytes_by_secondary[secondary - 1]
         ]
         working_sets += self.variables.split_working_sets(t, secondary)
+        if not working_sets:
+            return self.variables.number(0)
         return self.variables.maximum(working_sets, secondary)
 
     def activation_bytes(self, t: int) -> tuple[Quantity, Quantity]:
@@ -457,7 +462,7 @@ class Integers(Variables[float]):
         """Return 1 if the value is spilled, else 0."""
         return int(self._choice.spills[g])
 
-    def maximum(self, parts: Sequence[float], scale: int | Literal["seconds"]) -> float:
+    def maximum(self, parts: Iterable[float], scale: int | Literal["seconds"]) -> float:
         """Return the largest of ``parts``, at least 0."""
         return max([0, *parts])
 
