@@ -177,8 +177,8 @@ class Rows(Generic[Quantity]):
         blocks."""
         variables, groups = self.variables, self.program.groups
         largest = (variables.streamed(t, j) * groups[j].held_bytes for j in members)
-        others = (variables.further_blocks(t, j) * groups[j].held_bytes for j in members)
-        return variables.maximum(largest, 0) + variables.maximum(others, 0)
+        rooms = (variables.further_blocks(t, j) * groups[j].held_bytes for j in members)
+        return variables.maximum(largest, 0) + variables.maximum(rooms, 0)
 
     def moved_bytes(self) -> Quantity:
         """Return the bytes copied to the device in all runs: every copy of a block, and restored
