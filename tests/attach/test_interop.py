@@ -358,7 +358,7 @@ def test_the_commands_write_both_and_plan_a_map(
     assert {**exported, **printed} == exported
     assert run(cli.app, ["check", str(tmp_path / "back.json")]).exit_code == 0
     # the blocks on the device are there in all slots
-    keeps = r"map\.json: .* broken; the plan is refused\n  vram in slot"
+    keeps = r"map\.json: .* broken; the plan is refused\n  slot .*\n  \^ vram: "
     with pytest.raises(PlanError, match=keeps):
         run(cli.app, ["map", str(plan), str(tmp_path / "map.json")], catch_exceptions=False)
     (tmp_path / "none.json").write_text('{"transformer": [0]}')

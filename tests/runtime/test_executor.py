@@ -125,7 +125,10 @@ def test_a_plan_that_breaks_a_rule_is_refused_with_the_rule_and_the_place(
 ) -> None:
     device = device_of(problem)
     broken_plan = replace(plan, slots=(replace(plan.slots[0], actions=()), *plan.slots[1:]))
-    with pytest.raises(PlanError, match=r"may not be run:\n.*slot 1.*unblocked"):
+    reason = (
+        r"stream a keep .*\n  \^ stream: keep and the blocks on the device differ in a unblocked"
+    )
+    with pytest.raises(PlanError, match=rf"may not be run:\nslot s0/0:a first\n(.*\n)*  {reason}"):
         run(
             problem,
             broken_plan,
