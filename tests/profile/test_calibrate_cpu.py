@@ -89,7 +89,7 @@ def test_a_probe_is_one_operator_or_block_of_a_second_at_most(
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> Hardware:
     """A CPU 3 times as fast as the estimate, and probes that take its seconds."""
-    base = devices.cpu_estimate()
+    base = cpu_of("avx2 avx512f avx512_bf16", monkeypatch)
     kernels = rates_of(base)
     rates = tuple((name, 3 * rate) for name, rate in kernels.rates)
     hardware = replace(base, kernels=replace(kernels, rates=rates), launch_seconds=1e-6)
