@@ -72,7 +72,7 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 golden: $(STAMP)
-	$(BIN)/python -m pytest tests/report --update-golden
+	$(BIN)/python -m pytest tests/report tests/solve/test_plan_texts.py --update-golden
 
 cast: $(STAMP)
 	$(BIN)/python docs/cast.py

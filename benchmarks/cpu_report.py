@@ -1,9 +1,9 @@
 """The report on the results of `cpu.py`: lines, tables, docs/cpu-measured.md, charts, README.
 
-The limit is what no tool that computes with PyTorch can be faster than: compute seconds of the
-reference, scaled by the machine's speed then and now, or the bytes that must be read over the rate
-of direct reads, whichever takes longer. A call of the denoiser finds in memory at most the cap,
-less what the process took before it opened any weights.
+The limit is what no tool that computes with PyTorch can be faster than on the machine of the
+reference: its compute seconds, or the bytes that must be read over the rate of direct reads,
+whichever takes longer. A call of the denoiser finds in memory at most the cap, less what the
+process took before it opened any weights.
 """
 
 from __future__ import annotations
@@ -57,13 +57,8 @@ def cell_line(cell: Cell) -> str:
     return f"{name}: {', '.join(parts)}"
 
 
-def limits(reference: Cell, cap_gib: float, speed: float | None = None) -> tuple[float, float]:
-    """Return the least seconds of a run, and of a denoising step, within a cap.
-
-    ``speed``: of the machine; None: as when the reference ran.
-    """
-    reference_speed = speed_of([reference])
-    pace = reference_speed / speed if reference_speed and speed else 1.0
+def limits(reference: Cell, cap_gib: float) -> tuple[float, float]:
+    """Return the least seconds of a run, and of a denoising step, within a cap."""
     weights = reference["weight_bytes"]
     denoiser = next(weights[name] for name in DENOISERS if name in weights)
     streamed_bytes = max(0.0, denoiser - (cap_gib * GIB - reference["begin_bytes"]))
@@ -71,8 +66,8 @@ def limits(reference: Cell, cap_gib: float, speed: float | None = None) -> tuple
     steps = max(1, reference["steps"])
     run_bytes = sum(weights.values()) + (calls - 1) * streamed_bytes
     return (
-        max(pace * reference["compute_seconds"], run_bytes / rate),
-        max(pace * reference["step_compute_seconds"], calls / steps * streamed_bytes / rate),
+        max(reference["compute_seconds"], run_bytes / rate),
+        max(reference["step_compute_seconds"], calls / steps * streamed_bytes / rate),
     )
 
 
@@ -120,8 +115,7 @@ def table(cells: Sequence[Cell]) -> str:
             rows.append([_cap(cap), *limit])
         for tool in TITLES:
             if group := [cell for cell in at_cap if cell["tool"] == tool]:
-                scaled = limits(reference, cap, speed_of(group)) if reference and cap else None
-                rows.append([_cap(cap), *_row(tool, group, cells, scaled)])
+                rows.append([_cap(cap), *_row(tool, group, cells, bound)])
                 plans += [_plan_row(cap, group)] if tool == GRAPHRUN else []
     parts = [f"**{cells[0]['model']}** ({_machine(cells)})", _lines(HEADER, rows)]
     if reference:
@@ -271,8 +265,8 @@ def page(cells: Sequence[Cell]) -> str:
         "- *GB read*: bytes that the process had read from the disk. *peak*: the most anonymous, "
         "shared, locked and kernel bytes. *CPU*: the share of all cores during a step.\n"
         "- *TFLOP/s*: the speed of the machine, by products of matrices before and after each run. "
-        "Other users of a rented machine change it, so graphrun was calibrated before each of its "
-        "runs, and *of the limit* compares with the limit at the speed of the run.\n"
+        "Other users of a rented machine change it, so graphrun was calibrated before "
+        "each of its runs, and runs of graphrun and mmap take turns.\n"
         "- *killed*: by the kernel, because of the cap. *picture*: *equal* is the reference's bit "
         "for bit; *own sampler*: another program with its own noise.\n"
         "- stable-diffusion.cpp copies all weights into memory at its start, with mmap too. So it "

@@ -52,7 +52,7 @@ from graphrun.diffusers_.live import (
     settings_of,
     state_of,
 )
-from graphrun.diffusers_.proxy import PipelineProxy, dtype_of_to, remove_interceptors
+from graphrun.diffusers_.proxy import PipelineProxy, dtype_of_to, reinstall, remove_interceptors
 from graphrun.diffusers_.residence import Leftovers, LiveHost, device_bytes
 from graphrun.errors import InputError
 from graphrun.graph.parts import Directives
@@ -149,7 +149,7 @@ class Attachment:
         try:
             self._host = LiveHost(self._modules, device, budget or self)
         finally:
-            _reinstall(interceptors)
+            reinstall(interceptors)
         self._install()
         self._say_unmapped()
 
@@ -377,7 +377,7 @@ class Attachment:
                 yield
             finally:
                 self._thread, self._at_rest = 0, False
-                _reinstall(interceptors)
+                reinstall(interceptors)
                 if self._release_pending:
                     self._release_pending = False
                     self._host.release()
@@ -542,7 +542,7 @@ class Attachment:
         try:
             self._host.replace_modules(modules)
         except InputError:
-            _reinstall(interceptors)
+            reinstall(interceptors)
             raise
         self._modules = modules
         self._proxy.remove()
@@ -550,9 +550,7 @@ class Attachment:
         self._install()
 
     def _reinstall_others(self, interceptors: list[CallInterceptor]) -> None:
-        _reinstall(
-            [interceptor for interceptor in interceptors if interceptor is not self._interceptor]
-        )
+        reinstall([other for other in interceptors if other is not self._interceptor])
 
     def _detect_changes(self, modules: list[Owned]) -> bool:
         """Return whether the pipeline changed since the last call; if so, drop all its plans.
@@ -706,9 +704,3 @@ class Attachment:
         if problem.phases:
             return self._store.solve(problem) if self._store is not None else solve(problem)
         return solution_of(problem, Plan(problem.digest, (Slot("", "end", 0, ()),)))
-
-
-def _reinstall(interceptors: list[CallInterceptor]) -> None:
-    """Undo `remove_interceptors`, which returns the outermost interceptor first."""
-    for interceptor in reversed(interceptors):
-        interceptor.__enter__()

@@ -306,3 +306,9 @@ def remove_interceptors(modules: Mapping[str, torch.nn.Module]) -> list[CallInte
         outermost.__exit__()
         removals.append(outermost)
     return removals
+
+
+def reinstall(interceptors: list[CallInterceptor]) -> None:
+    """Undo `remove_interceptors`, which returns the outermost interceptor first."""
+    for interceptor in reversed(interceptors):
+        interceptor.__enter__()
