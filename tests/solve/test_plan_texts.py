@@ -39,7 +39,7 @@ def test_the_plan_is_the_one_next_to_its_problem(
         f"# {show_seconds(simulation.total_seconds)}, peak {show_size(simulation.peak_bytes)}, "
         f"{show_size(simulation.total_moved_bytes)} moved\n{solution.plan}\n"
     )
-    file = FILES / f"{name} {gib}G{f' RAM {ram_gib}G' if ram_gib else ''}.plan.txt"
+    file = FILES / f"{name}-{gib}G{f'-ram-{ram_gib}G' if ram_gib else ''}.plan.txt"
     if request.config.getoption("--update-golden"):
         file.write_text(text, encoding="utf-8")
     assert text == file.read_text(encoding="utf-8"), f"{file.name}: see the docstring"
