@@ -28,9 +28,10 @@ cpu: $(STAMP)
 quick: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadfile -m "not long" $(QUICK)
 
-# A minute: the short tests of what imports a package, as PKG=solve.
+# A minute: short tests of what imports a package, as PKG=solve, in one random order. MINUTES=5 starts tests for so long.
 near: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist loadfile -m "not long" $$($(BIN)/python tests/near.py $(PKG))
+	files=$$($(BIN)/python tests/near.py $(PKG)) && \
+		$(BIN)/python -m pytest -n auto --dist worksteal -m "not long" --minutes=$(or $(MINUTES),0.75) $$files
 
 # Nine minutes on two cores: every small case.
 test: $(STAMP) lint
