@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
+PACKAGE = TESTS.parent / "graphrun"
 
 
 def imported(file: Path) -> set[str]:
@@ -19,7 +20,10 @@ def imported(file: Path) -> set[str]:
             modules.add(node.module or "")
         elif isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
-    return {name.split(".")[1] for name in modules if name.startswith("graphrun.")}
+    names = {name.split(".")[1] for name in modules if name.startswith("graphrun.")}
+    return {
+        name for name in names if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()
+    }
 
 
 def main() -> None:
