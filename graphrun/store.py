@@ -239,7 +239,7 @@ def fitting_for(
 def suggestions_for(
     problem: Problem, solution: Solution, options: Callable[[], Iterable[Any]], store: Store | None
 ) -> tuple[Any, ...]:
-    """Return `graphrun.solve.suggestions` for ``solution``, the plan of ``problem``.
+    """Return `speedups` for ``solution``, the plan of ``problem``.
 
     They are read from ``store``, else solved for and stored. ``options``: suggestions that take dry
     runs.

@@ -239,6 +239,11 @@ def slot_text(slot: Slot) -> str:
     return f"slot {slot.phase}{' ' if slot.phase else ''}{slot.part}{calls}"
 
 
+def slot_lines(slot: Slot) -> list[str]:
+    """Return the lines of ``slot`` in a plan's text: its first line, then its actions, indented."""
+    return [slot_text(slot), *(f"  {action_text(action)}" for action in slot.actions)]
+
+
 def marked_text(plan: Plan, violations: Iterable[Violation]) -> str:
     """Return the slots of ``plan`` that break rules, with the reason below each line that does.
 
@@ -257,9 +262,9 @@ def marked_text(plan: Plan, violations: Iterable[Violation]) -> str:
     for number, slot in enumerate((*plan.slots, *plan.further_slots)):
         if not any(place[0] == number for place in reasons):
             continue
-        for action, text in enumerate((slot_text(slot), *map(action_text, slot.actions)), -1):
+        for action, line in enumerate(slot_lines(slot), -1):
             indent = "" if action < 0 else "  "
-            lines.append(indent + shortened(text, 200))
+            lines.append(indent + shortened(line.removeprefix(indent), 200))
             lines += [f"{indent}^ {reason}" for reason in reasons.get((number, action), ())]
     return "\n".join(lines)
 
@@ -279,7 +284,7 @@ def plan_text(plan: Plan) -> str:
     lines += [f"order {' '.join(plan.order)}"] if plan.order else []
     for number, slot in enumerate((*plan.slots, *plan.further_slots)):
         lines += ["again"] if number == len(plan.slots) else []
-        lines += [slot_text(slot), *(f"  {action_text(action)}" for action in slot.actions)]
+        lines += slot_lines(slot)
     return "\n".join(lines)
 
 

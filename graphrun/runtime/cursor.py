@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from graphrun.errors import BrokenPlan
-from graphrun.model.plan import Plan, Restore, Slot, action_text, slot_text
+from graphrun.model.plan import Plan, Restore, Slot, slot_lines, slot_text
 from graphrun.model.problem import Problem
 
 # suggestion at the end of the errors of `SlotCursor`
@@ -179,11 +179,7 @@ class SlotCursor:
     def _broken(self, text: str) -> BrokenPlan:
         """Return the error ``text``, with the plan's text of the open slot and the next one."""
         slots = self._slots[max(0, self._slot) : self._slot + 2]
-        lines = [
-            line
-            for slot in slots
-            for line in (slot_text(slot), *(f"  {action_text(action)}" for action in slot.actions))
-        ]
+        lines = [line for slot in slots for line in slot_lines(slot)]
         end = 1 + len(slots[0].actions) if slots and self._slot >= 0 else 0
         lines.insert(end, "^ here")
         return BrokenPlan("\n".join([f"{text}; {AGAIN}", *(f"  {line}" for line in lines)]))

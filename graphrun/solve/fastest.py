@@ -373,11 +373,9 @@ def _refined(
     best = last = offered(simulated_choice(choice))
     rounds = 1 if first.large or many_runs(problem) else ROUNDS
     for _ in range(rounds if has("refinement") else 0):
-        if last.simulation.total_seconds <= TOLERANCE * max(
-            target_seconds, rows_of(program, last.choice, factors).seconds()
-        ):
-            break
         rows = rows_of(program, last.choice, factors)
+        if last.simulation.total_seconds <= TOLERANCE * max(target_seconds, rows.seconds()):
+            break
         predicted = [rows.slot_seconds(t) for t in range(len(program.intervals))]
         slots = (*last.simulation.slots[: program.run_length], *last.simulation.further_slots)
         slowdowns = (

@@ -505,14 +505,16 @@ def with_drops(program: Program, choice: Choice, *, force: bool = False) -> Choi
     Only where RAM has no room for all of them to the end of the run, or with ``force``. Sessions
     keep all backing stores.
     """
+    if program.session:
+        return choice
     rows, slots = rows_of(program, choice), range(len(program.intervals))
-    fits = all(
+    fits = not force and all(
         limit is None or rows.bytes(t, tier) <= limit
         for tier in HOST_TIERS
         for limit in [program.limit(tier)]
         for t in slots
     )
-    if program.session or (fits and not force):
+    if fits:
         return choice
     drops = list[int]()
     for n, (variant_choice, read_slot) in enumerate(
@@ -527,8 +529,6 @@ def with_drops(program: Program, choice: Choice, *, force: bool = False) -> Choi
             )
         ]
         drop_slot = max(uses, default=-1) + 1
-        has_store = variant_choice.is_used and (
-            variant_choice.read_seconds is None or read_slot >= 0
-        )
+        has_store = variant_choice.is_used and (program.has_store(n) or read_slot >= 0)
         drops.append(drop_slot if has_store and drop_slot < len(slots) else -1)
     return replace(choice, drops=tuple(drops))
