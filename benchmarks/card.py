@@ -30,18 +30,20 @@ os.environ.update(
 
 from gpu import about, broken  # noqa: E402
 
-STEPS = ("check", "memory", "flux", "peers")
+STEPS = ("rates", "flux", "check", "peers")
 LIMIT_SECONDS, REHEARSAL_SECONDS = 350, 1800
-PEERS = (
-    "graphrun",
-    "diffusers model offload",
-    "diffusers group offload, block, stream",
-    "diffusers sequential offload",
-    "mmgp",
+CELLS = (
+    ("graphrun", "8G"),
+    ("diffusers group offload, block, stream", "8G"),
+    ("diffusers sequential offload", "8G"),
+    ("diffusers model offload", "24G"),
+    ("graphrun", "24G"),
+    ("mmgp", "24G"),
+    ("diffusers group offload, block, stream", "24G"),
+    ("mmgp", "8G"),
+    ("diffusers model offload", "8G"),
 )
-CAPS = ("8G", "24G")
-STEPS_OF = {"diffusers sequential offload": 2}
-"""It copies every leaf in every step: two steps show what one takes."""
+"""Tool and cap, in the order in which they are run until the step's time is over."""
 
 
 def options() -> argparse.Namespace:
@@ -63,7 +65,7 @@ def options() -> argparse.Namespace:
         type=Path,
         help="the results; default benchmarks/results/card-STEP.json, or in $OUT",
     )
-    parser.add_argument("--part", choices=("snapshot", "peers"), help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=("flux", "attach", "peers"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.limit = arguments.limit or (
         REHEARSAL_SECONDS if arguments.rehearse else LIMIT_SECONDS
@@ -170,8 +172,7 @@ def _json_or_lines(text: str) -> Any:
 
 
 def check(step: Step) -> None:
-    """What the machine is, the contract of devices, rates and bytes of the card, graphs in
-    small."""
+    """What the machine is, the contract of devices, graphs in small."""
     step.part("doctor", [sys.executable, "-m", "graphrun", "doctor", "--json"])
     contract = ["tests/runtime/test_contract.py", "tests/runtime/test_cuda.py"]
     contract = [path for path in contract if (HERE.parent / path).exists()]
@@ -179,11 +180,19 @@ def check(step: Step) -> None:
         "contract",
         [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *contract],
     )
-    step.gpu("tiny" if step.arguments.rehearse else "machine,tiny")
+    step.gpu("tiny")
+    step.own("attach")
+    device = ("--device", "sim") if step.arguments.rehearse else ()
+    for allowed in (), ("--allow", "int8"), ("--allow", "nf4"):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "graphrun", "run", "flux-tiny", *device, *allowed]
+            output = ("--vram", "12M" if device else "1G", "--output", f"{folder}/picture.png")
+            step.part(" ".join(("run", *allowed)), [*command, *output])
 
 
-def memory(step: Step) -> None:
-    """Calibration, and the allocator's record of one run beside the model of it."""
+def rates(step: Step) -> None:
+    """Calibration, whose profile the steps after it plan with; context, copies and kernels one by
+    one."""
     device = "sim" if step.arguments.rehearse else "cuda"
     step.part(
         "calibrate",
@@ -199,12 +208,13 @@ def memory(step: Step) -> None:
             "--json",
         ],
     )
-    step.own("snapshot")
+    if not step.arguments.rehearse:
+        step.gpu("machine")
 
 
 def flux(step: Step) -> None:
     """FLUX.1-dev at full size."""
-    step.gpu("flux", "--flux-budgets", "8G,24G,smallest", "--steps", "4", "--runs", "2")
+    step.own("flux")
 
 
 def peers(step: Step) -> None:
@@ -212,24 +222,28 @@ def peers(step: Step) -> None:
     step.own("peers")
 
 
-def snapshot(arguments: argparse.Namespace) -> None:
-    """Two runs of FLUX at 8 GiB; the second is recorded."""
+def full_size(arguments: argparse.Namespace) -> None:
+    """FLUX at full size by `gpu_graphs.graph`, and one more run within 8 GiB whose allocations the
+    card records."""
     from card_memory import compared, growth, recorded
-    from gpu_graphs import Bench
+    from gpu_graphs import graph
     from gpu_lab import Lab, Log
 
     import graphrun
 
     log, lab = Log(arguments.out), Lab(arguments.rehearse)
-    bench = Bench("flux-tiny" if arguments.rehearse else "flux-dev", lab, 3, full_size=True)
-    with log.part("build") as record:
-        bench.build(record)
-    with log.part("run within 8 GiB") as record:
-        solution = graphrun.plan(bench.problem("4M" if arguments.rehearse else "8G"))
-        bench.follow(solution)
+    name, budgets = (
+        ("flux-tiny", ("16M", "4M", "smallest"))
+        if arguments.rehearse
+        else ("flux-dev", ("8G", "24G", "smallest"))
+    )
+    bench = graph(log, lab, name, list(budgets), 4, 2, full_size=True)
+    with log.part("allocator") as record:
+        solution = graphrun.plan(bench.problem(budgets[0]))
         with recorded(bench.device) as events:
             trace, _, seconds = bench.follow(solution)
         record |= {
+            "budget": budgets[0],
             "effective_bytes": solution.problem.effective_bytes,
             "peak_bytes": trace.peak_bytes,
             "wall_seconds": seconds,
@@ -237,9 +251,38 @@ def snapshot(arguments: argparse.Namespace) -> None:
         record |= compared(events)
         record["cap_kept"] = trace.peak_bytes <= solution.problem.effective_bytes
         record["growth: event, reserved, allocated"] = growth(events)
-        events.write(
-            Path(os.environ.get("OUT", arguments.out.parent)) / "card-memory-events.json.gz"
-        )
+        folder = Path(os.environ.get("OUT", arguments.out.parent))
+        events.write(folder / "card-flux-events.json.gz")
+
+
+def attached(arguments: argparse.Namespace) -> None:
+    """diffusers' pipelines with small models: two calls after `graphrun.attach`, beside one without
+    it."""
+    import torch
+    from gpu_lab import Log
+    from peers_cell import Subject, fingerprint
+
+    import graphrun
+
+    log = Log(arguments.out)
+    for model in ("flux", "sdxl", "wan"):
+        with log.part(model) as record:
+            subject = Subject(model, "sim", 4)
+            pipeline = subject.pipeline()
+            if arguments.rehearse:
+                graphrun.attach(pipeline, vram="16M", hardware="sim")
+            else:
+                with torch.no_grad():
+                    expected = fingerprint(subject.call(pipeline.to("cuda")))
+                pipeline.to("cpu")
+                torch.cuda.empty_cache()
+                record["bytes before"] = torch.cuda.memory_allocated()
+                graphrun.attach(pipeline, vram="1G")
+            results = [fingerprint(subject.call(pipeline)) for _ in range(2)]
+            record["next run has the same bits"] = results[0] == results[1]
+            if not arguments.rehearse:
+                record["plain pipeline has the same picture"] = results[0] == expected
+                record["bytes after"] = torch.cuda.memory_allocated()
 
 
 def compare(arguments: argparse.Namespace) -> None:
@@ -249,45 +292,31 @@ def compare(arguments: argparse.Namespace) -> None:
     from graphrun.units import parse_size
 
     start_seconds = time.perf_counter()
-    device = "sim" if arguments.rehearse else "cuda"
-    results: dict[str, Any] = {"cells": []}
-    references: dict[int, dict[str, Any]] = {}
+    device, steps = "sim" if arguments.rehearse else "cuda", 4
     with tempfile.TemporaryDirectory() as cache:
-        for tool in PEERS:
-            steps = STEPS_OF.get(tool, 4)
-            bench = Bench(
-                options(
-                    ["--device", device, "--models", "flux", "--tools", tool, "--steps", str(steps)]
-                ),
-                cache,
-            )
-            bench.options.limit = arguments.limit / 3
-            if steps not in references:
-                if arguments.rehearse:
-                    subject("flux", device, steps).pipeline()
-                references[steps] = results[f"reference, {steps} steps"] = bench.facts("flux")
-            bench.results["models"]["flux"] = references[steps]
-            for cap in ("4M", "16M") if arguments.rehearse else CAPS:
-                if time.perf_counter() - start_seconds > arguments.limit - 20:
-                    results["cells"].append(
-                        {
-                            "tool": tool,
-                            "cap": cap,
-                            "status": "failed",
-                            "message": "no time was left",
-                        }
-                    )
-                    continue
-                cell = bench.cell("flux", tool, cap_bytes=parse_size(cap, name="cap"))
-                results["cells"].append(cell | {"steps": steps})
-                arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+        command = ["--device", device, "--models", "flux", "--steps", str(steps)]
+        bench = Bench(options(command), cache)
+        bench.options.limit = arguments.limit / 3
+        if arguments.rehearse:
+            subject("flux", device, steps).pipeline()
+        reference = bench.facts("flux", encodes=False)
+        bench.results["models"]["flux"] = reference
+        results: dict[str, Any] = {"reference": reference, "steps": steps, "cells": []}
+        for tool, cap in CELLS:
+            seconds_left = arguments.limit - (time.perf_counter() - start_seconds)
+            if seconds_left < 20:
+                break
+            bench.options.limit = min(arguments.limit / 3, seconds_left - 5)
+            size = {"8G": "4M", "24G": "16M"}[cap] if arguments.rehearse else cap
+            results["cells"].append(bench.cell("flux", tool, cap_bytes=parse_size(size, name="cap")))
+            arguments.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def main() -> None:
     """Runs the step, or one part of it in this process."""
     arguments = options()
     if arguments.part:
-        return {"snapshot": snapshot, "peers": compare}[arguments.part](arguments)
+        return {"flux": full_size, "attach": attached, "peers": compare}[arguments.part](arguments)
     import torch
 
     if not arguments.rehearse and not torch.cuda.is_available():
@@ -296,7 +325,7 @@ def main() -> None:
             "the simulated accelerator)"
         )
     step = Step(arguments)
-    {"check": check, "memory": memory, "flux": flux, "peers": peers}[arguments.step](step)
+    {"rates": rates, "flux": flux, "check": check, "peers": peers}[arguments.step](step)
     print(f"wrote {step.path} after {time.perf_counter() - step.start_seconds:.0f} s")
     for line in step.results.get("broken", []):
         print(f"  BROKEN {line}")

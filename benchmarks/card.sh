@@ -2,9 +2,9 @@
 # Everything that a card would show, in half an hour, on a bare machine: Python 3.12, torch 2.11+cu130, nothing that can be installed.
 #
 #   benchmarks/card.sh pack              here, with a network: wheels that such a machine lacks, at most 40 MB, in out/card
-#   benchmarks/card.sh check             there: doctor, the contract of devices, the card's rates and bytes, graphs in small
-#   benchmarks/card.sh memory            calibration; the allocator's record of a FLUX.1-dev run at 8 GiB beside our model of it
-#   benchmarks/card.sh flux              FLUX.1-dev at full size: 8 GiB, 24 GiB, the smallest budget
+#   benchmarks/card.sh rates             there: calibration, which later steps plan with; context, copies and kernels one by one
+#   benchmarks/card.sh flux              FLUX.1-dev at full size: 8 GiB, 24 GiB, the smallest budget; the allocator's record beside our model of it
+#   benchmarks/card.sh check             doctor, the contract of devices, graphs in small
 #   benchmarks/card.sh peers             FLUX.1-dev at 8 and 24 GiB by graphrun and by other tools
 #   benchmarks/card.sh --rehearse STEP   the same step on the simulated accelerator, with the project's own Python
 #

@@ -368,16 +368,16 @@ class Bench:
 
 def graph(
     log: Log, lab: Lab, name: str, budgets: list[str], steps: int, runs: int, *, full_size: bool
-) -> None:
-    """Every measurement of graph ``name``. ``budgets``: sizes; ``smallest`` is the least that can
-    be planned."""
+) -> Bench:
+    """Every measurement of graph ``name``, and what they were made with. ``budgets``: sizes;
+    ``smallest`` is the least that can be planned."""
     from graphrun.solve.infeasible import smallest_budget
 
     bench = Bench(name, lab, steps, full_size=full_size)
     with log.part(f"{name} build") as record:
         bench.build(record)
     if bench.host is None:
-        return
+        return bench
     with log.part(f"{name} resident") as record:
         bench.measure_resident(record)
     minimum: int | str = budgets[0]
@@ -393,6 +393,7 @@ def graph(
     if not full_size:
         with log.part(f"{name} against the CPU") as record:
             bench.against_cpu(record)
+    return bench
 
 
 def _call_seconds(problem: Any, use: Any) -> float:

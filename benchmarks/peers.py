@@ -163,9 +163,9 @@ class Bench:
             "took_seconds": round(time.perf_counter() - start, 2),
         }
 
-    def facts(self, model: str) -> dict[str, Any]:
-        """What the grid is made from: a run without a cap, its outputs, and graphrun's smallest
-        budget."""
+    def facts(self, model: str, *, encodes: bool = True) -> dict[str, Any]:
+        """What the grid is made from: a run without a cap and its outputs, and, if it ``encodes``,
+        those of its encoders alone."""
         model_subject = subject(model, self.options.device, self.options.steps)
         plain: dict[str, Any] = {"status": "", "message": "", "runs": []}
         for tool in REFERENCES:
@@ -173,7 +173,8 @@ class Bench:
                 plain = self.cell(model, tool)
         if plain["status"] != "finished":
             return {"failed": plain["message"]}
-        embeds = plain if model_subject.encodes_only else self.cell(model, plain["tool"], "encode")
+        only_run = model_subject.encodes_only or not encodes
+        embeds = plain if only_run else self.cell(model, plain["tool"], "encode")
         sizes = [c.weight_bytes() for c in self.ample(model_subject).components]
         resident = plain["tool"] == REFERENCES[0]
         peak = _peak(plain)

@@ -93,9 +93,13 @@ class Subject:
             from gpu_lab import woven
 
             make = woven
-        return {
+        modules = {
             name: make(component, self.graph) for name, component in self.graph.components.items()
         }
+        if self.full_size:  # memory of their own, as weights that were loaded have
+            for tensor in {id(p): p for m in modules.values() for p in m.parameters()}.values():
+                tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+        return modules
 
     def stored(self, cache: Path) -> Path:
         """The folder with every component as a checkpoint has it; written once."""
@@ -404,7 +408,8 @@ def cell(request: Mapping[str, Any]) -> dict[str, Any]:
     """
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
+    # on the simulated accelerator cells run beside each other
+    torch.set_num_threads(1 if request["device"] == "sim" else os.cpu_count() or 1)
     device_instrument = instrument(
         request["device"], request["cap_bytes"], hardware_for(request["model"], request["device"])
     )

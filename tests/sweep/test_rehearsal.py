@@ -29,7 +29,7 @@ def test_a_section_of_the_benchmark_on_cards_runs_without_one(section: str, tmp_
 
 
 @pytest.mark.sweep("rehearsal")
-@pytest.mark.parametrize("step", ["check", "memory", "flux", "peers"])
+@pytest.mark.parametrize("step", ["rates", "flux", "check", "peers"])
 def test_a_step_of_the_card_script_runs_without_one(step: str, tmp_path: Path) -> None:
     command = [
         sys.executable,
