@@ -34,6 +34,7 @@ STEPS = ("rates", "flux", "check", "peers")
 LIMIT_SECONDS, REHEARSAL_SECONDS = 350, 1800
 CELLS = (
     ("graphrun", "8G"),
+    ("graphrun.attach", "8G"),
     ("diffusers group offload, block, stream", "8G"),
     ("diffusers sequential offload", "8G"),
     ("diffusers model offload", "24G"),
@@ -308,7 +309,9 @@ def compare(arguments: argparse.Namespace) -> None:
                 break
             bench.options.limit = min(arguments.limit / 3, seconds_left - 5)
             size = {"8G": "4M", "24G": "16M"}[cap] if arguments.rehearse else cap
-            results["cells"].append(bench.cell("flux", tool, cap_bytes=parse_size(size, name="cap")))
+            results["cells"].append(
+                bench.cell("flux", tool, cap_bytes=parse_size(size, name="cap"))
+            )
             arguments.out.write_text(json.dumps(results, indent=1) + "\n")
 
 

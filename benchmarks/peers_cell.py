@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from peers_machine import Instrument, instrument
-from peers_tools import OWN, SESSION, TOOLS, Cell, Unavailable
+from peers_tools import ATTACH, OWN, SESSION, TOOLS, Cell, Unavailable
 
 ROOT = Path(__file__).resolve().parent.parent
 GRAPHS = {
@@ -371,6 +371,23 @@ def _graphrun(
     }
 
 
+def _attached(
+    books: Books, model_subject: Subject, request: Mapping[str, Any], encode: bool
+) -> dict[str, Any]:
+    """diffusers' pipeline after `graphrun.attach`, within the cap."""
+    import graphrun
+
+    pipeline = model_subject.pipeline()
+    hardware = hardware_for(request["model"], request["device"])
+    overhead_bytes = 0 if hardware is not None else _context_bytes()
+    graphrun.attach(pipeline, vram=request["cap_bytes"] + overhead_bytes, hardware=hardware)
+    call = model_subject.encode if encode else model_subject.call
+    for _ in range(2):
+        with books.run():
+            books.outputs.append(fingerprint(call(pipeline)))
+    return {"versions": {"graphrun": graphrun.__version__}}
+
+
 def _problem(model_subject: Subject, graph: Any, request: Mapping[str, Any], device: str) -> Any:
     """What graphrun plans: the cap is of tensors, and on a card a budget holds the context too."""
     import graphrun
@@ -416,6 +433,7 @@ def cell(request: Mapping[str, Any]) -> dict[str, Any]:
     books, output = Books(device_instrument), io.StringIO()
     result: dict[str, Any] = {"status": "finished", "message": ""}
     work: Callable[..., dict[str, Any]] = _graphrun if request["tool"] in OWN else _peer
+    work = _attached if request["tool"] == ATTACH else work
     try:
         with redirect_stdout(output), redirect_stderr(output):
             model_subject = subject(request["model"], request["device"], request["steps"])

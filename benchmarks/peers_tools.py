@@ -263,7 +263,7 @@ TOOLS: Mapping[str, Tool] = {
         Tool("mmgp", ("mmgp",), _mmgp, BOTH),
     )
 }
-GRAPHRUN, SESSION = "graphrun", "graphrun, session of 2"
+GRAPHRUN, SESSION, ATTACH = "graphrun", "graphrun, session of 2", "graphrun.attach"
 OWN = (GRAPHRUN, SESSION)
 """graphrun's two regimes: every run begins and ends with nothing on the device, or the second finds
 what the first left there."""

@@ -37,6 +37,9 @@ ComponentPlacement = Literal["pin", "keep", "exclude", "whole", "drop"]
 # Device allocations are multiples of this many bytes (kMinBlockSize of PyTorch's CUDA caching
 # allocator; sim uses the same).
 ALLOCATION_BYTES = 512
+# cuBLASLt's part of `Hardware.workspace_bytes`, which PyTorch allocates apart from cuBLAS's
+# (ATen/cuda/CublasHandlePool.cpp, torch 2.11). Seen on an H100.
+LT_WORKSPACE_BYTES = 1 << 20
 # On a CPU the kernel counts its own memory for a process too: eight bytes of page tables for every
 # page, stacks of threads, file objects, and charges in batches. A run of FLUX at 8 GiB took 18 MiB
 # where page tables are 16 MiB. This is four times the page tables, as a margin.
@@ -148,7 +151,7 @@ class Hardware:
     # of the driver context, before the first tensor (0 on sim); on a CPU, of the process itself:
     # Python and its libraries
     context_bytes: int
-    workspace_bytes: int  # of cuBLAS; 0 on sim
+    workspace_bytes: int  # of cuBLAS and cuBLASLt; 0 on sim
     h2d_bytes_per_second: float  # from page-locked memory
     pageable_bytes_per_second: float
     d2h_bytes_per_second: float

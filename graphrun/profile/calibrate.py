@@ -159,8 +159,7 @@ def with_kernels(
     ``measured_rates``: FLOPs per second; bytes per second for elementwise work; launches per
     second. Rates of 8-bit formats change in proportion to matrix products.
     """
-    rates = base.kernels
-    assert isinstance(rates, KernelRates)
+    assert isinstance(base.kernels, KernelRates)
     base = replace(
         base,
         memory_bytes_per_second=measured_rates["elementwise"],
@@ -170,22 +169,44 @@ def with_kernels(
         kind: kernel_seconds(kernel, base) * measured_rates[kind] / kernel.flops
         for kind, kernel in kernels.items()
     }
-    return replace(
-        base,
-        flops_per_second=speedups["matmul"] * base.flops_per_second,
-        kernels=replace(
-            rates,
-            fp32_flops_per_second=speedups["fp32 matmul"] * rates.fp32_flops_per_second,
-            convolution_flops_per_second=speedups["convolution"]
-            * rates.convolution_flops_per_second,
-            fp32_convolution_flops_per_second=speedups["fp32 convolution"]
-            * rates.fp32_convolution_flops_per_second,
-            attention_flops_per_second=speedups["attention"] * rates.attention_flops_per_second,
-            exponentials_per_second=speedups["attention"] * rates.exponentials_per_second,
-            fp8_flops_per_second=speedups["matmul"] * rates.fp8_flops_per_second,
-            int8_flops_per_second=speedups["matmul"] * rates.int8_flops_per_second,
-        ),
+    rates = replace(
+        base.kernels,
+        attention_flops_per_second=speedups["attention"] * base.kernels.attention_flops_per_second,
+        exponentials_per_second=speedups["attention"] * base.kernels.exponentials_per_second,
+        fp8_flops_per_second=speedups["matmul"] * base.kernels.fp8_flops_per_second,
+        int8_flops_per_second=speedups["matmul"] * base.kernels.int8_flops_per_second,
+        wave_seconds=base.kernels.wave_seconds / speedups["matmul"],
     )
+    measured = replace(
+        base, flops_per_second=speedups["matmul"] * base.flops_per_second, kernels=rates
+    )
+    for kind in ("fp32 matmul", "convolution", "fp32 convolution"):
+        seconds = kernels[kind].flops / measured_rates[kind]
+        measured = _with_rate(measured, kernels[kind], seconds, _RATES[kind])
+    return measured
+
+
+_RATES = {
+    "fp32 matmul": "fp32_flops_per_second",
+    "convolution": "convolution_flops_per_second",
+    "fp32 convolution": "fp32_convolution_flops_per_second",
+}
+
+
+def _with_rate(hardware: Hardware, kernel: Kernel, seconds: float, field: str) -> Hardware:
+    """Return ``hardware`` whose rate ``field`` is such that ``kernel`` takes ``seconds``.
+
+    A kernel takes x + y / rate. A measured time close to x would give any rate: it changes by a
+    factor of 4 at most.
+    """
+
+    def at(factor: float) -> Hardware:
+        rates = replace(hardware.kernels, **{field: factor * getattr(hardware.kernels, field)})
+        return replace(hardware, kernels=rates)
+
+    by_rate = 2 * (kernel_seconds(kernel, hardware) - kernel_seconds(kernel, at(2)))
+    remaining_seconds = seconds - (kernel_seconds(kernel, hardware) - by_rate)
+    return at(min(4.0, max(0.25, by_rate / max(remaining_seconds, by_rate / 4))))
 
 
 def compiled_gain(target: Processor, seconds: float) -> float:
@@ -344,6 +365,9 @@ class Processor:
     def kernels(self) -> dict[str, Kernel]:
         """Return the kernels that `compute` runs on a card, by kind; {} here."""
         return {}
+
+    def load_kernels(self) -> None:
+        """Run one kernel of each kind that pipelines run and `compute` does not; here none."""
 
     @functools.cached_property
     def blocks(self) -> dict[str, Callable[[], Any]]:
@@ -525,6 +549,32 @@ class _Cuda(Processor):
             torch.mm(left_matrix, right_matrix)
         return self.kernels()[kind].flops
 
+    @torch.no_grad()
+    def load_kernels(self) -> None:
+        """See `Processor.load_kernels`: a card loads a kernel's code when it first runs."""
+        functional = torch.nn.functional
+        for picture, filters, matrix in (
+            (self._picture, self._filters, self._left_matrix),
+            (self._floats[2], self._floats[3], self._floats[0]),
+        ):
+            for side in (64, 128, 512):
+                functional.conv2d(picture[..., :side, :side], filters, padding=1)
+            functional.conv2d(picture, filters[..., :1, :1])
+            functional.conv2d(picture[..., :64, :64], filters, padding=1, stride=2)
+            functional.conv3d(picture[:, :64, None, :64, :64], filters[:64, :64, None], padding=1)
+            functional.interpolate(picture[..., :64, :64], scale_factor=2.0, mode="nearest")
+            functional.silu(functional.group_norm(picture[..., :64, :64], 32))
+            functional.gelu(functional.layer_norm(matrix, matrix.shape[1:]), approximate="tanh")
+            matrix.float().pow(2).mean(-1, keepdim=True).rsqrt().mul(matrix).to(matrix.dtype)
+            for width in (64, 128, 512):
+                heads = matrix[:1024, : 2 * width].reshape(1, 1024, 2, width).transpose(1, 2)
+                mask = heads.new_zeros(1, 1, 1024, 1024)
+                functional.scaled_dot_product_attention(heads, heads, heads)
+                functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
+                functional.linear(matrix[:512, :width], matrix[:width, :width], matrix[0, :width])
+            torch.cat((matrix[:8].softmax(-1), torch.randn_like(matrix[:8]).sin().exp()))
+            functional.embedding(torch.arange(8, device=matrix.device), matrix)
+
     def kernels(self) -> dict[str, Kernel]:
         """Return the kernels that `compute` runs, by kind."""
         rows, inner, columns = *self._left_matrix.shape, self._right_matrix.shape[1]
@@ -569,11 +619,12 @@ def _with_context(
     """Return ``base`` with the measured size of the CUDA context.
 
     The size is the growth of the card's used memory since ``initial_used_bytes``, before the driver
-    was initialized, without what torch reserved. It is measured after matrix products, attention
-    and a convolution, since kernels are loaded at their first run and stay loaded. It is at least
-    the value in ``base``, since a run may load further kernels.
+    was initialized, without what torch reserved. It is measured after kernels of many kinds, since
+    kernels are loaded at their first run and stay loaded. It is at least the value in ``base``,
+    since a run may load further kernels.
     """
     target.compute("convolution")
+    target.load_kernels()
     target.now()
     context_bytes = context_bytes_taken(
         initial_used_bytes, _cards_used_bytes(), _uuid(), torch.cuda.memory_reserved(0)

@@ -49,10 +49,18 @@ from typing import Any
 from graphrun.errors import InputError
 from graphrun.host_ram import host_ram_bytes, steady_bytes, total_ram_bytes
 from graphrun.memory_group import process_bytes
-from graphrun.model.problem import Hardware, KernelRates, ProcessorRates
+from graphrun.model.problem import LT_WORKSPACE_BYTES, Hardware, KernelRates, ProcessorRates
 from graphrun.units import GIB, KIB, MIB
 
-CONTEXT_BYTES = 667_000_000
+# What a process takes of a card beside PyTorch's allocator: the CUDA context, and kernels, which are
+# loaded at their first run and stay. Hopper: a run of FLUX.1-dev on an H100 with torch 2.11 and CUDA
+# 13.0 took 871 MB (552 MB after the start of the context, 727 MB after a product, a convolution and
+# attention, 802 MB after small pipelines). Other architectures were not measured.
+CONTEXT_BYTES = {"hopper": 875_000_000}
+OTHER_CONTEXT_BYTES = 667_000_000
+# Of cuBLAS (8 MiB and 128 KiB, or 32 MiB from compute capability 9.0) and of cuBLASLt.
+WORKSPACE_BYTES = 8 * MIB + 128 * KIB + LT_WORKSPACE_BYTES
+HOPPER_WORKSPACE_BYTES = 32 * MIB + LT_WORKSPACE_BYTES
 COPY_START_SECONDS = 7e-6
 DISPATCH_SECONDS = 5e-6
 PAGE_LOCK_SECONDS = 0.2e-9
@@ -160,10 +168,12 @@ def _card(name: str, sheet: Sheet) -> Hardware:
         name=name,
         device="cuda",
         capacity_bytes=sheet.gib * GIB,
-        context_bytes=CONTEXT_BYTES,
-        workspace_bytes=32 * MIB
-        if sheet.architecture in ("hopper", "blackwell")
-        else 8 * MIB + 128 * KIB,
+        context_bytes=CONTEXT_BYTES.get(sheet.architecture, OTHER_CONTEXT_BYTES),
+        workspace_bytes=(
+            HOPPER_WORKSPACE_BYTES
+            if sheet.architecture in ("hopper", "blackwell")
+            else WORKSPACE_BYTES
+        ),
         h2d_bytes_per_second=sheet.pcie * 1e9,
         pageable_bytes_per_second=PAGEABLE_SHARE * sheet.pcie * 1e9,
         d2h_bytes_per_second=sheet.pcie * 1e9,
@@ -426,7 +436,7 @@ def detect_card() -> Hardware | None:
     plain = properties.name.lower().replace(" ", "").replace("-", "")
     names = [name for name in SHEETS if name in plain]
     base = data_sheet_estimates()[max(names, key=len, default=DEFAULT)]
-    workspace_bytes = 32 * MIB if properties.major >= 9 else base.workspace_bytes
+    workspace_bytes = HOPPER_WORKSPACE_BYTES if properties.major >= 9 else base.workspace_bytes
     return replace(
         base,
         name=plain.removeprefix("nvidia"),

@@ -161,7 +161,8 @@ class OpenSlot:
     def enter(self, component: str) -> Mark:
         """Call before each call into ``component``. Returns the mark at which the call starts."""
         self._entries[component] += 1
-        self._device.before_call()
+        for accelerator in self._device.all_devices:
+            accelerator.before_call()
         if component in self._streamers:
             self._streamers[component].begin_call()
         else:

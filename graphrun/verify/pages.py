@@ -27,9 +27,10 @@ from graphrun.model.allocator import Caching, segment_bytes
 from graphrun.model.blocks import named
 from graphrun.model.phase_trace import CALL, CallTrace, Item, repeats_in
 from graphrun.model.plan import BlockNames, Evict, Load, Plan, Restore, Slot, Spill, Stream
-from graphrun.model.problem import Problem
+from graphrun.model.problem import LT_WORKSPACE_BYTES, Problem
 from graphrun.model.splits import arguments_bytes
 
+MATRIX_BYTES = 512  # operand and result of the products of `CudaDevice.before_call`
 POOLS = (True, False)  # pools of the allocator: small, large
 
 
@@ -115,9 +116,8 @@ class _PlanReplay:
         self._cached_results: dict[
             tuple[int, Hashable], dict[int, tuple[int, tuple[int, ...]]]
         ] = {}
-        self._workspace: int | None = None  # the allocator's key of cuBLAS's workspace
-        # bytes of the workspace if a call allocated it since the last trim, else 0
-        self._workspace_bytes = 0
+        # the allocator's keys of cuBLAS's workspaces, from the first call after a trim on
+        self._workspaces: list[int] = []
         self.limit_bytes = 0
         self._last_key = self._steps = 0
         self._phase: str | None = None
@@ -160,8 +160,7 @@ class _PlanReplay:
                 for key in self._storages[action.value]:
                     if key in self._live:
                         self._release(self._live.pop(key))
-        self._measure_workspace()
-        return self._allocator.used_bytes - self._workspace_bytes
+        return self._allocator.used_bytes - sum(self._bytes[key] for key in self._workspaces)
 
     def load(self, component: str, blocks: BlockNames) -> None:
         """Allocate the ``blocks`` that belong on this device."""
@@ -245,6 +244,8 @@ class _PlanReplay:
 
         A call on a secondary device returns no keys: its results are released there.
         """
+        if not self._workspaces:
+            self._allocate_workspaces()
         if call.component not in self._device_groups:
             return []
         arguments = (
@@ -260,8 +261,6 @@ class _PlanReplay:
         return [] if self._secondary else results
 
     def _events(self, number: int, call: CallTrace) -> list[int]:
-        if self._workspace is None and (nbytes := self._hardware.workspace_bytes):
-            self._workspace = self._allocate(nbytes)
         if call.persistent_keys:
             return self._replay_persistent_call(number, call)
         if id(call) not in self._events_in:
@@ -396,23 +395,24 @@ class _PlanReplay:
             self.limit_bytes = max(self.limit_bytes, limit)
         return self._last_key
 
-    def _measure_workspace(self) -> None:
-        """Count the bytes of the workspace and release it, as `CudaDevice.peak_bytes` does.
-
-        That measurement happens at the end of the first slot that uses the workspace after a trim.
-        The next use of the workspace allocates it again.
-        """
-        if self._workspace is not None and not self._workspace_bytes:
-            self._workspace_bytes = self._bytes[self._workspace]
-            self._release(self._workspace)
-            self._workspace = None
+    def _allocate_workspaces(self) -> None:
+        """Do what `CudaDevice.before_call` does: two products, whose operands and results are
+        released."""
+        total_bytes = self._hardware.workspace_bytes
+        if not total_bytes:
+            return
+        matrix = self._allocate(MATRIX_BYTES)
+        for nbytes in (total_bytes - LT_WORKSPACE_BYTES, LT_WORKSPACE_BYTES):
+            result = self._allocate(MATRIX_BYTES)
+            self._workspaces.append(self._allocate(nbytes))
+            self._release(result)
+        self._release(matrix)
 
     def _trim(self) -> None:
-        """Return empty pages and release cuBLAS's workspace, like `Device.release_cached`."""
-        if self._workspace is not None:
-            self._release(self._workspace)
-            self._workspace = None
-        self._workspace_bytes = 0
+        """Return empty pages and release the workspaces, like `CudaDevice.release_cached`."""
+        for key in self._workspaces:
+            self._release(key)
+        self._workspaces.clear()
         self._allocator.trim()
 
     def _release(self, key: int) -> None:

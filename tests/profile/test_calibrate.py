@@ -15,6 +15,7 @@ from graphrun.model.problem import Hardware
 from graphrun.profile import calibrate as measuring
 from graphrun.profile import hardware as devices
 from graphrun.profile import hardware_profiles as profiles
+from graphrun.profile.costs import kernel_seconds
 
 
 def test_calibrating_the_simulated_accelerator_gives_what_it_declares(tmp_path: Path) -> None:
@@ -142,7 +143,7 @@ def test_context_bytes_are_what_the_card_itself_lost(
 
 
 @pytest.mark.parametrize(
-    ("assumed", "context"), [(300_000_000, 740_000_000), (900_000_000, 900_000_000)]
+    ("assumed", "context"), [(300_000_000, 790_000_000), (900_000_000, 900_000_000)]
 )
 def test_context_bytes_are_measured_after_every_kind_of_kernel_and_only_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, assumed: int, context: int
@@ -152,6 +153,7 @@ def test_context_bytes_are_measured_after_every_kind_of_kernel_and_only_raised(
         "matmul": 10_000_000,
         "attention": 30_000_000,
         "convolution": 200_000_000,
+        "others": 50_000_000,
     }
     sources: set[str] = set()
 
@@ -165,6 +167,9 @@ def test_context_bytes_are_measured_after_every_kind_of_kernel_and_only_raised(
         def compute(self, kind: str) -> float:
             self.queued = self.queued | {kind}
             return super().compute(kind)
+
+        def load_kernels(self) -> None:
+            self.queued = self.queued | {"others"}
 
     def awake(kind: str) -> tuple[Hardware, Card]:
         sources.add("driver")
@@ -180,6 +185,31 @@ def test_context_bytes_are_measured_after_every_kind_of_kernel_and_only_raised(
     )
     hardware, figures = measuring.calibrate("cuda", tmp_path, allowed_seconds=0.05)
     assert hardware.context_bytes == figures["context_bytes"] == context
+
+
+def test_kernels_take_what_was_measured_after_calibration() -> None:
+    """The rates that an H100 reached, beside an estimate that expects other ones."""
+    measured = {
+        "matmul": 763e12,
+        "attention": 636e12,
+        "convolution": 570e12,
+        "fp32 matmul": 48e12,
+        "fp32 convolution": 189e12,
+    }
+    processor = measuring._Cuda.__new__(measuring._Cuda)
+    shapes = ((4608, 3072), (3072, 12288), (1, 24, 4608, 128), (1, 256, 512, 512), (256, 256, 3, 3))
+    (
+        processor._left_matrix,
+        processor._right_matrix,
+        processor._heads,
+        processor._picture,
+        processor._filters,
+    ) = (torch.empty(shape, dtype=torch.float16, device="meta") for shape in shapes)
+    kernels = processor.kernels()
+    rates = measured | {"elementwise": 2.9e12, "launch": 1 / 15e-6}
+    hardware = measuring.with_kernels(devices.hardware("h100"), kernels, rates)
+    for kind, rate in measured.items():
+        assert kernels[kind].flops / kernel_seconds(kernels[kind], hardware) == pytest.approx(rate)
 
 
 def test_without_a_card_cuda_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

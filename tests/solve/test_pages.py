@@ -157,7 +157,8 @@ def test_a_further_run_begins_with_what_the_first_one_left(make_problem: Any) ->
     assert solution.simulation.peak_bytes <= problem.effective_bytes
 
 
-WORKSPACE = 8_519_680  # cuBLAS's, as PyTorch's allocator gets it
+# of cuBLAS and of cuBLASLt, as PyTorch's allocator gets them; operands of a product
+WORKSPACES, MATRIX = (8_519_680, 1_048_576), 512
 
 
 class Card:
@@ -171,12 +172,13 @@ class Card:
         patch.setattr(
             torch.cuda,
             "memory_allocated",
-            lambda index: WORKSPACE * ("workspace" in self.blocks.live),
+            lambda index: sum(n for n in WORKSPACES if n in self.blocks.live),
         )
         patch.setattr(torch.cuda, "max_memory_reserved", lambda index: self.peak)
         patch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset_peak)
         patch.setattr(torch.cuda, "empty_cache", self.blocks.trim)
-        patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", self.clear_workspace, raising=False)
+        patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", self.clear_workspaces, raising=False)
+        patch.setattr(self.device, "_allocate_workspaces", self.products)
 
     def allocate(self, key: Any, nbytes: int) -> None:
         self.blocks.allocate(key, nbytes)
@@ -185,9 +187,19 @@ class Card:
     def reset_peak(self, index: int) -> None:
         self.peak = self.blocks.used_bytes
 
-    def clear_workspace(self) -> None:
-        if "workspace" in self.blocks.live:
-            self.blocks.release("workspace")
+    def clear_workspaces(self) -> None:
+        for nbytes in WORKSPACES:
+            if nbytes in self.blocks.live:
+                self.blocks.release(nbytes)
+
+    def products(self) -> None:
+        """The operand, and for both products the result and the workspace."""
+        self.allocate("matrix", MATRIX)
+        for nbytes in WORKSPACES:
+            self.allocate("result", MATRIX)
+            self.allocate(nbytes, nbytes)
+            self.blocks.release("result")
+        self.blocks.release("matrix")
 
     def slot(self, problem: Problem, slot: Slot) -> int:
         """Performs ``slot`` in the executor's order. Returns the measured peak."""
@@ -222,8 +234,7 @@ class Card:
                 self.lasting_keys.add("values")
 
     def call(self, number: int, call: CallTrace) -> None:
-        if "workspace" not in self.blocks.live:
-            self.allocate("workspace", WORKSPACE)  # cuBLAS's first matrix product
+        self.device.before_call()
         keys = {key for owner, key in self.lasting_keys - {"values"} if owner == number}
         for key, nbytes in call.events:
             if nbytes and key not in keys:
@@ -258,14 +269,13 @@ def with_random_calls(problem: Problem, rng: random.Random) -> Problem:
         for phase in problem.phases
     )
     return replace(
-        problem, phases=phases, hardware=replace(problem.hardware, workspace_bytes=WORKSPACE)
+        problem, phases=phases, hardware=replace(problem.hardware, workspace_bytes=sum(WORKSPACES))
     )
 
 
 def test_the_replay_is_that_of_a_card(make_problem: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every slot's peak is what `CudaDevice` measures where its methods are called in the
-    executor's order: evict, return pages, load, compute, and measure the peak, which releases the
-    workspace."""
+    executor's order: evict, return pages, load, allocate the workspaces, compute, and measure."""
     solution = solve(traced(make_problem("flux-tiny", GIB)))
     for seed in range(100):
         problem = with_random_calls(solution.chosen, random.Random(seed))

@@ -250,7 +250,11 @@ class Device(ABC):
         """Return cached memory without tensors to the device. Call after a barrier."""
 
     def before_call(self) -> None:  # noqa: B027 (most devices need nothing)
-        """Return freed memory that the host keeps. Called before each call into a component."""
+        """Bring memory that is not of tensors into the state that plans assume: return what the
+        host keeps, allocate the workspace of kernels.
+
+        Called before each call into a component.
+        """
 
     @abstractmethod
     def holders(self) -> tuple[str, ...]:
