@@ -108,7 +108,7 @@ class Step:
                 output_lines = (process.stdout + process.stderr).strip().splitlines()
                 if process.returncode:
                     record["failed"] = f"ended with {process.returncode}: " + " | ".join(
-                        output_lines[-12:]
+                        output_lines[-60:]
                     )
                 elif results is None:
                     record["output"] = _json_or_lines(process.stdout)
@@ -179,7 +179,7 @@ def check(step: Step) -> None:
     contract = [path for path in contract if (HERE.parent / path).exists()]
     step.part(
         "contract",
-        [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *contract],
+        [sys.executable, "-m", "pytest", "-q", "-rfs", "-p", "no:cacheprovider", *contract],
     )
     step.gpu("tiny")
     step.own("attach")

@@ -62,8 +62,8 @@ class Lab:
     def hardware(self) -> Any:
         """What `graphrun.estimate` is told: the card as `graphrun calibrate` measured it, if it
         did."""
-        from graphrun.devices import hardware_for
         from graphrun.cli.common import cache_folder
+        from graphrun.devices import hardware_for
 
         return "sim" if self.rehearse else hardware_for(None, cache=cache_folder(is_off=False))
 

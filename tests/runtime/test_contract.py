@@ -390,7 +390,10 @@ def test_whatever_the_caller_has_set(contract: Contract, context: Callable[[Any]
 
 
 def test_the_sanitizer_of_torch_finds_nothing(contract: Contract) -> None:
-    """The other tests of this file again, with ``torch.cuda._sanitizer`` on."""
+    """The other tests of this file again, with ``torch.cuda._sanitizer`` on.
+
+    Not that of reserved bytes: with it on, an H100 reserved more than planned.
+    """
     if contract.kind != "cuda":
         pytest.skip("other devices have graphrun's own checkers")
     command = [
@@ -402,7 +405,7 @@ def test_the_sanitizer_of_torch_finds_nothing(contract: Contract) -> None:
         "no:cacheprovider",
         __file__,
         "-k",
-        "cuda and not sanitizer and not cap",
+        "cuda and not sanitizer and not cap and not reserves",
     ]
     process = subprocess.run(
         command,
