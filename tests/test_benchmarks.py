@@ -1,4 +1,4 @@
-"""The GPU benchmark where there is no GPU: it says so; what it measures with is right."""
+"""The GPU benchmark without a GPU: it reports that; its instruments and its recorded results."""
 
 from __future__ import annotations
 
@@ -47,6 +47,15 @@ def test_s1_1_hunyuan_video_quantized_takes_what_was_published(part: Any) -> Non
     assert videos.bytes_of({**row, "precision": "int8"}, 0.0) / 2**30 == pytest.approx(
         35.66, rel=0.055
     )
+
+
+def test_the_page_of_the_card_and_readme_are_those_of_its_results(part: Any) -> None:
+    """Update with ``python benchmarks/card_report.py``."""
+    report = part("card_report")
+    recorded = report.results()
+    assert report.PAGE.read_text() == report.page(recorded)
+    (region,) = report.REGION.findall(report.README.read_text())
+    assert region == report.region(recorded)
 
 
 def test_a_part_that_fails_is_recorded_and_the_next_goes_on(part: Any, tmp_path: Path) -> None:

@@ -1,0 +1,282 @@
+"""The report on the results of `card.py`: docs/card-measured.md and a region of README.
+
+python benchmarks/card_report.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from graphrun.profile.hardware import CONTEXT_BYTES
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results"
+PAGE, README = ROOT / "docs/card-measured.md", ROOT / "README.md"
+REGION = re.compile(
+    r"(?<=<!-- written by benchmarks/card_report.py -->\n).*?(?=<!-- end -->)", re.S
+)
+GIB, MIB = 2**30, 2**20
+STEPS = ("rates", "flux", "check", "peers")
+Record = dict[str, Any]
+
+
+def results() -> dict[str, Record]:
+    """Return the recorded results of each step."""
+    return {step: json.loads((RESULTS / f"card-{step}.json").read_text()) for step in STEPS}
+
+
+def budgets(flux: Record) -> dict[str, Record]:
+    """Return the parts of FLUX.1-dev's step that have runs, by budget in GiB."""
+    parts = flux["flux"]["results"]
+    return {
+        f"{part['budget_bytes'] / GIB:.3g}": part
+        for name, part in parts.items()
+        if name.startswith("flux-dev within")
+    }
+
+
+def slots(parts: Sequence[Record]) -> list[Record]:
+    """Return all slots of the last run of each part."""
+    return [slot for part in parts for run in part["runs"] for slot in run["slots"]]
+
+
+def over(slot: Record) -> int:
+    """Return the measured peak of a slot less the planned one, in bytes."""
+    return int(slot["peak_bytes"] - slot["planned"]["peak_bytes"])
+
+
+def memory_table(parts: dict[str, Record]) -> Iterator[str]:
+    """Yield a row per budget: bytes, and seconds of the whole run."""
+    yield (
+        "| budget, GiB | planned peak | measured peak | of the budget, with context | GB copied "
+        "| planned, s | measured, s | picture |"
+    )
+    yield "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |"
+    for budget, part in parts.items():
+        runs, planned = part["runs"], part["planned"]
+        equal = all(all(run["same_bits_as_resident"].values()) for run in runs)
+        used = max(run["used_bytes_at_most"] for run in runs) / part["budget_bytes"]
+        seconds = ", ".join(f"{run['seconds']:.2f}" for run in runs)
+        yield (
+            f"| {budget} | {planned['peak_bytes']:,} | {max(r['peak_bytes'] for r in runs):,} "
+            f"| {used:.4f} | {planned['moved_bytes'] / 1e9:.1f} | {planned['seconds']:.2f} "
+            f"| {seconds} | {'equal' if equal else 'differs'} |"
+        )
+
+
+def slot_table(part: Record) -> Iterator[str]:
+    """Yield a row per slot of the last run."""
+    yield (
+        "| slot | planned peak, MiB | measured | planned, s | calls, measured | copies, measured "
+        "| whole slot, measured |"
+    )
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for slot in part["runs"][-1]["slots"]:
+        planned = slot["planned"]
+        yield (
+            f"| {slot['slot'].strip()} | {planned['peak_bytes'] / MIB:,.1f} "
+            f"| {slot['peak_bytes'] / MIB:,.1f} | {planned['seconds']:.3f} "
+            f"| {slot['run_seconds']:.3f} | {slot['copy_busy_seconds']:.3f} "
+            f"| {slot['seconds']:.3f} |"
+        )
+
+
+def page(recorded: dict[str, Record]) -> str:
+    """Return docs/card-measured.md."""
+    flux, rates = recorded["flux"], recorded["rates"]
+    about, parts = flux["about"], budgets(flux)
+    resident = flux["flux"]["results"]["flux-dev resident"]
+    allocator = flux["flux"]["results"]["allocator"]
+    small = [
+        part
+        for name, part in recorded["check"]["tiny"]["results"]["tiny"].items()
+        if " within " in name
+    ]
+    big_slots, small_slots = slots(list(parts.values())), slots(small)
+    different = [slot for slot in big_slots if over(slot)]
+    decode = next(call for call in resident["calls"] if call["component"] == "vae")
+    norm = next(k for k in resident["kernels"] if "RowwiseMoments" in k["name"])
+    steps = [call["seconds"] for call in resident["calls"] if call["component"] == "transformer"]
+    use = next(
+        use
+        for phase in resident["estimated"]["phases"]
+        for use in phase["uses"]
+        if use["component"] == "transformer"
+    )
+    link, versions = about["driver and link"].split(", "), about["versions"]
+    rows = [
+        "# Measured on a card",
+        "",
+        "<!-- Written by benchmarks/card_report.py from benchmarks/results/card-*.json. -->",
+        "",
+        f"{about['card']} (PCIe {link[1]}.0 x{link[2]}, driver {link[0]}), 16 cores, Python "
+        f"{about['machine'].rpartition(' ')[2]}, torch {versions['torch']} with CUDA "
+        f"{about['cuda']}, diffusers {versions['diffusers']}; {about['date'][:10]}. FLUX.1-dev at "
+        "its full size, random weights in bfloat16 and pinned host memory, 1024x1024, 4 steps. "
+        "graphrun was calibrated on the card first. [How to run it](howto/bare-gpu.md):",
+        "",
+        "<!-- not run: needs a CUDA device -->",
+        "```sh",
+        "benchmarks/card.sh rates && benchmarks/card.sh flux && benchmarks/card.sh check",
+        "python benchmarks/card_report.py     # writes this page",
+        "```",
+        "",
+        "## Memory",
+        "",
+        *memory_table(parts),
+        "",
+        "Peaks are bytes that PyTorch's allocator reserved, without cuBLAS's workspace. *Of the "
+        "budget, with context*: what the whole process took of the card, over the budget. The last "
+        "budget is the minimum VRAM of the plan. Each plan ran twice.",
+        "",
+        f"- Of {len(big_slots)} slots, {len(big_slots) - len(different)} reserved exactly the "
+        "planned bytes. The others: "
+        + "; ".join(
+            f"{slot['slot'].strip()}, {over(slot) / MIB:+.0f} MiB of "
+            f"{slot['planned']['peak_bytes'] / MIB:,.0f}"
+            for slot in different
+        )
+        + ". No run exceeded the cap for tensors.",
+        f"- Of {len(small_slots)} slots of small FLUX and SDXL, "
+        f"{sum(not over(slot) for slot in small_slots)} reserved exactly the planned bytes.",
+        f"- Of one run, the card recorded all {allocator['events']:,} allocations, releases and "
+        "pages. Replayed through graphrun's model of the allocator, the model and the card reserve "
+        f"the same bytes at each of them (largest difference "
+        f"{max(allocator['model_over_at_most_bytes'], allocator['model_under_at_most_bytes'])} B, "
+        f"peak {allocator['peak_reserved_bytes']:,} B).",
+        "- The process took up to "
+        f"{max(_context(part) for part in parts.values()) / 1e6:.0f} MB beside the allocator (CUDA "
+        "context and loaded kernels). The budget counted "
+        f"{rates['calibrate']['output']['hardware']['context_bytes'] / 1e6:.0f} MB in these runs, "
+        "so the run at minimum VRAM took more than its budget. Plans for this card now count "
+        f"{CONTEXT_BYTES['hopper'] / 1e6:.0f} MB.",
+        "",
+        "## Seconds",
+        "",
+        *slot_table(next(iter(parts.values()))),
+        "",
+        f"The second run at {next(iter(parts))} GiB. Copies and the transformer's calls take what "
+        f"was planned: a step {statistics.median(steps[1:]):.3f} s, planned "
+        f"{use['seconds_per_call']:.3f}. The whole run takes longer than planned, for three "
+        "reasons:",
+        "",
+        f"- The VAE's group norms: {norm['seconds']:.3f} s of its "
+        f"{_steady_decode(parts):.3f} s. These plans counted their bytes only. Estimates "
+        "now count the kernel that computes means ([costs](estimating.md#seconds)).",
+        "- Mapping and unmapping pages at the start of a phase: about 0.07 ms for each page of "
+        "20 MiB. Plans do not count it.",
+        "- Host work in a slot outside of calls (tokenizer, picture to PIL), and the benchmark's "
+        "digests of every value. Plans do not count it.",
+        "",
+        f"Everything resident, diffusers' own pipeline took {resident['plain pipeline, seconds']} "
+        f"s. The first decode in a process took {decode['seconds']:.2f} s, since its kernels are "
+        "loaded then.",
+        "",
+        "## Next to diffusers",
+        "",
+        *_peer_lines(recorded["peers"]),
+        "",
+        "## Rates",
+        "",
+        *_rate_lines(rates),
+    ]
+    return "\n".join(rows) + "\n"
+
+
+def _context(part: Record) -> int:
+    return max(
+        slot["books"]["used_bytes"] - slot["books"]["reserved_bytes"]
+        for run in part["runs"]
+        for slot in run["slots"]
+    )
+
+
+def _steady_decode(parts: dict[str, Record]) -> float:
+    part = next(iter(parts.values()))
+    return next(
+        float(slot["run_seconds"])
+        for slot in part["runs"][-1]["slots"]
+        if slot["slot"].startswith("decode") and slot["run_seconds"]
+    )
+
+
+def _peer_lines(peers: Record) -> Iterator[str]:
+    found = peers["peers"]["results"]
+    for cell in found["cells"]:
+        seconds = " and ".join(f"{run['seconds']:.2f}" for run in cell["runs"])
+        equal = "equal to" if cell["equal"] else "different from"
+        yield (
+            f"- {cell['tool']} with {cell['cap_bytes'] / GIB:g} GiB for tensors: {seconds} s "
+            f"(first and second run), at most {max(r['peak_bytes'] for r in cell['runs']):,} bytes "
+            f"allocated; output {equal} that of {found['reference']['reference']}, which takes "
+            f"{found['reference']['resident_peak_bytes'] / GIB:.1f} GiB."
+        )
+    yield (
+        "- Other tools' cells were not reached in the time that was left on the card "
+        "(`benchmarks/card.sh peers`)."
+    )
+
+
+def _rate_lines(rates: Record) -> Iterator[str]:
+    measured = rates["calibrate"]["output"]["figures"]
+    machine = rates["machine"]["results"]["machine"]
+    assumed = rates["calibrate"]["output"]["assumed"]
+    yield "| | measured | data-sheet estimate |"
+    yield "| --- | ---: | ---: |"
+    for name, key in (
+        ("pinned memory to card, GB/s", "h2d_bytes_per_second"),
+        ("card to pinned memory, GB/s", "d2h_bytes_per_second"),
+        ("pageable memory to card, GB/s", "pageable_bytes_per_second"),
+        ("disk, GB/s", "disk_bytes_per_second"),
+    ):
+        yield f"| {name} | {measured[key] / 1e9:.1f} | {assumed[key] / 1e9:.1f} |"
+    beside = machine["both ways"]["to device beside products, GB/s"]
+    yield f"| pinned memory to card during matrix products, GB/s | {beside:.1f} | |"
+    for name in ("8192 cubed", "FLUX 4608x3072 by 3072x12288"):
+        rate = machine["products"][f"torch.bfloat16 {name}, TFLOP/s"]
+        yield f"| bfloat16 products, {name}, TFLOP/s | {rate:.0f} | |"
+    for name in ("FLUX 24x4608x128", "SDXL 20x4096x64"):
+        yield f"| attention, {name}, TFLOP/s | {machine['attention'][f'{name}, TFLOP/s']:.0f} | |"
+    for name in ("VAE 512x256x256 bf16", "VAE 128x1024x1024 bf16"):
+        convolution = machine["convolution"]
+        yield f"| convolution, {name}, TFLOP/s | {convolution[f'{name}, TFLOP/s']:.0f} | |"
+        scratch, rule = (
+            convolution[f"{name}, scratch{end}"]
+            for end in (" bytes", " by the rule in + out + weight")
+        )
+        yield f"| its scratch, bytes | {scratch:,} | {rule:,} |"
+
+
+def region(recorded: dict[str, Record]) -> str:
+    """Return the lines of README."""
+    flux = recorded["flux"]
+    parts = budgets(flux)
+    part = next(iter(parts.values()))
+    big_slots = slots(list(parts.values()))
+    run, reference = part["runs"][-1], recorded["peers"]["peers"]["results"]["reference"]
+    resident = flux["flux"]["results"]["flux-dev resident"]["plain pipeline, seconds"]
+    return (
+        f"\nFLUX.1-dev at full size on an {flux['about']['card']} with a budget of 8 GiB "
+        f"(1024x1024, 4 steps): {run['seconds']:.1f} s a picture, with everything resident "
+        f"({reference['resident_peak_bytes'] / GIB:.0f} GiB) {resident:.1f} s; planned peak {part['planned']['peak_bytes']:,} bytes, measured "
+        f"{run['peak_bytes']:,}; same picture, bit for bit. Of {len(big_slots)} slots under three "
+        f"budgets, {sum(not over(slot) for slot in big_slots)} reserved exactly the planned bytes\n"
+        "(`benchmarks/card.sh flux`, [all figures, and where plans were wrong](docs/card-measured.md)"
+        ").\n\n"
+    )
+
+
+def main() -> None:
+    """Write the page and the region."""
+    recorded = results()
+    PAGE.write_text(page(recorded))
+    README.write_text(REGION.sub(lambda _: region(recorded), README.read_text()))
+
+
+if __name__ == "__main__":
+    main()
