@@ -260,14 +260,15 @@ def region(recorded: dict[str, Record]) -> str:
     big_slots = slots(list(parts.values()))
     run, reference = part["runs"][-1], recorded["peers"]["peers"]["results"]["reference"]
     resident = flux["flux"]["results"]["flux-dev resident"]["plain pipeline, seconds"]
+    exact = sum(not over(slot) for slot in big_slots)
     return (
         f"\nFLUX.1-dev at full size on an {flux['about']['card']} with a budget of 8 GiB "
         f"(1024x1024, 4 steps): {run['seconds']:.1f} s a picture, with everything resident "
-        f"({reference['resident_peak_bytes'] / GIB:.0f} GiB) {resident:.1f} s; planned peak {part['planned']['peak_bytes']:,} bytes, measured "
-        f"{run['peak_bytes']:,}; same picture, bit for bit. Of {len(big_slots)} slots under three "
-        f"budgets, {sum(not over(slot) for slot in big_slots)} reserved exactly the planned bytes\n"
-        "(`benchmarks/card.sh flux`, [all figures, and where plans were wrong](docs/card-measured.md)"
-        ").\n\n"
+        f"({reference['resident_peak_bytes'] / GIB:.0f} GiB) {resident:.1f} s; planned peak "
+        f"{part['planned']['peak_bytes']:,} bytes, measured {run['peak_bytes']:,}; same picture, "
+        f"bit for bit. Of {len(big_slots)} slots under three budgets, {exact} reserved exactly "
+        "the planned bytes\n(`benchmarks/card.sh flux`, [all figures, and where plans were "
+        "wrong](docs/card-measured.md)).\n\n"
     )
 
 
