@@ -49,6 +49,7 @@ EXPECTED: Mapping[str, tuple[float, float]] = {
     "hardware.PAGEABLE_SHARE": (0.35, 0.4),
     "hardware.FRESH_PAGES_RATE": (2.5e9, 0.5),
     "costs.WIDE_ATTENTION": (0.35, 0.7),
+    "costs.NORM_SECONDS": (0.8e-9, 0.3),
     "costs.INT8_WAIT_SECONDS": (0.4e-3, 1.0),
     "costs.SCALED_OUTPUT_BYTES": (12.0, 0.7),
     "costs.SCALED_WEIGHT_BYTES": (16.0, 0.7),

@@ -10,7 +10,8 @@
                      special function units compute
     wide attention   heads of more than 256 features (the middle of VAEs), which the
                      memory-efficient kernel computes
-    elementwise      bytes read and written
+    elementwise      bytes read and written; group norm also the pass that computes means, with one
+                     thread block per group (`NORM_SECONDS`)
 
 On a CPU (`ProcessorRates`) times add up, since the same cores multiply and move bytes:
 
@@ -52,19 +53,27 @@ SMALL_PLANE_BYTES, LARGE_PLANE_BYTES = 16 * KIB, 64 * KIB
 
 # Rate of the memory-efficient attention kernel with wide heads over the rate of flash attention.
 # Fitted (`hardware`).
-WIDE_ATTENTION = 0.385
+WIDE_ATTENTION = 0.790
+
+# Seconds per element of a group, of PyTorch's kernel for the means of group norm
+# (RowwiseMomentsCUDAKernel). Its 512 threads wait for one element each at a time, so bandwidth does
+# not matter, and a picture of 32 groups uses 32 multiprocessors. On an H100, the 30 norms of FLUX's
+# decoder took half of its time (benchmarks/results/card-flux.json: 46 ms for 57 million elements
+# per group, which is 0.8e-9). Fitted (`hardware`).
+NORM_SECONDS = 0.527e-9
+NORM_BLOCKS = 4  # blocks of 512 threads that a multiprocessor runs at once
 
 # bitsandbytes' int8 layers (LLM.int8): bytes that MatMul8bitLt's kernels move per element of input
 # (cast to fp16, search for outliers, quantization) and of output (int32 sums scaled to fp16, cast).
 INT8_INPUT_BYTES, INT8_OUTPUT_BYTES = 10, 14
 # Seconds that the device waits in each int8 layer while the host checks for outliers. Fitted
 # (`hardware`).
-INT8_WAIT_SECONDS = 0.571e-3
+INT8_WAIT_SECONDS = 0.586e-3
 
 # torchao's and quanto's weight-only layers: bytes moved per element of output in formats that scale
 # the product (int8), and per weight in formats that scale the weight (fp8). Fitted (`hardware`).
-SCALED_OUTPUT_BYTES = 15.2
-SCALED_WEIGHT_BYTES = 15.8
+SCALED_OUTPUT_BYTES = 16.8
+SCALED_WEIGHT_BYTES = 14.36
 # Casting a weight of one byte to 16 bits: read and written.
 CAST_BYTES = 3
 # Dynamic quantization of activations: read for the maximum, read and written in one byte.
@@ -105,7 +114,9 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware) -> float:
         return hardware.launch_seconds + cpu_seconds(kernel, rates)
     moving = kernel.nbytes / hardware.memory_bytes_per_second
     if kernel.kind == "elementwise" or not kernel.tiles:
-        return moving
+        blocks_per_place = max(1.0, kernel.tiles / (NORM_BLOCKS * rates.multiprocessors))
+        elements = kernel.scores / max(1, kernel.tiles)
+        return moving + elements * blocks_per_place * NORM_SECONDS
     half = kernel.dtype == "float16" or (kernel.dtype == "bfloat16" and rates.bfloat16)
     waves = -(-kernel.tiles // rates.multiprocessors)
     # FLOPs of full waves over FLOPs of the kernel.

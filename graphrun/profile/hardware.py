@@ -28,9 +28,9 @@ here). Submitting a copy takes 5 to 7 us, independent of its size (arXiv:2602.21
 
 Host: allocating host memory and locking its pages takes 0.2 to 0.4 s per GB (rapidsai/dask-cuda,
 pull request 98 and issue 106); 0.2 here. Disk: safetensors through mmap 1.0 to 1.3 GB/s (1.2 here).
-A CUDA context takes 287 MB (lazy loading) to 667 MB (eager); the larger is used. A host computes
-0.3 TFLOP/s in 16 bits (about what eight cores with AVX2 reach in fp32). cuBLAS workspace: 8.125
-MiB, 32 MiB from compute capability 9.0.
+A CUDA context with its kernels: `CONTEXT_BYTES`, and 667 MB where it was not measured. A host computes
+0.3 TFLOP/s in 16 bits (about what eight cores with AVX2 reach in fp32). Workspace of cuBLAS:
+8.125 MiB, 32 MiB from compute capability 9.0; of cuBLASLt: 1 MiB.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ SMALL = 0.0005
 DEFAULT = "rtx4090"
 
 # Host seconds for one operator in eager PyTorch, with the Python code of diffusers around it.
-LAUNCH_SECONDS = 21.8e-6
-WAVE_SECONDS = 8.7e-6
-MEMORY_SHARE = 0.874
-SOFTMAX_EXPONENTIALS = 2.68
-PAGEABLE_SHARE = 0.263
-FRESH_PAGES_RATE = 2.65e9
+LAUNCH_SECONDS = 22.5e-6
+WAVE_SECONDS = 6.84e-6
+MEMORY_SHARE = 0.929
+SOFTMAX_EXPONENTIALS = 2.756
+PAGEABLE_SHARE = 0.2635
+FRESH_PAGES_RATE = 2.635e9
 
 # Without one of these, Linux has no card that torch.cuda could open (NVIDIA, WSL, ROCm). torch is
 # then not imported for the check.
@@ -92,9 +92,9 @@ class Shares:
 
 # A100; H100; GeForce and workstation cards.
 SHARES = {
-    "ampere": Shares(0.866, 0.712, 0.881),
-    "hopper": Shares(0.724, 0.675, 0.48),
-    "geforce": Shares(0.977, 1.023, 0.849),
+    "ampere": Shares(0.8306, 0.7066, 0.8016),
+    "hopper": Shares(0.6462, 0.6686, 0.4657),
+    "geforce": Shares(0.9882, 1.043, 0.9347),
 }
 # Cards whose power limit (72, 70 and 150 W) is far below the draw of their tensor cores: the
 # assumed share of the sheet's clock. No published row is of these cards.

@@ -541,8 +541,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ):
                 operator = STRIDED
             new_bytes = 0 if func._schema.is_mutable else written_bytes
+            rows, elements = 0, 0
+            if packet is aten.native_group_norm:
+                rows, elements = args[3] * args[6], args[0].numel()  # batch, groups
             return Kernel(
-                "elementwise", dtype, 0.0, moved_bytes, operator=operator, shape=(new_bytes,)
+                "elementwise",
+                dtype,
+                0.0,
+                moved_bytes,
+                rows,
+                elements,
+                operator=operator,
+                shape=(new_bytes,),
             )
         flops = float(formula(*args, **kwargs, out_val=result))
         if func is aten.convolution.default:

@@ -56,8 +56,9 @@ class Kernel(NamedTuple):
 
     ``dtype``: of the output. ``nbytes``: bytes of the tensors that the kernel reads and writes.
     ``tiles``: tiles of 128 x 128 outputs (attention: of 128 queries), one at a time per
-    multiprocessor; 0 for elementwise work. ``scores``: exponentials that attention computes, one
-    per query and key. ``operator``: name of elementwise work, such as "gelu". ``shape``: sizes that
+    multiprocessor; group norm: groups of all pictures; 0 for other elementwise work. ``scores``:
+    exponentials that attention computes, one per query and key; group norm: elements.
+    ``operator``: name of elementwise work, such as "gelu". ``shape``: sizes that
     a CPU's bytes and seconds depend on:
 
         matmul        batch, rows, inner size, columns
