@@ -28,9 +28,7 @@ here). Submitting a copy takes 5 to 7 us, independent of its size (arXiv:2602.21
 
 Host: allocating host memory and locking its pages takes 0.2 to 0.4 s per GB (rapidsai/dask-cuda,
 pull request 98 and issue 106); 0.2 here. Disk: safetensors through mmap 1.0 to 1.3 GB/s (1.2 here).
-A CUDA context with its kernels: `CONTEXT_BYTES`, and 667 MB where it was not measured. A host computes
-0.3 TFLOP/s in 16 bits (about what eight cores with AVX2 reach in fp32). Workspace of cuBLAS:
-8.125 MiB, 32 MiB from compute capability 9.0; of cuBLASLt: 1 MiB.
+A host computes 0.3 TFLOP/s in 16 bits (about what eight cores with AVX2 reach in fp32).
 """
 
 from __future__ import annotations
