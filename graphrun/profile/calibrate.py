@@ -159,31 +159,30 @@ def with_kernels(
     ``measured_rates``: FLOPs per second; bytes per second for elementwise work; launches per
     second. Rates of 8-bit formats change in proportion to matrix products.
     """
-    assert isinstance(base.kernels, KernelRates)
     base = replace(
         base,
         memory_bytes_per_second=measured_rates["elementwise"],
         launch_seconds=1 / measured_rates["launch"],
     )
+    rates = base.kernels
+    assert isinstance(rates, KernelRates)
     speedups = {
         kind: kernel_seconds(kernel, base) * measured_rates[kind] / kernel.flops
         for kind, kernel in kernels.items()
     }
     rates = replace(
-        base.kernels,
-        attention_flops_per_second=speedups["attention"] * base.kernels.attention_flops_per_second,
-        exponentials_per_second=speedups["attention"] * base.kernels.exponentials_per_second,
-        fp8_flops_per_second=speedups["matmul"] * base.kernels.fp8_flops_per_second,
-        int8_flops_per_second=speedups["matmul"] * base.kernels.int8_flops_per_second,
-        wave_seconds=base.kernels.wave_seconds / speedups["matmul"],
+        rates,
+        attention_flops_per_second=speedups["attention"] * rates.attention_flops_per_second,
+        exponentials_per_second=speedups["attention"] * rates.exponentials_per_second,
+        fp8_flops_per_second=speedups["matmul"] * rates.fp8_flops_per_second,
+        int8_flops_per_second=speedups["matmul"] * rates.int8_flops_per_second,
+        wave_seconds=rates.wave_seconds / speedups["matmul"],
     )
-    measured = replace(
-        base, flops_per_second=speedups["matmul"] * base.flops_per_second, kernels=rates
-    )
-    for kind in ("fp32 matmul", "convolution", "fp32 convolution"):
+    card = replace(base, flops_per_second=speedups["matmul"] * base.flops_per_second, kernels=rates)
+    for kind, field in _RATES.items():
         seconds = kernels[kind].flops / measured_rates[kind]
-        measured = _with_rate(measured, kernels[kind], seconds, _RATES[kind])
-    return measured
+        card = _with_rate(card, kernels[kind], seconds, field)
+    return card
 
 
 _RATES = {
@@ -200,9 +199,12 @@ def _with_rate(hardware: Hardware, kernel: Kernel, seconds: float, field: str) -
     factor of 4 at most.
     """
 
+    rates = hardware.kernels
+    assert isinstance(rates, KernelRates)
+
     def at(factor: float) -> Hardware:
-        rates = replace(hardware.kernels, **{field: factor * getattr(hardware.kernels, field)})
-        return replace(hardware, kernels=rates)
+        changes = {field: factor * getattr(rates, field)}
+        return replace(hardware, kernels=replace(rates, **changes))
 
     by_rate = 2 * (kernel_seconds(kernel, hardware) - kernel_seconds(kernel, at(2)))
     remaining_seconds = seconds - (kernel_seconds(kernel, hardware) - by_rate)

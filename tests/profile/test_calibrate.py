@@ -189,7 +189,7 @@ def test_context_bytes_are_measured_after_every_kind_of_kernel_and_only_raised(
 
 def test_kernels_take_what_was_measured_after_calibration() -> None:
     """The rates that an H100 reached, beside an estimate that expects other ones."""
-    measured = {
+    flops = {
         "matmul": 763e12,
         "attention": 636e12,
         "convolution": 570e12,
@@ -206,9 +206,9 @@ def test_kernels_take_what_was_measured_after_calibration() -> None:
         processor._filters,
     ) = (torch.empty(shape, dtype=torch.float16, device="meta") for shape in shapes)
     kernels = processor.kernels()
-    rates = measured | {"elementwise": 2.9e12, "launch": 1 / 15e-6}
+    rates = flops | {"elementwise": 2.9e12, "launch": 1 / 15e-6}
     hardware = measuring.with_kernels(devices.hardware("h100"), kernels, rates)
-    for kind, rate in measured.items():
+    for kind, rate in flops.items():
         assert kernels[kind].flops / kernel_seconds(kernels[kind], hardware) == pytest.approx(rate)
 
 
