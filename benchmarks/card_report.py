@@ -58,13 +58,13 @@ def memory_table(parts: dict[str, Record]) -> Iterator[str]:
     )
     yield "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |"
     for budget, part in parts.items():
-        runs, planned = part["runs"], part["planned"]
+        runs, plan = part["runs"], part["planned"]
         equal = all(all(run["same_bits_as_resident"].values()) for run in runs)
         used = max(run["used_bytes_at_most"] for run in runs) / part["budget_bytes"]
         seconds = ", ".join(f"{run['seconds']:.2f}" for run in runs)
         yield (
-            f"| {budget} | {planned['peak_bytes']:,} | {max(r['peak_bytes'] for r in runs):,} "
-            f"| {used:.4f} | {planned['moved_bytes'] / 1e9:.1f} | {planned['seconds']:.2f} "
+            f"| {budget} | {plan['peak_bytes']:,} | {max(r['peak_bytes'] for r in runs):,} "
+            f"| {used:.4f} | {plan['moved_bytes'] / 1e9:.1f} | {plan['seconds']:.2f} "
             f"| {seconds} | {'equal' if equal else 'differs'} |"
         )
 
@@ -77,10 +77,10 @@ def slot_table(part: Record) -> Iterator[str]:
     )
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     for slot in part["runs"][-1]["slots"]:
-        planned = slot["planned"]
+        plan = slot["planned"]
         yield (
-            f"| {slot['slot'].strip()} | {planned['peak_bytes'] / MIB:,.1f} "
-            f"| {slot['peak_bytes'] / MIB:,.1f} | {planned['seconds']:.3f} "
+            f"| {slot['slot'].strip()} | {plan['peak_bytes'] / MIB:,.1f} "
+            f"| {slot['peak_bytes'] / MIB:,.1f} | {plan['seconds']:.3f} "
             f"| {slot['run_seconds']:.3f} | {slot['copy_busy_seconds']:.3f} "
             f"| {slot['seconds']:.3f} |"
         )
@@ -89,7 +89,7 @@ def slot_table(part: Record) -> Iterator[str]:
 def page(recorded: dict[str, Record]) -> str:
     """Return docs/card-measured.md."""
     flux, rates = recorded["flux"], recorded["rates"]
-    about, parts = flux["about"], budgets(flux)
+    machine, parts = flux["about"], budgets(flux)
     resident = flux["flux"]["results"]["flux-dev resident"]
     allocator = flux["flux"]["results"]["allocator"]
     small = [
@@ -108,15 +108,15 @@ def page(recorded: dict[str, Record]) -> str:
         for use in phase["uses"]
         if use["component"] == "transformer"
     )
-    link, versions = about["driver and link"].split(", "), about["versions"]
+    link, versions = machine["driver and link"].split(", "), machine["versions"]
     rows = [
         "# Measured on a card",
         "",
         "<!-- Written by benchmarks/card_report.py from benchmarks/results/card-*.json. -->",
         "",
-        f"{about['card']} (PCIe {link[1]}.0 x{link[2]}, driver {link[0]}), 16 cores, Python "
-        f"{about['machine'].rpartition(' ')[2]}, torch {versions['torch']} with CUDA "
-        f"{about['cuda']}, diffusers {versions['diffusers']}; {about['date'][:10]}. FLUX.1-dev at "
+        f"{machine['card']} (PCIe {link[1]}.0 x{link[2]}, driver {link[0]}), 16 cores, Python "
+        f"{machine['machine'].rpartition(' ')[2]}, torch {versions['torch']} with CUDA "
+        f"{machine['cuda']}, diffusers {versions['diffusers']}; {machine['date'][:10]}. FLUX.1-dev at "
         "its full size, random weights in bfloat16 and pinned host memory, 1024x1024, 4 steps. "
         "graphrun was calibrated on the card first. [How to run it](howto/bare-gpu.md):",
         "",
@@ -206,15 +206,15 @@ def _steady_decode(parts: dict[str, Record]) -> float:
 
 
 def _peer_lines(peers: Record) -> Iterator[str]:
-    found = peers["peers"]["results"]
-    for cell in found["cells"]:
+    comparison = peers["peers"]["results"]
+    for cell in comparison["cells"]:
         seconds = " and ".join(f"{run['seconds']:.2f}" for run in cell["runs"])
         equal = "equal to" if cell["equal"] else "different from"
         yield (
             f"- {cell['tool']} with {cell['cap_bytes'] / GIB:g} GiB for tensors: {seconds} s "
             f"(first and second run), at most {max(r['peak_bytes'] for r in cell['runs']):,} bytes "
-            f"allocated; output {equal} that of {found['reference']['reference']}, which takes "
-            f"{found['reference']['resident_peak_bytes'] / GIB:.1f} GiB."
+            f"allocated; output {equal} that of {comparison['reference']['reference']}, which takes "
+            f"{comparison['reference']['resident_peak_bytes'] / GIB:.1f} GiB."
         )
     yield (
         "- Other tools' cells were not reached in the time that was left on the card "
@@ -223,7 +223,7 @@ def _peer_lines(peers: Record) -> Iterator[str]:
 
 
 def _rate_lines(rates: Record) -> Iterator[str]:
-    measured = rates["calibrate"]["output"]["figures"]
+    figures = rates["calibrate"]["output"]["figures"]
     machine = rates["machine"]["results"]["machine"]
     assumed = rates["calibrate"]["output"]["assumed"]
     yield "| | measured | data-sheet estimate |"
@@ -234,9 +234,9 @@ def _rate_lines(rates: Record) -> Iterator[str]:
         ("pageable memory to card, GB/s", "pageable_bytes_per_second"),
         ("disk, GB/s", "disk_bytes_per_second"),
     ):
-        yield f"| {name} | {measured[key] / 1e9:.1f} | {assumed[key] / 1e9:.1f} |"
-    beside = machine["both ways"]["to device beside products, GB/s"]
-    yield f"| pinned memory to card during matrix products, GB/s | {beside:.1f} | |"
+        yield f"| {name} | {figures[key] / 1e9:.1f} | {assumed[key] / 1e9:.1f} |"
+    rate = machine["both ways"]["to device beside products, GB/s"]
+    yield f"| pinned memory to card during matrix products, GB/s | {rate:.1f} | |"
     for name in ("8192 cubed", "FLUX 4608x3072 by 3072x12288"):
         rate = machine["products"][f"torch.bfloat16 {name}, TFLOP/s"]
         yield f"| bfloat16 products, {name}, TFLOP/s | {rate:.0f} | |"
