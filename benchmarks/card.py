@@ -184,11 +184,11 @@ def check(step: Step) -> None:
     step.gpu("tiny")
     step.own("attach")
     device = ("--device", "sim") if step.arguments.rehearse else ()
-    for allowed in (), ("--allow", "int8"), ("--allow", "nf4"):
+    for allowance in (), ("--allow", "int8"), ("--allow", "nf4"):
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "graphrun", "run", "flux-tiny", *device, *allowed]
+            command = [sys.executable, "-m", "graphrun", "run", "flux-tiny", *device, *allowance]
             output = ("--vram", "12M" if device else "1G", "--output", f"{folder}/picture.png")
-            step.part(" ".join(("run", *allowed)), [*command, *output])
+            step.part(" ".join(("run", *allowance)), [*command, *output])
 
 
 def rates(step: Step) -> None:

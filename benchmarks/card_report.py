@@ -60,11 +60,11 @@ def memory_table(parts: dict[str, Record]) -> Iterator[str]:
     for budget, part in parts.items():
         runs, plan = part["runs"], part["planned"]
         equal = all(all(run["same_bits_as_resident"].values()) for run in runs)
-        used = max(run["used_bytes_at_most"] for run in runs) / part["budget_bytes"]
+        share = max(run["used_bytes_at_most"] for run in runs) / part["budget_bytes"]
         seconds = ", ".join(f"{run['seconds']:.2f}" for run in runs)
         yield (
             f"| {budget} | {plan['peak_bytes']:,} | {max(r['peak_bytes'] for r in runs):,} "
-            f"| {used:.4f} | {plan['moved_bytes'] / 1e9:.1f} | {plan['seconds']:.2f} "
+            f"| {share:.4f} | {plan['moved_bytes'] / 1e9:.1f} | {plan['seconds']:.2f} "
             f"| {seconds} | {'equal' if equal else 'differs'} |"
         )
 
@@ -116,8 +116,8 @@ def page(recorded: dict[str, Record]) -> str:
         "",
         f"{machine['card']} (PCIe {link[1]}.0 x{link[2]}, driver {link[0]}), 16 cores, Python "
         f"{machine['machine'].rpartition(' ')[2]}, torch {versions['torch']} with CUDA "
-        f"{machine['cuda']}, diffusers {versions['diffusers']}; {machine['date'][:10]}. FLUX.1-dev at "
-        "its full size, random weights in bfloat16 and pinned host memory, 1024x1024, 4 steps. "
+        f"{machine['cuda']}, diffusers {versions['diffusers']}; {machine['date'][:10]}. "
+        "FLUX.1-dev at its full size, random weights in bfloat16 and pinned host memory, 1024x1024, 4 steps. "
         "graphrun was calibrated on the card first. [How to run it](howto/bare-gpu.md):",
         "",
         "<!-- not run: needs a CUDA device -->",
@@ -207,14 +207,15 @@ def _steady_decode(parts: dict[str, Record]) -> float:
 
 def _peer_lines(peers: Record) -> Iterator[str]:
     comparison = peers["peers"]["results"]
+    reference = comparison["reference"]
     for cell in comparison["cells"]:
         seconds = " and ".join(f"{run['seconds']:.2f}" for run in cell["runs"])
         equal = "equal to" if cell["equal"] else "different from"
         yield (
             f"- {cell['tool']} with {cell['cap_bytes'] / GIB:g} GiB for tensors: {seconds} s "
             f"(first and second run), at most {max(r['peak_bytes'] for r in cell['runs']):,} bytes "
-            f"allocated; output {equal} that of {comparison['reference']['reference']}, which takes "
-            f"{comparison['reference']['resident_peak_bytes'] / GIB:.1f} GiB."
+            f"allocated; output {equal} that of {reference['reference']}, which takes "
+            f"{reference['resident_peak_bytes'] / GIB:.1f} GiB."
         )
     yield (
         "- Other tools' cells were not reached in the time that was left on the card "
