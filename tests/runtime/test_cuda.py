@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -125,6 +126,31 @@ def test_the_peak_is_without_the_workspace_that_calls_need(
             device.before_call()
         peaks.append(device.peak_bytes)
     assert peaks == [20 * MIB] * 4
+
+
+def test_a_second_card_leaves_the_first_ones_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`_cuda_clearCublasWorkspaces` frees those of all cards."""
+    from graphrun.runtime.devices import cuda
+
+    workspaces = dict[int, int]()
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", workspaces.clear, raising=False)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda index: workspaces.get(index, 0))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    cards = [cuda.CudaDevice.__new__(cuda.CudaDevice) for _ in range(2)]
+    monkeypatch.setattr(cuda, "_OPEN_DEVICES", cards)
+    for index, card in enumerate(cards):
+        card._index, card._workspace_seen_bytes = index, 0
+        allocate = partial(workspaces.__setitem__, index, 9 * MIB)
+        monkeypatch.setattr(card, "_allocate_workspaces", allocate)
+    for _ in range(2):  # a product of the pipeline's own code came first
+        workspaces[0] = 8 * MIB
+        for _ in range(2):
+            for card in cards:
+                card.before_call()
+        assert workspaces == {0: 9 * MIB, 1: 9 * MIB}
+        assert [card._workspace_seen_bytes for card in cards] == [9 * MIB] * 2
+        for card in cards:
+            card.release_cached()
 
 
 def test_the_allocators_limit_is_that_of_the_cap_or_of_the_plan(

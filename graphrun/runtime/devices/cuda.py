@@ -46,6 +46,7 @@ from graphrun.units import round_up, show_size
 # cudaHostRegisterPortable: pinned for every CUDA context of the process (CUDA runtime API, memory
 # management)
 PORTABLE = 1
+_OPEN_DEVICES = weakref.WeakSet["CudaDevice"]()
 
 
 class CudaDevice(Device):
@@ -68,6 +69,7 @@ class CudaDevice(Device):
         self._index, self.torch_device = index, torch.device("cuda", index)
         self._workspace_bytes = workspace_bytes
         self._workspace_seen_bytes = 0  # allocated by `before_call` since `release_cached`
+        _OPEN_DEVICES.add(self)
         self._copy = torch.cuda.Stream(device=index)  # type: ignore[no-untyped-call]
         self._compute = torch.cuda.current_stream(index)
         self._origin: Any = self.mark("compute")
@@ -237,10 +239,12 @@ class CudaDevice(Device):
     def before_call(self) -> None:
         """Allocate the workspaces of cuBLAS and cuBLASLt, if `release_cached` freed them.
 
-        Those that exist are freed first, so that what is allocated then are their bytes.
+        Those that exist are freed first, so that what is allocated then are their bytes. PyTorch
+        frees those of all devices, so not if another device has allocated its own here.
         """
         if not self._workspace_seen_bytes:
-            torch._C._cuda_clearCublasWorkspaces()
+            if not any(device._workspace_seen_bytes for device in _OPEN_DEVICES):
+                torch._C._cuda_clearCublasWorkspaces()
             held_bytes = self.allocated_bytes
             self._allocate_workspaces()
             self._workspace_seen_bytes = self.allocated_bytes - held_bytes
@@ -254,7 +258,10 @@ class CudaDevice(Device):
             torch.nn.functional.linear(matrix, matrix, matrix[0])
 
     def release_cached(self) -> None:
-        """Unmap cached pages and free the workspaces of cuBLAS and cuBLASLt."""
+        """Unmap cached pages and free the workspaces of cuBLAS and cuBLASLt, on all devices.
+
+        The executor calls it for all devices in a row.
+        """
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         self._workspace_seen_bytes = 0
