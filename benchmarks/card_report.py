@@ -118,7 +118,8 @@ def page(recorded: dict[str, Record]) -> str:
         f"{machine['machine'].rpartition(' ')[2]}, torch {versions['torch']} with CUDA "
         f"{machine['cuda']}, diffusers {versions['diffusers']}; {machine['date'][:10]}. "
         "FLUX.1-dev at its full size, random weights in bfloat16 and pinned host memory, "
-        "1024x1024, 4 steps. graphrun was calibrated on the card first. [How to run it](howto/bare-gpu.md):",
+        "1024x1024, 4 steps. graphrun was calibrated on the card first. "
+        "[How to run it](howto/bare-gpu.md):",
         "",
         "<!-- not run: needs a CUDA device -->",
         "```sh",

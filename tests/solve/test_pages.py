@@ -32,6 +32,7 @@ from graphrun.solve import pages
 from graphrun.solve.fastest import ProgramSolution, fastest, find, find_near
 from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.least import smallest_tensor_budget
+from graphrun.solve.linear import ROUNDING_GAP
 from graphrun.solve.pages import smallest_budget, solved, with_reserve
 from graphrun.solve.solve import solve
 from graphrun.units import GIB, MIB
@@ -118,19 +119,21 @@ def test_plans_keep_to_the_budget_in_pages_and_cost_next_to_nothing(flux: Proble
 
 def test_what_pages_take_is_set_aside_and_no_more(flux: Problem) -> None:
     """The plan is as fast as the best with what the first replay reserved beyond its tensors set
-    aside."""
+    aside, within the gap at which rounded solutions are accepted."""
     by_tensors = fastest(flux)
     assert by_tensors is not None
     short = in_pages(by_tensors).excess_page_overheads()
     assert short
     stricter = fastest(with_reserve(flux, short))
     assert stricter is not None
-    assert solve(flux).simulation.seconds <= stricter.simulation.seconds
+    seconds = solve(flux).simulation.seconds
+    assert seconds <= (1 + ROUNDING_GAP) * stricter.simulation.seconds
 
 
 def test_the_next_plan_is_sought_near_the_one_before(
-    flux: Problem, monkeypatch: pytest.MonkeyPatch
+    make_problem: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    flux = make_problem("flux-dev", 10 * GIB, hardware="rtx4090")
     whole, results = list[Problem](), list[ProgramSolution | None]()
     monkeypatch.setattr(
         pages,
