@@ -151,9 +151,9 @@ def page(recorded: dict[str, Record]) -> str:
         f"{max(allocator['model_over_at_most_bytes'], allocator['model_under_at_most_bytes'])} B, "
         f"peak {allocator['peak_reserved_bytes']:,} B).",
         "- The record also shows what plans count differently. On the card an RMS norm is one "
-        "kernel with one result; plans count its separate operators with their fp32 copies. cuDNN's "
-        "attention allocates no log-sum-exp; plans count it. Neither is where this run has its "
-        "peaks.",
+        "kernel with one result; plans count its separate operators with their fp32 copies. "
+        "cuDNN's attention allocates no log-sum-exp; plans count it. Neither is where this run has "
+        "its peaks.",
         "- The process took up to "
         f"{max(_context(part) for part in parts.values()) / 1e6:.0f} MB beside the allocator (CUDA "
         "context and loaded kernels). The budget counted "

@@ -268,9 +268,10 @@ def page(cells: Sequence[Cell]) -> str:
         "Other users of a rented machine change it, so graphrun was calibrated before "
         "each of its runs, and runs of graphrun and mmap take turns.\n"
         "- *killed*: by the kernel, because of the cap. *picture*: *equal* is the reference's bit "
-        "for bit; a difference is the largest of all pixels, of 0 to 1 (SDXL's differ between "
-        "tools on this CPU, mmap's too; the reason is not known yet); *own sampler*: another "
-        "program with its own noise.\n"
+        "for bit; a difference is the largest of all pixels, of 0 to 1 (SDXL's differ for "
+        "two reasons: the graph encodes an empty negative prompt where diffusers takes zeros; and "
+        "PyTorch multiplies in another order by weights that require gradients, as mmap's do); "
+        "*own sampler*: another program with its own noise.\n"
         "- stable-diffusion.cpp copies all weights into memory at its start, with mmap too. So it "
         "needs a cap above their size. It runs SDXL only, from one GGUF file with the same "
         "weights; its users would quantize them.",

@@ -117,7 +117,9 @@ class Subject:
         names = {"diffusers": "torch_dtype", "transformers": "dtype"}
         for name, module in self.modules.items():
             dtype = {names[type(module).__module__.split(".")[0]]: next(module.parameters()).dtype}
-            self.modules[name] = type(module).from_pretrained(folder / name, **dtype).eval()
+            self.modules[name] = (
+                type(module).from_pretrained(folder / name, **dtype).eval().requires_grad_(False)
+            )
         parts = {
             name: replace(c, source=str(folder / name)) for name, c in self.graph.components.items()
         }

@@ -55,10 +55,6 @@ def encode_prompt(
     encoded if ``true_cfg_scale`` is above 1. ``num_images`` counts videos too. The defaults of
     other arguments are those of `__call__`, not of ``encode_prompt``: Wan encodes 512 tokens with
     the former and 226 with the latter.
-
-    An empty negative prompt means that there is none. A pipeline that then takes zeros
-    (``force_zeros_for_empty_prompt``, SDXL) gets them. The text is encoded all the same, so that a
-    plan does not depend on it.
     """
     pipeline = context.pipeline
     call_parameters, encode_parameters = (
@@ -81,10 +77,6 @@ def encode_prompt(
         **settings,
     }
     embeds = _encode(pipeline, encode_parameters, arguments)
-    if negative_prompt == "" and pipeline.config.get("force_zeros_for_empty_prompt"):
-        for name, value in embeds.items():
-            if name.startswith("negative_") and value is not None:
-                value.zero_()
     scale = true_cfg_scale
     if scale is None:
         scale = (

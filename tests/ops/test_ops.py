@@ -152,16 +152,6 @@ def test_a_negative_prompt_that_needs_a_second_call_is_encoded_for_true_guidance
     assert not torch.equal(guided["pooled_prompt_embeds"], guided["negative_pooled_prompt_embeds"])
 
 
-def test_an_empty_negative_prompt_is_what_diffusers_takes_without_one() -> None:
-    """SDXL's pipeline takes zeros, unless it gets a text."""
-    empty, dark = (embeds("sdxl-tiny", negative_prompt=text) for text in ("", "dark"))
-    for name in ("negative_prompt_embeds", "negative_pooled_prompt_embeds"):
-        assert not empty[name].any()
-        assert empty[name].shape == dark[name].shape
-        assert dark[name].any()
-    assert empty["prompt_embeds"].any()
-
-
 def test_embeddings_of_a_second_encoder_have_the_names_of_call_arguments() -> None:
     result = embeds("hunyuan-dit-tiny")
     first = [name for name in result if not name.endswith("_2")]
