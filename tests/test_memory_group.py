@@ -190,6 +190,7 @@ def test_the_group_is_gone_after(body: str, code: int) -> None:
 import atexit, signal, subprocess, sys
 from graphrun.memory_group import MemoryGroup, current_group
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 sys.stdin.readline()
 former, child = current_group(), None
 
