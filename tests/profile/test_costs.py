@@ -10,6 +10,8 @@ from torch import nn
 
 from graphrun.profile import hardware as devices
 from graphrun.profile.costs import (
+    NORM_BLOCKS,
+    NORM_SECONDS,
     extra_seconds,
     kernel_seconds,
     output_tiles,
@@ -87,6 +89,20 @@ def test_the_last_wave_takes_as_long_as_a_full_one() -> None:
         product(7 * 128, 4096, 19 * 128),
     )
     assert kernel_seconds(partial_wave, H100) == pytest.approx(2 * kernel_seconds(full_wave, H100))
+
+
+def test_a_group_norm_takes_the_time_of_one_group_in_addition_to_its_bytes() -> None:
+    def means_seconds(kernel: Kernel) -> float:
+        return kernel_seconds(kernel, H100) - kernel.nbytes / H100.memory_bytes_per_second
+
+    one, four, many = (
+        kernels(nn.GroupNorm(32, 64), pictures, 64, 128, 128)[0] for pictures in (1, 4, 33)
+    )
+    assert (one.tiles, one.scores) == (32, 64 * 128 * 128)
+    assert means_seconds(one) == pytest.approx(2 * 128 * 128 * NORM_SECONDS)
+    assert means_seconds(four) == pytest.approx(means_seconds(one)), "128 groups run at once"
+    assert many.tiles == 2 * NORM_BLOCKS * 132
+    assert means_seconds(many) == pytest.approx(2 * means_seconds(one))
 
 
 def test_a_product_of_one_row_takes_as_long_as_its_weight() -> None:
