@@ -95,14 +95,14 @@ def test_a_group_norm_takes_the_time_of_one_group_in_addition_to_its_bytes() -> 
     def means_seconds(kernel: Kernel) -> float:
         return kernel_seconds(kernel, H100) - kernel.nbytes / H100.memory_bytes_per_second
 
-    one, four, many = (
+    single, batch, large_batch = (
         kernels(nn.GroupNorm(32, 64), pictures, 64, 128, 128)[0] for pictures in (1, 4, 33)
     )
-    assert (one.tiles, one.scores) == (32, 64 * 128 * 128)
-    assert means_seconds(one) == pytest.approx(2 * 128 * 128 * NORM_SECONDS)
-    assert means_seconds(four) == pytest.approx(means_seconds(one)), "128 groups run at once"
-    assert many.tiles == 2 * NORM_BLOCKS * 132
-    assert means_seconds(many) == pytest.approx(2 * means_seconds(one))
+    assert (single.tiles, single.scores) == (32, 64 * 128 * 128)
+    assert means_seconds(single) == pytest.approx(2 * 128 * 128 * NORM_SECONDS)
+    assert means_seconds(batch) == pytest.approx(means_seconds(single)), "128 groups run at once"
+    assert large_batch.tiles == 2 * NORM_BLOCKS * 132
+    assert means_seconds(large_batch) == pytest.approx(2 * means_seconds(single))
 
 
 def test_a_product_of_one_row_takes_as_long_as_its_weight() -> None:
