@@ -151,8 +151,8 @@ def test_calls_on_a_secondary_device_that_run_no_block_transfer_their_tensors_to
 def test_a_large_problem_is_no_slower_with_a_secondary_than_without(
     name: str, first: tuple[str, int], second: tuple[str, int], dry: Any
 ) -> None:
-    """By 0.05 % at most. Both are solved within gaps, and the plan without the secondary device that
-    is compared is found by a program with one that has no memory: FLUX.1-dev took 0.03 % longer."""
+    """By 0.05 % at most, since both are solved within gaps: FLUX.1-dev took 0.03 % longer. The plan
+    that is compared has a secondary device without memory."""
     graph, instance, inputs = dry(name)
 
     def seconds(*secondaries: Secondary) -> float:
