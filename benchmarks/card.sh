@@ -4,7 +4,7 @@
 #   benchmarks/card.sh pack              here, with a network: wheels that such a machine lacks, at most 40 MB, in out/card
 #   benchmarks/card.sh rates             there: calibration, which later steps plan with; context, copies and kernels one by one
 #   benchmarks/card.sh flux              FLUX.1-dev at full size: 8 GiB, 24 GiB, the smallest budget; the allocator's record beside our model of it
-#   benchmarks/card.sh check             doctor, the contract of devices, graphs in small
+#   benchmarks/card.sh check             doctor, the contract of devices, graphs tiny, graphrun.attach, graphrun run
 #   benchmarks/card.sh peers             FLUX.1-dev at 8 and 24 GiB by graphrun and by other tools
 #   benchmarks/card.sh --rehearse STEP   the same step on the simulated accelerator, with the project's own Python
 #

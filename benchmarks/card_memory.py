@@ -47,6 +47,12 @@ class Events:
         """It is gone."""
         self.events.append(("free", key, 0))
 
+    @classmethod
+    def read(cls, path: Path) -> Events:
+        """Those that `write` wrote."""
+        with gzip.open(path, "rt") as file:
+            return cls(**json.load(file))
+
     def write(self, path: Path) -> None:
         """All of them, compressed."""
         with gzip.open(path, "wt") as file:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from graphrun.profile.hardware import CONTEXT_BYTES
+from graphrun.units import GIB, MIB
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -20,12 +21,11 @@ PAGE, README = ROOT / "docs/card-measured.md", ROOT / "README.md"
 REGION = re.compile(
     r"(?<=<!-- written by benchmarks/card_report.py -->\n).*?(?=<!-- end -->)", re.S
 )
-GIB, MIB = 2**30, 2**20
 STEPS = ("rates", "flux", "check", "peers")
 Record = dict[str, Any]
 
 
-def results() -> dict[str, Record]:
+def recorded() -> dict[str, Record]:
     """Return the recorded results of each step."""
     return {step: json.loads((RESULTS / f"card-{step}.json").read_text()) for step in STEPS}
 
@@ -41,8 +41,13 @@ def budgets(flux: Record) -> dict[str, Record]:
 
 
 def slots(parts: Sequence[Record]) -> list[Record]:
-    """Return all slots of the last run of each part."""
+    """Return the slots of all runs of ``parts``."""
     return [slot for part in parts for run in part["runs"] for slot in run["slots"]]
+
+
+def exact(records: Sequence[Record]) -> int:
+    """Return the number of slots that reserved exactly the planned bytes."""
+    return sum(not over(slot) for slot in records)
 
 
 def over(slot: Record) -> int:
@@ -135,7 +140,7 @@ def page(recorded: dict[str, Record]) -> str:
         "budget, with context*: what the whole process took of the card, over the budget. The last "
         "budget is the minimum VRAM of the plan. Each plan ran twice.",
         "",
-        f"- Of {len(big_slots)} slots, {len(big_slots) - len(different)} reserved exactly the "
+        f"- Of {len(big_slots)} slots, {exact(big_slots)} reserved exactly the "
         "planned bytes. The others: "
         + "; ".join(
             f"{slot['slot'].strip()}, {over(slot) / MIB:+.0f} MiB of "
@@ -144,7 +149,7 @@ def page(recorded: dict[str, Record]) -> str:
         )
         + ". No run exceeded the cap for tensors.",
         f"- Of {len(small_slots)} slots of small FLUX and SDXL, "
-        f"{sum(not over(slot) for slot in small_slots)} reserved exactly the planned bytes.",
+        f"{exact(small_slots)} reserved exactly the planned bytes.",
         f"- Of one run, the card recorded all {allocator['events']:,} allocations, releases and "
         "pages. Replayed through graphrun's model of the allocator, the model and the card reserve "
         f"the same bytes at each of them (largest difference "
@@ -222,10 +227,11 @@ def _peer_lines(peers: Record) -> Iterator[str]:
             f"allocated; output {equal} that of {reference['reference']}, which takes "
             f"{reference['resident_peak_bytes'] / GIB:.1f} GiB."
         )
-    yield (
-        "- Other tools' cells were not reached in the time that was left on the card "
-        "(`benchmarks/card.sh peers`)."
-    )
+    if "failed" in peers["peers"]:
+        yield (
+            "- Other tools' cells were not reached in the time that was left on the card "
+            "(`benchmarks/card.sh peers`)."
+        )
 
 
 def _rate_lines(rates: Record) -> Iterator[str]:
@@ -258,7 +264,7 @@ def _rate_lines(rates: Record) -> Iterator[str]:
         yield f"| its scratch, bytes | {scratch:,} | {rule:,} |"
 
 
-def region(recorded: dict[str, Record]) -> str:
+def readme(recorded: dict[str, Record]) -> str:
     """Return the lines of README."""
     flux = recorded["flux"]
     parts = budgets(flux)
@@ -266,23 +272,22 @@ def region(recorded: dict[str, Record]) -> str:
     big_slots = slots(list(parts.values()))
     run, reference = part["runs"][-1], recorded["peers"]["peers"]["results"]["reference"]
     resident = flux["flux"]["results"]["flux-dev resident"]["plain pipeline, seconds"]
-    exact = sum(not over(slot) for slot in big_slots)
     return (
         f"\nFLUX.1-dev at full size on an {flux['about']['card']} with a budget of 8 GiB "
         f"(1024x1024, 4 steps): {run['seconds']:.1f} s a picture, with everything resident "
         f"({reference['resident_peak_bytes'] / GIB:.0f} GiB) {resident:.1f} s; planned peak "
         f"{part['planned']['peak_bytes']:,} bytes, measured {run['peak_bytes']:,}; same picture, "
-        f"bit for bit. Of {len(big_slots)} slots under three budgets, {exact} reserved exactly "
-        "the planned bytes\n(`benchmarks/card.sh flux`, [all figures, and where plans were "
+        f"bit for bit. Of {len(big_slots)} slots under three budgets, {exact(big_slots)} reserved "
+        "exactly the planned bytes\n(`benchmarks/card.sh flux`, [all figures, and where plans were "
         "wrong](docs/card-measured.md)).\n\n"
     )
 
 
 def main() -> None:
     """Write the page and the region."""
-    recorded = results()
-    PAGE.write_text(page(recorded))
-    README.write_text(REGION.sub(lambda _: region(recorded), README.read_text()))
+    results = recorded()
+    PAGE.write_text(page(results))
+    README.write_text(REGION.sub(lambda _: readme(results), README.read_text()))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ injected shortage of memory."""
 from __future__ import annotations
 
 import contextlib
-import inspect
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -85,7 +84,7 @@ class Bench:
         """Everything on the device: the bits to compare with, and bytes and seconds of calls beside
         the estimator's."""
         from graphrun.modules.interceptor import CallInterceptor
-        from graphrun.ops.pipeline import assemble
+        from graphrun.ops.pipeline import assemble, known_arguments
 
         device, place, calls = self.device, self.device.torch_device, []
 
@@ -123,17 +122,19 @@ class Bench:
                 self.host.modules, place, lambda c, e, proceed, a, k: proceed(*a, **k)
             ):
                 pipeline = assemble(self.graph, self.host.modules, self.host.parts, place)
-                parameters = inspect.signature(type(pipeline).__call__).parameters
                 start = time.perf_counter()
                 image = pipeline(
                     prompt=PROMPT,
                     num_inference_steps=self.values["steps"],
                     generator=torch.Generator("cpu").manual_seed(self.values["seed"]),
-                    **{
-                        k: v
-                        for k, v in self.values.items()
-                        if k in parameters and k not in ("prompt", "steps", "seed")
-                    },
+                    **known_arguments(
+                        pipeline.__call__,
+                        {
+                            k: v
+                            for k, v in self.values.items()
+                            if k not in ("prompt", "steps", "seed")
+                        },
+                    ),
                 ).images[0]
                 device.barrier()
                 record["plain pipeline, seconds"] = round(time.perf_counter() - start, 4)

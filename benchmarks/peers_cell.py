@@ -379,8 +379,8 @@ def _attached(
 
     pipeline = model_subject.pipeline()
     hardware = hardware_for(request["model"], request["device"])
-    overhead_bytes = 0 if hardware is not None else _context_bytes()
-    graphrun.attach(pipeline, vram=request["cap_bytes"] + overhead_bytes, hardware=hardware)
+    vram = request["cap_bytes"] + _context_bytes(request["device"])
+    graphrun.attach(pipeline, vram=vram, hardware=hardware)
     call = model_subject.encode if encode else model_subject.call
     for _ in range(2):
         with books.run():
@@ -393,7 +393,7 @@ def _problem(model_subject: Subject, graph: Any, request: Mapping[str, Any], dev
     import graphrun
 
     cap = request["cap_bytes"]
-    overhead_bytes = 0 if device == "sim" else _context_bytes()
+    overhead_bytes = _context_bytes(device)
     ample = 1 << 40 if device == "sim" else "90%"
     return graphrun.estimate(
         graph,
@@ -408,10 +408,10 @@ def _problem(model_subject: Subject, graph: Any, request: Mapping[str, Any], dev
     )
 
 
-def _context_bytes() -> int:
+def _context_bytes(device: str) -> int:
     from graphrun.profile.hardware import detect_card
 
-    card = detect_card()
+    card = None if device == "sim" else detect_card()
     return 0 if card is None else card.context_bytes
 
 
@@ -432,8 +432,8 @@ def cell(request: Mapping[str, Any]) -> dict[str, Any]:
     )
     books, output = Books(device_instrument), io.StringIO()
     result: dict[str, Any] = {"status": "finished", "message": ""}
-    work: Callable[..., dict[str, Any]] = _graphrun if request["tool"] in OWN else _peer
-    work = _attached if request["tool"] == ATTACH else work
+    works = {**dict.fromkeys(OWN, _graphrun), ATTACH: _attached}
+    work: Callable[..., dict[str, Any]] = works.get(request["tool"], _peer)
     try:
         with redirect_stdout(output), redirect_stderr(output):
             model_subject = subject(request["model"], request["device"], request["steps"])

@@ -49,13 +49,14 @@ def test_s1_1_hunyuan_video_quantized_takes_what_was_published(part: Any) -> Non
     )
 
 
-def test_the_page_of_the_card_and_readme_are_those_of_its_results(part: Any) -> None:
-    """Update with ``python benchmarks/card_report.py``."""
-    report = part("card_report")
-    recorded = report.results()
+@pytest.mark.parametrize("name", ["card_report", "cpu_report"])
+def test_page_and_readme_are_those_of_the_recorded_results(part: Any, name: str) -> None:
+    """Update with ``benchmarks/card_report.py`` and ``benchmarks/cpu.py --report``."""
+    report = part(name)
+    recorded = report.recorded()
     assert report.PAGE.read_text() == report.page(recorded)
     (region,) = report.REGION.findall(report.README.read_text())
-    assert region == report.region(recorded)
+    assert region == report.readme(recorded)
 
 
 def test_a_part_that_fails_is_recorded_and_the_next_goes_on(part: Any, tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ def test_woven_weights_are_those_of_a_plain_tensor_once_copied(part: Any) -> Non
     for parameter, other in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
         assert torch.equal(parameter, other)
         assert torch.equal(torch.empty(parameter.shape).copy_(parameter), parameter)
-    weight = modules[0][2].weight.detach()
+    weight = modules[0][2].weight
     assert torch.unique(weight, dim=0).shape == weight.shape
     assert weight.std() == pytest.approx(1 / 8, rel=0.05)
     assert modules[0][0].weight.std() == pytest.approx(1 / 72**0.5, rel=0.1)

@@ -336,12 +336,3 @@ def test_page_readme_and_chart_are_made_from_the_cells(part: Any, tmp_path: Path
     assert all(text in drawing for text in ("graphrun", "limit", "memory cap, GiB"))
     assert report.chart(RECORDED, tmp_path).read_text() == drawing
     assert report.readme([]) == ""
-
-
-def test_page_and_readme_are_those_of_the_recorded_cells(part: Any) -> None:
-    """Update with ``python benchmarks/cpu.py --report``."""
-    report = part("cpu_report")
-    cells = report.recorded()
-    assert report.PAGE.read_text() == report.page(cells)
-    (region,) = report.REGION.findall(report.README.read_text())
-    assert region == report.readme(cells)

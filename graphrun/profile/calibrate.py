@@ -198,7 +198,6 @@ def _with_rate(hardware: Hardware, kernel: Kernel, seconds: float, field: str) -
     A kernel takes x + y / rate. A measured time close to x would give any rate: it changes by a
     factor of 4 at most.
     """
-
     rates = hardware.kernels
     assert isinstance(rates, KernelRates)
 
@@ -206,8 +205,9 @@ def _with_rate(hardware: Hardware, kernel: Kernel, seconds: float, field: str) -
         changes = {field: factor * getattr(rates, field)}
         return replace(hardware, kernels=replace(rates, **changes))
 
-    by_rate = 2 * (kernel_seconds(kernel, hardware) - kernel_seconds(kernel, at(2)))
-    remaining_seconds = seconds - (kernel_seconds(kernel, hardware) - by_rate)
+    estimate = kernel_seconds(kernel, hardware)
+    by_rate = 2 * (estimate - kernel_seconds(kernel, at(2)))
+    remaining_seconds = seconds - (estimate - by_rate)
     return at(min(4.0, max(0.25, by_rate / max(remaining_seconds, by_rate / 4))))
 
 

@@ -113,10 +113,11 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware) -> float:
     if isinstance(rates, ProcessorRates):
         return hardware.launch_seconds + cpu_seconds(kernel, rates)
     moving = kernel.nbytes / hardware.memory_bytes_per_second
-    if kernel.kind == "elementwise" or not kernel.tiles:
+    if not kernel.tiles:
+        return moving
+    if kernel.kind == "elementwise":  # group norm
         blocks_per_place = max(1.0, kernel.tiles / (NORM_BLOCKS * rates.multiprocessors))
-        elements = kernel.scores / max(1, kernel.tiles)
-        return moving + elements * blocks_per_place * NORM_SECONDS
+        return moving + kernel.scores / kernel.tiles * blocks_per_place * NORM_SECONDS
     half = kernel.dtype == "float16" or (kernel.dtype == "bfloat16" and rates.bfloat16)
     waves = -(-kernel.tiles // rates.multiprocessors)
     # FLOPs of full waves over FLOPs of the kernel.
