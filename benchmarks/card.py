@@ -10,8 +10,10 @@ step's time is over. Exit 1: a part failed, or a promise was broken; the results
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -34,14 +36,21 @@ STEPS = ("rates", "flux", "check", "peers")
 LIMIT_SECONDS, REHEARSAL_SECONDS = 350, 1800
 CELLS = (
     ("graphrun", "8G"),
-    ("graphrun.attach", "8G"),
+    ("graphrun, session of 2", "8G"),
     ("diffusers group offload, block, stream", "8G"),
     ("diffusers sequential offload", "8G"),
-    ("diffusers model offload", "24G"),
+    ("graphrun.attach", "8G"),
+    ("diffusers group offload, leaf, stream", "8G"),
     ("graphrun", "24G"),
+    ("graphrun, session of 2", "24G"),
+    ("diffusers model offload", "24G"),
+    ("graphrun.attach", "24G"),
     ("mmgp", "24G"),
-    ("diffusers group offload, block, stream", "24G"),
+    ("diffusers-mm auto", "24G"),
     ("mmgp", "8G"),
+    ("diffusers-mm auto", "8G"),
+    ("accelerate dispatch", "24G"),
+    ("diffusers group offload, block, stream", "24G"),
     ("diffusers model offload", "8G"),
 )
 """Tool and cap, in the order in which they are run until the step's time is over."""
@@ -65,6 +74,11 @@ def options() -> argparse.Namespace:
         "--out",
         type=Path,
         help="the results; default benchmarks/results/card-STEP.json, or in $OUT",
+    )
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        help="peers: the results of an earlier run, whose finished cells are kept",
     )
     parser.add_argument("--part", choices=("flux", "attach", "peers"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -175,6 +189,13 @@ def _json_or_lines(text: str) -> Any:
 def check(step: Step) -> None:
     """What the machine is, the contract of devices, graphs in small."""
     step.part("doctor", [sys.executable, "-m", "graphrun", "doctor", "--json"])
+    step.own("attach")
+    device = ("--device", "sim") if step.arguments.rehearse else ()
+    for precision in "int8", "nf4", "bfloat16":
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "graphrun", "run", _graph_in(precision, folder)]
+            output = ("--vram", "12M" if device else "1G", "--output", f"{folder}/picture.png")
+            step.part(f"run, {precision}", [*command, *device, *output])
     contract = ["tests/runtime/test_contract.py", "tests/runtime/test_cuda.py"]
     contract = [path for path in contract if (HERE.parent / path).exists()]
     step.part(
@@ -182,13 +203,18 @@ def check(step: Step) -> None:
         [sys.executable, "-m", "pytest", "-q", "-rfs", "-p", "no:cacheprovider", *contract],
     )
     step.gpu("tiny")
-    step.own("attach")
-    device = ("--device", "sim") if step.arguments.rehearse else ()
-    for allowance in (), ("--allow", "int8"), ("--allow", "nf4"):
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "graphrun", "run", "flux-tiny", *device, *allowance]
-            output = ("--vram", "12M" if device else "1G", "--output", f"{folder}/picture.png")
-            step.part(" ".join(("run", *allowance)), [*command, *output])
+
+
+def _graph_in(precision: str, folder: str) -> str:
+    """A file of graph flux-tiny in ``folder`` whose transformer has weights in ``precision``."""
+    graphs = HERE.parent / "graphs"
+    text = (graphs / "flux-tiny.yaml").read_text()
+    text = re.sub(r"(configs|tokenizers)/", rf"{graphs}/\1/", text)
+    transformer = "tiny-flux-transformer.json, dtype: bfloat16"
+    assert transformer in text
+    path = Path(folder) / "graph.yaml"
+    path.write_text(text.replace(transformer, f"{transformer}, precision: [{precision}]"))
+    return str(path)
 
 
 def rates(step: Step) -> None:
@@ -220,17 +246,19 @@ def flux(step: Step) -> None:
 
 def peers(step: Step) -> None:
     """Other tools at equal caps."""
-    step.own("peers")
+    earlier = step.arguments.resume
+    step.own("peers", *(("--resume", str(earlier)) if earlier else ()))
 
 
 def full_size(arguments: argparse.Namespace) -> None:
-    """FLUX at full size by `gpu_graphs.graph`, and one more run within 8 GiB whose allocations the
-    card records."""
+    """FLUX at full size by `gpu_graphs.graph`, and a run more within 8 GiB and one at minimum VRAM
+    whose allocations the card records."""
     from card_memory import compared, growth, recorded
     from gpu_graphs import graph
     from gpu_lab import Lab, Log
 
     import graphrun
+    from graphrun.solve.infeasible import smallest_budget
 
     log, lab = Log(arguments.out), Lab(arguments.rehearse)
     name, budgets = (
@@ -239,21 +267,23 @@ def full_size(arguments: argparse.Namespace) -> None:
         else ("flux-dev", ("8G", "24G", "smallest"))
     )
     bench = graph(log, lab, name, list(budgets), 4, 2, full_size=True)
-    with log.part("allocator") as record:
-        solution = graphrun.plan(bench.problem(budgets[0]))
-        with recorded(bench.device) as events:
-            trace, _, seconds = bench.follow(solution)
-        record |= {
-            "budget": budgets[0],
-            "effective_bytes": solution.problem.effective_bytes,
-            "peak_bytes": trace.peak_bytes,
-            "wall_seconds": seconds,
-        }
-        record |= compared(events)
-        record["cap_kept"] = trace.peak_bytes <= solution.problem.effective_bytes
-        record["growth: event, reserved, allocated"] = growth(events)
-        folder = Path(os.environ.get("OUT", arguments.out.parent))
-        events.write(folder / "card-flux-events.json.gz")
+    minimum = smallest_budget(bench.ample)
+    for budget, suffix in ((budgets[0], ""), (minimum, "-minimum")):
+        with log.part(f"allocator{suffix}") as record:
+            solution = graphrun.plan(bench.problem(budget))
+            with recorded(bench.device) as events:
+                trace, _, seconds = bench.follow(solution)
+            record |= {
+                "budget": budget,
+                "effective_bytes": solution.problem.effective_bytes,
+                "peak_bytes": trace.peak_bytes,
+                "wall_seconds": seconds,
+            }
+            record |= compared(events)
+            record["cap_kept"] = trace.peak_bytes <= solution.problem.effective_bytes
+            record["growth: event, reserved, allocated"] = growth(events)
+            folder = Path(os.environ.get("OUT", arguments.out.parent))
+            events.write(folder / f"card-flux-events{suffix}.json.gz")
 
 
 def attached(arguments: argparse.Namespace) -> None:
@@ -287,7 +317,16 @@ def attached(arguments: argparse.Namespace) -> None:
 
 
 def compare(arguments: argparse.Namespace) -> None:
-    """Each tool at each cap: two runs, as benchmarks/peers.py runs them."""
+    """Each tool at each cap: two runs, as benchmarks/peers.py runs them.
+
+    Cells are forked from this process and share its weights. A process that opened the card, or
+    that has threads of OpenMP, cannot be forked: bitsandbytes opens it when it is imported.
+    """
+    os.environ.update(PYTORCH_NVML_BASED_CUDA_CHECK="1", OMP_NUM_THREADS="1")
+    sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
+    import torch
+
+    torch.set_num_threads(1)
     from peers import Bench, options, subject
 
     from graphrun.units import parse_size
@@ -296,22 +335,33 @@ def compare(arguments: argparse.Namespace) -> None:
     device, steps = "sim" if arguments.rehearse else "cuda", 4
     with tempfile.TemporaryDirectory() as cache:
         command = ["--device", device, "--models", "flux", "--steps", str(steps)]
-        bench = Bench(options(command), cache)
+        bench = Bench(options(command), cache, forks=True)
         bench.options.limit = arguments.limit / 3
-        if arguments.rehearse:
-            subject("flux", device, steps).pipeline()
-        reference = bench.facts("flux", encodes=False)
+        subject("flux", device, steps).pipeline()
+        gc.freeze()  # forked cells share the weights: their collectors must not write to them
+        earlier: dict[str, Any] = {"cells": []}
+        if arguments.resume is not None:
+            earlier = json.loads(arguments.resume.read_text())["peers"]["results"]
+        reference = earlier.get("reference") or bench.facts("flux", encodes=False)
+        if "failed" in reference:
+            print(f"cells cannot be forked: {reference['failed']}", flush=True)
+            bench = Bench(options(command), cache)
+            bench.options.limit = arguments.limit / 3
+            reference = bench.facts("flux", encodes=False)
         bench.results["models"]["flux"] = reference
-        results: dict[str, Any] = {"reference": reference, "steps": steps, "cells": []}
+        cells = [cell for cell in earlier["cells"] if cell["status"] in ("finished", "oom")]
+        results: dict[str, Any] = {"reference": reference, "steps": steps, "cells": cells}
+        kept = {(cell["tool"], cell["cap_bytes"]) for cell in cells}
         for tool, cap in CELLS:
             seconds_left = arguments.limit - (time.perf_counter() - start_seconds)
             if seconds_left < 20:
                 break
             bench.options.limit = min(arguments.limit / 3, seconds_left - 5)
             size = {"8G": "4M", "24G": "16M"}[cap] if arguments.rehearse else cap
-            results["cells"].append(
-                bench.cell("flux", tool, cap_bytes=parse_size(size, name="cap"))
-            )
+            cap_bytes = parse_size(size, name="cap")
+            if (tool, cap_bytes) in kept:
+                continue
+            results["cells"].append(bench.cell("flux", tool, cap_bytes=cap_bytes))
             arguments.out.write_text(json.dumps(results, indent=1) + "\n")
 
 

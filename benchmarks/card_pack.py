@@ -32,7 +32,7 @@ NEEDED = (
     "annotated-types",
     "typing-inspection",
 )
-PEERS = ("mmgp==3.8.2", "optimum-quanto==0.2.7")
+PEERS = ("mmgp==3.8.2", "optimum-quanto==0.2.7", "diffusers-mm==0.4.0")
 KEPT_LIBRARY = "libbitsandbytes_cuda130.so"
 MOST_BYTES = 40_000_000
 GLIBC = (39, 35, 34, 31, 28, 27, 24, 17)

@@ -66,14 +66,15 @@ class Bench:
         self.ample = problem
 
     def stages(
-        self, modules: Mapping[str, Any], place: torch.device, fingerprints: dict[str, Any]
+        self, modules: Mapping[str, Any], place: torch.device, fingerprints: dict[str, Any] | None
     ) -> dict[str, Any]:
         """The graph's stages on ``modules``; the fingerprint of every value goes to
-        ``fingerprints``."""
+        ``fingerprints``, if there is one."""
         from graphrun.ops import Stages
 
         def note(stage: str, outputs: Mapping[str, Any]) -> None:
-            fingerprints[stage] = fingerprint(outputs)
+            if fingerprints is not None:
+                fingerprints[stage] = fingerprint(outputs)
 
         host = self.host
         return Stages(
@@ -232,14 +233,17 @@ class Bench:
             trace, fingerprints, seconds = self.follow(solution)
             record["runs"].append(self._compared(problem, simulation, trace, fingerprints, seconds))
 
-    def follow(self, solution: Any, progress: Any = None) -> tuple[Any, dict[str, Any], float]:
-        """A run by ``solution``: trace, fingerprints, wall seconds."""
+    def follow(
+        self, solution: Any, progress: Any = None, *, digests: bool = True
+    ) -> tuple[Any, dict[str, Any], float]:
+        """A run by ``solution``: trace, fingerprints unless ``digests`` is False, wall seconds."""
         from graphrun.runtime.executor import follow
 
         fingerprints: dict[str, Any] = {}
         self.lab.slots.clear()
         start = time.perf_counter()
-        work = lambda: self.stages(self.host.modules, self.device.torch_device, fingerprints)  # noqa: E731
+        kept = fingerprints if digests else None
+        work = lambda: self.stages(self.host.modules, self.device.torch_device, kept)  # noqa: E731
         trace = follow(solution, self.host, self.device, work, progress)
         return trace, fingerprints, time.perf_counter() - start
 
@@ -308,6 +312,38 @@ class Bench:
             "baseline_restored": self.device.allocated_bytes <= trace.baseline_bytes,
             "slots": slots,
         }
+
+    def measure_host(self, budget: str | int, record: dict[str, Any]) -> None:
+        """Wall seconds of runs without digests, and where the host spends them: the functions with
+        the most seconds of their own, by Python's profiler."""
+        import cProfile
+        import pstats
+
+        import graphrun
+
+        solution = graphrun.plan(self.problem(budget))
+        record["planned_seconds"] = solution.simulation.seconds
+        record["runs"] = []
+        for _ in range(2):
+            trace, _, seconds = self.follow(solution, digests=False)
+            slots = {f"{s.phase} {s.part}": s.end_seconds - s.start_seconds for s in trace.slots}
+            record["runs"].append({"wall_seconds": seconds, "slots": slots})
+        profiler = cProfile.Profile()
+        profiler.enable()
+        self.follow(solution, digests=False)
+        profiler.disable()
+        statistics: Any = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
+        rows = [
+            {
+                "function": f"{Path(file).name}:{line}:{name}",
+                "calls": calls,
+                "own_seconds": round(own, 5),
+                "seconds": round(cumulative, 5),
+            }
+            for (file, line, name), (_, calls, own, cumulative, _) in statistics.items()
+        ]
+        record["by own seconds"] = sorted(rows, key=lambda row: -row["own_seconds"])[:40]
+        record["by seconds"] = sorted(rows, key=lambda row: -row["seconds"])[:80]
 
     def measure_shortage(
         self, budget: str | int, record: dict[str, Any], targets: list[int] | None = None
@@ -410,6 +446,10 @@ def graph(
     for budget in budgets:
         with log.part(f"{name} within {budget}") as record:
             bench.measure_budget(minimum if budget == "smallest" else budget, record, runs)
+    if full_size:
+        for budget in budgets[:2]:
+            with log.part(f"{name} host within {budget}") as record:
+                bench.measure_host(budget, record)
     with log.part(f"{name} cap") as record:
         bench.measure_cap(record)
     with log.part(f"{name} shortage") as record:

@@ -91,10 +91,12 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 class Bench:
-    """The cells of one run of this command, and where their results go."""
+    """The cells of one run of this command, and where their results go. ``forks``: cells share the
+    weights of this process, which then may not open the card."""
 
-    def __init__(self, options: argparse.Namespace, cache: str) -> None:
+    def __init__(self, options: argparse.Namespace, cache: str, *, forks: bool = False) -> None:
         self.options, self.cache = options, cache
+        self.forks = forks or options.device == "sim"
         patterns = options.tools.split(",") if options.tools else [""]
         tool_names = [*TOOLS, *OWN]
         patterns = [*TOOLS] if patterns == ["peers"] else patterns
@@ -104,7 +106,11 @@ class Bench:
             if any(part == name or (part not in tool_names and part in name) for part in patterns)
         ]
         self.path = options.out or HERE / "results" / f"peers-{options.device}.json"
-        self.results: dict[str, Any] = {"about": about(options), "models": {}, "cells": []}
+        self.results: dict[str, Any] = {
+            "about": {} if self.forks and options.device == "cuda" else about(options),
+            "models": {},
+            "cells": [],
+        }
         if options.resume and self.path.exists():
             earlier_results = json.loads(self.path.read_text())
             earlier_cells = [
@@ -114,9 +120,7 @@ class Bench:
             ]
             self.results |= {"models": earlier_results["models"], "cells": earlier_cells}
         self.folder: Path | None = None
-        self._context: Any = multiprocessing.get_context(
-            "fork" if options.device == "sim" else "spawn"
-        )
+        self._context: Any = multiprocessing.get_context("fork" if self.forks else "spawn")
 
     def cell(self, model: str, tool: str, kind: str = "run", **settings: Any) -> dict[str, Any]:
         """One cell in a process of its own. A process that dies or hangs is a result too."""
@@ -190,10 +194,13 @@ class Bench:
         }
 
     def ample(self, model_subject: Any) -> Any:
-        """graphrun's problem without limits."""
+        """graphrun's problem without limits. Where cells are forked, this process may not open the
+        card."""
         import graphrun
 
         hardware = hardware_for(model_subject.model, self.options.device)
+        if self.forks and hardware is None:
+            hardware = "h100"
         return graphrun.estimate(
             model_subject.graph,
             vram=1 << 50,

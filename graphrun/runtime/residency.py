@@ -280,7 +280,7 @@ class Residency:
         assert isinstance(store, Arena)
         assert store.memory is not None
         for path, block in self._blocks.items():
-            begin = int(store.block(path).storage_offset())
+            begin = int(store.block(path).storage_offset() - store.memory.storage_offset())
             for entry in block.entries:
                 words = range(
                     (begin + entry.offset) // 8,

@@ -39,10 +39,7 @@ PLAN = f"""
 """
 # numbers of waits: of the load slot's first copy for its allocation, of compute for a streamed
 # block
-FIRST, STREAMED = (
-    0,
-    5,
-)
+FIRST, STREAMED = 0, 11
 
 
 class Waits:

@@ -114,14 +114,6 @@ class CudaDevice(Device):
         with torch.cuda.stream(self._compute):
             return super().allocate(nbytes)
 
-    def arena(self, nbytes: int) -> torch.Tensor:
-        """Return host memory on pages of its own, because a page can be registered only once."""
-        memory = torch.empty(round_up(nbytes, PAGESIZE) + PAGESIZE, dtype=torch.uint8, device="cpu")
-        start = -memory.data_ptr() % PAGESIZE
-        arena = memory[start : start + nbytes]
-        self.arenas.count("arenas", arena)
-        return arena
-
     def pin(self, arena: torch.Tensor) -> None:
         """Register the pages of ``arena``, and unregister them when its storage is freed.
 

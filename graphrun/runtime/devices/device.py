@@ -20,12 +20,14 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from mmap import PAGESIZE
 from typing import Any, Literal
 
 import torch
 
 from graphrun.errors import GraphrunError
 from graphrun.runtime.direct_reads import Span
+from graphrun.units import round_up
 
 
 class Arenas:
@@ -140,10 +142,15 @@ class Device(ABC):
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def arena(self, nbytes: int) -> torch.Tensor:
-        """Return a flat uint8 tensor on the host, in memory that `pin` can lock."""
-        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self.arenas.count("arenas", memory)
-        return memory
+        """Return a flat uint8 tensor on the host, in memory that `pin` can lock.
+
+        It starts within its storage, on pages of its own, because CUDA registers a page only once.
+        """
+        memory = torch.empty(round_up(nbytes, PAGESIZE) + PAGESIZE, dtype=torch.uint8, device="cpu")
+        start = -memory.data_ptr() % PAGESIZE
+        arena = memory[start : start + nbytes]
+        self.arenas.count("arenas", arena)
+        return arena
 
     def pin(self, arena: torch.Tensor) -> None:
         """Page-lock ``arena`` until its storage is freed.
