@@ -96,7 +96,7 @@ def page(recorded: dict[str, Record]) -> str:
     flux, rates = recorded["flux"], recorded["rates"]
     machine, parts = flux["about"], budgets(flux)
     resident = flux["flux"]["results"]["flux-dev resident"]
-    allocator = flux["flux"]["results"]["allocator"]
+    allocators = [flux["flux"]["results"][name] for name in ("allocator", "allocator-minimum")]
     small = [
         part
         for name, part in recorded["check"]["tiny"]["results"]["tiny"].items()
@@ -112,6 +112,13 @@ def page(recorded: dict[str, Record]) -> str:
         for phase in resident["estimated"]["phases"]
         for use in phase["uses"]
         if use["component"] == "transformer"
+    )
+    results = flux["flux"]["results"]
+    host = results["flux-dev host within 24G"]
+    mapping = sum(
+        row["own_seconds"]
+        for row in host["by own seconds"]
+        if row["function"].endswith(("torch.empty>", "_cuda_emptyCache>"))
     )
     link, versions = machine["driver and link"].split(", "), machine["versions"]
     rows = [
@@ -150,21 +157,19 @@ def page(recorded: dict[str, Record]) -> str:
         + ". No run exceeded the cap for tensors.",
         f"- Of {len(small_slots)} slots of small FLUX and SDXL, "
         f"{exact(small_slots)} reserved exactly the planned bytes.",
-        f"- Of one run, the card recorded all {allocator['events']:,} allocations, releases and "
+        "- Of two runs, the first and the last budget, the card recorded all "
+        f"{allocators[0]['events']:,} and {allocators[1]['events']:,} allocations, releases and "
         "pages. Replayed through graphrun's model of the allocator, the model and the card reserve "
-        f"the same bytes at each of them (largest difference "
-        f"{max(allocator['model_over_at_most_bytes'], allocator['model_under_at_most_bytes'])} B, "
-        f"peak {allocator['peak_reserved_bytes']:,} B).",
+        f"the same bytes at each of them (largest difference {_largest(allocators)} B, "
+        f"peaks {allocators[0]['peak_reserved_bytes']:,} and "
+        f"{allocators[1]['peak_reserved_bytes']:,} B with cuBLAS's workspace).",
         "- The record also shows what plans count differently. On the card an RMS norm is one "
         "kernel with one result; plans count its separate operators with their fp32 copies. "
         "cuDNN's attention allocates no log-sum-exp; plans count it. Neither is where this run has "
         "its peaks.",
         "- The process took up to "
         f"{max(_context(part) for part in parts.values()) / 1e6:.0f} MB beside the allocator (CUDA "
-        "context and loaded kernels). The budget counted "
-        f"{rates['calibrate']['output']['hardware']['context_bytes'] / 1e6:.0f} MB in these runs, "
-        "so the run at minimum VRAM took more than its budget. Plans for this card now count "
-        f"{CONTEXT_BYTES['hopper'] / 1e6:.0f} MB.",
+        f"context and loaded kernels); budgets count {CONTEXT_BYTES['hopper'] / 1e6:.0f} MB.",
         "",
         "## Seconds",
         "",
@@ -175,21 +180,30 @@ def page(recorded: dict[str, Record]) -> str:
         f"{use['seconds_per_call']:.3f}. The whole run takes longer than planned, for three "
         "reasons:",
         "",
-        f"- The VAE's group norms: {norm['seconds']:.3f} s of its "
-        f"{_steady_decode(parts):.3f} s. These plans counted their bytes only. Estimates "
-        "now count the kernel that computes means ([costs](estimating.md#seconds)).",
-        "- Mapping and unmapping pages at the start of a phase: about 0.07 ms for each page of "
-        "20 MiB. Plans do not count it.",
-        "- Host work in a slot outside of calls (tokenizer, picture to PIL), and the benchmark's "
-        "digests of every value. Plans do not count it.",
+        f"- Mapping and unmapping pages. At {list(parts)[1]} GiB the host was in the allocator for "
+        f"{mapping:.2f} s of {_wall(host):.2f}, about 0.07 ms for each page of 20 MiB that it maps "
+        "and as much to unmap it. Slots that only load map pages while others are copied. Plans do "
+        "not count it.",
+        f"- The VAE: planned {_decode(parts)['planned']['compute_seconds']:.3f} s, measured "
+        f"{_decode(parts)['run_seconds']:.3f} s. Half of it, {norm['seconds']:.3f} s, is the "
+        "kernel that computes the means of group norms ([costs](estimating.md#seconds)).",
+        "- Host work in a slot outside of calls: tokenizer, scheduler, the picture to PIL. In this "
+        "table also the benchmark's digests of every value. Plans do not count it.",
         "",
+        f"Without digests, runs took {_walls(results['flux-dev host within 8G'])} s at "
+        f"{list(parts)[0]} GiB and {_walls(host)} s at {list(parts)[1]} GiB (wall time of the "
+        "first and the second). In the first, the host copies the weights into pinned memory. "
         f"Everything resident, diffusers' own pipeline took {resident['plain pipeline, seconds']} "
         f"s. The first decode in a process took {decode['seconds']:.2f} s, since its kernels are "
         "loaded then.",
         "",
-        "## Next to diffusers",
+        "## Next to other tools",
         "",
         *_peer_lines(recorded["peers"]),
+        "",
+        "## graphrun.attach and quantized weights",
+        "",
+        *_small_lines(recorded["check"]),
         "",
         "## Rates",
         "",
@@ -206,10 +220,24 @@ def _context(part: Record) -> int:
     )
 
 
-def _steady_decode(parts: dict[str, Record]) -> float:
+def _largest(allocators: Sequence[Record]) -> int:
+    keys = ("model_over_at_most_bytes", "model_under_at_most_bytes")
+    return max(int(allocator[key]) for allocator in allocators for key in keys)
+
+
+def _wall(host: Record) -> float:
+    return float(host["runs"][-1]["wall_seconds"])
+
+
+def _walls(host: Record) -> str:
+    return " and ".join(f"{run['wall_seconds']:.2f}" for run in host["runs"])
+
+
+def _decode(parts: dict[str, Record]) -> Record:
+    """The slot of the first budget's last run in which the VAE decodes."""
     part = next(iter(parts.values()))
     return next(
-        float(slot["run_seconds"])
+        slot
         for slot in part["runs"][-1]["slots"]
         if slot["slot"].startswith("decode") and slot["run_seconds"]
     )
@@ -218,20 +246,65 @@ def _steady_decode(parts: dict[str, Record]) -> float:
 def _peer_lines(peers: Record) -> Iterator[str]:
     comparison = peers["peers"]["results"]
     reference = comparison["reference"]
-    for cell in comparison["cells"]:
-        seconds = " and ".join(f"{run['seconds']:.2f}" for run in cell["runs"])
-        equal = "equal to" if cell["equal"] else "different from"
-        yield (
-            f"- {cell['tool']} with {cell['cap_bytes'] / GIB:g} GiB for tensors: {seconds} s "
-            f"(first and second run), at most {max(r['peak_bytes'] for r in cell['runs']):,} bytes "
-            f"allocated; output {equal} that of {reference['reference']}, which takes "
-            f"{reference['resident_peak_bytes'] / GIB:.1f} GiB."
-        )
-    if "failed" in peers["peers"]:
-        yield (
-            "- Other tools' cells were not reached in the time that was left on the card "
-            "(`benchmarks/card.sh peers`)."
-        )
+    yield (
+        "FLUX.1-dev again, in a process of its own for each row, two runs, without digests. The "
+        "cap is that of PyTorch's allocator. Weights are in pageable host memory before the first "
+        f"run. Everything resident takes {reference['resident_peak_bytes'] / GIB:.1f} GiB."
+    )
+    yield ""
+    yield "| cap, GiB | tool | first run, s | second, s | allocated at most, GiB | picture |"
+    yield "| ---: | --- | ---: | ---: | ---: | --- |"
+    order = sorted(
+        comparison["cells"],
+        key=lambda cell: (
+            cell["cap_bytes"],
+            cell["runs"][-1]["seconds"] if cell["runs"] else float("inf"),
+        ),
+    )
+    for cell in order:
+        cap = f"{cell['cap_bytes'] / GIB:g}"
+        if cell["status"] != "finished":
+            yield f"| {cap} | {cell['tool']} | out of memory | | | |"
+            continue
+        first, second = (f"{run['seconds']:.2f}" for run in cell["runs"])
+        peak = max(run["peak_bytes"] for run in cell["runs"]) / GIB
+        equal = "equal" if cell["equal"] else "differs"
+        yield f"| {cap} | {cell['tool']} | {first} | {second} | {peak:.2f} | {equal} |"
+    yield ""
+    yield (
+        "graphrun begins and ends each of these runs with nothing on the card. Its rows are of "
+        "the version before slots mapped pages while copying. Not run in the time that was left: "
+        "`graphrun.attach` at this size, a graphrun session, diffusers-mm, accelerate's dispatch "
+        "(`benchmarks/card.sh peers`)."
+    )
+
+
+def _small_lines(check: Record) -> Iterator[str]:
+    models = check["attach"]["results"]
+    equal = all(
+        result[key]
+        for result in models.values()
+        for key in ("next run has the same bits", "plain pipeline has the same picture")
+    )
+    assert equal
+    names = {"flux": "FLUX", "sdxl": "SDXL", "wan": "Wan"}
+    yield (
+        f'After `graphrun.attach(pipe, vram="1G")`, small {", ".join(names[m] for m in models)} '
+        "gave the picture of diffusers' own pipeline on the card, bit for bit, in two calls."
+    )
+    yield ""
+    yield (
+        "`graphrun run` of small FLUX with its transformer in int8 (bitsandbytes) reserved the "
+        "planned bytes in every phase. Its first run in a process takes "
+        f"{_done(check['run, int8'])}, and that in bfloat16 {_done(check['run, bfloat16'])}: CUDA "
+        "loads each kernel when it is first used, which plans do not count."
+    )
+
+
+def _done(run: Record) -> str:
+    """What the command said of the run's time."""
+    line = next(line for line in run["output"] if line.startswith("done: "))
+    return line.removeprefix("done: ").partition(")")[0] + ")"
 
 
 def _rate_lines(rates: Record) -> Iterator[str]:
