@@ -305,7 +305,7 @@ def empty_pipeline(model: Model) -> Any:
                 if tensor is not None:
                     value = torch.full((), torch.nan, dtype=tensor.dtype).expand(tensor.shape)
                     owner._parameters[key] = placeholders.setdefault(
-                        id(tensor), nn.Parameter(value, requires_grad=False)
+                        id(tensor), nn.Parameter(value, tensor.requires_grad)
                     )
     parts = {name: build_part(part, graph) for name, part in graph.parts.items()}
     pipeline = _pipeline(graph, {**modules, **parts})

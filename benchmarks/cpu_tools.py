@@ -130,7 +130,8 @@ def getattr_path(module: nn.Module, path: str) -> torch.Tensor:
 
 def _set(module: nn.Module, path: str, value: torch.Tensor) -> None:
     owner, _, key = path.rpartition(".")
-    module.get_submodule(owner)._parameters[key] = nn.Parameter(value, requires_grad=False)
+    parameters: Any = module.get_submodule(owner)._parameters
+    parameters[key] = nn.Parameter(value, parameters[key].requires_grad)
 
 
 def _release(block: nn.Module, names: dict[str, str]) -> Callable[[nn.Module, Any, Any], None]:

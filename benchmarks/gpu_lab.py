@@ -156,7 +156,7 @@ def weave(module: nn.Module, seed: str) -> None:
                 values = _phase_memories(
                     child, key, parameter, tile, number * 7919, standard_deviation
                 )
-                parameters[id(parameter)] = nn.Parameter(values, requires_grad=False)
+                parameters[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
             child._parameters[key] = parameters[id(parameter)]
 
 
@@ -204,7 +204,7 @@ def placed(modules: Mapping[str, nn.Module], place: torch.device) -> Iterator[No
                                 tensor.shape, dtype=tensor.dtype, device=place
                             ).copy_(tensor.detach())
                             new_tensor = (
-                                nn.Parameter(copy, requires_grad=False)
+                                nn.Parameter(copy, tensor.requires_grad)
                                 if isinstance(tensor, nn.Parameter)
                                 else copy
                             )

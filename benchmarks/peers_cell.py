@@ -117,9 +117,7 @@ class Subject:
         names = {"diffusers": "torch_dtype", "transformers": "dtype"}
         for name, module in self.modules.items():
             dtype = {names[type(module).__module__.split(".")[0]]: next(module.parameters()).dtype}
-            self.modules[name] = (
-                type(module).from_pretrained(folder / name, **dtype).eval().requires_grad_(False)
-            )
+            self.modules[name] = type(module).from_pretrained(folder / name, **dtype).eval()
         parts = {
             name: replace(c, source=str(folder / name)) for name, c in self.graph.components.items()
         }

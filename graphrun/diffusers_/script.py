@@ -268,7 +268,7 @@ class _Script:
                 f"{name} = {component.class_path}.from_pretrained({_source_arguments(source)}, "
                 f"{', '.join(options)})"
             )
-        yield f"{name}.requires_grad_(False).eval()"
+        yield f"{name}.eval()"
         for lora in component.loras:
             yield f"# the plan has this LoRA fused; load it by hand: {lora.file} x {lora.scale}"
         if precision == "fp8":

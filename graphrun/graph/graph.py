@@ -164,7 +164,8 @@ class Graph:
     def resolve(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return a value for every input of the graph: from ``inputs``, else the default.
 
-        Strings are converted to the input's type, so values may come from a command line. Raises
+        Strings are converted to the input's type, so values may come from a command line. None
+        leaves out an optional input, so what this returns may be given again. Raises
         InputError with one line per problem: an unknown name, a missing required input, a wrong
         type, a value out of range.
         """
@@ -188,7 +189,8 @@ class Graph:
         values: dict[str, Any] = dict.fromkeys(self.inputs)
         blank: list[Input] = []
         for name, definition in self.inputs.items():
-            if name in inputs:
+            optional = not definition.required and definition.default is None
+            if name in inputs and not (optional and inputs[name] is None):
                 try:
                     values[name] = fit(definition, inputs[name], text=True)
                 except ValueError as error:

@@ -171,7 +171,7 @@ def with_weights_of(live: nn.Module, meta_module: nn.Module) -> Iterator[None]:
     for location, tensor, borrowed in pairs:
         cast = borrowed if borrowed.dtype == tensor.dtype else borrowed.detach().to(tensor.dtype)
         as_parameter = isinstance(borrowed, nn.Parameter) and cast is not borrowed
-        location.assign(nn.Parameter(cast, requires_grad=False) if as_parameter else cast)
+        location.assign(nn.Parameter(cast, borrowed.requires_grad) if as_parameter else cast)
     try:
         yield
     finally:

@@ -193,7 +193,7 @@ def meta_module(component: Component, trust: Sequence[str]) -> nn.Module:
         module = add_ip_adapters(component, _construct(kind, component))
     if not all(tensor.is_meta for tensor in weights_below(module)):
         module.to("meta")  # `torch.Tensor([alpha])` ignores the default device, as in SVD's mixers
-    return _freeze(module, component)
+    return _as_loaded(module, component)
 
 
 @contextmanager
@@ -263,7 +263,7 @@ def build(component: Component, graph: Graph) -> nn.Module:
         tensor = torch.empty_like(entry.tensor, device="cpu")
         writer.read_into(entry.names[0], tensor)
         value = (
-            nn.Parameter(tensor, requires_grad=False)
+            nn.Parameter(tensor, entry.tensor.requires_grad)
             if isinstance(entry.tensor, nn.Parameter)
             else tensor
         )
@@ -292,7 +292,7 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
         module = add_ip_adapters(component, _construct(kind, component))
     if hasattr(module, "tie_weights"):
         module.tie_weights()
-    module = _freeze(module, component)
+    module = _as_loaded(module, component)
     adapters = adapter_tensors(component, module)
     source_names: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
     source: Source = RandomSource(module, f"{component.seed}/{component.name}")
@@ -504,15 +504,19 @@ def _load_folder(
 _NO_REMOTE_CODE = {"trust_remote_code": False}  # the default of transformers is to ask on stdin
 
 
-def _freeze(module: Any, component: Component) -> nn.Module:
-    """Freeze ``module`` in eval mode, and cast it to the dtypes that `from_pretrained` gives."""
+def _as_loaded(module: Any, component: Component) -> nn.Module:
+    """Put ``module`` into the state in which `from_pretrained` returns it: eval mode, and dtypes.
+
+    Parameters still require gradients, as there. `torch.matmul` computes in another order if a
+    weight does not (`should_fold` in ATen/native/LinearAlgebra.cpp), and outputs would differ.
+    """
     component_dtype = getattr(torch, component.dtype)
     for name, tensor in module.state_dict(keep_vars=True).items():
         dtype = _dtype_of(module, name, tensor.dtype, component_dtype)
         if tensor.dtype != dtype:
             tensor.data = tensor.data.to(dtype)
-    frozen: nn.Module = module.requires_grad_(False).eval()
-    return frozen
+    loaded: nn.Module = module.eval()
+    return loaded
 
 
 def _dtype_of(

@@ -120,7 +120,12 @@ def dispatch(
         and not traits.views
         and _is_large(traits, raws, options, on_host, machine.hollow_bytes)
     )
-    output = uninitialized(func, raws, options) if is_hollow else func(*raws, **options)
+    if is_hollow:
+        output = uninitialized(func, raws, options)
+    elif traits.name == "aten::linear" and args[1].requires_grad:
+        output = _linear(func, raws)
+    else:
+        output = func(*raws, **options)
     if traits.written_arguments:
         results = [
             args[i] if i < len(args) else (kwargs or {})[name]
@@ -143,6 +148,23 @@ def dispatch(
     if traits.flops is not None:
         machine.charge(traits.flops(raws, output))
     return output
+
+
+def _linear(func: Any, raws: list[Any]) -> Any:
+    """Return ``aten::linear`` with a weight that requires gradients.
+
+    `torch.matmul` sums in another order if a weight requires none (`should_fold` in PyTorch's
+    ATen/native/LinearAlgebra.cpp). Its transpose requires them only where PyTorch tracks gradients
+    and views, which it does not below this dispatch.
+    """
+    raws[1] = raws[1].detach().requires_grad_()
+    keys, guard = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
+    with (
+        torch.no_grad(),
+        guard(keys.AutogradFunctionality, False),
+        guard(keys.ADInplaceOrView, False),
+    ):
+        return func(*raws)
 
 
 def _is_large(

@@ -260,7 +260,7 @@ def test_components_that_are_in_ram_stay_there_though_little_is_left(
 def test_detaching_restores_the_pipeline() -> None:
     pipe = SD.build()
     kinds = {name: type(part) for name, part in pipe.components.items()}
-    pipe.vae.requires_grad_(True)
+    pipe.vae.requires_grad_(False)
     state = {name: tensor.clone() for name, tensor in pipe.unet.state_dict().items()}
     attachment = graphrun.attach(pipe, vram="1G", device="sim")
     SD.call(pipe)
@@ -269,8 +269,8 @@ def test_detaching_restores_the_pipeline() -> None:
     assert type(pipe) is SD.kind
     assert pipe.device.type == "cpu"
     assert {name: type(part) for name, part in pipe.components.items()} == kinds
-    assert all(p.requires_grad for p in pipe.vae.parameters())
-    assert not any(p.requires_grad for p in pipe.unet.parameters())
+    assert not any(p.requires_grad for p in pipe.vae.parameters())
+    assert all(p.requires_grad for p in pipe.unet.parameters())
     assert all(torch.equal(tensor, state[name]) for name, tensor in pipe.unet.state_dict().items())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in pipe.unet.modules())
 

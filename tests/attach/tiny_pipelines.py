@@ -209,7 +209,7 @@ def frozen(pipe: Any) -> Any:
     """``pipe``, its modules in eval mode and without gradients."""
     for module in pipe.components.values():
         if isinstance(module, torch.nn.Module):
-            module.eval().requires_grad_(False)
+            module.eval()
     return pipe
 
 

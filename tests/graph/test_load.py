@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from graphrun.errors import GraphError, PlanError
+from graphrun.errors import GraphError, InputError, PlanError
 from graphrun.graph.loading import load
 from graphrun.graph.parts import Reference
 from graphrun.graph.settings import completed, settings_of
@@ -466,6 +466,9 @@ def test_an_optional_input_may_be_left_out_and_is_nothing_then(tmp_path: Path) -
     assert graph.resolve({})["prompt"] is None
     assert graph.for_planning({})["prompt"] is None, "a plan without it is for a run without it"
     assert graph.resolve({"prompt": "a"})["prompt"] == "a"
+    assert graph.resolve(graph.resolve({}))["prompt"] is None
+    with pytest.raises(InputError, match="input 'prompt': None is not a str"):
+        load(written(tmp_path)).resolve({"prompt": None})
     settings = settings_of(graph, graph.for_planning({}))
     assert completed(graph, settings, {})["prompt"] is None
     with pytest.raises(

@@ -182,7 +182,7 @@ def test_modules_have_the_shapes_and_dtypes_of_their_meta_modules(name: str) -> 
     for component in graph.components.values():
         module, twin = build(component, graph), meta_module(component, graph.trust)
         assert described(module) == described(twin)
-        assert all(t.device.type == "cpu" and not t.requires_grad for t in tensors(module).values())
+        assert all(t.device.type == "cpu" for t in tensors(module).values())
         assert not module.training
         assert not twin.training
     assert max(
@@ -274,7 +274,7 @@ def test_weights_come_from_a_source(flux: Graph, checkpoint: Path) -> None:
             torch.equal(tensor, tensors(expected)[key]) for key, tensor in tensors(module).items()
         ), name
         assert not module.training
-        assert not any(p.requires_grad for p in module.parameters())
+        assert all(p.requires_grad for p in module.parameters()), "as from_pretrained returns it"
 
 
 LLAMA = {

@@ -42,7 +42,7 @@ def test_building_the_arena_keeps_every_value_dtype_shape_and_tie(device: Simula
         assert torch.equal(tensor, expected[name])
     assert torch.equal(module.order, Small().order), "a buffer that is not persistent counts too"
     assert module.head.weight is module.embed.weight
-    assert not any(p.requires_grad for p in module.parameters())
+    assert not any(p.requires_grad for p in module.parameters()), "as in `Small`"
 
 
 def test_the_arena_is_the_only_host_copy(device: SimulatedDevice) -> None:
