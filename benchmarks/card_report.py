@@ -163,10 +163,12 @@ def page(recorded: dict[str, Record]) -> str:
         f"the same bytes at each of them (largest difference {_largest(allocators)} B, "
         f"peaks {allocators[0]['peak_reserved_bytes']:,} and "
         f"{allocators[1]['peak_reserved_bytes']:,} B with cuBLAS's workspace).",
-        "- The record also shows what plans count differently. On the card an RMS norm is one "
-        "kernel with one result; plans count its separate operators with their fp32 copies. "
-        "cuDNN's attention allocates no log-sum-exp; plans count it. Neither is where this run has "
-        "its peaks.",
+        "- The slots of the denoiser that reserved more: on the card an RMS norm is one kernel with "
+        "one result, and these plans counted its operators with their fp32 copies. Plans count the "
+        "kernel now, and give for each slot of the second runs the bytes that the card reserved "
+        "(`tests/profile/test_allocator.py`). The load slots reserved more in the first run of a "
+        "process only.",
+        "- cuDNN's attention allocates no log-sum-exp; plans count it. No run has its peak there.",
         "- The process took up to "
         f"{max(_context(part) for part in parts.values()) / 1e6:.0f} MB beside the allocator (CUDA "
         f"context and loaded kernels); budgets count {CONTEXT_BYTES['hopper'] / 1e6:.0f} MB.",

@@ -21,7 +21,7 @@ from torch import nn
 import graphrun
 from graphrun.model.allocator import Allocator, Counting, Native
 from graphrun.modules.build import meta_module
-from graphrun.profile.fused_attention import FusedAttention
+from graphrun.profile.fused_kernels import FusedKernels
 from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import MemoryEvent
 
@@ -32,7 +32,7 @@ def trace(module: nn.Module, call: Callable[..., Any], *inputs: torch.Tensor) ->
     """Every allocation of one call, released at the end."""
     recorder = Recorder(module, ())
     recorder.ignore(inputs)
-    with torch.no_grad(), FusedAttention(recorder), recorder:
+    with torch.no_grad(), FusedKernels(recorder), recorder:
         result = call(*inputs)
     del result
     recorder.close()

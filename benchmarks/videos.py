@@ -22,7 +22,7 @@ from vae_report import replay
 from graphrun.graph.parts import Component
 from graphrun.model.allocator import ROUND_BYTES, Counting
 from graphrun.modules.build import meta_module
-from graphrun.profile.fused_attention import FusedAttention
+from graphrun.profile.fused_kernels import FusedKernels
 from graphrun.profile.precision import with_quantization_scratch
 from graphrun.profile.quantized import quantized_shapes, weights_by_precision
 from graphrun.profile.recorder import Recorder
@@ -108,7 +108,7 @@ def call_of(name: str, tiled: bool = False) -> Call:
     recorder.ignore(
         tensor for tensor in (*inputs[0], *inputs[1].values()) if isinstance(tensor, torch.Tensor)
     )
-    with torch.no_grad(), FusedAttention(recorder), recorder:
+    with torch.no_grad(), FusedKernels(recorder), recorder:
         result = entry(*inputs[0], **inputs[1])
     del result
     recorder.close()

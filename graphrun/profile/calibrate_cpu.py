@@ -22,7 +22,7 @@ from torch.func import functional_call
 
 from graphrun.model.problem import Hardware, ProcessorRates
 from graphrun.profile.costs import cpu_seconds, cpu_work
-from graphrun.profile.fused_attention import FusedAttention
+from graphrun.profile.fused_kernels import FusedKernels
 from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import Kernel
 from graphrun.systems import anonymous_memory
@@ -62,7 +62,7 @@ class Probe:
         tensors, module = self.tensors("meta"), nn.Module()
         recorder = Recorder(module, ())
         recorder.ignore(tensors)
-        with torch.no_grad(), FusedAttention(recorder), recorder:
+        with torch.no_grad(), FusedKernels(recorder), recorder:
             self.operator(*tensors)
         recorder.close()
         record = recorder.record

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphrun.model.problem import Hardware, ProcessorRates
-from graphrun.profile.recording import Call, ConvolutionShape, Kernel, MemoryEvent
+from graphrun.profile.recording import RMS_NORM, Call, ConvolutionShape, Kernel, MemoryEvent
 from graphrun.units import GIB, MIB, round_up
 
 # Tensors of this size or more exceed 32-bit signed byte offsets.
@@ -90,6 +90,17 @@ CORRECTIONS = (
         "fused attention",
         "the fp32 logsumexp [b h s] beside the output; no S x S tensor",
         "the outputs of PyTorch's flash, memory-efficient and cuDNN attention",
+    ),
+    Correction(
+        "RMS norm",
+        (
+            "one fp32 figure for each row beside the result, and a contiguous copy of an input "
+            "that is not; no fp32 copies"
+        ),
+        (
+            "PyTorch's _fused_rms_norm_cuda (layer_norm_kernel.cu), 608 of its kernels in a run of "
+            "FLUX.1-dev on an H100"
+        ),
     ),
     Correction(
         "math attention",
@@ -171,6 +182,14 @@ CORRECTIONS = (
         "matrix product, normalization, softmax, upsampling on a CPU",
         "nothing: oneDNN and MKL read weights in their own layout",
         "measured with PyTorch 2.13: at most 0.13 MB; products with AMX 2.4 MB per thread",
+    ),
+    Correction(
+        "RMS norm on a CPU",
+        (
+            "of a 16-bit input its fp32 copy and the scaled input, and the product with a weight "
+            "before it is cast; of an fp32 input with a weight, the scaled input"
+        ),
+        "PyTorch's rms_norm_composite (layer_norm.cpp)",
     ),
     Correction(
         "int8 forward on a CPU",
@@ -316,7 +335,23 @@ def cpu_scratch(kernel: Kernel, processor: ProcessorRates) -> int:
         return cpu_attention_scratch(
             groups * queries, queries, keys, features, element_bytes, processor
         )
+    if kernel.operator == RMS_NORM:
+        return cpu_rms_norm_scratch(*kernel.shape)
     return 0
+
+
+def cpu_rms_norm_scratch(rows: int, elements: int, element_bytes: int, has_weight: int) -> int:
+    """Return bytes of scratch of an RMS norm on a CPU, next to the result and one figure per row.
+
+    PyTorch's ``rms_norm_composite`` has an fp32 copy of an input of 16 bits, the scaled input, and
+    with a weight also its fp32 copy and the product before it is cast; without one, a second figure
+    per row.
+    """
+    if element_bytes >= 4:
+        return element_bytes * elements if has_weight else 4 * rows
+    if has_weight:
+        return (12 - element_bytes) * elements + 4 * elements // (rows or 1)
+    return (8 - element_bytes) * elements + 4 * rows
 
 
 def cpu_convolution_scratch(

@@ -11,7 +11,8 @@
     wide attention   heads of more than 256 features (the middle of VAEs), which the
                      memory-efficient kernel computes
     elementwise      bytes read and written; group norm also the pass that computes means, with one
-                     thread block per group (`NORM_SECONDS`)
+                     thread block per group (`NORM_SECONDS`); RMS norm at least one thread block per
+                     row (`ROW_SECONDS`)
 
 On a CPU (`ProcessorRates`) times add up, since the same cores multiply and move bytes:
 
@@ -20,7 +21,8 @@ On a CPU (`ProcessorRates`) times add up, since the same cores multiply and move
     convolution      FLOPs, and bytes of the copies with channels in blocks and of the result, at
                      rates for weights, and for small, large and huge channels (`SMALL_PLANE_BYTES`)
     attention        FLOPs, and scores
-    elementwise      bytes read and written, at the rate of the operator
+    elementwise      bytes read and written, at the rate of the operator; an RMS norm as the
+                     operators of which it consists there
     all              the time to launch them; and where a tensor has more than `REUSED_BYTES`, the
                      time to get new memory from the kernel, page by page
 
@@ -37,7 +39,7 @@ from collections.abc import Mapping, Sequence
 from graphrun.model.problem import Hardware, ProcessorRates
 from graphrun.profile.corrections import CHANNEL_BLOCK
 from graphrun.profile.precision import ELEMENT_BYTES, dequantization_seconds
-from graphrun.profile.recording import Call, ConvolutionShape, Kernel
+from graphrun.profile.recording import RMS_NORM, Call, ConvolutionShape, Kernel
 from graphrun.units import KIB, MIB, round_up
 
 TILE = 128
@@ -53,26 +55,31 @@ SMALL_PLANE_BYTES, LARGE_PLANE_BYTES = 16 * KIB, 64 * KIB
 
 # Rate of the memory-efficient attention kernel with wide heads over the rate of flash attention.
 # Fitted (`hardware`).
-WIDE_ATTENTION = 0.790
+WIDE_ATTENTION = 0.788
 
 # Seconds per element of a group, of PyTorch's kernel for the means of group norm
 # (RowwiseMomentsCUDAKernel). Its 512 threads wait for one element each at a time, so bandwidth does
 # not matter, and a picture of 32 groups uses 32 multiprocessors. On an H100, the 30 norms of FLUX's
 # decoder took half of its time (benchmarks/results/card-flux.json: 46 ms for 57 million elements
 # per group, which is 0.8e-9). Fitted (`hardware`).
-NORM_SECONDS = 0.527e-9
+NORM_SECONDS = 0.523e-9
 NORM_BLOCKS = 4  # blocks of 512 threads that a multiprocessor runs at once
+
+# Seconds that a multiprocessor takes for one row of an RMS norm (vectorized_layer_norm_kernel),
+# one block per row. On an H100, 608 norms of FLUX.1-dev, with 50.4 million rows of 128 features,
+# took 35.8 ms (benchmarks/results/card-flux.json), 4.6 times what their bytes take.
+ROW_SECONDS = 94e-9
 
 # bitsandbytes' int8 layers (LLM.int8): bytes that MatMul8bitLt's kernels move per element of input
 # (cast to fp16, search for outliers, quantization) and of output (int32 sums scaled to fp16, cast).
 INT8_INPUT_BYTES, INT8_OUTPUT_BYTES = 10, 14
 # Seconds that the device waits in each int8 layer while the host checks for outliers. Fitted
 # (`hardware`).
-INT8_WAIT_SECONDS = 0.586e-3
+INT8_WAIT_SECONDS = 0.599e-3
 
 # torchao's and quanto's weight-only layers: bytes moved per element of output in formats that scale
 # the product (int8), and per weight in formats that scale the weight (fp8). Fitted (`hardware`).
-SCALED_OUTPUT_BYTES = 16.8
+SCALED_OUTPUT_BYTES = 16.1
 SCALED_WEIGHT_BYTES = 14.36
 # Casting a weight of one byte to 16 bits: read and written.
 CAST_BYTES = 3
@@ -113,6 +120,8 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware) -> float:
     if isinstance(rates, ProcessorRates):
         return hardware.launch_seconds + cpu_seconds(kernel, rates)
     moving = kernel.nbytes / hardware.memory_bytes_per_second
+    if kernel.operator == RMS_NORM:
+        return max(moving, kernel.shape[0] * ROW_SECONDS / rates.multiprocessors)
     if not kernel.tiles:
         return moving
     if kernel.kind == "elementwise":  # group norm
@@ -147,6 +156,8 @@ def cpu_seconds(kernel: Kernel, rates: ProcessorRates) -> float:
 
 def cpu_work(kernel: Kernel) -> dict[str, float]:
     """Return the amounts of ``kernel``'s work on a CPU, by the class that `ProcessorRates` has."""
+    if kernel.operator == RMS_NORM:
+        return _rms_norm_work(*kernel.shape[1:])
     if kernel.kind == "elementwise":
         name = f"elementwise {kernel.operator}".strip()
         return {name: float(kernel.nbytes)} | _new_bytes(*kernel.shape)
@@ -179,6 +190,19 @@ def cpu_work(kernel: Kernel) -> dict[str, float]:
             f"{kind} copies": sum(copies),
         } | _new_bytes(*map(int, copies), weight_bytes)
     return {"attention": kernel.flops, "scores": float(kernel.scores)}
+
+
+def _rms_norm_work(elements: int, element_bytes: int, has_weight: int) -> dict[str, float]:
+    """Return the work of PyTorch's ``rms_norm_composite``, by its operators."""
+    cast_bytes = 2 * elements * (element_bytes + 4) if element_bytes < 4 else 0
+    wide_bytes = max(element_bytes, 4) * elements
+    work = {
+        "elementwise _to_copy": float(cast_bytes),
+        "elementwise pow": 2.0 * wide_bytes,
+        "elementwise mean": float(wide_bytes),
+        "elementwise mul": 2.0 * wide_bytes * (1 + has_weight),
+    }
+    return work | _new_bytes(*[wide_bytes] * (3 + has_weight))
 
 
 def _new_bytes(*sizes: int) -> dict[str, float]:

@@ -53,7 +53,7 @@ from graphrun.modules.trees import (
 )
 from graphrun.ops import Stages
 from graphrun.profile.block_groups import block_paths, group_blocks, group_layers, routed_lists
-from graphrun.profile.fused_attention import FusedAttention
+from graphrun.profile.fused_kernels import FusedKernels
 from graphrun.profile.meta_ops import META
 from graphrun.profile.quantized import (
     block_bytes_by_precision,
@@ -409,7 +409,7 @@ class Prober:
                 recorder.ignore(argument_tensors, earlier_storages)
                 recorder.record_existing(_storages_of(stateful_hooks(module)))
                 repeats = Repeats(module, recorder) if on_meta else nullcontext()
-                fused = FusedAttention(recorder) if on_meta else nullcontext()
+                fused = FusedKernels(recorder) if on_meta else nullcontext()
                 with (
                     torch.no_grad(),
                     repeats,

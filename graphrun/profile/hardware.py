@@ -68,11 +68,11 @@ DEFAULT = "rtx4090"
 
 # Host seconds for one operator in eager PyTorch, with the Python code of diffusers around it.
 LAUNCH_SECONDS = 22.5e-6
-WAVE_SECONDS = 6.84e-6
-MEMORY_SHARE = 0.929
-SOFTMAX_EXPONENTIALS = 2.756
-PAGEABLE_SHARE = 0.2635
-FRESH_PAGES_RATE = 2.635e9
+WAVE_SECONDS = 6.44e-6
+MEMORY_SHARE = 0.917
+SOFTMAX_EXPONENTIALS = 2.62
+PAGEABLE_SHARE = 0.2619
+FRESH_PAGES_RATE = 2.625e9
 
 # Without one of these, Linux has no card that torch.cuda could open (NVIDIA, WSL, ROCm). torch is
 # then not imported for the check.
@@ -90,9 +90,9 @@ class Shares:
 
 # A100; H100; GeForce and workstation cards.
 SHARES = {
-    "ampere": Shares(0.8306, 0.7066, 0.8016),
-    "hopper": Shares(0.6462, 0.6686, 0.4657),
-    "geforce": Shares(0.9882, 1.043, 0.9347),
+    "ampere": Shares(0.8135, 0.6851, 0.7897),
+    "hopper": Shares(0.5727, 0.6738, 0.4757),
+    "geforce": Shares(0.9894, 1.042, 0.9341),
 }
 # Cards whose power limit (72, 70 and 150 W) is far below the draw of their tensor cores: the
 # assumed share of the sheet's clock. No published row is of these cards.

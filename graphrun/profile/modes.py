@@ -41,7 +41,7 @@ MODES: tuple[ModeName, ...] = get_args(ModeName)
 
 # Seconds per tensor: accelerate's hooks place every tensor of a layer separately, in Python. Fitted
 # (`hardware`).
-TENSOR_SECONDS = 0.574e-3
+TENSOR_SECONDS = 0.589e-3
 
 
 @dataclass(frozen=True, slots=True)

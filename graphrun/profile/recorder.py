@@ -5,7 +5,7 @@ The call runs on the meta device. If that is impossible, it runs on the CPU with
 than on a GPU:
 
     attention      On meta the math backend runs and allocates the scores, S x S for S tokens.
-                   Fused kernels do not allocate them. `FusedAttention` intercepts attention before
+                   Fused kernels do not allocate them. `FusedKernels` intercepts attention before
                    dispatch and records the output, and as scratch the fp32 logsumexp that the
                    fused kernels return.
     convolution    A GPU takes scratch that the dispatcher does not see: copies of the tensors in
@@ -431,7 +431,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return layer.register_forward_pre_hook(begin), layer.register_forward_hook(end)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Otherwise `FusedAttention` intercepts every attribute access of a tensor.
+        # Otherwise `FusedKernels` intercepts every attribute access of a tensor.
         with torch._C.DisableTorchFunction():
             return self._operator(func, args, kwargs or {})
 

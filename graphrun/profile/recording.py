@@ -26,6 +26,11 @@ flash kernels support; all other kernels, such as normalization, activations, co
 """
 
 
+RMS_NORM = "rms_norm"
+"""`Kernel.operator` of an RMS norm as one kernel. Its `Kernel.shape`: rows and elements of the
+input, bytes of each element, and whether it has a weight."""
+
+
 class MemoryEvent(NamedTuple):
     """Storage ``key`` is allocated with ``nbytes``, or released (0).
 

@@ -99,6 +99,8 @@ def dispatch(
         return traits.handler(func, args, kwargs or {})
     if traits.composite:
         return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **(kwargs or {}))
+    if traits.name == "aten::_fused_rms_norm":  # as CUDA's
+        args = (args[0].contiguous(), *args[1:])
     tensors: list[Any] = []
     raws: list[Any] = []
     for value in args:

@@ -18,10 +18,11 @@ from graphrun.sim.tensor import SimTensor, page_locked, replace, sync_storage, w
 
 OperatorHandler = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
-LEAVES = frozenset({"aten::scaled_dot_product_attention", "aten::linear"})
+LEAVES = frozenset({"aten::scaled_dot_product_attention", "aten::linear", "aten::_fused_rms_norm"})
 """Composite operators that are not decomposed. Attention: devices other than CUDA, CPU and XPU
 get the math form, which materializes the S x S scores and rounds differently. ``linear``: its
-decomposition differs by device, and it is the most frequent operator."""
+decomposition differs by device, and it is the most frequent operator. RMS norm: CUDA has one
+kernel for it, without the fp32 copies of its decomposition."""
 
 INDEXING = frozenset(
     f"aten::{name}"

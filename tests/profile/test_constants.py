@@ -9,7 +9,7 @@ from torch import nn
 
 from graphrun import sim
 from graphrun.profile.dry_run import Prober
-from graphrun.profile.fused_attention import FusedAttention
+from graphrun.profile.fused_kernels import FusedKernels
 from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import Call
 
@@ -19,7 +19,7 @@ def record(module: nn.Module, *args: torch.Tensor) -> tuple[torch.Tensor, Record
         module, [f"experts.{n}" for n in range(len(getattr(module, "experts", ())))]
     )
     recorder.ignore(args)
-    with torch.no_grad(), FusedAttention(recorder), recorder:
+    with torch.no_grad(), FusedKernels(recorder), recorder:
         result = module(*args)
     recorder.close()
     return result, recorder

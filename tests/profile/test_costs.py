@@ -12,13 +12,15 @@ from graphrun.profile import hardware as devices
 from graphrun.profile.costs import (
     NORM_BLOCKS,
     NORM_SECONDS,
+    ROW_SECONDS,
+    cpu_work,
     extra_seconds,
     kernel_seconds,
     output_tiles,
     quantized_seconds,
     work_seconds,
 )
-from graphrun.profile.fused_attention import FusedAttention
+from graphrun.profile.fused_kernels import FusedKernels
 from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import Call, Kernel
 
@@ -38,7 +40,7 @@ def kernels(module: nn.Module, *shape: int) -> list[Kernel]:
     module = module.to("meta", torch.bfloat16)
     recorder, x = Recorder(module, ()), torch.empty(*shape, device="meta", dtype=torch.bfloat16)
     recorder.ignore([x])
-    with torch.no_grad(), FusedAttention(recorder), recorder:
+    with torch.no_grad(), FusedKernels(recorder), recorder:
         module(x)
     recorder.close()
     return [
@@ -103,6 +105,24 @@ def test_a_group_norm_takes_the_time_of_one_group_in_addition_to_its_bytes() -> 
     assert means_seconds(batch) == pytest.approx(means_seconds(single)), "128 groups run at once"
     assert large_batch.tiles == 2 * NORM_BLOCKS * 132
     assert means_seconds(large_batch) == pytest.approx(2 * means_seconds(single))
+
+
+def test_an_rms_norm_takes_the_time_of_its_rows_or_of_its_bytes() -> None:
+    narrow, wide = (kernels(nn.RMSNorm(width), 4096, width)[0] for width in (64, 65536))
+    assert kernel_seconds(narrow, H100) == pytest.approx(4096 * ROW_SECONDS / 132)
+    assert kernel_seconds(narrow, H100) > 4 * narrow.nbytes / H100.memory_bytes_per_second
+    assert kernel_seconds(wide, H100) == pytest.approx(wide.nbytes / H100.memory_bytes_per_second)
+
+
+def test_an_rms_norm_on_a_cpu_takes_the_time_of_its_operators() -> None:
+    (fused,) = kernels(nn.RMSNorm(256), 512, 256)
+    elements = 512 * 256
+    assert cpu_work(fused) == {
+        "elementwise _to_copy": 2 * 6 * elements,
+        "elementwise pow": 8 * elements,
+        "elementwise mean": 4 * elements,
+        "elementwise mul": 16 * elements,
+    }
 
 
 def test_a_product_of_one_row_takes_as_long_as_its_weight() -> None:

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from graphrun.modules.build import build, meta_module
 from graphrun.profile import recorder as recording
-from graphrun.profile.fused_attention import FusedAttention
+from graphrun.profile.fused_kernels import FusedKernels
 from graphrun.profile.recorder import Recorder
 
 TOKENS = 64
@@ -70,7 +70,7 @@ def test_clip_t5_and_flux_in_small_take_what_the_cpu_profiler_saw(
     graph = replace(graph, components={**graph.components, name: component})
     module = meta_module(component, graph.trust)
     recorder = Recorder(module, ())
-    with torch.no_grad(), FusedAttention(recorder), recorder:
+    with torch.no_grad(), FusedKernels(recorder), recorder:
         result = call(module, "meta")
     del result
     recorder.close()

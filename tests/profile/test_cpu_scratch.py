@@ -14,7 +14,7 @@ from torch import nn
 from graphrun.model.problem import ProcessorRates
 from graphrun.profile import corrections
 from graphrun.profile.corrections import cpu_scratch, scratch_on
-from graphrun.profile.fused_attention import FusedAttention
+from graphrun.profile.fused_kernels import FusedKernels
 from graphrun.profile.hardware import bfloat16_instructions, cpu_estimate, hardware
 from graphrun.profile.precision import with_quantization_scratch
 from graphrun.profile.recorder import Recorder
@@ -141,7 +141,7 @@ def recorded(case: Case) -> Call:
     tensors = [torch.empty(size, dtype=getattr(torch, case[1]), device="meta") for size in case[2]]
     recorder = Recorder(module, ())
     recorder.ignore(tensors)
-    with torch.no_grad(), FusedAttention(recorder), recorder:
+    with torch.no_grad(), FusedKernels(recorder), recorder:
         module(*tensors)
     recorder.close()
     return recorder.record

@@ -3,17 +3,21 @@ the phases they form."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import graphrun
 from graphrun.modules.build import meta_module
-from graphrun.profile.fused_attention import FusedAttention
+from graphrun.profile.fused_kernels import FusedKernels
 from graphrun.profile.problems import phase_spans
 from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import Call, MemoryEvent
 from graphrun.units import MIB
+
+GRAPHS = Path(__file__).parents[2] / "graphs"
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +49,7 @@ def test_t5_takes_98_mib_in_training_mode_where_dropout_makes_a_copy(dry: Any) -
     for training in (False, True):
         recorder = Recorder(t5.train(training), ())
         recorder.ignore([ids])
-        with torch.no_grad(), FusedAttention(recorder), recorder:
+        with torch.no_grad(), FusedKernels(recorder), recorder:
             output = t5(ids, output_hidden_states=False)
         del output
         recorder.close()
@@ -81,7 +85,8 @@ def test_consecutive_encoders_are_separate_phases(make_problem: Any) -> None:
         "denoise/0:transformer",
         "decode/0:vae",
     ]
-    sdxl = make_problem("sdxl-tiny", 2**30)
+    graph = graphrun.load(GRAPHS / "sdxl-tiny.yaml")
+    sdxl = graphrun.estimate(graph, vram="1G", hardware="sim", inputs={"negative_prompt": "dark"})
     assert [phase.name for phase in sdxl.phases][:4] == [
         "encode/0:text_encoder",
         "encode/1:text_encoder_2",

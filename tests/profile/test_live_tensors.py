@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from graphrun.model.problem import LiveTensor
-from graphrun.profile.fused_attention import FusedAttention
+from graphrun.profile.fused_kernels import FusedKernels
 from graphrun.profile.recorder import Recorder
 from graphrun.profile.repeats import Repeats
 from graphrun.profile.uses import live_tensors_of
@@ -68,7 +68,7 @@ def recorded(net: Net, *, repeats: bool = True) -> tuple[LiveTensor, ...]:
     arguments = torch.empty(16, 8, device="meta"), torch.empty(4, 8, device="meta")
     recorder.ignore(arguments)
     context: Any = Repeats(net, recorder) if repeats else contextlib.nullcontext()
-    with torch.no_grad(), context, FusedAttention(recorder), recorder:
+    with torch.no_grad(), context, FusedKernels(recorder), recorder:
         result = net(*arguments)
         recorder.returns(result)
     del result

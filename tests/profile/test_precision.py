@@ -18,7 +18,7 @@ from graphrun.modules.blocks import ALIGNMENT
 from graphrun.modules.build import build, meta_module
 from graphrun.modules.quantize import quantizable_layers
 from graphrun.profile import doctor
-from graphrun.profile.fused_attention import FusedAttention
+from graphrun.profile.fused_kernels import FusedKernels
 from graphrun.profile.precision import (
     MOVES,
     dequantization_seconds,
@@ -263,7 +263,7 @@ def traced(tokens: int) -> tuple[Call, dict[str, tuple[int, int]]]:
     recorder = Recorder(module, ())
     x = torch.zeros(1, tokens, 64, dtype=torch.bfloat16, device="meta")
     recorder.ignore([x])
-    with torch.no_grad(), FusedAttention(recorder), recorder:
+    with torch.no_grad(), FusedKernels(recorder), recorder:
         result = module(x)
     del result
     recorder.close()

@@ -10,7 +10,10 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from graphrun.profile.fused_attention import FusedAttention
+from graphrun.model.problem import ProcessorRates
+from graphrun.profile.corrections import cpu_scratch
+from graphrun.profile.fused_kernels import FusedKernels
+from graphrun.profile.hardware import cpu_estimate
 from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import MemoryEvent
 
@@ -36,7 +39,7 @@ def record(
 ) -> Recorder:
     recorder = Recorder(module, blocks)
     recorder.ignore(inputs)
-    with torch.no_grad(), FusedAttention(recorder), recorder:
+    with torch.no_grad(), FusedKernels(recorder), recorder:
         result = call()
     del result
     recorder.close()
@@ -114,7 +117,7 @@ def test_math_attention_takes_a_square_tensor() -> None:
     scratch = {}
     for fused in (True, False):
         recorder = Recorder(module, ())
-        with torch.no_grad(), FusedAttention(recorder, fused=fused), recorder:
+        with torch.no_grad(), FusedKernels(recorder, fused=fused), recorder:
             module(x)
         recorder.close()
         scratch[fused] = [event.nbytes for event in recorder.record.events if event.scratch]
@@ -308,3 +311,45 @@ def test_a_tensor_at_the_address_of_a_released_buffer_is_no_weight() -> None:
     recorder = record(module, module)
     assert recorder.record.read_weights == set()
     assert sum(event.nbytes for event in recorder.record.events) == 2 * ROUNDS * 512
+
+
+def norm(dtype: torch.dtype, *, weight_dtype: torch.dtype | None = None) -> nn.RMSNorm:
+    module = nn.RMSNorm(64, elementwise_affine=weight_dtype is not None, eps=1e-6).to(dtype)
+    return module if weight_dtype is None else module.to(weight_dtype)
+
+
+@pytest.mark.parametrize("is_contiguous", [True, False])
+def test_an_rms_norm_is_one_kernel_as_on_a_gpu(is_contiguous: bool) -> None:
+    """It allocates the result, an fp32 figure for each row, and a contiguous copy if needed."""
+    module = norm(torch.bfloat16, weight_dtype=torch.bfloat16).to("meta")
+    x = torch.empty(8, 16, 64, dtype=torch.bfloat16, device="meta")
+    x = x if is_contiguous else x.transpose(0, 1)
+    recorder = record(module, lambda: module(x), inputs=(x,))
+    result_bytes, row_bytes = 2 * 8 * 16 * 64, 4 * 8 * 16
+    assert recorder.record.peak_bytes == result_bytes * (2 - is_contiguous) + row_bytes
+    operators = [kernel.operator for kernel in recorder.record.kernels]
+    assert operators == ["rms_norm"] if is_contiguous else ["transpose", "rms_norm"]
+
+
+def test_an_rms_norm_with_a_weight_of_another_dtype_is_its_operators_as_on_a_gpu() -> None:
+    module = norm(torch.bfloat16, weight_dtype=torch.float32).to("meta")
+    x = torch.empty(8, 64, dtype=torch.bfloat16, device="meta")
+    recorder = record(module, lambda: module(x), inputs=(x,))
+    assert "rms_norm" not in {kernel.operator for kernel in recorder.record.kernels}
+    assert "rsqrt" in {kernel.operator for kernel in recorder.record.kernels}
+
+
+@pytest.mark.parametrize("is_weighted", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_rms_norm_on_a_cpu_takes_the_profilers_peak(
+    dtype: torch.dtype, is_weighted: bool
+) -> None:
+    module = norm(dtype, weight_dtype=dtype if is_weighted else None)
+    x = torch.ones(512, 64, dtype=dtype)
+    expected = profiled_peak(module, x)
+    meta_module, meta_x = module.to("meta"), x.to("meta")
+    call = record(meta_module, lambda: meta_module(meta_x), inputs=(meta_x,)).record
+    (kernel,) = call.kernels
+    processor = cpu_estimate().kernels
+    assert isinstance(processor, ProcessorRates)
+    assert call.peak_bytes + cpu_scratch(kernel, processor) == expected

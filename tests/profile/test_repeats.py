@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphrun.profile.fused_attention import FusedAttention
+from graphrun.profile.fused_kernels import FusedKernels
 from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import Kernel
 from graphrun.profile.repeats import Repeats
@@ -55,7 +55,7 @@ def record(net: Net, *, repeats: bool, storage: list[torch.Tensor] | None = None
     x = torch.empty(16, 8, device="meta")
     recorder.ignore([x])
     context: Any = Repeats(net, recorder) if repeats else contextlib.nullcontext()
-    with torch.no_grad(), context, FusedAttention(recorder), recorder:
+    with torch.no_grad(), context, FusedKernels(recorder), recorder:
         result = net(x, storage)
     del result
     recorder.close()

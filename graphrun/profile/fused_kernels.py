@@ -1,7 +1,9 @@
-"""Attention in a dry run as fused kernels compute it on a GPU."""
+"""Attention and RMS norm in a dry run, as fused kernels compute them on a GPU."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,14 +13,14 @@ from graphrun.profile.corrections import attention_scratch
 from graphrun.profile.costs import output_tiles
 from graphrun.profile.operands import dtype_name, touched_bytes
 from graphrun.profile.recorder import Recorder
-from graphrun.profile.recording import Kernel, KernelClass
+from graphrun.profile.recording import RMS_NORM, Kernel, KernelClass
 from graphrun.sim.casts import AUTOCAST_DEVICE_TYPE, dtype_on
 
 FLASH_FEATURES = 256  # maximum features per head in FlashAttention 2 and cuDNN
 
 
-class FusedAttention(TorchFunctionMode):
-    """Record `scaled_dot_product_attention` as a GPU allocates it.
+class FusedKernels(TorchFunctionMode):
+    """Record `scaled_dot_product_attention` and `rms_norm` as a GPU allocates them.
 
     Also gives ``torch.tensor([...])`` a constant value.
 
@@ -42,6 +44,8 @@ class FusedAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.tensor:
             return self.recorder.constants.from_literal(func(*args, **kwargs), args, kwargs)
+        if func in (torch.rms_norm, torch.nn.functional.rms_norm):
+            return self._rms_norm(*args, **kwargs)
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         query, key, value = (
@@ -76,5 +80,31 @@ class FusedAttention(TorchFunctionMode):
         )
         scratch = attention_scratch(rows, keys, width, query.element_size(), fused=self.fused)
         self.recorder.scratch(kernel, scratch)
+        self.recorder.count(kernel)
+        return result
+
+    def _rms_norm(
+        self,
+        input: torch.Tensor,  # noqa: A002 - the name of torch's parameter
+        normalized_shape: Sequence[int],
+        weight: torch.Tensor | None = None,
+        eps: float | None = None,
+    ) -> torch.Tensor:
+        """Record `torch.rms_norm` as a GPU computes it, with one kernel.
+
+        It allocates a contiguous copy of an input that is not, the result, and one fp32 figure for
+        each row. With a weight of another dtype, and under autocast, it consists of its operators.
+        """
+        casts = dtype_on(AUTOCAST_DEVICE_TYPE) is not None
+        if casts or (weight is not None and weight.dtype != input.dtype):
+            return torch.rms_norm(input, normalized_shape, weight, eps)
+        source = input.contiguous()
+        result = torch.empty_like(source)
+        elements, rows = source.numel(), source.numel() // (math.prod(normalized_shape) or 1)
+        row_scales = source.new_empty(rows, dtype=torch.float32)
+        nbytes = 2 * source.nbytes + row_scales.nbytes + (0 if weight is None else weight.nbytes)
+        shape = (rows, elements, source.element_size(), int(weight is not None))
+        kernel = Kernel("elementwise", "float32", 0.0, nbytes, operator=RMS_NORM, shape=shape)
+        self.recorder.scratch(kernel, 0)
         self.recorder.count(kernel)
         return result
