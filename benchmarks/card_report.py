@@ -163,8 +163,8 @@ def page(recorded: dict[str, Record]) -> str:
         f"the same bytes at each of them (largest difference {_largest(allocators)} B, "
         f"peaks {allocators[0]['peak_reserved_bytes']:,} and "
         f"{allocators[1]['peak_reserved_bytes']:,} B with cuBLAS's workspace).",
-        "- The slots of the denoiser that reserved more: on the card an RMS norm is one kernel with "
-        "one result, and these plans counted its operators with their fp32 copies. Plans count the "
+        "- The slots of the denoiser that reserved more: on the card an RMS norm is one kernel "
+        "with one result, and these plans counted its operators with their fp32 copies. Plans count the "
         "kernel now, and give for each slot of the second runs the bytes that the card reserved "
         "(`tests/profile/test_allocator.py`). The load slots reserved more in the first run of a "
         "process only.",

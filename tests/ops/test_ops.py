@@ -153,12 +153,12 @@ def test_a_negative_prompt_that_needs_a_second_call_is_encoded_for_true_guidance
 
 
 def test_sdxl_takes_zeros_without_a_negative_prompt_as_diffusers_does() -> None:
-    without, empty = embeds("sdxl-tiny"), embeds("sdxl-tiny", negative_prompt="")
+    absent, empty = embeds("sdxl-tiny"), embeds("sdxl-tiny", negative_prompt="")
     for name in ("negative_prompt_embeds", "negative_pooled_prompt_embeds"):
-        assert not without[name].any()
-        assert without[name].shape == empty[name].shape
+        assert not absent[name].any()
+        assert absent[name].shape == empty[name].shape
         assert empty[name].any()
-    assert torch.equal(without["prompt_embeds"], empty["prompt_embeds"])
+    assert torch.equal(absent["prompt_embeds"], empty["prompt_embeds"])
 
 
 def test_embeddings_of_a_second_encoder_have_the_names_of_call_arguments() -> None:

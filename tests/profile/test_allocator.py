@@ -282,8 +282,8 @@ def test_plans_reserve_what_a_card_reserved_in_every_slot(name: str, in_layers: 
     problem = split_into_layers(problem, in_layers)
     text = "\n".join([f"plan {problem.digest}", *record["plan"][1:]])
     slots = solution_of(problem, parse(text)).simulation.slots
-    measured = [slot["peak_bytes"] for slot in record["runs"][1]["slots"]]
-    assert [slot.peak_bytes for slot in slots] == measured
+    recorded = [slot["peak_bytes"] for slot in record["runs"][1]["slots"]]
+    assert [slot.peak_bytes for slot in slots] == recorded
 
 
 def test_the_heap_of_a_cpu_keeps_several_times_what_is_live_until_it_is_trimmed() -> None:
