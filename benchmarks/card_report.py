@@ -164,8 +164,9 @@ def page(recorded: dict[str, Record]) -> str:
         f"peaks {allocators[0]['peak_reserved_bytes']:,} and "
         f"{allocators[1]['peak_reserved_bytes']:,} B with cuBLAS's workspace).",
         "- The slots of the denoiser that reserved more: on the card an RMS norm is one kernel "
-        "with one result, and these plans counted its operators with their fp32 copies. Plans count the "
-        "kernel now, and give for each slot of the second runs the bytes that the card reserved "
+        "with one result, and these plans counted its operators with their fp32 copies. Plans "
+        "count the kernel now, and give for each slot of the second runs the bytes that the card "
+        "reserved "
         "(`tests/profile/test_allocator.py`). The load slots reserved more in the first run of a "
         "process only.",
         "- cuDNN's attention allocates no log-sum-exp; plans count it. No run has its peak there.",
