@@ -246,8 +246,8 @@ def flux(step: Step) -> None:
 
 def peers(step: Step) -> None:
     """Other tools at equal caps."""
-    earlier = step.arguments.resume
-    step.own("peers", *(("--resume", str(earlier)) if earlier else ()))
+    record = step.arguments.resume
+    step.own("peers", *(("--resume", str(record)) if record else ()))
 
 
 def full_size(arguments: argparse.Namespace) -> None:
@@ -339,19 +339,19 @@ def compare(arguments: argparse.Namespace) -> None:
         bench.options.limit = arguments.limit / 3
         subject("flux", device, steps).pipeline()
         gc.freeze()  # forked cells share the weights: their collectors must not write to them
-        earlier: dict[str, Any] = {"cells": []}
+        record: dict[str, Any] = {"cells": []}
         if arguments.resume is not None:
-            earlier = json.loads(arguments.resume.read_text())["peers"]["results"]
-        reference = earlier.get("reference") or bench.facts("flux", encodes=False)
+            record = json.loads(arguments.resume.read_text())["peers"]["results"]
+        reference = record.get("reference") or bench.facts("flux", encodes=False)
         if "failed" in reference:
             print(f"cells cannot be forked: {reference['failed']}", flush=True)
             bench = Bench(options(command), cache)
             bench.options.limit = arguments.limit / 3
             reference = bench.facts("flux", encodes=False)
         bench.results["models"]["flux"] = reference
-        cells = [cell for cell in earlier["cells"] if cell["status"] in ("finished", "oom")]
+        cells = [cell for cell in record["cells"] if cell["status"] in ("finished", "oom")]
         results: dict[str, Any] = {"reference": reference, "steps": steps, "cells": cells}
-        kept = {(cell["tool"], cell["cap_bytes"]) for cell in cells}
+        finished_cells = {(cell["tool"], cell["cap_bytes"]) for cell in cells}
         for tool, cap in CELLS:
             seconds_left = arguments.limit - (time.perf_counter() - start_seconds)
             if seconds_left < 20:
@@ -359,7 +359,7 @@ def compare(arguments: argparse.Namespace) -> None:
             bench.options.limit = min(arguments.limit / 3, seconds_left - 5)
             size = {"8G": "4M", "24G": "16M"}[cap] if arguments.rehearse else cap
             cap_bytes = parse_size(size, name="cap")
-            if (tool, cap_bytes) in kept:
+            if (tool, cap_bytes) in finished_cells:
                 continue
             results["cells"].append(bench.cell("flux", tool, cap_bytes=cap_bytes))
             arguments.out.write_text(json.dumps(results, indent=1) + "\n")

@@ -242,8 +242,8 @@ class Bench:
         fingerprints: dict[str, Any] = {}
         self.lab.slots.clear()
         start = time.perf_counter()
-        kept = fingerprints if digests else None
-        work = lambda: self.stages(self.host.modules, self.device.torch_device, kept)  # noqa: E731
+        target = fingerprints if digests else None
+        work = lambda: self.stages(self.host.modules, self.device.torch_device, target)  # noqa: E731
         trace = follow(solution, self.host, self.device, work, progress)
         return trace, fingerprints, time.perf_counter() - start
 
@@ -337,10 +337,10 @@ class Bench:
             {
                 "function": f"{Path(file).name}:{line}:{name}",
                 "calls": calls,
-                "own_seconds": round(own, 5),
+                "own_seconds": round(own_seconds, 5),
                 "seconds": round(cumulative, 5),
             }
-            for (file, line, name), (_, calls, own, cumulative, _) in statistics.items()
+            for (file, line, name), (_, calls, own_seconds, cumulative, _) in statistics.items()
         ]
         record["by own seconds"] = sorted(rows, key=lambda row: -row["own_seconds"])[:40]
         record["by seconds"] = sorted(rows, key=lambda row: -row["seconds"])[:80]

@@ -515,8 +515,8 @@ def _as_loaded(module: Any, component: Component) -> nn.Module:
         dtype = _dtype_of(module, name, tensor.dtype, component_dtype)
         if tensor.dtype != dtype:
             tensor.data = tensor.data.to(dtype)
-    loaded: nn.Module = module.eval()
-    return loaded
+    result: nn.Module = module.eval()
+    return result
 
 
 def _dtype_of(
