@@ -26,7 +26,15 @@ ROOT = Path(__file__).parents[2]
 OUTSIDE = {
     name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "XDG_"))
 }
-BUILT_FROM = ("graphrun", "graphs", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+BUILT_FROM = (
+    "graphrun",
+    "graphs",
+    "packaging",
+    "constraints.txt",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+)
 # Commands that end with an error on a machine without a CUDA device, and the error.
 REFUSED = {
     'graphrun run flux-dev --vram 8G --prompt "a lighthouse"': "no CUDA device found to run on",
