@@ -1,6 +1,6 @@
 """hatchling's build backend, with graphrun's dependencies where a wheel or an sdist needs dry runs.
 
-Dry runs count only for the versions of the libraries that made them, so the versions of
+Dry runs count only for the versions of torch and diffusers that made them, so those of
 constraints.txt make them. A tree that has ``graphrun/dry_runs``, as an sdist has, needs none.
 ``pip wheel . -C dry-runs=no`` leaves them out.
 """
@@ -18,6 +18,8 @@ from hatchling.build import *  # noqa: F403
 
 Settings = dict[str, Any] | None
 DRY_RUNS = Path("graphrun/dry_runs")
+# Dry runs count for one version of these, as in graphrun/store.py.
+PINNED = ("torch", "diffusers", "transformers", "tokenizers", "accelerate", "bitsandbytes")
 
 
 def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
@@ -54,13 +56,16 @@ def _read(config_settings: Settings) -> None:
 
 
 def _dry_run_requirements() -> list[str]:
-    """Return graphrun's dependencies, each in the version of constraints.txt."""
+    """Return graphrun's dependencies, those of ``PINNED`` in the version of constraints.txt."""
     if DRY_RUNS.is_dir() or os.environ.get("HATCH_BUILD_NO_HOOKS") == "true":
         return []
     lines = Path("constraints.txt").read_text("utf-8").splitlines()
     pins = {_name(line): line for line in lines if "==" in line}
     project = tomllib.loads(Path("pyproject.toml").read_text("utf-8"))["project"]
-    return [pins[_name(requirement)] for requirement in project["dependencies"]]
+    return [
+        pins[name] if (name := _name(requirement)) in PINNED else requirement
+        for requirement in project["dependencies"]
+    ]
 
 
 def _name(requirement: str) -> str:
