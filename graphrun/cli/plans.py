@@ -38,7 +38,6 @@ from graphrun.errors import InputError, Interrupted, PlanError
 from graphrun.files import Store
 from graphrun.reading import read_json
 from graphrun.report import plan_files as planfile
-from graphrun.report.screen import Look
 from graphrun.units import parse_size, show_size, typed_size
 
 
@@ -196,6 +195,7 @@ def estimate(
     what diffusers' own offloading takes (--mode; --pinned 0: from pageable memory; --keep: what is
     not offloaded). Needs no weights and no GPU."""
     from graphrun.report.estimate_screen import estimate_screen
+    from graphrun.report.screen import Look
 
     pipeline_graph, cache = load(graph, options), cache_folder(options.no_cache)
     hardware, *_ = cards_for(options, cache)
@@ -243,6 +243,7 @@ def frontier(
     """Show predicted time against VRAM budget (--vram 4G:48G, 4G:48G:4G, or a single one; of
     several devices that of one, as in 24G,4G:12G), on a CPU against memory (--memory 2G:12G), and
     with --sweep the largest value of an input that fits each budget."""
+    from graphrun.report.screen import Look
     from graphrun.report.svg import rasterized
     from graphrun.report.whatif_screens import fastest, frontier_json, frontier_screen, frontier_svg
     from graphrun.solve.frontier import sizes_between, values_between
