@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphrun.cli.common import cache_folder, load, native_stdout_to_stderr, show
+from graphrun.cli.common import cache_folder, load, show, solving
 from graphrun.cli.options import PlanOptions
 from graphrun.cli.terminal import alive, width
 from graphrun.errors import InputError
@@ -92,7 +92,7 @@ def plan_cluster(
     }
     start = time.perf_counter()
     with (
-        native_stdout_to_stderr(),
+        solving(),
         alive(f"planning {pipeline_graph.name} for {len(cluster.devices)} devices"),
     ):
         placement = place(

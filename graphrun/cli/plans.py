@@ -21,12 +21,12 @@ from graphrun.cli.common import (
     echo,
     load,
     look,
-    native_stdout_to_stderr,
     open_graph,
     parse_reuse,
     plan_graph,
     say,
     show,
+    solving,
     with_budget,
 )
 from graphrun.cli.options import PlanOptions, ReuseOption, Verbose, shared, with_typed_budget
@@ -129,7 +129,7 @@ def explain(
     from graphrun.store import fitting_for, keep_plan
 
     store = _store(cache_folder(options.no_cache))
-    with native_stdout_to_stderr(), alive(f"other placements of {component}") as step:
+    with solving(), alive(f"other placements of {component}") as step:
         best, rows = alternatives(
             solution, component, lambda variant: fitting_for(variant, store), step
         )
@@ -297,7 +297,7 @@ def frontier(
             "cache": cache,
         }
         activity = f"{name}={value}" if name else f"plans for {len(budgets)} budgets"
-        with native_stdout_to_stderr(), alive(activity) as step:
+        with solving(), alive(activity) as step:
             problems.append(api.estimate(pipeline_graph, **arguments))
             rows.append((value, frontier_for(problems[-1], budgets, _store(cache), device, step)))
     if plot is not None:
@@ -359,7 +359,7 @@ def report(
         raise PlanError(
             f"is a damaged trace: {type(error).__name__} {error}", str(trace)
         ) from error
-    with native_stdout_to_stderr(), alive("plans for other budgets") as step:
+    with solving(), alive("plans for other budgets") as step:
         points = curve_for(solution.problem, solution, _store(cache_folder(False)), step)
     planfile.write_text(output_file, report_page(solution, run_trace, points, product))
     echo(f"wrote {output_file}")
