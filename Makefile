@@ -53,11 +53,9 @@ lint: $(STAMP)
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tests/names.py
 
-# A minute: dist/graphrun-*.whl, with dry runs of the graphs, so that the first plan of one takes two seconds.
+# Two minutes: dist/graphrun-*.whl, with dry runs of the graphs (packaging/dry_runs.py), so that the first plan of one takes a second.
 wheel: $(STAMP)
-	$(BIN)/python -c "from graphrun import store; from graphrun.graph.shipped import shipped_graphs; store.ship(shipped_graphs())"
 	$(BIN)/python -m pip wheel . --quiet --no-deps --no-build-isolation --wheel-dir dist
-	rm -rf graphrun/dry_runs build
 
 tables: $(STAMP)
 	$(BIN)/python benchmarks/graph_table.py
@@ -85,4 +83,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) out dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,7 +13,7 @@ Importing this package imports neither torch nor a solver.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from graphrun.api import (
     attach,
@@ -58,7 +58,8 @@ if TYPE_CHECKING:
     from graphrun.solve.infeasible import Infeasible
     from graphrun.trace import Trace
 
-__version__ = "0.1.0"
+    __version__: str
+
 __all__ = [
     "Attachment",
     "Batch",
@@ -117,12 +118,18 @@ _LAZY = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Import a class of ``_LAZY`` on first use."""
-    if name in _LAZY:
-        with without_notices():
-            return getattr(import_module(_LAZY[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker would take any name for one that this returns
+
+    def __getattr__(name: str) -> object:
+        """Import a class of ``_LAZY``, or read the installed version, on first use."""
+        if name == "__version__":
+            from importlib.metadata import version
+
+            return version("graphrun")
+        if name in _LAZY:
+            with without_notices():
+                return getattr(import_module(_LAZY[name]), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

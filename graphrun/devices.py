@@ -15,14 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphrun.errors import InputError
-from graphrun.graph.graph import HALF_DTYPES
-from graphrun.model.problem import ProcessorRates
 from graphrun.units import parse_size
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
-    from graphrun.model.problem import Hardware
-    from graphrun.profile.problems import ProblemLimits
+    from graphrun.model.problem import Hardware, ProblemLimits
     from graphrun.runtime.devices.device import Device
 
 KINDS = ("cuda", "cpu", "sim")
@@ -138,6 +135,9 @@ def in_dtype(graph: Graph, dtype: str | None, hardware: Hardware | None) -> Grap
     instructions for them. Graphs name the dtype of a card; diffusers computes in fp32 unless it is
     given a ``torch_dtype``. Raises InputError for another dtype.
     """
+    from graphrun.graph.graph import HALF_DTYPES
+    from graphrun.model.problem import ProcessorRates
+
     rates = hardware.kernels if hardware is not None else None
     if dtype == "graph" or (dtype is None and not isinstance(rates, ProcessorRates)):
         return graph
@@ -207,8 +207,7 @@ def limits_for(
     Raises InputError for a budget that the hardware does not have, with what to type.
     """
     from graphrun.host_ram import ram_budget
-    from graphrun.model.problem import Secondary
-    from graphrun.profile.problems import ProblemLimits
+    from graphrun.model.problem import ProblemLimits, Secondary
 
     refuse_wrong_budgets(cards[0], budget)
     if cards[0].unified:

@@ -8,10 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 _PACKAGE = Path(__file__).parent
 
@@ -38,6 +35,10 @@ def _installed_from() -> Path | None:
 
     None if it no longer exists, or was a package index.
     """
+    from importlib.metadata import PackageNotFoundError, distribution
+    from urllib.parse import urlsplit
+    from urllib.request import url2pathname
+
     # direct_url.json (PEP 610) may be absent or malformed
     with suppress(PackageNotFoundError, ValueError, AttributeError, OSError):
         read_record = distribution("graphrun").read_text

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from graphrun.units import parse_size
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
@@ -82,7 +80,11 @@ def available_bytes(meminfo: Path = MEMINFO) -> int:
     a virtual machine may start with less memory than it gets later, and other processes use a part
     of it.
     """
-    return _number(_read(meminfo), "MemAvailable:") * 1024 or int(psutil.virtual_memory().available)
+    if available_kib := _number(_read(meminfo), "MemAvailable:"):
+        return available_kib * 1024
+    import psutil
+
+    return int(psutil.virtual_memory().available)
 
 
 def host_ram_bytes(
@@ -98,6 +100,8 @@ def host_ram_bytes(
 
 def total_ram_bytes(root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) -> int:
     """Return the smaller of the machine's RAM and its cgroups' limits, including memory in use."""
+    import psutil
+
     limits = (limit.nbytes for limit in _foreign_limits(root, membership))
     return min([int(psutil.virtual_memory().total), *limits])
 

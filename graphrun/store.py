@@ -39,7 +39,7 @@ from graphrun.graph.loading import load
 from graphrun.graph.media import size_text
 from graphrun.graph.parts import Reference
 from graphrun.model.plan import parse
-from graphrun.model.problem import Hardware, Problem
+from graphrun.model.problem import Hardware, Problem, ProblemLimits
 from graphrun.model.solution import Solution
 from graphrun.modules.source_files import (
     commits_of,
@@ -49,14 +49,13 @@ from graphrun.modules.source_files import (
     local_place,
 )
 from graphrun.profile.feedback import store_measurement_keys, with_measurements
-from graphrun.profile.problems import ProblemLimits, option_phases_of, problem_of
-from graphrun.profile.recording import DryRun
 from graphrun.reading import read_text
 from graphrun.solve.granularity import split_into_layers
 from graphrun.units import show_size
 from graphrun.verify.solution import checked_solution
 
 if TYPE_CHECKING:
+    from graphrun.profile.recording import DryRun
     from graphrun.solve.frontier import Frontier
 
 # Entries of dry runs that come with graphrun. A checkout has none, or those of its last wheel.
@@ -108,6 +107,8 @@ def problem_for(
         )
     problem = _stored(store, "problem", key, TypeAdapter(Problem).validate_python)
     if problem is None:
+        from graphrun.profile.problems import option_phases_of, problem_of
+
         option_phases = option_phases_of(graph, limits.allow)
         with_options = [
             (stage, name, _dry_run(graph, inputs, store, traced, {stage: name}))
@@ -146,6 +147,8 @@ def _dry_run(
     options: Mapping[str, str] | None = None,
 ) -> DryRun:
     """Return the `dry_run` whose `trace_key` without options is ``traced``."""
+    from graphrun.profile.recording import DryRun
+
     key = _with_options(traced, options)
     if (entry := _stored(store, "trace", key, DryRun.from_json)) is not None:
         return entry
@@ -168,6 +171,8 @@ def ship(names: Iterable[str], folder: Path = SHIPPED) -> None:
     Replaces the content of ``folder``. Graphs that name classes of other packages are left out:
     only a caller may trust these.
     """
+    from graphrun.profile.problems import option_phases_of
+
     shutil.rmtree(folder, ignore_errors=True)
     store = Store(folder, limit_bytes=sys.maxsize)
     for name in names:

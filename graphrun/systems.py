@@ -17,11 +17,13 @@ import tempfile
 import threading
 import weakref
 from pathlib import Path
-
-from filelock import FileLock, Timeout
+from typing import TYPE_CHECKING
 
 from graphrun.errors import InputError
 from graphrun.units import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 _seeking = threading.Lock()
 # Addresses of the memory of `anonymous_memory` that forked processes do not have.
@@ -49,6 +51,8 @@ def take_lock(path: Path) -> FileLock | None:
     ``release()``, or the end of the process, ends the lock. Raises OSError if the file system has
     no locks.
     """
+    from filelock import FileLock, Timeout
+
     lock = FileLock(path, timeout=0, thread_local=False)
     try:
         lock.acquire()

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("graphrun", "tests", "benchmarks", "docs", "examples", "training")
+FOLDERS = ("graphrun", "tests", "benchmarks", "docs", "examples", "packaging", "training")
 BANNED = """
 of own at by on to into onto upon with within without about above below beneath beside besides
 between beyond behind before after during since against along across around among through over

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 from importlib.metadata import PathDistribution
@@ -50,7 +51,7 @@ def test_an_installed_package_is_named_by_what_it_was_installed_from(
         text = url.format(folder=str(folder).replace(" ", "%20"))
         (info / "direct_url.json").write_text(json.dumps({"url": text, "dir_info": {}}))
     monkeypatch.setattr(extras, "_PACKAGE", tmp_path / "site" / "graphrun")
-    monkeypatch.setattr(extras, "distribution", lambda name: PathDistribution(info))
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: PathDistribution(info))
     assert install_command("serve") == command.format(folder=folder)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import glob
 import json
 import os
@@ -22,11 +23,8 @@ from graphrun.cli.options import PlanOptions
 from graphrun.cli.terminal import alive, print_coloured, width
 from graphrun.errors import GraphrunError, InputError, Interrupted, PlanError, PlanningInterrupted
 from graphrun.graph.shipped import shipped_graphs
-from graphrun.profile import hardware as estimates
 from graphrun.reading import printable
 from graphrun.report import plan_files as planfile
-from graphrun.report.screen import Look
-from graphrun.report.verdicts import product_name
 from graphrun.systems import spills_vram
 from graphrun.units import GIB, parse_size, roughly, show_size
 
@@ -35,6 +33,7 @@ if TYPE_CHECKING:
     from graphrun.model.problem import Hardware, Problem
     from graphrun.model.solution import Solution
     from graphrun.modules.needs import Download
+    from graphrun.report.screen import Look
 
 
 JSON_VERSION = 1
@@ -160,6 +159,8 @@ def plan_graph(
     ``advise``: whether to search for suggestions for a slow plan; Ctrl-C then returns the best plan
     so far. Raises Interrupted if ``advise`` is false, or there is no plan yet.
     """
+    from graphrun.profile import hardware as estimates
+
     graph, inputs, cache = graph_plan.graph, options.inputs, cache_folder(options.no_cache)
 
     def missing_sources(graph_version: Graph) -> list[Download]:
@@ -224,7 +225,7 @@ def plan_graph(
 
     with alive(f"dry run of {graph.name}"):
         problem, seconds = estimate(inputs, arguments["allow"]), list[float]()
-    with native_stdout_to_stderr(), alive(f"planning {graph.name}"):
+    with solving(), alive(f"planning {graph.name}"):
         try:
             solution = api.plan(problem, cache=cache, on_solved=seconds.append)
         except PlanningInterrupted as interrupt:
@@ -255,7 +256,7 @@ def plan_graph(
         from graphrun.store import suggestions_for
 
         store = Store(cache) if cache is not None else None
-        with native_stdout_to_stderr(), alive(activity := f"what would make {graph.name} faster"):
+        with solving(), alive(activity := f"what would make {graph.name} faster"):
             try:
                 suggestions = suggestions_for(
                     problem,
@@ -307,6 +308,8 @@ def with_budget(options: PlanOptions, hardware: Hardware) -> PlanOptions:
     Raises InputError for a budget that the hardware does not have, and for the simulated device,
     which has no memory of its own.
     """
+    from graphrun.profile import hardware as estimates
+
     devices.refuse_wrong_budgets(hardware, options)
     if hardware.unified:
         return _with_memory(options, hardware)
@@ -373,6 +376,10 @@ def look(
     The command runs the plan file, which is ``output_file`` if the plan is saved there. Without a
     plan file, it plans again.
     """
+    from graphrun.profile import hardware as estimates
+    from graphrun.report.screen import Look
+    from graphrun.report.verdicts import product_name
+
     problem = graph_plan.solution.problem
     graph, plan_file = graph_plan.graph.until(problem.until), output_file or graph_plan.plan_file
     arguments = (
@@ -497,3 +504,19 @@ def native_stdout_to_stderr() -> Iterator[None]:
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)
+
+
+@contextlib.contextmanager
+def solving() -> Iterator[None]:
+    """Context of the solver, which prints, and makes millions of tuples and hardly any cycles.
+
+    Its output goes to stderr. Garbage is collected seldom: at Python's usual rate that takes a
+    seventh of the time of planning.
+    """
+    thresholds = gc.get_threshold()
+    gc.set_threshold(max(50_000, thresholds[0]), *thresholds[1:])
+    try:
+        with native_stdout_to_stderr():
+            yield
+    finally:
+        gc.set_threshold(*thresholds)

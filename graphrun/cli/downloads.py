@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from graphrun.cli.terminal import alive
 from graphrun.errors import Interrupted
-from graphrun.graph.graph import Graph
 from graphrun.units import show_size
 
 if TYPE_CHECKING:
+    from graphrun.graph.graph import Graph
     from graphrun.modules.needs import Download
 
 Told = Callable[[str], None] | None

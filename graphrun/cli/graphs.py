@@ -21,7 +21,6 @@ from graphrun.cli.common import (
 from graphrun.cli.options import PlanOptions, shared
 from graphrun.devices import hardware_for
 from graphrun.errors import GraphrunError, InputError
-from graphrun.graph.document import read_document, read_json
 from graphrun.graph.shipped import graph_file, graphs_folder, shipped_graphs
 from graphrun.report import plan_files as planfile
 from graphrun.report.table import table
@@ -88,6 +87,8 @@ def graph(
 def list_graphs(as_json: AsJson = False) -> None:
     """List graphrun's own graphs: parameters, the smallest card that runs them, predicted seconds
     on it, license of the weights."""
+    from graphrun.graph.document import read_document, read_json
+
     figures, rows = read_json(graphs_folder() / FIGURES), []
     for name in shipped_graphs():
         data = read_document(graph_file(name)).data

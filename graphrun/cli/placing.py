@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphrun.cli.common import cache_folder, load, native_stdout_to_stderr, show
+from graphrun.cli.common import cache_folder, load, show, solving
 from graphrun.cli.options import PlanOptions
 from graphrun.cli.terminal import alive, width
 from graphrun.errors import InputError
-from graphrun.report.screen import Look
 
 if TYPE_CHECKING:
     from graphrun.cluster.machines import Cluster
@@ -81,6 +80,7 @@ def plan_cluster(
     from graphrun.cluster import files
     from graphrun.cluster.place import place
     from graphrun.cluster.screen import placement_screen, summary
+    from graphrun.report.screen import Look
 
     if objective not in (None, "throughput", "latency"):
         raise InputError(f"--objective {objective!r} is not known; it is throughput or latency")
@@ -92,7 +92,7 @@ def plan_cluster(
     }
     start = time.perf_counter()
     with (
-        native_stdout_to_stderr(),
+        solving(),
         alive(f"planning {pipeline_graph.name} for {len(cluster.devices)} devices"),
     ):
         placement = place(

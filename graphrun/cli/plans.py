@@ -21,12 +21,12 @@ from graphrun.cli.common import (
     echo,
     load,
     look,
-    native_stdout_to_stderr,
     open_graph,
     parse_reuse,
     plan_graph,
     say,
     show,
+    solving,
     with_budget,
 )
 from graphrun.cli.options import PlanOptions, ReuseOption, Verbose, shared, with_typed_budget
@@ -38,7 +38,6 @@ from graphrun.errors import InputError, Interrupted, PlanError
 from graphrun.files import Store
 from graphrun.reading import read_json
 from graphrun.report import plan_files as planfile
-from graphrun.report.screen import Look
 from graphrun.units import parse_size, show_size, typed_size
 
 
@@ -130,7 +129,7 @@ def explain(
     from graphrun.store import fitting_for, keep_plan
 
     store = _store(cache_folder(options.no_cache))
-    with native_stdout_to_stderr(), alive(f"other placements of {component}") as step:
+    with solving(), alive(f"other placements of {component}") as step:
         best, rows = alternatives(
             solution, component, lambda variant: fitting_for(variant, store), step
         )
@@ -196,6 +195,7 @@ def estimate(
     what diffusers' own offloading takes (--mode; --pinned 0: from pageable memory; --keep: what is
     not offloaded). Needs no weights and no GPU."""
     from graphrun.report.estimate_screen import estimate_screen
+    from graphrun.report.screen import Look
 
     pipeline_graph, cache = load(graph, options), cache_folder(options.no_cache)
     hardware, *_ = cards_for(options, cache)
@@ -243,6 +243,7 @@ def frontier(
     """Show predicted time against VRAM budget (--vram 4G:48G, 4G:48G:4G, or a single one; of
     several devices that of one, as in 24G,4G:12G), on a CPU against memory (--memory 2G:12G), and
     with --sweep the largest value of an input that fits each budget."""
+    from graphrun.report.screen import Look
     from graphrun.report.svg import rasterized
     from graphrun.report.whatif_screens import fastest, frontier_json, frontier_screen, frontier_svg
     from graphrun.solve.frontier import sizes_between, values_between
@@ -296,7 +297,7 @@ def frontier(
             "cache": cache,
         }
         activity = f"{name}={value}" if name else f"plans for {len(budgets)} budgets"
-        with native_stdout_to_stderr(), alive(activity) as step:
+        with solving(), alive(activity) as step:
             problems.append(api.estimate(pipeline_graph, **arguments))
             rows.append((value, frontier_for(problems[-1], budgets, _store(cache), device, step)))
     if plot is not None:
@@ -358,7 +359,7 @@ def report(
         raise PlanError(
             f"is a damaged trace: {type(error).__name__} {error}", str(trace)
         ) from error
-    with native_stdout_to_stderr(), alive("plans for other budgets") as step:
+    with solving(), alive("plans for other budgets") as step:
         points = curve_for(solution.problem, solution, _store(cache_folder(False)), step)
     planfile.write_text(output_file, report_page(solution, run_trace, points, product))
     echo(f"wrote {output_file}")

@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,8 +18,10 @@ from graphrun.cli.placing import ClusterFile, open_cluster
 from graphrun.errors import InputError
 from graphrun.extras import install_command
 from graphrun.limits import LIMITS
-from graphrun.model.problem import Hardware
 from graphrun.units import parse_seconds, parse_size
+
+if TYPE_CHECKING:
+    from graphrun.model.problem import Hardware
 
 SHARED = (
     "vram",
@@ -155,8 +157,9 @@ def serve(
     with tempfile.TemporaryDirectory(prefix="graphrun-serve-") as name:
         folder = Path(name)
         cache = cache_folder(options.no_cache) or folder / "cache"
+        hardware: tuple[Hardware, ...] = ()
         if cluster is not None:
-            devices, hardware = open_cluster(cluster, options), tuple[Hardware, ...]()
+            devices = open_cluster(cluster, options)
             if find_spec("ray") is None:
                 raise InputError(
                     f"--cluster runs on Ray, which is not installed: {install_command('cluster')}"

@@ -58,12 +58,11 @@ from graphrun.errors import InputError
 from graphrun.graph.parts import Directives
 from graphrun.model.allocator import LARGE_PAGE_BYTES
 from graphrun.model.plan import Plan, Slot
-from graphrun.model.problem import Hardware, Problem
+from graphrun.model.problem import Hardware, Problem, ProblemLimits
 from graphrun.model.solution import Solution
 from graphrun.modules.dtype_variants import DtypeVariant, HostCasts
 from graphrun.modules.interceptor import CallInterceptor, changes_weights, entry_of, refuse_change
 from graphrun.modules.memos import Owned, attributes_of
-from graphrun.profile.problems import ProblemLimits
 from graphrun.profile.recording import ComponentProfile, DryRun, Recording
 from graphrun.report.call_screen import call_screen
 from graphrun.report.screen import measured_screen, plan_screen, verdict_line

@@ -16,9 +16,8 @@ from graphrun.diffusers_.dry_call import AttachedCall, MetaPipeline
 from graphrun.diffusers_.live import components_of, is_pipeline, merge_shared
 from graphrun.errors import InputError
 from graphrun.graph.parts import Directives
-from graphrun.model.problem import Hardware, Problem
+from graphrun.model.problem import Hardware, Problem, ProblemLimits
 from graphrun.modules.mapped import MappedTensors
-from graphrun.profile.problems import ProblemLimits
 
 if TYPE_CHECKING:
     from graphrun.diffusers_.importing.imported import Imported

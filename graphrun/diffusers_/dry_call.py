@@ -25,7 +25,7 @@ from graphrun.diffusers_.live import graph_of, kept_signatures, meta_module_of
 from graphrun.diffusers_.text_lengths import TextLengths
 from graphrun.errors import GraphrunError, InputError
 from graphrun.graph.parts import Component, Directives
-from graphrun.model.problem import Hardware, Problem
+from graphrun.model.problem import Hardware, Problem, ProblemLimits
 from graphrun.modules.blocks import lay_out
 from graphrun.modules.build import on_host
 from graphrun.modules.dtype_variants import DtypeVariant, DtypeVariants
@@ -33,7 +33,7 @@ from graphrun.modules.interceptor import entry_of
 from graphrun.modules.mapped import MappedTensors, MappedWriter
 from graphrun.modules.memos import HeldAttributes, attributes_of, is_helper
 from graphrun.profile.dry_run import Prober
-from graphrun.profile.problems import ProblemLimits, problem_of
+from graphrun.profile.problems import problem_of
 from graphrun.profile.recording import Call as Traced
 from graphrun.profile.recording import ComponentProfile, DryRun, Recording, StageEnd
 from graphrun.profile.returned import Returned

@@ -29,6 +29,9 @@ from graphrun.limits import require
 from graphrun.reading import open_regular as opened_file
 from graphrun.reading import parse_json
 
+# Frame rates that both kinds of video files can store: a GIF's delay is 0.01 to 655.35 s, mp4's
+# rates here are fractions up to 1001.
+SLOWEST_FPS, FASTEST_FPS = 0.01, 1000.0
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 # PIL's modes with 8 bits a channel, which it converts
 MODES = (

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 from pydantic_core import PydanticCustomError
 
+from graphrun.graph.media import FASTEST_FPS, SLOWEST_FPS
 from graphrun.graph.ops import OPERATIONS
 
 # Names become parts of file names: at most 64 characters of POSIX's portable file name set, because
@@ -20,9 +21,6 @@ _CLASS_PATH, _TEXT = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+$", r"^
 _FILE_VARIANT = r"^[A-Za-z0-9_]+$"
 _FUNCTION = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
 _OP = rf"^([A-Za-z_][A-Za-z0-9_]*|{_FUNCTION})$"
-# Frame rates that both kinds of video files can store: a GIF's delay is 0.01 to 655.35 s, mp4's
-# rates here are fractions up to 1001.
-SLOWEST_FPS, FASTEST_FPS = 0.01, 1000.0
 _NO_NAME = "is not a name: letters, digits and underscores, at most 64, no digit first"
 # What a message says, after the text, about a text that does not match a pattern.
 PATTERNS = {

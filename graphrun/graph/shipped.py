@@ -12,7 +12,6 @@ import shlex
 from pathlib import Path
 
 from graphrun.errors import GraphError
-from graphrun.graph.document import read_document
 
 _PACKAGE = Path(__file__).parent.parent
 _HUB_PAGE = re.compile(r"https?:/+(?:huggingface|hf)\.co/")
@@ -106,6 +105,8 @@ def _sources() -> dict[str, tuple[str, ...]]:
 
     The graph with the shortest name is first.
     """
+    from graphrun.graph.document import read_document
+
     sources: dict[str, tuple[str, ...]] = {}
     for name in sorted(shipped_graphs(), key=len):
         source = str(read_document(graphs_folder() / f"{name}.yaml").data.get("source", ""))

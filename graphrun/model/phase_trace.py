@@ -13,11 +13,8 @@ from bisect import bisect
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import numpy as np
+from itertools import compress, count, pairwise
+from operator import ne
 
 # (key, bytes): bytes > 0 allocates, 0 releases. In a `PhaseTrace` also (index of its `CallTrace`,
 # CALL): a call.
@@ -102,26 +99,24 @@ def repeats_in(events: tuple[Item, ...]) -> tuple[tuple[int, ...], tuple[Repeat,
     they allocate the same number of bytes, or if they release tensors allocated the same number of
     events before.
     """
-    import numpy as np  # not needed to show a cached plan
-
     born = dict[int, int]()
     numbers = list[int]()
     kinds = dict[tuple[bool, int], int]()
-    alike = np.empty(len(events), dtype=np.int64)
+    alike = list[int]()
     for number, (key, nbytes) in enumerate(events):
         if nbytes:
             born[key] = number
         numbers.append(born[key])
         kind = (True, nbytes) if nbytes else (False, number - born[key])
-        alike[number] = kinds.setdefault(kind, len(kinds))
+        alike.append(kinds.setdefault(kind, len(kinds)))
     return tuple(numbers), _longest(alike)
 
 
-def _longest(alike: np.typing.NDArray[np.int64]) -> tuple[Repeat, ...]:
+def _longest(alike: list[int]) -> tuple[Repeat, ...]:
     """Return the repeats in ``alike`` that skip the most events, without overlaps."""
     last = dict[int, int]()
     distances = Counter[int]()
-    for number, kind in enumerate(alike.tolist()):
+    for number, kind in enumerate(alike):
         if kind in last:
             distances[number - last[kind]] += 1
         last[kind] = number
@@ -134,7 +129,7 @@ def _longest(alike: np.typing.NDArray[np.int64]) -> tuple[Repeat, ...]:
             continue
         breaks = [
             -1,
-            *(alike[:-period] != alike[period:]).nonzero()[0].tolist(),
+            *compress(count(), map(ne, alike, alike[period:])),
             len(alike) - period,
         ]
         for previous, next_break in pairwise(breaks):

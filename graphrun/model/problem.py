@@ -684,3 +684,25 @@ class Problem:
         device it has no fields of secondary devices."""
         plain: dict[str, Any] = json.loads(json.dumps(self, default=_fields_of))
         return plain
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemLimits:
+    """What a problem depends on besides graph, inputs and hardware.
+
+    Budgets in bytes (None: no limit), the number of runs in a session, the allowed output changes,
+    and further devices.
+    """
+
+    budget_bytes: int
+    ram_bytes: int
+    pinned_bytes: int | None = None
+    disk_bytes: int | None = None
+    runs: int = 1
+    allow: tuple[str, ...] = ()
+    secondaries: tuple[Secondary, ...] = ()
+
+    @property
+    def backing_stores(self) -> tuple[str, ...]:
+        """Backing stores to consider: pageable memory only if pinned memory is limited."""
+        return ("pinned", "disk") if self.pinned_bytes is None else ("pinned", "pageable", "disk")

@@ -34,7 +34,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -44,9 +44,10 @@ from graphrun.graph.parts import Component
 from graphrun.model.plan import Load, Stream
 from graphrun.model.problem import PhaseNumbers, Problem, Use
 from graphrun.model.solution import Solution
-from graphrun.profile.problems import phase_spans
-from graphrun.profile.recording import Call, DryRun
 from graphrun.trace import Trace
+
+if TYPE_CHECKING:
+    from graphrun.profile.recording import Call, DryRun
 
 TOLERANCE = 0.02
 PARTS = ("first_bytes", "steady_bytes")
@@ -81,6 +82,8 @@ def store_measurement_keys(graph: Graph, dry_run: DryRun, problem: Problem, stor
 
     ``problem`` was made from ``dry_run`` without measurements.
     """
+    from graphrun.profile.problems import phase_spans
+
     entries = dry_run.recording.entries()
     keys_by_phase = {}
     for phase, (begin, end) in zip(problem.phases, phase_spans(entries), strict=True):

@@ -40,7 +40,6 @@ import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -321,6 +320,8 @@ def cpu_threads() -> int:
 
 def cpu_key() -> str:
     """Return what a profile of this machine's CPU is for: its model, threads and PyTorch."""
+    from importlib.metadata import version
+
     threads = cpu_threads()
     return f"{_cpu_facts()[0]}, {threads} threads, torch {version('torch')}"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from itertools import chain, pairwise
 from typing import Any
@@ -28,7 +28,7 @@ from graphrun.model.problem import (
     Hardware,
     PhaseNumbers,
     Problem,
-    Secondary,
+    ProblemLimits,
     StageOption,
     ValueNumbers,
 )
@@ -42,28 +42,6 @@ from graphrun.units import round_up
 
 LONGEST_PATTERN = 6  # maximum number of calls in a pattern of alternating components
 ALTERNATIONS = 3  # components that alternate at least this many times are one phase
-
-
-@dataclass(frozen=True, slots=True)
-class ProblemLimits:
-    """What a problem depends on besides graph, inputs and hardware.
-
-    Budgets in bytes (None: no limit), the number of runs in a session, the allowed output changes,
-    and further devices.
-    """
-
-    budget_bytes: int
-    ram_bytes: int
-    pinned_bytes: int | None = None
-    disk_bytes: int | None = None
-    runs: int = 1
-    allow: tuple[str, ...] = ()
-    secondaries: tuple[Secondary, ...] = ()
-
-    @property
-    def backing_stores(self) -> tuple[str, ...]:
-        """Backing stores to consider: pageable memory only if pinned memory is limited."""
-        return ("pinned", "disk") if self.pinned_bytes is None else ("pinned", "pageable", "disk")
 
 
 def problem_of(

@@ -16,7 +16,7 @@ from graphrun.files import Store
 from graphrun.graph.graph import Graph
 from graphrun.model.allocator import Caching, Native
 from graphrun.model.choices import use_with
-from graphrun.model.problem import Hardware, PhaseNumbers, Problem
+from graphrun.model.problem import Hardware, PhaseNumbers, Problem, ProblemLimits
 from graphrun.modules.build import meta_modules
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.stored import holding
@@ -29,7 +29,7 @@ from graphrun.profile.feedback import (
 )
 from graphrun.profile.modes import Mode, estimate_mode, weight_bytes
 from graphrun.profile.phase_memory import phase_memories_of
-from graphrun.profile.problems import ProblemLimits, phase_spans, problem_of
+from graphrun.profile.problems import phase_spans, problem_of
 from graphrun.profile.quantized import PRECISIONS, weights_by_precision
 from graphrun.profile.recording import DryRun
 

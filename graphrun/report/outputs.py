@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from graphrun.errors import InputError
-from graphrun.graph.media import size_text
-from graphrun.graph.schema import FASTEST_FPS, SLOWEST_FPS
+from graphrun.graph.media import FASTEST_FPS, SLOWEST_FPS, size_text
 from graphrun.graph.values import did_you_mean
 from graphrun.report.plan_files import require_writable, write_with, writing
 

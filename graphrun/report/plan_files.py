@@ -16,20 +16,20 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from textwrap import indent
-from typing import Any, cast
-
-from pydantic import TypeAdapter, ValidationError
-from pydantic_core import SchemaValidator
+from typing import TYPE_CHECKING, Any, cast
 
 from graphrun.errors import InputError, PlanError
 from graphrun.files import write_whole
 from graphrun.graph.shipped import shipped_graphs, shipped_name
 from graphrun.limits import LIMITS, require
-from graphrun.model.plan import Plan, Violation, marked_text, parse
-from graphrun.model.problem import Problem
-from graphrun.model.solution import Solution
 from graphrun.reading import read_json
-from graphrun.verify.solution import broken_rules, solution_of
+
+if TYPE_CHECKING:
+    from pydantic_core import SchemaValidator
+
+    from graphrun.model.plan import Plan, Violation
+    from graphrun.model.problem import Problem
+    from graphrun.model.solution import Solution
 
 # The version of plan files; other versions are refused. Version 2 had other names for unblocked
 # weights, ring buffers, secondary devices and the inputs of phases.
@@ -93,6 +93,10 @@ def plan_in(data: Any, path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
             f"{VERSION}; {suggestion}",
             str(path),
         )
+    from pydantic import ValidationError
+
+    from graphrun.model.plan import parse
+
     try:
         text = "\n".join(data["actions"])
         problem, plan = problem_from(data["problem"]), parse(text)
@@ -116,6 +120,8 @@ def problem_from(data: Any) -> Problem:
 
     Raises pydantic's ValidationError, which names the wrong fields.
     """
+    from graphrun.model.problem import Problem
+
     return cast(Problem, validator(Problem).validate_python(data))
 
 
@@ -126,6 +132,9 @@ def validator(kind: Any) -> SchemaValidator:
     A list is read up to its first wrong item: an error takes 500 bytes, and a file may have
     millions.
     """
+    from pydantic import TypeAdapter
+    from pydantic_core import SchemaValidator
+
     return SchemaValidator(_up_to_errors(TypeAdapter(kind).core_schema))
 
 
@@ -223,6 +232,9 @@ class BrokenRules(PlanError):
 
 def refuse_violations(path: Path, problem: Problem, plan: Plan) -> None:
     """Raise BrokenRules if ``plan`` breaks rules, with the lines that do."""
+    from graphrun.model.plan import marked_text
+    from graphrun.verify.solution import broken_rules
+
     if not (violations := broken_rules(problem, plan)):
         return
     suffix = " or more" if len(violations) == LIMITS.problems else ""
@@ -248,6 +260,8 @@ def solution_in(data: Any, path: Path) -> tuple[Solution, dict[str, Any]]:
 
     The proof in the file is trusted.
     """
+    from graphrun.verify.solution import solution_of
+
     problem, plan, entries = plan_in(data, path)
     refuse_violations(path, problem, plan)
     bound, objective = (entries.get(name) or 0.0 for name in ("bound_seconds", "objective_seconds"))

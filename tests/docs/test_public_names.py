@@ -41,6 +41,23 @@ def test_every_documented_class_and_function_is_importable() -> None:
     ] == []
 
 
+def test_every_public_name_is_documented_with_types() -> None:
+    documented = re.findall(
+        r"^::: graphrun\.(?:\w+\.)*(\w+)$", (DOCS / "python.md").read_text(), re.MULTILINE
+    )
+    assert set(graphrun.__all__) == {*documented, *(name for name, _, _ in ROWS)}
+    for name in graphrun.__all__:
+        value = getattr(graphrun, name)
+        assert inspect.getdoc(value), name
+        if inspect.isfunction(value):
+            untyped = [
+                parameter.name
+                for parameter in inspect.signature(value).parameters.values()
+                if parameter.annotation is parameter.empty
+            ]
+            assert untyped == [], name
+
+
 def test_every_type_that_a_public_function_returns_is_importable() -> None:
     functions = {
         name: value

@@ -78,3 +78,33 @@ def test_make_takes_any_python_that_is_new_enough_and_uv_without_one(
         check=True,
     )
     assert process.stdout.startswith(made_by)
+
+
+IMPORTED = """
+import sys
+from graphrun.cli.main import main
+try:
+    main()
+finally:
+    heavy = ("torch", "diffusers", "transformers", "scipy", "highspy", "numpy", "yaml")
+    print(*(name for name in heavy if name in sys.modules), file=sys.stderr)
+"""
+PLAN = ("plan", "flux-tiny", "--device", "sim", "--vram", "6M", "--ram", "8G")
+
+
+@pytest.mark.parametrize(
+    ("command", "imported"),
+    [(("--help",), ""), (("list",), "yaml"), (PLAN, "yaml")],
+)
+def test_commands_import_what_they_need(
+    graphrun: Cli, command: tuple[str, ...], imported: str, tmp_path: Path
+) -> None:
+    """``PLAN`` is cached."""
+    if command == PLAN:
+        assert graphrun(*command)[0] == 0
+    arguments = [sys.executable, "-c", IMPORTED, *command]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.run(
+        arguments, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True
+    )
+    assert process.stderr.splitlines()[-1] == imported

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from collections.abc import Callable
@@ -26,7 +27,18 @@ ROOT = Path(__file__).parents[2]
 OUTSIDE = {
     name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "XDG_"))
 }
-BUILT_FROM = ("graphrun", "graphs", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+BUILT_FROM = (
+    "graphrun",
+    "graphs",
+    "packaging",
+    ".gitignore",
+    "CHANGELOG.md",
+    "SECURITY.md",
+    "constraints.txt",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+)
 # Commands that end with an error on a machine without a CUDA device, and the error.
 REFUSED = {
     'graphrun run flux-dev --vram 8G --prompt "a lighthouse"': "no CUDA device found to run on",
@@ -36,19 +48,24 @@ Shell = Callable[[str], "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel with a dry run of flux-tiny, built from a copy of the files that it is made of."""
-    copy, wheel_folder = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the files that the package is made of, with a dry run of flux-tiny."""
+    copy = tmp_path_factory.mktemp("tree")
     for name in BUILT_FROM:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, copy)
     ship(["flux-tiny"], copy / "graphrun" / "dry_runs")
+    return copy
+
+
+def built_wheel(folder: Path, wheel_folder: Path) -> Path:
+    """The wheel of the tree in ``folder``, built into ``wheel_folder``."""
     build = [
         "pip",
         "wheel",
-        copy,
+        folder,
         "--quiet",
         "--no-deps",
         "--no-build-isolation",
@@ -59,6 +76,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-m", *map(str, build)], check=True)
     (built,) = wheel_folder.iterdir()
     return built
+
+
+@pytest.fixture(scope="session")
+def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel with a dry run of flux-tiny."""
+    return built_wheel(tree, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="session")
@@ -122,6 +145,23 @@ def test_the_wheel_has_the_package_and_the_graphs(wheel: Path) -> None:
         f"graphrun/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "graphs").rglob("*.*")
     }
     assert names - {shipped} == package_files | graphs
+
+
+def test_an_sdist_builds_the_same_wheel(tree: Path, wheel: Path, tmp_path: Path) -> None:
+    code = "import build_backend, sys; print(build_backend.build_sdist(sys.argv[1]))"
+    process = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": "packaging"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    name = process.stdout.split()[-1]
+    with tarfile.open(tmp_path / name) as archive:
+        archive.extractall(tmp_path, filter="data")
+    sdist_wheel = built_wheel(tmp_path / name.removesuffix(".tar.gz"), tmp_path / "wheel")
+    assert sdist_wheel.read_bytes() == wheel.read_bytes()
 
 
 @pytest.mark.long
