@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from graphrun.profile.corrections import attention_scratch
 from graphrun.profile.costs import output_tiles
+from graphrun.profile.moves import Moves
 from graphrun.profile.operands import dtype_name, touched_bytes
 from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import Kernel, KernelClass
@@ -17,7 +17,7 @@ from graphrun.sim.casts import AUTOCAST_DEVICE_TYPE, dtype_on
 FLASH_FEATURES = 256  # maximum features per head in FlashAttention 2 and cuDNN
 
 
-class FusedAttention(TorchFunctionMode):
+class FusedAttention(Moves):
     """Record `scaled_dot_product_attention` as a GPU allocates it.
 
     Also gives ``torch.tensor([...])`` a constant value.
@@ -34,8 +34,7 @@ class FusedAttention(TorchFunctionMode):
     """
 
     def __init__(self, recorder: Recorder, *, fused: bool = True) -> None:
-        super().__init__()
-        self.recorder = recorder
+        super().__init__(recorder)
         self.fused = fused
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -43,7 +42,7 @@ class FusedAttention(TorchFunctionMode):
         if func is torch.tensor:
             return self.recorder.constants.from_literal(func(*args, **kwargs), args, kwargs)
         if func is not torch.nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
+            return super().__torch_function__(func, types, args, kwargs)
         query, key, value = (
             *args,
             *(kwargs[name] for name in ("query", "key", "value")[len(args) :]),

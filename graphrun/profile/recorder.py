@@ -444,7 +444,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return answer
         if func is aten._local_scalar_dense.default and args[0].is_meta:
             return args[0] not in self._all_true if args[0].dtype == torch.bool else 1
-        if func is aten.index.Tensor and args[0].is_meta:
+        computed = self.constants.computed(func, args, kwargs)
+        if computed is NotImplemented and func is aten.index.Tensor and args[0].is_meta:
             args = (
                 args[0],
                 [
@@ -453,7 +454,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     for column in self.constants.index_columns(index, self._note_new)
                 ],
             )
-        if func is aten.nonzero.default and args[0].is_meta:
+        if computed is not NotImplemented:
+            result = computed
+        elif func is aten.nonzero.default and args[0].is_meta:
             result = torch.empty(args[0].numel(), args[0].dim(), dtype=torch.long, device="meta")
         elif (
             func is aten._to_copy.default
@@ -469,6 +472,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if func is not aten.eq.Scalar or args[0] not in self._mask_sums:
                 self.constants.propagate(func, args, kwargs, result)
         argument_tensors, result_tensors = [*tensors_of(args)], [*tensors_of((result,))]
+        self.note_held(argument_tensors)
         self._note_access(func, args, kwargs, argument_tensors)
         for tensor in argument_tensors:
             if (name := self._names.get(tensor.untyped_storage()._cdata)) is not None:
@@ -631,6 +635,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.record.products.append(
                     Product(len(self.record.events) - 1, name, result.numel() // result.shape[-1])
                 )
+
+    def note_held(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Record ``tensors`` of the device that the component had before the call, at first use.
+
+        They are neither weights nor arguments of the call, such as tables of positions in a list.
+        """
+        for tensor in tensors:
+            self._note_new(tensor)
 
     def _note_new(self, tensor: torch.Tensor) -> bool:
         """Record the allocation of ``tensor`` if its storage is new, and return whether it is.
