@@ -103,3 +103,22 @@ def qwen_image_21() -> Any:
     )
     pipe.set_progress_bar_config(disable=True)
     return frozen(pipe)
+
+
+def ltx_25_decoder() -> Any:
+    """LTX-2.5's diffusion decoder, whose blocks use flex attention."""
+    torch.manual_seed(0)
+    decoder = d.LTX2VideoDiffusionDecoderModel(
+        latent_channels=8,
+        decoder_head_dim=16,
+        decoder_stage_channels=(256, 128, 64, 64, 32),
+        decoder_stage_depths=(1, 1, 1, 1, 2),
+        decoder_stage_kernels=((1, 1, 1), (1, 3, 3), (1, 3, 3), (1, 3, 3)),
+        decoder_stage5_kernel=(1, 3, 3),
+        decoder_t_emb_dim=32,
+    )
+    pipe = d.LTX2VideoDiffusionDecodePipeline(
+        diffusion_decoder=decoder, scheduler=d.FlowMatchEulerDiscreteScheduler()
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return frozen(pipe)
