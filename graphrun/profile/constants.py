@@ -133,7 +133,10 @@ class ConstantValues:
             return
         tensors = [*tensors_of((args, [*kwargs.values()]))]
         is_constant = self._are_constant(tensors) or (
-            func._overloadpacket in FILLED and _is_whole(result) and not tensors
+            self._max_elements > MAX_ELEMENTS
+            and func._overloadpacket in FILLED
+            and _is_whole(result)
+            and not tensors
         )
         if is_constant and self._is_small(result):
             self._store(result, func(*self._on_cpu(tuple(args)), **self._on_cpu(dict(kwargs))))
