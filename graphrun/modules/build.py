@@ -548,7 +548,11 @@ def _parameters_of(kind: type[Any]) -> frozenset[str]:
     """Return the valid keys of a configuration of ``kind``."""
     config_class = getattr(kind, "config_class", None)
     if config_class is None:
-        return frozenset(inspect.signature(kind.__init__).parameters) - {"self"}
+        # diffusers saves the settings of all parents, and `from_config` sets them
+        kinds: tuple[Any, ...] = kind.__mro__ if hasattr(kind, "load_config") else (kind,)
+        return frozenset(
+            key for base in kinds for key in inspect.signature(base.__init__).parameters
+        ) - {"self", "args", "kwargs"}
     field_names = {
         key for base in config_class.__mro__ for key in getattr(base, "__annotations__", {})
     }

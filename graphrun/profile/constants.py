@@ -9,6 +9,9 @@ case of a top-k selection. The rules see operators and tensors only, no componen
     text[mask], text[~mask]            every row, and no row
     topk(scores, 2).indices.bincount() a selection that depends on data (experts); worst case: all
                                        tokens select the same two
+
+Where code needs more, the integers and masks among a call's arguments are constant too (`note`):
+Qwen-Image 2.1 repeats the tokens of its text by a mask of image slots.
 """
 
 from __future__ import annotations
@@ -21,12 +24,18 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
+from graphrun.profile.operands import tensors_of
+
 # Tensors with more elements hold data, not sizes.
 MAX_ELEMENTS = 64
+# The same where a call's arguments are constant: positions of the tokens of a picture.
+MAX_NOTED_ELEMENTS = 1 << 22
 
 aten = torch.ops.aten
 SUMS = frozenset({aten.sum.default, aten.sum.dim_IntList})
 COMPLEMENTS = frozenset({aten.bitwise_not.default, aten.logical_not.default})
+FILLED = frozenset({aten.scalar_tensor, aten.full, aten.zeros, aten.ones, aten.arange})
+VALUE_DEPENDENT = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 
 
 class Storages:
@@ -50,16 +59,26 @@ class Storages:
 
 
 class ConstantValues:
-    """The values of meta tensors with a constant value, as CPU tensors."""
+    """The values of meta tensors with a constant value, as CPU tensors.
+
+    Views of a tensor have values that are views of its value.
+    """
 
     def __init__(self) -> None:
         self._values: Any = WeakTensorKeyDictionary()
         self._topk = Storages()  # indices -> (experts, selected experts per token)
         self._complements = Storages()  # complements of masks, which count as all ones
+        self._max_elements = MAX_ELEMENTS
+
+    def note(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Store that the meta tensor ``tensor`` has ``value`` if those are integers or a mask."""
+        self._max_elements = MAX_NOTED_ELEMENTS
+        if tensor.is_meta and _is_whole(value) and value.numel() <= self._max_elements:
+            self._values[tensor] = value.to("cpu", copy=True)
 
     def from_literal(self, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Store the value of ``result``, a tensor from ``torch.tensor``, and return ``result``."""
-        if result.is_meta and result.numel() <= MAX_ELEMENTS:
+        if result.is_meta and result.numel() <= self._max_elements:
             self._values[result] = torch.tensor(*args, **{**kwargs, "device": "cpu"})
         return result
 
@@ -67,6 +86,26 @@ class ConstantValues:
         """Return the value of ``tensor`` on the CPU, None if it is not constant."""
         value: torch.Tensor | None = self._values.get(tensor)
         return value
+
+    def content(self, leaf: Any) -> tuple[Any, ...] | None:
+        """Return a key that is equal for equal constant values, None if ``leaf`` has none."""
+        value = self.value(leaf) if isinstance(leaf, torch.Tensor) else None
+        return None if value is None else tuple(value.flatten().tolist())
+
+    def computed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of an operator whose shape or number depends on constant values.
+
+        NotImplemented for other operators, and where an argument is not constant.
+        """
+        tensors = [*tensors_of((args, [*kwargs.values()]))]
+        if VALUE_DEPENDENT.isdisjoint(func.tags) or not self._are_constant(tensors):
+            return NotImplemented
+        value = func(*self._on_cpu(tuple(args)), **self._on_cpu(dict(kwargs)))
+        results = tree_map_only(
+            torch.Tensor, lambda item: torch.empty_like(item, device="meta"), value
+        )
+        self._store(results, value)
+        return results
 
     def propagate(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
@@ -90,13 +129,19 @@ class ConstantValues:
                     device="cpu",
                 )
             return
-        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        if not tensors or not self._values:
+        if not self._values:
             return
-        if all(tensor in self._values for tensor in tensors):
-            self._compute(func, args, kwargs, result)
-        elif tensors[0] in self._values and func._schema.is_mutable:
-            del self._values[tensors[0]]
+        tensors = [*tensors_of((args, [*kwargs.values()]))]
+        is_constant = self._are_constant(tensors) or (
+            self._max_elements > MAX_ELEMENTS
+            and func._overloadpacket in FILLED
+            and _is_whole(result)
+            and not tensors
+        )
+        if is_constant and self._is_small(result):
+            self._store(result, func(*self._on_cpu(tuple(args)), **self._on_cpu(dict(kwargs))))
+        elif tensors and func._schema.is_mutable:
+            self._forget(tensors[0])
 
     def index_columns(
         self, index: torch.Tensor | None, on_new: Callable[[torch.Tensor], object]
@@ -109,10 +154,20 @@ class ConstantValues:
         """
         if index is None or index.dtype != torch.bool:
             return (index,)
-        rows = 0 if index in self._complements else index.numel()
+        value = self.value(index)
+        rows = (
+            int(value.sum())
+            if value is not None
+            else 0
+            if index in self._complements
+            else index.numel()
+        )
         positions = torch.empty(rows, index.dim(), dtype=torch.long, device="meta")
         on_new(positions)
-        return positions.unbind(1)
+        columns = positions.unbind(1)
+        if value is not None:
+            self._store(columns, value.nonzero(as_tuple=True))
+        return columns
 
     def worst_bincount(self, indices: torch.Tensor) -> torch.Tensor | None:
         """Return ``indices.bincount()`` on meta with the largest memory.
@@ -130,22 +185,41 @@ class ConstantValues:
         self._values[result] = counts
         return result
 
-    def _compute(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
-    ) -> None:
-        results = result if isinstance(result, (list, tuple)) else (result,)
-        if not all(
-            isinstance(tensor, torch.Tensor) and tensor.is_meta and tensor.numel() <= MAX_ELEMENTS
-            for tensor in results
-        ):
-            return
-        on_cpu = {
-            key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()
-        }
-        value = func(
-            *tree_map_only(torch.Tensor, lambda tensor: self._values[tensor], tuple(args)), **on_cpu
+    def _are_constant(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether ``tensors`` have values, at least one as a constant."""
+        return any(tensor in self._values for tensor in tensors) and all(
+            tensor in self._values or not tensor.is_meta for tensor in tensors
         )
-        for tensor, constant in zip(
-            results, value if isinstance(value, (list, tuple)) else (value,), strict=True
-        ):
-            self._values[tensor] = constant
+
+    def _is_small(self, result: Any) -> bool:
+        results = result if isinstance(result, (list, tuple)) else (result,)
+        return all(
+            isinstance(tensor, torch.Tensor)
+            and tensor.is_meta
+            and tensor.numel() <= self._max_elements
+            for tensor in results
+        )
+
+    def _on_cpu(self, arguments: Any) -> Any:
+        """Return the arguments of an operator with values in place of tensors."""
+        values = tree_map_only(
+            torch.Tensor, lambda tensor: self._values.get(tensor, tensor), arguments
+        )
+        return tree_map_only(torch.device, lambda _: torch.device("cpu"), values)
+
+    def _store(self, results: Any, values: Any) -> None:
+        for tensor, value in zip(tensors_of((results,)), tensors_of((values,)), strict=True):
+            self._values[tensor] = value
+
+    def _forget(self, tensor: torch.Tensor) -> None:
+        """Drop the value of ``tensor``, which was overwritten, and of its views."""
+        if (value := self.value(tensor)) is None:
+            return
+        address = value.untyped_storage()._cdata
+        for other, other_value in list(self._values.items()):
+            if other_value.untyped_storage()._cdata == address:
+                del self._values[other]
+
+
+def _is_whole(value: torch.Tensor) -> bool:
+    return not (value.is_floating_point() or value.is_complex())

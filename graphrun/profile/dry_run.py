@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ from graphrun.ops import Stages
 from graphrun.profile.block_groups import block_paths, group_blocks, group_layers, routed_lists
 from graphrun.profile.fused_kernels import FusedKernels
 from graphrun.profile.meta_ops import META
+from graphrun.profile.moves import Moves
 from graphrun.profile.quantized import (
     block_bytes_by_precision,
     block_layouts,
@@ -295,14 +297,35 @@ class Prober:
     ) -> tuple[Call, Returned]:
         """Trace the call on meta, or on the CPU if that fails.
 
-        If both fail, raises the exception from `_untraceable`.
+        The first attempt on meta is valid for all values of the arguments, the second one for the
+        integers and masks among them. If all attempts fail, raises the exception from
+        `_untraceable`.
         """
+        errors: list[Exception] = []
         try:
-            return self._trace_on(META, component, entry, proceed, args, kwargs)
-        except GraphrunError:
-            raise
-        except Exception as error:  # noqa: BLE001  (a component's code may raise anything where tensors have no values)
-            meta_error = error
+            for with_values in (False, True):
+                try:
+                    return self._trace_on(
+                        META, component, entry, proceed, args, kwargs, with_values=with_values
+                    )
+                except GraphrunError:
+                    raise
+                except Exception as error:  # noqa: BLE001  (a component's code may raise anything where tensors have no values)
+                    errors.append(error)
+            return self._trace_with_weights(component, entry, proceed, args, kwargs, errors[0])
+        finally:
+            errors.clear()  # their frames refer to the arguments, which would outlive the call
+
+    def _trace_with_weights(
+        self,
+        component: str,
+        entry: str,
+        proceed: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        meta_error: Exception,
+    ) -> tuple[Call, Returned]:
+        """Trace the call on the CPU, after meta failed with ``meta_error``."""
         module = self.meta_modules[component]
         nbytes = sum(tensor.nbytes for tensor in weights_below(module))
         if self._weights is None or nbytes > host_ram_bytes():
@@ -318,7 +341,7 @@ class Prober:
             "it is computed once on the CPU, with all "
             f"{show_size(nbytes)} of its weights, to plan the call",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
         return trace
 
@@ -342,24 +365,28 @@ class Prober:
         proceed: Callable[..., Any],
         args: Any,
         kwargs: Any,
+        *,
+        with_values: bool = False,
     ) -> tuple[Call, Returned]:
-        """Trace the call on ``device``: meta, or the CPU if ``component`` has its weights there."""
+        """Trace the call on ``device``: meta, or the CPU if ``component`` has its weights there.
+
+        ``with_values``: on meta, code may read the integers and masks among the arguments.
+        """
         module = self.meta_modules[component]
         units = block_paths(module, self.routed[component])
+        record = partial(self._record, with_values=with_values)
         try:
-            call, result, leftover_storages = self._record(
-                module, units, proceed, args, kwargs, device
-            )
+            call, result, leftover_storages = record(module, units, proceed, args, kwargs, device)
             if routed_paths := routed_lists(units, call.entered_blocks):
                 self.routed[component] |= routed_paths
                 forget({"": module})
                 units = block_paths(module, self.routed[component])
-                call, result, leftover_storages = self._record(
+                call, result, leftover_storages = record(
                     module, units, proceed, args, kwargs, device
                 )
             # A second call shows whether the next call reuses the tensors or replaces them.
             if call.persistent_keys and _holds_tensors(module) and not stateful_hooks(module):
-                repeated_call, *_ = self._record(
+                repeated_call, *_ = record(
                     module, units, proceed, args, kwargs, device, leftover_storages
                 )
                 call = _with_state_before(call, repeated_call)
@@ -391,29 +418,41 @@ class Prober:
         kwargs: Any,
         device: torch.device,
         earlier_storages: Collection[torch.UntypedStorage] = (),
+        *,
+        with_values: bool = False,
     ) -> tuple[Call, Returned, list[torch.UntypedStorage]]:
         """Return the call, its result, and the storages that it leaves in the component.
 
-        ``earlier_storages``: storages that an earlier call left there.
+        ``earlier_storages``: storages that an earlier call left there. ``with_values``: as for
+        `_trace_on`.
         """
         on_meta = device == META
         self.interceptor.device = device
         recorder = Recorder(module, blocks, device)
+
+        def to_meta(tensor: torch.Tensor) -> torch.Tensor:
+            shell = self._to_meta(tensor)
+            if with_values:
+                recorder.constants.note(
+                    shell, tensor.raw if isinstance(tensor, SimTensor) else tensor
+                )
+            return shell
+
         try:
             with without_planned_device():
                 arguments = with_device_arguments(
-                    device, *walk((args, kwargs), self._to_meta if on_meta else torch.Tensor.cpu)
+                    device, *walk((args, kwargs), to_meta if on_meta else torch.Tensor.cpu)
                 )
                 argument_tensors, holders = tensors_in(arguments), holders_in(arguments)
                 initial_ids = [list(map(id, found_in(holder, torch.Tensor))) for holder in holders]
                 recorder.ignore(argument_tensors, earlier_storages)
                 recorder.record_existing(_storages_of(stateful_hooks(module)))
                 repeats = Repeats(module, recorder) if on_meta else nullcontext()
-                fused = FusedKernels(recorder) if on_meta else nullcontext()
+                calls = FusedKernels(recorder) if on_meta else Moves(recorder)
                 with (
                     torch.no_grad(),
                     repeats,
-                    fused,
+                    calls,
                     recorder,
                     follow_autocast(dtype_on(PLANNED.type)),
                     _record_hook_tensors(recorder),

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from graphrun.profile.corrections import attention_scratch
 from graphrun.profile.costs import output_tiles
+from graphrun.profile.moves import Moves
 from graphrun.profile.operands import dtype_name, touched_bytes
 from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import RMS_NORM, Kernel, KernelClass
@@ -19,7 +19,7 @@ from graphrun.sim.casts import AUTOCAST_DEVICE_TYPE, dtype_on
 FLASH_FEATURES = 256  # maximum features per head in FlashAttention 2 and cuDNN
 
 
-class FusedKernels(TorchFunctionMode):
+class FusedKernels(Moves):
     """Record `scaled_dot_product_attention` and `rms_norm` as a GPU allocates them.
 
     Also gives ``torch.tensor([...])`` a constant value.
@@ -36,8 +36,7 @@ class FusedKernels(TorchFunctionMode):
     """
 
     def __init__(self, recorder: Recorder, *, fused: bool = True) -> None:
-        super().__init__()
-        self.recorder = recorder
+        super().__init__(recorder)
         self.fused = fused
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,7 +46,7 @@ class FusedKernels(TorchFunctionMode):
         if func in (torch.rms_norm, torch.nn.functional.rms_norm):
             return self._rms_norm(*args, **kwargs)
         if func is not torch.nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
+            return super().__torch_function__(func, types, args, kwargs)
         query, key, value = (
             *args,
             *(kwargs[name] for name in ("query", "key", "value")[len(args) :]),

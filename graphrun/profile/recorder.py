@@ -1,13 +1,15 @@
 """Record what one call into a component would allocate, read and compute.
 
 The call runs on the meta device. If that is impossible, it runs on the CPU with real weights.
-`Recorder` sees every operator that PyTorch dispatches. Two operators allocate differently on meta
+`Recorder` sees every operator that PyTorch dispatches. Three operators allocate differently on meta
 than on a GPU:
 
     attention      On meta the math backend runs and allocates the scores, S x S for S tokens.
                    Fused kernels do not allocate them. `FusedKernels` intercepts attention before
                    dispatch and records the output, and as scratch the fp32 logsumexp that the
                    fused kernels return.
+    flex attention Its compiled kernel takes memory for its results alone. Uncompiled it computes
+                   all scores, in fp32, which is scratch on a GPU.
     convolution    A GPU takes scratch that the dispatcher does not see: copies of the tensors in
                    another memory layout.
 
@@ -32,11 +34,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from graphrun.errors import GraphrunError
 from graphrun.model.allocator import ROUND_BYTES
+from graphrun.modules.compiled import is_compiled
 from graphrun.modules.trees import modules_below, named_modules_below, own_tensors, tensors_in
 from graphrun.profile.constants import ConstantValues, Storages
 from graphrun.profile.corrections import convolution_scratch
 from graphrun.profile.costs import output_tiles
+from graphrun.profile.flex_attention import flex_kernel, flex_results, flex_scratch
 from graphrun.profile.meta_ops import META, on_meta
 from graphrun.profile.operands import (
     convolution_of,
@@ -84,6 +89,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     more memory.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(
         self, module: nn.Module, blocks: Iterable[str], device: torch.device = META
     ) -> None:
@@ -92,6 +99,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kernel_numbers: dict[Kernel, int] = {}  # kernel -> its index in ``record.kernels``
         self._current_layer = ""  # path of the layer that runs
         self._device_type = device.type
+        self._class_name = type(module).__name__
+        self._is_compiled = any(map(is_compiled, modules_below(module)))
         self.constants = ConstantValues()
         self._last_key = 0  # storages are numbered by their keys in events
         self._external_keys: dict[int, int] = {}  # key given to `allocated` -> key in events
@@ -390,7 +399,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.record.hops.append(
                 Hop("reads", "", tuple((number, 0) for number in sorted(read_numbers)))
             )
-        if func._schema.is_mutable:
+        if getattr(func, "_schema", None) is not None and func._schema.is_mutable:
             arguments = {
                 parameter.name: value
                 for parameter, value in zip(func._schema.arguments, args, strict=False)
@@ -433,7 +442,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Otherwise `FusedKernels` intercepts every attribute access of a tensor.
         with torch._C.DisableTorchFunction():
+            if getattr(func, "_schema", None) is None:
+                return self._higher_order(func, args)
             return self._operator(func, args, kwargs or {})
+
+    def _higher_order(self, func: Any, args: Any) -> Any:
+        """Record an operator that takes functions. Raises GraphrunError for an unknown one."""
+        if func.name() != "flex_attention":
+            raise GraphrunError(
+                f"{self._class_name} calls torch.ops.higher_order.{func.name()}, which cannot be "
+                "planned: of the operators that take functions only flex_attention can; write it "
+                "with Python's if, for and calls"
+            )
+        results = flex_results(args, on_meta=self._device_type == "meta")
+        self._note_access(func, (), {}, [*tensors_of(args[:3])])
+        for tensor in results:
+            self._note_new(tensor)
+        kernel = flex_kernel(args, results[0])
+        self.scratch(kernel, 0 if self._is_compiled else flex_scratch(kernel))
+        self.count(kernel)
+        return results
 
     def _operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         if (
@@ -444,7 +472,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return answer
         if func is aten._local_scalar_dense.default and args[0].is_meta:
             return args[0] not in self._all_true if args[0].dtype == torch.bool else 1
-        if func is aten.index.Tensor and args[0].is_meta:
+        computed = self.constants.computed(func, args, kwargs)
+        if computed is NotImplemented and func is aten.index.Tensor and args[0].is_meta:
             args = (
                 args[0],
                 [
@@ -453,7 +482,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     for column in self.constants.index_columns(index, self._note_new)
                 ],
             )
-        if func is aten.nonzero.default and args[0].is_meta:
+        if computed is not NotImplemented:
+            result = computed
+        elif func is aten.nonzero.default and args[0].is_meta:
             result = torch.empty(args[0].numel(), args[0].dim(), dtype=torch.long, device="meta")
         elif (
             func is aten._to_copy.default
@@ -469,6 +500,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if func is not aten.eq.Scalar or args[0] not in self._mask_sums:
                 self.constants.propagate(func, args, kwargs, result)
         argument_tensors, result_tensors = [*tensors_of(args)], [*tensors_of((result,))]
+        self.note_held(argument_tensors)
         self._note_access(func, args, kwargs, argument_tensors)
         for tensor in argument_tensors:
             if (name := self._names.get(tensor.untyped_storage()._cdata)) is not None:
@@ -631,6 +663,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.record.products.append(
                     Product(len(self.record.events) - 1, name, result.numel() // result.shape[-1])
                 )
+
+    def note_held(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Record ``tensors`` of the device that the component had before the call, at first use.
+
+        They are neither weights nor arguments of the call, such as tables of positions in a list.
+        """
+        for tensor in tensors:
+            self._note_new(tensor)
 
     def _note_new(self, tensor: torch.Tensor) -> bool:
         """Record the allocation of ``tensor`` if its storage is new, and return whether it is.

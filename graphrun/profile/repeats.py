@@ -113,7 +113,12 @@ class Repeats:
                 isinstance(leaf, (torch.Tensor, *PLAIN_TYPES)) for leaf in leaves
             ):
                 return run(module, *args, **kwargs)
-            key = structure, str(spec), tuple(_key_of(leaf) for leaf in leaves)
+            constants = self.recorder.constants
+            key = (
+                structure,
+                str(spec),
+                tuple((_key_of(leaf), constants.content(leaf)) for leaf in leaves),
+            )
             if (first := self._first.get(key)) is not None:
                 return self._replay(path, leaves, first)
             references, numbers = [_reference(leaf) for leaf in leaves], self._numbers_of(leaves)

@@ -278,12 +278,15 @@ class Streamer:
     def _advance_to(self, path: str) -> None:
         """Advance to the pass of ``path``, and discard the passes that this call skips.
 
-        An entry point may use only some blocks. Raises BrokenPlan if the blocks of a call do not
-        run in the plan's order.
+        An entry point may use only some blocks, and may run them again from the first. Raises
+        BrokenPlan if the blocks of a call do not run in the plan's order.
         """
         index = next(
             (n for n in range(self._last_index + 1, len(self._paths)) if self._paths[n] == path), -1
         )
+        if path == self._paths[0] and index < 0 and self._bound_path is None:
+            self.begin_call()  # one call runs all blocks again, as `generate` does for each token
+            index = 0
         if index < 0 or self._bound_path is not None:
             previous = self._bound_path or self._paths[self._last_index]
             raise BrokenPlan(

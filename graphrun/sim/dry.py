@@ -76,6 +76,8 @@ class DryMachine(Machine):
 class _PlannedDeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Run operators on simulated tensors, and on anything that is created on the planned device."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode_key = _MODE_KEY

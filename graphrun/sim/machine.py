@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from graphrun.sim import flex
 from graphrun.sim.active import active
 from graphrun.sim.clock import Clock, TimelineName
 from graphrun.sim.ledger import Ledger, Pages, positive
@@ -265,6 +266,7 @@ class Machine(Ledger):
                 "a simulated machine is already active; leave its context before entering one"
             )
         self._token = active.set(self)
+        flex.prepare()
         return self
 
     def __exit__(

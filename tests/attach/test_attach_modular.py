@@ -9,7 +9,8 @@ import diffusers as d
 import numpy as np
 import pytest
 import torch
-from tiny_pipelines import checked_peak_bytes, modular
+from tiny_modular import ltx_25_decoder, qwen_image_21
+from tiny_pipelines import checked_peak_bytes, modular, noise
 
 import graphrun
 from graphrun.diffusers_.live import components_of, state_of
@@ -17,6 +18,7 @@ from graphrun.errors import InputError
 from graphrun.modules.memos import attributes_of
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
+from graphrun.solve.infeasible import Infeasible
 
 SHARE = 0.95  # cap as a share of the weights' bytes, so that not all fit at once
 CALL = {
@@ -60,6 +62,68 @@ def test_output_peak_and_baseline_of_a_modular_pipeline(name: str) -> None:
         assert state.latents.device.type == "sim"
     assert type(pipe) is kind
     assert np.array_equal(called(pipe, output="images"), want)
+
+
+@pytest.mark.long
+def test_qwen_image_21_within_its_least_budget() -> None:
+    """Its tokens are repeated by a mask of image slots, its tables of positions are in a list, and
+    its steps share a cache of keys and values."""
+    pipe, call = qwen_image_21(), {**CALL, "height": 64, "width": 64, "output": "images"}
+
+    def made(**changes: Any) -> Any:
+        return pipe(**call | changes, generator=torch.Generator().manual_seed(3))
+
+    texts = {"prompt": call["prompt"]}, {"prompt": "two ships"}
+    expected = [made(**text) for text in texts]
+    with (
+        graphrun.attach(pipe, vram="1K", device=SimulatedDevice(Machine())),
+        pytest.raises(Infeasible) as error_info,
+    ):
+        made()
+    for budget_bytes in (1 << 40, error_info.value.smallest_budget_bytes):
+        device = SimulatedDevice(Machine())
+        with graphrun.attach(pipe, vram=budget_bytes, device=device) as attachment:
+            for text, want in zip(texts * 2, expected * 2, strict=True):
+                assert np.array_equal(made(**text), want)
+                assert checked_peak_bytes(attachment, device) <= budget_bytes
+
+
+def decoded(pipe: Any, latents: torch.Tensor) -> Any:
+    generator = torch.Generator().manual_seed(3)
+    return pipe(latents, output_type="np", generator=generator, return_dict=False)[0]
+
+
+@pytest.mark.long
+def test_flex_attention_within_its_least_budget() -> None:
+    """LTX-2.5's diffusion decoder."""
+    pipe, latents = ltx_25_decoder(), noise([1, 8, 1, 2, 2])
+    want = decoded(pipe, latents)
+    small, device = SimulatedDevice(Machine()), SimulatedDevice(Machine())
+    with small.machine:
+        small_latents = latents.to("sim")
+    with (
+        graphrun.attach(pipe, vram="1K", device=small),
+        pytest.raises(Infeasible) as error_info,
+    ):
+        decoded(pipe, small_latents)
+    with device.machine:
+        device_latents = latents.to("sim")
+    budget_bytes = error_info.value.smallest_budget_bytes
+    with graphrun.attach(pipe, vram=budget_bytes, device=device) as attachment:
+        assert np.array_equal(decoded(pipe, device_latents), want)
+        assert attachment.trace is not None
+        assert attachment.trace.overruns == ()
+        assert attachment.trace.peak_bytes <= budget_bytes
+
+
+@pytest.mark.long
+def test_flex_attention_on_the_cpu() -> None:
+    pipe, latents = ltx_25_decoder(), noise([1, 8, 1, 2, 2])
+    want = decoded(pipe, latents)
+    with graphrun.attach(pipe, device="cpu", memory="2G") as attachment:
+        assert np.array_equal(decoded(pipe, latents), want)
+        assert attachment.trace is not None
+        assert attachment.trace.overruns == ()
 
 
 def test_another_guider_is_another_state() -> None:

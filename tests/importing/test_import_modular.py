@@ -15,6 +15,7 @@ import torch
 from campaign import sampled
 from diffusers.modular_pipelines import ModularPipelineBlocks, SequentialPipelineBlocks
 from import_whole import NAMES, SEED, equal, planned, run
+from tiny_modular import qwen_image_21
 from tiny_pipelines import cases, mask, modular, picture
 
 import graphrun
@@ -110,6 +111,23 @@ def test_a_modular_pipeline_is_split_at_its_blocks(case: str, tmp_path: Path) ->
     for changes, in_call in variations:
         trace = run(graph, planned(graph, inputs | changes), inputs | changes, live.graph_modules)
         assert equal(next(iter(trace.outputs.values())), expected(pipe, call | in_call)), changes
+
+
+@pytest.mark.long
+def test_steps_that_share_a_cache_of_keys_and_values_are_one_stage(tmp_path: Path) -> None:
+    pipe = qwen_image_21()
+    call = {
+        "prompt": "a lighthouse at dusk",
+        "height": 64,
+        "width": 64,
+        "num_inference_steps": 3,
+    }
+    live, graph = written(pipe, call, tmp_path / "graph.yaml")
+    assert [stage.name for stage in graph.stages] == THREE
+    inputs = inputs_of(call, graph)
+    solution = planned(graph, inputs, at_minimum=True)
+    trace = run(graph, solution, inputs, live.graph_modules)
+    assert equal(trace.outputs["image"], expected(pipe, call))
 
 
 def test_values_are_passed_by_name_and_random_numbers_continue(tmp_path: Path) -> None:

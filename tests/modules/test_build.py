@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 from campaign import sampled
 from diffusers import DPMSolverMultistepScheduler
+from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
-from graphrun.graph.parts import Component
+from graphrun.graph.parts import Component, Part
 from graphrun.graph.values import outside
 from graphrun.modules.build import build, build_part, draft, meta_module, resolve_class
 from graphrun.modules.sources import TILE, RandomSource
@@ -619,6 +621,20 @@ def test_tokenizers(flux: Graph, checkpoint: Path) -> None:
         GraphError, match="unknown key 'model_max_lenght'; did you mean 'model_max_length'"
     ):
         build_part(replace(part, config={"model_max_lenght": 3}), flux)
+
+
+def test_a_part_takes_the_settings_of_its_parents(flux: Graph) -> None:
+    """diffusers saves them too: FLUX.2's image processor has its parent's ``reducing_gap``."""
+    settings = {key: value for key, value in Flux2ImageProcessor().config.items() if key[0] != "_"}
+    assert "reducing_gap" in settings
+    path = f"{Flux2ImageProcessor.__module__}.{Flux2ImageProcessor.__qualname__}"
+    part = Part("image_processor", path, {**settings, "reducing_gap": 2.0}, has_config=True)
+    assert build_part(part, flux).config.reducing_gap == 2.0
+    message = (
+        "parts.image_processor.config: unknown key 'reducing_gab'; did you mean 'reducing_gap'?"
+    )
+    with pytest.raises(GraphError, match=re.escape(message)):
+        build_part(replace(part, config={"reducing_gab": 2.0}), flux)
 
 
 def test_schedulers(flux: Graph) -> None:

@@ -3,6 +3,8 @@ of expert routing."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -74,6 +76,71 @@ def test_in_the_worst_case_all_tokens_select_the_same_two_experts() -> None:
     assert result.shape == (32, 8)
     assert recorder.record.entered_blocks == ["experts.0", "experts.1"]
     assert recorder.record.flops == 2 * 32 * 2 * 8 * 8, "two experts for each token"
+
+
+class Slots(nn.Module):
+    """Like Qwen-Image 2.1: each image slot of a text becomes four tokens, numbered on the host, and
+    the picture's tokens are put there."""
+
+    def forward(self, text: torch.Tensor, mask: torch.Tensor, picture: torch.Tensor) -> Any:
+        counts = torch.where(mask, 4, 1)
+        slots = torch.repeat_interleave(mask, counts)
+        numbers = [n for n, is_slot in enumerate(slots.tolist()) if is_slot]
+        tokens = text.repeat_interleave(counts, dim=0)
+        tokens[slots] = picture
+        tokens[slots.nonzero(as_tuple=True)[0]] += picture
+        return tokens, torch.tensor(numbers, device=text.device)
+
+
+def test_masks_among_the_arguments_are_read_where_code_needs_them() -> None:
+    prober = Prober({"slots": Slots()})
+    mask = torch.arange(100) % 4 == 0
+    with sim.DryMachine(), prober.interceptor:
+        tokens, numbers = prober.interceptor.modules["slots"](
+            torch.zeros(100, 8, device=sim.PLANNED),
+            mask.to(sim.PLANNED),
+            torch.zeros(100, 8, device=sim.PLANNED),
+        )
+    assert (tokens.shape, numbers.shape) == ((175, 8), (100,))
+
+
+class Repeated(nn.Module):
+    """Equal blocks that get masks of one shape with other values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Repeating() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            block(x, counts * factor) for block, factor in zip(self.blocks, (1, 3, 1), strict=True)
+        ]
+
+
+class Repeating(nn.Module):
+    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return x.repeat_interleave(counts, dim=0) * 2
+
+
+def test_equal_blocks_with_other_masks_are_traced_apart() -> None:
+    prober = Prober({"repeated": Repeated()})
+    with sim.DryMachine(), prober.interceptor:
+        results = prober.interceptor.modules["repeated"](
+            torch.zeros(2, 8, device=sim.PLANNED), torch.tensor([1, 2]).to(sim.PLANNED)
+        )
+    assert [len(result) for result in results] == [3, 9, 3]
+
+
+def test_a_view_of_an_overwritten_mask_is_no_longer_constant() -> None:
+    class Overwritten(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            sizes = torch.tensor([7, 7], device=x.device)
+            first = sizes[:1]
+            sizes.copy_(x[:2].long())
+            return x[: int(first)]
+
+    result, _ = record(Overwritten(), torch.empty(64, device="meta"))
+    assert result.shape == (1,), "an unknown size is taken to be 1"
 
 
 class Packed(nn.Module):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 from torch import nn
 
 from graphrun import sim
+from graphrun.modules.build import on_meta
+from graphrun.modules.trees import replace_in, tensors_in
 from graphrun.profile.dry_run import Prober
 from graphrun.profile.recording import Call
 from graphrun.profile.returned import capture_result
@@ -106,6 +110,52 @@ def test_a_host_argument_takes_device_memory_only_when_it_is_copied_there() -> N
     assert (of_device.peak_bytes, of_device.input_bytes) == (KIB, 2 * KIB)
 
 
+@dataclass
+class Tables:
+    rows: torch.Tensor
+
+
+class Positioned(nn.Module):
+    """Like Qwen-Image 2.1: tables of positions outside of its weights, moved to the device at the
+    first call. ``reads_numbers``: its code reads a number of its input, so it runs on the CPU."""
+
+    def __init__(self, container: Callable[[torch.Tensor], Any], reads_numbers: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 256).requires_grad_(False)
+        self.tables, self.reads_numbers = container(torch.arange(4096.0)), reads_numbers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.reads_numbers and x[0, 0].numpy() > 5:
+            x = x + 1
+        self.tables = replace_in(self.tables, lambda table: table.to(x.device))
+        (table,) = tensors_in(self.tables)
+        return self.layer(x) + table[torch.arange(256, device=x.device)]
+
+
+@pytest.mark.parametrize("reads_numbers", [False, True])
+@pytest.mark.parametrize("is_built_on_meta", [False, True])
+@pytest.mark.parametrize(
+    "container",
+    [lambda table: [table], lambda table: (table,), lambda table: {"rows": table}, Tables],
+)
+@pytest.mark.filterwarnings("ignore:positioned.forward needs tensor values")
+def test_tables_in_any_container_take_memory_from_their_move_on(
+    container: Callable[[torch.Tensor], Any], is_built_on_meta: bool, reads_numbers: bool
+) -> None:
+    with on_meta() if is_built_on_meta else nullcontext():
+        module = Positioned(container, reads_numbers)
+    module.layer.to("meta")
+    prober = Prober({"positioned": module}, weights=lambda _: Positioned(container, reads_numbers))
+    with sim.DryMachine(), prober.interceptor:
+        prober.meta_modules["positioned"](torch.zeros(4, 8, device=sim.PLANNED))
+    call = prober.recording.items[-1]
+    assert isinstance(call, Call)
+    sizes = {event.key: event.nbytes for event in call.events if event.nbytes}
+    assert [sizes[key] for key in call.persistent_keys] == [16 * KIB]
+    order = [*sizes.values()]
+    assert order.index(16 * KIB) < order.index(4 * KIB), "before the layer computes"
+
+
 class Renderer(nn.Module):
     """Like Shap-E's renderer: a method with a device argument."""
 
@@ -133,23 +183,33 @@ def test_a_view_of_a_weight_is_a_separate_tensor() -> None:
 
 
 class Counted(nn.Module):
-    """As many rows as its ids have different numbers, which their shape does not say."""
+    """As many rows as the largest of its numbers, which their shape does not say."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.weight[None].expand(len(torch.bincount(ids)), 4) * 2
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self.weight[None].expand(len(torch.bincount(numbers.long())), 4) * 2
+
+
+def counted(
+    numbers: torch.Tensor, weights: Callable[[str], nn.Module] | None = None
+) -> torch.Tensor:
+    prober = Prober({"counted": Counted().to("meta")}, weights=weights)
+    with sim.DryMachine(), prober.interceptor:
+        counts = prober.meta_modules["counted"](numbers.to(sim.PLANNED))
+        assert all(weight.is_meta for weight in prober.meta_modules["counted"].parameters())
+    return counts  # type: ignore[no-any-return]
+
+
+def test_integers_among_the_arguments_are_read_without_weights() -> None:
+    assert counted(torch.tensor([0, 1, 2, 2])).shape == (3, 4)
 
 
 def test_an_entry_that_reads_numbers_is_traced_on_the_cpu_where_weights_can_be_had() -> None:
     def made(weights: Callable[[str], nn.Module] | None) -> torch.Tensor:
-        prober = Prober({"counted": Counted().to("meta")}, weights=weights)
-        with sim.DryMachine(), prober.interceptor:
-            counts = prober.meta_modules["counted"](torch.tensor([0, 1, 2, 2]).to(sim.PLANNED))
-            assert all(weight.is_meta for weight in prober.meta_modules["counted"].parameters())
-        return counts  # type: ignore[no-any-return]
+        return counted(torch.tensor([0.0, 1.0, 2.0, 2.0]), weights)
 
     with pytest.warns(
         RuntimeWarning,

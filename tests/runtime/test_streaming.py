@@ -350,6 +350,24 @@ def test_entry_points_that_use_a_part_each_share_one_ring_buffer() -> None:
     assert device.allocated_bytes == 0
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_call_may_run_its_blocks_again_from_the_first(count: int) -> None:
+    """`generate` runs them for each token; how many is known only at the end."""
+    module = Small()
+    problem = small_problem({"a": module}, [[use("a", 2, ON)]])
+    device = device_of(problem)
+    calls = ["a.generate", "a.generate"]
+    trace = run(
+        problem,
+        streamed(problem, count, 0, 2 * WIDE, 1),
+        Host({"a": module}, problem, device),
+        device,
+        calls,
+    )
+    assert torch.equal(trace.outputs["x"], plain({"a": Small()}, calls))
+    assert device.allocated_bytes == 0
+
+
 def test_blocks_out_of_the_plans_order_break_the_plan() -> None:
     module = Small()
     module.reverse = True

@@ -28,7 +28,7 @@ from graphrun.diffusers_.call_arguments import describe_arguments
 from graphrun.diffusers_.dry_call import ProbeError
 from graphrun.errors import GraphrunError
 from graphrun.graph.graph import Graph
-from graphrun.modules.trees import walk
+from graphrun.modules.trees import holders_in, put_content, tensors_in, walk
 from graphrun.profile.dry_run import HOLLOW_BYTES, Prober, random_weights
 from graphrun.sim.dry import PLANNED, DryMachine
 from graphrun.sim.tensor import SimTensor
@@ -85,7 +85,8 @@ class FingerprintRun(Prober):
     ) -> Any:
         """Record the call, and return random tensors in the shapes of its outputs.
 
-        Raises ProbeError if the call cannot be traced.
+        Objects among the arguments that the call changes, such as a cache of keys and values, get
+        random tensors too. Raises ProbeError if the call cannot be traced.
         """
         self._capture_locals()
         try:
@@ -100,12 +101,16 @@ class FingerprintRun(Prober):
         digest = digest_of((component, method, args, kwargs))
         self.component_calls.append(ComponentCall(component, method, digest))
         generator = torch.Generator("cpu").manual_seed(int(digest[:15], 16))
-        return walk(
-            result.template,
+        template, argument_contents = walk(
+            (result.template, result.argument_contents),
             lambda tensor: (
                 _random_like(tensor, generator).to(PLANNED) if tensor.is_meta else tensor
             ),
         )
+        holders = holders_in((args, kwargs))
+        for number, content in argument_contents.items():
+            put_content(holders[number], content)
+        return template
 
     def _capture_locals(self) -> None:
         frame = sys._getframe()
@@ -165,3 +170,5 @@ def _digest(value: Any, update: Callable[[bytes], None]) -> None:
         update(repr(None).encode())
     else:
         update(type(value).__name__.encode())
+        for tensor in tensors_in(value):
+            _digest(tensor, update)

@@ -1,0 +1,124 @@
+"""Tiny pipelines of this year's models, which diffusers has as modular pipelines only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers as d
+import torch
+import transformers as t
+from tiny_pipelines import frozen, tiny
+
+WORDS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+VOCABULARY = 600
+
+
+class TextProcessor(t.ProcessorMixin):  # type: ignore[misc]
+    """Qwen3-VL's processor for texts alone. The whole one needs torchvision, for videos."""
+
+    attributes = ("tokenizer",)
+    tokenizer_class = "PreTrainedTokenizerFast"
+
+    def __init__(self, tokenizer: Any = None, **settings: Any) -> None:
+        super().__init__(tokenizer)
+
+    def __call__(self, text: list[str], **settings: Any) -> Any:
+        return self.tokenizer(text, **settings)
+
+    def apply_chat_template(self, messages: Any, **settings: Any) -> list[list[int]]:
+        text = "".join(item["text"] for message in messages for item in message["content"])
+        return [self.tokenizer(text).input_ids]
+
+
+def qwen_tokenizer() -> Any:
+    tokenizer = tiny("tokenizer", model_max_length=512)
+    tokenizer.add_special_tokens({"additional_special_tokens": WORDS})
+    return tokenizer
+
+
+def qwen3_vl(tokenizer: Any) -> Any:
+    """A tiny Qwen3-VL whose image slots are the words of ``tokenizer``."""
+    start, end, image, video = tokenizer.convert_tokens_to_ids(WORDS)
+    text = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 37,
+        "head_dim": 8,
+        "vocab_size": VOCABULARY,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "mrope_section": [1, 1, 2],
+        },
+    }
+    vision = {
+        "depth": 2,
+        "num_heads": 4,
+        "hidden_size": 32,
+        "intermediate_size": 37,
+        "out_hidden_size": 16,
+        "deepstack_visual_indexes": [0],
+    }
+    return t.Qwen3VLForConditionalGeneration(
+        t.Qwen3VLConfig(
+            text_config=text,
+            vision_config=vision,
+            image_token_id=image,
+            video_token_id=video,
+            vision_start_token_id=start,
+            vision_end_token_id=end,
+        )
+    )
+
+
+def qwen_image_21() -> Any:
+    """Qwen-Image 2.1: its denoising steps share a cache of keys and values."""
+    torch.manual_seed(0)
+    tokenizer = qwen_tokenizer()
+    pipe = d.QwenImage21AutoBlocks().init_pipeline()
+    pipe.update_components(
+        text_encoder=qwen3_vl(tokenizer),
+        processor=TextProcessor(tokenizer),
+        transformer=d.QwenImage21Transformer2DModel(
+            in_channels=8,
+            out_channels=8,
+            num_layers=3,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            context_in_dim=16,
+            axes_dims_rope=(4, 6, 6),
+        ),
+        vae=d.AutoencoderKLQwenImage21(
+            base_dim=8,
+            decoder_base_dim=8,
+            z_dim=8,
+            dim_mult=[1, 1, 1, 1, 1],
+            num_res_blocks=1,
+            latents_mean=[0.0] * 8,
+            latents_std=[1.0] * 8,
+        ),
+        scheduler=d.FlowMatchEulerDiscreteScheduler(),
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return frozen(pipe)
+
+
+def ltx_25_decoder() -> Any:
+    """LTX-2.5's diffusion decoder, whose blocks use flex attention."""
+    torch.manual_seed(0)
+    decoder = d.LTX2VideoDiffusionDecoderModel(
+        latent_channels=8,
+        decoder_head_dim=16,
+        decoder_stage_channels=(256, 128, 64, 64, 32),
+        decoder_stage_depths=(1, 1, 1, 1, 2),
+        decoder_stage_kernels=((1, 1, 1), (1, 3, 3), (1, 3, 3), (1, 3, 3)),
+        decoder_stage5_kernel=(1, 3, 3),
+        decoder_t_emb_dim=32,
+    )
+    pipe = d.LTX2VideoDiffusionDecodePipeline(
+        diffusion_decoder=decoder, scheduler=d.FlowMatchEulerDiscreteScheduler()
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return frozen(pipe)
