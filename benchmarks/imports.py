@@ -419,7 +419,7 @@ def row(name: str, kind: Any, test: Any) -> dict[str, Any]:
             result["imported"] = f"{len(graph.stages)} stage{'s' * (len(graph.stages) > 1)}"
             source = source.less({key for key in source.inputs if key not in graph.inputs})
             result |= {"without": sorted(source.left_out)} if source.left_out else {}
-            solution = planned(graph, source.inputs, least=True)
+            solution = planned(graph, source.inputs, at_minimum=True)
             result["least_bytes"] = solution.problem.budget_bytes
             torch.manual_seed(1)
             trace = run(graph, solution, source.inputs, modules)

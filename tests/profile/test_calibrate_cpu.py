@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -172,14 +173,14 @@ def test_a_profile_is_for_one_model_of_cpu_its_threads_and_one_torch(
 
     name, cores, features = devices._cpu_facts()
     for facts, threads, torch_version in (
-        (("another CPU", cores, features), devices.cpu_threads(), devices.version("torch")),
-        ((name, cores, features), devices.cpu_threads() + 1, devices.version("torch")),
+        (("another CPU", cores, features), devices.cpu_threads(), metadata.version("torch")),
+        ((name, cores, features), devices.cpu_threads() + 1, metadata.version("torch")),
         ((name, cores, features), devices.cpu_threads(), "1.0"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(devices, "_cpu_facts", lambda facts=facts: facts)
             patch.setattr(devices, "cpu_threads", lambda threads=threads: threads)
-            patch.setattr(devices, "version", lambda _, text=torch_version: text)
+            patch.setattr(metadata, "version", lambda _, text=torch_version: text)
             assert profiles.detect_cpu(tmp_path).basis == "data sheet"
             assert profiles.other_cpu_profiles(tmp_path) == ["cpu-measured"]
             rows = doctor.examine(tmp_path)["checks"]
