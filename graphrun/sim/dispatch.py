@@ -160,11 +160,10 @@ def _linear(func: Any, raws: list[Any]) -> Any:
     and views, which it does not below this dispatch.
     """
     raws[1] = raws[1].detach().requires_grad_()
-    keys, guard = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
     with (
         torch.no_grad(),
-        guard(keys.AutogradFunctionality, False),
-        guard(keys.ADInplaceOrView, False),
+        torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False),
+        torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False),
     ):
         return func(*raws)
 
