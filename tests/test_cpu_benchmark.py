@@ -18,6 +18,7 @@ from graphrun.memory_group import enforceable
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
+LIBRARY_BYTES = 32 * 2**20  # of pages that a run of this size is the first to touch: 10 MB seen
 LIMITED = pytest.mark.skipif(bool(enforceable()), reason=enforceable())
 HOLD = (
     "import sys; sys.path.insert(0, sys.argv[1]); import cpu, time\n"
@@ -207,8 +208,9 @@ def test_a_cell_has_bytes_read_peak_and_plan(part: Any, bench: Any) -> None:
     (row,) = bench.results.cells
     weight_bytes = part("cpu_models").weight_bytes(bench.weights / model.name)
     assert (row["outcome"], row["steps"], row["finite"], row["enforced"]) == ("done", 2, True, True)
-    for key in ("run_read_bytes", "planned_read_bytes"):
-        assert 0.9 * weight_bytes < row[key] < 1.2 * weight_bytes, key
+    assert 0.9 * weight_bytes < row["planned_read_bytes"] < 1.2 * weight_bytes
+    # the kernel counts pages of libraries too, which were dropped from its cache and are read again
+    assert 0.9 * weight_bytes < row["run_read_bytes"] < 1.2 * weight_bytes + LIBRARY_BYTES
     assert row["peak_bytes"] <= 1.03 * row["planned_peak_bytes"] <= 1.03 * 2**30
     assert row["usage_peak_bytes"] >= row["peak_bytes"]
     assert not (bench.weights / "cell").exists()
