@@ -199,6 +199,22 @@ def test_a_server_answers_with_it(graph: Any, problem: Problem, solution: Soluti
     assert re.fullmatch(rf"the run took more than planned: {NUMBERS}", answer["verdict"])
 
 
+def test_a_slot_on_a_card_may_have_two_small_pages_more_below_the_plans_peak() -> None:
+    def overruns(device: str, *excess_mib: int) -> int:
+        slots = (
+            SlotTrace(
+                "a", "load", 1, (plan_mib + more_mib) * MIB, 0, 0.0, 1.0, 0, 0, (), (planned,)
+            )
+            for plan_mib, more_mib in zip((20, 102, 100), excess_mib, strict=True)
+            for planned in (plan_mib * MIB,)
+        )
+        return len(Trace("", device, tuple(slots), (), 0, 0).overruns)
+
+    assert overruns("cuda", 4, 0, 2) == 0
+    assert overruns("cuda", 5, 1, 3) == 3
+    assert overruns("sim", 4, 0, 2) == 2
+
+
 @pytest.mark.parametrize(("process_mib", "excess_mib"), [(0, 0), (400, 15)])
 def test_a_process_matches_its_plan_up_to_three_percent(process_mib: int, excess_mib: int) -> None:
     """The plan's peak on a CPU is 400 MiB of the process and 100 MiB of tensors: 3 % are 15 MiB."""
