@@ -206,7 +206,7 @@ def test_a_slot_on_a_card_may_have_two_small_pages_more_below_the_plans_peak() -
                 "a", "load", 1, (plan_mib + more_mib) * MIB, 0, 0.0, 1.0, 0, 0, (), (planned,)
             )
             for plan_mib, more_mib in zip((20, 102, 100), excess_mib, strict=True)
-            for planned in (plan_mib * MIB,)
+            for plan_bytes in (plan_mib * MIB,)
         )
         return len(Trace("", device, tuple(slots), (), 0, 0).overruns)
 
