@@ -201,13 +201,10 @@ def test_a_server_answers_with_it(graph: Any, problem: Problem, solution: Soluti
 
 def test_a_slot_on_a_card_may_have_two_small_pages_more_below_the_plans_peak() -> None:
     def overruns(device: str, *excess_mib: int) -> int:
-        slots = (
-            SlotTrace(
-                "a", "load", 1, (plan_mib + more_mib) * MIB, 0, 0.0, 1.0, 0, 0, (), (planned,)
-            )
-            for plan_mib, more_mib in zip((20, 102, 100), excess_mib, strict=True)
-            for plan_bytes in (plan_mib * MIB,)
-        )
+        slots = [
+            SlotTrace("a", "load", 1, nbytes + more_mib * MIB, 0, 0.0, 1.0, planned_peaks=(nbytes,))
+            for nbytes, more_mib in zip((20 * MIB, 102 * MIB, 100 * MIB), excess_mib, strict=True)
+        ]
         return len(Trace("", device, tuple(slots), (), 0, 0).overruns)
 
     assert overruns("cuda", 4, 0, 2) == 0
