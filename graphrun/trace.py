@@ -213,14 +213,14 @@ class Trace:
         and `FIRST_RUN_BYTES` on a CUDA device.
         """
         planned_slots = [slot.planned_peaks for slot in self.slots if slot.planned_peaks]
-        most = [max(peaks) for peaks in zip_longest(*planned_slots, fillvalue=0)]
+        largest_peaks = [max(peaks) for peaks in zip_longest(*planned_slots, fillvalue=0)]
         process_bytes = self.process_bytes
 
         def allowed_bytes(device: int, plan_peak: int) -> int:
             if process_bytes:
-                return plan_peak + int(PROCESS_TOLERANCE * (process_bytes + most[0]))
+                return plan_peak + int(PROCESS_TOLERANCE * (process_bytes + largest_peaks[0]))
             if self.device == "cuda":
-                return max(plan_peak, min(plan_peak + FIRST_RUN_BYTES, most[device]))
+                return max(plan_peak, min(plan_peak + FIRST_RUN_BYTES, largest_peaks[device]))
             return plan_peak
 
         return tuple(
