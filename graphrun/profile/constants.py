@@ -97,8 +97,9 @@ class ConstantValues:
 
         NotImplemented for other operators, and where an argument is not constant.
         """
-        tensors = [*tensors_of((args, [*kwargs.values()]))]
-        if VALUE_DEPENDENT.isdisjoint(func.tags) or not self._are_constant(tensors):
+        if VALUE_DEPENDENT.isdisjoint(func.tags):
+            return NotImplemented
+        if not self._are_constant([*tensors_of((args, [*kwargs.values()]))]):
             return NotImplemented
         value = func(*self._on_cpu(tuple(args)), **self._on_cpu(dict(kwargs)))
         results = tree_map_only(

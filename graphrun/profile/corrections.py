@@ -11,10 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphrun.model.problem import Hardware, ProcessorRates
-from graphrun.profile.recording import RMS_NORM, Call, ConvolutionShape, Kernel, MemoryEvent
+from graphrun.profile.recording import FLEX, RMS_NORM, Call, ConvolutionShape, Kernel, MemoryEvent
 from graphrun.units import GIB, MIB, round_up
-
-FLEX = "flex"  # `Kernel.operator` of flex attention
 
 # Tensors of this size or more exceed 32-bit signed byte offsets.
 LARGE_BYTES = 1 << 31

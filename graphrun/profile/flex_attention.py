@@ -6,14 +6,11 @@ from typing import Any
 
 import torch
 
-from graphrun.profile.corrections import FLEX, flex_scratch
 from graphrun.profile.costs import output_tiles
 from graphrun.profile.meta_ops import META
 from graphrun.profile.operands import dtype_name, touched_bytes
-from graphrun.profile.recording import Kernel
+from graphrun.profile.recording import FLEX, Kernel
 from graphrun.sim import flex
-
-__all__ = ["flex_kernel", "flex_results", "flex_scratch"]
 
 
 def flex_results(args: Any, *, on_meta: bool) -> tuple[torch.Tensor, ...]:

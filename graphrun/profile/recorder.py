@@ -39,9 +39,9 @@ from graphrun.model.allocator import ROUND_BYTES
 from graphrun.modules.compiled import is_compiled
 from graphrun.modules.trees import modules_below, named_modules_below, own_tensors, tensors_in
 from graphrun.profile.constants import ConstantValues, Storages
-from graphrun.profile.corrections import convolution_scratch
+from graphrun.profile.corrections import convolution_scratch, flex_scratch
 from graphrun.profile.costs import output_tiles
-from graphrun.profile.flex_attention import flex_kernel, flex_results, flex_scratch
+from graphrun.profile.flex_attention import flex_kernel, flex_results
 from graphrun.profile.meta_ops import META, on_meta
 from graphrun.profile.operands import (
     convolution_of,

@@ -26,6 +26,8 @@ flash kernels support; all other kernels, such as normalization, activations, co
 """
 
 
+FLEX = "flex"
+"""`Kernel.operator` of flex attention."""
 RMS_NORM = "rms_norm"
 """`Kernel.operator` of an RMS norm as one kernel. Its `Kernel.shape`: rows and elements of the
 input, bytes of each element, and whether it has a weight."""
