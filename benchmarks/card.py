@@ -32,7 +32,7 @@ os.environ.update(
 
 from gpu import about, broken  # noqa: E402
 
-STEPS = ("rates", "flux", "check", "peers")
+STEPS = ("rates", "flux", "check", "peers", "models")
 LIMIT_SECONDS, REHEARSAL_SECONDS = 350, 1800
 CELLS = (
     ("graphrun", "8G"),
@@ -80,7 +80,10 @@ def options() -> argparse.Namespace:
         type=Path,
         help="peers: the results of an earlier run, whose finished cells are kept",
     )
-    parser.add_argument("--part", choices=("flux", "attach", "peers"), help=argparse.SUPPRESS)
+    parser.add_argument("--models", default="", help="models: these graphs, comma-separated")
+    parser.add_argument(
+        "--part", choices=("flux", "attach", "peers", "models"), help=argparse.SUPPRESS
+    )
     arguments = parser.parse_args()
     arguments.limit = arguments.limit or (
         REHEARSAL_SECONDS if arguments.rehearse else LIMIT_SECONDS
@@ -250,6 +253,12 @@ def peers(step: Step) -> None:
     step.own("peers", *(("--resume", str(record)) if record else ()))
 
 
+def models(step: Step) -> None:
+    """Other models at full size."""
+    chosen = step.arguments.models
+    step.own("models", *(("--models", chosen) if chosen else ()))
+
+
 def full_size(arguments: argparse.Namespace) -> None:
     """FLUX at full size by `gpu_graphs.graph`, and a run more within 8 GiB and one at minimum VRAM
     whose allocations the card records."""
@@ -368,6 +377,10 @@ def compare(arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Runs the step, or one part of it in this process."""
     arguments = options()
+    if arguments.part == "models":
+        import card_models
+
+        return card_models.run(arguments)
     if arguments.part:
         return {"flux": full_size, "attach": attached, "peers": compare}[arguments.part](arguments)
     import torch
@@ -378,7 +391,9 @@ def main() -> None:
             "the simulated accelerator)"
         )
     step = Step(arguments)
-    {"rates": rates, "flux": flux, "check": check, "peers": peers}[arguments.step](step)
+    {"rates": rates, "flux": flux, "check": check, "peers": peers, "models": models}[
+        arguments.step
+    ](step)
     print(f"wrote {step.path} after {time.perf_counter() - step.start_seconds:.0f} s")
     for line in step.results.get("broken", []):
         print(f"  BROKEN {line}")

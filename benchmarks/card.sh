@@ -6,12 +6,13 @@
 #   benchmarks/card.sh flux              FLUX.1-dev at full size: 8 GiB, 24 GiB, the smallest budget; the allocator's record beside our model of it
 #   benchmarks/card.sh check             doctor, the contract of devices, graphs tiny, graphrun.attach, graphrun run
 #   benchmarks/card.sh peers             FLUX.1-dev at 8 and 24 GiB by graphrun and by other tools
+#   benchmarks/card.sh models            twenty other models at full size, two steps each
 #   benchmarks/card.sh --rehearse STEP   the same step on the simulated accelerator, with the project's own Python
 #
 # A step takes at most six minutes and writes benchmarks/results/card-STEP.json (into $OUT where that is set) after every part.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ $# -ge 1 ] || { sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 2; }
 
 if [ "$1" = pack ]; then
     exec "${PYTHON:-.venv/bin/python}" benchmarks/card_pack.py out/card

@@ -29,6 +29,8 @@ class Bench:
         self.inputs = {"prompt": PROMPT, "steps": steps, "seed": 3}
         self.values = self.graph.resolve(self.inputs)
         self.full_size = full_size
+        self.ample: Any = None
+        self.modules: dict[str, Any] = {}
         self.host: Any = None
         self.device: Any = None
         self.resident: dict[str, Any] = {}
@@ -44,26 +46,34 @@ class Bench:
 
     def build(self, record: dict[str, Any]) -> None:
         """Weights into host arenas, and the device."""
+        self.prepare(record)
+        self.open(record)
+
+    def prepare(self, record: dict[str, Any]) -> None:
+        """The problem without limits and the weights, for which no device is needed."""
         from graphrun.modules.build import build
-        from graphrun.runtime.host import Host
 
         start = time.perf_counter()
-        problem = self.problem(AMPLE["sim" if self.lab.rehearse else "cuda"])
+        self.ample = self.problem(AMPLE["sim" if self.lab.rehearse else "cuda"])
         estimated = time.perf_counter()
         make = woven if self.full_size else build
-        modules = {
+        self.modules = {
             name: make(component, self.graph) for name, component in self.graph.components.items()
         }
-        build_end = time.perf_counter()
-        self.device = self.lab.open(problem)
-        self.host = Host.of_graph(self.graph, problem, self.device, modules)
         record["estimate_seconds"] = round(estimated - start, 3)
-        record["weights_seconds"] = round(build_end - estimated, 3)
-        record["arenas_and_pinning_seconds"] = round(time.perf_counter() - build_end, 3)
+        record["weights_seconds"] = round(time.perf_counter() - estimated, 3)
+
+    def open(self, record: dict[str, Any]) -> None:
+        """The device, and host arenas with the prepared weights."""
+        from graphrun.runtime.host import Host
+
+        start, problem = time.perf_counter(), self.ample
+        self.device = self.lab.open(problem)
+        self.host = Host.of_graph(self.graph, problem, self.device, self.modules)
+        record["arenas_and_pinning_seconds"] = round(time.perf_counter() - start, 3)
         record["weight_bytes"] = {c.name: c.weight_bytes() for c in problem.components}
         record["hardware"] = asdict(problem.hardware)
         record["baseline"] = self.lab.books(self.device)
-        self.ample = problem
 
     def stages(
         self, modules: Mapping[str, Any], place: torch.device, fingerprints: dict[str, Any] | None
@@ -231,7 +241,7 @@ class Bench:
         record["runs"] = []
         for _ in range(runs):
             trace, fingerprints, seconds = self.follow(solution)
-            record["runs"].append(self._compared(problem, simulation, trace, fingerprints, seconds))
+            record["runs"].append(self.compared(problem, simulation, trace, fingerprints, seconds))
 
     def follow(
         self, solution: Any, progress: Any = None, *, digests: bool = True
@@ -247,7 +257,7 @@ class Bench:
         trace = follow(solution, self.host, self.device, work, progress)
         return trace, fingerprints, time.perf_counter() - start
 
-    def _compared(
+    def compared(
         self, problem: Any, simulation: Any, trace: Any, fingerprints: Any, seconds: float
     ) -> dict[str, Any]:
         books = self.lab.slots[-len(trace.slots) :]

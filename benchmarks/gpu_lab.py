@@ -153,14 +153,14 @@ def weave(module: nn.Module, seed: str) -> None:
                 continue
             if id(parameter) not in parameters:
                 number += 1
-                values = _phase_memories(
+                values = _windows(
                     child, key, parameter, tile, number * 7919, standard_deviation
                 )
                 parameters[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
             child._parameters[key] = parameters[id(parameter)]
 
 
-def _phase_memories(
+def _windows(
     owner: nn.Module,
     key: str,
     template: torch.Tensor,
@@ -178,6 +178,10 @@ def _phase_memories(
             .clone()
         )
     rows, columns = template.shape[0], template.numel() // template.shape[0]
+    if rows + columns > TILE // 2:
+        values = tile.repeat(template.numel() // TILE + 1)[: template.numel()]
+        scaled_values = values * scale(owner, key, template)
+        return scaled_values.to(template.dtype).reshape(template.shape)
     step = max(1, min(17, (TILE // 2 - columns) // rows))
     need = (rows - 1) * step + columns
     start %= TILE - need

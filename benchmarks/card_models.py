@@ -1,0 +1,166 @@
+"""Full-size models one after another on the card, two denoising steps each, planned next to
+measured.
+
+Each model has a process of its own, forked from one that has imported everything. Several of them
+estimate and plan at a time; one at a time has the card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+MODELS = (
+    "sdxl",
+    "sd35-large",
+    "wan-14b",
+    "z-image",
+    "cogview4",
+    "hunyuan-video15",
+    "qwen-image",
+    "sana",
+    "ltx",
+    "flux2-klein",
+    "hidream",
+    "auraflow",
+    "kandinsky5",
+    "pixart-sigma",
+    "stable-cascade",
+    "cogvideox-5b",
+    "chroma",
+    "sd3",
+    "hunyuan-dit",
+    "stable-audio",
+)
+"""Graphs in the order in which they are started."""
+BUDGET, REHEARSAL_BUDGET = "8G", "4M"
+PROCESSES = 4
+STEPS = 2
+CARD_SECONDS, REHEARSAL_SECONDS = 60, 300
+"""A process that has the card for longer is ended."""
+
+
+def model(name: str, path: Path, gate: Path, rehearse: bool) -> None:
+    """One model: a plan for `BUDGET`, or minimum VRAM where that is more, run twice, and a plan
+    with everything resident. Values of the first and the last run have the same bits. The second
+    run is without digests, for its seconds."""
+    import torch
+    from gpu_graphs import Bench
+    from gpu_lab import Lab, Log
+
+    import graphrun
+    from graphrun.solve.infeasible import smallest_budget
+    from graphrun.units import parse_size
+
+    torch.set_num_threads(2)
+    log = Log(path)
+    bench = Bench(f"{name}-tiny" if rehearse else name, Lab(rehearse), STEPS, full_size=True)
+    solutions: dict[str, Any] = {}
+    with log.part("prepare") as record:
+        bench.prepare(record)
+        budget = parse_size(REHEARSAL_BUDGET if rehearse else BUDGET, name="budget")
+        minimum = int(smallest_budget(bench.ample))
+        record["minimum_bytes"], record["budget_bytes"] = minimum, max(budget, minimum)
+        start = time.perf_counter()
+        solutions["budget"] = graphrun.plan(bench.problem(max(budget, minimum)))
+        record["solve_seconds"] = round(time.perf_counter() - start, 3)
+        solutions["resident"] = graphrun.plan(bench.ample)
+    if len(solutions) < 2:
+        return
+    torch.set_num_threads(8)
+    with gate.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        signal.alarm(REHEARSAL_SECONDS if rehearse else CARD_SECONDS)
+        with log.part("open") as record:
+            bench.open(record)
+        if bench.host is None:
+            return
+        for key, solution in solutions.items():
+            with log.part(key) as record:
+                simulation = solution.simulation
+                record["planned"] = {
+                    "seconds": simulation.seconds,
+                    "compute_seconds": simulation.compute_seconds,
+                    "peak_bytes": simulation.peak_bytes,
+                    "moved_bytes": simulation.moved_bytes,
+                }
+                record["effective_bytes"] = solution.problem.effective_bytes
+                record["plan"] = str(solution.plan).splitlines()
+                record["runs"] = []
+                for digests in (True, False) if key == "budget" else (True,):
+                    trace, fingerprints, seconds = bench.follow(solution, digests=digests)
+                    bench.resident = bench.resident or fingerprints
+                    record["runs"].append(
+                        bench.compared(solution.problem, simulation, trace, fingerprints, seconds)
+                    )
+                    log.save()
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Every model that the step's time allows; results go to ``--out`` as they come.
+
+    A process that opened the card, or that has threads of OpenMP, cannot be forked: bitsandbytes
+    opens it when it is imported.
+    """
+    os.environ.update(PYTORCH_NVML_BASED_CUDA_CHECK="1", OMP_NUM_THREADS="1")
+    sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
+    import diffusers  # noqa: F401 - imported once for all processes
+    import torch
+    import transformers  # noqa: F401
+
+    import graphrun  # noqa: F401
+    import graphrun.runtime.executor  # noqa: F401
+    from graphrun.solve import infeasible  # noqa: F401
+
+    torch.set_num_threads(1)
+    gc.freeze()
+    context: Any = multiprocessing.get_context("fork")
+    folder = arguments.out.parent
+    gate = folder / "gate"
+    gate.touch()
+    start_seconds = time.perf_counter()
+    names, processes = list(MODELS), dict[str, Any]()
+    if arguments.rehearse:
+        names = [name for name in names if _tiny(name)]
+    names = [name for name in names if not arguments.models or name in arguments.models.split(",")]
+    results: dict[str, Any] = {}
+    while names or processes:
+        seconds_left = arguments.limit - (time.perf_counter() - start_seconds)
+        while names and len(processes) < PROCESSES and seconds_left > 30:
+            name = names.pop(0)
+            process = context.Process(
+                target=model, args=(name, folder / f"{name}.json", gate, arguments.rehearse)
+            )
+            process.start()
+            processes[name] = process
+        if seconds_left <= 30:
+            names.clear()
+        if seconds_left <= 0:
+            for process in processes.values():
+                process.kill()
+        for name, process in list(processes.items()):
+            if process.is_alive():
+                continue
+            process.join()
+            del processes[name]
+            path = folder / f"{name}.json"
+            results[name] = json.loads(path.read_text()) if path.exists() else {}
+            if process.exitcode:
+                ended = "had no time left" if seconds_left <= 0 else "was ended"
+                results[name]["ended"] = f"the process {ended} ({process.exitcode})"
+            arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+            print(f"{name}: {time.perf_counter() - start_seconds:.0f} s", flush=True)
+        time.sleep(0.05)
+
+
+def _tiny(name: str) -> bool:
+    return (Path(__file__).parent.parent / "graphs" / f"{name}-tiny.yaml").exists()
