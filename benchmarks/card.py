@@ -36,15 +36,15 @@ STEPS = ("rates", "flux", "check", "peers", "models")
 LIMIT_SECONDS, REHEARSAL_SECONDS = 350, 1800
 CELLS = (
     ("graphrun", "8G"),
+    ("graphrun.attach", "8G"),
+    ("graphrun.attach", "24G"),
+    ("graphrun", "24G"),
     ("graphrun, session of 2", "8G"),
     ("diffusers group offload, block, stream", "8G"),
     ("diffusers sequential offload", "8G"),
-    ("graphrun.attach", "8G"),
     ("diffusers group offload, leaf, stream", "8G"),
-    ("graphrun", "24G"),
     ("graphrun, session of 2", "24G"),
     ("diffusers model offload", "24G"),
-    ("graphrun.attach", "24G"),
     ("mmgp", "24G"),
     ("diffusers-mm auto", "24G"),
     ("mmgp", "8G"),

@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +46,18 @@ MODELS = (
 BUDGET, REHEARSAL_BUDGET = "8G", "4M"
 PROCESSES = 4
 STEPS = 2
-CARD_SECONDS, REHEARSAL_SECONDS = 60, 300
+CARD_SECONDS, REHEARSAL_SECONDS = 90, 300
 """A process that has the card for longer is ended."""
+LONG_SECONDS = 15
+"""A model whose first run takes longer has no other."""
 
 
 def model(name: str, path: Path, gate: Path, rehearse: bool) -> None:
     """One model: a plan for `BUDGET`, or minimum VRAM where that is more, run twice, and a plan
     with everything resident. Values of the first and the last run have the same bits. The second
-    run is without digests, for its seconds."""
+    run is without digests, for its seconds. The card records the first run's allocations."""
     import torch
+    from card_memory import compared, recorded
     from gpu_graphs import Bench
     from gpu_lab import Lab, Log
 
@@ -96,13 +100,27 @@ def model(name: str, path: Path, gate: Path, rehearse: bool) -> None:
                 record["effective_bytes"] = solution.problem.effective_bytes
                 record["plan"] = str(solution.plan).splitlines()
                 record["runs"] = []
-                for digests in (True, False) if key == "budget" else (True,):
-                    trace, fingerprints, seconds = bench.follow(solution, digests=digests)
-                    bench.resident = bench.resident or fingerprints
-                    record["runs"].append(
-                        bench.compared(solution.problem, simulation, trace, fingerprints, seconds)
-                    )
-                    log.save()
+                with recorded(bench.device) if key == "budget" else nullcontext() as events:
+                    record["runs"].append(_followed(bench, solution, digests=True))
+                log.save()
+                if events is not None:
+                    record["allocator"] = compared(events)
+                    if record["runs"][0]["peak_bytes"] != simulation.peak_bytes:
+                        events.write(Path(os.environ.get("OUT", path.parent)) / f"{name}.json.gz")
+                seconds = record["runs"][0]["wall_seconds"]
+                if seconds > LONG_SECONDS:
+                    break
+                if key == "budget":
+                    record["runs"].append(_followed(bench, solution, digests=False))
+
+
+def _followed(bench: Any, solution: Any, *, digests: bool) -> dict[str, Any]:
+    trace, fingerprints, seconds = bench.follow(solution, digests=digests)
+    bench.resident = bench.resident or fingerprints
+    run: dict[str, Any] = bench.compared(
+        solution.problem, solution.simulation, trace, fingerprints, seconds
+    )
+    return run
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -23,6 +23,13 @@ FEW_CHANNELS = 8
 MANY_CHANNELS = 512
 PART_BYTES = GIB
 
+# Compute capability 9.0: cuDNN's kernels read this many bytes at a time, and take at most so much
+# scratch besides copies.
+ALIGNED_BYTES = 16
+CHOSEN_BYTES = 33 * MIB // 2
+CHOOSING_CHANNELS = 192
+CHOOSING_CHANNELS_FP32 = 128
+
 
 @dataclass(frozen=True, slots=True)
 class Correction:
@@ -69,6 +76,24 @@ CORRECTIONS = (
     ),
     Correction(
         "convolution scratch, compute capability 9.0",
+        (
+            "bytes(input) + bytes(output) + bytes(weight) in 16 and 32 bits, with output channels "
+            "in multiples of 16 bytes; the weight alone with channels last; nothing with one tap "
+            "and adjacent pixels in multiples of 16 bytes, or with one channel in each group; a "
+            "copy of an input whose elements are not adjacent"
+        ),
+        "566 convolutions of 14 pipelines on an H100 (benchmarks/card_kernels.py), PyTorch 2.11",
+    ),
+    Correction(
+        "convolution scratch, compute capability 9.0, of cuDNN's choice",
+        (
+            "16.5 MiB with 192 input channels or more, in 32 bits 128; none of two dimensions in "
+            "bfloat16"
+        ),
+        "the same measurement: 0 to 16.5 MiB, by shape",
+    ),
+    Correction(
+        "convolution scratch, compute capability 9.0, 2 GiB",
         "bytes(input) + bytes(weight) where input or output has 2 GiB or more, in 16 bit too",
         (
             "FLUX.1-dev on an H100 with 16 images, diffusers-torchao; validated on its rows with "
@@ -88,8 +113,22 @@ CORRECTIONS = (
     ),
     Correction(
         "fused attention",
-        "the fp32 logsumexp [b h s] beside the output; no S x S tensor",
-        "the outputs of PyTorch's flash, memory-efficient and cuDNN attention",
+        (
+            "the fp32 logsumexp [b h s] beside the output (on compute capability 9.0 none); no S x "
+            "S tensor. The output has the order of the query in memory, with a mask or more than "
+            "256 features [b s h d]"
+        ),
+        "PyTorch's flash, memory-efficient and cuDNN attention; 70 calls on an H100",
+    ),
+    Correction(
+        "attention with a mask",
+        "a boolean mask in the query's dtype",
+        "PyTorch's convert_boolean_attn_mask; 8 calls on an H100",
+    ),
+    Correction(
+        "attention with more than 256 features in 16 bits",
+        "the output in fp32",
+        "PyTorch's memory-efficient attention; 16 calls on an H100",
     ),
     Correction(
         "RMS norm",
@@ -221,7 +260,9 @@ class Convolution:
     """One convolution: bytes of its tensors and of one element, its channels, taps and stride.
 
     ``taps``: number of weights per filter and channel. ``strided``: whether the stride is more than
-    1.
+    1. ``pixels``: of one channel of the result. ``channels_last``: whether the strides of the input
+    are in this order. ``sparse``: whether its elements are not adjacent in memory. ``chooses``:
+    whether cuDNN may choose a kernel with scratch of its own.
     """
 
     input_bytes: int
@@ -232,29 +273,50 @@ class Convolution:
     outputs: int
     taps: int = 9
     strided: bool = False
+    groups: int = 1
+    pixels: int = 0
+    channels_last: bool = False
+    sparse: bool = False
+    transposed: bool = False
+    chooses: bool = False
 
 
-def convolution_scratch(convolution: Convolution) -> tuple[int, int]:
-    """Return (bytes of scratch of a convolution, bytes spared on cards that avoid large copies).
-
-    The spared bytes are copies of the output.
-    """
+def convolution_scratch(convolution: Convolution) -> int:
+    """Return bytes of scratch of a convolution on cards other than of compute capability 9.0."""
     if convolution.inputs < FEW_CHANNELS:
-        return 0, 0
+        return 0
     if convolution.element_bytes > 2:
         if convolution.strided:
-            return 0, 0
+            return 0
         if convolution.taps > 1 and min(convolution.inputs, convolution.outputs) >= MANY_CHANNELS:
             whole = (
                 convolution.input_bytes + convolution.output_bytes + convolution.weight_bytes + MIB
             )
-            return whole + _part(convolution.input_bytes) + _part(convolution.output_bytes), 0
-        return convolution.input_bytes + convolution.weight_bytes, 0
-    large = max(convolution.input_bytes, convolution.output_bytes) >= LARGE_BYTES
-    return (
-        convolution.input_bytes + convolution.output_bytes + convolution.weight_bytes,
-        convolution.output_bytes if large else 0,
-    )
+            return whole + _part(convolution.input_bytes) + _part(convolution.output_bytes)
+        return convolution.input_bytes + convolution.weight_bytes
+    return convolution.input_bytes + convolution.output_bytes + convolution.weight_bytes
+
+
+def hopper_convolution_scratch(convolution: Convolution) -> int:
+    """Return bytes of scratch of a convolution on compute capability 9.0."""
+    copied_bytes = convolution.input_bytes if convolution.sparse else 0
+    if 1 < convolution.groups == convolution.inputs:
+        return copied_bytes
+    if convolution.taps == 1 and not convolution.strided:
+        if convolution.groups > 1:
+            return copied_bytes + convolution.input_bytes
+        is_aligned = convolution.pixels * convolution.element_bytes % ALIGNED_BYTES == 0
+        if is_aligned or convolution.channels_last:
+            return copied_bytes
+        return copied_bytes + convolution.input_bytes + convolution.output_bytes
+    if convolution.channels_last and not convolution.transposed:
+        return copied_bytes + convolution.weight_bytes
+    if max(convolution.input_bytes, convolution.output_bytes) >= LARGE_BYTES:
+        return copied_bytes + convolution.input_bytes + convolution.weight_bytes
+    channels = round_up(convolution.outputs, ALIGNED_BYTES // convolution.element_bytes)
+    padded = convolution.output_bytes + convolution.weight_bytes
+    whole = convolution.input_bytes + padded // convolution.outputs * channels
+    return copied_bytes + whole + (CHOSEN_BYTES if convolution.chooses else 0)
 
 
 def _part(nbytes: int) -> int:
@@ -268,13 +330,16 @@ def _part(nbytes: int) -> int:
     return PART_BYTES * 4 // nbytes * nbytes // 4 or PART_BYTES
 
 
-def attention_scratch(rows: int, keys: int, width: int, element_bytes: int, *, fused: bool) -> int:
+def attention_scratch(
+    rows: int, keys: int, width: int, element_bytes: int, *, fused: bool, wide: bool = False
+) -> int:
     """Return bytes of scratch of one attention.
 
-    ``rows``: query rows, b h s_q, of ``width`` elements. ``keys``: keys per row, s_k.
+    ``rows``: query rows, b h s_q, of ``width`` elements. ``keys``: keys per row, s_k. ``wide``:
+    more features than FlashAttention and cuDNN take.
     """
     if fused:
-        return 4 * rows
+        return 4 * rows + (4 * rows * width if wide and element_bytes < 4 else 0)
     return element_bytes * (2 * rows * keys + 2 * rows * width)
 
 
@@ -325,7 +390,7 @@ def scratch_on(hardware: Hardware, call: Call, event: MemoryEvent) -> int:
         return cpu_scratch(call.kernels[event.key], hardware.kernels)
     if not hardware.convolution_scratch:
         return 0
-    return event.nbytes - event.spared_bytes * hardware.spares_large_copies
+    return event.hopper_bytes if hardware.spares_large_copies else event.nbytes
 
 
 def cpu_scratch(kernel: Kernel, processor: ProcessorRates) -> int:

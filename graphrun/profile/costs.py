@@ -39,7 +39,7 @@ from collections.abc import Mapping, Sequence
 from graphrun.model.problem import Hardware, ProcessorRates
 from graphrun.profile.corrections import CHANNEL_BLOCK
 from graphrun.profile.precision import ELEMENT_BYTES, dequantization_seconds
-from graphrun.profile.recording import RMS_NORM, Call, ConvolutionShape, Kernel
+from graphrun.profile.recording import MASKED, RMS_NORM, Call, ConvolutionShape, Kernel
 from graphrun.units import KIB, MIB, round_up
 
 TILE = 128
@@ -56,6 +56,9 @@ SMALL_PLANE_BYTES, LARGE_PLANE_BYTES = 16 * KIB, 64 * KIB
 # Rate of the memory-efficient attention kernel with wide heads over the rate of flash attention.
 # Fitted (`hardware`).
 WIDE_ATTENTION = 0.788
+# Rate of attention with a mask that differs by query, over the rate without: 176 of 649 TFLOP/s on
+# an H100 (HunyuanVideo 1.5: 16 heads of 128 features, 50,345 tokens).
+MASKED_ATTENTION = 0.27
 
 # Seconds per element of a group, of PyTorch's kernel for the means of group norm
 # (RowwiseMomentsCUDAKernel). Its 512 threads wait for one element each at a time, so bandwidth does
@@ -144,6 +147,8 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware) -> float:
     rate = rates.attention_flops_per_second if half else rates.fp32_flops_per_second
     if kernel.kind == "wide attention":
         rate *= WIDE_ATTENTION if half else 0.5
+    elif kernel.operator == MASKED:
+        rate *= MASKED_ATTENTION
     return full * max(kernel.flops / rate + kernel.scores / rates.exponentials_per_second, moving)
 
 

@@ -13,10 +13,9 @@ from graphrun.profile.costs import output_tiles
 from graphrun.profile.moves import Moves
 from graphrun.profile.operands import dtype_name, touched_bytes
 from graphrun.profile.recorder import Recorder
-from graphrun.profile.recording import RMS_NORM, Kernel, KernelClass
+from graphrun.profile.recording import MASKED, RMS_NORM, Kernel, KernelClass
+from graphrun.sim.attention import FLASH_FEATURES, attention_is_token_major
 from graphrun.sim.casts import AUTOCAST_DEVICE_TYPE, dtype_on
-
-FLASH_FEATURES = 256  # maximum features per head in FlashAttention 2 and cuDNN
 
 
 class FusedKernels(Moves):
@@ -27,9 +26,11 @@ class FusedKernels(Moves):
     Recorded for b batches, h heads, s_q queries, s_k keys, and features d_k of keys and d_v of
     values:
 
-        output     ``[b h s_q d_v]``, in memory ``[b s_q h d_v]`` as fused kernels write it, so that
-                   heads are joined without a copy
-        scratch    the fp32 logsumexp ``[b h s_q]``
+        output     ``[b h s_q d_v]``, in memory in the order of the query; with a mask or more than
+                   256 features ``[b s_q h d_v]``, so that heads are joined without a copy
+        mask       a boolean one in the query's dtype, until the kernel ends
+        scratch    the fp32 logsumexp ``[b h s_q]``, and the output in fp32 where 16 bits have more
+                   than 256 features
         FLOPs      of two matrix products, 2 b h s_q s_k (d_k + d_v)
 
     ``fused=False``: the scratch of the math backend, with its scores ``[b h s_q s_k]``.
@@ -53,16 +54,17 @@ class FusedKernels(Moves):
         )[:3]
         if (autocast_dtype := dtype_on(AUTOCAST_DEVICE_TYPE)) is not None:
             query, key, value = (tensor.to(autocast_dtype) for tensor in (query, key, value))
+        mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+        is_boolean = mask is not None and mask.dtype == torch.bool
+        additive_mask = query.new_empty(mask.shape) if is_boolean else mask
         shape = (*query.shape[:-1], value.shape[-1])
-        # ``[b h s d]``, with tokens before heads in memory
-        token_major = (
-            query.new_empty(*shape[:-3], shape[-2], shape[-3], shape[-1]).transpose(-3, -2)
-            if len(shape) > 3
-            else None
-        )
-        result = query.new_empty(shape) if token_major is None else token_major
         rows = query.numel() // query.shape[-1]  # b h s_q
         width, keys = query.shape[-1], key.shape[-2]  # d_k, s_k
+        if attention_is_token_major(query, mask):
+            token_major = query.new_empty(*shape[:-3], shape[-2], shape[-3], shape[-1])
+            result = token_major.transpose(-3, -2)
+        else:
+            result = query.new_empty(shape)
         nbytes = sum(map(touched_bytes, (query, key, value, result)))
         tile_count = rows // query.shape[-2] * output_tiles(query.shape[-2], 1)
         kind: KernelClass = "attention" if width <= FLASH_FEATURES else "wide attention"
@@ -75,11 +77,20 @@ class FusedKernels(Moves):
             nbytes,
             tile_count,
             rows * keys,
+            operator="" if mask is None or mask.shape[-2] == 1 else MASKED,
             shape=(rows // query.shape[-2], query.shape[-2], keys, features),
         )
-        scratch = attention_scratch(rows, keys, width, query.element_size(), fused=self.fused)
-        self.recorder.scratch(kernel, scratch)
+        scratch = attention_scratch(
+            rows,
+            keys,
+            value.shape[-1],
+            query.element_size(),
+            fused=self.fused,
+            wide=kind == "wide attention",
+        )
+        self.recorder.scratch(kernel, scratch, scratch - 4 * rows if self.fused else scratch)
         self.recorder.count(kernel)
+        del additive_mask
         return result
 
     def _rms_norm(

@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 
-from graphrun.profile.corrections import Convolution
+from graphrun.profile.corrections import (
+    CHOOSING_CHANNELS,
+    CHOOSING_CHANNELS_FP32,
+    Convolution,
+)
 from graphrun.profile.recording import ConvolutionShape
 
 
@@ -25,13 +29,53 @@ def touched_bytes(tensor: torch.Tensor) -> int:
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
-def convolution_of(
-    source: torch.Tensor, weight: torch.Tensor, result: torch.Tensor, stride: Sequence[int]
-) -> Convolution:
-    """Return the bytes and channels that decide the scratch of a convolution."""
-    sizes = source.nbytes, result.nbytes, weight.nbytes, result.itemsize
-    taps = weight.numel() // (weight.shape[0] * weight.shape[1])
-    return Convolution(*sizes, source.shape[1], result.shape[1], taps, max(stride) > 1)
+def convolution_of(args: Sequence[Any], result: torch.Tensor) -> Convolution:
+    """Return what decides the scratch of a convolution, from ``aten.convolution``'s arguments."""
+    source, weight, _, stride, _, _, transposed, _, groups = args
+    is_wide = result.itemsize > 2
+    return Convolution(
+        input_bytes=source.nbytes,
+        output_bytes=result.nbytes,
+        weight_bytes=weight.nbytes,
+        element_bytes=result.itemsize,
+        inputs=source.shape[1],
+        outputs=result.shape[1],
+        taps=weight.numel() // (weight.shape[0] * weight.shape[1]),
+        strided=max(stride) > 1,
+        groups=groups,
+        pixels=math.prod(result.shape[2:]),
+        channels_last=_is_channels_last(source),
+        sparse=not _is_dense(source),
+        transposed=transposed,
+        chooses=source.shape[1] >= (CHOOSING_CHANNELS_FP32 if is_wide else CHOOSING_CHANNELS)
+        and not (result.dtype == torch.bfloat16 and source.dim() == 4),
+    )
+
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    """Return whether the strides are in the order of channels last, as PyTorch's convolutions ask.
+
+    They go up from channels over pixels to the batch; there may be gaps
+    (``is_channels_last_strides_2d`` in PyTorch's c10/core/MemoryFormat.h).
+    """
+    if tensor.dim() not in CHANNELS_LAST or tensor.stride(1) == 0:
+        return False
+    least = 0
+    for dim in (1, *range(tensor.dim() - 1, 1, -1), 0):
+        size, step = tensor.shape[dim], tensor.stride(dim)
+        if size == 0 or step < least or (dim == 0 and least == tensor.stride(1)):
+            return False
+        least = step * size if size > 1 else step
+    return True
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    if _is_channels_last(tensor):
+        return tensor.is_contiguous(memory_format=CHANNELS_LAST[tensor.dim()])
+    return tensor.is_contiguous()
 
 
 def is_transposing(args: Any, result: torch.Tensor) -> bool:

@@ -39,7 +39,11 @@ from graphrun.model.allocator import ROUND_BYTES
 from graphrun.modules.compiled import is_compiled
 from graphrun.modules.trees import modules_below, named_modules_below, own_tensors, tensors_in
 from graphrun.profile.constants import ConstantValues, Storages
-from graphrun.profile.corrections import convolution_scratch, flex_scratch
+from graphrun.profile.corrections import (
+    convolution_scratch,
+    flex_scratch,
+    hopper_convolution_scratch,
+)
 from graphrun.profile.costs import output_tiles
 from graphrun.profile.flex_attention import flex_kernel, flex_results
 from graphrun.profile.meta_ops import META, on_meta
@@ -286,8 +290,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._last_key += len(allocated)
         # `_replace` would take twice as long, and a section may have thousands of events.
         events = [
-            MemoryEvent(key if scratch else key + shift, nbytes, scratch, spared_bytes)
-            for key, nbytes, scratch, spared_bytes in section.events
+            MemoryEvent(key if scratch else key + shift, nbytes, scratch, hopper_bytes)
+            for key, nbytes, scratch, hopper_bytes in section.events
         ]
         # a number is negative if its tensor exists before the call (`Hop`)
         section_numbers = {
@@ -306,13 +310,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name in section.read_weights:
             self._note_loose_modules(self._owners[name], section.entered_blocks)
 
-    def scratch(self, kernel: Kernel, nbytes: int, spared_bytes: int = 0) -> None:
+    def scratch(self, kernel: Kernel, nbytes: int, hopper_bytes: int | None = None) -> None:
         """Record that ``kernel`` takes ``nbytes`` of scratch on a GPU.
 
-        GPUs that avoid large copies (`Hardware.spares_large_copies`) need ``spared_bytes`` less.
+        ``hopper_bytes``: on one of compute capability 9.0, if that is another figure.
         """
+        hopper_bytes = nbytes if hopper_bytes is None else hopper_bytes
         self.record.events.append(
-            MemoryEvent(self._kernel_number(kernel), nbytes, True, spared_bytes)
+            MemoryEvent(self._kernel_number(kernel), nbytes, True, hopper_bytes)
         )
 
     def _watch(self, block: nn.Module, path: str) -> tuple[Any, Any]:
@@ -526,8 +531,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is not None
         ):
             if func is aten.convolution.default:
-                convolution = convolution_of(args[0], args[1], result, args[3])
-                self.scratch(kernel, *convolution_scratch(convolution))
+                convolution = convolution_of(args, result)
+                self.scratch(
+                    kernel,
+                    convolution_scratch(convolution),
+                    hopper_convolution_scratch(convolution),
+                )
             self.count(kernel)
         return result
 

@@ -28,6 +28,8 @@ flash kernels support; all other kernels, such as normalization, activations, co
 
 FLEX = "flex"
 """`Kernel.operator` of flex attention."""
+MASKED = "masked"
+"""`Kernel.operator` of attention with a mask that differs by query."""
 RMS_NORM = "rms_norm"
 """`Kernel.operator` of an RMS norm as one kernel. Its `Kernel.shape`: rows and elements of the
 input, bytes of each element, and whether it has a weight."""
@@ -37,14 +39,15 @@ class MemoryEvent(NamedTuple):
     """Storage ``key`` is allocated with ``nbytes``, or released (0).
 
     ``scratch``: instead, kernel number ``key`` of the call takes ``nbytes`` of a card while it
-    runs, possibly 0. Cards that avoid large copies (`Hardware.spares_large_copies`) need
-    ``spared_bytes`` less. A CPU takes `graphrun.profile.corrections.cpu_scratch` instead.
+    runs, possibly 0, and ``hopper_bytes`` of one of compute capability 9.0
+    (`Hardware.spares_large_copies`). A CPU takes `graphrun.profile.corrections.cpu_scratch`
+    instead.
     """
 
     key: int
     nbytes: int
     scratch: bool = False
-    spared_bytes: int = 0
+    hopper_bytes: int = 0
 
 
 class Product(NamedTuple):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graphrun.sim.active import active_machine, is_simulated
+from graphrun.sim.attention import as_on_cards, take_additive_mask
 from graphrun.sim.flops import FORMULAS, Formula, launches_kernel
 from graphrun.sim.special import INDEXING, LEAVES, SPECIAL, OperatorHandler
 from graphrun.sim.tensor import SimTensor, sync_storage, wrap, wrap_all
@@ -126,6 +127,11 @@ def dispatch(
         output = uninitialized(func, raws, options)
     elif traits.name == "aten::linear" and args[1].requires_grad:
         output = _linear(func, raws)
+    elif traits.name == "aten::scaled_dot_product_attention":
+        mask = take_additive_mask(raws, options)
+        device_mask = None if mask is None else wrap(mask, machine)
+        output = as_on_cards(raws, options, func(*raws, **options))
+        del device_mask
     else:
         output = func(*raws, **options)
     if traits.written_arguments:
