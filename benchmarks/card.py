@@ -255,8 +255,8 @@ def peers(step: Step) -> None:
 
 def models(step: Step) -> None:
     """Other models at full size."""
-    chosen = step.arguments.models
-    step.own("models", *(("--models", chosen) if chosen else ()))
+    names = step.arguments.models
+    step.own("models", *(("--models", names) if names else ()))
 
 
 def full_size(arguments: argparse.Namespace) -> None:

@@ -1,24 +1,85 @@
 """Convolutions, attentions and group norms of dry runs on the card, one by one: scratch and
 seconds.
 
-python benchmarks/card_kernels.py KERNELS OUT [--limit SECONDS]
+python benchmarks/card_kernels.py list KERNELS      here: the kernels of `GRAPHS`
+python benchmarks/card_kernels.py run KERNELS OUT   there: 883 kernels in half a minute on an H100
 
-KERNELS: a list that `card_pack.py` wrote; each entry has the graph, the operator, its operands and
-how often it is called.
+An entry of KERNELS has the graph, the operator, its operands (dtype, shape, strides) and how often
+it is called. OUT is compressed JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
-import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+GRAPHS = (
+    "sdxl",
+    "sd35-large",
+    "hunyuan-video15",
+    "wan-14b",
+    "kandinsky5",
+    "ltx",
+    "qwen-image",
+    "sana",
+    "flux-dev",
+    "cogvideox-5b",
+    "hidream",
+    "cogview4",
+    "stable-cascade",
+    "ltx2",
+)
+PROMPT = "a lighthouse at dusk, oil on canvas"
 REPEATS, LONG_SECONDS = 3, 0.2
+
+
+def listed(path: Path) -> None:
+    """Writes the kernels of dry runs of `GRAPHS` to ``path``."""
+    import graphrun
+    from graphrun.profile import dry_run, fused_kernels, recorder
+
+    calls: Counter[tuple[Any, ...]] = Counter()
+    graph_name = ""
+    functional = torch.nn.functional
+    record_convolution = recorder.convolution_of
+    record_function = fused_kernels.FusedKernels.__torch_function__
+
+    def operand_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+        return str(tensor.dtype)[6:], tuple(tensor.shape), tuple(tensor.stride())
+
+    def convolution_of(args: Any, result: torch.Tensor) -> Any:
+        if not args[6]:  # not transposed
+            shapes = tuple(args[1].shape), tuple(result.shape), tuple(args[3])
+            calls[graph_name, "conv", *operand_of(args[0]), *shapes] += 1
+        return record_convolution(args, result)
+
+    def torch_function(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            operands = *args, *(options[key] for key in ("query", "key", "value")[len(args) :])
+            mask = args[3] if len(args) > 3 else options.get("attn_mask")
+            flags = bool(options.get("is_causal")), bool(options.get("enable_gqa"))
+            tensors = map(operand_of, operands[:3])
+            mask_operand = None if mask is None else operand_of(mask)
+            calls[graph_name, "attention", *tensors, mask_operand, *flags] += 1
+        if func is functional.group_norm:
+            calls[graph_name, "group_norm", *operand_of(args[0]), args[1]] += 1
+        return record_function(mode, func, types, args, options)
+
+    recorder.convolution_of = convolution_of
+    fused_kernels.FusedKernels.__torch_function__ = torch_function  # type: ignore[method-assign]
+    for graph_name in GRAPHS:
+        graph = graphrun.load(f"{Path(__file__).parent.parent}/graphs/{graph_name}.yaml")
+        graph = graph.without_sources()
+        dry_run.probe(graph, graph.resolve({"prompt": PROMPT, "steps": 2, "seed": 3}))
+    path.write_text(json.dumps([[*call, count] for call, count in calls.items()]))
 
 
 def operand(dtype: str, shape: list[int], stride: list[int], device: str) -> torch.Tensor:
@@ -88,33 +149,38 @@ def measure(entry: list[Any], device: str) -> dict[str, Any]:
     return facts | {"seconds": seconds}
 
 
-def main() -> None:
-    """Measures every kernel for which there is time."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("kernels", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--limit", type=float, default=100)
-    arguments = parser.parse_args()
-    entries = json.loads(arguments.kernels.read_text())
-    start = time.perf_counter()
+def run(entries: list[Any]) -> list[dict[str, Any]]:
+    """Each of ``entries`` with its measurement; equal calls of several graphs are measured once."""
     results: list[dict[str, Any]] = []
-    known: dict[str, dict[str, Any]] = {}
+    measurements: dict[str, dict[str, Any]] = {}
     with torch.no_grad():
         for entry in entries:
             key = json.dumps(entry[1:-1])
-            if key not in known:
-                if time.perf_counter() - start > arguments.limit:
-                    continue
+            if key not in measurements:
                 try:
-                    known[key] = measure(entry, "cuda")
+                    measurements[key] = measure(entry, "cuda")
                 except Exception as error:  # noqa: BLE001 - one failure must not lose the rest
-                    known[key] = {"failed": f"{type(error).__name__}: {error}"[:300]}
+                    measurements[key] = {"failed": f"{type(error).__name__}: {error}"[:300]}
                 torch.cuda.empty_cache()
-            results.append({"kernel": entry, **known[key]})
-    arguments.out.write_text("[\n" + ",\n".join(map(json.dumps, results)) + "\n]\n")
-    print(f"{len(results)} of {len(entries)} kernels in {time.perf_counter() - start:.0f} s")
+            results.append({"kernel": entry, **measurements[key]})
+    return results
+
+
+def main() -> None:
+    """Lists or measures the kernels."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("step", choices=("list", "run"))
+    parser.add_argument("kernels", type=Path)
+    parser.add_argument("out", type=Path, nargs="?")
+    arguments = parser.parse_args()
+    if arguments.step == "list":
+        return listed(arguments.kernels)
+    entries = json.loads(arguments.kernels.read_text())
+    with gzip.open(arguments.out, "wt") as file:
+        json.dump(run(entries), file)
+    print(f"{len(entries)} kernels")
 
 
 if __name__ == "__main__":

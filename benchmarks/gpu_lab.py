@@ -153,9 +153,7 @@ def weave(module: nn.Module, seed: str) -> None:
                 continue
             if id(parameter) not in parameters:
                 number += 1
-                values = _windows(
-                    child, key, parameter, tile, number * 7919, standard_deviation
-                )
+                values = _windows(child, key, parameter, tile, number * 7919, standard_deviation)
                 parameters[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
             child._parameters[key] = parameters[id(parameter)]
 

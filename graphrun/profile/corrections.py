@@ -94,7 +94,7 @@ CORRECTIONS = (
     ),
     Correction(
         "convolution scratch, compute capability 9.0, 2 GiB",
-        "bytes(input) + bytes(weight) where input or output has 2 GiB or more, in 16 bit too",
+        "in 16 bits bytes(input) + bytes(weight) where input or output has 2 GiB or more",
         (
             "FLUX.1-dev on an H100 with 16 images, diffusers-torchao; validated on its rows with "
             "4 and 8 images"
@@ -311,12 +311,14 @@ def hopper_convolution_scratch(convolution: Convolution) -> int:
         return copied_bytes + convolution.input_bytes + convolution.output_bytes
     if convolution.channels_last and not convolution.transposed:
         return copied_bytes + convolution.weight_bytes
-    if max(convolution.input_bytes, convolution.output_bytes) >= LARGE_BYTES:
+    is_large = max(convolution.input_bytes, convolution.output_bytes) >= LARGE_BYTES
+    if is_large and convolution.element_bytes <= 2:
         return copied_bytes + convolution.input_bytes + convolution.weight_bytes
     channels = round_up(convolution.outputs, ALIGNED_BYTES // convolution.element_bytes)
-    padded = convolution.output_bytes + convolution.weight_bytes
-    whole = convolution.input_bytes + padded // convolution.outputs * channels
-    return copied_bytes + whole + (CHOSEN_BYTES if convolution.chooses else 0)
+    results_bytes = convolution.output_bytes + convolution.weight_bytes
+    padding_bytes = results_bytes * (channels - convolution.outputs) // convolution.outputs
+    whole_bytes = convolution.input_bytes + results_bytes + padding_bytes
+    return copied_bytes + whole_bytes + (CHOSEN_BYTES if convolution.chooses else 0)
 
 
 def _part(nbytes: int) -> int:

@@ -17,6 +17,16 @@ from graphrun.profile.recording import MASKED, RMS_NORM, Kernel, KernelClass
 from graphrun.sim.attention import FLASH_FEATURES, attention_is_token_major
 from graphrun.sim.casts import AUTOCAST_DEVICE_TYPE, dtype_on
 
+CONTIGUOUS = (
+    torch.layer_norm,
+    torch.nn.functional.layer_norm,
+    torch.softmax,
+    torch.nn.functional.softmax,
+    torch.Tensor.softmax,
+)
+"""Functions whose kernels read a contiguous copy of an input that is not: ``expect_contiguous`` in
+ATen's layer_norm.cpp, ``contiguous`` in its SoftMax.cpp, and the same for CUDA."""
+
 
 class FusedKernels(Moves):
     """Record `scaled_dot_product_attention` and `rms_norm` as a GPU allocates them.
@@ -46,6 +56,8 @@ class FusedKernels(Moves):
             return self.recorder.constants.from_literal(func(*args, **kwargs), args, kwargs)
         if func in (torch.rms_norm, torch.nn.functional.rms_norm):
             return self._rms_norm(*args, **kwargs)
+        if func in CONTIGUOUS and args and not args[0].is_contiguous():
+            args = (args[0].contiguous(), *args[1:])
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return super().__torch_function__(func, types, args, kwargs)
         query, key, value = (

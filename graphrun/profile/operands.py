@@ -63,12 +63,12 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
     """
     if tensor.dim() not in CHANNELS_LAST or tensor.stride(1) == 0:
         return False
-    least = 0
+    extent = 0
     for dim in (1, *range(tensor.dim() - 1, 1, -1), 0):
         size, step = tensor.shape[dim], tensor.stride(dim)
-        if size == 0 or step < least or (dim == 0 and least == tensor.stride(1)):
+        if size == 0 or step < extent or (dim == 0 and extent == tensor.stride(1)):
             return False
-        least = step * size if size > 1 else step
+        extent = step * size if size > 1 else step
     return True
 
 

@@ -21,7 +21,7 @@ import torch
 from graphrun.sim.active import active_machine, is_simulated
 from graphrun.sim.attention import as_on_cards, take_additive_mask
 from graphrun.sim.flops import FORMULAS, Formula, launches_kernel
-from graphrun.sim.special import INDEXING, LEAVES, SPECIAL, OperatorHandler
+from graphrun.sim.special import CONTIGUOUS, INDEXING, LEAVES, SPECIAL, OperatorHandler
 from graphrun.sim.tensor import SimTensor, sync_storage, wrap, wrap_all
 
 
@@ -100,7 +100,7 @@ def dispatch(
         return traits.handler(func, args, kwargs or {})
     if traits.composite:
         return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **(kwargs or {}))
-    if traits.name == "aten::_fused_rms_norm":  # as CUDA's
+    if traits.name in CONTIGUOUS:  # as on other devices
         args = (args[0].contiguous(), *args[1:])
     tensors: list[Any] = []
     raws: list[Any] = []

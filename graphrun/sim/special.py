@@ -24,6 +24,9 @@ get the math form, which materializes the S x S scores and rounds differently. `
 decomposition differs by device, and it is the most frequent operator. RMS norm: CUDA has one
 kernel for it, without the fp32 copies of its decomposition."""
 
+CONTIGUOUS = frozenset({"aten::_fused_rms_norm", "aten::native_layer_norm", "aten::_softmax"})
+"""Operators that read a contiguous copy of an input that is not."""
+
 INDEXING = frozenset(
     f"aten::{name}"
     for name in (
