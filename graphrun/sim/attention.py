@@ -40,4 +40,6 @@ def take_additive_mask(raws: list[Any], options: dict[str, Any]) -> torch.Tensor
 def as_on_cards(raws: list[Any], options: dict[str, Any], output: torch.Tensor) -> torch.Tensor:
     """Return ``output`` in the memory order that a card gives it."""
     mask = raws[3] if len(raws) > 3 else options.get("attn_mask")
-    return output if attention_is_token_major(raws[0], mask) else output.contiguous()
+    if attention_is_token_major(raws[0], mask):
+        return output.transpose(-3, -2).contiguous().transpose(-3, -2)
+    return output.contiguous()

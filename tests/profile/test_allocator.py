@@ -286,6 +286,29 @@ def test_plans_reserve_what_a_card_reserved_in_every_slot(name: str, in_layers: 
     assert [slot.peak_bytes for slot in slots] == recorded
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("sana", "budget"),
+        ("z-image", "resident"),
+        ("sd35-large", "resident"),
+        ("auraflow", "resident"),
+    ],
+)
+def test_plans_of_other_models_reserve_what_a_card_reserved_in_every_slot(
+    name: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `benchmarks/card.py models` recorded; all of them are in docs/card-measured.md."""
+    monkeypatch.syspath_prepend(str(RECORDS.parent))
+    card_models = importlib.import_module("card_models")
+    models = json.loads((RECORDS / "card-models.json").read_text())["models"]["results"]
+    parts = models[name]
+    budget = parts["prepare"]["budget_bytes"] if key == "budget" else card_models.RESIDENT_BYTES
+    simulation = card_models.replayed(name, budget, parts[key])
+    recorded = [slot["peak_bytes"] for slot in parts[key]["runs"][-1]["slots"]]
+    assert [slot.peak_bytes for slot in simulation.slots] == recorded
+
+
 def test_the_heap_of_a_cpu_keeps_several_times_what_is_live_until_it_is_trimmed() -> None:
     heap = Heap()
     heap.allocate(1, 3 * MIB)

@@ -111,6 +111,36 @@ def test_a_strided_convolution_takes_scratch_in_16_bit_only(
     )
 
 
+@pytest.mark.parametrize("is_boolean", [True, False])
+def test_attention_converts_a_boolean_mask_and_its_result_has_the_order_of_the_query(
+    is_boolean: bool,
+) -> None:
+    tokens, module = 256, nn.Identity()
+    attend = nn.functional.scaled_dot_product_attention
+
+    def call() -> list[torch.Tensor]:
+        query = torch.zeros(1, 4, tokens, 16, dtype=torch.bfloat16, device="meta")
+        dtype = torch.bool if is_boolean else torch.bfloat16
+        mask = torch.zeros(1, 1, tokens, tokens, dtype=dtype, device="meta")
+        return [attend(query, query, query), attend(query, query, query, attn_mask=mask)]
+
+    recorder, results = Recorder(module, ()), []
+    with torch.no_grad(), FusedKernels(recorder), recorder:
+        results += call()
+    assert [result.stride(1) > result.stride(2) for result in results] == [True, False]
+    sizes = [event.nbytes for event in recorder.record.events if not event.scratch]
+    assert sizes.count(2 * tokens * tokens) == 1  # the mask, or what it is converted to
+    kernels = [k.operator for k in recorder.record.kernels if k.kind == "attention"]
+    assert kernels == ["", "masked"]
+
+
+def test_a_layer_norm_copies_an_input_that_is_not_contiguous() -> None:
+    module = nn.LayerNorm(64, elementwise_affine=False).to("meta")
+    x = torch.empty(16, 8, 64, device="meta").transpose(0, 1)
+    recorder = record(module, lambda: module(x), inputs=(x,))
+    assert recorder.record.peak_bytes >= 2 * x.nbytes
+
+
 def test_math_attention_takes_a_square_tensor() -> None:
     module = Attention(64).to("meta")
     x = torch.zeros(1, 256, 64, device="meta")

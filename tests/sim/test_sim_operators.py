@@ -54,7 +54,8 @@ OPERATORS = {
         (1, 2, 5, 8),
     ),
     "attention mask": (
-        lambda q, m: functional.scaled_dot_product_attention(q, q, q, attn_mask=m),
+        # a card's memory order: test_attention_has_the_memory_order_and_the_mask_of_a_card
+        lambda q, m: functional.scaled_dot_product_attention(q, q, q, attn_mask=m).contiguous(),
         (1, 2, 5, 8),
         (5, 5),
     ),
@@ -300,3 +301,45 @@ def test_a_hollow_machine_takes_the_memory_of_large_tensors_and_computes_small_o
         del large, small, half
         sim.reset_peak()
     assert counters[0] == counters[1]
+
+
+@pytest.mark.parametrize(
+    ("is_head_major", "mask", "token_major", "extra_bytes"),
+    [
+        (True, None, False, 0),
+        (False, None, True, 0),
+        (True, torch.float32, True, 0),
+        (True, torch.bool, True, 4 * 64 * 64),
+    ],
+)
+def test_attention_has_the_memory_order_and_the_mask_of_a_card(
+    sim: Machine,
+    is_head_major: bool,
+    mask: torch.dtype | None,
+    token_major: bool,
+    extra_bytes: int,
+) -> None:
+    shape = (1, 2, 64, 16) if is_head_major else (1, 64, 2, 16)
+    host_query = torch.randn(shape) if is_head_major else torch.randn(shape).transpose(1, 2)
+    host_mask = None if mask is None else torch.ones(1, 1, 64, 64).tril().to(mask)
+    query = host_query.to("sim")
+    device_mask = None if host_mask is None else host_mask.to("sim")
+    sim.reset_peak()
+    before_bytes = sim.peak_bytes
+    attend = functional.scaled_dot_product_attention
+    result = attend(query, query, query, attn_mask=device_mask)
+    assert sim.peak_bytes - before_bytes == result.nbytes + extra_bytes
+    assert (result.stride(1) < result.stride(2)) == token_major
+    assert torch.equal(result.cpu(), attend(*[host_query] * 3, attn_mask=host_mask))
+
+
+@pytest.mark.parametrize("operator", [lambda x: functional.layer_norm(x, (8,)), torch.softmax])
+def test_norms_and_softmax_copy_an_input_that_is_not_contiguous(sim: Machine, operator) -> None:
+    options = (-1,) if operator is torch.softmax else ()
+    for x, copies in ((torch.ones(64, 8), 0), (torch.ones(8, 64).t(), 1)):
+        tensor = x.to("sim")
+        sim.reset_peak()
+        before_bytes = sim.peak_bytes
+        result = operator(tensor, *options)
+        small_bytes = 2 * 512 if not options else 0  # means and deviations
+        assert sim.peak_bytes - before_bytes == (1 + copies) * result.nbytes + small_bytes
