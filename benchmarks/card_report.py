@@ -106,7 +106,7 @@ def models_table(models: Record) -> Iterator[str]:
             planned_bytes = part["replayed"]["peak_bytes"]
             measured_bytes = [slot["peak_bytes"] for slot in part["runs"][-1]["slots"]]
             pairs = list(zip(measured_bytes, planned_bytes, strict=True))
-            bits = [same for r in part["runs"] for same in r["same_bits_as_resident"].values()]
+            bits = [bit for run in part["runs"] for bit in run["same_bits_as_resident"].values()]
             picture = "" if key == "budget" else "equal" if bits and all(bits) else "not compared"
             budget = parts["prepare"]["budget_bytes"] / GIB
             yield (

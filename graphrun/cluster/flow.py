@@ -8,10 +8,11 @@ or a lost device is handled.
     >###>  the run of a device (a/0: device 0 of host a), between items before and behind it
 
 An idle device takes the oldest item whose values have arrived. At most WAITING items wait before a
-device, and at most WAITING results behind it. If a device has several parts
-(`graphrun.cluster.placement`), each part has its own queues. A run takes one item through each
-part of the device that has an item ready. So a part with full queues does not stop the later parts
-of its device. Their runs take items onward, and then the full queues get room.
+device, and at most WAITING results behind it. A device gets no item where the other devices with
+the same stages finish all items that are left earlier: the last items go to fast devices. If a
+device has several parts (`graphrun.cluster.placement`), each part has its own queues. A run takes
+one item through each part of the device that has an item ready. So a part with full queues does not
+stop the later parts of its device. Their runs take items onward, and then the full queues get room.
 
 The crew stores the results of a run until all items that read them are done. Requests with equal
 inputs of a stage share its run, by the keys of the output cache. If values of an item are lost, the
@@ -30,6 +31,7 @@ import bisect
 import functools
 import heapq
 import itertools
+import math
 import time
 import weakref
 from collections import defaultdict, deque
@@ -217,6 +219,7 @@ class Flow(Works):
         whether any was sent."""
         has_moved, queue = False, self.queues[begin]
         for item in list(queue):
+            helping_posts = self._helping_posts(begin)
             if self._skips(item):
                 has_moved = True
                 continue
@@ -224,7 +227,11 @@ class Flow(Works):
                 (post, link)
                 for post in self.posts
                 if post.span[0] == begin
-                and (post.coming + len(post.inbox) < WAITING or self._is_awaited(item))
+                and (
+                    post in helping_posts
+                    and post.coming + len(post.inbox) < WAITING
+                    or self._is_awaited(item)
+                )
                 and (
                     link := self.placement.cluster.link(
                         item.host or post.assignment.device.host, post.assignment.device.host
@@ -245,6 +252,40 @@ class Flow(Works):
             )
             has_moved = True
         return has_moved
+
+    def _helping_posts(self, begin: int) -> list[Post]:
+        """Return the parts with stages from ``begin`` on that finish one more item before the other
+        parts with the same stages have finished all items that are left."""
+        item_count = sum(item.stage <= begin for item in self.order) - sum(
+            post.queued for post in self.posts if post.span[0] == begin
+        )
+        helping_posts = []
+        for span in {post.span for post in self.posts if post.span[0] == begin}:
+            posts = [post for post in self.posts if post.span == span]
+            # when a part has finished the items that it has, and the seconds of one more
+            times = [(self._ready_seconds(p), p.assignment.column.steady_seconds) for p in posts]
+            for number, (post, (ready, seconds)) in enumerate(zip(posts, times, strict=True)):
+                earlier_count = sum(
+                    max(
+                        0, math.ceil((ready + seconds - peer_ready) / peer_seconds * (1 - 1e-9)) - 1
+                    )
+                    for index, (peer_ready, peer_seconds) in enumerate(times)
+                    if index != number
+                )
+                if earlier_count < item_count:
+                    helping_posts.append(post)
+        return helping_posts
+
+    def _ready_seconds(self, post: Post) -> float:
+        """Return when ``post`` has finished the items that it has, by plan; before its first run,
+        as if that took the seconds of a later one and began that much later."""
+        column, end = post.assignment.column, post.worker.end_seconds
+        ready = max(self.clock, end or 0.0)
+        if end is None:
+            first_seconds = column.cold_seconds - column.ahead_seconds
+            ready = max(ready, post.worker.loaded_seconds, column.ahead_seconds)
+            ready += first_seconds - column.steady_seconds
+        return ready + (post.coming + len(post.inbox)) * column.steady_seconds
 
     def _skips(self, item: FlowItem) -> bool:
         """Whether ``item`` need not run its next stages, because their result exists or another
@@ -352,7 +393,11 @@ class Flow(Works):
         if started_runs:
             ticket = self.crew.begin(worker.number, visits)
             worker.active_posts = [active.post for active in started_runs]
-            self.active_runs[ticket] = started_runs, max(self.clock, worker.loaded_seconds)
+            start, column = max(self.clock, worker.loaded_seconds), worker.assignment.column
+            first_seconds = column.cold_seconds - column.ahead_seconds
+            seconds = first_seconds if worker.end_seconds is None else column.steady_seconds
+            worker.end_seconds = start + seconds
+            self.active_runs[ticket] = started_runs, start
 
     def _sources(self, item: FlowItem, post: Post) -> list[FlowResult]:
         """Return the results of other stages that the stages of ``post`` read."""
@@ -412,7 +457,7 @@ class Flow(Works):
         self, runs: Sequence[ItemRun], ticket: Ticket, report: Report, start: float
     ) -> None:
         worker = runs[0].post.worker
-        worker.active_posts = []
+        worker.active_posts, worker.end_seconds = [], self.clock
         if report.lost_values:
             for index, (post, item, result) in enumerate(runs):
                 values = self._sources(item, post)

@@ -88,7 +88,8 @@ class FlowWorker:
     """A worker with its ``posts``, one for each part.
 
     ``active_posts``: the parts in the current run. ``loaded_seconds``: the virtual time when the
-    blocks loaded before its first run are on the device.
+    blocks loaded before its first run are on the device. ``end_seconds``: when the last run that
+    was started ends by plan; None before the first one.
     """
 
     number: int
@@ -97,6 +98,7 @@ class FlowWorker:
     posts: list[Post] = field(default_factory=list)
     active_posts: list[Post] = field(default_factory=list)
     loaded_seconds: float = 0.0
+    end_seconds: float | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 from graphrun.cluster.place import PlacedGraph
 from graphrun.cluster.placement import Assignment, Placement
+from graphrun.cluster.stream import idle_devices
 from graphrun.report.screen import Look, subject
 from graphrun.report.summary import figures
 from graphrun.report.table import table
@@ -24,6 +25,7 @@ def summary(result: PlacedGraph, plan_seconds: float) -> dict[str, Any]:
             placement, "objective", "items", "items_per_second", "latency_seconds", "seconds"
         ),
         "bottleneck": list(placement.bottleneck),
+        "idle": idle_devices(placement) if placement.items > 1 else [],
         "devices": [
             {
                 "device": assignment.name,
@@ -93,10 +95,21 @@ def placement_screen(result: PlacedGraph, look: Look) -> str:
     names = ", ".join(
         assignment.name for assignment, stages in assigned_stages if stages == placement.bottleneck
     )
+    idle_names = idle_devices(placement) if placement.items > 1 else []
     lines = [
+        *(
+            [
+                look.folded(
+                    f"{_cut(', '.join(idle_names))}: no item of {placement.items}, since the other "
+                    "devices finish all of them earlier"
+                )
+            ]
+            if idle_names
+            else []
+        ),
         look.folded(
             f"bottleneck: {limit} on {_cut(names)}" if limit else "bottleneck: a link between hosts"
-        )
+        ),
     ]
     if replicas is not None:
         lines.append(look.folded(f"with all stages on each device: {_figure(replicas)}"))

@@ -6,8 +6,9 @@ and the latency of one item. Shares no code with the program that chooses placem
                       inbox   outbox                         inbox
 
 An idle device takes the next item of its inbox. The inbox is filled with the oldest items that wait
-before the device's first stage, until WAITING items are in it or on their way. A device starts
-nothing while WAITING results wait behind it. If a device has several parts, each part has its own
+before the device's first stage, until WAITING items are in it or on their way, but only with items
+that devices with the same stages would not all finish earlier. A device starts nothing while
+WAITING results wait behind it. If a device has several parts, each part has its own
 queues; one run takes an item through each part that has one, and takes the time of a run of all
 parts. Values take turns on the link between two hosts, item by item in each direction.
 """
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
+from math import ceil
 
 import networkx
 
@@ -31,9 +33,12 @@ WARM_ITEMS = 500  # least number of items before a rate is measured, over as man
 
 @dataclass(slots=True, eq=False)
 class _Machine:
-    """A device: its ``parts``, and the parts in the current run."""
+    """A device: its ``parts``, and the parts in the current run, which ends at ``end_seconds``."""
 
     warm: bool
+    name: str
+    end_seconds: float = 0.0
+    run_count: int = 0
     parts: list[_StreamWorker] = field(default_factory=list)
     active_parts: list[_StreamWorker] = field(default_factory=list)
 
@@ -84,8 +89,10 @@ class _Stream:
         )
         self.queues[0][""].extend(_StreamItem(0.0, None) for _ in range(items))
         self.workers: dict[int, list[_StreamWorker]] = defaultdict(list)  # by first stage
+        self.machines: list[_Machine] = []
         for assignment in placement.assignments:
-            machine = _Machine(warm)
+            machine = _Machine(warm, assignment.name)
+            self.machines.append(machine)
             for span in placement.spans(assignment):
                 machine.parts.append(worker := _StreamWorker(assignment, *span, machine))
                 self.workers[worker.begin].append(worker)
@@ -94,6 +101,8 @@ class _Stream:
         self.free_seconds: dict[tuple[str, str], float] = defaultdict(float)
         self.events: list[tuple[float, int, Callable[[_StreamWorker], None], _StreamWorker]] = []
         self.order, self.clock, self.finish_times = count(), 0.0, list[float]()
+        # items that are not sent to a part, by its first stage
+        self.unsent_items = dict.fromkeys(self.workers, items)
 
     def run(self) -> list[float]:
         """Return when each item is done."""
@@ -113,6 +122,7 @@ class _Stream:
         """Send items that wait before stage ``begin`` to the devices with the fewest items."""
         while choice := self._next(begin):
             host, worker, link = choice
+            self.unsent_items[begin] -= 1
             item = self.queues[begin][host].popleft()
             arrives = self.clock
             if item.maker is not None:
@@ -130,7 +140,11 @@ class _Stream:
     def _next(self, begin: int) -> tuple[str, _StreamWorker, Link] | None:
         """Return the host of the item that has waited longest and can be sent, its next device, and
         the link."""
-        free = [worker for worker in self.workers[begin] if worker.coming + worker.inbox < WAITING]
+        free = [
+            worker
+            for worker in self.workers[begin]
+            if worker.coming + worker.inbox < WAITING and self._helps(worker)
+        ]
         queues = (
             {host: queue[0].clock for host, queue in self.queues[begin].items() if queue}
             if free
@@ -152,6 +166,28 @@ class _Stream:
                 )
         return None
 
+    def _helps(self, worker: _StreamWorker) -> bool:
+        """Return whether ``worker`` finishes one more item before the other devices with the same
+        stages have finished all that are left."""
+        finish = self._ready_seconds(worker) + worker.assignment.column.steady_seconds
+        item_count = self.unsent_items[worker.begin]
+        for peer in self.workers[worker.begin]:
+            if peer is worker or peer.end != worker.end:
+                continue
+            runs = (finish - self._ready_seconds(peer)) / peer.assignment.column.steady_seconds
+            item_count -= max(0, ceil(runs * (1 - 1e-9)) - 1)  # which end earlier
+        return item_count > 0
+
+    def _ready_seconds(self, worker: _StreamWorker) -> float:
+        """Return when ``worker`` has finished the items that it has; before its first run, a later
+        run before the end of the first one."""
+        machine, column = worker.machine, worker.assignment.column
+        seconds = max(self.clock, machine.end_seconds)
+        if not machine.warm:
+            cold_seconds = column.cold_seconds - column.ahead_seconds
+            seconds = max(seconds, column.ahead_seconds) + cold_seconds - column.steady_seconds
+        return seconds + (worker.inbox + worker.coming) * column.steady_seconds
+
     def _receive(self, worker: _StreamWorker) -> None:
         worker.coming -= 1
         worker.inbox += 1
@@ -170,6 +206,7 @@ class _Stream:
         )
         start = self.clock if machine.warm else max(self.clock, column.ahead_seconds)
         machine.active_parts, machine.warm = startable_parts, True
+        machine.end_seconds, machine.run_count = start + seconds, machine.run_count + 1
         for part in startable_parts:
             part.inbox -= 1
         self._schedule_event(start + seconds, self._finish, worker)
@@ -195,6 +232,14 @@ def finish_seconds(placement: Placement, items: int, *, warm: bool = False) -> l
     """Return when each of ``items`` items is done, in order, if all are there at time 0. ``warm``:
     with weights loaded."""
     return _Stream(placement, items, warm).run()
+
+
+def idle_devices(placement: Placement) -> list[str]:
+    """Return the names of assignments that get none of the placement's items, since the others
+    finish them all earlier."""
+    stream = _Stream(placement, placement.items, warm=False)
+    stream.run()
+    return [machine.name for machine in stream.machines if not machine.run_count]
 
 
 def steady_rate(placement: Placement) -> float:

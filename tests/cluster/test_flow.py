@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from campaign import sampled
-from placing import BUDGET, GRAPH, SMALL, Here, Losing, cluster_of, placed, ran_by
+from placing import BUDGET, GRAPH, SMALL, Here, Losing, cluster_of, placed, ran_by, requests
 
 import graphrun
 from graphrun.batch.journal import Journal
@@ -305,6 +305,26 @@ def test_equal_stages_run_once_and_replicas_share_items(
         == batch.outputs[3]["image"].tobytes()
         != batch.outputs[1]["image"].tobytes()
     )
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_the_last_items_go_to_the_devices_that_finish_them_first(
+    flux: Any, crew: Any, cached_dry_runs: Path, count: int
+) -> None:
+    """One of two replicas takes three times as long: of two items it gets none, of five one."""
+    stages = ("encode", "denoise", "decode")
+    team = placed(flux, count, cached_dry_runs, (stages, stages))
+    fast, slow = team.assignments
+    column = replace(
+        slow.column,
+        cold_seconds=3 * slow.column.cold_seconds,
+        steady_seconds=3 * slow.column.steady_seconds,
+    )
+    team = replace(team, assignments=(fast, replace(slow, column=column)))
+    batch = ran_by(flux, team, crew(team), requests(count))
+    devices = [lane.device for lane in batch.lanes]
+    assert devices.count(slow.name) == {2: 0, 5: 1}[count]
+    assert len(batch.outputs) == count
 
 
 def test_lost_values_are_made_again(flux: Any, crew: Any, pipeline: Placement, single: Any) -> None:

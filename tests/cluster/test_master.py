@@ -3,6 +3,7 @@ stream agrees with its rate."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,8 @@ from graphrun.cluster import master
 from graphrun.cluster.columns import DeviceClass, Pricing
 from graphrun.cluster.machines import Cluster, Link
 from graphrun.cluster.master import Unplaceable, assignments_for
-from graphrun.cluster.placement import Column, Objective, Placement, violations
-from graphrun.cluster.stream import steady_rate, with_figures
+from graphrun.cluster.placement import Assignment, Column, Objective, Placement, violations
+from graphrun.cluster.stream import finish_seconds, steady_rate, with_figures
 
 CASES = sampled(range(300), range(30), "cluster", of_all=90)
 
@@ -163,3 +164,37 @@ def test_only_columns_that_may_win_are_priced() -> None:
     assignments_for("latency", case.cluster, pricing, case.values)
     assert priced
     assert slow not in priced
+
+
+def replicas_of(seconds: list[tuple[float, float, float]], items: int) -> Placement:
+    """A placement of whole graphs on devices with (cold, ahead, steady) seconds."""
+    case = random_case(0, 3, 3)
+    example = case.cluster.devices[0]
+    devices = tuple(replace(example, id=number) for number in range(len(seconds)))
+    host = replace(case.cluster.hosts[0], devices=devices)
+    assignments = tuple(
+        Assignment(device, Column(case.stages, *times, 0, 0))
+        for device, times in zip(devices, seconds, strict=True)
+    )
+    cluster = replace(case.cluster, hosts=(host,), links=())
+    return Placement("throughput", items, case.stages, case.values, cluster, assignments)
+
+
+@pytest.mark.parametrize("number", range(60))
+def test_replicas_finish_as_early_as_any_assignment_of_items_and_no_subset_is_earlier(
+    number: int,
+) -> None:
+    """The optimum: the least time by which all devices together can finish all items."""
+    generator = random.Random(number)
+    items, seconds = generator.randint(1, 50), []
+    for _ in range(generator.randint(2, 6)):
+        steady, load = generator.uniform(1, 12), generator.uniform(0, 5)
+        seconds.append((load + steady * generator.uniform(1, 4), load, steady))
+    ends = sorted(
+        cold + count * steady for cold, _, steady in seconds for count in range(items)
+    )  # of each item that a device may have
+    finish = max(finish_seconds(replicas_of(seconds, items), items))
+    assert finish == pytest.approx(ends[items - 1])
+    for index in range(len(seconds)):
+        subset = [*seconds[:index], *seconds[index + 1 :]]
+        assert finish <= max(finish_seconds(replicas_of(subset, items), items)) + 1e-9
