@@ -1,12 +1,14 @@
 """Flex attention on simulated devices: one operator, as its compiled kernel is on a card.
 
 PyTorch checks the names of devices, and compiles the operator before it runs it. Neither is
-possible for a simulated device, so both are left out while a machine is active.
+possible for a simulated device, so both are left out while a machine is active. With the last
+machine PyTorch has its own functions back.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -25,10 +27,28 @@ SAMPLE_ELEMENTS = 1 << 24
 _SHARES: Any = WeakKeyDictionary()  # mask function -> visible share, by sizes
 
 
-def prepare() -> None:
-    """Let flex attention run on the tensors of machines, if this process has imported it."""
-    if LIBRARY in sys.modules:
-        _register()
+_LOCK = threading.Lock()
+_ORIGINALS: dict[str, Any] = {}  # attributes of the library that are replaced
+_MACHINES: set[int] = set()  # that are active
+
+
+def enter(machine: int) -> None:
+    """Let flex attention run on the tensors of ``machine``, a number, which becomes active, if this
+    process has imported it."""
+    with _LOCK:
+        _MACHINES.add(machine)
+        if LIBRARY in sys.modules and not _ORIGINALS:
+            _replace(sys.modules[LIBRARY])
+
+
+def leave(machine: int) -> None:
+    """Give PyTorch its own functions back, if no machine other than ``machine`` is active."""
+    with _LOCK:
+        _MACHINES.discard(machine)
+        if not _MACHINES:
+            for name, original in _ORIGINALS.items():
+                setattr(sys.modules[LIBRARY], name, original)
+            _ORIGINALS.clear()
 
 
 def dense(*args: Any) -> Any:
@@ -117,16 +137,21 @@ class _WhileActive:
         return active.get() is not None or bool(self._otherwise)
 
 
-@cache
-def _register() -> None:
-    library: Any = sys.modules[LIBRARY]
-    check_device = getattr(library, "_validate_device", None)
+def _replace(library: Any) -> None:
+    switch, check_name = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", "_validate_device"
+    check_device = getattr(library, check_name, None)
 
     def check(query: torch.Tensor, *tensors: torch.Tensor) -> None:
         if active.get() is None and check_device is not None:
             check_device(query, *tensors)
 
-    switch = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
-    library._validate_device = check
-    setattr(library, switch, _WhileActive(getattr(library, switch, False)))
+    for name, value in ((check_name, check), (switch, _WhileActive(getattr(library, switch, 0)))):
+        if hasattr(library, name):
+            _ORIGINALS[name] = getattr(library, name)
+            setattr(library, name, value)
+    _register()
+
+
+@cache
+def _register() -> None:
     torch.ops.higher_order.flex_attention.py_impl(SimTensor)(_on_machine)

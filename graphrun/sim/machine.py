@@ -266,7 +266,7 @@ class Machine(Ledger):
                 "a simulated machine is already active; leave its context before entering one"
             )
         self._token = active.set(self)
-        flex.prepare()
+        flex.enter(id(self))
         return self
 
     def __exit__(
@@ -278,3 +278,4 @@ class Machine(Ledger):
         token, self._token = self._token, None
         if token is not None:
             active.reset(token)
+            flex.leave(id(self))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -60,3 +61,24 @@ def test_without_a_machine_flex_attention_is_pytorchs() -> None:
     x = torch.empty(1, 2, QUERIES, WIDTH, device="meta")
     with pytest.raises(ValueError, match="only supported on"):
         library.flex_attention(x, x, x)
+
+
+def test_pytorch_has_its_own_functions_back_when_the_last_machine_leaves() -> None:
+    names = ("_validate_device", "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG")
+    originals = [getattr(library, name) for name in names]
+    ready, end = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with sim.Machine():
+            ready.set()
+            end.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    ready.wait()
+    with sim.Machine():
+        assert library._validate_device is not originals[0]
+    assert library._validate_device is not originals[0]
+    end.set()
+    thread.join()
+    assert [getattr(library, name) for name in names] == originals
