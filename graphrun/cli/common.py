@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 from graphrun import api, devices
 from graphrun.cli.downloads import Told, required_downloads
-from graphrun.cli.options import PlanOptions
+from graphrun.cli.options import PlanOptions, merge_options
 from graphrun.cli.terminal import alive, print_coloured, width
 from graphrun.errors import GraphrunError, InputError, Interrupted, PlanError, PlanningInterrupted
 from graphrun.graph.shipped import shipped_graphs
@@ -147,6 +147,7 @@ def plan_graph(
     random_weights: bool = False,
     notify: Told = None,
     advise: bool = False,
+    thorough: bool = False,
 ) -> Planned:
     """Plan the graph of ``graph_plan``, unless it has a plan.
 
@@ -157,8 +158,22 @@ def plan_graph(
     ``reuse``: which cached stage outputs replace their stages (``encoded``, ``all``, ``none``). If
     weights are missing it is ``none``, since outputs are cached by the content of the weights.
     ``advise``: whether to search for suggestions for a slow plan; Ctrl-C then returns the best plan
-    so far. Raises Interrupted if ``advise`` is false, or there is no plan yet.
+    so far. ``thorough``: whether suggestions are searched for without a limit, with dry runs.
+    Raises Interrupted if ``advise`` is false, or there is no plan yet.
     """
+    if thorough:
+        from graphrun.solve.suggestions import thorough as thorough_search
+
+        with thorough_search():
+            return plan_graph(
+                graph_plan,
+                options,
+                reuse,
+                to_run=to_run,
+                random_weights=random_weights,
+                notify=notify,
+                advise=advise,
+            )
     from graphrun.profile import hardware as estimates
 
     graph, inputs, cache = graph_plan.graph, options.inputs, cache_folder(options.no_cache)
@@ -238,9 +253,17 @@ def plan_graph(
             )
         except GraphrunError as error:
             from graphrun.solve.infeasible import Infeasible
-            from graphrun.solve.suggestions import best_first, setting_suggestions
+            from graphrun.solve.suggestions import (
+                best_first,
+                is_thorough,
+                leading,
+                setting_suggestions,
+            )
 
-            if isinstance(error, Infeasible):  # some suggestions need further dry runs
+            # Other suggestions need further dry runs, which take longer than a plan.
+            if isinstance(error, Infeasible) and (
+                is_thorough() or leading(error.suggestions, error.capacity_bytes) is None
+            ):
                 settings = setting_suggestions(graph, inputs, arguments["allow"], estimate)
                 error.suggestions = best_first((*error.suggestions, *settings))
             raise
@@ -370,11 +393,13 @@ def look(
     options: PlanOptions,
     verbose: bool = False,
     output_file: Path | None = None,
+    reuse: str = "none",
 ) -> Look:
     """Return how the screen of ``graph_plan`` is shown, with the command that runs the plan.
 
     The command runs the plan file, which is ``output_file`` if the plan is saved there. Without a
-    plan file, it plans again.
+    plan file, it plans again. It has the options that were given, ``reuse`` included. For a slow
+    plan, the command that plans its best suggestion comes first.
     """
     from graphrun.profile import hardware as estimates
     from graphrun.report.screen import Look
@@ -382,10 +407,14 @@ def look(
 
     problem = graph_plan.solution.problem
     graph, plan_file = graph_plan.graph.until(problem.until), output_file or graph_plan.plan_file
-    arguments = (
-        f"{plan_file} {_allowing(problem)}" if plan_file else f"{graph_plan.source} {options.flags}"
-    )
-    command = f"graphrun run {arguments}".strip()
+    arguments = [f"{graph_plan.source}", options.flags]
+    if plan_file:
+        fixed_names = dict(problem.settings)
+        inputs = [text for text in options.set_ or [] if text.partition("=")[0] not in fixed_names]
+        flags = replace(options, set_=inputs or None).flags_with_plan
+        arguments = [str(plan_file), _allowing(problem), flags]
+    arguments += [f"--reuse {reuse}"] if reuse not in ("none", "encoded") else []
+    command = " ".join(("graphrun run", *filter(None, arguments)))
     missing_inputs = [
         name
         for name, graph_input in graph.inputs.items()
@@ -405,9 +434,19 @@ def look(
             f"a desktop leaves {minimum} to {maximum} GiB free; beyond it Windows spills into "
             "slow RAM"
         )
-    return Look(
-        width(), verbose, product_name(graph.kinds(), dict(problem.settings)), next_command, note
-    )
+    product = product_name(graph.kinds(), dict(problem.settings))
+    suggestion_text, suggestion_command = "", ""
+    if graph_plan.suggestions:
+        from graphrun.report.whatif_screens import options_text, suggestion_sentence
+        from graphrun.solve.suggestions import leading
+
+        capacity_bytes = problem.hardware.capacity_bytes
+        if (suggestion := leading(graph_plan.suggestions, capacity_bytes)) is not None:
+            words = ["plan", str(graph_plan.source), *shlex.split(options.flags)]
+            change = options_text(suggestion, capacity_bytes).split()
+            suggestion_text = suggestion_sentence(suggestion, product)
+            suggestion_command = f"graphrun {merge_options(words, change)}"
+    return Look(width(), verbose, product, next_command, note, suggestion_text, suggestion_command)
 
 
 def say(line: str) -> None:

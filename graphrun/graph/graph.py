@@ -264,12 +264,10 @@ class Graph:
         reserve = directives.reserve_bytes if reserve_bytes is None else reserve_bytes
         return replace(self, directives=Directives(keep_names, excluded, reserve, pinned))
 
-    def allowed(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return ``names`` of allowed changes of the output, sorted.
-
-        ``precision`` stands for every further precision that the graph lists. Raises InputError for
-        a name that means nothing in this graph.
-        """
+    @property
+    def permissions(self) -> tuple[str, ...]:
+        """The changes of the output that a caller may allow in this graph, sorted: precisions,
+        options of stages, ``compile`` and ``cpu``."""
         precisions = {
             precision
             for component in self.components.values()
@@ -283,7 +281,20 @@ class Graph:
             if any(component.compile for component in self.components.values())
             else set[str]()
         )
-        valid_names = sorted({*precisions, *options, *compiled, "cpu"})
+        return tuple(sorted({*precisions, *options, *compiled, "cpu"}))
+
+    def allowed(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return ``names`` of allowed changes of the output, sorted.
+
+        ``precision`` stands for every further precision that the graph lists. Raises InputError for
+        a name that means nothing in this graph.
+        """
+        precisions = {
+            precision
+            for component in self.components.values()
+            for precision in component.precision[1:]
+        }
+        valid_names = self.permissions
         requests = [name.strip() for text in strings(names) for name in text.split(",")]
         if unknown := [
             name for name in requests if name not in valid_names and name != "precision"

@@ -141,6 +141,8 @@ def _mode(
         "peak_bytes": overhead_bytes + max(row["reserved_bytes"] + nbytes for row, nbytes in rows),
         "copied_in_bytes": int(estimate.copied_in_bytes),
         "copied_out_bytes": int(estimate.copied_out_bytes),
+        "ram_bytes": mode.ram_bytes if mode.name != "resident" else None,
+        "read_bytes": int(estimate.read_bytes),
         "seconds": seconds,
         "seconds_range": hardware.seconds_range(seconds),
         "stages": estimate.seconds,
