@@ -412,11 +412,7 @@ def _sources(graph: Graph) -> list[Any] | None:
     """
     states: list[Any] = []
     for c in graph.components.values():
-        paths = [
-            path
-            for source in (c.source, c.gguf)
-            if source and (path := local_place(source)) is not None
-        ]
+        paths = [path for source in c.sources if (path := local_place(source)) is not None]
         config = None if c.has_config else config_file(c.source)
         if not c.has_config and config is None:
             return None
@@ -426,6 +422,7 @@ def _sources(graph: Graph) -> list[Any] | None:
                 c.name,
                 text,
                 c.variant,
+                *([[asdict(item) for item in c.checkpoints]] if c.checkpoints else []),
                 *(file_stamps(path, c.file_line, c.variant) for path in paths),
             ]
         )

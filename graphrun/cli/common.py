@@ -178,13 +178,18 @@ def plan_graph(
 
     graph, inputs, cache = graph_plan.graph, options.inputs, cache_folder(options.no_cache)
 
-    def missing_sources(graph_version: Graph) -> list[Download]:
-        return (
-            required_downloads(
-                graph_version.without_sources() if random_weights else graph_version, notify
-            )
-            if to_run
-            else []
+    def missing_sources(graph_version: Graph, solution: Solution | None = None) -> list[Download]:
+        """The files to download: for the precisions of ``solution``, else for the first ones."""
+        if not to_run:
+            return []
+        precisions = {
+            component.name: component.variants[0].precision
+            for component in (solution.chosen.components if solution is not None else ())
+        }
+        return required_downloads(
+            graph_version.without_sources() if random_weights else graph_version,
+            notify,
+            precisions,
         )
 
     def cached_outputs(
@@ -209,7 +214,9 @@ def plan_graph(
                 "no CUDA device found to run on, and the plan is for one; plan with "
                 "--device sim to run it there"
             )
-        downloads = missing_sources(graph.with_precomputed(problem.precomputed))
+        downloads = missing_sources(
+            graph.with_precomputed(problem.precomputed), graph_plan.solution
+        )
         encoded = all(graph.stage(name).op == "encode_prompt" for name in problem.precomputed)
         reuse_mode = "none" if not problem.precomputed else "encoded" if encoded else "all"
         return replace(
@@ -221,7 +228,15 @@ def plan_graph(
         graph.resolve(inputs)
     hardware, *_ = cards = cards_for(options, cache, to_run=to_run)
     options = with_budget(options, hardware)
-    if downloads := missing_sources(graph):
+    # Which files are needed is known before planning, unless a plan may choose checkpoints.
+    allow = graph.allowed(options.allow or ())
+    chooses_files = any(
+        checkpoint.format in allow
+        for component in graph.components.values()
+        for checkpoint in component.checkpoints
+    )
+    downloads = [] if chooses_files else missing_sources(graph)
+    if downloads or (chooses_files and to_run):
         reuse = "none"
     # Planning compiles nothing; without dynamo the libraries import a second faster.
     if not to_run:
@@ -267,6 +282,8 @@ def plan_graph(
                 settings = setting_suggestions(graph, inputs, arguments["allow"], estimate)
                 error.suggestions = best_first((*error.suggestions, *settings))
             raise
+    if chooses_files:
+        downloads = missing_sources(graph, solution)
     graph_plan = replace(
         graph_plan,
         solution=solution,
@@ -434,7 +451,7 @@ def look(
             f"a desktop leaves {minimum} to {maximum} GiB free; beyond it Windows spills into "
             "slow RAM"
         )
-    product = product_name(graph.kinds(), dict(problem.settings))
+    product, chosen = product_name(graph.kinds(), dict(problem.settings)), problem.components
     suggestion_text, suggestion_command = "", ""
     if graph_plan.suggestions:
         from graphrun.report.whatif_screens import options_text, suggestion_sentence
@@ -446,7 +463,26 @@ def look(
             change = options_text(suggestion, capacity_bytes).split()
             suggestion_text = suggestion_sentence(suggestion, product)
             suggestion_command = f"graphrun {merge_options(words, change)}"
-    return Look(width(), verbose, product, next_command, note, suggestion_text, suggestion_command)
+    files = checkpoint_lines(
+        graph, {component.name: component.variants[0].precision for component in chosen}
+    )
+    return Look(
+        width(), verbose, product, next_command, note, suggestion_text, suggestion_command, files
+    )
+
+
+def checkpoint_lines(graph: Graph, precisions: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a line for each component that a plan reads from a published checkpoint.
+
+    ``precisions``: the precision of each component. Bytes are as the checkpoint's page states them.
+    """
+    lines = []
+    for name, precision in precisions.items():
+        if (checkpoint := graph.components[name].checkpoint(precision)) is not None:
+            size = f", {show_size(checkpoint.nbytes)}" if checkpoint.nbytes else ""
+            licence = f"; {checkpoint.license}" if checkpoint.license else ""
+            lines.append(f"{name} in {precision} from {checkpoint.source}{size}{licence}")
+    return tuple(lines)
 
 
 def say(line: str) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from graphrun.errors import InputError
 from graphrun.graph import media
 from graphrun.graph.parts import Component, Directives, Part, Pipeline, Reference, Stage
+from graphrun.graph.precisions import CLASSES
 from graphrun.graph.values import Input, did_you_mean, fit, strings
 from graphrun.reading import open_regular
 
@@ -286,8 +287,9 @@ class Graph:
     def allowed(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return ``names`` of allowed changes of the output, sorted.
 
-        ``precision`` stands for every further precision that the graph lists. Raises InputError for
-        a name that means nothing in this graph.
+        ``precision`` stands for every further precision that the graph lists, ``4bit`` to ``8bit``
+        for those of about so many bits. Raises InputError for a name that means nothing in this
+        graph.
         """
         precisions = {
             precision
@@ -295,17 +297,19 @@ class Graph:
             for precision in component.precision[1:]
         }
         valid_names = self.permissions
+        classes = {
+            name: members
+            for name, formats in CLASSES.items()
+            if (members := precisions.intersection(formats))
+        } | {"precision": precisions}
         requests = [name.strip() for text in strings(names) for name in text.split(",")]
-        if unknown := [
-            name for name in requests if name not in valid_names and name != "precision"
-        ]:
+        if unknown := [name for name in requests if name not in (*valid_names, *classes)]:
             raise InputError(
                 f"allow {', '.join(unknown)}: this graph knows "
-                f"{', '.join((*valid_names, 'precision'))}"
+                f"{', '.join((*valid_names, *classes))}"
             )
-        return tuple(
-            sorted({*requests, *(precisions if "precision" in requests else ())} - {"precision"})
-        )
+        members = {member for name in requests for member in classes.get(name, {name})}
+        return tuple(sorted(members))
 
     def until(self, name: str | None) -> Graph:
         """Return the graph that ends with the stage ``name``; without a name, the graph itself.
@@ -488,7 +492,7 @@ class Graph:
             self,
             source=None,
             components={
-                name: replace(component, source=None, gguf="")
+                name: replace(component.without_checkpoints(), source=None, gguf="")
                 for name, component in self.components.items()
             },
             parts={

@@ -14,11 +14,11 @@ from torch import nn
 
 from graphrun.files import Store
 from graphrun.graph.graph import Graph
+from graphrun.graph.precisions import QUANTIZED
 from graphrun.model.allocator import Caching, Native
 from graphrun.model.choices import use_with
 from graphrun.model.problem import Hardware, PhaseNumbers, Problem, ProblemLimits
 from graphrun.modules.build import meta_modules
-from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.stored import holding
 from graphrun.profile.corrections import CORRECTIONS
 from graphrun.profile.feedback import (

@@ -35,7 +35,7 @@ class Look:
     ``verbose``: show all figures. ``product``: what a run makes, such as ``a picture``.
     ``next_command``: the line with the next command. ``note``: a remark on the budget.
     ``suggestion``, ``suggestion_command``: the best suggestion in a sentence, and the command that
-    follows it.
+    follows it. ``files``: published checkpoints that the plan reads.
     """
 
     width: int = 80
@@ -45,9 +45,11 @@ class Look:
     note: str = ""
     suggestion: str = ""
     suggestion_command: str = ""
+    files: tuple[str, ...] = ()
 
     def first(self, verdict: str) -> str:
-        """Return the first lines: ``verdict``, the suggestion, the next command, and the note."""
+        """Return the first lines: ``verdict``, the suggestion, the next command, the note, and
+        the published checkpoints."""
         return "\n".join(
             (
                 self.folded(verdict),
@@ -59,6 +61,7 @@ class Look:
                 ),
                 *self.next_lines,
                 *([self.folded(self.note)] if self.note else []),
+                *map(self.folded, self.files),
             )
         )
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from graphrun.errors import GraphrunError
 from graphrun.graph.graph import Graph
+from graphrun.graph.precisions import CLASSES, QUANTIZED
 from graphrun.model.choices import stages_of
 from graphrun.model.least_memory import PhaseMinimum, used_components
 from graphrun.model.problem import PhaseNumbers, Problem, ValueNumbers
@@ -41,8 +42,9 @@ SESSION = 8  # runs
 # Work of the solver for all suggestions of a problem: calls, and nodes times columns. The eleven
 # suggestions for FLUX.1-dev within 8 GiB of VRAM and 16 GiB of RAM take 13 calls.
 ATTEMPTS, NODES = 100, 400_000
-# A change of the output leads the suggestions if it is faster than any other by this factor.
-OUTPUT_FACTOR = 1.25
+# A change of the output leads the suggestions if it is faster than any other by this factor, and
+# each further option to type counts as slower by the second one.
+OUTPUT_FACTOR, OPTION_FACTOR = 1.25, 1.05
 
 _is_thorough: ContextVar[bool] = ContextVar("thorough", default=False)
 
@@ -116,7 +118,8 @@ def leading(suggestions: Iterable[Suggestion], capacity_bytes: int) -> Suggestio
     """Return the best of ``suggestions`` that needs no new hardware and can be typed; None if there
     is none.
 
-    It is the fastest, where a change of the output counts as slower by OUTPUT_FACTOR.
+    It is the fastest, where a change of the output counts as slower by OUTPUT_FACTOR, and each
+    option after the first by OPTION_FACTOR.
     ``capacity_bytes``: the device's memory.
     """
     candidates = [
@@ -124,11 +127,12 @@ def leading(suggestions: Iterable[Suggestion], capacity_bytes: int) -> Suggestio
         for suggestion in suggestions
         if suggestion.typed and not suggestion.needs_hardware(capacity_bytes)
     ]
-    return min(
-        candidates,
-        key=lambda item: item.seconds * (OUTPUT_FACTOR if item.changes_output else 1.0),
-        default=None,
-    )
+
+    def rank(suggestion: Suggestion) -> float:
+        output_factor = OUTPUT_FACTOR if suggestion.changes_output else 1.0
+        return suggestion.seconds * output_factor * OPTION_FACTOR ** len(suggestion.change)
+
+    return min(candidates, key=rank, default=None)
 
 
 # options with a size that may be larger than suggested
@@ -302,7 +306,10 @@ def _raise_text(tier: str, have: int, want: int) -> str:
 
 
 def permissions(problem: Problem) -> Iterator[Proposal]:
-    """Grant the missing permissions of variants and options: each alone, then all together."""
+    """Grant the missing permissions of variants and options: each alone, then all together.
+
+    Several precisions of one class (4bit, 8bit) are granted together, by the name of the class.
+    """
     variants = {
         variant.needs: (component.name, variant)
         for component in problem.components
@@ -312,23 +319,34 @@ def permissions(problem: Problem) -> Iterator[Proposal]:
     missing_names = [
         name for name in sorted({*variants, *options}) if name and name not in problem.allow
     ]
-    for name in missing_names:
-        users = [c.name for c in problem.components if any(v.needs == name for v in c.variants)]
+    granted = {
+        name: members
+        for name, formats in CLASSES.items()
+        if len(members := [member for member in missing_names if member in formats]) > 1
+    }
+    grouped_names = {member for members in granted.values() for member in members}
+    granted |= {name: [name] for name in missing_names if name not in grouped_names}
+    for name, members in granted.items():
+        users = [c.name for c in problem.components if any(v.needs in members for v in c.variants)]
         users += [
-            f"{option.name} of {option.stage}" for option in problem.options if option.needs == name
+            f"{option.name} of {option.stage}"
+            for option in problem.options
+            if option.needs in members
         ]
         yield Proposal(
             f"allow {name} (for {', '.join(users)})",
             (("--allow", name),),
-            (replace(problem, allow=(*problem.allow, name)),),
+            (replace(problem, allow=(*problem.allow, *members)),),
             True,
         )
-    if len(missing_names) > 1:
-        allowed_problem = replace(problem, allow=(*problem.allow, *missing_names))
+    if len(granted) > 1:
+        names = list(granted)
+        if len(names) > 2 and set(missing_names) <= set(QUANTIZED):
+            names = ["precision"]
         yield Proposal(
-            f"allow {', '.join(missing_names)}",
-            tuple(("--allow", name) for name in missing_names),
-            (allowed_problem,),
+            f"allow {', '.join(names)}",
+            tuple(("--allow", name) for name in names),
+            (replace(problem, allow=(*problem.allow, *missing_names)),),
             True,
         )
 
