@@ -311,7 +311,7 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
         ):
             refuse_missing(content, required_names, component)
             source_names |= dict.fromkeys(map(scale_name, content.scales))
-            if component.loras and precision in as_stored(content, ()):
+            if component.loras and content.packed and precision in as_stored(content, ()):
                 raise refusal(
                     component,
                     f"a LoRA cannot be fused into weights that are in {precision} in {place}: take "
