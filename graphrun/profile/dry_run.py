@@ -26,6 +26,7 @@ from graphrun.graph.precisions import GGUF_BLOCKS, GGUF_MIXES, QUANTIZED, is_ggu
 from graphrun.host_ram import host_ram_bytes
 from graphrun.limits import require
 from graphrun.model.allocator import ROUND_BYTES
+from graphrun.model.problem import BlockGroup
 from graphrun.modules.blocks import BlockLayout, with_weights_of
 from graphrun.modules.build import (
     build,
@@ -625,6 +626,7 @@ def _in_every_precision(
     stored_precisions: list[str] = []
     dequantized: dict[str, dict[str, tuple[int, int]]] = {}
     for precision in dict.fromkeys(component.precision):
+        stated_bytes = 0  # of a published file that is not here
         if precision in QUANTIZED and local_weights(component, precision) is not None:
             precision_module, content = held_meta_module(component, graph.trust, precision)
             if is_gguf(precision):
@@ -637,7 +639,7 @@ def _in_every_precision(
             if precision not in as_stored(content, layers):
                 continue
             stored_precisions.append(precision)
-        elif precision in QUANTIZED and component.checkpoint(precision) is not None:
+        elif precision in QUANTIZED and (checkpoint := component.checkpoint(precision)) is not None:
             stored_precisions.append(precision)
             if not is_gguf(precision):
                 continue  # as quantized by a formula
@@ -645,19 +647,20 @@ def _in_every_precision(
             precision_module = meta_module(component, graph.trust)
             convert(precision_module, precision, getattr(torch, component.dtype), rows)
             dequantized[precision] = _dequantization(rows, layers, component.dtype)
+            stated_bytes = checkpoint.nbytes
         elif precision not in (component.dtype, *QUANTIZED):
             precision_module = meta_module(replace(component, dtype=precision), graph.trust)
         else:
             continue
         for current_profile, bytes_by_precision in zip(profiles, block_bytes, strict=True):
-            bytes_by_precision[precision] = laid_out_bytes(
-                current_profile.groups,
+            groups = current_profile.groups
+            sizes_of_blocks = laid_out_bytes(
+                groups,
                 block_layouts(
-                    precision_module,
-                    current_profile.groups,
-                    by_layer=current_profile is not block_profile,
+                    precision_module, groups, by_layer=current_profile is not block_profile
                 ),
             )
+            bytes_by_precision[precision] = _at_least(sizes_of_blocks, groups, stated_bytes)
     blocks, *split = (
         replace(
             current_profile,
@@ -689,6 +692,23 @@ def expected_rows(
         if inputs % elements == 0
         and not any(f".{path}." in f".{name}" for path in checkpoint.plain)
     }
+
+
+def _at_least(
+    block_bytes: tuple[int, ...], groups: Sequence[BlockGroup], total_bytes: int
+) -> tuple[int, ...]:
+    """Return ``block_bytes`` enlarged alike to ``total_bytes`` in all; unchanged if they have more.
+
+    A published file that is larger than expected has more of its weights in larger types.
+    """
+    expected_bytes = sum(
+        len(group.blocks) * nbytes for group, nbytes in zip(groups, block_bytes, strict=True)
+    )
+    if total_bytes <= expected_bytes:
+        return block_bytes
+    return tuple(
+        round_up(nbytes * total_bytes // expected_bytes, ROUND_BYTES) for nbytes in block_bytes
+    )
 
 
 def _dequantization(

@@ -126,8 +126,8 @@ def _in_backing_stores(
     extra = _extra_block_seconds(profile, calls, precision, hardware) if is_quantized else ()
     file_block_bytes = block_bytes if is_stored else profile.block_bytes
     checkpoint = component.checkpoint(precision)
-    if checkpoint is not None and checkpoint.nbytes > weight_bytes:
-        # Files with tensors in a wider dtype than on the device, such as T5's output projections.
+    if checkpoint is not None and checkpoint.nbytes and weight_bytes:
+        # Files may have tensors in another dtype than the device, such as T5's output projections.
         file_block_bytes = tuple(
             nbytes * checkpoint.nbytes // weight_bytes for nbytes in block_bytes
         )
