@@ -32,6 +32,7 @@ from graphrun.cli import (  # noqa: F401
     serving,
     graphs,
     importing,
+    fitting,
     interop,
     maintenance,
 )
