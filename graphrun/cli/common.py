@@ -451,7 +451,8 @@ def look(
             f"a desktop leaves {minimum} to {maximum} GiB free; beyond it Windows spills into "
             "slow RAM"
         )
-    product, chosen = product_name(graph.kinds(), dict(problem.settings)), problem.components
+    product = product_name(graph.kinds(), dict(problem.settings))
+    chosen = graph_plan.solution.chosen.components
     suggestion_text, suggestion_command = "", ""
     if graph_plan.suggestions:
         from graphrun.report.whatif_screens import options_text, suggestion_sentence

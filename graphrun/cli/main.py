@@ -138,7 +138,9 @@ def _show_error(error: GraphrunError) -> None:
     next_command = (
         f"next: graphrun {merge_options(sys.argv[1:], options.split())}" if options else ""
     )
-    sentence = suggestion_sentence(suggestion, "a run") if suggestion is not None else ""
+    sentence = (
+        suggestion_sentence(suggestion, "a run", fits=False) if suggestion is not None else ""
+    )
     look = Look(width(), next_command=next_command, suggestion=sentence)
     print_coloured(infeasible_screen(error, look), err=True)
     if "--json" in sys.argv:

@@ -506,8 +506,8 @@ class Graph:
         """First 16 hexadecimal digits of SHA-256 over everything that sizes and times depend on.
 
         Included: classes, configurations, dtypes, stages and arguments. Not included: paths,
-        comments, key order, seeds, sources of weights, and directives, which are part of the
-        problem.
+        comments, key order, seeds, sources of weights with published checkpoints, and directives,
+        which are part of the problem.
         """
         content = {
             "pipeline": [self.pipeline, self.pipeline_config],
@@ -533,7 +533,7 @@ class Graph:
                     c.class_path,
                     c.config if c.has_config else c.source,
                     c.dtype,
-                    *c.precision,
+                    *c.without_checkpoints().precision,
                     *([c.backing_store] if c.backing_store else []),
                     *([c.compile] if c.compile else []),
                     *(_header_digest(Path(adapter.file)) for adapter in c.ip_adapters),

@@ -81,13 +81,15 @@ def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
     return "\n".join([*lines, *_helping(error.suggestions, error.capacity_bytes, look)])
 
 
-def suggestion_sentence(suggestion: Suggestion, product: str) -> str:
+def suggestion_sentence(suggestion: Suggestion, product: str, *, fits: bool = True) -> str:
     """Return the sentence that names the best ``suggestion``, before its command.
 
-    ``product``: what a run makes, such as ``a picture``.
+    ``product``: what a run makes, such as ``a picture``. ``fits``: whether there is a plan without
+    it.
     """
     output = ", and the output changes" if suggestion.changes_output else ""
-    return f"better: {suggestion.text}: {roughly(suggestion.seconds)} {product}{output}:"
+    time = f"{roughly(suggestion.seconds)} {product}{output}"
+    return f"{'better' if fits else 'to run it'}: {suggestion.text}: {time}:"
 
 
 def suggestions_screen(solution: Solution, suggestions: Sequence[Suggestion], look: Look) -> str:
