@@ -452,7 +452,7 @@ def look(
             "slow RAM"
         )
     product = product_name(graph.kinds(), dict(problem.settings))
-    chosen = graph_plan.solution.chosen.components
+    components = graph_plan.solution.chosen.components
     suggestion_text, suggestion_command = "", ""
     if graph_plan.suggestions:
         from graphrun.report.whatif_screens import options_text, suggestion_sentence
@@ -465,7 +465,7 @@ def look(
             suggestion_text = suggestion_sentence(suggestion, product)
             suggestion_command = f"graphrun {merge_options(words, change)}"
     files = checkpoint_lines(
-        graph, {component.name: component.variants[0].precision for component in chosen}
+        graph, {component.name: component.variants[0].precision for component in components}
     )
     return Look(
         width(), verbose, product, next_command, note, suggestion_text, suggestion_command, files

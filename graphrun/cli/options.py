@@ -118,8 +118,8 @@ class PlanOptions:
     allow: Annotated[
         NameList,
         typer.Option(
-            help="What may change the output: precision, int8, nf4, cpu, tiling, split, "
-            "compile. Repeatable.",
+            help="What may change the output: 4bit, 8bit, a format by name (nf4, int8, Q4_K_S), "
+            "precision (all formats), cpu, tiling, split, compile. Repeatable.",
             show_default=False,
         ),
     ] = None

@@ -21,10 +21,10 @@ def fit_screen(summary: Mapping[str, Any], width: int = 80) -> str:
     best, want = rows[0], summary["want_seconds"]
     verdict = f"fits: yes. {place}: {roughly(best['seconds'])} with {_name(best)}"
     if want is not None:
-        within = [row for row in rows if row["within"]]
+        quick_rows = [row for row in rows if row["within"]]
         verdict += (
-            f"; within {roughly(want)}: {', '.join(map(_name, within))}"
-            if within
+            f"; within {roughly(want)}: {', '.join(map(_name, quick_rows))}"
+            if quick_rows
             else f"; nothing runs within {roughly(want)}"
         )
     head = ["format", "seconds", "range", "VRAM", "RAM", "download", "output"]
@@ -53,6 +53,40 @@ def fit_screen(summary: Mapping[str, Any], width: int = 80) -> str:
         parts.append(folded_command(f" {row['command']}", width))
     names = {name for row in rows for name in row["formats"].values()}
     return "\n".join([*parts, *map(look.folded, precision_lines(sorted(names)))])
+
+
+def fits_screen(summary: Mapping[str, Any], width: int = 80) -> str:
+    """Return a row for each graph with its best choice, the graphs that fit first."""
+    look, head = Look(width), ["graph", "format", "seconds", "VRAM", "RAM", "download"]
+    rows, notes = [head], []
+    for graph in sorted(summary["graphs"], key=lambda graph: graph["best"] is None):
+        best = graph["best"]
+        if best is None:
+            rows.append([graph["name"], "does not fit" if "error" not in graph else "-", *4 * "-"])
+            notes += [f" {graph['name']}: {graph['error']}"] if "error" in graph else []
+            continue
+        sizes = (best[key] / GIB for key in ("vram_bytes", "ram_bytes", "download_bytes"))
+        rows.append(
+            [
+                graph["name"],
+                _name(best),
+                f"{best['seconds']:.0f}",
+                *(f"{size:.1f}" for size in sizes),
+            ]
+        )
+    note = (
+        f" on {summary['hardware']} ({summary['basis']}); seconds of one run from files; sizes in "
+        "GiB; every format but that of the graph changes the output"
+    )
+    next_line = f"next: graphrun fit flux-dev --card {summary['hardware']}"
+    return "\n".join(
+        [
+            table(rows, left_columns=(0, 1)),
+            look.folded(note),
+            *map(look.folded, notes),
+            next_line,
+        ]
+    )
 
 
 def _name(row: Mapping[str, Any]) -> str:

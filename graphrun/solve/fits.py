@@ -87,14 +87,17 @@ def _answer(problem: Problem) -> Answer | None:
 
 
 def _fit(problem: Problem, allow: Sequence[str], answer: Answer) -> Fit:
-    chosen = restrict_variants(
+    best_problem = restrict_variants(
         answer.program.problem, tuple(choice.index for choice in answer.program.variant_choices)
     )
     rows = answer.rows
     overhead_bytes = problem.budget_bytes - problem.effective_bytes
     return Fit(
         tuple(allow),
-        tuple((component.name, component.variants[0].precision) for component in chosen.components),
+        tuple(
+            (component.name, component.variants[0].precision)
+            for component in best_problem.components
+        ),
         float(rows.seconds()) / problem.runs,
         overhead_bytes + int(rows.peak_bytes(0)),
         int(rows.peak_bytes("ram")),

@@ -69,14 +69,14 @@ def write(file: Path, module: nn.Module, architecture: int) -> Path:
     """Write ``module`` as llama.cpp does: matrices in Q8_0 or Q4_0, vectors in fp32."""
     names = gguf.get_tensor_name_map(architecture, 2)
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
-    written = set[str]()
+    titles = set[str]()
     for number, (name, parameter) in enumerate(module.named_parameters()):
         path, _, suffix = name.rpartition(".")
         original = names.get_name(path) or names.get_name(f"model.{path}")
         assert original is not None, name
-        if (title := f"{original}.{suffix}") in written:
+        if (title := f"{original}.{suffix}") in titles:
             continue
-        written.add(title)
+        titles.add(title)
         data = parameter.detach().float().numpy()
         is_matrix = data.ndim == 2 and data.shape[-1] % 32 == 0
         kind = TYPES.F32 if not is_matrix else TYPES.Q8_0 if number % 2 else TYPES.Q4_0
@@ -132,12 +132,12 @@ def test_outputs_are_those_of_the_weights_that_diffusers_dequantizes(
     for name, parameter in reference.named_parameters():
         path, _, suffix = name.rpartition(".")
         original = names.get_name(path) or names.get_name(f"model.{path}")
-        stored = tensors[f"{original}.{suffix}"]
+        entry = tensors[f"{original}.{suffix}"]
         data = torch.frombuffer(
-            bytearray(raw[stored.begin : stored.begin + stored.nbytes]),
-            dtype=getattr(torch, stored.dtype),
-        ).reshape(stored.shape)
-        numbers = dequantized(data, stored.quant) if stored.quant else data
+            bytearray(raw[entry.begin : entry.begin + entry.nbytes]),
+            dtype=getattr(torch, entry.dtype),
+        ).reshape(entry.shape)
+        numbers = dequantized(data, entry.quant) if entry.quant else data
         parameter.data = numbers.to(parameter.dtype)
     module = filled(component, graph)
     ids = torch.arange(24).reshape(1, 24) % 96

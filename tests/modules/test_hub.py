@@ -351,8 +351,8 @@ def test_a_published_gguf_file_is_planned_before_it_is_here_and_again_by_its_hea
     files_of_hub = {"shapes-Q8_0.gguf": file.read_bytes()}
     hub.repositories["org/gguf"] = Repository({MAIN: files_of_hub}, {"main": MAIN})
     text = (SHAPES.parent / "shapes.yaml").read_text()
-    listed = "checkpoints: {Q8_0: {source: org/gguf/shapes-Q8_0.gguf}}"
-    text = text.replace("precision: [bfloat16, int8, nf4, fp8]", listed)
+    checkpoints = "checkpoints: {Q8_0: {source: org/gguf/shapes-Q8_0.gguf}}"
+    text = text.replace("precision: [bfloat16, int8, nf4, fp8]", checkpoints)
     graph = tmp_path / "graph.yaml"
     graph.write_text(text.replace("source: ./shapes", f"source: {SHAPES}"))
     options = (
