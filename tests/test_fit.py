@@ -64,11 +64,8 @@ def test_without_permission_published_checkpoints_change_no_plan(problem: Proble
     assert len(bare.component("transformer").variants) < len(
         problem.component("transformer").variants
     )
-    plans = [
-        [line for line in str(package.plan(item).plan).splitlines() if item.digest not in line]
-        for item in (problem, bare)
-    ]
-    assert plans[0] == plans[1]
+    texts = [str(package.plan(item).plan).splitlines() for item in (problem, bare)]
+    assert texts[0][1:] == texts[1][1:], "the first line has the problem's digest"
 
 
 @pytest.mark.long
@@ -77,9 +74,9 @@ def test_a_choice_has_a_command_and_its_sources(graphrun: Cli) -> None:
     summary = json.loads(output)
     assert code == 0
     assert (summary["want_seconds"], summary["basis"]) == (120.0, "data sheet")
-    best, *others = summary["choices"]
+    best, *rest = summary["choices"]
     assert best["within"]
-    assert not others[-1]["within"], "16 bits wait for the disk"
+    assert not rest[-1]["within"], "16 bits wait for the disk"
     for row in summary["choices"]:
         low, high = row["seconds_range"]
         assert low < row["seconds"] < high
@@ -95,7 +92,7 @@ def test_a_choice_has_a_command_and_its_sources(graphrun: Cli) -> None:
     assert max(map(len, output.splitlines())) <= 80
     assert "city96/t5-v1_1-xxl-encoder-gguf" in output
     code, output, _ = graphrun("fit", "flux-dev", *LAPTOP, "--want", "1 s")
-    assert (code, "nothing runs within 1.0 s" in output) == (1, True)
+    assert (code, "nothing runs within 1.0 s" in " ".join(output.split())) == (1, True)
 
 
 @pytest.mark.long
