@@ -182,14 +182,10 @@ def plan_graph(
         """The files to download: for the precisions of ``solution``, else for the first ones."""
         if not to_run:
             return []
-        precisions = {
-            component.name: component.variants[0].precision
-            for component in (solution.chosen.components if solution is not None else ())
-        }
         return required_downloads(
             graph_version.without_sources() if random_weights else graph_version,
             notify,
-            precisions,
+            precisions_of(solution) if solution is not None else None,
         )
 
     def cached_outputs(
@@ -229,12 +225,7 @@ def plan_graph(
     hardware, *_ = cards = cards_for(options, cache, to_run=to_run)
     options = with_budget(options, hardware)
     # Which files are needed is known before planning, unless a plan may choose checkpoints.
-    allow = graph.allowed(options.allow or ())
-    chooses_files = any(
-        checkpoint.format in allow
-        for component in graph.components.values()
-        for checkpoint in component.checkpoints
-    )
+    chooses_files = chooses_checkpoints(graph, options)
     downloads = [] if chooses_files else missing_sources(graph)
     if downloads or (chooses_files and to_run):
         reuse = "none"
@@ -452,7 +443,6 @@ def look(
             "slow RAM"
         )
     product = product_name(graph.kinds(), dict(problem.settings))
-    components = graph_plan.solution.chosen.components
     suggestion_text, suggestion_command = "", ""
     if graph_plan.suggestions:
         from graphrun.report.whatif_screens import options_text, suggestion_sentence
@@ -464,12 +454,27 @@ def look(
             change = options_text(suggestion, capacity_bytes).split()
             suggestion_text = suggestion_sentence(suggestion, product)
             suggestion_command = f"graphrun {merge_options(words, change)}"
-    files = checkpoint_lines(
-        graph, {component.name: component.variants[0].precision for component in components}
-    )
+    files = checkpoint_lines(graph, precisions_of(graph_plan.solution))
     return Look(
         width(), verbose, product, next_command, note, suggestion_text, suggestion_command, files
     )
+
+
+def chooses_checkpoints(graph: Graph, options: PlanOptions) -> bool:
+    """Return whether a plan of ``graph`` may choose among published checkpoints."""
+    allow = graph.allowed(options.allow or ())
+    return any(
+        checkpoint.format in allow
+        for component in graph.components.values()
+        for checkpoint in component.checkpoints
+    )
+
+
+def precisions_of(solution: Solution) -> dict[str, str]:
+    """Return the precision of each component in the plan ``solution``."""
+    return {
+        component.name: component.variants[0].precision for component in solution.chosen.components
+    }
 
 
 def checkpoint_lines(graph: Graph, precisions: Mapping[str, str]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -62,7 +63,34 @@ CASES = {
         },
         gguf.MODEL_ARCH.QWEN2,
     ),
+    "k-quants": (
+        "transformers.Qwen2ForCausalLM",
+        {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 96,
+        },
+        gguf.MODEL_ARCH.QWEN2,
+    ),
 }
+K_QUANTS = (TYPES.Q4_K, TYPES.Q5_K, TYPES.Q6_K)
+
+
+def k_quantized(data: Any, kind: Any) -> Any:
+    """Rows of blocks of ``kind`` with random numbers and small scales: the package gguf quantizes
+    to no k-quant."""
+    _, size = gguf.GGML_QUANT_SIZES[kind]
+    generator = numpy.random.default_rng(data.size)
+    blocks = generator.integers(0, 256, (data.shape[0], data.shape[1] // 256, size), numpy.uint8)
+    scale = numpy.frombuffer(numpy.float16(1e-3).tobytes(), numpy.uint8)
+    if kind == TYPES.Q6_K:  # the scale is last
+        blocks[..., -2:] = scale
+    else:  # the scale, and that of the minima
+        blocks[..., :2], blocks[..., 2:4] = scale, scale
+    return blocks.reshape(data.shape[0], -1)
 
 
 def write(file: Path, module: nn.Module, architecture: int) -> Path:
@@ -80,6 +108,10 @@ def write(file: Path, module: nn.Module, architecture: int) -> Path:
         data = parameter.detach().float().numpy()
         is_matrix = data.ndim == 2 and data.shape[-1] % 32 == 0
         kind = TYPES.F32 if not is_matrix else TYPES.Q8_0 if number % 2 else TYPES.Q4_0
+        if is_matrix and data.shape[-1] % 256 == 0 and "embed" not in name:
+            kind = K_QUANTS[number % 3]
+            writer.add_tensor(title, k_quantized(data, kind), raw_dtype=kind)
+            continue
         writer.add_tensor(title, gguf.quantize(data, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -378,5 +378,12 @@ def test_a_published_gguf_file_is_planned_before_it_is_here_and_again_by_its_hea
     assert "as planned" in output
     code, output, err = graphrun("run", str(graph), *options, "-o", "b.png")
     assert (code, output.count("fits: yes.")) == (0, 1)
-    pictures = [Image.open(tmp_path / name).tobytes() for name in ("a.png", "b.png")]
-    assert pictures[0] == pictures[1]
+    (tmp_path / "list.jsonl").write_text("{}\n")
+    shutil.rmtree(tmp_path / "hub")
+    code, _, err = graphrun(
+        "run", str(graph), *options, "--inputs", "list.jsonl", "-o", "list/{line}.png"
+    )
+    assert code == 0, err
+    assert err.count("to download") == 1
+    names = ("a.png", "b.png", "list/1.png")
+    assert len({Image.open(tmp_path / name).tobytes() for name in names}) == 1
