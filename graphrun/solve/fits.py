@@ -17,13 +17,11 @@ from graphrun.graph.precisions import CLASSES
 from graphrun.model.problem import Problem
 from graphrun.solve.dominance import restrict_variants
 from graphrun.solve.least import ever_finer, has_usable_variants
-from graphrun.solve.linear import ROUGH_GAP, SearchBudget, SearchEnded
+from graphrun.solve.linear import SearchBudget, SearchEnded
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import stage_choices
-from graphrun.solve.search import SECONDS, Answer, choose
-from graphrun.solve.suggestions import ATTEMPTS, NODES, OUTPUT_FACTOR
-
-GOALS = (replace(SECONDS[0], gap=ROUGH_GAP),)
+from graphrun.solve.search import Answer, choose
+from graphrun.solve.suggestions import ATTEMPTS, NODES, OUTPUT_FACTOR, ROUGH_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,7 @@ def _permitted(problem: Problem) -> Iterator[tuple[tuple[str, ...], Problem]]:
 def _answer(problem: Problem) -> Answer | None:
     for split in ever_finer(problem) if has_usable_variants(problem) else ():
         formulations = [Formulation(choice.program) for choice in stage_choices(split)[0]]
-        if (answer := choose(formulations, GOALS)) is not None:
+        if (answer := choose(formulations, ROUGH_SECONDS)) is not None:
             return answer
     return None
 

@@ -26,10 +26,10 @@ from graphrun.model.least_memory import PhaseMinimum, used_components
 from graphrun.model.problem import PhaseNumbers, Problem, ValueNumbers
 from graphrun.model.solution import Solution
 from graphrun.solve.least import ever_finer, has_usable_variants
-from graphrun.solve.linear import SearchBudget, SearchEnded
+from graphrun.solve.linear import ROUGH_GAP, SearchBudget, SearchEnded
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import stage_choices
-from graphrun.solve.search import SECONDS, choose
+from graphrun.solve.search import SECONDS, Goal, choose
 from graphrun.units import GIB, typed_size
 
 INPUT_SIZES = ("height", "width", "num_frames", "frames")
@@ -39,9 +39,10 @@ EIGHTHS = (7, 6, 5, 4, 3, 2)
 EstimateFunction = Callable[[Mapping[str, Any], tuple[str, ...]], Problem]
 LEAST_GAIN = 0.1  # minimum share of a run's time that a suggestion saves
 SESSION = 8  # runs
-# Work of the solver for all suggestions of a problem: calls, and nodes times columns. The eleven
-# suggestions for FLUX.1-dev within 8 GiB of VRAM and 16 GiB of RAM take 13 calls.
-ATTEMPTS, NODES = 100, 400_000
+# Work of the solver for all suggestions of a problem: calls, and nodes times columns. The seven
+# suggestions for FLUX.1-dev within 8 GiB of VRAM and 16 GiB of RAM take 21 calls and 34,000.
+ATTEMPTS, NODES = 60, 100_000
+ROUGH_SECONDS = (replace(SECONDS[0], gap=ROUGH_GAP),)
 # A change of the output leads the suggestions if it is faster than any other by this factor, and
 # each further option to type counts as slower by the second one.
 OUTPUT_FACTOR, OPTION_FACTOR = 1.25, 1.05
@@ -64,12 +65,12 @@ def is_thorough() -> bool:
     return _is_thorough.get()
 
 
-def predicted_seconds(problem: Problem) -> float | None:
+def predicted_seconds(problem: Problem, goals: Sequence[Goal] = SECONDS) -> float | None:
     """Return the seconds of the fastest plan for ``problem`` by the program, without simulation;
-    None if nothing fits."""
+    None if nothing fits. ``goals``: with ROUGH_SECONDS, at most ROUGH_GAP above the least."""
     for split in ever_finer(problem) if has_usable_variants(problem) else ():
         answer = choose(
-            [Formulation(stage_choice.program) for stage_choice in stage_choices(split)[0]], SECONDS
+            [Formulation(stage_choice.program) for stage_choice in stage_choices(split)[0]], goals
         )
         if answer is not None:
             return answer.rows.seconds()
@@ -197,11 +198,12 @@ class Proposal:
     changes_output: bool = False
     fallback: Proposal | None = None
 
-    def verified(self) -> Suggestion | None:
-        """Return the suggestion with its predicted seconds; None if it does not help."""
-        seconds = [predicted_seconds(problem) for problem in self.problems]
+    def verified(self, goals: Sequence[Goal] = SECONDS) -> Suggestion | None:
+        """Return the suggestion with its seconds as `predicted_seconds` gives them; None if it does
+        not help."""
+        seconds = [predicted_seconds(problem, goals) for problem in self.problems]
         if None in seconds:
-            return self.fallback.verified() if self.fallback is not None else None
+            return self.fallback.verified(goals) if self.fallback is not None else None
         total_seconds = sum(s for s in seconds if s is not None)
         return Suggestion(self.text, self.change, total_seconds, self.changes_output)
 
@@ -218,7 +220,9 @@ def suggestions_of(
     return best_first(suggestion for _, suggestion in _verified(proposals))
 
 
-def _verified(proposals: Iterable[Proposal]) -> Iterator[tuple[Proposal, Suggestion]]:
+def _verified(
+    proposals: Iterable[Proposal], goals: Sequence[Goal] = SECONDS
+) -> Iterator[tuple[Proposal, Suggestion]]:
     """Yield the ``proposals`` that help, each with its suggestion, until the solver's work for
     suggestions is done."""
     budget = SearchBudget(ATTEMPTS, NODES)
@@ -228,7 +232,7 @@ def _verified(proposals: Iterable[Proposal]) -> Iterator[tuple[Proposal, Suggest
                 suggestion = proposal.verified()
             else:
                 with budget.limiting():
-                    suggestion = proposal.verified()
+                    suggestion = proposal.verified(goals)
         except SearchEnded:
             return
         if suggestion is not None:
@@ -559,7 +563,7 @@ def speedups(problem: Problem, options: Iterable[Suggestion]) -> Iterator[Sugges
 
     All have the predicted seconds of one run.
     """
-    for proposal, suggestion in _verified(_speedup_proposals(problem)):
+    for proposal, suggestion in _verified(_speedup_proposals(problem), ROUGH_SECONDS):
         runs = proposal.problems[0].runs
         yield replace(suggestion, seconds=suggestion.seconds / runs)
     yield from (
