@@ -3,6 +3,7 @@ works, and when it does not."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -387,3 +388,16 @@ def test_a_published_gguf_file_is_planned_before_it_is_here_and_again_by_its_hea
     assert err.count("to download") == 1
     names = ("a.png", "b.png", "list/1.png")
     assert len({Image.open(tmp_path / name).tobytes() for name in names}) == 1
+
+
+@pytest.mark.long
+def test_what_fits_of_a_repository_needs_its_configurations_only(
+    hub: Hub, graphrun: Cli, tmp_path: Path
+) -> None:
+    code, output, err = graphrun("fit", "org/shapes", "--card", "rtx4060", "--ram", "8G", "--json")
+    assert code == 0, err
+    (choice,) = json.loads(output)["choices"]
+    assert choice["download_bytes"] > 5e6
+    paths = [path for method, path, _ in hub.requests if method == "GET"]
+    assert paths
+    assert not [path for path in paths if path.endswith((".safetensors", ".gguf"))]
