@@ -16,7 +16,6 @@ elements.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +26,7 @@ import torch
 from graphrun.modules.conversions import Derivation, Piece
 from graphrun.modules.quantize import BLOCK
 from graphrun.modules.source_files import Stored
-from graphrun.reading import open_regular
+from graphrun.reading import open_regular, parse_json
 
 _STATE, _ABSMAX, _CODE = ".quant_state.bitsandbytes__", ".absmax", ".quant_map"
 _NESTED_ABSMAX, _NESTED_CODE = ".nested_absmax", ".nested_quant_map"
@@ -101,6 +100,7 @@ def _nf4(weight: str, kind: str, state_key: str, tensors: Mapping[str, Stored]) 
     if f"{weight}{_NESTED_ABSMAX}" in tensors:
         nested = tuple(tensors[f"{weight}{suffix}"] for suffix in (_NESTED_ABSMAX, _NESTED_CODE))
         names += [leaf.name for leaf in nested]
+        _refuse_nested(weight, state, absmax, nested[0])
         expected_shapes[f"{weight}{_ABSMAX}"] = (absmax, "uint8", -(-count // BLOCK))
         statistics = Derivation(
             f"{weight}{_ABSMAX}", "float32", absmax.shape, (absmax, *nested), _unnested(state)
@@ -134,10 +134,24 @@ def _read_state(tensor: Stored) -> dict[str, Any]:
         raise ValueError(f"{tensor.name} has {tensor.nbytes} bytes")
     with open_regular(Path(tensor.file)) as file:
         file.seek(tensor.begin)
-        state = json.loads(file.read(tensor.nbytes))
+        state = parse_json(file.read(tensor.nbytes))
     if not isinstance(state, dict) or not {"shape", "blocksize", "quant_type"} <= state.keys():
         raise ValueError(f"{tensor.name} is not a state of bitsandbytes")
     return state
+
+
+def _refuse_nested(name: str, state: Mapping[str, Any], absmax: Stored, nested: Stored) -> None:
+    """Raise ValueError unless ``state`` and the ``nested`` maxima describe those in ``absmax``."""
+    block, offset = state.get("nested_blocksize"), state.get("nested_offset")
+    if (
+        type(block) is not int
+        or block <= 0
+        or type(offset) not in (int, float)
+        or state.get("nested_dtype") != "float32"
+        or nested.dtype != "float32"
+        or nested.nbytes != 4 * -(-absmax.nbytes // block)
+    ):
+        raise ValueError(f"{name} has nested statistics that do not match its state")
 
 
 def _unnested(state: Mapping[str, Any]) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:

@@ -206,12 +206,14 @@ def test_the_weights_are_dequantized_for_another_precision(flux: Graph, folder: 
         ("block", "nf4 in blocks of 64 works"),
         ("absmax", "not .* of float32"),
         ("shape", "does not match its config"),
+        ("nested", "nested statistics that do not match"),
     ],
 )
 def test_a_damaged_state_is_refused(
     flux: Graph, plain_folder: Path, tmp_path: Path, change: str, words: str
 ) -> None:
-    module = loaded(plain_folder, quantization_config=quantization("nf4"), device_map={"": "cpu"})
+    kind = "nested" if change == "nested" else "nf4"
+    module = loaded(plain_folder, quantization_config=quantization(kind), device_map={"": "cpu"})
     module.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / WEIGHTS)
     key = next(name for name in tensors if "quant_state" in name)
@@ -222,7 +224,8 @@ def test_a_damaged_state_is_refused(
     elif change == "absmax":
         tensors[f"{weight}.absmax"] = tensors[f"{weight}.absmax"][:-1].clone()
     else:
-        state |= {"blocksize": 128} if change == "block" else {"shape": state["shape"][::-1]}
+        changes = {"block": {"blocksize": 128}, "nested": {"nested_blocksize": -1}}
+        state |= changes.get(change, {"shape": state["shape"][::-1]})
         if change == "shape" and state["shape"][0] == state["shape"][1]:
             state["shape"] = [state["shape"][0] * 2, state["shape"][1] // 2]
         tensors[key] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
