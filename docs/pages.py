@@ -150,6 +150,7 @@ keys are refused with their line.
     order = (
         "InputSpec",
         "ComponentSpec",
+        "CheckpointSpec",
         "PartSpec",
         "PipelineSpec",
         "StageSpec",

@@ -194,6 +194,7 @@ def survey(
     *,
     hardware: str | Hardware | None = None,
     memory: str | int | None = None,
+    ram: str | int | None = None,
     inputs: Mapping[str, Any] | None = None,
     mode: str = "resident",
     precision: Iterable[str] = (),
@@ -209,6 +210,9 @@ def survey(
     These are weights by precision, activations, values, FLOPs and seconds.
 
     ``memory``     on a CPU: the memory in which it has to fit; None: all of this machine's
+    ``ram``        host memory for the weights that diffusers offloads; what it does not hold is
+                   read from disk whenever it is copied; ``"auto"``: what this machine has left;
+                   None: all weights
     ``mode``       how diffusers would place it: ``resident``, ``model``, ``sequential``, ``group``
                    or ``leaf`` (`profile.modes`)
     ``precision``  ``nf4`` or ``transformer=nf4``: replaces the graph's own
@@ -221,7 +225,7 @@ def survey(
     Each number has its basis; measurements of earlier runs in ``cache`` replace traced numbers.
     Other arguments are as for `estimate`. Raises InputError for arguments that mean nothing.
     """
-    from graphrun.devices import cards_for, memory_budget, refuse_wrong_budgets
+    from graphrun.devices import cards_for, limits_for, memory_budget, refuse_wrong_budgets
     from graphrun.profile.asked import options_by_stage, pictures_input, with_precisions
 
     card, *_ = cards_for(None, memory, hardware, cache=cache)
@@ -238,7 +242,12 @@ def survey(
     from graphrun.profile.survey import survey as look
     from graphrun.store import dry_run
 
-    placement = mode_called(mode, graph, formats, keep, cpu, pinned=pinned)
+    ram_bytes = (
+        limits_for(Budget(vram=card.capacity_bytes, ram=ram), [card]).ram_bytes
+        if ram is not None and not card.unified
+        else None
+    )
+    placement = mode_called(mode, graph, formats, keep, cpu, pinned=pinned, ram_bytes=ram_bytes)
     store = _store(cache)
     return look(graph, dry_run(graph, values, store, options), card, values, store, placement)
 

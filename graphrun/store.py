@@ -247,21 +247,21 @@ def suggestions_for(
     """Return `speedups` for ``solution``, the plan of ``problem``.
 
     They are read from ``store``, else solved for and stored. ``options``: suggestions that take dry
-    runs.
+    runs, which are made only in the context `graphrun.solve.suggestions.thorough`.
     """
-    from graphrun.solve.suggestions import Suggestion, speedups, worthwhile  # imports highspy
-
-    speedup_list = _stored(
-        store, "suggestions", _plan_key(problem), TypeAdapter(list[Suggestion]).validate_python
+    from graphrun.solve.suggestions import (  # imports highspy
+        Suggestion,
+        is_thorough,
+        speedups,
+        worthwhile,
     )
+
+    key = digest_of([_plan_key(problem), is_thorough()])
+    speedup_list = _stored(store, "suggestions", key, TypeAdapter(list[Suggestion]).validate_python)
     if speedup_list is None:
-        speedup_list = list(speedups(problem, options()))
+        speedup_list = list(speedups(problem, options() if is_thorough() else ()))
         if store is not None:
-            store.put(
-                "suggestions",
-                _plan_key(problem),
-                [asdict(suggestion) for suggestion in speedup_list],
-            )
+            store.put("suggestions", key, [asdict(suggestion) for suggestion in speedup_list])
     return worthwhile(speedup_list, solution)
 
 
@@ -412,11 +412,7 @@ def _sources(graph: Graph) -> list[Any] | None:
     """
     states: list[Any] = []
     for c in graph.components.values():
-        paths = [
-            path
-            for source in (c.source, c.gguf)
-            if source and (path := local_place(source)) is not None
-        ]
+        paths = [path for source in c.sources if (path := local_place(source)) is not None]
         config = None if c.has_config else config_file(c.source)
         if not c.has_config and config is None:
             return None
@@ -426,6 +422,7 @@ def _sources(graph: Graph) -> list[Any] | None:
                 c.name,
                 text,
                 c.variant,
+                *([[asdict(item) for item in c.checkpoints]] if c.checkpoints else []),
                 *(file_stamps(path, c.file_line, c.variant) for path in paths),
             ]
         )

@@ -374,6 +374,28 @@ def test_a_plan_begins_with_its_verdict_and_the_command_that_runs_it(graphrun: C
     assert "next: graphrun run plan.json" in output.splitlines()[1:3]
 
 
+def test_the_next_command_has_the_options_that_were_given(graphrun: Cli) -> None:
+    options = ("--device", "sim", "--vram", "6M", "--set", "steps=1", "--set", "prompt=a b")
+    _, output, _ = graphrun(
+        "plan", TINY, *options, "--reuse", "all", "-o", "plan.json", "--no-cache"
+    )
+    assert next_command(output) == [
+        *("run", "plan.json", "--set", "prompt=a b", "--no-cache", "--reuse", "all"),
+    ]
+
+
+@pytest.mark.long
+def test_the_next_command_of_an_estimate_has_what_was_asked_for(graphrun: Cli) -> None:
+    arguments = ("--precision", "transformer=nf4", "--option", "decode=tiling", "--ram", "4G")
+    options = ("--hardware", "rtx4060", "--set", "height=192", "--batch", "2")
+    _, output, _ = graphrun("estimate", "flux-dev", *arguments, *options)
+    words = next_command(output)
+    assert words[:2] == ["plan", "flux-dev"]
+    pairs = list(zip(words[2::2], words[3::2], strict=True))
+    assert [value for name, value in pairs if name == "--allow"] == ["nf4", "tiling"]
+    assert {("--ram", "4G"), ("--set", "height=192"), ("--set", "batch=2")} <= set(pairs)
+
+
 def test_without_a_budget_a_plan_is_for_the_card_here_or_says_which_one_it_assumes(
     graphrun: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,9 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from graphrun import api
 from graphrun.batch.requests import Request, read_requests, refuse_broken, resolved
 from graphrun.batch.watch import Watcher
-from graphrun.cli.common import cards_for, say, show, with_budget
+from graphrun.cli.common import (
+    cards_for,
+    chooses_checkpoints,
+    precisions_of,
+    say,
+    show,
+    solving,
+    with_budget,
+)
 from graphrun.cli.downloads import download_all, required_downloads
 from graphrun.cli.options import PlanOptions
 from graphrun.cli.placing import open_cluster
@@ -79,9 +88,20 @@ def run_batch(
         ):
             refuse_existing(files_of_request, graph.kinds())
     notify, files = None if as_json else say, dict[int, list[str]]()
+    precisions: Mapping[str, str] | None = None
+    if (
+        cluster is None
+        and not run_options["random_weights"]
+        and chooses_checkpoints(graph, options)
+    ):
+        # The plan of the first request tells which files the requests need.
+        first = next(request for request in resolved_requests if not request.error)
+        with solving():
+            problem = api.estimate(graph, **arguments, inputs=first.inputs, cache=cache)
+            precisions = precisions_of(api.plan(problem, cache=cache))
     download_all(
         required_downloads(
-            graph.without_sources() if run_options["random_weights"] else graph, notify
+            graph.without_sources() if run_options["random_weights"] else graph, notify, precisions
         ),
         notify,
     )

@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 from graphrun import api, devices
 from graphrun.cli.downloads import Told, required_downloads
-from graphrun.cli.options import PlanOptions
+from graphrun.cli.options import PlanOptions, merge_options
 from graphrun.cli.terminal import alive, print_coloured, width
 from graphrun.errors import GraphrunError, InputError, Interrupted, PlanError, PlanningInterrupted
 from graphrun.graph.shipped import shipped_graphs
@@ -147,6 +147,7 @@ def plan_graph(
     random_weights: bool = False,
     notify: Told = None,
     advise: bool = False,
+    thorough: bool = False,
 ) -> Planned:
     """Plan the graph of ``graph_plan``, unless it has a plan.
 
@@ -157,19 +158,34 @@ def plan_graph(
     ``reuse``: which cached stage outputs replace their stages (``encoded``, ``all``, ``none``). If
     weights are missing it is ``none``, since outputs are cached by the content of the weights.
     ``advise``: whether to search for suggestions for a slow plan; Ctrl-C then returns the best plan
-    so far. Raises Interrupted if ``advise`` is false, or there is no plan yet.
+    so far. ``thorough``: whether suggestions are searched for without a limit, with dry runs.
+    Raises Interrupted if ``advise`` is false, or there is no plan yet.
     """
+    if thorough:
+        from graphrun.solve.suggestions import thorough as thorough_search
+
+        with thorough_search():
+            return plan_graph(
+                graph_plan,
+                options,
+                reuse,
+                to_run=to_run,
+                random_weights=random_weights,
+                notify=notify,
+                advise=advise,
+            )
     from graphrun.profile import hardware as estimates
 
     graph, inputs, cache = graph_plan.graph, options.inputs, cache_folder(options.no_cache)
 
-    def missing_sources(graph_version: Graph) -> list[Download]:
-        return (
-            required_downloads(
-                graph_version.without_sources() if random_weights else graph_version, notify
-            )
-            if to_run
-            else []
+    def missing_sources(graph_version: Graph, solution: Solution | None = None) -> list[Download]:
+        """The files to download: for the precisions of ``solution``, else for the first ones."""
+        if not to_run:
+            return []
+        return required_downloads(
+            graph_version.without_sources() if random_weights else graph_version,
+            notify,
+            precisions_of(solution) if solution is not None else None,
         )
 
     def cached_outputs(
@@ -194,7 +210,9 @@ def plan_graph(
                 "no CUDA device found to run on, and the plan is for one; plan with "
                 "--device sim to run it there"
             )
-        downloads = missing_sources(graph.with_precomputed(problem.precomputed))
+        downloads = missing_sources(
+            graph.with_precomputed(problem.precomputed), graph_plan.solution
+        )
         encoded = all(graph.stage(name).op == "encode_prompt" for name in problem.precomputed)
         reuse_mode = "none" if not problem.precomputed else "encoded" if encoded else "all"
         return replace(
@@ -206,7 +224,10 @@ def plan_graph(
         graph.resolve(inputs)
     hardware, *_ = cards = cards_for(options, cache, to_run=to_run)
     options = with_budget(options, hardware)
-    if downloads := missing_sources(graph):
+    # Which files are needed is known before planning, unless a plan may choose checkpoints.
+    chooses_files = chooses_checkpoints(graph, options)
+    downloads = [] if chooses_files else missing_sources(graph)
+    if downloads or (chooses_files and to_run):
         reuse = "none"
     # Planning compiles nothing; without dynamo the libraries import a second faster.
     if not to_run:
@@ -238,12 +259,22 @@ def plan_graph(
             )
         except GraphrunError as error:
             from graphrun.solve.infeasible import Infeasible
-            from graphrun.solve.suggestions import best_first, setting_suggestions
+            from graphrun.solve.suggestions import (
+                best_first,
+                is_thorough,
+                leading,
+                setting_suggestions,
+            )
 
-            if isinstance(error, Infeasible):  # some suggestions need further dry runs
+            # Other suggestions need further dry runs, which take longer than a plan.
+            if isinstance(error, Infeasible) and (
+                is_thorough() or leading(error.suggestions, error.capacity_bytes) is None
+            ):
                 settings = setting_suggestions(graph, inputs, arguments["allow"], estimate)
                 error.suggestions = best_first((*error.suggestions, *settings))
             raise
+    if chooses_files:
+        downloads = missing_sources(graph, solution)
     graph_plan = replace(
         graph_plan,
         solution=solution,
@@ -370,11 +401,13 @@ def look(
     options: PlanOptions,
     verbose: bool = False,
     output_file: Path | None = None,
+    reuse: str = "none",
 ) -> Look:
     """Return how the screen of ``graph_plan`` is shown, with the command that runs the plan.
 
     The command runs the plan file, which is ``output_file`` if the plan is saved there. Without a
-    plan file, it plans again.
+    plan file, it plans again. It has the options that were given, ``reuse`` included. For a slow
+    plan, the command that plans its best suggestion comes first.
     """
     from graphrun.profile import hardware as estimates
     from graphrun.report.screen import Look
@@ -382,10 +415,14 @@ def look(
 
     problem = graph_plan.solution.problem
     graph, plan_file = graph_plan.graph.until(problem.until), output_file or graph_plan.plan_file
-    arguments = (
-        f"{plan_file} {_allowing(problem)}" if plan_file else f"{graph_plan.source} {options.flags}"
-    )
-    command = f"graphrun run {arguments}".strip()
+    arguments = [f"{graph_plan.source}", options.flags]
+    if plan_file:
+        fixed_names = dict(problem.settings)
+        inputs = [text for text in options.set_ or [] if text.partition("=")[0] not in fixed_names]
+        flags = replace(options, set_=inputs or None).flags_with_plan
+        arguments = [str(plan_file), _allowing(problem), flags]
+    arguments += [f"--reuse {reuse}"] if reuse not in ("none", "encoded") else []
+    command = " ".join(("graphrun run", *filter(None, arguments)))
     missing_inputs = [
         name
         for name, graph_input in graph.inputs.items()
@@ -405,9 +442,53 @@ def look(
             f"a desktop leaves {minimum} to {maximum} GiB free; beyond it Windows spills into "
             "slow RAM"
         )
+    product = product_name(graph.kinds(), dict(problem.settings))
+    suggestion_text, suggestion_command = "", ""
+    if graph_plan.suggestions:
+        from graphrun.report.whatif_screens import options_text, suggestion_sentence
+        from graphrun.solve.suggestions import leading
+
+        capacity_bytes = problem.hardware.capacity_bytes
+        if (suggestion := leading(graph_plan.suggestions, capacity_bytes)) is not None:
+            words = ["plan", str(graph_plan.source), *shlex.split(options.flags)]
+            change = options_text(suggestion, capacity_bytes).split()
+            suggestion_text = suggestion_sentence(suggestion, product)
+            suggestion_command = f"graphrun {merge_options(words, change)}"
+    files = checkpoint_lines(graph, precisions_of(graph_plan.solution))
     return Look(
-        width(), verbose, product_name(graph.kinds(), dict(problem.settings)), next_command, note
+        width(), verbose, product, next_command, note, suggestion_text, suggestion_command, files
     )
+
+
+def chooses_checkpoints(graph: Graph, options: PlanOptions) -> bool:
+    """Return whether a plan of ``graph`` may choose among published checkpoints."""
+    allow = graph.allowed(options.allow or ())
+    return any(
+        checkpoint.format in allow
+        for component in graph.components.values()
+        for checkpoint in component.checkpoints
+    )
+
+
+def precisions_of(solution: Solution) -> dict[str, str]:
+    """Return the precision of each component in the plan ``solution``."""
+    return {
+        component.name: component.variants[0].precision for component in solution.chosen.components
+    }
+
+
+def checkpoint_lines(graph: Graph, precisions: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a line for each component that a plan reads from a published checkpoint.
+
+    ``precisions``: the precision of each component. Bytes are as the checkpoint's page states them.
+    """
+    lines = []
+    for name, precision in precisions.items():
+        if (checkpoint := graph.components[name].checkpoint(precision)) is not None:
+            size = f", {show_size(checkpoint.nbytes)}" if checkpoint.nbytes else ""
+            licence = f"; {checkpoint.license}" if checkpoint.license else ""
+            lines.append(f"{name} in {precision} from {checkpoint.source}{size}{licence}")
+    return tuple(lines)
 
 
 def say(line: str) -> None:

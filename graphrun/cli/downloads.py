@@ -5,7 +5,7 @@ The hub is asked before planning, which takes seconds. The files are downloaded 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from graphrun.cli.terminal import alive
@@ -19,15 +19,17 @@ if TYPE_CHECKING:
 Told = Callable[[str], None] | None
 
 
-def required_downloads(graph: Graph, notify: Told) -> list[Download]:
+def required_downloads(
+    graph: Graph, notify: Told, precisions: Mapping[str, str] | None = None
+) -> list[Download]:
     """Ask the hub for the files that ``graph`` needs to run, and return what is missing here.
 
-    Raises GraphError if a run would fail: a source is missing or may not be read, or the disk is
-    full.
+    ``precisions``: as for `graphrun.modules.needs.find_missing`. Raises GraphError if a run would
+    fail: a source is missing or may not be read, or the disk is full.
     """
     from graphrun.modules.needs import find_missing, look
 
-    if not (needs := find_missing(graph)):
+    if not (needs := find_missing(graph, precisions)):
         return []
     with alive("asking the hub"):
         downloads = look(needs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,9 +16,12 @@ from graphrun.cli.common import (
     load,
     say,
     show,
+    solving,
     write_or_print,
 )
-from graphrun.cli.options import PlanOptions, shared
+from graphrun.cli.fitting import Card, RamOf
+from graphrun.cli.options import NoCache, PlanOptions, shared
+from graphrun.cli.terminal import alive, width
 from graphrun.devices import hardware_for
 from graphrun.errors import GraphrunError, InputError
 from graphrun.graph.shipped import graph_file, graphs_folder, shipped_graphs
@@ -84,11 +87,26 @@ def graph(
 
 
 @app.command("list")
-def list_graphs(as_json: AsJson = False) -> None:
+def list_graphs(
+    card: Card = None,
+    ram: RamOf = "auto",
+    vram: Annotated[
+        str | None,
+        typer.Option(
+            "--vram", help="With --card: the VRAM budget; default: all of it.", show_default=False
+        ),
+    ] = None,
+    no_cache: NoCache = False,
+    as_json: AsJson = False,
+) -> None:
     """List graphrun's own graphs: parameters, the smallest card that runs them, predicted seconds
-    on it, license of the weights."""
+    on it, license of the weights. With --card and --ram: the best format of each on that machine,
+    as in fit."""
     from graphrun.graph.document import read_document, read_json
 
+    if card is not None:
+        _list_fits(card, ram, vram, cache_folder(no_cache), as_json)
+        return
     figures, rows = read_json(graphs_folder() / FIGURES), []
     for name in shipped_graphs():
         data = read_document(graph_file(name)).data
@@ -105,11 +123,34 @@ def list_graphs(as_json: AsJson = False) -> None:
         )
         for row in rows
     ]
-    ram = max((row["ram_gib"] for row in rows if "ram_gib" in row), default=0)
+    ram_gib = max((row["ram_gib"] for row in rows if "ram_gib" in row), default=0)
     screen = (
         table([head, *lines], left_columns=(0, 4)),
-        f" least VRAM: the smallest of 8, 12, 16 and 24 GiB that fits with {ram} GiB of RAM",
+        f" least VRAM: the smallest of 8, 12, 16 and 24 GiB that fits with {ram_gib} GiB of RAM",
         " seconds: of one cold run with both, predicted for an RTX 4090",
         "next: graphrun plan flux-dev",
     )
     show({"graphs": rows}, as_json, "\n".join(screen))
+
+
+def _list_fits(card: str, ram: str, vram: str | None, cache: Path | None, as_json: bool) -> None:
+    """Show the best choice of `graphrun.fitting.fit` for each of graphrun's own graphs."""
+    from graphrun.fitting import fit
+    from graphrun.graph.document import read_document
+    from graphrun.report.fit_screen import fits_screen
+
+    hardware, rows = hardware_for(card, None, cache), list[dict[str, Any]]()
+    for name in shipped_graphs():
+        if "source" not in read_document(graph_file(name)).data or name == "shapes":
+            continue
+        row: dict[str, Any] = {"name": name, "best": None}
+        budget: str | int = vram or hardware.capacity_bytes
+        try:
+            with solving(), alive(f"what fits of {name}"):
+                choices = fit(api.load(name), hardware, budget, ram, cache=cache)
+            row["best"] = choices[0] if choices else None
+        except GraphrunError as error:  # such as code that only the caller may trust
+            row["error"] = str(error)
+        rows.append(row)
+    summary = {"hardware": hardware.name, "basis": hardware.basis, "graphs": rows}
+    show(summary, as_json, fits_screen(summary, width()))

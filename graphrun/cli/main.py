@@ -32,6 +32,7 @@ from graphrun.cli import (  # noqa: F401
     serving,
     graphs,
     importing,
+    fitting,
     interop,
     maintenance,
 )
@@ -116,18 +117,31 @@ def _show_error(error: GraphrunError) -> None:
         say(f"graphrun: {error}")
         return
     from graphrun.report.screen import Look
-    from graphrun.report.whatif_screens import infeasible_json, infeasible_screen, options_text
+    from graphrun.report.whatif_screens import (
+        infeasible_json,
+        infeasible_screen,
+        options_text,
+        suggestion_sentence,
+    )
+    from graphrun.solve.suggestions import leading
 
-    options = next(
-        filter(
-            None,
-            (options_text(suggestion, error.capacity_bytes) for suggestion in error.suggestions),
+    best = leading(error.suggestions, error.capacity_bytes)
+    first = [best] if best is not None else []
+    options, suggestion = next(
+        (
+            (text, suggestion)
+            for suggestion in (*first, *error.suggestions)
+            if (text := options_text(suggestion, error.capacity_bytes))
         ),
-        "",
+        ("", None),
     )
     next_command = (
         f"next: graphrun {merge_options(sys.argv[1:], options.split())}" if options else ""
     )
-    print_coloured(infeasible_screen(error, Look(width(), next_command=next_command)), err=True)
+    sentence = (
+        suggestion_sentence(suggestion, "a run", fits=False) if suggestion is not None else ""
+    )
+    look = Look(width(), next_command=next_command, suggestion=sentence)
+    print_coloured(infeasible_screen(error, look), err=True)
     if "--json" in sys.argv:
         typer.echo(json_text(infeasible_json(error)))

@@ -118,8 +118,8 @@ class PlanOptions:
     allow: Annotated[
         NameList,
         typer.Option(
-            help="What may change the output: precision, int8, nf4, cpu, tiling, split, "
-            "compile. Repeatable.",
+            help="What may change the output: 4bit, 8bit, a format by name (nf4, int8, Q4_K_S), "
+            "precision (all formats), cpu, tiling, split, compile. Repeatable.",
             show_default=False,
         ),
     ] = None
@@ -206,12 +206,19 @@ class PlanOptions:
                 )
         return shlex.join(words)
 
+    @property
+    def flags_with_plan(self) -> str:
+        """The options among `flags` that the command for a saved plan takes too."""
+        return replace(
+            PlanOptions(), **{name: getattr(self, name) for name in _FREE_WITH_PLAN}
+        ).flags
+
     def refuse_for_plan(self, path: Any, *, to_run: bool) -> None:
         """Raise InputError if an option is set that the plan at ``path`` has already fixed.
 
         ``to_run``: --allow may be set, to confirm what the plan may choose.
         """
-        free_names = ("set_", "no_cache", "trust_package", "source", *(["allow"] if to_run else []))
+        free_names = (*_FREE_WITH_PLAN, *(["allow"] if to_run else []))
         fixed_names = [field.name for field in fields(self) if field.name not in free_names]
         if set_names := [name for name in fixed_names if getattr(self, name) != _DEFAULTS[name]]:
             flags = ", ".join(f"--{name}" for name in set_names)
@@ -256,6 +263,8 @@ def pair(option: str, text: str, *, may_be_empty: bool = False) -> tuple[str, st
     return name.strip(), value
 
 
+# options that a saved plan does not fix
+_FREE_WITH_PLAN = ("set_", "no_cache", "trust_package", "source")
 _DEFAULTS = {field.name: field.default for field in fields(PlanOptions)}
 _OPTIONS = [
     inspect.Parameter(

@@ -5,8 +5,10 @@ None of them runs a graph.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -40,6 +42,9 @@ from graphrun.reading import read_json
 from graphrun.report import plan_files as planfile
 from graphrun.units import parse_size, show_size, typed_size
 
+if TYPE_CHECKING:
+    from graphrun.graph.graph import Graph
+
 
 @app.command()
 @shared()
@@ -55,6 +60,16 @@ def plan(
     cluster: ClusterFile = None,
     objective: ObjectiveOption = None,
     items: ItemsOption = None,
+    explanation: Annotated[
+        str | None,
+        typer.Option(
+            "--explain",
+            metavar="more",
+            help="more: where a plan is slow or none fits, search for all suggestions, which "
+            "takes longer.",
+            show_default=False,
+        ),
+    ] = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
@@ -73,12 +88,20 @@ def plan(
     from graphrun.report.screen import plan_screen, proof
     from graphrun.report.summary import summarize
 
+    if explanation not in (None, "more"):
+        raise InputError(f"--explain {explanation!r} is not known; it is more")
     limits = FailLimits(fail_over, fail_peak)
-    graph_plan = plan_graph(open_graph(graph, options), options, parse_reuse(reuse), advise=True)
+    graph_plan = plan_graph(
+        open_graph(graph, options),
+        options,
+        parse_reuse(reuse),
+        advise=True,
+        thorough=explanation is not None,
+    )
     summary = summarize(graph_plan.solution, graph_plan.solve_seconds)
     if output_file is not None:
         planfile.save(output_file, graph_plan.source, graph_plan.solution, summary)
-    style = look(graph_plan, options, verbose, output_file)
+    style = look(graph_plan, options, verbose, output_file, reuse)
     screen = plan_screen(graph_plan.solution, graph_plan.solve_seconds, style)
     suggestions = list[Any]()
     if graph_plan.suggestions:
@@ -143,6 +166,7 @@ def explain(
 
 @app.command()
 @shared(
+    "ram",
     "memory",
     "hardware",
     "device",
@@ -192,8 +216,9 @@ def estimate(
     as_json: AsJson = False,
 ) -> None:
     """Show what a graph needs, without a budget: weights, activations, values, FLOPs, seconds; and
-    what diffusers' own offloading takes (--mode; --pinned 0: from pageable memory; --keep: what is
-    not offloaded). Needs no weights and no GPU."""
+    what diffusers' own offloading takes (--mode; --ram: what does not fit is read from disk again;
+    --pinned 0: from pageable memory; --keep: what is not offloaded). Needs no weights and no
+    GPU."""
     from graphrun.report.estimate_screen import estimate_screen
     from graphrun.report.screen import Look
 
@@ -204,6 +229,7 @@ def estimate(
             pipeline_graph,
             hardware=hardware,
             memory=options.memory,
+            ram=options.ram,
             inputs=options.inputs,
             mode=mode,
             precision=precision or (),
@@ -215,11 +241,48 @@ def estimate(
             or parse_size(options.pinned, name="pinned", minimum=0) > 0,
             cache=cache,
         )
-    next_command = f"next: graphrun plan {graph} {options.flags}".rstrip() + (
+    next_options = _plan_options(pipeline_graph, options, precision, batch, option, cpu)
+    next_command = f"next: graphrun plan {graph} {next_options.flags}".rstrip() + (
         " --vram 8M" if hardware.device == "sim" else ""
     )
     show(
         survey, as_json, estimate_screen(survey, Look(width(), verbose, next_command=next_command))
+    )
+
+
+def _plan_options(
+    graph: Graph,
+    options: PlanOptions,
+    precisions: Sequence[str] | None,
+    batch: int | None,
+    stage_options: Sequence[str] | None,
+    cpu: Sequence[str] | None,
+) -> PlanOptions:
+    """Return ``options`` of ``estimate`` with its other options as ``plan`` takes them.
+
+    A precision that the graph lists, a stage option and the CPU become what is allowed; the number
+    of pictures becomes an input; a dtype for all components becomes ``--dtype``.
+    """
+    from graphrun.profile.asked import DTYPES, pictures_input
+
+    sets, allow, dtype = list(options.set_ or []), list(options.allow or []), options.dtype
+    if batch is not None:
+        sets.append(f"{pictures_input(graph)}={batch}")
+    valid_names = graph.permissions
+    for text in precisions or ():
+        component, _, name = text.rpartition("=")
+        if name in valid_names:
+            allow.append(name)
+        elif name in DTYPES and not component:
+            dtype = DTYPES[name]
+    stages = {stage.name: stage for stage in graph.stages}
+    for text in stage_options or ():
+        stage, _, name = text.partition("=")
+        if (needs := stages[stage].permission(name)) is not None and needs:
+            allow.append(needs)
+    allow += ["cpu"] if cpu else []
+    return replace(
+        options, set_=sets or None, allow=list(dict.fromkeys(allow)) or None, dtype=dtype
     )
 
 

@@ -35,6 +35,7 @@ from graphrun.cli.placing import ClusterFile, ObjectiveOption
 from graphrun.cli.running import files_for, save, stop_on_interrupt
 from graphrun.cli.terminal import print_coloured
 from graphrun.errors import InputError, Interrupted
+from graphrun.graph.precisions import GGUF_MIXES
 from graphrun.memory_group import MemoryGroup
 from graphrun.report import plan_files as planfile
 from graphrun.trace import Trace
@@ -208,6 +209,21 @@ def run(
         )
         sys.stdout.flush()  # before the progress on stderr
     download_all(graph_plan.downloads, notify)
+    while pipeline_graph is not None and _is_expected(graph_plan):
+        # Only the header of a GGUF file tells the type of each tensor: plan for what is in it.
+        graph_plan = plan_graph(
+            replace(graph_plan, solution=None, downloads=[]),
+            options,
+            reuse_mode,
+            to_run=True,
+            random_weights=random_weights,
+            notify=notify,
+        )
+        download_all(graph_plan.downloads, notify)
+        solution = graph_plan.solution
+        if notify is not None:
+            print_coloured(style.first(plan_verdict(solution, style.product)))
+            sys.stdout.flush()
     progress = Progress(solution.plan, solution.simulation, notify)
     try:
         with progress, stop_on_interrupt(notify) as stop:
@@ -259,6 +275,15 @@ def run(
     show(summary, as_json, screen)
     if trace.overruns:
         raise typer.Exit(4)
+
+
+def _is_expected(graph_plan: Planned) -> bool:
+    """Return whether the plan has a published GGUF file that was not here when it was made, so that
+    its bytes are expected from the graph and not read from its header."""
+    return bool(graph_plan.downloads) and any(
+        component.variants[0].precision in GGUF_MIXES
+        for component in graph_plan.solution.chosen.components
+    )
 
 
 def _save_trace(

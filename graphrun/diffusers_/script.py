@@ -19,6 +19,7 @@ from typing import Any
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
 from graphrun.graph.parts import Component, Part, Reference
+from graphrun.graph.precisions import is_gguf
 from graphrun.model.plan import Evict, Stream, blocks_text
 from graphrun.model.problem import Variant
 from graphrun.model.solution import Solution
@@ -239,7 +240,7 @@ class _Script:
             )
             bits_arguments = "load_in_8bit=True" if precision == "int8" else four_bit_arguments
             options.append(f"quantization_config={kind}.BitsAndBytesConfig({bits_arguments})")
-        if precision == "gguf":
+        if is_gguf(precision):
             options.append(
                 f"quantization_config=diffusers.GGUFQuantizationConfig(compute_dtype=torch.{dtype})"
             )

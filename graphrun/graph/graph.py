@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from graphrun.errors import InputError
 from graphrun.graph import media
 from graphrun.graph.parts import Component, Directives, Part, Pipeline, Reference, Stage
+from graphrun.graph.precisions import CLASSES
 from graphrun.graph.values import Input, did_you_mean, fit, strings
 from graphrun.reading import open_regular
 
@@ -264,12 +265,10 @@ class Graph:
         reserve = directives.reserve_bytes if reserve_bytes is None else reserve_bytes
         return replace(self, directives=Directives(keep_names, excluded, reserve, pinned))
 
-    def allowed(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return ``names`` of allowed changes of the output, sorted.
-
-        ``precision`` stands for every further precision that the graph lists. Raises InputError for
-        a name that means nothing in this graph.
-        """
+    @property
+    def permissions(self) -> tuple[str, ...]:
+        """The changes of the output that a caller may allow in this graph, sorted: precisions,
+        options of stages, ``compile`` and ``cpu``."""
         precisions = {
             precision
             for component in self.components.values()
@@ -283,18 +282,34 @@ class Graph:
             if any(component.compile for component in self.components.values())
             else set[str]()
         )
-        valid_names = sorted({*precisions, *options, *compiled, "cpu"})
+        return tuple(sorted({*precisions, *options, *compiled, "cpu"}))
+
+    def allowed(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return ``names`` of allowed changes of the output, sorted.
+
+        ``precision`` stands for every further precision that the graph lists, ``4bit`` to ``8bit``
+        for those of about so many bits. Raises InputError for a name that means nothing in this
+        graph.
+        """
+        precisions = {
+            precision
+            for component in self.components.values()
+            for precision in component.precision[1:]
+        }
+        valid_names = self.permissions
+        classes = {
+            name: members
+            for name, formats in CLASSES.items()
+            if (members := precisions.intersection(formats))
+        } | {"precision": precisions}
         requests = [name.strip() for text in strings(names) for name in text.split(",")]
-        if unknown := [
-            name for name in requests if name not in valid_names and name != "precision"
-        ]:
+        if unknown := [name for name in requests if name not in (*valid_names, *classes)]:
             raise InputError(
                 f"allow {', '.join(unknown)}: this graph knows "
-                f"{', '.join((*valid_names, 'precision'))}"
+                f"{', '.join((*valid_names, *classes))}"
             )
-        return tuple(
-            sorted({*requests, *(precisions if "precision" in requests else ())} - {"precision"})
-        )
+        members = {member for name in requests for member in classes.get(name, {name})}
+        return tuple(sorted(members))
 
     def until(self, name: str | None) -> Graph:
         """Return the graph that ends with the stage ``name``; without a name, the graph itself.
@@ -477,7 +492,7 @@ class Graph:
             self,
             source=None,
             components={
-                name: replace(component, source=None, gguf="")
+                name: replace(component.without_checkpoints(), source=None, gguf="")
                 for name, component in self.components.items()
             },
             parts={
@@ -491,8 +506,8 @@ class Graph:
         """First 16 hexadecimal digits of SHA-256 over everything that sizes and times depend on.
 
         Included: classes, configurations, dtypes, stages and arguments. Not included: paths,
-        comments, key order, seeds, sources of weights, and directives, which are part of the
-        problem.
+        comments, key order, seeds, sources of weights with published checkpoints, and directives,
+        which are part of the problem.
         """
         content = {
             "pipeline": [self.pipeline, self.pipeline_config],
@@ -518,7 +533,7 @@ class Graph:
                     c.class_path,
                     c.config if c.has_config else c.source,
                     c.dtype,
-                    *c.precision,
+                    *c.without_checkpoints().precision,
                     *([c.backing_store] if c.backing_store else []),
                     *([c.compile] if c.compile else []),
                     *(_header_digest(Path(adapter.file)) for adapter in c.ip_adapters),

@@ -24,7 +24,8 @@ from graphrun.graph.document import Location, read_document, read_json
 from graphrun.graph.graph import Graph
 from graphrun.graph.media import AN
 from graphrun.graph.ops import operation
-from graphrun.graph.parts import Adapter, Component, Directives, Part, Pipeline
+from graphrun.graph.parts import Adapter, Checkpoint, Component, Directives, Part, Pipeline
+from graphrun.graph.precisions import is_gguf
 from graphrun.graph.schema import ComponentSpec, InputSpec, IpAdapterSpec, LoraSpec, PartSpec
 from graphrun.graph.shape import graph_spec_of
 from graphrun.graph.shipped import graph_file
@@ -75,6 +76,10 @@ def load(
         )
         document.data.pop("revision", None)
         document.data["source"] = graph_source
+        # Published checkpoints are those of the graph's own weights.
+        for entry in (document.data.get("components") or {}).values():
+            if isinstance(entry, dict):
+                entry.pop("checkpoints", None)
     spec = graph_spec_of(document)
     graph = _GraphReader(document, spec, tuple(sorted(set(strings(trust))))).read()
     document.raise_if_any()
@@ -302,6 +307,8 @@ class _GraphReader(StageReader):
             self.add(
                 location, f"no config, and no {source}/config.json; give config: or another source:"
             )
+        checkpoints = self._checkpoints(location, spec)
+        formats = (checkpoint.format for checkpoint in checkpoints)
         return Component(
             name=name,
             class_path=spec.class_path,
@@ -309,7 +316,8 @@ class _GraphReader(StageReader):
             config=config or {},
             has_config=config is not None,
             dtype=spec.dtype,
-            precision=tuple(spec.precision or (spec.dtype,)),
+            precision=tuple(dict.fromkeys((*(spec.precision or (spec.dtype,)), *formats))),
+            checkpoints=checkpoints,
             seed=spec.seed,
             backing_store=tuple(spec.backing_store or ()),
             loras=self._adapters((*location, "loras"), spec.loras),
@@ -319,6 +327,26 @@ class _GraphReader(StageReader):
             gguf=self._gguf(location, spec),
             file_line=self.document.file_line(location),
         )
+
+    def _checkpoints(self, location: Location, spec: ComponentSpec) -> tuple[Checkpoint, ...]:
+        """Return the published checkpoints of a component; none with LoRAs.
+
+        A LoRA is fused into the weights of the source, which are then quantized.
+        """
+        checkpoints = []
+        for name, item in spec.checkpoints.items():
+            place = (*location, "checkpoints", name)
+            source = self._source((*place, "source"), item.source, item.revision)
+            if is_gguf(name) != source.endswith(".gguf"):
+                self.add(
+                    (*place, "source"),
+                    f"{item.source} is {'no' if is_gguf(name) else 'a'} GGUF file, and the format "
+                    f"is {name}",
+                )
+            checkpoints.append(
+                Checkpoint(name, source, item.bytes or 0, tuple(item.plain), item.license or "")
+            )
+        return () if spec.loras else tuple(checkpoints)
 
     def _gguf(self, location: Location, spec: ComponentSpec) -> str:
         """Return the GGUF file of a component, whose header planning reads; "" if there is none."""

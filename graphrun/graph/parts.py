@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from graphrun.graph.ops import Operation, operation
+from graphrun.graph.precisions import is_gguf
 from graphrun.limits import require
 
 if TYPE_CHECKING:
@@ -42,13 +43,30 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A published checkpoint of a component in a quantized format.
+
+    ``format``: a precision. ``source``: as for a `Component`. ``nbytes``: of its files, as its page
+    states them; 0: not stated. ``plain``: the modules that a GGUF file keeps in 16 bits or more, as
+    planned until the file is here. ``license``: of the checkpoint, with its page.
+    """
+
+    format: str
+    source: str
+    nbytes: int = 0
+    plain: tuple[str, ...] = ()
+    license: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Component:
     """A module with weights.
 
     ``source``: the folder, safetensors file or hub path (``owner/repo@revision/subfolder``) of this
     component; None: random weights made from ``seed``. ``variant``: which of a folder's files are
-    read (``fp16``). ``gguf``: the file for precision gguf. ``loras``: fused into the weights of
-    ``source`` or ``gguf``. ``config``: the configuration of the class if ``has_config``; ``{}``
+    read (``fp16``). ``gguf``: the file for precision gguf. ``checkpoints``: published ones, whose
+    formats are among ``precision``. ``loras``: fused into the weights of ``source`` or ``gguf``.
+    ``config``: the configuration of the class if ``has_config``; ``{}``
     means the constructor's defaults. ``precision``: the default first; the others must be allowed.
     ``backing_store``: the kinds of memory that may hold the master copy; empty: any. ``compile``:
     ``blocks`` asks for compiled blocks. ``file_line``: ``file:line`` of the component, for errors.
@@ -66,6 +84,7 @@ class Component:
     loras: tuple[Adapter, ...] = ()
     variant: str = ""
     gguf: str = ""
+    checkpoints: tuple[Checkpoint, ...] = ()
     ip_adapters: tuple[Adapter, ...] = ()
     compile: str = ""
     file_line: str = field(default="", compare=False)
@@ -77,7 +96,24 @@ class Component:
 
     def source_in(self, precision: str) -> str | None:
         """Return the source of the weights in ``precision``; None for random weights."""
+        if (checkpoint := self.checkpoint(precision)) is not None:
+            return checkpoint.source
         return self.gguf or None if precision == "gguf" else self.source
+
+    def checkpoint(self, precision: str) -> Checkpoint | None:
+        """Return the published checkpoint in ``precision``, if there is one."""
+        return next((item for item in self.checkpoints if item.format == precision), None)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """All sources of weights: the component's own, its GGUF file, its published checkpoints."""
+        texts = (self.source, self.gguf, *(item.source for item in self.checkpoints))
+        return tuple(text for text in texts if text)
+
+    def without_checkpoints(self) -> Component:
+        """Return the component without published checkpoints and what only they have."""
+        names = tuple(name for name in self.precision if name == "gguf" or not is_gguf(name))
+        return replace(self, checkpoints=(), precision=names)
 
     def permission(self, precision: str, device: str = "device") -> str | None:
         """Return what a caller must allow before a plan may use ``precision`` on ``device``.

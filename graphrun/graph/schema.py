@@ -39,6 +39,21 @@ Text = Annotated[str, StringConstraints(min_length=1, pattern=_TEXT)]
 Scalar = str | bool | int | float
 Dtype = Literal["bfloat16", "float16", "float32"]
 Precision = Literal["bfloat16", "float16", "float32", "fp8", "int8", "nf4", "gguf"]
+Format = Literal[
+    "fp8",
+    "int8",
+    "nf4",
+    "Q4_0",
+    "Q4_1",
+    "Q4_K_S",
+    "Q4_K_M",
+    "Q5_0",
+    "Q5_1",
+    "Q5_K_S",
+    "Q5_K_M",
+    "Q6_K",
+    "Q8_0",
+]
 BackingStoreField = Literal["pinned", "pageable", "disk"]
 StageChoiceField = Literal["tiling", "slicing", "tiling+slicing", "split"]
 Config = Annotated[
@@ -150,6 +165,27 @@ class IpAdapterSpec(Spec):
     scale: float = Field(default=1.0, description="The weight of the image prompts.")
 
 
+class CheckpointSpec(Spec):
+    """A published checkpoint of a component, in a quantized format."""
+
+    source: Text = Field(
+        description="A folder of a repository (owner/name/folder), or a file in one "
+        "(owner/name/file.gguf)."
+    )
+    revision: Revision = None
+    bytes: int | None = Field(
+        default=None, gt=0, description="Bytes of its files, as its page states them."
+    )
+    plain: list[Text] = Field(
+        default_factory=list,
+        description="Modules that the file keeps in 16 bits or more; a plan assumes so until the "
+        "file is on this machine.",
+    )
+    license: Text | None = Field(
+        default=None, description="The checkpoint's licence, with the address of its page."
+    )
+
+
 class ComponentSpec(Spec):
     """A module with weights. ``source`` is its own folder; the graph's is a pipeline's."""
 
@@ -165,6 +201,11 @@ class ComponentSpec(Spec):
         description=(
             "The GGUF file that precision gguf is read from: a path, or owner/name/file.gguf."
         ),
+    )
+    checkpoints: dict[Format, CheckpointSpec] = Field(
+        default_factory=dict,
+        description="Published checkpoints by format, each of which a plan may choose with --allow "
+        "FORMAT, 4bit or 8bit.",
     )
     dtype: Dtype = Field(
         description="The dtype of the weights for the pipeline's code; files in another dtype are "

@@ -32,6 +32,7 @@ from graphrun.errors import GraphError, GraphrunError
 from graphrun.graph.document import read_json
 from graphrun.graph.graph import Graph
 from graphrun.graph.parts import Component, Part
+from graphrun.graph.precisions import QUANTIZED, is_gguf
 from graphrun.graph.values import did_you_mean
 from graphrun.limits import require
 from graphrun.modules.adapters import adapter_tensors, add_ip_adapters
@@ -49,7 +50,6 @@ from graphrun.modules.contents import (
     scale_name,
 )
 from graphrun.modules.lora import deltas_of
-from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.quantize import quantizable_layers
 from graphrun.modules.source_files import (
     OF_COMPONENT,
@@ -298,7 +298,8 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
     source: Source = RandomSource(module, f"{component.seed}/{component.name}")
     content = Content(Path(), {})
     if (location := component.source_in(precision)) is not None:
-        place = find_folder(location, OF_COMPONENT, component.file_line, component.variant)
+        variant = component.variant if component.checkpoint(precision) is None else ""
+        place = find_folder(location, OF_COMPONENT, component.file_line, variant)
         content = content_of(component, module, place, precision)
         state = module.state_dict(keep_vars=True)
         source_names |= state
@@ -310,6 +311,12 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
         ):
             refuse_missing(content, required_names, component)
             source_names |= dict.fromkeys(map(scale_name, content.scales))
+            if component.loras and content.packed and precision in as_stored(content, ()):
+                raise refusal(
+                    component,
+                    f"a LoRA cannot be fused into weights that are in {precision} in {place}: take "
+                    "another source, or leave loras: out",
+                )
             source = FileSource(read_as(content, module, precision, dtype))
         else:
             expected_shapes = {
@@ -319,9 +326,11 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
                 Content(place, {}),
                 LoadedSource(partial(_load_folder, kind, component, place, expected_shapes)),
             )
-    elif precision == "gguf":
-        raise refusal(component, "gguf has no random weights: add gguf: with the path of a file")
-    if component.loras and precision in ("gguf", "fp8"):
+    elif is_gguf(precision):
+        raise refusal(
+            component, f"{precision} has no random weights: add gguf: with the path of a file"
+        )
+    if component.loras and (is_gguf(precision) or precision == "fp8"):
         raise refusal(
             component,
             f"a LoRA cannot be fused into weights in {precision}: take another precision, or "

@@ -7,6 +7,8 @@ headers only.
                                                                      checked
     fp8 with scales             weight and scale stay separate in precision fp8; otherwise the
                                 weight is their product
+    nf4 and int8                weights that bitsandbytes quantized stay so in that precision;
+                                otherwise the weight is dequantized when it is read
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ from torch import nn
 
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.parts import Component
+from graphrun.graph.precisions import GGUF_MIXES, QUANTIZED, is_gguf
+from graphrun.modules.bitsandbytes_files import PackedWeight, field_name, packed_weights
 from graphrun.modules.classes import refusal
 from graphrun.modules.conversions import Derivation, Piece, SymbolicTensors, converted
 from graphrun.modules.gguf import dequantized, gguf_tensors, shape_of
-from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.quantize import convert, quantizable_layers
 from graphrun.modules.source_files import Stored, stored_tensors
 
@@ -41,13 +44,15 @@ class Content:
     """The tensors in a component's files, for its module.
 
     ``pieces``: by the module's names; a tied tensor is under each of its names. ``scales``: of fp8
-    weights, [out 1], by the weight's name. ``tensors``: all tensors in the files.
+    weights, [out 1], by the weight's name. ``packed``: weights that bitsandbytes quantized, by the
+    weight's name; ``pieces`` has them as numbers. ``tensors``: all tensors in the files.
     """
 
     place: Path
     pieces: Mapping[str, Piece]
     tensors: tuple[Stored, ...] = ()
     scales: Mapping[str, Piece] = field(default_factory=dict)
+    packed: Mapping[str, PackedWeight] = field(default_factory=dict)
 
     @property
     def quantized(self) -> bool:
@@ -78,9 +83,10 @@ def tensors_in(place: Path, component: Component, precision: str) -> tuple[Store
 
     Raises GraphError for a broken file.
     """
-    if precision == "gguf":
+    if is_gguf(precision):
         return gguf_tensors(place, component.file_line)
-    return stored_tensors(place, component.file_line, component.variant)
+    variant = component.variant if component.checkpoint(precision) is None else ""
+    return stored_tensors(place, component.file_line, variant)
 
 
 def content_of(component: Component, module: nn.Module, place: Path, precision: str) -> Content:
@@ -97,6 +103,13 @@ def content_of(component: Component, module: nn.Module, place: Path, precision: 
             component, f"{place} stores {odd.name} as {odd.dtype}, which torch cannot compute with"
         )
     by_name = {tensor.name: tensor for tensor in file_tensors}
+    try:
+        packed = packed_weights(by_name)
+    except (ValueError, KeyError, TypeError, OSError, InputError) as error:
+        problem = f"{place} has a quantized weight that cannot be read: {error}"
+        raise refusal(component, problem) from error
+    for name in {name for weight in packed.values() for name in weight.names}:
+        del by_name[name]
     scaled = _scales(by_name, place, component)
     symbols = SymbolicTensors(
         {name: tensor for name, tensor in by_name.items() if not name.endswith(_IGNORED_SUFFIXES)}
@@ -115,11 +128,14 @@ def content_of(component: Component, module: nn.Module, place: Path, precision: 
                 dtype = getattr(torch, component.dtype)
                 tensors[name] = tensors[name].to(dtype) * row.to(dtype)
     module_tensors = _by_module_name(module, symbols, tensors, place, component)
-    content = Content(
-        place,
-        {name: symbols.piece(name, tensor) for name, tensor in module_tensors.items()},
-        file_tensors,
-    )
+    pieces = {name: symbols.piece(name, tensor) for name, tensor in module_tensors.items()}
+    module_packed = {
+        name: packed[file_name]
+        for name in module.state_dict(keep_vars=True)
+        if (file_name := name_in_file(name, module, packed)) in packed
+    }
+    pieces |= {name: weight.plain(name, component.dtype) for name, weight in module_packed.items()}
+    content = Content(place, pieces, file_tensors, packed=module_packed)
     shapes = {
         name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()
     }
@@ -146,12 +162,15 @@ def content_of(component: Component, module: nn.Module, place: Path, precision: 
 
 
 def as_stored(content: Content, weights: Collection[str]) -> tuple[str, ...]:
-    """Return the precisions in which the files already store ``weights``: gguf, fp8 or none.
+    """Return the precisions in which the files already store ``weights``: gguf with the mixes of
+    GGUF files, nf4, int8, fp8 or none.
 
     Weights in these precisions need no quantization.
     """
     if content.quantized:
-        return ("gguf",)
+        return ("gguf", *GGUF_MIXES)
+    if content.packed:
+        return tuple({weight.precision: None for weight in content.packed.values()})
     pieces = [content.pieces.get(name) for name in weights]
     return (
         ("fp8",)
@@ -167,7 +186,8 @@ def replace_layers(module: nn.Module, precision: str, dtype: torch.dtype, conten
         for name, piece in content.pieces.items()
         if (kind := content.kind(name))
     }
-    convert(module, precision, dtype, rows, content.scales)
+    packed = content.packed if precision in as_stored(content, ()) and content.packed else None
+    convert(module, precision, dtype, rows, content.scales, packed)
 
 
 def read_as(
@@ -184,9 +204,12 @@ def read_as(
         else set()
     )
     pieces = {
-        name: piece if precision == "gguf" and name in layers else content.plain(name)
+        name: piece if is_gguf(precision) and name in layers else content.plain(name)
         for name, piece in content.pieces.items()
     }
+    for name, weight in content.packed.items():
+        if name in layers and weight.precision == precision:
+            pieces |= {field_name(name, key): piece for key, piece in weight.fields.items()}
     for name, scale in content.scales.items():
         if name in layers:
             pieces[scale_name(name)] = scale

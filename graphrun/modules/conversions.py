@@ -171,7 +171,6 @@ def _conversion(
 ) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None:
     import diffusers
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
-    from diffusers.loaders.single_file_utils import convert_sd3_t5_checkpoint_to_diffusers
 
     model: Any = module
     for name, functions in SINGLE_FILE_LOADABLE_CLASSES.items():
@@ -179,10 +178,42 @@ def _conversion(
             return lambda checkpoint: functions["checkpoint_mapping_fn"](
                 config=dict(model.config), checkpoint=checkpoint
             )
+    model_type = getattr(getattr(model, "config", None), "model_type", "")
+    if (architecture := _LLAMA_CPP.get(model_type)) is not None:
+        return lambda checkpoint: _text_encoder(module, checkpoint, architecture)
     kinds = {kind.__name__ for kind in type(module).__mro__}
     if kinds & {"CLIPTextModel", "CLIPTextModelWithProjection"}:
         return lambda checkpoint: _clip(module, checkpoint)
-    return convert_sd3_t5_checkpoint_to_diffusers if "T5EncoderModel" in kinds else None
+    return None
+
+
+# transformers' model type -> architecture of llama.cpp (gguf's MODEL_ARCH_NAMES) whose tensors are
+# those of transformers under other names. Llama's are not: its queries and keys are permuted.
+_LLAMA_CPP = {"t5": "t5encoder", "umt5": "t5encoder", "qwen2": "qwen2", "qwen3": "qwen3"}
+
+
+def _text_encoder(
+    module: Any, checkpoint: dict[str, torch.Tensor], architecture: str
+) -> dict[str, torch.Tensor]:
+    """Return the text encoder in ``checkpoint``: a GGUF file of llama.cpp, or T5 in a file of SD3.
+
+    The names of ``architecture`` are those of the package gguf.
+    """
+    from diffusers.loaders.single_file_utils import convert_sd3_t5_checkpoint_to_diffusers
+
+    if not any(name.startswith(("blk.", "enc.blk.")) for name in checkpoint):
+        return dict(convert_sd3_t5_checkpoint_to_diffusers(checkpoint))
+    import gguf
+
+    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, module.config.num_hidden_layers)
+    tensors = {}
+    for name in module.state_dict():
+        path, _, suffix = name.rpartition(".")
+        original = names.get_name(path) or names.get_name(f"model.{path}")
+        if original is not None and (tensor := checkpoint.get(f"{original}.{suffix}")) is not None:
+            tensors[name] = tensor
+    return tensors
 
 
 def _clip(module: Any, checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

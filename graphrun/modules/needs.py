@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -53,22 +53,20 @@ class Download:
     needs: tuple[Need, ...]
 
 
-def find_missing(graph: Graph) -> list[Need]:
+def find_missing(graph: Graph, precisions: Mapping[str, str] | None = None) -> list[Need]:
     """Return the needs that the hub's cache does not meet, without using the network.
 
+    ``precisions``: the precision in which a plan has each component; by default the first one.
     Raises GraphError for a folder or file that does not exist.
     """
     component_names = {name for stage in graph.stages for name in stage.uses}
-    sources = [
-        (component, component.source_in(component.precision[0]))
-        for name, component in graph.components.items()
-        if name in component_names
-    ]
-    needs = [
-        Need(source, component.file_line, OF_COMPONENT, component.variant)
-        for component, source in sources
-        if source is not None
-    ]
+    needs = []
+    for name, component in graph.components.items():
+        precision = (precisions or {}).get(name, component.precision[0])
+        source = component.source_in(precision)
+        if name in component_names and source is not None:
+            variant = component.variant if component.checkpoint(precision) is None else ""
+            needs.append(Need(source, component.file_line, OF_COMPONENT, variant))
     needs += [
         Need(part.source, part.file_line)
         for part in graph.parts.values()

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphrun.graph.precisions import is_gguf
 from graphrun.modules.gguf import dequantized
 from graphrun.modules.trees import modules_below, named_modules_below
 
@@ -61,19 +62,24 @@ def convert(
     dtype: torch.dtype,
     rows: Mapping[str, tuple[str, int]] = MappingProxyType({}),
     scaled: Collection[str] = (),
+    packed: Collection[str] | None = None,
 ) -> None:
     """Replace `quantizable_layers` by layers of ``precision``, on meta in final shapes.
 
     ``rows``: for gguf, the type and bytes per row of each weight that is quantized in the file;
-    other layers stay. ``scaled``: for fp8, the weights that have a scale. Biases stay as they are.
+    other layers stay. ``scaled``: for fp8, the weights that have a scale. ``packed``: for int8 and
+    nf4, the weights that are quantized in the files; None: all are quantized when they are read.
+    Biases stay as they are.
     """
     for path, layer in quantizable_layers(module, dtype).items():
         name = f"{path}.weight"
-        if precision == "gguf" and name not in rows:
+        if is_gguf(precision) and name not in rows:
+            continue
+        if packed is not None and name not in packed:
             continue
         new = (
             gguf_linear(layer, dtype, *rows[name])
-            if precision == "gguf"
+            if is_gguf(precision)
             else _layer(layer, precision, dtype)
         )
         if name in scaled:

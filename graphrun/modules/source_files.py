@@ -457,8 +457,8 @@ def commits_of(components: Iterable[Component]) -> tuple[tuple[str, str], ...]:
     """
     commits = {}
     for component in components:
-        for source in (component.source, component.gguf):
-            if source and (commit := commit_of(source)):
+        for source in component.sources:
+            if commit := commit_of(source):
                 repository, revision, _ = split_source(source)
                 commits[
                     f"{repository}@{revision.replace('/', '%2F')}" if revision else repository

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from graphrun.errors import InputError
+from graphrun.modules.bitsandbytes_files import field_name
 from graphrun.modules.blocks import BlockLayout, TensorEntry
 from graphrun.modules.conversions import Piece
 from graphrun.modules.lora import Delta
@@ -294,6 +295,8 @@ class Writer:
     def stored(self, entry: TensorEntry) -> Stored | None:
         """Return the tensor of a file that has the bytes of ``entry`` unchanged, if any."""
         name = entry.names[0]
+        if entry.field and name not in self.shapes:
+            return self.source.stored(field_name(name, entry.field), entry.tensor.dtype)
         if entry.field or name in self.buffers or name in self.adapters or self.deltas.get(name):
             return None
         return self.source.stored(name, entry.tensor.dtype)
@@ -318,6 +321,9 @@ class Writer:
             name = entry.names[0]
             if not entry.field:
                 read_bytes += self.read_into(name, view)
+                continue
+            if name not in self.shapes:  # quantized in the files
+                read_bytes += self.source.read_into(field_name(name, entry.field), view)
                 continue
             if name not in fields:
                 shape, dtype = self.shapes[name]

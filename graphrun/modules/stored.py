@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import nn
 
 from graphrun.graph.parts import Component
+from graphrun.graph.precisions import is_gguf
 from graphrun.modules.classes import refusal
 from graphrun.modules.contents import content_of, refuse_missing
 from graphrun.modules.source_files import has_weights, local_place
@@ -36,10 +37,11 @@ class Holding:
 def local_weights(component: Component, precision: str) -> Path | None:
     """Return the local path of ``component``'s weights in ``precision``, or None.
 
-    Raises GraphError for a GGUF file that is not local, because only its header has the tensor
-    sizes.
+    Raises GraphError if the file under ``gguf:`` is not local, because only its header has the
+    tensor sizes.
     """
     source = component.source_in(precision)
+    variant = component.variant if component.checkpoint(precision) is None else ""
     place = local_place(source) if source is not None else None
     if place is None and precision == "gguf":
         text = (
@@ -48,9 +50,7 @@ def local_weights(component: Component, precision: str) -> Path | None:
         )
         raise refusal(component, text)
     return (
-        place
-        if place is not None and (precision == "gguf" or has_weights(place, component.variant))
-        else None
+        place if place is not None and (is_gguf(precision) or has_weights(place, variant)) else None
     )
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
 from graphrun.graph.parts import Reference
+from graphrun.graph.precisions import GGUF_MIXES, QUANTIZED
 from graphrun.graph.values import did_you_mean, strings
-from graphrun.modules.precisions import QUANTIZED
 
 DTYPES = {
     "bf16": "bfloat16",
@@ -40,7 +40,8 @@ def with_precisions(graph: Graph, texts: Iterable[str]) -> tuple[Graph, dict[str
     for text in strings(texts):
         component_name, _, precision_name = text.rpartition("=")
         precision = DTYPES.get(precision_name, precision_name)
-        choices = [*DTYPES, *QUANTIZED, *FORMATS]
+        formats_of_files = [name for name in QUANTIZED if name not in GGUF_MIXES]
+        choices = [*DTYPES, *formats_of_files, *FORMATS]
         if precision_name not in choices:
             raise InputError(
                 f"precision {precision_name!r} is not "

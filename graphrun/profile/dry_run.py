@@ -22,9 +22,11 @@ from torch import nn
 from graphrun.errors import GraphrunError
 from graphrun.graph.graph import Graph
 from graphrun.graph.parts import Component
+from graphrun.graph.precisions import GGUF_BLOCKS, GGUF_MIXES, QUANTIZED, is_gguf
 from graphrun.host_ram import host_ram_bytes
 from graphrun.limits import require
 from graphrun.model.allocator import ROUND_BYTES
+from graphrun.model.problem import BlockGroup
 from graphrun.modules.blocks import BlockLayout, with_weights_of
 from graphrun.modules.build import (
     build,
@@ -38,7 +40,7 @@ from graphrun.modules.contents import as_stored
 from graphrun.modules.dtype_variants import DtypeVariants
 from graphrun.modules.interceptor import CallInterceptor
 from graphrun.modules.memos import DIFFUSERS_HOOKS, forget
-from graphrun.modules.precisions import QUANTIZED
+from graphrun.modules.quantize import convert
 from graphrun.modules.stored import holding, local_weights
 from graphrun.modules.trees import (
     PLAIN,
@@ -146,7 +148,12 @@ def random_weights(graph: Graph) -> Callable[[str], nn.Module]:
 
     No files are read.
     """
-    return lambda name: build(replace(graph.components[name], source=None, gguf=""), graph)
+
+    def build_random(name: str) -> nn.Module:
+        component = graph.components[name].without_checkpoints()
+        return build(replace(component, source=None, gguf=""), graph)
+
+    return build_random
 
 
 class Prober:
@@ -617,37 +624,43 @@ def _in_every_precision(
     ]
     layers = quantized_shapes(module, component.dtype)
     stored_precisions: list[str] = []
-    kinds: dict[str, tuple[str, int, tuple[int, int]]] = {}
+    dequantized: dict[str, dict[str, tuple[int, int]]] = {}
     for precision in dict.fromkeys(component.precision):
-        if precision in ("fp8", "gguf") and local_weights(component, precision) is not None:
+        stated_bytes = 0  # of a published file that is not here
+        if precision in QUANTIZED and local_weights(component, precision) is not None:
             precision_module, content = held_meta_module(component, graph.trust, precision)
-            if precision == "gguf":
+            if is_gguf(precision):
                 rows = {
-                    name: precision_module.get_parameter(name).shape[1]
+                    name: (content.kind(name), precision_module.get_parameter(name).shape[1])
                     for name in layers
                     if content.kind(name)
                 }
-                kinds = {
-                    name: (content.kind(name), row_bytes, layers[name])
-                    for name, row_bytes in rows.items()
-                }
+                dequantized[precision] = _dequantization(rows, layers, component.dtype)
             if precision not in as_stored(content, layers):
                 continue
             stored_precisions.append(precision)
+        elif precision in QUANTIZED and (checkpoint := component.checkpoint(precision)) is not None:
+            stored_precisions.append(precision)
+            if not is_gguf(precision):
+                continue  # as quantized by a formula
+            rows = expected_rows(component, precision, layers)
+            precision_module = meta_module(component, graph.trust)
+            convert(precision_module, precision, getattr(torch, component.dtype), rows)
+            dequantized[precision] = _dequantization(rows, layers, component.dtype)
+            stated_bytes = checkpoint.nbytes
         elif precision not in (component.dtype, *QUANTIZED):
             precision_module = meta_module(replace(component, dtype=precision), graph.trust)
         else:
             continue
         for current_profile, bytes_by_precision in zip(profiles, block_bytes, strict=True):
-            bytes_by_precision[precision] = laid_out_bytes(
-                current_profile.groups,
+            groups = current_profile.groups
+            sizes_of_blocks = laid_out_bytes(
+                groups,
                 block_layouts(
-                    precision_module,
-                    current_profile.groups,
-                    by_layer=current_profile is not block_profile,
+                    precision_module, groups, by_layer=current_profile is not block_profile
                 ),
             )
-    dequantized = dequantization_bytes(kinds, component.dtype)
+            bytes_by_precision[precision] = _at_least(sizes_of_blocks, groups, stated_bytes)
     blocks, *split = (
         replace(
             current_profile,
@@ -659,6 +672,50 @@ def _in_every_precision(
         for current_profile, bytes_by_precision in zip(profiles, block_bytes, strict=True)
     )
     return replace(blocks, layer_split=split[0] if split else None)
+
+
+def expected_rows(
+    component: Component, precision: str, layers: Mapping[str, tuple[int, int]]
+) -> dict[str, tuple[str, int]]:
+    """Return what a published GGUF file is expected to hold: weight -> its type, bytes of a row.
+
+    Until the file is on this machine: each of ``layers`` ((outputs, inputs) by name) has the type
+    of most weights of its mix, except those that the graph names as plain and those whose rows are
+    not whole blocks.
+    """
+    checkpoint, kind = component.checkpoint(precision), GGUF_MIXES[precision]
+    assert checkpoint is not None
+    elements, nbytes = GGUF_BLOCKS[kind]
+    return {
+        name: (kind, inputs // elements * nbytes)
+        for name, (_, inputs) in layers.items()
+        if inputs % elements == 0
+        and not any(f".{path}." in f".{name}" for path in checkpoint.plain)
+    }
+
+
+def _at_least(
+    block_bytes: tuple[int, ...], groups: Sequence[BlockGroup], total_bytes: int
+) -> tuple[int, ...]:
+    """Return ``block_bytes`` enlarged alike to ``total_bytes`` in all; unchanged if they have more.
+
+    A published file that is larger than expected has more of its weights in larger types.
+    """
+    expected_bytes = sum(
+        len(group.blocks) * nbytes for group, nbytes in zip(groups, block_bytes, strict=True)
+    )
+    if total_bytes <= expected_bytes:
+        return block_bytes
+    return tuple(
+        round_up(nbytes * total_bytes // expected_bytes, ROUND_BYTES) for nbytes in block_bytes
+    )
+
+
+def _dequantization(
+    rows: Mapping[str, tuple[str, int]], layers: Mapping[str, tuple[int, int]], dtype: str
+) -> dict[str, tuple[int, int]]:
+    kinds = {name: (kind, nbytes, layers[name]) for name, (kind, nbytes) in rows.items()}
+    return dequantization_bytes(kinds, dtype)
 
 
 def _device_zeros(component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,12 @@ An estimate has bytes on the device, bytes copied, and seconds of a warm call.
 
 In group and leaf, blocks are in page-locked memory; with ``pinned=False`` in pageable memory. Hooks
 are those of accelerate 1.15 and diffusers 0.42.
+
+All modes but resident keep all weights in host memory. Where the RAM does not hold them, the page
+cache evicts the least recently used ones, and these are read from their files again when they are
+copied: a copy waits for its read. A component larger than the RAM is read whole in every call,
+since a cyclic scan of a least-recently-used cache finds nothing of it. Page-locked blocks that the
+RAM does not hold are counted in the same way, though such a run may fail.
 """
 
 from __future__ import annotations
@@ -50,7 +56,8 @@ class Mode:
 
     ``formats``: component -> format of another library. ``keep``: components that stay on the
     device, as ``exclude_modules``. ``cpu``: components that compute on the CPU. ``pinned``: whether
-    blocks of group offloading are page-locked.
+    blocks of group offloading are page-locked. ``ram_bytes``: host memory for weights; None: enough
+    for all.
     """
 
     name: ModeName = "resident"
@@ -58,6 +65,7 @@ class Mode:
     keep: tuple[str, ...] = ()
     cpu: tuple[str, ...] = ()
     pinned: bool = True
+    ram_bytes: int | None = None
 
 
 def parse_mode(
@@ -68,8 +76,9 @@ def parse_mode(
     cpu: Iterable[str],
     *,
     pinned: bool = True,
+    ram_bytes: int | None = None,
 ) -> Mode:
-    """Return the mode called ``name``.
+    """Return the mode called ``name``, with ``ram_bytes`` of host memory for weights.
 
     Raises InputError for an unknown mode, and for components that ``graph`` does not have.
     """
@@ -85,7 +94,7 @@ def parse_mode(
                     f"{option} {component}: no such "
                     f"component{did_you_mean(component, graph.components)}"
                 )
-    return Mode(name, dict(formats), strings(keep), strings(cpu), pinned)
+    return Mode(name, dict(formats), strings(keep), strings(cpu), pinned, ram_bytes)
 
 
 def weight_bytes(graph: Graph, name: str, module: nn.Module, formats: Mapping[str, str]) -> int:
@@ -108,7 +117,8 @@ def weight_bytes(graph: Graph, name: str, module: nn.Module, formats: Mapping[st
 
 @dataclass(slots=True)
 class Estimate:
-    """An estimate of a warm call: seconds by stage, copied bytes, weight bytes on the device.
+    """An estimate of a warm call: seconds by stage, copied bytes, bytes read from disk, weight
+    bytes on the device.
 
     ``on_device``: bytes of weights on the device for each call, in order.
     """
@@ -116,6 +126,7 @@ class Estimate:
     seconds: dict[str, float] = field(default_factory=dict)
     copied_in_bytes: float = 0
     copied_out_bytes: float = 0
+    read_bytes: float = 0
     on_device: list[float] = field(default_factory=list)
 
 
@@ -130,7 +141,7 @@ def estimate_mode(
 
 
 class _Walk:
-    """Walk through the calls of a recording with the state of the device."""
+    """Walk through the calls of a recording with the state of the device and of host memory."""
 
     def __init__(
         self,
@@ -148,12 +159,19 @@ class _Walk:
         # component -> component that leaves the device when this one is called
         self.predecessors = dict(zip(chain[1:], chain, strict=False))
         self.resident = dict.fromkeys(self.weights if mode.name == "resident" else mode.keep)
+        # components whose weights are in host memory, least recently used first
+        self.in_ram = dict.fromkeys(self.weights)
         self.estimate = Estimate()
         # By the id of a call, since a loop repeats calls.
         self._call_seconds: dict[int, float] = {}
         self._read_sizes: dict[int, tuple[list[float], float, float]] = {}
 
     def walk(self) -> Estimate:
+        """Return the estimate of a warm call: one call before it leaves its state in RAM."""
+        if self.mode.ram_bytes is not None and self.mode.name != "resident":
+            for _, call in self.dry_run.recording.entries():
+                self._host_seconds(call.component)
+            self.estimate.read_bytes = 0
         seconds: dict[str, float] = defaultdict(float)
         for stage, call in self.dry_run.recording.entries():
             seconds[stage] += self._call(call)
@@ -184,11 +202,12 @@ class _Walk:
                 copy_seconds += self._copy_out(predecessor)
             if name not in self.resident:
                 self.resident[name] = None
-                copy_seconds += self._copy_in(
+                copy_seconds += self._host_seconds(name) + self._copy_in(
                     self.weights[name], self.hardware.pageable_bytes_per_second
                 )
             self.estimate.on_device.append(sum(self.weights[other] for other in self.resident))
             return compute_seconds + copy_seconds
+        read_seconds = self._host_seconds(name)
         profile = self.dry_run.profiles[name]
         split = (
             profile.layer_split
@@ -203,7 +222,8 @@ class _Walk:
             copy_seconds = self._copy_in(
                 sum(pieces) + unblocked, self.hardware.pageable_bytes_per_second
             )
-            return compute_seconds + copy_seconds + TENSOR_SECONDS * len(call.read_weights)
+            hook_seconds = TENSOR_SECONDS * len(call.read_weights)
+            return compute_seconds + copy_seconds + read_seconds + hook_seconds
         self.estimate.on_device.append(
             resident_bytes + (unblocked if self.mode.name == "group" else 0) + 2 * largest
         )
@@ -217,7 +237,7 @@ class _Walk:
         )
         first = pieces[0] / rate if pieces else 0.0
         return (
-            max(compute_seconds, copy_seconds)
+            max(compute_seconds, copy_seconds + read_seconds)
             + first
             + self._copy_in(unblocked, self.hardware.pageable_bytes_per_second)
         )
@@ -232,6 +252,24 @@ class _Walk:
                 extra.values()
             )
         return self._call_seconds[id(call)]
+
+    def _host_seconds(self, name: str) -> float:
+        """Return the seconds to read the weights of ``name`` from disk before they are copied; 0 if
+        they are in host memory."""
+        if self.mode.ram_bytes is None:
+            return 0.0
+        nbytes = self.weights[name]
+        is_held = self.in_ram.pop(name, 0) is None and nbytes <= self.mode.ram_bytes
+        self.in_ram[name] = None
+        held_bytes = sum(self.weights[other] for other in self.in_ram)
+        while held_bytes > self.mode.ram_bytes and len(self.in_ram) > 1:
+            oldest = next(iter(self.in_ram))
+            del self.in_ram[oldest]
+            held_bytes -= self.weights[oldest]
+        if is_held:
+            return 0.0
+        self.estimate.read_bytes += nbytes
+        return nbytes / self.hardware.disk_bytes_per_second
 
     def _copy_in(self, nbytes: float, rate: float) -> float:
         self.estimate.copied_in_bytes += nbytes

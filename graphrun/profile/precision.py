@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from packaging.version import InvalidVersion, Version
 
-from graphrun.modules.precisions import QUANTIZED
+from graphrun.graph.precisions import QUANTIZED, is_gguf
 from graphrun.profile.corrections import cpu_int8_scratch, int8_scratch
 from graphrun.profile.recording import Call, MemoryEvent, Product
 
@@ -78,7 +78,8 @@ def flags(precision: str, versions: Mapping[str, str | None]) -> Flags:
     are quantized while they are read cannot be on disk: they would be quantized again for every
     copy.
     """
-    if unmet_needs := _missing(NEEDS.get(precision, ()), versions):
+    needs = NEEDS.get("gguf" if is_gguf(precision) else precision, ())
+    if unmet_needs := _missing(needs, versions):
         return Flags(reason=f"{precision} needs {unmet_needs}")
     if precision not in MOVES:
         return Flags(True, True, True, True, True)
@@ -146,7 +147,7 @@ def with_quantization_scratch(
     gguf always do, and gguf needs the scratch in ``widened`` before that. Sizes of products come
     from the trace. The result has no products and no spans.
     """
-    if precision == "gguf":
+    if is_gguf(precision):
         shapes = {name: shape for name, shape in shapes.items() if name in (widened or {})}
     by_event = {product.event: product for product in call.products if product.name in shapes}
     if precision not in QUANTIZED or not by_event:
@@ -184,7 +185,7 @@ def _scratch(
         return cpu_int8_scratch(product.rows, inputs, outputs, ELEMENT_BYTES[dtype], half)
     if precision == "int8":
         return int8_scratch(product.rows, inputs, outputs, half)
-    preparation_bytes = widened[product.name][0] if precision == "gguf" else 0
+    preparation_bytes = widened[product.name][0] if is_gguf(precision) else 0
     needs_weight = product.rows > 1 or precision != "nf4" or on_cpu
     return preparation_bytes, outputs * inputs * ELEMENT_BYTES[dtype] if needs_weight else 0
 

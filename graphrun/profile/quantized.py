@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from graphrun.graph.precisions import QUANTIZED
 from graphrun.model.allocator import ROUND_BYTES
 from graphrun.model.problem import BlockGroup
 from graphrun.modules.blocks import ALIGNMENT, BlockLayout, lay_out
-from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.quantize import gguf_linear, quantizable_layers
 from graphrun.modules.trees import weights_below
 from graphrun.profile.recorder import Recorder

@@ -298,10 +298,10 @@ class ComponentProfile:
     ``parameters``: their number. ``groups``: the block groups. ``block_bytes``: for each group,
     bytes of its largest block in the dtype from the graph file. ``precisions``: the same in every
     precision. ``layers``: (outputs, inputs) of each weight that int8, nf4 and fp8 quantize.
-    ``widened``: for each weight of a GGUF file, (peak bytes before its dequantized form exists,
-    bytes written while it is dequantized). ``as_stored``: the quantized precisions in which the
-    source files already store the component. ``layer_split``: the profile with the component split
-    into layers, None where it cannot be split.
+    ``widened``: GGUF precision -> for each of its quantized weights, (peak bytes before its
+    dequantized form exists, bytes written while it is dequantized). ``as_stored``: the quantized
+    precisions in which the source files already store the component. ``layer_split``: the profile
+    with the component split into layers, None where it cannot be split.
     """
 
     parameters: int
@@ -309,7 +309,7 @@ class ComponentProfile:
     block_bytes: tuple[int, ...]
     precisions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    widened: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    widened: Mapping[str, Mapping[str, tuple[int, int]]] = field(default_factory=dict)
     as_stored: tuple[str, ...] = ()
     layer_split: ComponentProfile | None = None
 

@@ -14,11 +14,11 @@ from torch import nn
 
 from graphrun.files import Store
 from graphrun.graph.graph import Graph
+from graphrun.graph.precisions import QUANTIZED
 from graphrun.model.allocator import Caching, Native
 from graphrun.model.choices import use_with
 from graphrun.model.problem import Hardware, PhaseNumbers, Problem, ProblemLimits
 from graphrun.modules.build import meta_modules
-from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.stored import holding
 from graphrun.profile.corrections import CORRECTIONS
 from graphrun.profile.feedback import (
@@ -141,6 +141,8 @@ def _mode(
         "peak_bytes": overhead_bytes + max(row["reserved_bytes"] + nbytes for row, nbytes in rows),
         "copied_in_bytes": int(estimate.copied_in_bytes),
         "copied_out_bytes": int(estimate.copied_out_bytes),
+        "ram_bytes": mode.ram_bytes if mode.name != "resident" else None,
+        "read_bytes": int(estimate.read_bytes),
         "seconds": seconds,
         "seconds_range": hardware.seconds_range(seconds),
         "stages": estimate.seconds,

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from graphrun.graph.parts import Component
+from graphrun.graph.precisions import QUANTIZED, is_gguf
 from graphrun.model.problem import (
     ALLOCATION_BYTES,
     BackingStoreKind,
@@ -27,7 +28,6 @@ from graphrun.model.problem import (
     Secondary,
     Variant,
 )
-from graphrun.modules.precisions import QUANTIZED
 from graphrun.profile.costs import extra_seconds, work_seconds
 from graphrun.profile.precision import (
     BLOCK_GRANULARITY_ONLY,
@@ -125,6 +125,12 @@ def _in_backing_stores(
     is_stored = precision in profile.as_stored
     extra = _extra_block_seconds(profile, calls, precision, hardware) if is_quantized else ()
     file_block_bytes = block_bytes if is_stored else profile.block_bytes
+    checkpoint = component.checkpoint(precision)
+    if checkpoint is not None and checkpoint.nbytes and weight_bytes:
+        # Files may have tensors in another dtype than the device, such as T5's output projections.
+        file_block_bytes = tuple(
+            nbytes * checkpoint.nbytes // weight_bytes for nbytes in block_bytes
+        )
     read_seconds = _read_seconds(component, precision, file_block_bytes, hardware, is_stored)
     if "file" in backing_stores:
         # random and quantized weights are written to a file first
@@ -202,11 +208,11 @@ def _extra_block_seconds(
     by_layer = extra_seconds(
         max(calls, key=lambda call: call.flops), profile.layers, precision, hardware
     )
-    if precision == "gguf":
+    if is_gguf(precision):
         bandwidth = hardware.memory_bytes_per_second
         by_layer = {
             name: dequantization_seconds(written_bytes, bandwidth)
-            for name, (_, written_bytes) in profile.widened.items()
+            for name, (_, written_bytes) in profile.widened[precision].items()
         }
     groups = {path: number for number, group in enumerate(profile.groups) for path in group.blocks}
     group_seconds = [0.0] * len(profile.groups)
@@ -236,7 +242,7 @@ def _scratch_bytes(
             profile.layers,
             precision,
             dtype,
-            profile.widened,
+            profile.widened.get(precision, {}),
             on_cpu=hardware.device == "cpu",
         ).peak_bytes
         - call.peak_bytes

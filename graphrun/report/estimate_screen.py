@@ -36,6 +36,11 @@ def _head(estimate: dict[str, Any]) -> tuple[str, ...]:
         if any(copy_bytes)
         else ""
     )
+    if mode["read_bytes"]:
+        copies += (
+            f"; {show_size(mode['ram_bytes'])} of RAM: reads {show_size(mode['read_bytes'])} from "
+            "disk"
+        )
     overhead = "process" if hardware["device"] == "cpu" else "context and workspace"
     formats = "".join(f"  {name} in {precision}" for name, precision in mode["formats"].items())
     return (

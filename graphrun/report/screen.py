@@ -34,6 +34,8 @@ class Look:
 
     ``verbose``: show all figures. ``product``: what a run makes, such as ``a picture``.
     ``next_command``: the line with the next command. ``note``: a remark on the budget.
+    ``suggestion``, ``suggestion_command``: the best suggestion in a sentence, and the command that
+    follows it. ``files``: published checkpoints that the plan reads.
     """
 
     width: int = 80
@@ -41,14 +43,25 @@ class Look:
     product: str = "a run"
     next_command: str = ""
     note: str = ""
+    suggestion: str = ""
+    suggestion_command: str = ""
+    files: tuple[str, ...] = ()
 
     def first(self, verdict: str) -> str:
-        """Return the first lines: ``verdict``, the next command, and the note."""
+        """Return the first lines: ``verdict``, the suggestion, the next command, the note, and
+        the published checkpoints."""
         return "\n".join(
             (
                 self.folded(verdict),
+                *([self.folded(self.suggestion)] if self.suggestion else []),
+                *(
+                    [folded_command(f"  {self.suggestion_command}", self.width)]
+                    if self.suggestion_command
+                    else []
+                ),
                 *self.next_lines,
                 *([self.folded(self.note)] if self.note else []),
+                *map(self.folded, self.files),
             )
         )
 

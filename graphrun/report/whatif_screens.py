@@ -27,8 +27,8 @@ from graphrun.report.table import Units, table
 from graphrun.solve.alternatives import Alternative
 from graphrun.solve.frontier import FrontierPoint
 from graphrun.solve.infeasible import Infeasible
-from graphrun.solve.suggestions import Suggestion, exceeds_device, typed_value
-from graphrun.units import show_seconds, show_size
+from graphrun.solve.suggestions import Suggestion, exceeds_device, is_thorough, typed_value
+from graphrun.units import roughly, show_seconds, show_size
 
 # The title of each placement in `graphrun.solve.alternatives`; "": the plan itself.
 TITLES = {
@@ -81,14 +81,25 @@ def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
     return "\n".join([*lines, *_helping(error.suggestions, error.capacity_bytes, look)])
 
 
+def suggestion_sentence(suggestion: Suggestion, product: str, *, fits: bool = True) -> str:
+    """Return the sentence that names the best ``suggestion``, before its command.
+
+    ``product``: what a run makes, such as ``a picture``. ``fits``: whether there is a plan without
+    it.
+    """
+    output = ", and the output changes" if suggestion.changes_output else ""
+    time = f"{roughly(suggestion.seconds)} {product}{output}"
+    return f"{'better' if fits else 'to run it'}: {suggestion.text}: {time}:"
+
+
 def suggestions_screen(solution: Solution, suggestions: Sequence[Suggestion], look: Look) -> str:
     """Return the suggestions that would make a slow plan faster."""
     title = look.folded(
         "mostly waiting; what would help, seconds of a run, changes of the output last:"
     )
-    return "\n".join(
-        [title, *_helping(suggestions, solution.problem.hardware.capacity_bytes, look, texts=True)]
-    )
+    capacity_bytes = solution.problem.hardware.capacity_bytes
+    rest = [] if is_thorough() else [" --explain more searches for further suggestions"]
+    return "\n".join([title, *_helping(suggestions, capacity_bytes, look, texts=True), *rest])
 
 
 def _helping(
@@ -100,12 +111,7 @@ def _helping(
     """
 
     def words(suggestion: Suggestion) -> str:
-        files = ", from a checkpoint already in that precision" * (
-            ("--source", "FOLDER") in suggestion.change
-        )
-        return (
-            f"changes the output{files}" if suggestion.changes_output else suggestion.text * texts
-        )
+        return "changes the output" if suggestion.changes_output else suggestion.text * texts
 
     options = {suggestion: options_text(suggestion, capacity_bytes) for suggestion in suggestions}
     if rows := [
@@ -149,9 +155,10 @@ def options_text(suggestion: Suggestion, capacity_bytes: int) -> str:
     Returns an empty string if options alone are not enough: the suggestion is to leave out a
     directive, to run a second command, or to use a larger device.
     """
-    for option, value in suggestion.change:
-        if not value or option == "--until" or exceeds_device(option, value, capacity_bytes):
-            return ""
+    if not suggestion.typed or any(
+        exceeds_device(option, value, capacity_bytes) for option, value in suggestion.change
+    ):
+        return ""
     return " ".join(f"{option} {typed_value(option, value)}" for option, value in suggestion.change)
 
 

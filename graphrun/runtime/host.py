@@ -15,12 +15,12 @@ from torch import nn
 
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
+from graphrun.graph.precisions import QUANTIZED
 from graphrun.model.problem import ComponentNumbers, Granularity, Problem, Variant
 from graphrun.modules.build import build_part, draft, meta_modules
 from graphrun.modules.compiled import compile_blocks
 from graphrun.modules.dtype_variants import DtypeVariants
 from graphrun.modules.memos import HeldAttributes, attributes_of, memos
-from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.quantize import ill_suited
 from graphrun.modules.source_files import origin_of
 from graphrun.runtime.backing import BlockWriter, Disk

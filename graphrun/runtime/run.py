@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import torch
 
 from graphrun.errors import BrokenPlan, OutOfMemory
+from graphrun.graph.precisions import QUANTIZED
 from graphrun.model.plan import Plan, slot_text
 from graphrun.model.problem import Problem
 from graphrun.model.simulation import SlotReport
 from graphrun.model.solution import Solution
 from graphrun.model.splits import transfers
 from graphrun.modules.interceptor import CallInterceptor
-from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.trees import walk, with_device_arguments
 from graphrun.ops import Stages
 from graphrun.runtime.cursor import SlotCursor

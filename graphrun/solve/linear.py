@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, NamedTuple
@@ -114,6 +115,35 @@ SEARCHES = (
     "mip_heuristic_run_rins",
 )
 ROUGH_GAP = 0.02  # relative gap of a first solution where one is hard to find
+
+
+class SearchEnded(Exception):
+    """The work of a `SearchBudget` is done."""
+
+
+@dataclass(slots=True)
+class SearchBudget:
+    """The work that searches may still do: ``attempts``, each a call of HiGHS, and ``nodes`` of
+    branch and bound times columns of the program (as for NODES_TIMES_COLUMNS).
+
+    Counts work and not seconds, so that what is searched does not depend on the machine.
+    """
+
+    attempts: int
+    nodes: int
+
+    @contextmanager
+    def limiting(self) -> Iterator[None]:
+        """Context in which every search takes from this budget, and raises `SearchEnded` if it is
+        used up."""
+        token = _search_budget.set(self)
+        try:
+            yield
+        finally:
+            _search_budget.reset(token)
+
+
+_search_budget: ContextVar[SearchBudget | None] = ContextVar("search_budget", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +301,12 @@ class _Quiet(highspy.Highs):  # type: ignore[misc]
 def _run(
     lp: highspy.HighsLp, options: Mapping[str, bool | int | float], start: MilpResult | None
 ) -> MilpResult | None:
+    budget, columns = _search_budget.get(), max(1, lp.num_col_)
+    if budget is not None:
+        if min(budget.attempts, budget.nodes) <= 0:
+            raise SearchEnded
+        nodes = max(1, min(int(options["mip_max_nodes"]), budget.nodes // columns))
+        options = {**options, "mip_max_nodes": nodes}
     highs = _Quiet()
     for name, value in options.items():
         highs.setOptionValue(name, value)
@@ -282,6 +318,9 @@ def _run(
     with _cancelled_by_ctrl_c(highs):
         highs.run()
     info = highs.getInfo()
+    if budget is not None:
+        budget.attempts -= 1
+        budget.nodes -= max(1, int(info.mip_node_count)) * columns
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
         return None
     value = float(info.objective_function_value)

@@ -3,28 +3,33 @@
     suggestions_of        after which a plan exists: budgets, permissions, directives, stages apart
     setting_suggestions   the same, with a dry run each: options of stages, a smaller image
     speedups              after which a plan that mostly waits for copies or the disk is faster:
-                          all of the card, RAM for all weights, a session, weights stored in the
-                          precision they are used in, permissions
+                          permissions, all of the card, RAM for all weights, a session
 
 Changes that leave the output unchanged come first, then those with the least predicted time.
+`leading` is the one that a screen names first. All suggestions of a problem share one budget of the
+solver's work (`SearchBudget`), so that they take no longer than a plan; `thorough` lifts it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
 from graphrun.errors import GraphrunError
 from graphrun.graph.graph import Graph
-from graphrun.model.choices import stages_of, with_each_variant
+from graphrun.graph.precisions import CLASSES, QUANTIZED
+from graphrun.model.choices import stages_of
 from graphrun.model.least_memory import PhaseMinimum, used_components
-from graphrun.model.problem import PhaseNumbers, Problem, ValueNumbers, Variant
+from graphrun.model.problem import PhaseNumbers, Problem, ValueNumbers
 from graphrun.model.solution import Solution
 from graphrun.solve.least import ever_finer, has_usable_variants
+from graphrun.solve.linear import ROUGH_GAP, SearchBudget, SearchEnded
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import stage_choices
-from graphrun.solve.search import SECONDS, choose
+from graphrun.solve.search import SECONDS, Goal, choose
 from graphrun.units import GIB, typed_size
 
 INPUT_SIZES = ("height", "width", "num_frames", "frames")
@@ -34,14 +39,38 @@ EIGHTHS = (7, 6, 5, 4, 3, 2)
 EstimateFunction = Callable[[Mapping[str, Any], tuple[str, ...]], Problem]
 LEAST_GAIN = 0.1  # minimum share of a run's time that a suggestion saves
 SESSION = 8  # runs
+# Work of the solver for all suggestions of a problem: calls, and nodes times columns. The seven
+# suggestions for FLUX.1-dev within 8 GiB of VRAM and 16 GiB of RAM take 21 calls and 34,000.
+ATTEMPTS, NODES = 60, 100_000
+ROUGH_SECONDS = (replace(SECONDS[0], gap=ROUGH_GAP),)
+# A change of the output leads the suggestions if it is faster than any other by this factor, and
+# each further option to type counts as slower by the second one.
+OUTPUT_FACTOR, OPTION_FACTOR = 1.25, 1.05
+
+_is_thorough: ContextVar[bool] = ContextVar("thorough", default=False)
 
 
-def predicted_seconds(problem: Problem) -> float | None:
+@contextmanager
+def thorough() -> Iterator[None]:
+    """Context in which suggestions are searched for without a limit of work."""
+    token = _is_thorough.set(True)
+    try:
+        yield
+    finally:
+        _is_thorough.reset(token)
+
+
+def is_thorough() -> bool:
+    """Return whether the code runs in the context `thorough`."""
+    return _is_thorough.get()
+
+
+def predicted_seconds(problem: Problem, goals: Sequence[Goal] = SECONDS) -> float | None:
     """Return the seconds of the fastest plan for ``problem`` by the program, without simulation;
-    None if nothing fits."""
+    None if nothing fits. ``goals``: with ROUGH_SECONDS, at most ROUGH_GAP above the least."""
     for split in ever_finer(problem) if has_usable_variants(problem) else ():
         answer = choose(
-            [Formulation(stage_choice.program) for stage_choice in stage_choices(split)[0]], SECONDS
+            [Formulation(stage_choice.program) for stage_choice in stage_choices(split)[0]], goals
         )
         if answer is not None:
             return answer.rows.seconds()
@@ -64,10 +93,47 @@ class Suggestion:
     def __str__(self) -> str:
         return self.text
 
+    @property
+    def typed(self) -> bool:
+        """Whether options of the same command make the change: it leaves out no directive, and
+        needs no second command."""
+        return bool(self.change) and all(
+            value and option != "--until" for option, value in self.change
+        )
+
+    def needs_hardware(self, capacity_bytes: int) -> bool:
+        """Return whether the change needs more RAM than was given, or a device with more than
+        ``capacity_bytes``."""
+        return any(
+            option == "--ram" or (value and exceeds_device(option, value, capacity_bytes))
+            for option, value in self.change
+        )
+
 
 def best_first(suggestions: Iterable[Suggestion]) -> tuple[Suggestion, ...]:
     """Return ``suggestions``, first those without changes of the output, then by time."""
     return tuple(sorted(suggestions, key=lambda item: (item.changes_output, item.seconds)))
+
+
+def leading(suggestions: Iterable[Suggestion], capacity_bytes: int) -> Suggestion | None:
+    """Return the best of ``suggestions`` that needs no new hardware and can be typed; None if there
+    is none.
+
+    It is the fastest, where a change of the output counts as slower by OUTPUT_FACTOR, and each
+    option after the first by OPTION_FACTOR.
+    ``capacity_bytes``: the device's memory.
+    """
+    candidates = [
+        suggestion
+        for suggestion in suggestions
+        if suggestion.typed and not suggestion.needs_hardware(capacity_bytes)
+    ]
+
+    def rank(suggestion: Suggestion) -> float:
+        output_factor = OUTPUT_FACTOR if suggestion.changes_output else 1.0
+        return suggestion.seconds * output_factor * OPTION_FACTOR ** len(suggestion.change)
+
+    return min(candidates, key=rank, default=None)
 
 
 # options with a size that may be larger than suggested
@@ -132,11 +198,12 @@ class Proposal:
     changes_output: bool = False
     fallback: Proposal | None = None
 
-    def verified(self) -> Suggestion | None:
-        """Return the suggestion with its predicted seconds; None if it does not help."""
-        seconds = [predicted_seconds(problem) for problem in self.problems]
+    def verified(self, goals: Sequence[Goal] = SECONDS) -> Suggestion | None:
+        """Return the suggestion with its seconds as `predicted_seconds` gives them; None if it does
+        not help."""
+        seconds = [predicted_seconds(problem, goals) for problem in self.problems]
         if None in seconds:
-            return self.fallback.verified() if self.fallback is not None else None
+            return self.fallback.verified(goals) if self.fallback is not None else None
         total_seconds = sum(s for s in seconds if s is not None)
         return Suggestion(self.text, self.change, total_seconds, self.changes_output)
 
@@ -150,8 +217,26 @@ def suggestions_of(
     budget.
     """
     proposals = _proposals(problem, needs, minimum_bytes)
-    suggestions = (proposal.verified() for proposal in proposals)
-    return best_first(suggestion for suggestion in suggestions if suggestion is not None)
+    return best_first(suggestion for _, suggestion in _verified(proposals))
+
+
+def _verified(
+    proposals: Iterable[Proposal], goals: Sequence[Goal] = SECONDS
+) -> Iterator[tuple[Proposal, Suggestion]]:
+    """Yield the ``proposals`` that help, each with its suggestion, until the solver's work for
+    suggestions is done."""
+    budget = SearchBudget(ATTEMPTS, NODES)
+    for proposal in proposals:
+        try:
+            if is_thorough():
+                suggestion = proposal.verified()
+            else:
+                with budget.limiting():
+                    suggestion = proposal.verified(goals)
+        except SearchEnded:
+            return
+        if suggestion is not None:
+            yield proposal, suggestion
 
 
 def _proposals(
@@ -225,7 +310,10 @@ def _raise_text(tier: str, have: int, want: int) -> str:
 
 
 def permissions(problem: Problem) -> Iterator[Proposal]:
-    """Grant the missing permissions of variants and options: each alone, then all together."""
+    """Grant the missing permissions of variants and options: each alone, then all together.
+
+    Several precisions of one class (4bit, 8bit) are granted together, by the name of the class.
+    """
     variants = {
         variant.needs: (component.name, variant)
         for component in problem.components
@@ -235,23 +323,34 @@ def permissions(problem: Problem) -> Iterator[Proposal]:
     missing_names = [
         name for name in sorted({*variants, *options}) if name and name not in problem.allow
     ]
-    for name in missing_names:
-        users = [c.name for c in problem.components if any(v.needs == name for v in c.variants)]
+    granted = {
+        name: members
+        for name, formats in CLASSES.items()
+        if len(members := [member for member in missing_names if member in formats]) > 1
+    }
+    grouped_names = {member for members in granted.values() for member in members}
+    granted |= {name: [name] for name in missing_names if name not in grouped_names}
+    for name, members in granted.items():
+        users = [c.name for c in problem.components if any(v.needs in members for v in c.variants)]
         users += [
-            f"{option.name} of {option.stage}" for option in problem.options if option.needs == name
+            f"{option.name} of {option.stage}"
+            for option in problem.options
+            if option.needs in members
         ]
         yield Proposal(
             f"allow {name} (for {', '.join(users)})",
             (("--allow", name),),
-            (replace(problem, allow=(*problem.allow, name)),),
+            (replace(problem, allow=(*problem.allow, *members)),),
             True,
         )
-    if len(missing_names) > 1:
-        allowed_problem = replace(problem, allow=(*problem.allow, *missing_names))
+    if len(granted) > 1:
+        names = list(granted)
+        if len(names) > 2 and set(missing_names) <= set(QUANTIZED):
+            names = ["precision"]
         yield Proposal(
-            f"allow {', '.join(missing_names)}",
-            tuple(("--allow", name) for name in missing_names),
-            (allowed_problem,),
+            f"allow {', '.join(names)}",
+            tuple(("--allow", name) for name in names),
+            (replace(problem, allow=(*problem.allow, *missing_names)),),
             True,
         )
 
@@ -464,10 +563,9 @@ def speedups(problem: Problem, options: Iterable[Suggestion]) -> Iterator[Sugges
 
     All have the predicted seconds of one run.
     """
-    for proposal in _speedup_proposals(problem):
-        if (suggestion := proposal.verified()) is not None:
-            runs = proposal.problems[0].runs
-            yield replace(suggestion, seconds=suggestion.seconds / runs)
+    for proposal, suggestion in _verified(_speedup_proposals(problem), ROUGH_SECONDS):
+        runs = proposal.problems[0].runs
+        yield replace(suggestion, seconds=suggestion.seconds / runs)
     yield from (
         replace(suggestion, seconds=suggestion.seconds / problem.runs) for suggestion in options
     )
@@ -481,6 +579,7 @@ def worthwhile(suggestions: Iterable[Suggestion], solution: Solution) -> tuple[S
 
 
 def _speedup_proposals(problem: Problem) -> Iterator[Proposal]:
+    yield from permissions(problem)
     capacity = problem.hardware.capacity_bytes
     if (
         problem.budget_bytes < capacity
@@ -496,17 +595,6 @@ def _speedup_proposals(problem: Problem) -> Iterator[Proposal]:
     if problem.runs == 1:
         text, session = f"per run, in a session of {SESSION} runs", replace(problem, runs=SESSION)
         yield Proposal(text, (("--runs", str(SESSION)),), (session,))
-    files_text, files_option = "a checkpoint in the precision of use", ("--source", "FOLDER")
-    if (stored_problem := _as_used(problem)) != problem:
-        yield Proposal(files_text, (files_option,), (stored_problem,))
-    for proposal in permissions(problem):
-        yield proposal
-        if (stored_problem := _as_used(proposal.problems[0])) != proposal.problems[0]:
-            text, change_both = (
-                f"{proposal.text}, with {files_text}",
-                (*proposal.change, files_option),
-            )
-            yield Proposal(text, change_both, (stored_problem,), changes_output=True)
 
 
 def _ample_ram(problem: Problem) -> int:
@@ -522,23 +610,3 @@ def _ample_ram(problem: Problem) -> int:
         variants[0].host_bytes + variants[0].transient_bytes for variants in in_ram if variants
     ]
     return -(-sum(store_bytes) // GIB) * GIB
-
-
-def _as_used(problem: Problem) -> Problem:
-    """Return ``problem`` with checkpoints already in the precision of use: only the bytes of the
-    device weights are read, and no conversion is needed."""
-
-    def stored(variant: Variant) -> Variant:
-        if not variant.read_bytes or (variant.needs and variant.needs not in problem.allow):
-            return variant
-        read_seconds = tuple(
-            nbytes / problem.hardware.disk_bytes_per_second for nbytes in variant.block_bytes
-        )
-        seconds = (
-            {"disk_seconds": read_seconds}
-            if variant.backing_store == "disk"
-            else {"read_seconds": read_seconds}
-        )
-        return replace(variant, read_bytes=(), transient_bytes=0, **seconds)  # type: ignore[arg-type]
-
-    return with_each_variant(problem, stored)

@@ -3,6 +3,7 @@ works, and when it does not."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -15,10 +16,13 @@ from typing import Any
 import pytest
 from hub_server import LIMITED, MEMBER, VISITOR, Hub, Repository
 from huggingface_hub import constants
+from original_layouts import by_role, write_gguf
+from PIL import Image
 
 import graphrun as package
 from graphrun.cli.downloads import download_all, required_downloads
 from graphrun.errors import GraphError
+from graphrun.modules.build import build
 from graphrun.modules.hub import snapshot
 from graphrun.modules.needs import find_missing
 
@@ -332,3 +336,68 @@ def test_a_run_from_the_hub(hub: Hub, tmp_path: Path) -> None:
         Image.open(tmp_path / name).tobytes() for name in ("out/shapes.png", "own.png", "again.png")
     ]
     assert pictures[0] == pictures[1] == pictures[2]
+
+
+@pytest.mark.long
+def test_a_published_gguf_file_is_planned_before_it_is_here_and_again_by_its_header(
+    hub: Hub, graphrun: Cli, tmp_path: Path
+) -> None:
+    """Before: the bytes expected from its mix. The file has other types; the run is as planned."""
+    shapes = package.load("shapes")
+    file = write_gguf(
+        tmp_path / "shapes-Q8_0.gguf",
+        dict(build(shapes.component("transformer"), shapes).state_dict()),
+        by_role,
+    )
+    files_of_hub = {"shapes-Q8_0.gguf": file.read_bytes()}
+    hub.repositories["org/gguf"] = Repository({MAIN: files_of_hub}, {"main": MAIN})
+    text = (SHAPES.parent / "shapes.yaml").read_text()
+    checkpoints = "checkpoints: {Q8_0: {source: org/gguf/shapes-Q8_0.gguf}}"
+    text = text.replace("precision: [bfloat16, int8, nf4, fp8]", checkpoints)
+    graph = tmp_path / "graph.yaml"
+    graph.write_text(text.replace("source: ./shapes", f"source: {SHAPES}"))
+    options = (
+        "--device",
+        "sim",
+        "--vram",
+        "3500K",
+        "--ram",
+        "8G",
+        "--allow",
+        "8bit",
+        "--keep",
+        "transformer",
+    )
+    code, output, _ = graphrun("plan", str(graph), *options)
+    assert code == 0, output
+    assert "transformer in Q8_0 from org/gguf/shapes-Q8_0.gguf" in " ".join(output.split())
+    assert not hub.requests
+    code, output, err = graphrun("run", str(graph), *options, "-o", "a.png")
+    assert code == 0, err
+    assert "org/gguf at aaaaaaaa" in err
+    assert output.count("fits: yes.") == 2, "planned again by the header"
+    assert "as planned" in output
+    code, output, err = graphrun("run", str(graph), *options, "-o", "b.png")
+    assert (code, output.count("fits: yes.")) == (0, 1)
+    (tmp_path / "list.jsonl").write_text("{}\n")
+    shutil.rmtree(tmp_path / "hub")
+    code, _, err = graphrun(
+        "run", str(graph), *options, "--inputs", "list.jsonl", "-o", "list/{line}.png"
+    )
+    assert code == 0, err
+    assert err.count("to download") == 1
+    names = ("a.png", "b.png", "list/1.png")
+    assert len({Image.open(tmp_path / name).tobytes() for name in names}) == 1
+
+
+@pytest.mark.long
+def test_what_fits_of_a_repository_needs_its_configurations_only(
+    hub: Hub, graphrun: Cli, tmp_path: Path
+) -> None:
+    code, output, err = graphrun("fit", "org/shapes", "--card", "rtx4060", "--ram", "8G", "--json")
+    assert code == 0, err
+    (choice,) = json.loads(output)["choices"]
+    assert choice["download_bytes"] > 5e6
+    paths = [path for method, path, _ in hub.requests if method == "GET"]
+    assert paths
+    assert not [path for path in paths if path.endswith((".safetensors", ".gguf"))]

@@ -119,6 +119,37 @@ def test_group_offloading_overlaps_copies_and_is_slower_from_pageable_memory(
     assert estimate.copied_in_bytes < by_block.copied_in_bytes
 
 
+@pytest.mark.parametrize("mode", ["model", "sequential", "group", "leaf"])
+def test_weights_that_the_ram_does_not_hold_are_read_from_disk_again(
+    sd3: tuple[Graph, DryRun, dict[str, int]], mode: str
+) -> None:
+    graph, dry_run, weights = sd3
+    total, calls = (
+        sum(weights.values()),
+        [call.component for _, call in dry_run.recording.entries()],
+    )
+    unlimited = placed(sd3, mode)
+    ample = placed(sd3, mode, ram_bytes=total)
+    assert (ample.read_bytes, ample.seconds) == (0, unlimited.seconds)
+    none = placed(sd3, mode, ram_bytes=0)
+    if mode == "model":  # a component is copied once for several calls
+        assert total <= none.read_bytes < sum(weights[name] for name in calls)
+    else:
+        assert none.read_bytes == sum(weights[name] for name in calls)
+    assert sum(none.seconds.values()) >= sum(unlimited.seconds.values())
+    # RAM for the largest component alone: each is read once for consecutive calls
+    single_ram = placed(sd3, mode, ram_bytes=max(weights.values()))
+    changes = [
+        name for name, previous in zip(calls, [None, *calls], strict=False) if name != previous
+    ]
+    if mode != "model":
+        assert 0 < single_ram.read_bytes <= sum(weights[name] for name in changes)
+    if mode == "sequential":
+        waits = sum(none.seconds.values()) - sum(unlimited.seconds.values())
+        assert waits == pytest.approx(none.read_bytes / CARD.disk_bytes_per_second)
+    assert placed(sd3, "resident", ram_bytes=0).read_bytes == 0
+
+
 def test_a_component_on_the_cpu_takes_no_device_memory(
     sd3: tuple[Graph, DryRun, dict[str, int]],
 ) -> None:

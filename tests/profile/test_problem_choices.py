@@ -112,7 +112,7 @@ def test_only_changes_that_the_graph_lists_can_be_allowed(edit_graph: Callable[.
     )
     assert graph.allowed(["precision", "cpu"]) == ("cpu", "nf4")
     assert graph.allowed(["nf4,cpu"]) == ("cpu", "nf4")
-    with pytest.raises(InputError, match="allow int8: this graph knows cpu, nf4, precision"):
+    with pytest.raises(InputError, match="allow int8: this graph knows cpu, nf4, 4bit, precision"):
         graph.allowed(["int8"])
 
 

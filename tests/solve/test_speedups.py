@@ -16,7 +16,7 @@ from graphrun.report.precisions import MEASURED, PLAIN, precision_lines
 from graphrun.report.screen import Look
 from graphrun.report.whatif_screens import suggestions_screen
 from graphrun.solve.solve import solve
-from graphrun.solve.suggestions import speedups, worthwhile
+from graphrun.solve.suggestions import Suggestion, leading, speedups, thorough, worthwhile
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "precision.json"
 
@@ -50,7 +50,7 @@ def test_what_would_help_a_slow_plan_is_solved_for_and_can_be_typed() -> None:
         " ".join(word for pair in suggestion.change for word in pair): suggestion
         for suggestion in suggestions
     }
-    assert {"--ram 21G", "--source FOLDER", "--allow fp8", "--allow fp8 --source FOLDER"} <= {
+    assert {"--ram 21G", "--allow fp8"} <= {
         name.replace(str(21 * GIB), "21G") for name in suggestion_by_change
     }
     assert [suggestion.changes_output for suggestion in suggestions] == sorted(
@@ -66,12 +66,44 @@ def test_what_would_help_a_slow_plan_is_solved_for_and_can_be_typed() -> None:
     screen = suggestions_screen(solution, suggestions, Look())
     assert "\n --ram 21G " in screen
     assert max(map(len, screen.splitlines())) <= 80
-    assert re.search(
-        r"--allow fp8 --source FOLDER +[\d.]+ s  changes the output, from a checkpoint\n"
-        r" +already in that precision",
-        screen,
-    )
+    assert re.search(r"--allow fp8 +[\d.]+ s  changes the output\n", screen)
+    assert screen.endswith(" --explain more searches for further suggestions")
+    best = leading(suggestions, problem.hardware.capacity_bytes)
+    assert best is not None
+    assert best.change == (("--allow", "fp8"),), "no RAM that the machine does not have"
     assert "in fp8 97.5% and 96.0%, PSNR 50.5 dB" in " ".join(screen.split())
+
+
+@pytest.mark.long
+def test_suggestions_end_with_their_budget_of_work_unless_the_search_is_thorough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = from_disk(8, steps=8)
+    everything = list(speedups(problem, ()))
+    monkeypatch.setattr("graphrun.solve.suggestions.ATTEMPTS", 1)
+    assert len(list(speedups(problem, ()))) < len(everything)
+    with thorough():
+        exact = list(speedups(problem, ()))
+    assert [item.change for item in exact] == [item.change for item in everything]
+    assert all(
+        item.seconds <= rough.seconds <= 1.03 * item.seconds
+        for item, rough in zip(exact, everything, strict=True)
+    )
+
+
+def test_the_leading_suggestion_needs_no_new_hardware_and_can_be_typed() -> None:
+    suggestions = [
+        Suggestion("more RAM", (("--ram", str(32 * GIB)),), 1.0),
+        Suggestion("a larger card", (("--vram", str(48 * GIB)),), 1.0),
+        Suggestion("apart", (("--until", "encode"),), 1.0),
+        Suggestion("no directive", (("--keep", ""),), 1.0),
+        Suggestion("nf4", (("--allow", "nf4"),), 10.0, changes_output=True),
+        Suggestion("all of the card", (("--vram", str(12 * GIB)),), 11.0),
+    ]
+    best = leading(suggestions, 12 * GIB)
+    assert best is not None
+    assert best.text == "all of the card", "the output stays, for a tenth more time"
+    assert leading(suggestions[:4], 12 * GIB) is None
 
 
 def test_a_plan_that_mostly_computes_gets_no_suggestions() -> None:

@@ -29,8 +29,9 @@ from graphrun.graph.graph import Graph
 from graphrun.graph.media import fingerprint, size_text
 from graphrun.graph.ops import MEDIA_KINDS
 from graphrun.graph.parts import Adapter, Component, Part, Reference, Stage
+from graphrun.graph.precisions import is_gguf
 from graphrun.model.solution import Solution
-from graphrun.modules.source_files import OF_COMPONENT, OF_PART, blob, find_folder
+from graphrun.modules.source_files import OF_COMPONENT, OF_PART, blob, find_folder, local_place
 
 # Libraries whose code computes stage outputs.
 LIBRARIES = (
@@ -214,6 +215,13 @@ class StageKeys:
             )
         if component.gguf:
             content = [content, *self._folder(component.gguf, (), component.file_line)]
+        for checkpoint in component.checkpoints:
+            if local_place(checkpoint.source) is not None:
+                patterns = () if is_gguf(checkpoint.format) else OF_COMPONENT
+                content = [
+                    content,
+                    *self._folder(checkpoint.source, patterns, component.file_line),
+                ]
         adapters = [
             (kind, adapter)
             for kind in ("loras", "ip_adapters")
@@ -276,6 +284,7 @@ def _graph_settings(component: Component) -> dict[str, Any]:
         "loras",
         "ip_adapters",
         "gguf",
+        "checkpoints",
         "compile",
     )
     return {

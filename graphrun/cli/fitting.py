@@ -1,0 +1,118 @@
+"""The command ``fit``: which format of a model to take on a machine, and what to expect."""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from graphrun import api
+from graphrun.cli.common import AsJson, app, cache_folder, show, solving
+from graphrun.cli.options import NoCache, Sets, Trust, pair
+from graphrun.cli.terminal import alive, width
+from graphrun.devices import hardware_for
+from graphrun.errors import InputError
+from graphrun.graph.shipped import shipped_graphs
+from graphrun.units import parse_seconds
+
+Card = Annotated[
+    str | None,
+    typer.Option(
+        "--card", help="A card, as for --hardware of plan; default: the one here, else rtx4090."
+    ),
+]
+RamOf = Annotated[
+    str, typer.Option("--ram", help="RAM of that machine for weights: 16G; auto: this machine's.")
+]
+
+
+@app.command("fit")
+def fit_command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="One of graphrun's own graphs, a graph (YAML), a folder of a pipeline, or "
+            "owner/name on the hub (configurations only).",
+            show_default=False,
+        ),
+    ],
+    card: Card = None,
+    ram: RamOf = "auto",
+    vram: Annotated[
+        str | None,
+        typer.Option("--vram", help="VRAM budget; default: all of the card.", show_default=False),
+    ] = None,
+    want: Annotated[
+        str | None,
+        typer.Option(
+            "--want", help="The longest time for a run: '30 s', '2 min'.", show_default=False
+        ),
+    ] = None,
+    set_: Sets = None,
+    trust_package: Trust = None,
+    no_cache: NoCache = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show which formats of a model fit a machine, best first: seconds, memory, download, and the
+    command of each. Needs no weights and no GPU."""
+    from graphrun.fitting import fit
+    from graphrun.report.fit_screen import fit_screen
+
+    cache, limit_seconds = cache_folder(no_cache), parse_seconds(want) if want else None
+    hardware = hardware_for(card, None, cache)
+    if hardware.device != "cuda":
+        raise InputError(f"--card {card}: fit is for cards; for a CPU see plan --device cpu")
+    budget = vram or str(hardware.capacity_bytes)
+    inputs = dict(pair("--set", text, may_be_empty=True) for text in set_ or [])
+    with _graph_file(model, trust_package) as file:
+        graph = api.load(file, trust=trust_package or ())
+        with solving(), alive(f"what fits of {graph.name}"):
+            rows = fit(graph, hardware, budget, ram, inputs=inputs, cache=cache)
+    words = ["graphrun", "plan", model, "--vram", vram or _gib(hardware.capacity_bytes)]
+    words += ["--ram", ram] if ram != "auto" else []
+    words += ["--hardware", card or hardware.name]
+    words += [word for text in set_ or [] for word in ("--set", text)]
+    for row in rows:
+        options = [word for name in row["allow"] for word in ("--allow", name)]
+        row["command"] = shlex.join([*words, *options])
+        row["within"] = limit_seconds is None or row["seconds"] <= limit_seconds
+    summary = {
+        "graph": graph.name,
+        "hardware": hardware.name,
+        "basis": hardware.basis,
+        "want_seconds": limit_seconds,
+        "choices": rows,
+    }
+    show(summary, as_json, fit_screen(summary, width()))
+    if not any(row["within"] for row in rows):
+        raise typer.Exit(1 if rows else 3)
+
+
+@contextmanager
+def _graph_file(model: str, trust: list[str] | None) -> Iterator[Path]:
+    """Provide the graph file of ``model``; for a folder or a repository, one that is imported.
+
+    Of a repository only configurations are fetched.
+    """
+    path = Path(model)
+    if model in shipped_graphs() or path.suffix in (".yaml", ".yml"):
+        yield path
+        return
+    from graphrun.cli.common import native_stdout_to_stderr
+    from graphrun.diffusers_.importing.imported import ImportOptions, import_source
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "graph.yaml"
+        options = ImportOptions({}, {}, (), {}, None, False, tuple(trust or ()))
+        with native_stdout_to_stderr(), alive(f"import of {model}"):
+            import_source(model, options).write(file, force=False)
+        yield file
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:g}G"

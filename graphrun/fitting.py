@@ -1,0 +1,66 @@
+"""What a graph takes on somebody's machine, for ``graphrun fit`` and ``graphrun list --card``.
+
+One row per choice, JSON-ready: format, seconds, VRAM, RAM, bytes to download.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphrun import api
+
+if TYPE_CHECKING:
+    from graphrun.graph.graph import Graph
+    from graphrun.model.problem import Hardware, Problem
+    from graphrun.solve.fits import Fit
+
+
+def fit(
+    graph: Graph,
+    hardware: Hardware,
+    vram: str | int,
+    ram: str | int = "auto",
+    *,
+    inputs: Mapping[str, Any] | None = None,
+    cache: Path | None = None,
+) -> list[dict[str, Any]]:
+    """Return the choices for ``graph`` on ``hardware`` within ``vram`` and ``ram``, best first.
+
+    Each has ``allow`` (what to allow, or nothing), ``formats`` (component -> precision, where it is
+    not the graph's own), ``sources`` (component -> published checkpoint), ``seconds`` and
+    ``seconds_range`` of one run, ``vram_bytes``, ``ram_bytes``, ``download_bytes`` (of all
+    components: published checkpoints as their pages state them, others by the number of parameters)
+    and ``changes_output``. Empty if nothing fits. Needs no weights. Raises InputError.
+    """
+    from graphrun.solve.fits import fits_of
+
+    problem = api.estimate(graph, vram=vram, ram=ram, hardware=hardware, inputs=inputs, cache=cache)
+    return [_row(graph, problem, item) for item in fits_of(problem)]
+
+
+def _row(graph: Graph, problem: Problem, item: Fit) -> dict[str, Any]:
+    formats, sources, download_bytes = dict[str, str](), dict[str, str](), 0
+    for name, precision in item.precisions:
+        component, numbers = graph.components[name], problem.component(name)
+        checkpoint = component.checkpoint(precision)
+        if precision != component.precision[0]:
+            formats[name] = precision
+        if checkpoint is not None:
+            sources[name] = checkpoint.source
+            download_bytes += checkpoint.nbytes
+        elif component.source is not None:
+            download_bytes += numbers.weight_bytes()
+    low, high = problem.hardware.seconds_range(item.seconds)
+    return {
+        "allow": list(item.allow),
+        "formats": formats,
+        "sources": sources,
+        "seconds": item.seconds,
+        "seconds_range": [low, high],
+        "vram_bytes": item.device_bytes,
+        "ram_bytes": item.ram_bytes,
+        "download_bytes": download_bytes,
+        "changes_output": bool(item.allow),
+    }

@@ -1,0 +1,52 @@
+"""Names of the precisions that replace linear layers by quantized ones, and what they mean.
+
+    int8, nf4        bitsandbytes; from files that already have them, else quantized when read
+    fp8              one byte per weight; from files that already have it, else cast when read
+    gguf             the GGUF file under ``gguf:``
+    Q4_K_S, Q8_0...  a published GGUF file under ``checkpoints:``, by the name of its mix of types
+
+Imports nothing, so that reading a plan needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# Mix of a GGUF file -> the type of most of its weights (llama.cpp's `llama_tensor_get_type`; `_S`
+# and `_M` differ in a few tensors). Planning without the file assumes that type.
+GGUF_MIXES: Mapping[str, str] = {
+    "Q4_0": "Q4_0",
+    "Q4_1": "Q4_1",
+    "Q4_K_S": "Q4_K",
+    "Q4_K_M": "Q4_K",
+    "Q5_0": "Q5_0",
+    "Q5_1": "Q5_1",
+    "Q5_K_S": "Q5_K",
+    "Q5_K_M": "Q5_K",
+    "Q6_K": "Q6_K",
+    "Q8_0": "Q8_0",
+}
+# GGUF type -> (elements, bytes) of a block: the structs of ggml's ggml-common.h.
+GGUF_BLOCKS: Mapping[str, tuple[int, int]] = {
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+}
+QUANTIZED = ("int8", "nf4", "fp8", "gguf", *GGUF_MIXES)
+# Names for all precisions of about so many bits per weight.
+CLASSES: Mapping[str, tuple[str, ...]] = {
+    "4bit": ("nf4", *(name for name in GGUF_MIXES if name.startswith("Q4"))),
+    "5bit": tuple(name for name in GGUF_MIXES if name.startswith("Q5")),
+    "6bit": ("Q6_K",),
+    "8bit": ("int8", "fp8", "Q8_0"),
+}
+
+
+def is_gguf(precision: str) -> bool:
+    """Return whether weights in ``precision`` are those of a GGUF file."""
+    return precision == "gguf" or precision in GGUF_MIXES

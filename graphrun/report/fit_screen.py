@@ -1,0 +1,99 @@
+"""The screen of ``graphrun fit``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from graphrun.report.command_lines import folded_command
+from graphrun.report.precisions import precision_lines
+from graphrun.report.screen import Look
+from graphrun.report.table import table
+from graphrun.units import GIB, roughly
+
+
+def fit_screen(summary: Mapping[str, Any], width: int = 80) -> str:
+    """Return the choices of ``summary``, best first, each with its command."""
+    look, rows = Look(width), summary["choices"]
+    place = f"{summary['graph']} on {summary['hardware']} ({summary['basis']})"
+    if not rows:
+        return look.folded(f"fits: no. Nothing runs {place}; the plan of it says what helps")
+    best, want = rows[0], summary["want_seconds"]
+    verdict = f"fits: yes. {place}: {roughly(best['seconds'])} with {_name(best)}"
+    if want is not None:
+        quick_rows = [row for row in rows if row["within"]]
+        verdict += (
+            f"; within {roughly(want)}: {', '.join(map(_name, quick_rows))}"
+            if quick_rows
+            else f"; nothing runs within {roughly(want)}"
+        )
+    head = ["format", "seconds", "range", "VRAM", "RAM", "download", "output"]
+    lines = [
+        [
+            _name(row),
+            f"{row['seconds']:.0f}",
+            "{:.0f} to {:.0f}".format(*row["seconds_range"]),
+            *(f"{row[key] / GIB:.1f}" for key in ("vram_bytes", "ram_bytes", "download_bytes")),
+            "changes" if row["changes_output"] else "the same",
+        ]
+        for row in rows
+    ]
+    parts = [
+        look.folded(verdict),
+        "",
+        table([head, *lines], left_columns=(0, 6)),
+        look.folded(
+            " seconds of one run from files, predicted; sizes in GiB; download: published "
+            "checkpoints as their pages state them, others by their parameters"
+        ),
+    ]
+    for row in rows:
+        parts += ["", f"{_name(row)}: {_formats(row)}"]
+        parts += [look.folded(f" {name} from {source}") for name, source in row["sources"].items()]
+        parts.append(folded_command(f" {row['command']}", width))
+    names = {name for row in rows for name in row["formats"].values()}
+    return "\n".join([*parts, *map(look.folded, precision_lines(sorted(names)))])
+
+
+def fits_screen(summary: Mapping[str, Any], width: int = 80) -> str:
+    """Return a row for each graph with its best choice, the graphs that fit first."""
+    look, head = Look(width), ["graph", "format", "seconds", "VRAM", "RAM", "download"]
+    rows, notes = [head], []
+    for graph in sorted(summary["graphs"], key=lambda graph: graph["best"] is None):
+        best = graph["best"]
+        if best is None:
+            rows.append([graph["name"], "does not fit" if "error" not in graph else "-", *4 * "-"])
+            notes += [f" {graph['name']}: {graph['error']}"] if "error" in graph else []
+            continue
+        sizes = (best[key] / GIB for key in ("vram_bytes", "ram_bytes", "download_bytes"))
+        rows.append(
+            [
+                graph["name"],
+                _name(best),
+                f"{best['seconds']:.0f}",
+                *(f"{size:.1f}" for size in sizes),
+            ]
+        )
+    note = (
+        f" on {summary['hardware']} ({summary['basis']}); seconds of one run from files; sizes in "
+        "GiB; every format but that of the graph changes the output"
+    )
+    next_line = f"next: graphrun fit flux-dev --card {summary['hardware']}"
+    return "\n".join(
+        [
+            table(rows, left_columns=(0, 1)),
+            look.folded(note),
+            *map(look.folded, notes),
+            next_line,
+        ]
+    )
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    names: Sequence[str] = row["allow"]
+    return ", ".join(names) or "as in the graph"
+
+
+def _formats(row: Mapping[str, Any]) -> str:
+    formats = ", ".join(f"{name} in {precision}" for name, precision in row["formats"].items())
+    return formats or "the precisions of the graph file"

@@ -1,0 +1,102 @@
+"""The choices of a problem for one machine: for each class of precisions that may be allowed, the
+fastest plan by the program, without simulation.
+
+    ()        the output as in 16 bits
+    8bit ...  published checkpoints, or weights quantized when they are read, of about so many bits
+
+Each takes a fraction of a plan's time, since the program is solved to ROUGH_GAP and for seconds
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from graphrun.graph.precisions import CLASSES
+from graphrun.model.problem import Problem
+from graphrun.solve.dominance import restrict_variants
+from graphrun.solve.least import ever_finer, has_usable_variants
+from graphrun.solve.linear import SearchBudget, SearchEnded
+from graphrun.solve.milp import Formulation
+from graphrun.solve.orders import stage_choices
+from graphrun.solve.search import Answer, choose
+from graphrun.solve.suggestions import ATTEMPTS, NODES, OUTPUT_FACTOR, ROUGH_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A choice that runs within the budgets.
+
+    ``allow``: what to allow: a class of precisions or nothing. ``precisions``: the precision of
+    each component. ``seconds``: predicted, of one run. ``device_bytes``, ``ram_bytes``: the most in
+    use at a time, with the device's own overhead.
+    """
+
+    allow: tuple[str, ...]
+    precisions: tuple[tuple[str, str], ...]
+    seconds: float
+    device_bytes: int
+    ram_bytes: int
+
+    @property
+    def rank(self) -> float:
+        """The seconds by which choices are compared: more where the output changes
+        (OUTPUT_FACTOR)."""
+        return self.seconds * (OUTPUT_FACTOR if self.allow else 1.0)
+
+
+def fits_of(problem: Problem) -> tuple[Fit, ...]:
+    """Return the choices for ``problem`` that run within its budgets, best first.
+
+    Each class of `CLASSES` of which the problem has precisions is allowed alone. A class whose best
+    plan uses none of its precisions is left out. The search has the budget of suggestions.
+    """
+    fits, budget = list[Fit](), SearchBudget(ATTEMPTS, NODES)
+    for allow, variant in _permitted(problem):
+        try:
+            with budget.limiting():
+                answer = _answer(variant)
+        except SearchEnded:
+            break
+        if answer is None:
+            continue
+        fit = _fit(variant, allow, answer)
+        if not any(fit.precisions == other.precisions for other in fits):
+            fits.append(fit)
+    return tuple(sorted(fits, key=lambda fit: fit.rank))
+
+
+def _permitted(problem: Problem) -> Iterator[tuple[tuple[str, ...], Problem]]:
+    """Yield ``problem`` without and with each class of precisions allowed."""
+    yield (), problem
+    names = {variant.needs for component in problem.components for variant in component.variants}
+    for name, formats in CLASSES.items():
+        if members := sorted(names.intersection(formats) - set(problem.allow)):
+            yield (name,), replace(problem, allow=tuple(sorted({*problem.allow, *members})))
+
+
+def _answer(problem: Problem) -> Answer | None:
+    for split in ever_finer(problem) if has_usable_variants(problem) else ():
+        formulations = [Formulation(choice.program) for choice in stage_choices(split)[0]]
+        if (answer := choose(formulations, ROUGH_SECONDS)) is not None:
+            return answer
+    return None
+
+
+def _fit(problem: Problem, allow: Sequence[str], answer: Answer) -> Fit:
+    best_problem = restrict_variants(
+        answer.program.problem, tuple(choice.index for choice in answer.program.variant_choices)
+    )
+    rows = answer.rows
+    overhead_bytes = problem.budget_bytes - problem.effective_bytes
+    return Fit(
+        tuple(allow),
+        tuple(
+            (component.name, component.variants[0].precision)
+            for component in best_problem.components
+        ),
+        float(rows.seconds()) / problem.runs,
+        overhead_bytes + int(rows.peak_bytes(0)),
+        int(rows.peak_bytes("ram")),
+    )

@@ -1,0 +1,175 @@
+"""``graphrun fit`` and ``graphrun list --card``: which formats of a model fit a machine."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import graphrun as package
+from graphrun.graph.graph import Graph
+from graphrun.graph.parts import Checkpoint
+from graphrun.model.problem import Problem
+from graphrun.profile.hardware import hardware
+from graphrun.solve.fits import fits_of
+from graphrun.units import GIB
+
+Cli = Callable[..., tuple[int, str, str]]
+ROOT = Path(__file__).parent.parent
+LAPTOP = ("--card", "rtx4060laptop", "--ram", "16G")
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    """FLUX.1-dev at full size on a laptop with 8 GiB of VRAM and 16 GiB of RAM."""
+    graph = package.load("flux-dev")
+    return package.estimate(graph, vram="8G", ram="16G", hardware="rtx4060laptop")
+
+
+@pytest.mark.long
+def test_formats_of_published_checkpoints_fit_where_16_bits_wait_for_the_disk(
+    problem: Problem,
+) -> None:
+    fits = {" ".join(fit.allow): fit for fit in fits_of(problem)}
+    assert {"", "4bit", "5bit", "6bit", "8bit"} == fits.keys()
+    compute_seconds = package.plan(problem).simulation.compute_seconds
+    assert fits[""].seconds > 4 * compute_seconds
+    assert fits["4bit"].seconds < 1.15 * compute_seconds
+    for fit in fits.values():
+        assert 0 < fit.device_bytes <= 8 * GIB
+        assert 0 < fit.ram_bytes <= 16 * GIB
+    assert dict(fits[""].precisions)["transformer"] == "bfloat16"
+    assert dict(fits["4bit"].precisions)["transformer"] in ("nf4", "Q4_K_S", "Q4_0")
+    # a plan with the permission takes what was said
+    graph = package.load("flux-dev")
+    allowed_problem = replace(problem, allow=graph.allowed(["4bit"]))
+    seconds = package.plan(allowed_problem).simulation.total_seconds
+    assert seconds == pytest.approx(fits["4bit"].seconds, rel=0.05)
+
+
+@pytest.mark.long
+def test_without_permission_published_checkpoints_change_no_plan(problem: Problem) -> None:
+    def without(graph: Graph) -> Graph:
+        components = {name: c.without_checkpoints() for name, c in graph.components.items()}
+        return replace(graph, components=components)
+
+    bare = package.estimate(
+        without(package.load("flux-dev")), vram="8G", ram="16G", hardware="rtx4060laptop"
+    )
+    assert len(bare.component("transformer").variants) < len(
+        problem.component("transformer").variants
+    )
+    texts = [str(package.plan(item).plan).splitlines() for item in (problem, bare)]
+    assert texts[0][1:] == texts[1][1:], "the first line has the problem's digest"
+
+
+@pytest.mark.long
+def test_a_choice_has_a_command_and_its_sources(graphrun: Cli) -> None:
+    code, output, _ = graphrun("fit", "flux-dev", *LAPTOP, "--want", "2 min", "--json")
+    summary = json.loads(output)
+    assert code == 0
+    assert (summary["want_seconds"], summary["basis"]) == (120.0, "data sheet")
+    best, *rest = summary["choices"]
+    assert best["within"]
+    assert not rest[-1]["within"], "16 bits wait for the disk"
+    for row in summary["choices"]:
+        low, high = row["seconds_range"]
+        assert low < row["seconds"] < high
+        assert row["download_bytes"] > 6e9
+        words = shlex.split(row["command"])
+        assert words[:3] == ["graphrun", "plan", "flux-dev"]
+        assert words[words.index("--ram") + 1] == "16G"
+        assert [words[n + 1] for n, word in enumerate(words) if word == "--allow"] == row["allow"]
+        assert row["sources"].keys() <= row["formats"].keys()
+    code, output, _ = graphrun("fit", "flux-dev", *LAPTOP, "--want", "2 min")
+    assert code == 0
+    assert output.startswith("fits: yes. flux-dev on rtx4060laptop (data sheet): ")
+    assert max(map(len, output.splitlines())) <= 80
+    assert "city96/t5-v1_1-xxl-encoder-gguf" in output
+    code, output, _ = graphrun("fit", "flux-dev", *LAPTOP, "--want", "1 s")
+    assert (code, "nothing runs within 1.0 s" in " ".join(output.split())) == (1, True)
+
+
+@pytest.mark.long
+def test_a_folder_is_imported_and_nothing_is_written(graphrun: Cli, tmp_path: Path) -> None:
+    code, output, err = graphrun(
+        "fit", str(ROOT / "graphs" / "shapes"), *LAPTOP, "--json", "--no-cache"
+    )
+    assert code == 0, err
+    assert [row["allow"] for row in json.loads(output)["choices"]] == [[]]
+    assert not list(tmp_path.rglob("*.yaml"))
+
+
+def test_what_fit_refuses(graphrun: Cli) -> None:
+    for arguments, words in (
+        (("flux-tiny", "--card", "sim"), "fit is for cards"),
+        (("flux-tiny", "--want", "soon"), "'soon' is not a time"),
+        (("flux-tiny", "--card", "rtx9999"), "rtx9999"),
+    ):
+        code, output, err = graphrun("fit", *arguments)
+        assert (code, output) == (2, ""), arguments
+        assert words in err
+
+
+def test_list_shows_the_best_choice_of_each_graph(
+    graphrun: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("graphrun.cli.graphs.shipped_graphs", lambda: ("flux-dev", "flux-tiny"))
+    monkeypatch.setattr("graphrun.api.load", lambda name, **_: package.load("flux-tiny"))
+    code, output, _ = graphrun("list", *LAPTOP, "--json")
+    assert code == 0
+    (row,) = json.loads(output)["graphs"]
+    assert (row["name"], row["best"]["allow"]) == ("flux-dev", [])
+    _, output, _ = graphrun("list", *LAPTOP)
+    assert output.splitlines()[1].split()[:5] == ["flux-dev", "as", "in", "the", "graph"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("Q4_K_S: {source: a/b/c.safetensors}", "is no GGUF file, and the format is Q4_K_S"),
+        ("nf4: {source: a/b/c.gguf}", "is a GGUF file, and the format is nf4"),
+        ("Q9: {source: a/b/c.gguf}", "Q9"),
+        ("nf4: {bytes: 5}", "source"),
+    ],
+)
+def test_a_wrong_checkpoint_is_named_with_its_line(tmp_path: Path, entry: str, words: str) -> None:
+    text = (ROOT / "graphs" / "shapes.yaml").read_text()
+    text = text.replace("source: ./shapes", f"source: {ROOT / 'graphs' / 'shapes'}")
+    text = text.replace("precision: [bfloat16, int8, nf4, fp8]", f"checkpoints: {{{entry}}}")
+    (tmp_path / "graph.yaml").write_text(text)
+    with pytest.raises(package.GraphError, match=r"graph\.yaml:\d+") as error:
+        package.load(tmp_path / "graph.yaml")
+    assert words in str(error.value)
+
+
+def test_4bit_stands_for_the_formats_of_about_four_bits_that_a_graph_has() -> None:
+    graph = package.load("flux-dev")
+    assert graph.allowed(["4bit"]) == ("Q4_0", "Q4_K_S", "nf4")
+    assert graph.allowed(["8bit", "cpu"]) == ("Q8_0", "cpu", "int8")
+    assert set(graph.allowed(["precision"])) > {"Q4_0", "int8", "nf4", "Q6_K"}
+    with pytest.raises(package.InputError, match="allow 4bit: this graph knows cpu, precision"):
+        package.load("flux-tiny").allowed(["4bit"])
+
+
+def test_another_source_has_no_published_checkpoints() -> None:
+    shipped, other = package.load("flux-dev"), package.load("flux-dev", source="owner/fine-tuned")
+    assert shipped.components["transformer"].checkpoints
+    assert not other.components["transformer"].checkpoints
+    assert other.components["transformer"].precision == ("bfloat16", "int8", "nf4")
+    assert not shipped.without_sources().components["transformer"].checkpoints
+
+
+def test_a_component_reads_each_precision_from_its_own_source() -> None:
+    component: Any = package.load("flux-dev").components["transformer"]
+    assert component.source_in("bfloat16") == "black-forest-labs/FLUX.1-dev/transformer"
+    assert component.source_in("nf4") == "diffusers/FLUX.1-dev-bnb-4bit/transformer"
+    assert component.source_in("Q8_0").endswith("flux1-dev-Q8_0.gguf")
+    assert component.checkpoint("bfloat16") is None
+    assert isinstance(component.checkpoint("Q8_0"), Checkpoint)
+    assert hardware("rtx4060laptop").capacity_bytes == 8 * GIB
