@@ -446,6 +446,8 @@ def attach(
         cards = cards_for(budget.vram, budget.memory, hardware, device, cache, to_run=True)
         refuse_wrong_budgets(cards[0], budget)
         main_device = open_devices(cards)
+    if main_device.serial_copies:
+        cards = [replace(cards[0], serial_copies=True), *cards[1:]]
     if isinstance(main_device, CpuDevice):
         cards = [replace(cards[0], context_bytes=main_device.measured_context())]
     limits = replace(

@@ -189,10 +189,10 @@ def plan_graph(
         problem = graph_plan.solution.problem
         values = api.planned_inputs(problem, graph, inputs)
         graph = graph.until(problem.until)
-        if problem.hardware.device == "cuda" and estimates.detect_card() is None:
+        if not estimates.is_present(problem.hardware):
             raise InputError(
-                "no CUDA device found to run on, and the plan is for one; plan with "
-                "--device sim to run it there"
+                f"no {problem.hardware.kind.label} found to run on, and the plan is for one; plan "
+                "with --device sim to run it there"
             )
         downloads = missing_sources(graph.with_precomputed(problem.precomputed))
         encoded = all(graph.stage(name).op == "encode_prompt" for name in problem.precomputed)
@@ -315,14 +315,16 @@ def with_budget(options: PlanOptions, hardware: Hardware) -> PlanOptions:
         return _with_memory(options, hardware)
     has_budget = options.vram not in (None, "auto")
     if has_budget and (
-        options.hardware is not None or hardware.device == "sim" or "," in str(options.vram)
+        options.hardware is not None
+        or hardware.kind.free_memory == "none"
+        or "," in str(options.vram)
     ):
         return options
-    if hardware.device == "sim":
+    if hardware.kind.free_memory == "none":
         raise InputError(
             "the simulated device has no memory of its own: add --vram, such as --vram 8G"
         )
-    free_bytes = estimates.free_bytes() if options.hardware is None else None
+    free_bytes = estimates.free_bytes(hardware.kind) if options.hardware is None else None
     nbytes = hardware.capacity_bytes if free_bytes is None else estimates.budget_of(free_bytes)
     budget_text = f"{show_size(nbytes)}, what the {hardware.name} has"
     if free_bytes is not None:
@@ -344,7 +346,10 @@ def with_budget(options: PlanOptions, hardware: Hardware) -> PlanOptions:
             )
         return options
     if free_bytes is None and options.hardware is None:
-        say(f"no CUDA device here: this is for an {hardware.name}; --hardware names another card")
+        say(
+            f"no {hardware.kind.label} here: this is for an {hardware.name}; --hardware names "
+            "another card"
+        )
     say(f"--vram auto: {budget_text}")
     return replace(options, vram=str(nbytes))
 
@@ -394,7 +399,7 @@ def look(
     command += "".join(
         f' --set {name}="..."' if name != "prompt" else ' --prompt "..."' for name in missing_inputs
     )
-    is_other_machine = problem.hardware.device == "cuda" and estimates.detect_card() is None
+    is_other_machine = not estimates.is_present(problem.hardware)
     next_command = f"next{', on that card' if is_other_machine else ''}: {command}"
     note = ""
     if (

@@ -43,6 +43,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from graphrun import device_kinds
+from graphrun.device_kinds import DeviceKind
 from graphrun.errors import InputError
 from graphrun.host_ram import host_ram_bytes, steady_bytes, total_ram_bytes
 from graphrun.memory_group import process_bytes
@@ -72,10 +74,6 @@ MEMORY_SHARE = 0.917
 SOFTMAX_EXPONENTIALS = 2.62
 PAGEABLE_SHARE = 0.2619
 FRESH_PAGES_RATE = 2.625e9
-
-# Without one of these, Linux has no card that torch.cuda could open (NVIDIA, WSL, ROCm). torch is
-# then not imported for the check.
-DEVICE_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +204,9 @@ def data_sheet_estimates() -> dict[str, Hardware]:
     ``sim``, the simulated accelerator, has no context, no scratch and no caching allocator.
     """
     cards = {name: _card(name, sheet) for name, sheet in SHEETS.items()}
-    return cards | {"sim": simulated(), "cpu": cpu_estimate()}
+    return cards | {
+        kind.name: kind.detect() for kind in device_kinds.built_in() if kind.has_host_kernels
+    }
 
 
 # Prefix of the name of a simulated accelerator that counts in pages; the scale of pages follows.
@@ -418,13 +418,57 @@ def _page_scale(name: str) -> float:
     return scale
 
 
+def has_signs(kind: DeviceKind) -> bool:
+    """Return whether this machine may have a device of ``kind``: it has the right platform, and on
+    Linux one of the ``signs`` of such devices, if any are known."""
+    if kind.platforms and sys.platform not in kind.platforms:
+        return False
+    return (
+        sys.platform != "linux" or not kind.signs or any(Path(sign).exists() for sign in kind.signs)
+    )
+
+
 def detect_card() -> Hardware | None:
+    """Return this machine's first device with memory or a processor of its own, or None.
+
+    Kinds are tried in the order of `graphrun.device_kinds`. torch is imported only where there are
+    signs of a device.
+    """
+    cards = (
+        kind.detect()
+        for kind in device_kinds.built_in()
+        if not kind.is_host and not kind.has_virtual_clock and has_signs(kind)
+    )
+    return next((card for card in cards if card is not None), None)
+
+
+def default_of(kind: DeviceKind | None) -> Hardware:
+    """Return the data-sheet estimate to plan for without a device: `DEFAULT`, or the first of
+    ``kind``; where no data sheet is of the kind, `DEFAULT` as a device of it."""
+    estimates = data_sheet_estimates()
+    if kind is None or estimates[DEFAULT].device == kind.name:
+        return estimates[DEFAULT]
+    of_kind = (card for card in estimates.values() if card.device == kind.name)
+    return next(of_kind, _sheet_of(kind.name, kind)[0])
+
+
+def detect_simulated(kind: DeviceKind) -> Hardware:
+    """Return the simulated accelerator."""
+    return simulated()
+
+
+def detect_processor(kind: DeviceKind) -> Hardware:
+    """Return this machine's CPU."""
+    return cpu_estimate()
+
+
+def detect_cuda(kind: DeviceKind) -> Hardware | None:
     """Return this machine's CUDA device, or None.
 
     It has its own capacity, and the rates of the data-sheet estimate with the longest name that the
     device's name contains.
     """
-    if sys.platform == "linux" and not any(Path(node).exists() for node in DEVICE_NODES):
+    if not has_signs(kind):
         return None
 
     import torch
@@ -432,9 +476,7 @@ def detect_card() -> Hardware | None:
     if not torch.cuda.is_available():
         return None
     properties: Any = torch.cuda.get_device_properties(0)
-    plain = properties.name.lower().replace(" ", "").replace("-", "")
-    names = [name for name in SHEETS if name in plain]
-    base = data_sheet_estimates()[max(names, key=len, default=DEFAULT)]
+    base, plain = _sheet_of(properties.name, kind)
     workspace_bytes = HOPPER_WORKSPACE_BYTES if properties.major >= 9 else base.workspace_bytes
     return replace(
         base,
@@ -443,6 +485,99 @@ def detect_card() -> Hardware | None:
         workspace_bytes=workspace_bytes,
         spares_large_copies=properties.major == 9,
     )
+
+
+def detect_accelerator(kind: DeviceKind) -> Hardware | None:
+    """Return this machine's first device of ``kind``, which is a backend of PyTorch, or None.
+
+    It has its own name and capacity, and the rates of the data-sheet estimate with the longest name
+    that its name contains. For a device that no data sheet describes, rates are those of `DEFAULT`:
+    plans have the right bytes, and seconds are not known.
+    """
+    if not has_signs(kind):
+        return None
+
+    import torch
+
+    try:
+        backend: Any = torch.get_device_module(kind.name)
+        is_available, count = getattr(backend, "is_available", None), backend.device_count()
+    except (RuntimeError, AttributeError):
+        return None
+    if not count or (is_available is not None and not is_available()):
+        return None
+    name, total_bytes = _identity(backend, kind)
+    base, plain = _sheet_of(name, kind)
+    return replace(base, name=plain or kind.name, capacity_bytes=total_bytes)
+
+
+def is_present(hardware: Hardware) -> bool:
+    """Return whether this machine has a device of the kind of ``hardware``."""
+    if hardware.kind.is_host or hardware.kind.has_virtual_clock:
+        return True
+    return detect(hardware.kind) is not None
+
+
+def detect(kind: DeviceKind | None = None) -> Hardware | None:
+    """Return this machine's first device of ``kind``, or its first card; None without one."""
+    card = detect_card()
+    if kind is None or (card is not None and card.device == kind.name):
+        return card
+    return kind.detect()  # type: ignore[no-any-return]
+
+
+def detect_mps(kind: DeviceKind) -> Hardware | None:
+    """Return this machine's Apple GPU, or None.
+
+    It has this machine's RAM, and the rates of the data-sheet estimate of its chip, which the
+    system names (``machdep.cpu.brand_string``, such as Apple M4 Max).
+    """
+    if not has_signs(kind):
+        return None
+
+    import torch
+
+    if not torch.backends.mps.is_available():
+        return None
+    base, plain = _sheet_of(_cpu_facts()[0].removeprefix("Apple "), kind)
+    return replace(base, name=plain or kind.name, capacity_bytes=total_ram_bytes())
+
+
+def _identity(backend: Any, kind: DeviceKind) -> tuple[str, int]:
+    """Return the name of a backend's first device, and its bytes; without a function for them, the
+    kind's name and this machine's RAM."""
+    name, total_bytes = kind.name, 0
+    if (properties_of := getattr(backend, "get_device_properties", None)) is not None:
+        properties: Any = properties_of(0)
+        name = getattr(properties, "name", name)
+        total_bytes = int(getattr(properties, "total_memory", 0))
+    if not total_bytes and (memory_of := getattr(backend, "mem_get_info", None)) is not None:
+        total_bytes = int(memory_of(0)[1])
+    return name, total_bytes or total_ram_bytes()
+
+
+def _sheet_of(name: str, kind: DeviceKind) -> tuple[Hardware, str]:
+    """Return the data-sheet estimate whose name the device's ``name`` contains, and the name in
+    lower case without spaces.
+
+    The longest such name of the kind counts. Without one: `DEFAULT` as a device of the kind.
+    """
+    plain = name.lower().replace(" ", "").replace("-", "")
+    estimates = data_sheet_estimates()
+    names = [key for key, card in estimates.items() if card.device == kind.name and key in plain]
+    base = estimates[max(names, key=len, default=DEFAULT)]
+    if base.device == kind.name:
+        return base, plain
+    return replace(
+        base,
+        device=kind.name,
+        workspace_bytes=0,
+        convolution_scratch=kind.convolution_scratch,
+        caching_allocator=kind.page_rules == "pages",
+        unified=kind.unified,
+        serial_copies=kind.overlap == "never",
+        spares_large_copies=False,
+    ), plain
 
 
 # Memory that a desktop takes from the card that drives it: 1 GiB with a browser, 0.5 GiB when idle
@@ -478,14 +613,17 @@ def available_memory() -> int:
     return steady_bytes(host_ram_bytes() + process_bytes().nbytes)
 
 
-def free_bytes() -> int | None:
-    """Return the free bytes of this machine's CUDA device; None without a device.
+def free_bytes(kind: DeviceKind | None = None) -> int | None:
+    """Return the free bytes of this machine's device of ``kind``, or of the one that is detected;
+    None without a device, or if its backend does not report them.
 
     Rounded down to whole 256 MiB, so that the next plan gets the same number.
     """
-    if detect_card() is None:
+    card = detect(kind)
+    if card is None or card.kind.free_memory != "driver":
         return None
 
     import torch
 
-    return int(torch.cuda.mem_get_info(0)[0]) // (256 * MIB) * (256 * MIB)
+    memory_of = getattr(torch.get_device_module(card.device), "mem_get_info", None)
+    return None if memory_of is None else int(memory_of(0)[0]) // (256 * MIB) * (256 * MIB)

@@ -36,7 +36,7 @@ def _head(estimate: dict[str, Any]) -> tuple[str, ...]:
         if any(copy_bytes)
         else ""
     )
-    overhead = "process" if hardware["device"] == "cpu" else "context and workspace"
+    overhead = "process" if hardware["unified"] else "context and workspace"
     formats = "".join(f"  {name} in {precision}" for name, precision in mode["formats"].items())
     return (
         f"estimate {estimate['graph']}  {settings}{formats}",
@@ -49,7 +49,7 @@ def _head(estimate: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _components(estimate: dict[str, Any], look: Look) -> str:
-    components, has_host = estimate["components"], estimate["hardware"]["device"] != "cpu"
+    components, has_host = estimate["components"], not estimate["hardware"]["unified"]
     units = Units(max(row["weights"][row["dtype"]]["bytes"] for row in components))
     rows, sources = (
         [

@@ -1,8 +1,9 @@
 """What the executor needs of a device: tested alike on the simulated accelerator, on the same under
-the ordering checker, on the CPU, and on CUDA.
+the ordering checker, on the CPU, on a backend from outside, and on CUDA.
 
-On the simulator bytes move at once: there the checker detects a missing wait. On the CPU and on
-CUDA the results do, as kernels or copies are slow. Run on a card by `benchmarks/card.sh check`.
+On the simulator bytes move at once: there the checker detects a missing wait. On the others the
+results do, as kernels or copies are slow. Run on a card by `benchmarks/card.sh check`, and on the
+backend from outside (tests/outside/brook.cpp) by `test_outside`.
 """
 
 from __future__ import annotations
@@ -90,15 +91,20 @@ STORED = """
 
 class Contract:
     """Devices of one kind. ``slow``: what takes long on them, ``kernels`` or ``copies``. On the
-    CPU, weights are read from files in ``folder``."""
+    CPU, weights are read from files in ``folder``. ``backend``: the module of
+    the one from outside."""
 
-    def __init__(self, kind: str, patch: pytest.MonkeyPatch, folder: Path) -> None:
-        self.kind, self._patch, self._folder = kind, patch, folder
+    def __init__(
+        self, kind: str, patch: pytest.MonkeyPatch, folder: Path, backend: Any = None
+    ) -> None:
+        self.kind, self._patch, self._folder, self._backend = kind, patch, folder, backend
 
     def two(self, hardware: Hardware) -> tuple[dict[str, Small], Problem]:
         """Modules ``a``, called four times, and ``b``, called once."""
         modules = {"a": Small(), "b": Small(1)}
         hardware = cpu_hardware() if self.kind == "cpu" else hardware
+        if self.kind == "outside":
+            hardware = replace(hardware, device="brook", caching_allocator=False)
         problem = small_problem(
             modules,
             [[use("a", 4, hardware)], [use("b", 1, hardware)]],
@@ -125,6 +131,8 @@ class Contract:
         """A device for ``of``, whose rates should be those of ``slow``."""
         if self.kind == "cpu" and slow == "copies":
             slow_reads(self._patch)
+        if self.kind == "outside":
+            self._backend.set_copy_microseconds(2000 if slow == "copies" else 0)
         if self.kind != "cuda":
             return open_device(problem)
         from graphrun.runtime.devices.cuda import CudaDevice
@@ -142,8 +150,8 @@ class Contract:
         return device
 
     def slow_kernels(self, modules: Mapping[str, nn.Module]) -> None:
-        """On CUDA and the CPU, every block of ``modules`` computes late from now on."""
-        if self.kind in ("cuda", "cpu"):
+        """Not on the simulator: every block of ``modules`` computes late from now on."""
+        if self.kind in ("cuda", "cpu", "outside"):
             for block in (
                 block for module in modules.values() for block in (*module.wide, *module.thin)
             ):  # type: ignore[misc, operator]
@@ -175,17 +183,22 @@ class Contract:
         return trace
 
 
-@pytest.fixture(params=["sim", "sim, order checked", "cpu", "cuda"])
+@pytest.fixture(params=["sim", "sim, order checked", "cpu", "outside", "cuda"])
 def contract(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    outside_backend: Any,
 ) -> Iterator[Contract]:
+    if request.param == "outside" and outside_backend is None:
+        pytest.skip("the backend from outside has a process of its own: test_outside")
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     if request.param.startswith("sim") and not sim.available():
         pytest.skip("this PyTorch cannot host the simulated accelerator")
     monkeypatch.setattr(Machine, "check_ordering", request.param == "sim, order checked")
     ordering = ReadOrdering(monkeypatch) if request.param == "cpu" else None
-    yield Contract(request.param, monkeypatch, tmp_path)
+    yield Contract(request.param, monkeypatch, tmp_path, outside_backend)
     assert ordering is None or not ordering.reports
 
 
@@ -355,7 +368,11 @@ def test_the_cap_holds_and_freed_memory_can_be_had_again_in_other_sizes(contract
 def other_stream(device: Any) -> Iterator[None]:
     module = torch.get_device_module(device.torch_device.type)
     with device.machine if hasattr(device, "machine") else contextlib.nullcontext():
-        stream = module.stream(module.Stream())
+        stream: Any = (
+            module.stream(module.Stream())
+            if hasattr(module, "Stream")
+            else torch.Stream(device=device.torch_device)
+        )
         stream.__enter__()
     try:
         yield
