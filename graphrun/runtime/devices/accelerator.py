@@ -141,10 +141,9 @@ class AcceleratorDevice(Device):
         faults = _overlap_faults()
         if (fault := faults.get(str(self.torch_device))) is None:
             try:
-                fault = overlap_fault(self)
+                fault = faults[str(self.torch_device)] = overlap_fault(self)
             except (RuntimeError, NotImplementedError, GraphrunError) as error:
                 fault = (str(error).splitlines() or ["it fails"])[0]
-            faults[str(self.torch_device)] = fault
             self.arenas.reset_peaks()
             self._empty_cache()
         return fault
@@ -173,14 +172,17 @@ class AcceleratorDevice(Device):
 
     # ---- Streams
 
+    def _make_streams(self) -> None:
+        self._copy: Any = self._new_stream()
+        self._compute: Any = self._current_stream()
+        self._origin: Any = self.mark("compute")
+        self._copy.synchronize()
+        self._compute.synchronize()
+
     def _open_streams(self) -> bool:
         """Make the streams, and return whether the device has streams and events."""
         try:
-            self._copy: Any = self._new_stream()
-            self._compute: Any = self._current_stream()
-            self._origin: Any = self.mark("compute")
-            self._copy.synchronize()
-            self._compute.synchronize()
+            self._make_streams()
         except (RuntimeError, NotImplementedError, AttributeError, TypeError):
             return False
         try:
@@ -497,6 +499,7 @@ def overlap_fault(device: AcceleratorDevice) -> str:
     source = device.arena(PROOF_BYTES, pinned=True)
     device.pin(source)
     target, small = device.allocate(PROOF_BYTES), device.allocate(SMALL_BYTES)
+    device.wait("copy", device.mark("compute"))  # other code may still use what was there before
     device.copy(target, source)  # the first call of a kernel loads it
     with device._on("compute"):
         small.fill_(1)

@@ -60,9 +60,13 @@ class CudaDevice(AcceleratorDevice):
         _OPEN_DEVICES.add(self)
 
     def _open_streams(self) -> bool:
-        """As `AcceleratorDevice._open_streams`; from here on memory is in expandable segments."""
+        """Make the streams; from here on memory is in expandable segments."""
         _request_expandable_segments()
-        return super()._open_streams()
+        self._make_streams()
+        return True
+
+    def _counts_memory(self) -> bool:
+        return True
 
     def _new_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(device=self._index)  # type: ignore[no-untyped-call]
