@@ -116,14 +116,14 @@ def estimate(
     card, *_ = cards = cards_for(vram, memory, hardware, cache=cache)
     if card.unified and strings(pin):
         raise InputError(
-            f"pin {', '.join(strings(pin))}: a CPU has no page-locked copies of weights: leave it "
-            "out, or keep the component in memory with keep"
+            f"pin {', '.join(strings(pin))}: {'a CPU' if card.kind.is_host else card.name} has no "
+            "page-locked copies of weights: leave it out, or keep the component in memory with keep"
         )
     modules = () if isinstance(graph, Declared) else graph.modules.values()
     limits = limits_for(Budget(vram, ram, pinned, disk, memory), cards, modules)
     reserve_bytes = parse_limit(reserve, "reserve")
     if not isinstance(graph, Declared):
-        if card.unified:
+        if card.kind.is_host:
             from graphrun.runtime.devices.cpu import CpuDevice
 
             card = replace(card, context_bytes=CpuDevice(card).measured_context())
@@ -414,7 +414,13 @@ def attach(
     """
     with without_notices():
         from graphrun.diffusers_.attach import Attachment
-    from graphrun.devices import cards_for, limits_for, parse_limit, refuse_wrong_budgets
+    from graphrun.devices import (
+        cards_for,
+        limits_for,
+        parse_limit,
+        refuse_wrong_budgets,
+        with_host_copies,
+    )
     from graphrun.diffusers_.live import components_of
     from graphrun.diffusers_.proxy import refuse_placed, refuse_unnamed
     from graphrun.graph.parts import Directives
@@ -436,6 +442,7 @@ def attach(
     budget = budget or arguments
     if isinstance(device, Opened):
         cards = cards_for(budget.vram, budget.memory, hardware, device.name, cache)
+        cards = with_host_copies(cards, budget)
         if len(device.all_devices) != len(cards):
             raise InputError(
                 f"vram has budgets of {len(cards)} devices, and device is "
@@ -444,6 +451,7 @@ def attach(
         main_device = device
     else:
         cards = cards_for(budget.vram, budget.memory, hardware, device, cache, to_run=True)
+        cards = with_host_copies(cards, budget)
         refuse_wrong_budgets(cards[0], budget)
         main_device = open_devices(cards)
     if main_device.serial_copies:

@@ -56,8 +56,8 @@ class DeviceKind:
     simulated ``machine``. ``page_rules``: whether the allocator reserves ``pages``, of PyTorch's
     sizes, or ``bytes`` of tensors. ``convolution_scratch``: whether convolutions take scratch that
     PyTorch's dispatcher does not see. ``pinning``: how host memory is page-locked. ``overlap``:
-    whether copies overlap compute. ``unified``: whether device and host share memory, on every
-    device of the kind (`Hardware.unified` is of one device).
+    whether copies overlap compute. ``unified``: whether every device of the kind shares its memory
+    with the host; `Hardware.unified` is of one device, and `graphrun.attach` plans without.
 
     ``has_virtual_clock``: whether seconds are simulated. ``is_host``: whether the processor that
     runs Python computes. ``clock``: whose seconds a run has, for screens. ``first_run_pages``:

@@ -1,8 +1,8 @@
 """The one place where devices and budgets, as typed, become `Hardware` and bytes.
 
 --device --hardware     `cards_for`         one `Hardware` per device, the main device first
---vram --ram --memory   `limits_for`        a budget per device and one of host RAM; on a CPU
-                                            one budget, since device and host share memory
+--vram --ram --memory   `limits_for`        a budget per device and one of host RAM; one budget
+                                            where device and host share memory
 auto                    `resolved_budgets`  free memory changes during a session or a batch,
                                             so ``auto`` becomes bytes once
 """
@@ -130,6 +130,22 @@ def cards_for(
         kinds = ", ".join(f"{card.name} is a {card.device} device" for card in cards)
         raise InputError(f"hardware: devices of one run are of one kind, and {kinds}")
     return cards
+
+
+def with_host_copies(cards: Sequence[Hardware], budget: Any) -> list[Hardware]:
+    """Return ``cards`` as an attached pipeline uses them, with memory apart from the host's.
+
+    A pipeline has its weights on the host, and blocks are copied from there. On a card that shares
+    its memory with the host, the budgets of both are taken from the one pool. Raises InputError for
+    one budget of such a card.
+    """
+    if budget.memory is not None and cards[0].unified and not cards[0].kind.is_host:
+        raise InputError(
+            f"memory {budget.memory}: an attached pipeline has its weights on the host, and "
+            f"{cards[0].name} gets copies of blocks: give vram and ram, which together are what it "
+            "takes of the one pool"
+        )
+    return [card if card.kind.is_host else replace(card, unified=False) for card in cards]
 
 
 def _kind_of_memory(cache: Path | None) -> str:
@@ -264,8 +280,8 @@ def limits_for(
 def refuse_wrong_budgets(hardware: Hardware, budget: Any) -> None:
     """Raise InputError if ``budget`` has limits that ``hardware`` does not have.
 
-    A CPU has one pool of memory: ``memory``, and neither ``vram`` nor ``ram`` nor ``pinned``.
-    Other devices have no ``memory``.
+    Hardware that shares its memory with the host has one pool: ``memory``, and neither ``vram`` nor
+    ``ram`` nor ``pinned``. Other hardware has no ``memory``.
     """
     if not hardware.unified:
         if budget.memory is None:
@@ -286,8 +302,8 @@ def refuse_wrong_budgets(hardware: Hardware, budget: Any) -> None:
         size = next((wrong_sizes[name] for name in ("vram", "ram") if name in wrong_sizes), "8G")
         correction = f"give --memory {size} instead" if budget.memory is None else "leave it out"
         raise InputError(
-            f"{names}: a CPU has one pool of memory, with one budget for the whole process: "
-            f"{correction}"
+            f"{names}: {'a CPU' if hardware.kind.is_host else hardware.name} has one pool of "
+            f"memory, with one budget for the whole process: {correction}"
         )
 
 
@@ -298,13 +314,17 @@ def memory_budget(memory: str | int | None, hardware: Hardware) -> int:
     """Return the bytes of a budget for ``hardware`` with one pool of memory.
 
     ``memory`` None or ``auto``: what this process takes and what this machine, or its cgroup, has
-    left, less a twentieth (`profile.hardware.budget_of`). A percentage is of the machine's memory.
+    left, less a twentieth (`profile.hardware.budget_of`); for hardware that this machine does not
+    have, its memory less a twentieth. Left is what the system has available (MemAvailable): on a
+    GB10 CUDA reports MemFree, which shrinks with the page cache (unslothai/unsloth#10705). A
+    percentage is of the machine's memory.
     """
     if memory not in (None, "auto"):
         return parse_size(memory, whole_bytes=hardware.capacity_bytes, name="memory")
-    from graphrun.profile.hardware import available_memory, budget_of
+    from graphrun.profile.hardware import available_memory, budget_of, is_present
 
-    return min(budget_of(available_memory()), hardware.capacity_bytes)
+    free_bytes = available_memory() if is_present(hardware) else hardware.capacity_bytes
+    return min(budget_of(free_bytes), hardware.capacity_bytes)
 
 
 def resolved_budgets(
@@ -330,7 +350,7 @@ def resolved_in_process(
     named_cards = cards_for(
         budgets.get("vram"), budgets.get("memory"), budgets.get("hardware"), cache=cache
     )
-    cards = [_card_of_process(card) if card.unified else card for card in named_cards]
+    cards = [_card_of_process(card) if card.kind.is_host else card for card in named_cards]
     limits = limits_for(Budget.of(budgets), cards, modules)
     other_budgets = {name: value for name, value in budgets.items() if name != "hardware"}
     return cards, resolved_budgets(other_budgets, limits, cards[0])

@@ -209,7 +209,7 @@ class Trace:
     @property
     def unified(self) -> bool:
         """Whether device and host share memory."""
-        return kind_called(self.device).unified or self.process_bytes > 0
+        return kind_called(self.device).is_host or self.process_bytes > 0
 
     @property
     def overruns(self) -> tuple[Overrun, ...]:

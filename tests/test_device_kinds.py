@@ -107,6 +107,7 @@ def test_the_table_alone_says_which_kinds_share_memory() -> None:
     assert cpu_estimate().unified
     assert not card.unified
     assert replace(card, unified=True).unified
+    assert data_sheet_estimates()["m4max-64"].unified
     assert [kind.name for kind in device_kinds.built_in() if kind.unified] == ["mps", "cpu"]
 
 

@@ -355,8 +355,17 @@ def with_budget(options: PlanOptions, hardware: Hardware) -> PlanOptions:
 
 
 def _with_memory(options: PlanOptions, hardware: Hardware) -> PlanOptions:
+    from graphrun.profile.hardware import is_present
+
     nbytes = devices.memory_budget(options.memory, hardware)
-    if options.memory in (None, "auto"):
+    if not is_present(hardware):
+        if options.memory in (None, "auto"):
+            whole = show_size(hardware.capacity_bytes)
+            say(
+                f"--memory auto: {show_size(nbytes)}, the {whole} of {hardware.name} less a "
+                "twentieth for other programs"
+            )
+    elif options.memory in (None, "auto"):
         say(
             f"--memory auto: {show_size(nbytes)}, what this process takes and what this machine "
             "has left, less a twentieth for other programs"
@@ -400,7 +409,8 @@ def look(
         f' --set {name}="..."' if name != "prompt" else ' --prompt "..."' for name in missing_inputs
     )
     is_other_machine = not estimates.is_present(problem.hardware)
-    next_command = f"next{', on that card' if is_other_machine else ''}: {command}"
+    place = "machine" if problem.hardware.unified else "card"
+    next_command = f"next{f', on that {place}' if is_other_machine else ''}: {command}"
     note = ""
     if (
         free_range := estimates.free_range_with_desktop(problem.hardware, problem.budget_bytes)

@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 
 from graphrun.device_kinds import DeviceKind, kind_called
 from graphrun.model.phase_trace import PhaseTrace
-from graphrun.units import PAGE_BYTES
+from graphrun.units import MIB, PAGE_BYTES
 
 Granularity = Literal["blocks", "layers"]
 Basis = Literal["measured", "traced", "graph file", "data sheet", "simulated"]
@@ -71,7 +71,7 @@ def _fields_of(record: Any) -> dict[str, Any]:
         (record_field.name, getattr(record, record_field.name)) for record_field in fields(record)
     )
     plain = {name: value for name, value in pairs if value or name not in _OPTIONAL}
-    if isinstance(record, Hardware) and record.unified == record.kind.unified:
+    if isinstance(record, Hardware) and record.unified == record.kind.is_host:
         del plain["unified"]  # as in problems that are older than the field
     return plain
 
@@ -145,6 +145,10 @@ class ReadRates:
     cpu_seconds: float
 
 
+# Buffers on the host through which files are read into unified memory that is not a CPU's.
+READ_BUFFERS, READ_BUFFER_BYTES = 2, 8 * MIB
+
+
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """A device and its links to host and disk. Units: bytes, bytes per second, floating point
@@ -184,12 +188,12 @@ class Hardware:
     compiled_gain: float = 0.0
     basis: Basis = "data sheet"
     # whether device and host share one memory: weights are read from files into it, and nothing is
-    # copied to a second memory; always where every device of the kind does
+    # copied to a second memory; always on a CPU
     unified: bool = False
     serial_copies: bool = False  # whether copies and compute take turns
 
     def __post_init__(self) -> None:
-        if self.kind.unified:
+        if self.kind.is_host:
             object.__setattr__(self, "unified", True)
 
     @property

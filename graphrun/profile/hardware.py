@@ -3,8 +3,9 @@
 An estimate is a card's data sheet (`SHEETS`) times the share that kernels reach of it (`SHARES`,
 `MEMORY_SHARE`), by class of kernel (`costs`). Data sheets: NVIDIA's architecture papers GA102, Ada
 and RTX Blackwell (dense tensor rates with fp32 accumulation), data sheets of V100, T4, A100, H100,
-H200, B200, A10, L4, L40S and RTX A6000, and AMD's of MI300X. Laptop rates are for the highest power
-limit.
+H200, B200, A10, L4, L40S and RTX A6000; AMD's of MI300X, RX 7900 XT and XTX and RX 9070 XT; Intel's
+of Arc A770 and B580 (fp16 by their matrix units is half of the rate in int8). Laptop rates are for
+the highest power limit. Chips whose processor and GPU share memory are in `chips`.
 
 Shares: fitted by ``benchmarks/fit_costs.py`` on published seconds
 (``benchmarks/data/published.csv``), like the constants marked "Fitted" in `costs`. Errors of rows
@@ -37,18 +38,28 @@ import difflib
 import functools
 import os
 import platform
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from graphrun import device_kinds
-from graphrun.device_kinds import DeviceKind
+from graphrun.device_kinds import DeviceKind, kind_called
 from graphrun.errors import InputError
 from graphrun.host_ram import host_ram_bytes, steady_bytes, total_ram_bytes
 from graphrun.memory_group import process_bytes
-from graphrun.model.problem import LT_WORKSPACE_BYTES, Hardware, KernelRates, ProcessorRates
+from graphrun.model.problem import (
+    LT_WORKSPACE_BYTES,
+    READ_BUFFER_BYTES,
+    READ_BUFFERS,
+    Hardware,
+    KernelRates,
+    ProcessorRates,
+)
+from graphrun.profile import chips
+from graphrun.profile.chips import Chip
 from graphrun.units import GIB, KIB, MIB
 
 # Bytes of a card that a process takes beside PyTorch's allocator: the CUDA context, and kernels,
@@ -102,7 +113,7 @@ class Sheet:
 
     ``gib``: GiB of memory. ``tensor``, ``fp32``: TFLOP/s of tensor cores in 16 bits (dense, fp32
     accumulation) and of fp32. ``memory``: GB/s. ``pcie``: GB/s that PCIe reaches. ``shares``: the
-    kind of `SHARES`.
+    kind of `SHARES`. ``device``: the kind of device; ROCm's is cuda.
     """
 
     gib: int
@@ -113,6 +124,7 @@ class Sheet:
     pcie: float
     architecture: str
     shares: str = "geforce"
+    device: str = "cuda"
 
 
 SHEETS = {
@@ -147,7 +159,14 @@ SHEETS = {
     "h200": Sheet(141, 989.4, 66.9, 132, 4800, 55, "hopper", "hopper"),
     "b200": Sheet(180, 2250, 75, 148, 8000, 55, "hopper", "hopper"),
     "mi300x": Sheet(192, 1307.4, 163.4, 304, 5300, 55, "cdna3", "hopper"),
+    "rx7900xt": Sheet(20, 103, 51.5, 84, 800, 25, "rdna3"),
+    "rx7900xtx": Sheet(24, 122.8, 61.4, 96, 960, 25, "rdna3"),
+    "rx9070xt": Sheet(16, 195, 48.7, 64, 640, 50, "rdna4"),
+    "arc-a770": Sheet(16, 137.6, 17.2, 32, 560, 25, "xe", device="xpu"),
+    "arc-b580": Sheet(12, 116.5, 13.7, 20, 456, 12, "xe2", device="xpu"),
 }
+# Architectures that multiply and convolve in fp32 at the rate of fp32: the others have TF32.
+WITHOUT_TF32 = ("volta", "turing", "rdna3", "rdna4", "xe", "xe2", "apple")
 HOPPER = ("h100", "h200")  # compute capability 9.0
 
 
@@ -159,13 +178,16 @@ def _card(name: str, sheet: Sheet) -> Hardware:
     # FLOPs in fp32 per exponential: 64 lanes per multiprocessor on V100, T4 and A100, 128 on
     # others, for 16 special function units
     per_exponential = 8 if old or sheet.architecture == "ampere" else 16
+    kind = kind_called(sheet.device)
     return Hardware(
         name=name,
-        device="cuda",
+        device=sheet.device,
         capacity_bytes=sheet.gib * GIB,
         context_bytes=CONTEXT_BYTES.get(sheet.architecture, OTHER_CONTEXT_BYTES),
         workspace_bytes=(
-            HOPPER_WORKSPACE_BYTES
+            0
+            if not kind.visibility  # no cuBLAS
+            else HOPPER_WORKSPACE_BYTES
             if sheet.architecture in ("hopper", "blackwell")
             else WORKSPACE_BYTES
         ),
@@ -184,7 +206,8 @@ def _card(name: str, sheet: Sheet) -> Hardware:
         kernels=KernelRates(
             fp32_flops_per_second=shares.matmul * fp32,
             convolution_flops_per_second=shares.convolution * tensor,
-            fp32_convolution_flops_per_second=shares.convolution * (fp32 if old else tensor / 2),
+            fp32_convolution_flops_per_second=shares.convolution
+            * (fp32 if sheet.architecture in WITHOUT_TF32 else tensor / 2),
             attention_flops_per_second=shares.attention * tensor,
             exponentials_per_second=fp32 / per_exponential / SOFTMAX_EXPONENTIALS,
             fp8_flops_per_second=2 * shares.matmul * tensor
@@ -198,12 +221,43 @@ def _card(name: str, sheet: Sheet) -> Hardware:
     )
 
 
+def _chip(name: str, chip: Chip, gib: int) -> Hardware:
+    """Return the data-sheet estimate of a chip with one memory of ``gib`` GiB.
+
+    A copy reads and writes the memory. What the process takes beside tensors is counted in the same
+    budget, and so are the buffers through which files are read.
+    """
+    sheet = Sheet(
+        gib,
+        chip.tensor,
+        chip.fp32,
+        chip.cores,
+        chip.memory,
+        chip.memory / 2,
+        chip.architecture,
+        device=chip.device,
+    )
+    card = _card(name, sheet)
+    return replace(
+        card,
+        context_bytes=PROCESS_BYTES + card.context_bytes,
+        workspace_bytes=card.workspace_bytes + READ_BUFFERS * READ_BUFFER_BYTES,
+        pageable_bytes_per_second=card.h2d_bytes_per_second,
+        copy_start_seconds=0.0,
+        page_lock_seconds=0.0,
+        disk_bytes_per_second=DIRECT_READ_RATE,
+        unified=True,
+        serial_copies=kind_called(chip.device).overlap == "never",
+    )
+
+
 def data_sheet_estimates() -> dict[str, Hardware]:
     """Return the built-in devices by name.
 
     ``sim``, the simulated accelerator, has no context, no scratch and no caching allocator.
     """
     cards = {name: _card(name, sheet) for name, sheet in SHEETS.items()}
+    cards |= {name: _chip(name, chip, gib) for name, chip, gib in chips.names()}
     return cards | {
         kind.name: kind.detect() for kind in device_kinds.built_in() if kind.has_host_kernels
     }
@@ -273,6 +327,8 @@ CLOCK = 2.6e9
 CORE_BYTES_PER_SECOND, MEMORY_CORES = 5e9, 8
 # Bytes of new memory per second and core: the kernel clears 4 KiB pages at their first use.
 NEW_BYTES_PER_SECOND = 1.2e9
+# Bytes per second of direct reads of an NVMe disk: 1.6e9 to 1.9e9 measured with two threads.
+DIRECT_READ_RATE = 1.6e9
 # CPU seconds of a direct read of one byte into huge pages.
 READ_CPU_SECONDS = 0.02e-9
 # Seconds of PyTorch's and diffusers' code around an operator on a CPU.
@@ -376,7 +432,7 @@ def cpu_estimate() -> Hardware:
         pageable_bytes_per_second=5e9,
         d2h_bytes_per_second=5e9,
         bidirectional=1.0,
-        disk_bytes_per_second=1.6e9,
+        disk_bytes_per_second=DIRECT_READ_RATE,
         flops_per_second=rates["matmul bfloat16"],
         convolution_scratch=False,
         caching_allocator=False,
@@ -401,8 +457,20 @@ def hardware(name: str, profiles: Mapping[str, Hardware] | None = None) -> Hardw
     if name not in devices:
         similar_names = difflib.get_close_matches(name, devices, 1)
         hint = f"did you mean {similar_names[0]!r}? " if similar_names else ""
-        raise InputError(f"hardware {name!r} is not known; {hint}known: {', '.join(devices)}")
+        raise InputError(
+            f"hardware {name!r} is not known; {hint}known: {', '.join(_in_short(devices))}"
+        )
     return devices[name]
+
+
+def _in_short(devices: Iterable[str]) -> Iterator[str]:
+    """Yield the names of ``devices``, with the sizes of one chip together."""
+    sizes = {
+        f"{chip}-{gib}": f"{chip}-{'/'.join(map(str, facts.gibs))}"
+        for chip, facts in chips.CHIPS.items()
+        for gib in facts.gibs
+    }
+    yield from dict.fromkeys(sizes.get(name, name) for name in devices)
 
 
 def _page_scale(name: str) -> float:
@@ -476,14 +544,18 @@ def detect_cuda(kind: DeviceKind) -> Hardware | None:
     if not torch.cuda.is_available():
         return None
     properties: Any = torch.cuda.get_device_properties(0)
-    base, plain = _sheet_of(properties.name, kind)
+    base, plain = _sheet_of(f"{properties.name} {getattr(properties, 'gcnArchName', '')}", kind)
+    plain = plain.partition("gfx")[0] or plain
+    # a GPU in the processor's chip: GB10, Jetson, AMD's APUs
+    is_unified = bool(getattr(properties, "is_integrated", False))
     workspace_bytes = HOPPER_WORKSPACE_BYTES if properties.major >= 9 else base.workspace_bytes
     return replace(
         base,
         name=plain.removeprefix("nvidia"),
-        capacity_bytes=properties.total_memory,
+        capacity_bytes=total_ram_bytes() if is_unified else properties.total_memory,
         workspace_bytes=workspace_bytes,
         spares_large_copies=properties.major == 9,
+        unified=is_unified,
     )
 
 
@@ -539,7 +611,9 @@ def detect_mps(kind: DeviceKind) -> Hardware | None:
 
     if not torch.backends.mps.is_available():
         return None
-    base, plain = _sheet_of(_cpu_facts()[0].removeprefix("Apple "), kind)
+    command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    base, plain = _sheet_of(process.stdout.strip().removeprefix("Apple "), kind)
     return replace(base, name=plain or kind.name, capacity_bytes=total_ram_bytes())
 
 
@@ -562,9 +636,18 @@ def _sheet_of(name: str, kind: DeviceKind) -> tuple[Hardware, str]:
 
     The longest such name of the kind counts. Without one: `DEFAULT` as a device of the kind.
     """
-    plain = name.lower().replace(" ", "").replace("-", "")
+    plain = name.lower()
+    for text in (" ", "-", "(r)", "(tm)"):
+        plain = plain.replace(text, "")
     estimates = data_sheet_estimates()
-    names = [key for key, card in estimates.items() if card.device == kind.name and key in plain]
+    parts = {key: (key.replace("-", ""),) for key in SHEETS} | {
+        key: (key.partition("-")[0], *chip.other_names) for key, chip, _ in chips.names()
+    }
+    names = [
+        key
+        for key, texts in parts.items()
+        if estimates[key].device == kind.name and any(text in plain for text in texts)
+    ]
     base = estimates[max(names, key=len, default=DEFAULT)]
     if base.device == kind.name:
         return base, plain

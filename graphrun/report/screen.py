@@ -160,12 +160,16 @@ def _subject(solution: Solution, look: Look) -> str:
 
 
 def _process(problem: Problem) -> list[str]:
-    """Return the line with the process's own bytes, which on a CPU are part of the budget."""
+    """Return the line with the process's own bytes, which on unified memory are part of the
+    budget."""
     hardware = problem.hardware
     if not hardware.unified:
         return []
     parts = (
-        (hardware.context_bytes, "Python and libraries"),
+        (
+            hardware.context_bytes,
+            "Python and libraries" if hardware.kind.is_host else "Python, libraries and driver",
+        ),
         (hardware.workspace_bytes, "workspace"),
         (problem.kernel_bytes, "kernel"),
     )

@@ -25,6 +25,8 @@ from graphrun.profile.hardware import simulated
 from graphrun.runtime.devices import accelerator
 from graphrun.runtime.devices.accelerator import AcceleratorDevice, Backend
 from graphrun.runtime.devices.open import open_hardware
+from graphrun.solve.infeasible import smallest_budget
+from graphrun.solve.solve import solve
 from graphrun.units import MIB
 from graphrun.verify.simulate import simulate
 
@@ -148,6 +150,29 @@ def test_the_output_is_the_plain_pipelines_within_the_planned_bytes(name: str) -
             for actual, slot in zip(trace.slots, simulate(problem, plan).slots, strict=True)
         )
         assert trace.left_bytes == 0
+
+
+@pytest.mark.filterwarnings("ignore:brook:RuntimeWarning")
+@pytest.mark.parametrize("queues", [1, 2])
+def test_unified_memory_is_filled_from_files(queues: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a thread for the copy stream, and on a device with one queue."""
+    if queues == 1:
+        monkeypatch.setattr(AcceleratorDevice, "_open_streams", lambda device: False)
+    whole = TinyPipeline("flux-tiny", {"steps": 2}, hardware(), "brook")
+    limits = {"hardware": hardware(unified=True, context_bytes=MIB), "inputs": whole.inputs}
+    roomy = graphrun.estimate(whole.graph, memory="1G", **limits)
+    problem = graphrun.estimate(whole.graph, memory=smallest_budget(roomy), **limits)
+    solution = solve(problem)
+    variants = {c.variants[0].backing_store for c in solution.simulation.problem.components}
+    assert variants == {"file"}
+    assert streamed(solution.plan)
+    trace = graphrun.run(solution, whole.graph, whole.inputs, random_weights=True)
+    assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
+    assert trace.unified
+    assert all(
+        actual.peak_bytes <= slot.peak_bytes
+        for actual, slot in zip(trace.slots, solution.simulation.slots, strict=True)
+    )
 
 
 @pytest.mark.filterwarnings("ignore:brook:RuntimeWarning")

@@ -90,9 +90,9 @@ STORED = """
 
 
 class Contract:
-    """Devices of one kind. ``slow``: what takes long on them, ``kernels`` or ``copies``. On the
-    CPU, weights are read from files in ``folder``. ``backend``: the module of
-    the one from outside."""
+    """Devices of one kind. ``slow``: what takes long on them, ``kernels`` or ``copies``. Into
+    unified memory, weights are read from files in ``folder``. ``backend``: the module of the one
+    from outside."""
 
     def __init__(
         self, kind: str, patch: pytest.MonkeyPatch, folder: Path, backend: Any = None
@@ -103,19 +103,25 @@ class Contract:
         """Modules ``a``, called four times, and ``b``, called once."""
         modules = {"a": Small(), "b": Small(1)}
         hardware = cpu_hardware() if self.kind == "cpu" else hardware
-        if self.kind == "outside":
-            hardware = replace(hardware, device="brook", caching_allocator=False)
+        if self.kind.startswith("outside"):
+            hardware = replace(
+                hardware, device="brook", caching_allocator=False, unified=self.unified
+            )
         problem = small_problem(
             modules,
             [[use("a", 4, hardware)], [use("b", 1, hardware)]],
             hardware,
             hardware.context_bytes + (1 << 30),
         )
-        return modules, in_files(problem) if self.kind == "cpu" else problem
+        return modules, in_files(problem) if self.unified else problem
+
+    @property
+    def unified(self) -> bool:
+        return self.kind in ("cpu", "outside, unified")
 
     def host(self, modules: dict[str, Small], problem: Problem, device: Any) -> Host:
         """Host memory for ``problem`` with the weights of ``modules``."""
-        if self.kind != "cpu":
+        if not self.unified:
             return Host(modules, problem, device)
         folders = {name: saved(self._folder / name, int(name == "b")) for name in modules}
         host = host_of(problem, folders, device)
@@ -129,9 +135,9 @@ class Contract:
 
     def device(self, problem: Problem, slow: str = "") -> Any:
         """A device for ``of``, whose rates should be those of ``slow``."""
-        if self.kind == "cpu" and slow == "copies":
+        if self.unified and slow == "copies":
             slow_reads(self._patch)
-        if self.kind == "outside":
+        if self.kind.startswith("outside"):
             self._backend.set_copy_microseconds(2000 if slow == "copies" else 0)
         if self.kind != "cuda":
             return open_device(problem)
@@ -151,7 +157,7 @@ class Contract:
 
     def slow_kernels(self, modules: Mapping[str, nn.Module]) -> None:
         """Not on the simulator: every block of ``modules`` computes late from now on."""
-        if self.kind in ("cuda", "cpu", "outside"):
+        if not self.kind.startswith("sim"):
             for block in (
                 block for module in modules.values() for block in (*module.wide, *module.thin)
             ):  # type: ignore[misc, operator]
@@ -174,7 +180,7 @@ class Contract:
 
     def run(self, problem: Problem, text: str, device: Any, host: Host, calls: list[str]) -> Trace:
         """A run of the plan ``text``, which leaves nothing behind."""
-        text = text.replace("from pinned", "from file") if self.kind == "cpu" else text
+        text = text.replace("from pinned", "from file") if self.unified else text
         solution = solution_of(problem, plan_of(problem, text))
         trace = follow(
             solution, host, device, lambda: calls_to(host.modules, calls, device.torch_device)
@@ -183,14 +189,14 @@ class Contract:
         return trace
 
 
-@pytest.fixture(params=["sim", "sim, order checked", "cpu", "outside", "cuda"])
+@pytest.fixture(params=["sim", "sim, order checked", "cpu", "outside", "outside, unified", "cuda"])
 def contract(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     outside_backend: Any,
 ) -> Iterator[Contract]:
-    if request.param == "outside" and outside_backend is None:
+    if request.param.startswith("outside") and outside_backend is None:
         pytest.skip("the backend from outside has a process of its own: test_outside")
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
@@ -247,7 +253,7 @@ def test_blocks_that_a_call_skips(contract: Contract, slow: str) -> None:
 def test_homes_that_are_read_in_the_run(
     contract: Contract, backing_store: str, slow: str, tmp_path: Path
 ) -> None:
-    if (backing_store == "file") != (contract.kind == "cpu"):
+    if (backing_store == "file") != contract.unified:
         pytest.skip("only unified memory is filled from files, and it has no other copy")
     hardware = replace(RATES[slow], disk_bytes_per_second=4e8, pageable_bytes_per_second=5e8)
     _, problem = contract.two(hardware)

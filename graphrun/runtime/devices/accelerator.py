@@ -28,7 +28,7 @@ from __future__ import annotations
 import functools
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -41,7 +41,9 @@ from graphrun.device_kinds import DeviceKind, kind_called
 from graphrun.errors import BrokenPlan, GraphrunError, InputError, OutOfMemory, TransferFailed
 from graphrun.host_ram import host_ram_bytes
 from graphrun.model.problem import Hardware
+from graphrun.runtime.devices.copy_thread import CopyThread, QueuedMark
 from graphrun.runtime.devices.device import Arenas, Device, Queue, StreamName
+from graphrun.runtime.direct_reads import Span
 from graphrun.units import MIB, show_size
 
 # Bytes of a copy in the proof of overlap, and how many are queued at once: the first number at
@@ -105,7 +107,9 @@ class AcceleratorDevice(Device):
     """Device number ``index`` of ``kind``.
 
     ``workspace_bytes``: scratch of kernels that stays allocated, counted separately from tensors.
-    Raises InputError if there is no such device.
+    ``unified``: whether its memory is the host's; blocks are then read from files by a thread
+    (`copy_thread`), which does all work of the copy stream. Raises InputError if there is no such
+    device.
     """
 
     serial_copies = False  # whether copies and compute take turns
@@ -113,8 +117,17 @@ class AcceleratorDevice(Device):
     _is_asynchronous = _has_counters = _has_timing = True
     _cap_bytes: int | None = None  # checked by `allocate`; None: not checked
     _workspace_bytes = 0
+    _copy_thread: CopyThread | None = None  # within a session, on unified memory
 
-    def __init__(self, kind: DeviceKind | str, index: int = 0, workspace_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        kind: DeviceKind | str,
+        index: int = 0,
+        workspace_bytes: int = 0,
+        *,
+        unified: bool = False,
+    ) -> None:
+        self.unified = unified
         self.kind = kind_called(kind) if isinstance(kind, str) else kind
         self.name = self.kind.name
         if index >= (count := self._backend.device_count):
@@ -233,8 +246,35 @@ class AcceleratorDevice(Device):
                 self._compute = self._current_stream()
             self._empty_cache()
             self._origin, self._begun_seconds = self.mark("compute"), time.perf_counter()
-            with self._limited(process_bytes) if self._set_fraction else self._checked(cap_bytes):
+            limit = self._limited(process_bytes) if self._set_fraction else self._checked(cap_bytes)
+            with limit, self._reading():
                 yield
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Start the thread that reads files, on unified memory."""
+        if not self.unified:
+            yield
+            return
+        self._copy_thread = CopyThread(self._read_buffer, self._copy_from_buffer, self.current)
+        try:
+            yield
+        finally:
+            self._copy_thread.close()
+            self._copy_thread = None
+
+    def _read_buffer(self, nbytes: int) -> torch.Tensor:
+        buffer = self.arena(nbytes, pinned=True)
+        self.pin(buffer)
+        return buffer
+
+    def _copy_from_buffer(self, target: torch.Tensor, buffer: torch.Tensor) -> Callable[[], None]:
+        """Queue a copy, and return a function that waits for its end."""
+        self._copy_now(target, buffer)
+        if not self._is_asynchronous:
+            return lambda: None
+        end = self._recorded_event("copy")
+        return lambda: event_of(end).synchronize()
 
     @contextmanager
     def _limited(self, process_bytes: int) -> Iterator[None]:
@@ -344,6 +384,30 @@ class AcceleratorDevice(Device):
 
         On a device with one queue, the host waits for the copy.
         """
+        if self._copy_thread is not None:
+            self._copy_thread.submit(lambda: self._copy_now(target, source))
+        else:
+            self._copy_now(target, source)
+
+    def read_block(
+        self,
+        spans: Sequence[tuple[Span, torch.Tensor]],
+        write: tuple[Callable[[], None], torch.Tensor] | None,
+    ) -> None:
+        """See `Device.read_block`: through page-locked buffers, by a thread."""
+        if self._copy_thread is None:
+            super().read_block(spans, write)
+            return
+        self._copy_thread.read(spans)
+        if write is not None:
+            fill, _ = write
+            self._copy_thread.submit(lambda: self._fill(fill))
+
+    def _fill(self, fill: Callable[[], None]) -> None:
+        with self._on("copy"):
+            fill()
+
+    def _copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
         try:
             with self._on("copy"):
                 target.copy_(source, non_blocking=self._is_asynchronous)
@@ -369,7 +433,14 @@ class AcceleratorDevice(Device):
         The time is in seconds. A device with one queue, which does everything in order, has host
         times alone. An event without a time comes with the time at which it was recorded.
         """
-        if stream in get_args(Queue) or not self._is_asynchronous:
+        if stream in get_args(Queue):
+            return time.perf_counter()
+        if stream == "copy" and self._copy_thread is not None:
+            return QueuedMark(self._copy_thread.submit(lambda: self._recorded_event("copy")))
+        return self._recorded_event(stream)
+
+    def _recorded_event(self, stream: StreamName) -> Any:
+        if not self._is_asynchronous:
             return time.perf_counter()
         event = self._new_event()
         event.record(self._stream(stream))
@@ -378,11 +449,20 @@ class AcceleratorDevice(Device):
     def wait(self, stream: StreamName, mark: Any) -> None:
         """Make ``stream`` wait for the event; for queues of the host, the host waits.
 
-        A host time needs no waiting: it has passed.
+        A host time needs no waiting: it has passed. On unified memory, the host waits until a read
+        is queued as copies.
         """
+        thread = self._copy_thread
+        if isinstance(mark, QueuedMark):
+            if stream == "copy":
+                return  # in order anyway
+            mark = mark.mark
         if isinstance(mark, float):
             return
         event = event_of(mark)
+        if stream == "copy" and thread is not None:
+            thread.submit(lambda: self._copy.wait_event(event))
+            return
         if stream in get_args(Queue):
             event.synchronize()
         else:
@@ -390,6 +470,8 @@ class AcceleratorDevice(Device):
 
     def barrier(self) -> None:
         """Synchronize both streams. Errors of asynchronous kernels and copies are raised here."""
+        if self._copy_thread is not None:
+            self._copy_thread.finish()
         if self._is_asynchronous:
             self._copy.synchronize()
             self._compute.synchronize()
@@ -407,6 +489,8 @@ class AcceleratorDevice(Device):
         is half a microsecond in the first seconds, 4 microseconds after a minute, and a quarter of
         a millisecond after an hour.
         """
+        if isinstance(mark, QueuedMark):
+            mark = mark.mark
         if isinstance(mark, float):
             return mark - self._begun_seconds
         if isinstance(mark, UntimedEvent):
@@ -431,8 +515,12 @@ class AcceleratorDevice(Device):
 
     @property
     def available_bytes(self) -> int:
-        """Bytes reserved by the allocator plus free bytes, minus the workspace."""
-        return self._reserved_bytes + self._memory_info()[0] - self._workspace_bytes
+        """Bytes reserved by the allocator plus free bytes, minus the workspace.
+
+        On unified memory, free is what the system has available, page cache included.
+        """
+        free_bytes = host_ram_bytes() if self.unified else self._memory_info()[0]
+        return self._reserved_bytes + free_bytes - self._workspace_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -539,7 +627,10 @@ def open_accelerator(
 
     Raises InputError if there is no such device.
     """
-    return noticed(AcceleratorDevice(hardware.kind, number, hardware.workspace_bytes))
+    workspace_bytes = hardware.workspace_bytes
+    return noticed(
+        AcceleratorDevice(hardware.kind, number, workspace_bytes, unified=hardware.unified)
+    )
 
 
 def noticed(device: AcceleratorDevice) -> AcceleratorDevice:

@@ -34,6 +34,7 @@ import torch
 
 from graphrun.device_kinds import kind_called
 from graphrun.errors import BrokenPlan, GraphrunError, InputError, OutOfMemory
+from graphrun.host_ram import host_ram_bytes
 from graphrun.model.problem import Hardware
 from graphrun.runtime.devices.accelerator import AcceleratorDevice, noticed
 from graphrun.runtime.devices.device import Device
@@ -54,9 +55,9 @@ class CudaDevice(AcceleratorDevice):
 
     name = "cuda"
 
-    def __init__(self, index: int = 0, workspace_bytes: int = 0) -> None:
+    def __init__(self, index: int = 0, workspace_bytes: int = 0, *, unified: bool = False) -> None:
         self._workspace_seen_bytes = 0  # allocated by `before_call` since `release_cached`
-        super().__init__(kind_called(self.name), index, workspace_bytes)
+        super().__init__(kind_called(self.name), index, workspace_bytes, unified=unified)
         _OPEN_DEVICES.add(self)
 
     def _open_streams(self) -> bool:
@@ -76,6 +77,15 @@ class CudaDevice(AcceleratorDevice):
 
     def _issuing_to(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
+
+    def _memory_info(self) -> tuple[int, int]:
+        """As `AcceleratorDevice._memory_info`; free is what the system has available if the GPU
+        shares its memory: cudaMemGetInfo then reports MemFree, without the page cache."""
+        free_bytes, total_bytes = super()._memory_info()
+        properties = torch.cuda.get_device_properties(self._index)
+        if getattr(properties, "is_integrated", False):
+            free_bytes = host_ram_bytes()
+        return free_bytes, total_bytes
 
     def pin(self, arena: torch.Tensor) -> None:
         """Register the pages of ``arena``, and unregister them when its storage is freed.
@@ -170,7 +180,7 @@ def open_cuda(
 
     Raises InputError if there is none.
     """
-    return noticed(CudaDevice(number, workspace_bytes=hardware.workspace_bytes))
+    return noticed(CudaDevice(number, hardware.workspace_bytes, unified=hardware.unified))
 
 
 def _request_expandable_segments() -> None:

@@ -77,4 +77,6 @@ def open_mps(
 
     Raises InputError if there is none.
     """
-    return noticed(MpsDevice(hardware.kind, number, hardware.workspace_bytes))
+    return noticed(
+        MpsDevice(hardware.kind, number, hardware.workspace_bytes, unified=hardware.unified)
+    )
