@@ -24,10 +24,12 @@ import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from graphrun.errors import InputError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 ENTRY_POINTS = "graphrun.devices"
 """The group of entry points by which other packages add kinds."""
@@ -179,6 +181,8 @@ _BUILT_IN = {kind.name: kind for kind in _TABLE}
 @functools.cache
 def _added() -> dict[str, EntryPoint]:
     """Return the entry points of other packages by name. None is loaded."""
+    from importlib.metadata import entry_points
+
     return {
         point.name: point
         for point in entry_points(group=ENTRY_POINTS)

@@ -1,6 +1,7 @@
 """The one place where devices and budgets, as typed, become `Hardware` and bytes.
 
 --device --hardware     `cards_for`         one `Hardware` per device, the main device first
+                        `devices_for`       the same opened, for an attached pipeline
 --vram --ram --memory   `limits_for`        a budget per device and one of host RAM; one budget
                                             where device and host share memory
 auto                    `resolved_budgets`  free memory changes during a session or a batch,
@@ -236,6 +237,56 @@ def _known_kind(name: str) -> DeviceKind:
                 "backend of PyTorch that this process has imported"
             ) from None
     return kind_called(name)
+
+
+class OpenedDevices(NamedTuple):
+    """The devices that an attached pipeline runs on. ``device``: the main one, with its secondary
+    devices. ``cards``: the hardware of each. ``limits``: of problems on them."""
+
+    device: Device
+    cards: list[Hardware]
+    limits: ProblemLimits
+
+
+def devices_for(
+    budget: Budget,
+    hardware: Any,
+    device: Any,
+    modules: Iterable[Any],
+    cache: Path | None = None,
+) -> OpenedDevices:
+    """Open the devices that ``hardware`` and ``device`` name, with limits within ``budget``.
+
+    ``device``: as for `cards_for`, or an opened device. ``modules``: as for `limits_for`. What a
+    device shows when it is opened is in its hardware: whether copies overlap compute, and on a CPU
+    what the process takes. Raises InputError as `cards_for` and `limits_for` do, and if a device is
+    missing.
+    """
+    from graphrun.runtime.devices.cpu import CpuDevice
+    from graphrun.runtime.devices.device import Device as Opened
+    from graphrun.runtime.devices.open import open_devices
+
+    is_open = isinstance(device, Opened)
+    kinds = device.name if is_open else device
+    cards = with_host_copies(
+        cards_for(budget.vram, budget.memory, hardware, kinds, cache, to_run=not is_open), budget
+    )
+    if is_open:
+        if len(device.all_devices) != len(cards):
+            raise InputError(
+                f"vram has budgets of {len(cards)} devices, and device is "
+                f"{len(device.all_devices)}: give a budget for each"
+            )
+        main_device = device
+    else:
+        refuse_wrong_budgets(cards[0], budget)
+        main_device = open_devices(cards)
+    if main_device.serial_copies:
+        cards = [replace(cards[0], serial_copies=True), *cards[1:]]
+    if isinstance(main_device, CpuDevice):
+        cards = [replace(cards[0], context_bytes=main_device.measured_context())]
+    limits = limits_for(budget, cards, modules, main_device.all_devices)
+    return OpenedDevices(main_device, cards, limits)
 
 
 def limits_for(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from graphrun.device_kinds import built_in, kind_called
 from graphrun.errors import InputError
-from graphrun.profile import chips, hardware
+from graphrun.profile import chips, hardware, hardware_profiles
 from graphrun.units import GIB
 
 
@@ -70,7 +72,7 @@ def test_a_gpu_in_the_processors_chip_shares_its_memory(
 
 
 def test_signs_of_devices_decide_whether_torch_is_asked(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mps = next(kind for kind in built_in() if kind.platforms)
     assert hardware.has_signs(mps) == (sys.platform == "darwin")
@@ -78,3 +80,10 @@ def test_signs_of_devices_decide_whether_torch_is_asked(
     assert hardware.has_signs(mps)
     monkeypatch.setattr(sys, "platform", "linux")
     assert not hardware.has_signs(mps)
+
+
+def test_a_stored_profile_says_that_memory_is_shared(tmp_path: Path) -> None:
+    card = replace(hardware.hardware("gb10"), name="desk", basis="measured")
+    path = hardware_profiles.keep(tmp_path, card, "gb10", {})
+    assert json.loads(path.read_text(encoding="utf-8"))["hardware"]["unified"] is True
+    assert hardware_profiles.hardware("desk", tmp_path) == card

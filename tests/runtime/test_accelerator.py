@@ -25,6 +25,7 @@ from graphrun.profile.hardware import simulated
 from graphrun.runtime.devices import accelerator
 from graphrun.runtime.devices.accelerator import AcceleratorDevice, Backend
 from graphrun.runtime.devices.open import open_hardware
+from graphrun.runtime.direct_reads import Span
 from graphrun.solve.infeasible import smallest_budget
 from graphrun.solve.solve import solve
 from graphrun.units import MIB
@@ -173,6 +174,38 @@ def test_unified_memory_is_filled_from_files(queues: int, monkeypatch: pytest.Mo
         actual.peak_bytes <= slot.peak_bytes
         for actual, slot in zip(trace.slots, solution.simulation.slots, strict=True)
     )
+
+
+def test_reads_of_files_wait_for_compute(backend: Any, tmp_path: Path) -> None:
+    """Copies of this backend take 50 ms: one on the compute stream, then one of what is read."""
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(range(256)) * 16)
+    device = AcceleratorDevice("brook", unified=True)
+    source, span = device.arena(4096, pinned=True), Span(str(file), 0, 4096, 4096)
+    with device.session(MIB):
+        target = device.allocate(4096)
+        backend.set_copy_microseconds(50_000)
+        with device._on("compute"):
+            target.copy_(source, non_blocking=True)
+        compute_mark = device.mark("compute")
+        device.wait("copy", compute_mark)
+        device.read_block([(span, target)], None)
+        read_mark = device.mark("copy")
+        device.wait("compute", read_mark)
+        device.barrier()
+        assert device.seconds_at(read_mark) - device.seconds_at(compute_mark) > 0.04
+        assert bytes(target.tolist()) == file.read_bytes()
+
+
+def test_an_error_of_a_read_is_raised_by_the_wait_for_it(tmp_path: Path) -> None:
+    device = AcceleratorDevice("brook", unified=True)
+    span = Span(str(tmp_path / "missing"), 0, 4096, 4096)
+    with device.session(MIB):
+        target = device.allocate(4096)
+        device.read_block([(span, target)], None)
+        with pytest.raises(InputError, match="missing"):
+            device.wait("compute", device.mark("copy"))
+        device.barrier()  # raises nothing more
 
 
 @pytest.mark.filterwarnings("ignore:brook:RuntimeWarning")

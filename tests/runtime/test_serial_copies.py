@@ -52,6 +52,7 @@ def flux_problem(*, serial_copies: bool) -> Problem:
 def test_a_plan_has_the_seconds_of_its_run_and_a_bound_below_them() -> None:
     solution = solve(flux_problem(serial_copies=True))
     overlapped = solve(flux_problem(serial_copies=False))
+    assert solution.gap < 0.05
     assert solution.bound_seconds <= solution.simulation.seconds * (1 + 1e-9)
     assert solution.simulation.seconds > overlapped.simulation.seconds
     trace = graphrun.run(

@@ -81,7 +81,7 @@ class Backend:
         except RuntimeError as error:
             raise InputError(
                 f"this PyTorch {torch.__version__} has no device {kind!r}: install and import the "
-                f"package that adds it ({str(error).splitlines()[0][:120]})"
+                "package that adds it, or add --device cpu or --device sim"
             ) from error
         current = torch.accelerator.current_accelerator()
         self.is_current = current is not None and current.type == kind
@@ -313,9 +313,8 @@ class AcceleratorDevice(Device):
     @property
     def _total_bytes(self) -> int:
         properties = self._backend.function("get_device_properties")
-        if properties is not None:
-            return int(properties(self._index).total_memory)
-        return self._memory_info()[1]
+        total_bytes = getattr(properties and properties(self._index), "total_memory", 0)
+        return int(total_bytes) or self._memory_info()[1]
 
     def _memory_info(self) -> tuple[int, int]:
         """Return the free and all bytes of the device; without a function for it, of the host."""
