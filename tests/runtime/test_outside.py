@@ -23,7 +23,7 @@ FILES = ("test_contract.py", "test_accelerator.py")
 
 @pytest.mark.parametrize("name", FILES)
 def test_in_a_process_with_the_backend(name: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "outside"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "outside"]
     process = subprocess.run(
         [*command, str(Path(__file__).with_name(name))],
         env={**os.environ, "GRAPHRUN_TESTS_OUTSIDE": "1"},
