@@ -116,14 +116,14 @@ def estimate(
     card, *_ = cards = cards_for(vram, memory, hardware, cache=cache)
     if card.unified and strings(pin):
         raise InputError(
-            f"pin {', '.join(strings(pin))}: a CPU has no page-locked copies of weights: leave it "
-            "out, or keep the component in memory with keep"
+            f"pin {', '.join(strings(pin))}: {'a CPU' if card.kind.is_host else card.name} has no "
+            "page-locked copies of weights: leave it out, or keep the component in memory with keep"
         )
     modules = () if isinstance(graph, Declared) else graph.modules.values()
     limits = limits_for(Budget(vram, ram, pinned, disk, memory), cards, modules)
     reserve_bytes = parse_limit(reserve, "reserve")
     if not isinstance(graph, Declared):
-        if card.unified:
+        if card.kind.is_host:
             from graphrun.runtime.devices.cpu import CpuDevice
 
             card = replace(card, context_bytes=CpuDevice(card).measured_context())
@@ -423,13 +423,10 @@ def attach(
     """
     with without_notices():
         from graphrun.diffusers_.attach import Attachment
-    from graphrun.devices import cards_for, limits_for, parse_limit, refuse_wrong_budgets
+    from graphrun.devices import devices_for, parse_limit
     from graphrun.diffusers_.live import components_of
     from graphrun.diffusers_.proxy import refuse_placed, refuse_unnamed
     from graphrun.graph.parts import Directives
-    from graphrun.runtime.devices.cpu import CpuDevice
-    from graphrun.runtime.devices.device import Device as Opened
-    from graphrun.runtime.devices.open import open_devices
     from graphrun.store import CallStore
 
     methods = strings(entries)
@@ -443,27 +440,10 @@ def attach(
     if between_calls not in ("warm", "empty"):
         raise InputError(f"between_calls {between_calls!r}: it is warm or empty")
     budget = budget or arguments
-    if isinstance(device, Opened):
-        cards = cards_for(budget.vram, budget.memory, hardware, device.name, cache)
-        if len(device.all_devices) != len(cards):
-            raise InputError(
-                f"vram has budgets of {len(cards)} devices, and device is "
-                f"{len(device.all_devices)}: give a budget for each"
-            )
-        main_device = device
-    else:
-        cards = cards_for(budget.vram, budget.memory, hardware, device, cache, to_run=True)
-        refuse_wrong_budgets(cards[0], budget)
-        main_device = open_devices(cards)
-    if isinstance(main_device, CpuDevice):
-        cards = [replace(cards[0], context_bytes=main_device.measured_context())]
-    limits = replace(
-        limits_for(
-            budget, cards, components_of(pipe, components).values(), main_device.all_devices
-        ),
-        runs=RUNS if between_calls == "warm" else 1,
-        allow=strings(allow),
+    main_device, cards, limits = devices_for(
+        budget, hardware, device, components_of(pipe, components).values(), cache
     )
+    limits = replace(limits, runs=RUNS if between_calls == "warm" else 1, allow=strings(allow))
     demands = Directives(
         strings(keep), strings(exclude), parse_limit(reserve, "reserve") or 0, strings(pin)
     )

@@ -1,8 +1,9 @@
 """The one place where devices and budgets, as typed, become `Hardware` and bytes.
 
 --device --hardware     `cards_for`         one `Hardware` per device, the main device first
---vram --ram --memory   `limits_for`        a budget per device and one of host RAM; on a CPU
-                                            one budget, since device and host share memory
+                        `devices_for`       the same opened, for an attached pipeline
+--vram --ram --memory   `limits_for`        a budget per device and one of host RAM; one budget
+                                            where device and host share memory
 auto                    `resolved_budgets`  free memory changes during a session or a batch,
                                             so ``auto`` becomes bytes once
 """
@@ -14,15 +15,16 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from graphrun import device_kinds
+from graphrun.device_kinds import kind_called
 from graphrun.errors import InputError
 from graphrun.units import parse_size
 
 if TYPE_CHECKING:
+    from graphrun.device_kinds import DeviceKind
     from graphrun.graph.graph import Graph
     from graphrun.model.problem import Hardware, ProblemLimits
     from graphrun.runtime.devices.device import Device
-
-KINDS = ("cuda", "cpu", "sim")
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +76,10 @@ def per_device(vram: Any, hardware: Any = None, device: Any = None) -> list[Devi
     """
     budgets, profiles, names = _items(vram), _items(hardware), _items(device)
     count = max(map(len, (budgets, profiles, names)))
-    if count > 1 and "cpu" in names:
-        raise InputError(f"device {', '.join(names)}: the CPU is one device; give --device cpu")
+    if count > 1 and (hosts := [name for name in names if name and kind_called(name).is_host]):
+        raise InputError(
+            f"device {', '.join(names)}: the CPU is one device; give --device {hosts[0]}"
+        )
     if count > 1 and any(isinstance(budget, str) and budget.isdigit() for budget in budgets):
         raise InputError(
             f"vram: {vram!r} would be budgets of {count} devices, and each of them has its "
@@ -112,12 +116,13 @@ def cards_for(
 ) -> list[Hardware]:
     """Return the hardware of each device, the main device first.
 
-    ``memory`` alone, without ``hardware`` and ``device``, means this machine's CPU. Other arguments
-    are as for `per_device` and `hardware_for`. Raises InputError if they contradict each other, or
-    if the devices are not of one kind.
+    ``memory`` alone, without ``hardware`` and ``device``, means this machine's card if it shares
+    its memory with the host, and otherwise the CPU. Other arguments are as for `per_device` and
+    `hardware_for`. Raises InputError if they contradict each other, or if the devices are not of
+    one kind.
     """
     if memory is not None and hardware is None and device is None and vram is None:
-        device = "cpu"
+        device = _kind_of_memory(cache)
     cards = [
         hardware_for(options.hardware, options.device, cache, to_run=to_run)
         for options in per_device(vram, hardware, device)
@@ -126,6 +131,31 @@ def cards_for(
         kinds = ", ".join(f"{card.name} is a {card.device} device" for card in cards)
         raise InputError(f"hardware: devices of one run are of one kind, and {kinds}")
     return cards
+
+
+def with_host_copies(cards: Sequence[Hardware], budget: Any) -> list[Hardware]:
+    """Return ``cards`` as an attached pipeline uses them, with memory apart from the host's.
+
+    A pipeline has its weights on the host, and blocks are copied from there. On a card that shares
+    its memory with the host, the budgets of both are taken from the one pool. Raises InputError for
+    one budget of such a card.
+    """
+    if budget.memory is not None and cards[0].unified and not cards[0].kind.is_host:
+        raise InputError(
+            f"memory {budget.memory}: an attached pipeline has its weights on the host, and "
+            f"{cards[0].name} gets copies of blocks: give vram and ram, which together are what it "
+            "takes of the one pool"
+        )
+    return [card if card.kind.is_host else replace(card, unified=False) for card in cards]
+
+
+def _kind_of_memory(cache: Path | None) -> str:
+    """Return the kind that a budget of ``memory`` alone is for."""
+    from graphrun.profile import hardware_profiles as profiles
+
+    card = profiles.detect_card(cache)
+    hosts = (kind.name for kind in device_kinds.built_in() if kind.is_host)
+    return card.device if card is not None and card.unified else next(hosts)
 
 
 def in_dtype(graph: Graph, dtype: str | None, hardware: Hardware | None) -> Graph:
@@ -160,38 +190,103 @@ def hardware_for(
     """Return the hardware to plan for, or to run on if ``to_run``.
 
     It is ``hardware``, or the profile or data-sheet estimate of that name. Without it: the device
-    of the kind ``device`` (`KINDS`), the card found, or the default data-sheet estimate. Raises
-    InputError if the two contradict each other, or to run without a CUDA device.
+    of the kind ``device`` (`graphrun.device_kinds`), the card of this machine, or the default
+    data-sheet estimate. Raises InputError if the two contradict each other, for a kind that neither
+    the table nor this PyTorch has, and to run without the device.
     """
     from graphrun.profile import hardware as estimates
     from graphrun.profile import hardware_profiles as profiles
 
-    if device not in (None, *KINDS):
-        raise InputError(f"device {device!r} is not known; it is {', '.join(KINDS)}")
-    card = (
-        profiles.hardware(hardware, cache)
-        if isinstance(hardware, str)
-        else profiles.detect_cpu(cache)
-        if hardware is None and device == "cpu"
-        else estimates.simulated()
-        if hardware is None and device == "sim"
-        else hardware
-    )
+    kind = None if device is None else _known_kind(device)
+    card = profiles.hardware(hardware, cache) if isinstance(hardware, str) else hardware
+    if card is None and kind is not None and kind.is_host:
+        card = profiles.detect_cpu(cache)
+    if card is None and kind is not None and kind.has_virtual_clock:
+        card = kind.detect()
     if card is not None and device not in (None, card.device):
         raise InputError(
             f"hardware {card.name} is a {card.device} device, but device is {device}; leave one of "
             "them out"
         )
-    if card is None or (to_run and card.device == "cuda"):
-        detected_card = profiles.detect_card(cache)
+    if card is None or (to_run and not estimates.is_present(card)):
+        detected_card = profiles.detect_card(cache, kind if card is None else card.kind)
         if detected_card is None and to_run:
+            label = (card or estimates.default_of(kind)).kind.label
             raise InputError(
-                "no CUDA device found to run on; run on the CPU (--device cpu --memory 8G, in "
+                f"no {label} found to run on; run on the CPU (--device cpu --memory 8G, in "
                 "Python device='cpu', memory='8G') or on the simulated accelerator (--device sim, "
                 "device='sim')"
             )
-        card = card or detected_card or estimates.hardware(estimates.DEFAULT)
+        card = card or detected_card or estimates.default_of(kind)
     return card
+
+
+def _known_kind(name: str) -> DeviceKind:
+    """Return the kind called ``name``.
+
+    Raises InputError if neither the table nor PyTorch has it.
+    """
+    if name not in device_kinds.names():
+        import torch
+
+        try:
+            torch.get_device_module(name)
+        except RuntimeError:
+            raise InputError(
+                f"device {name!r} is not known; it is {', '.join(device_kinds.names())}, or a "
+                "backend of PyTorch that this process has imported"
+            ) from None
+    return kind_called(name)
+
+
+class OpenedDevices(NamedTuple):
+    """The devices that an attached pipeline runs on. ``device``: the main one, with its secondary
+    devices. ``cards``: the hardware of each. ``limits``: of problems on them."""
+
+    device: Device
+    cards: list[Hardware]
+    limits: ProblemLimits
+
+
+def devices_for(
+    budget: Budget,
+    hardware: Any,
+    device: Any,
+    modules: Iterable[Any],
+    cache: Path | None = None,
+) -> OpenedDevices:
+    """Open the devices that ``hardware`` and ``device`` name, with limits within ``budget``.
+
+    ``device``: as for `cards_for`, or an opened device. ``modules``: as for `limits_for`. What a
+    device shows when it is opened is in its hardware: whether copies overlap compute, and on a CPU
+    what the process takes. Raises InputError as `cards_for` and `limits_for` do, and if a device is
+    missing.
+    """
+    from graphrun.runtime.devices.cpu import CpuDevice
+    from graphrun.runtime.devices.device import Device as Opened
+    from graphrun.runtime.devices.open import open_devices
+
+    is_open = isinstance(device, Opened)
+    kinds = device.name if is_open else device
+    cards = with_host_copies(
+        cards_for(budget.vram, budget.memory, hardware, kinds, cache, to_run=not is_open), budget
+    )
+    if is_open:
+        if len(device.all_devices) != len(cards):
+            raise InputError(
+                f"vram has budgets of {len(cards)} devices, and device is "
+                f"{len(device.all_devices)}: give a budget for each"
+            )
+        main_device = device
+    else:
+        refuse_wrong_budgets(cards[0], budget)
+        main_device = open_devices(cards)
+    if main_device.serial_copies:
+        cards = [replace(cards[0], serial_copies=True), *cards[1:]]
+    if isinstance(main_device, CpuDevice):
+        cards = [replace(cards[0], context_bytes=main_device.measured_context())]
+    limits = limits_for(budget, cards, modules, main_device.all_devices)
+    return OpenedDevices(main_device, cards, limits)
 
 
 def limits_for(
@@ -220,8 +315,8 @@ def limits_for(
         elif vram is None:
             raise InputError("vram: give the budget of the device, such as vram='8G'")
         else:
-            # A share of the simulated device means nothing: it has no memory of its own.
-            whole_bytes = card.capacity_bytes if card.device != "sim" else None
+            # A share means nothing on a device without memory of its own.
+            whole_bytes = card.capacity_bytes if card.kind.free_memory != "none" else None
             sizes.append(parse_size(vram, whole_bytes=whole_bytes, name="vram"))
     ram_bytes = ram_budget(budget.ram, modules)
     return ProblemLimits(
@@ -236,13 +331,14 @@ def limits_for(
 def refuse_wrong_budgets(hardware: Hardware, budget: Any) -> None:
     """Raise InputError if ``budget`` has limits that ``hardware`` does not have.
 
-    A CPU has one pool of memory: ``memory``, and neither ``vram`` nor ``ram`` nor ``pinned``.
-    Other devices have no ``memory``.
+    Hardware that shares its memory with the host has one pool: ``memory``, and neither ``vram`` nor
+    ``ram`` nor ``pinned``. Other hardware has no ``memory``.
     """
     if not hardware.unified:
         if budget.memory is None:
             return
-        vram = "8G" if budget.memory == "auto" or hardware.device == "sim" else budget.memory
+        is_example = budget.memory == "auto" or hardware.kind.free_memory == "none"
+        vram = "8G" if is_example else budget.memory
         raise InputError(
             f"memory {budget.memory}: {hardware.name} has memory apart from the host's, with a "
             f"budget for each: give --vram {vram} and --ram in place of --memory, or add "
@@ -257,8 +353,8 @@ def refuse_wrong_budgets(hardware: Hardware, budget: Any) -> None:
         size = next((wrong_sizes[name] for name in ("vram", "ram") if name in wrong_sizes), "8G")
         correction = f"give --memory {size} instead" if budget.memory is None else "leave it out"
         raise InputError(
-            f"{names}: a CPU has one pool of memory, with one budget for the whole process: "
-            f"{correction}"
+            f"{names}: {'a CPU' if hardware.kind.is_host else hardware.name} has one pool of "
+            f"memory, with one budget for the whole process: {correction}"
         )
 
 
@@ -269,13 +365,17 @@ def memory_budget(memory: str | int | None, hardware: Hardware) -> int:
     """Return the bytes of a budget for ``hardware`` with one pool of memory.
 
     ``memory`` None or ``auto``: what this process takes and what this machine, or its cgroup, has
-    left, less a twentieth (`profile.hardware.budget_of`). A percentage is of the machine's memory.
+    left, less a twentieth (`profile.hardware.budget_of`); for hardware that this machine does not
+    have, its memory less a twentieth. Left is what the system has available (MemAvailable): on a
+    GB10 CUDA reports MemFree, which shrinks with the page cache (unslothai/unsloth#10705). A
+    percentage is of the machine's memory.
     """
     if memory not in (None, "auto"):
         return parse_size(memory, whole_bytes=hardware.capacity_bytes, name="memory")
-    from graphrun.profile.hardware import available_memory, budget_of
+    from graphrun.profile.hardware import available_memory, budget_of, is_present
 
-    return min(budget_of(available_memory()), hardware.capacity_bytes)
+    free_bytes = available_memory() if is_present(hardware) else hardware.capacity_bytes
+    return min(budget_of(free_bytes), hardware.capacity_bytes)
 
 
 def resolved_budgets(
@@ -301,7 +401,7 @@ def resolved_in_process(
     named_cards = cards_for(
         budgets.get("vram"), budgets.get("memory"), budgets.get("hardware"), cache=cache
     )
-    cards = [_card_of_process(card) if card.unified else card for card in named_cards]
+    cards = [_card_of_process(card) if card.kind.is_host else card for card in named_cards]
     limits = limits_for(Budget.of(budgets), cards, modules)
     other_budgets = {name: value for name, value in budgets.items() if name != "hardware"}
     return cards, resolved_budgets(other_budgets, limits, cards[0])
@@ -328,7 +428,7 @@ def _free_bytes(device: Device, hardware: Hardware) -> int:
     from graphrun.profile.hardware import budget_of
 
     available_bytes = device.available_bytes + hardware.context_bytes + hardware.workspace_bytes
-    if hardware.device == "sim" and available_bytes >= hardware.capacity_bytes:
+    if hardware.kind.free_memory == "none" and available_bytes >= hardware.capacity_bytes:
         raise InputError(
             "the simulated device has no memory of its own: give vram, such as vram='8G'"
         )
@@ -342,7 +442,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def _kind(name: Any, number: int) -> Any:
-    """Return the kind of device ``number``: ``cuda`` for ``cuda:1``."""
+    """Return the kind of device ``number``: the part before the colon, as in ``cuda:1``."""
     kind, colon, index = name.partition(":") if isinstance(name, str) else (name, "", "")
     if colon and index != str(number):
         raise InputError(

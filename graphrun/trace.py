@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
 from typing import Any
 
+from graphrun.device_kinds import kind_called
 from graphrun.units import MIB, html_table, show_seconds, show_size
 
 # Share of the plan's peak by which a slot of a run on unified memory may exceed its own. There the
@@ -18,11 +19,11 @@ from graphrun.units import MIB, html_table, show_seconds, show_size
 # more or less from run to run. On other devices each byte is an allocation that the plan counts.
 PROCESS_TOLERANCE = 0.03
 
-# Bytes by which a slot on a CUDA device may exceed its own peak, if it stays within the largest of
-# the plan: two pages of the allocator's pool for small tensors. On an H100, slots that load had
-# reserved up to that more in the first run of a process, with the same tensors, and none in later
-# runs (benchmarks/results/card-flux.json).
-FIRST_RUN_BYTES = 4 * MIB
+# Page of the allocator's pool for small tensors. A slot may exceed its own peak by
+# `DeviceKind.first_run_pages` of them, if it stays within the largest peak of the plan. On an H100,
+# slots that load had reserved up to two more in the first run of a process, with the same tensors,
+# and none in later runs (benchmarks/results/card-flux.json).
+SMALL_PAGE_BYTES = 2 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,22 +207,26 @@ class Trace:
         return max((slot.peak_bytes for slot in self.slots), default=0)
 
     @property
+    def unified(self) -> bool:
+        """Whether device and host share memory."""
+        return kind_called(self.device).is_host or self.process_bytes > 0
+
+    @property
     def overruns(self) -> tuple[Overrun, ...]:
         """The slots that took more than planned.
 
         Beyond `PROCESS_TOLERANCE` on unified memory, where their bytes are of the whole process,
-        and `FIRST_RUN_BYTES` on a CUDA device.
+        and `DeviceKind.first_run_pages`.
         """
         planned_slots = [slot.planned_peaks for slot in self.slots if slot.planned_peaks]
         largest_peaks = [max(peaks) for peaks in zip_longest(*planned_slots, fillvalue=0)]
         process_bytes = self.process_bytes
+        first_run_bytes = SMALL_PAGE_BYTES * kind_called(self.device).first_run_pages
 
         def allowed_bytes(device: int, plan_peak: int) -> int:
             if process_bytes:
                 return plan_peak + int(PROCESS_TOLERANCE * (process_bytes + largest_peaks[0]))
-            if self.device == "cuda":
-                return max(plan_peak, min(plan_peak + FIRST_RUN_BYTES, largest_peaks[device]))
-            return plan_peak
+            return max(plan_peak, min(plan_peak + first_run_bytes, largest_peaks[device]))
 
         return tuple(
             Overrun(slot.name, device, process_bytes + plan_peak, process_bytes + peak)

@@ -406,7 +406,7 @@ def test_without_a_budget_a_plan_is_for_the_card_here_or_says_which_one_it_assum
     assert "no CUDA device here: this is for an rtx4090" in err
     assert "--vram auto: 24.00 GiB, what the rtx4090 has\n" in err
     monkeypatch.setattr(hardware, "detect_card", lambda: hardware.data_sheet_estimates()["rtx4090"])
-    monkeypatch.setattr(hardware, "free_bytes", lambda: 7 * 2**30)
+    monkeypatch.setattr(hardware, "free_bytes", lambda *_: 7 * 2**30)
     has = "what the rtx4090 has free (7.00 GiB) less a twentieth for other programs"
     for auto in ((), ("--vram", "auto")):
         code, output, err = graphrun("plan", TINY, *auto)
@@ -424,7 +424,7 @@ def test_a_budget_above_what_the_card_has_free_less_its_margin_is_warned_of(
     from graphrun.profile import hardware
 
     monkeypatch.setattr(hardware, "detect_card", lambda: hardware.data_sheet_estimates()["rtx4090"])
-    monkeypatch.setattr(hardware, "free_bytes", lambda: 7 * 2**30)
+    monkeypatch.setattr(hardware, "free_bytes", lambda *_: 7 * 2**30)
     for vram, warned in (("6.7G", True), ("50%", True), ("6.6G", False)):
         code, _, err = graphrun("plan", TINY, "--vram", vram)
         assert (code, f"--vram {vram} is more than 6.65 GiB, what the rtx4090 has free" in err) == (
@@ -474,7 +474,7 @@ def test_a_measured_card_is_not_guessed_at(
         is None
     )
     monkeypatch.setattr(hardware, "detect_card", lambda: replace(card, name="geforcertx4060"))
-    monkeypatch.setattr(hardware, "free_bytes", lambda: 7 * 2**30)
+    monkeypatch.setattr(hardware, "free_bytes", lambda *_: 7 * 2**30)
     for windows, message in (
         (True, "there Windows spills into RAM and becomes slow"),
         (False, "there what is left is planned again"),

@@ -16,6 +16,7 @@ from graphrun.devices import (
     memory_budget,
     per_device,
     resolved_budgets,
+    with_host_copies,
 )
 from graphrun.errors import InputError
 from graphrun.profile.hardware import cpu_estimate, data_sheet_estimates
@@ -80,6 +81,31 @@ def test_auto_is_what_the_process_takes_and_may_still_take(monkeypatch: pytest.M
     assert memory_budget("auto", CPU) == CPU.capacity_bytes
 
 
+def test_auto_of_a_machine_that_is_not_this_one_is_its_memory_less_a_twentieth() -> None:
+    chip = data_sheet_estimates()["m4max-64"]
+    assert memory_budget("auto", chip) == int(0.95 * 64 * GIB)
+    assert limits_for(Budget(memory="20G"), [chip]).ram_bytes == 20 * GIB
+
+
+def test_available_memory_decides_on_a_chip_with_one_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA's own figure on a GB10 is without the page cache."""
+    chip = data_sheet_estimates()["gb10"]
+    monkeypatch.setattr("graphrun.profile.hardware.detect_card", lambda: chip)
+    monkeypatch.setattr("graphrun.profile.hardware.available_memory", lambda: 100 * GIB)
+    assert memory_budget(None, chip) == int(0.95 * 100 * GIB)
+    assert [card.name for card in cards_for(None, "20G", None)] == ["gb10"]
+
+
+def test_an_attached_pipeline_on_one_memory_has_copies_on_the_host() -> None:
+    chip = data_sheet_estimates()["gb10"]
+    with pytest.raises(InputError, match="gb10 gets copies of blocks: give vram and ram"):
+        with_host_copies([chip], Budget(memory="20G"))
+    assert not with_host_copies([chip], Budget("8G"))[0].unified
+    assert with_host_copies([CPU], Budget(memory="8G"))[0].unified
+
+
 def test_auto_becomes_bytes_once() -> None:
     cpu_budgets = resolved_budgets({"memory": "auto", "runs": 3}, limits_for(Budget(), [CPU]), CPU)
     assert cpu_budgets["memory"] > 0
@@ -102,6 +128,8 @@ WRONG_BUDGETS = [
     ({"hardware": "cpu", "ram": "3G"}, "give --memory 3G"),
     ({"hardware": "cpu", "memory": "2G", "ram": "3G"}, "--ram: a CPU has one pool .* leave it out"),
     ({"memory": "2G", "pinned": "1G"}, "--pinned: a CPU has one pool"),
+    ({"hardware": "gb10", "vram": "20G"}, "--vram: gb10 has one pool .* give --memory 20G"),
+    ({"hardware": "m4max-64", "ram": "20G"}, "--ram: m4max-64 has one pool .* give --memory 20G"),
     ({"hardware": "rtx4090", "memory": "3G"}, "give --vram 3G and --ram .* add --device cpu"),
     ({"memory": "3G", "vram": "3G"}, "give --vram 3G and --ram"),
 ]

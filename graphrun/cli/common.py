@@ -205,10 +205,10 @@ def plan_graph(
         problem = graph_plan.solution.problem
         values = api.planned_inputs(problem, graph, inputs)
         graph = graph.until(problem.until)
-        if problem.hardware.device == "cuda" and estimates.detect_card() is None:
+        if not estimates.is_present(problem.hardware):
             raise InputError(
-                "no CUDA device found to run on, and the plan is for one; plan with "
-                "--device sim to run it there"
+                f"no {problem.hardware.kind.label} found to run on, and the plan is for one; plan "
+                "with --device sim to run it there"
             )
         downloads = missing_sources(
             graph.with_precomputed(problem.precomputed), graph_plan.solution
@@ -346,14 +346,16 @@ def with_budget(options: PlanOptions, hardware: Hardware) -> PlanOptions:
         return _with_memory(options, hardware)
     has_budget = options.vram not in (None, "auto")
     if has_budget and (
-        options.hardware is not None or hardware.device == "sim" or "," in str(options.vram)
+        options.hardware is not None
+        or hardware.kind.free_memory == "none"
+        or "," in str(options.vram)
     ):
         return options
-    if hardware.device == "sim":
+    if hardware.kind.free_memory == "none":
         raise InputError(
             "the simulated device has no memory of its own: add --vram, such as --vram 8G"
         )
-    free_bytes = estimates.free_bytes() if options.hardware is None else None
+    free_bytes = estimates.free_bytes(hardware.kind) if options.hardware is None else None
     nbytes = hardware.capacity_bytes if free_bytes is None else estimates.budget_of(free_bytes)
     budget_text = f"{show_size(nbytes)}, what the {hardware.name} has"
     if free_bytes is not None:
@@ -375,14 +377,26 @@ def with_budget(options: PlanOptions, hardware: Hardware) -> PlanOptions:
             )
         return options
     if free_bytes is None and options.hardware is None:
-        say(f"no CUDA device here: this is for an {hardware.name}; --hardware names another card")
+        say(
+            f"no {hardware.kind.label} here: this is for an {hardware.name}; --hardware names "
+            "another card"
+        )
     say(f"--vram auto: {budget_text}")
     return replace(options, vram=str(nbytes))
 
 
 def _with_memory(options: PlanOptions, hardware: Hardware) -> PlanOptions:
+    from graphrun.profile.hardware import is_present
+
     nbytes = devices.memory_budget(options.memory, hardware)
-    if options.memory in (None, "auto"):
+    if not is_present(hardware):
+        if options.memory in (None, "auto"):
+            whole = show_size(hardware.capacity_bytes)
+            say(
+                f"--memory auto: {show_size(nbytes)}, the {whole} of {hardware.name} less a "
+                "twentieth for other programs"
+            )
+    elif options.memory in (None, "auto"):
         say(
             f"--memory auto: {show_size(nbytes)}, what this process takes and what this machine "
             "has left, less a twentieth for other programs"
@@ -431,8 +445,9 @@ def look(
     command += "".join(
         f' --set {name}="..."' if name != "prompt" else ' --prompt "..."' for name in missing_inputs
     )
-    is_other_machine = problem.hardware.device == "cuda" and estimates.detect_card() is None
-    next_command = f"next{', on that card' if is_other_machine else ''}: {command}"
+    is_other_machine = not estimates.is_present(problem.hardware)
+    place = "machine" if problem.hardware.unified else "card"
+    next_command = f"next{f', on that {place}' if is_other_machine else ''}: {command}"
     note = ""
     if (
         free_range := estimates.free_range_with_desktop(problem.hardware, problem.budget_bytes)

@@ -37,7 +37,7 @@ def enforced(graph: Path, options: PlanOptions) -> Iterator[tuple[PlanOptions, M
         hardware, *_ = cards_for(options, cache_folder(options.no_cache), to_run=True)
         options = with_budget(options, hardware)
         limit_bytes = int(options.memory or 0)
-    if not hardware.unified:
+    if not hardware.kind.is_host:
         raise InputError(
             f"--enforce limits the memory of a run on the CPU, and {graph} is for {hardware.name}: "
             "add --device cpu --memory 8G"

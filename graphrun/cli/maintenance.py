@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from graphrun import device_kinds
 from graphrun.cli.common import AsJson, app, cache_folder, echo, show
 from graphrun.cli.options import NoCache
 from graphrun.cli.terminal import width
@@ -146,10 +147,11 @@ def calibrate(
     from graphrun.report.machine_screens import calibrate_screen
     from graphrun.runtime.read_rates import measure_reads
 
-    if device not in (None, "cuda", "sim", "cpu"):
-        raise InputError(f"device {device!r} cannot be calibrated; it is cuda, sim or cpu")
+    names = [kind.name for kind in device_kinds.built_in() if kind.calibration]
+    if device not in (None, *names):
+        raise InputError(f"device {device!r} cannot be calibrated; it is {', '.join(names)}")
     calibration = measure_and_keep(
-        device,  # type: ignore[arg-type]
+        device,
         cache_folder(False) or Path(),
         name,
         seconds,

@@ -15,6 +15,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from graphrun.device_kinds import built_in
 from graphrun.errors import InputError
 
 NameList = list[str] | None
@@ -28,7 +29,9 @@ HardwareName = Annotated[
 DeviceName = Annotated[
     str | None,
     typer.Option(
-        help="cuda, cpu or sim, or cuda:0,cuda:1; default: the hardware's.", show_default=False
+        help=f"{', '.join(kind.name for kind in built_in())}, a backend of PyTorch, or "
+        "cuda:0,cuda:1; default: the hardware's.",
+        show_default=False,
     ),
 ]
 Sets = Annotated[

@@ -243,7 +243,7 @@ def estimate(
         )
     next_options = _plan_options(pipeline_graph, options, precision, batch, option, cpu)
     next_command = f"next: graphrun plan {graph} {next_options.flags}".rstrip() + (
-        " --vram 8M" if hardware.device == "sim" else ""
+        " --vram 8M" if hardware.kind.free_memory == "none" else ""
     )
     show(
         survey, as_json, estimate_screen(survey, Look(width(), verbose, next_command=next_command))
@@ -343,7 +343,7 @@ def frontier(
         vram[device] = getattr(with_budget(options, card), name_of_budget)
     budgets = sizes_between(
         vram[device],
-        whole_bytes=card.capacity_bytes if card.device != "sim" else None,
+        whole_bytes=card.capacity_bytes if card.kind.free_memory != "none" else None,
         name=name_of_budget,
     )
     if budgets[-1] > card.capacity_bytes:

@@ -92,7 +92,7 @@ def _import_ray() -> Any:
 
 
 def _gpus(cluster: Cluster) -> int:
-    return sum(device.hardware.device == "cuda" for device in cluster.devices)
+    return sum(bool(device.hardware.kind.visibility) for device in cluster.devices)
 
 
 class _Ticket(NamedTuple):
@@ -263,17 +263,19 @@ class Actors(contextlib.ExitStack):
 
 
 def _bundle(devices: Sequence[ClusterDevice], nodes: Mapping[str, str]) -> dict[str, float]:
-    host, gpus = devices[0].host, sum(device.hardware.device == "cuda" for device in devices)
+    host = devices[0].host
+    gpus = sum(bool(device.hardware.kind.visibility) for device in devices)
     node = {f"node:{nodes[host]}": CPUS} if host in nodes else {}
     return {"CPU": CPUS, **({"GPU": gpus} if gpus else {}), **node}
 
 
 def _visible(devices: Sequence[ClusterDevice]) -> dict[str, str]:
-    """Return the environment in which ``devices`` are the only CUDA devices, in this order."""
-    if devices[0].hardware.device != "cuda":
+    """Return the environment in which ``devices`` are the only ones of their kind, in this
+    order."""
+    if not (variable := devices[0].hardware.kind.visibility):
         return {}
     numbers = ",".join(device.torch.partition(":")[2] or "0" for device in devices)
-    return {"CUDA_VISIBLE_DEVICES": numbers, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    return {variable: numbers, f"RAY_EXPERIMENTAL_NOSET_{variable}": "1"}
 
 
 def _nodes(ray: Any, cluster: Cluster) -> dict[str, str]:

@@ -81,7 +81,8 @@ class Flow(Works):
         super().__init__(graph, requests, context, batch, ram_bytes=0)
         self.placement, self.crew, self.names = placement, crew, placement.stages
         self.virtual = all(
-            assignment.device.hardware.device == "sim" for assignment in placement.assignments
+            assignment.device.hardware.kind.has_virtual_clock
+            for assignment in placement.assignments
         )
         self.segments = segments_of(graph, placement)
         workers = zip(itertools.count(), placement.assignments, self.segments, strict=False)

@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from graphrun.device_kinds import kind_called
 from graphrun.errors import InputError
 from graphrun.graph.document import Document, read_document
 from graphrun.graph.schema import Spec, Text
@@ -33,8 +34,6 @@ from graphrun.limits import require
 from graphrun.model.problem import Hardware
 from graphrun.profile.hardware_profiles import hardware as hardware_called
 from graphrun.units import parse_size
-
-DEVICE_KINDS = ("cuda", "sim")
 
 
 def _nbytes(size: Any) -> Any:
@@ -229,7 +228,7 @@ def _host(name: str, spec: HostSpec, document: Document, cache: Path | None) -> 
             document.add((*path, "hardware"), str(error))
             continue
         kind = (device_spec.device or hardware.device).partition(":")[0]
-        if kind not in DEVICE_KINDS or kind != hardware.device:
+        if not kind_called(kind).in_clusters or kind != hardware.device:
             document.add(
                 (*path, "device"),
                 f"{device_spec.device!r} is no {hardware.device} device, "

@@ -12,6 +12,7 @@ from graphrun import errors
 from graphrun.batch.cache.pack import pack, unpack
 from graphrun.batch.running import Running
 from graphrun.batch.schedule import StageSegment
+from graphrun.device_kinds import kind_called
 from graphrun.graph.parts import Reference
 from graphrun.ops.outlines import outline_tensors
 from graphrun.runtime.devices.open import open_device
@@ -167,7 +168,7 @@ class StageWorker:
     def _clock(segment_run: Running) -> float:
         """Return the seconds after all started work is done. On the simulated device they are
         virtual."""
-        if segment_run.device.name != "sim":
+        if not kind_called(segment_run.device.name).has_virtual_clock:
             return time.perf_counter()  # a run ends with a barrier
         segment_run.device.barrier()
         return segment_run.device.seconds_at(segment_run.device.mark("compute"))

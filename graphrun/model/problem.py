@@ -26,8 +26,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
+from graphrun.device_kinds import DeviceKind, kind_called
 from graphrun.model.phase_trace import PhaseTrace
-from graphrun.units import PAGE_BYTES
+from graphrun.units import MIB, PAGE_BYTES
 
 Granularity = Literal["blocks", "layers"]
 Basis = Literal["measured", "traced", "graph file", "data sheet", "simulated"]
@@ -59,6 +60,7 @@ _OPTIONAL = (
     "secondary",
     "compiled_gain",
     "dtypes",
+    "serial_copies",
 )
 
 
@@ -68,7 +70,10 @@ def _fields_of(record: Any) -> dict[str, Any]:
     pairs = (
         (record_field.name, getattr(record, record_field.name)) for record_field in fields(record)
     )
-    return {name: value for name, value in pairs if value or name not in _OPTIONAL}
+    plain = {name: value for name, value in pairs if value or name not in _OPTIONAL}
+    if isinstance(record, Hardware) and record.unified == record.kind.is_host:
+        del plain["unified"]  # as in problems that are older than the field
+    return plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +145,17 @@ class ReadRates:
     cpu_seconds: float
 
 
+# Buffers on the host through which files are read into unified memory that is not a CPU's.
+READ_BUFFERS, READ_BUFFER_BYTES = 2, 8 * MIB
+
+
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """A device and its links to host and disk. Units: bytes, bytes per second, floating point
     operations per second."""
 
     name: str
-    device: str  # "cuda", "sim" or "cpu"
+    device: str  # name of its kind (`graphrun.device_kinds`)
     capacity_bytes: int
     # of the driver context, before the first tensor (0 on sim); on a CPU, of the process itself:
     # Python and its libraries
@@ -178,6 +187,19 @@ class Hardware:
     # seconds of a transformer block divided by seconds of its compiled code; 0: not measured
     compiled_gain: float = 0.0
     basis: Basis = "data sheet"
+    # whether device and host share one memory: weights are read from files into it, and nothing is
+    # copied to a second memory; always on a CPU
+    unified: bool = False
+    serial_copies: bool = False  # whether copies and compute take turns
+
+    def __post_init__(self) -> None:
+        if self.kind.is_host:
+            object.__setattr__(self, "unified", True)
+
+    @property
+    def kind(self) -> DeviceKind:
+        """The kind of device (`graphrun.device_kinds`)."""
+        return kind_called(self.device)
 
     @property
     def budget_name(self) -> str:
@@ -188,12 +210,6 @@ class Hardware:
     def budget_option(self) -> str:
         """The option with the budget of its memory."""
         return "--memory" if self.unified else "--vram"
-
-    @property
-    def unified(self) -> bool:
-        """Whether device and host share one memory: weights are read from files into it, and
-        nothing is copied to a second memory."""
-        return self.device == "cpu"
 
     @property
     def label(self) -> str:

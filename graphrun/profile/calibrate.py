@@ -24,11 +24,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
+from graphrun.device_kinds import DeviceKind, built_in, kind_called
 from graphrun.errors import InputError
 from graphrun.model.problem import Hardware, KernelRates, ProcessorRates, ReadRates
 from graphrun.profile import hardware
@@ -39,7 +40,7 @@ from graphrun.profile.recording import Kernel
 from graphrun.systems import forget_cached
 from graphrun.units import MIB
 
-CalibrationDevice = Literal["cuda", "sim", "cpu"]
+CalibrationDevice = str  # the name of a kind whose `DeviceKind.calibration` is true
 
 LINEAR_SHARE = 59.5 / (59.5 + 14.9)
 ALLOWED_SECONDS, CPU_SECONDS = 20.0, 60.0
@@ -70,15 +71,17 @@ def calibrate(
     ``compiled``: also measure the gain of compiling blocks (`compiled_gain`), after the compiler is
     done. Raises InputError if there is no such device, or no compiler for it.
     """
-    if compiled and kind == "sim":
+    device_kind = kind_called(kind)
+    if compiled and device_kind.has_virtual_clock:
         raise InputError(
             "there is no compiler for the simulated accelerator: leave out --compiled, or "
             "take --device cuda or cpu"
         )
-    if kind == "cpu":
+    if device_kind.is_host:
         return _calibrate_processor(name, allowed_seconds, reads, compiled=compiled)
     # Read before torch initializes the driver.
-    initial_used_bytes = _cards_used_bytes() if kind == "cuda" else {}
+    has_card = not device_kind.has_virtual_clock
+    initial_used_bytes = _cards_used_bytes() if has_card else {}
     base, target = _open(kind)
     share = allowed_seconds / 15
 
@@ -89,7 +92,7 @@ def calibrate(
     copies = ("h2d", "d2h", "pageable", "fresh pages", "both", "small")
     rates = {kind: _rate(target, run_copies, kind, share) for kind in copies}
     flops = {kind: _rate(target, target.compute, kind, share) for kind in ("matmul", "attention")}
-    if kind == "cuda":
+    if has_card:
         base = _with_context(base, initial_used_bytes, target)
     measured_hardware = replace(
         base,
@@ -252,37 +255,46 @@ def measure_and_keep(
     if ``name`` is the name of a data-sheet estimate (`hardware.data_sheet_estimates`), or if the
     device cannot be measured.
     """
-    kind = kind or ("cuda" if any(Path(node).exists() for node in hardware.DEVICE_NODES) else "cpu")
-    allowed_seconds = allowed_seconds or (CPU_SECONDS if kind == "cpu" else ALLOWED_SECONDS)
+    device_kind = kind_called(kind) if kind else _kind_here()
+    kind, is_host = device_kind.name, device_kind.is_host
+    allowed_seconds = allowed_seconds or (CPU_SECONDS if is_host else ALLOWED_SECONDS)
     profiles.refuse_taken(name)
     start = time.perf_counter()
     reads = None
-    if kind == "cpu" and measure_reads is not None:
+    if is_host and measure_reads is not None:
         reads = measure_reads(cache, allowed_seconds / 15)
     measured_hardware, figures = calibrate(
         kind, cache, name, allowed_seconds, reads=reads, compiled=compiled
     )
-    card = hardware.detect_card() if kind == "cuda" else None
-    assumed = {"sim": hardware.simulated, "cpu": hardware.cpu_estimate}.get(kind, lambda: card)()
+    assumed = hardware.detect(device_kind)
     record = {
         "figures": figures,
         "assumed": asdict(assumed) if assumed is not None else None,
         "versions": {"torch": version("torch")},
         "measured_in_seconds": time.perf_counter() - start,
     }
-    device = hardware.cpu_key() if kind == "cpu" else card.name if card is not None else kind
+    device = hardware.cpu_key() if is_host else assumed.name if assumed is not None else kind
     path = profiles.keep(cache, measured_hardware, device, record)
     return {**record, "hardware": asdict(measured_hardware), "path": str(path)}
 
 
+def _kind_here() -> DeviceKind:
+    """Return the kind to calibrate: the first of which there may be a card here, else the CPU."""
+    kinds = [kind for kind in built_in() if kind.calibration and not kind.has_virtual_clock]
+    return next(kind for kind in kinds if kind.is_host or hardware.has_signs(kind))
+
+
 def _open(kind: CalibrationDevice) -> tuple[Hardware, Processor]:
-    if kind == "cuda":
-        card = hardware.detect_card()
-        if card is None:
-            raise InputError("no CUDA device here to calibrate; use --device cpu or --device sim")
-        has_data_sheet = card.name in hardware.data_sheet_estimates()
-        return (replace(card, name=f"{card.name}-measured") if has_data_sheet else card), _Cuda()
-    return replace(hardware.simulated(), name="sim-measured"), _Sim()
+    device_kind = kind_called(kind)
+    card = hardware.detect(device_kind)
+    if card is None:
+        raise InputError(
+            f"no {device_kind.label} here to calibrate; use --device cpu or --device sim"
+        )
+    if device_kind.has_virtual_clock:
+        return replace(card, name=f"{card.name}-measured"), _Sim()
+    has_data_sheet = card.name in hardware.data_sheet_estimates()
+    return (replace(card, name=f"{card.name}-measured") if has_data_sheet else card), _Cuda()
 
 
 def _rate(target: Processor, work: Callable[[str], float], kind: str, seconds: float) -> float:

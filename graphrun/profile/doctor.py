@@ -17,10 +17,12 @@ from typing import Any, Literal, NamedTuple
 import psutil
 from huggingface_hub.constants import HF_HUB_CACHE
 
+from graphrun import device_kinds
 from graphrun.extras import install_command
 from graphrun.files import Store
 from graphrun.host_ram import available_bytes, host_ram_bytes, memory_limits
 from graphrun.memory_group import enforceable
+from graphrun.model.problem import Hardware
 from graphrun.profile import hardware
 from graphrun.profile import hardware_profiles as profiles
 from graphrun.profile.precision import NEEDS, flags, new_enough
@@ -144,7 +146,8 @@ def examine(cache: Path | None) -> dict[str, Any]:
 def _checks(findings: Mapping[str, Any]) -> Iterator[Check]:
     yield Check("python", "ok", f"{findings['python']} on {findings['platform']}")
     yield device_check(findings["device"])
-    if (card := findings["device"]["card"]) is not None and float(card["capability"]) < 8:
+    card = findings["device"]["card"]
+    if card is not None and card["capability"] is not None and float(card["capability"]) < 8:
         text = (
             f"{card['name']} (compute capability {card['capability']}) has no bfloat16 units: use "
             "float16"
@@ -222,28 +225,50 @@ def _device() -> dict[str, Any]:
 
     from graphrun import sim
 
-    hardware_data = hardware.detect_card()
-    card: dict[str, Any] | None = None
-    if hardware_data is not None:
-        free_bytes, total_bytes = torch.cuda.mem_get_info(0)
-        major, minor = torch.cuda.get_device_capability(0)
-        card = {
-            **asdict(hardware_data),
-            "free_bytes": free_bytes,
-            "total_bytes": total_bytes,
-            "capability": f"{major}.{minor}",
-        }
+    kinds, card = device_kinds.built_in(), hardware.detect_card()
     tool = shutil.which("nvidia-smi")
     return {
-        "card": card,
+        "card": None if card is None else _card(card),
         "driver": driver(),
         "cuda": torch.version.cuda,
         "build": torch_build(torch.version),
         "signs": [
-            *(node for node in hardware.DEVICE_NODES if Path(node).exists()),
+            *dict.fromkeys(sign for kind in kinds for sign in kind.signs if Path(sign).exists()),
             *([tool] if tool else []),
         ],
-        "sim": sim.available(),
+        **{kind.name: sim.available() for kind in kinds if kind.has_virtual_clock},
+    }
+
+
+def _card(card: Hardware) -> dict[str, Any]:
+    """Return the figures of this machine's card.
+
+    ``capability``: NVIDIA's compute capability. ``architecture``: the same as text, or AMD's name,
+    such as gfx1100. Both are None for other vendors.
+    """
+    import torch
+
+    memory_of = getattr(torch.get_device_module(card.device), "mem_get_info", None)
+    free_bytes, total_bytes = (
+        (host_ram_bytes(), card.capacity_bytes)
+        if memory_of is None or card.unified
+        else memory_of(0)
+    )
+    capability = architecture = None
+    if card.kind.visibility:  # a card of torch.cuda
+        properties: Any = torch.cuda.get_device_properties(0)
+        capability = None if torch.version.hip else f"{properties.major}.{properties.minor}"
+        architecture = (
+            properties.gcnArchName.partition(":")[0]
+            if torch.version.hip
+            else f"compute capability {capability}"
+        )
+    return {
+        **asdict(card),
+        "free_bytes": free_bytes,
+        "total_bytes": total_bytes,
+        "capability": capability,
+        "architecture": architecture,
     }
 
 
@@ -267,24 +292,21 @@ def device_check(device: Mapping[str, Any]) -> Check:
     build, card, signs = device["build"], device["card"], device["signs"]
     if card is not None:
         free = f"{show_size(card['free_bytes'])} of {show_size(card['total_bytes'])} free"
-        driver_text = f"driver {device['driver']}, " if device["driver"] else ""
-        return Check(
-            "device",
-            "ok",
-            (
-                f"{card['name']}, {free}, compute capability {card['capability']}, "
-                f"{driver_text}{build}"
-            ),
-        )
-    if not signs:
-        ignored = ", whose devices graphrun does not use" if build.startswith("XPU") else ""
+        driver_text = f"driver {device['driver']}" if device["driver"] else ""
+        parts = (card["name"], free, card["architecture"], driver_text, build)
+        return Check("device", "ok", ", ".join(filter(None, parts)))
+    kinds = _builds_for(signs)
+    is_xpu = build.startswith("XPU")
+    if not signs or (kinds == ("XPU",) and not is_xpu):
+        # most machines with an Intel processor have its graphics and another torch
+        hint = f"; torch for XPU opens the Intel GPU here: {TORCH_BUILDS}" if signs else ""
+        label = "XPU" if is_xpu else "CUDA"
         return Check(
             "device",
             "note",
-            f"no CUDA device; this torch is built for {build}{ignored}",
+            f"no {label} device; this torch is built for {build}{hint}",
             RUN_ANYWAY,
         )
-    kinds = _kinds_of_card(signs)
     if build.partition(" ")[0] not in kinds:
         fix = f"install torch for {' or '.join(kinds)}: {TORCH_BUILDS}"
         return Check(
@@ -294,18 +316,22 @@ def device_check(device: Mapping[str, Any]) -> Check:
             fix,
         )
     text = f"there is a device ({', '.join(signs)}), and torch, built for {build}, cannot open it"
-    if build.startswith("ROCm"):
+    if build.startswith("ROCm") or (is_xpu and kinds == ("XPU",)):
         text += ": may this user open it? Log in again afterwards"
         return Check("device", "problem", text, "sudo usermod -aG render,video $USER")
     return Check("device", "problem", f"{text}: is the driver new enough?", "nvidia-smi")
 
 
-def _kinds_of_card(signs: Sequence[str]) -> tuple[str, ...]:
-    """Return the builds of torch that open the card with these ``signs``."""
+def _builds_for(signs: Sequence[str]) -> tuple[str, ...]:
+    """Return the builds of torch that open the card with these ``signs``, the best card's first."""
     # The Windows Subsystem for Linux does not say which vendor's card it is.
-    if all(sign == "/dev/dxg" for sign in signs):
-        return "CUDA", "ROCm"
-    return ("ROCm",) if all(sign in ("/dev/kfd", "/dev/dxg") for sign in signs) else ("CUDA",)
+    vendor_signs = [sign for sign in signs if sign != "/dev/dxg"]
+    if not vendor_signs:
+        return "CUDA", "ROCm", "XPU"
+    if all(sign.startswith("/sys/module/") for sign in vendor_signs):
+        return ("XPU",)
+    is_amd = all(sign == "/dev/kfd" or sign.startswith("/sys/") for sign in vendor_signs)
+    return ("ROCm",) if is_amd else ("CUDA",)
 
 
 def driver(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:

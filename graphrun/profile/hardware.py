@@ -3,8 +3,9 @@
 An estimate is a card's data sheet (`SHEETS`) times the share that kernels reach of it (`SHARES`,
 `MEMORY_SHARE`), by class of kernel (`costs`). Data sheets: NVIDIA's architecture papers GA102, Ada
 and RTX Blackwell (dense tensor rates with fp32 accumulation), data sheets of V100, T4, A100, H100,
-H200, B200, A10, L4, L40S and RTX A6000, and AMD's of MI300X. Laptop rates are for the highest power
-limit.
+H200, B200, A10, L4, L40S and RTX A6000; AMD's of MI300X, RX 7900 XT and XTX and RX 9070 XT; Intel's
+of Arc A770 and B580 (fp16 by their matrix units is half of the rate in int8). Laptop rates are for
+the highest power limit. Chips whose processor and GPU share memory are in `chips`.
 
 Shares: fitted by ``benchmarks/fit_costs.py`` on published seconds
 (``benchmarks/data/published.csv``), like the constants marked "Fitted" in `costs`. Errors of rows
@@ -37,16 +38,28 @@ import difflib
 import functools
 import os
 import platform
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from graphrun import device_kinds
+from graphrun.device_kinds import DeviceKind, kind_called
 from graphrun.errors import InputError
 from graphrun.host_ram import host_ram_bytes, steady_bytes, total_ram_bytes
 from graphrun.memory_group import process_bytes
-from graphrun.model.problem import LT_WORKSPACE_BYTES, Hardware, KernelRates, ProcessorRates
+from graphrun.model.problem import (
+    LT_WORKSPACE_BYTES,
+    READ_BUFFER_BYTES,
+    READ_BUFFERS,
+    Hardware,
+    KernelRates,
+    ProcessorRates,
+)
+from graphrun.profile import chips
+from graphrun.profile.chips import Chip
 from graphrun.units import GIB, KIB, MIB
 
 # Bytes of a card that a process takes beside PyTorch's allocator: the CUDA context, and kernels,
@@ -72,10 +85,6 @@ MEMORY_SHARE = 0.917
 SOFTMAX_EXPONENTIALS = 2.62
 PAGEABLE_SHARE = 0.2619
 FRESH_PAGES_RATE = 2.625e9
-
-# Without one of these, Linux has no card that torch.cuda could open (NVIDIA, WSL, ROCm). torch is
-# then not imported for the check.
-DEVICE_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +113,7 @@ class Sheet:
 
     ``gib``: GiB of memory. ``tensor``, ``fp32``: TFLOP/s of tensor cores in 16 bits (dense, fp32
     accumulation) and of fp32. ``memory``: GB/s. ``pcie``: GB/s that PCIe reaches. ``shares``: the
-    kind of `SHARES`.
+    kind of `SHARES`. ``device``: the kind of device; ROCm's is cuda.
     """
 
     gib: int
@@ -115,6 +124,7 @@ class Sheet:
     pcie: float
     architecture: str
     shares: str = "geforce"
+    device: str = "cuda"
 
 
 SHEETS = {
@@ -149,7 +159,14 @@ SHEETS = {
     "h200": Sheet(141, 989.4, 66.9, 132, 4800, 55, "hopper", "hopper"),
     "b200": Sheet(180, 2250, 75, 148, 8000, 55, "hopper", "hopper"),
     "mi300x": Sheet(192, 1307.4, 163.4, 304, 5300, 55, "cdna3", "hopper"),
+    "rx7900xt": Sheet(20, 103, 51.5, 84, 800, 25, "rdna3"),
+    "rx7900xtx": Sheet(24, 122.8, 61.4, 96, 960, 25, "rdna3"),
+    "rx9070xt": Sheet(16, 195, 48.7, 64, 640, 50, "rdna4"),
+    "arc-a770": Sheet(16, 137.6, 17.2, 32, 560, 25, "xe", device="xpu"),
+    "arc-b580": Sheet(12, 116.5, 13.7, 20, 456, 12, "xe2", device="xpu"),
 }
+# Architectures that multiply and convolve in fp32 at the rate of fp32: the others have TF32.
+WITHOUT_TF32 = ("volta", "turing", "rdna3", "rdna4", "xe", "xe2", "apple")
 HOPPER = ("h100", "h200")  # compute capability 9.0
 
 
@@ -161,13 +178,16 @@ def _card(name: str, sheet: Sheet) -> Hardware:
     # FLOPs in fp32 per exponential: 64 lanes per multiprocessor on V100, T4 and A100, 128 on
     # others, for 16 special function units
     per_exponential = 8 if old or sheet.architecture == "ampere" else 16
+    kind = kind_called(sheet.device)
     return Hardware(
         name=name,
-        device="cuda",
+        device=sheet.device,
         capacity_bytes=sheet.gib * GIB,
         context_bytes=CONTEXT_BYTES.get(sheet.architecture, OTHER_CONTEXT_BYTES),
         workspace_bytes=(
-            HOPPER_WORKSPACE_BYTES
+            0
+            if not kind.visibility  # no cuBLAS
+            else HOPPER_WORKSPACE_BYTES
             if sheet.architecture in ("hopper", "blackwell")
             else WORKSPACE_BYTES
         ),
@@ -186,7 +206,8 @@ def _card(name: str, sheet: Sheet) -> Hardware:
         kernels=KernelRates(
             fp32_flops_per_second=shares.matmul * fp32,
             convolution_flops_per_second=shares.convolution * tensor,
-            fp32_convolution_flops_per_second=shares.convolution * (fp32 if old else tensor / 2),
+            fp32_convolution_flops_per_second=shares.convolution
+            * (fp32 if sheet.architecture in WITHOUT_TF32 else tensor / 2),
             attention_flops_per_second=shares.attention * tensor,
             exponentials_per_second=fp32 / per_exponential / SOFTMAX_EXPONENTIALS,
             fp8_flops_per_second=2 * shares.matmul * tensor
@@ -200,13 +221,46 @@ def _card(name: str, sheet: Sheet) -> Hardware:
     )
 
 
+def _chip(name: str, chip: Chip, gib: int) -> Hardware:
+    """Return the data-sheet estimate of a chip with one memory of ``gib`` GiB.
+
+    A copy reads and writes the memory. What the process takes beside tensors is counted in the same
+    budget, and so are the buffers through which files are read.
+    """
+    sheet = Sheet(
+        gib,
+        chip.tensor,
+        chip.fp32,
+        chip.cores,
+        chip.memory,
+        chip.memory / 2,
+        chip.architecture,
+        device=chip.device,
+    )
+    card = _card(name, sheet)
+    return replace(
+        card,
+        context_bytes=PROCESS_BYTES + card.context_bytes,
+        workspace_bytes=card.workspace_bytes + READ_BUFFERS * READ_BUFFER_BYTES,
+        pageable_bytes_per_second=card.h2d_bytes_per_second,
+        copy_start_seconds=0.0,
+        page_lock_seconds=0.0,
+        disk_bytes_per_second=DIRECT_READ_RATE,
+        unified=True,
+        serial_copies=kind_called(chip.device).overlap == "never",
+    )
+
+
 def data_sheet_estimates() -> dict[str, Hardware]:
     """Return the built-in devices by name.
 
     ``sim``, the simulated accelerator, has no context, no scratch and no caching allocator.
     """
     cards = {name: _card(name, sheet) for name, sheet in SHEETS.items()}
-    return cards | {"sim": simulated(), "cpu": cpu_estimate()}
+    cards |= {name: _chip(name, chip, gib) for name, chip, gib in chips.names()}
+    return cards | {
+        kind.name: kind.detect() for kind in device_kinds.built_in() if kind.has_host_kernels
+    }
 
 
 # Prefix of the name of a simulated accelerator that counts in pages; the scale of pages follows.
@@ -273,6 +327,8 @@ CLOCK = 2.6e9
 CORE_BYTES_PER_SECOND, MEMORY_CORES = 5e9, 8
 # Bytes of new memory per second and core: the kernel clears 4 KiB pages at their first use.
 NEW_BYTES_PER_SECOND = 1.2e9
+# Bytes per second of direct reads of an NVMe disk: 1.6e9 to 1.9e9 measured with two threads.
+DIRECT_READ_RATE = 1.6e9
 # CPU seconds of a direct read of one byte into huge pages.
 READ_CPU_SECONDS = 0.02e-9
 # Seconds of PyTorch's and diffusers' code around an operator on a CPU.
@@ -376,7 +432,7 @@ def cpu_estimate() -> Hardware:
         pageable_bytes_per_second=5e9,
         d2h_bytes_per_second=5e9,
         bidirectional=1.0,
-        disk_bytes_per_second=1.6e9,
+        disk_bytes_per_second=DIRECT_READ_RATE,
         flops_per_second=rates["matmul bfloat16"],
         convolution_scratch=False,
         caching_allocator=False,
@@ -401,8 +457,20 @@ def hardware(name: str, profiles: Mapping[str, Hardware] | None = None) -> Hardw
     if name not in devices:
         similar_names = difflib.get_close_matches(name, devices, 1)
         hint = f"did you mean {similar_names[0]!r}? " if similar_names else ""
-        raise InputError(f"hardware {name!r} is not known; {hint}known: {', '.join(devices)}")
+        raise InputError(
+            f"hardware {name!r} is not known; {hint}known: {', '.join(_in_short(devices))}"
+        )
     return devices[name]
+
+
+def _in_short(devices: Iterable[str]) -> Iterator[str]:
+    """Yield the names of ``devices``, with the sizes of one chip together."""
+    sizes = {
+        f"{chip}-{gib}": f"{chip}-{'/'.join(map(str, facts.gibs))}"
+        for chip, facts in chips.CHIPS.items()
+        for gib in facts.gibs
+    }
+    yield from dict.fromkeys(sizes.get(name, name) for name in devices)
 
 
 def _page_scale(name: str) -> float:
@@ -418,13 +486,57 @@ def _page_scale(name: str) -> float:
     return scale
 
 
+def has_signs(kind: DeviceKind) -> bool:
+    """Return whether this machine may have a device of ``kind``: it has the right platform, and on
+    Linux one of the ``signs`` of such devices, if any are known."""
+    if kind.platforms and sys.platform not in kind.platforms:
+        return False
+    return (
+        sys.platform != "linux" or not kind.signs or any(Path(sign).exists() for sign in kind.signs)
+    )
+
+
 def detect_card() -> Hardware | None:
+    """Return this machine's first device with memory or a processor of its own, or None.
+
+    Kinds are tried in the order of `graphrun.device_kinds`. torch is imported only where there are
+    signs of a device.
+    """
+    cards = (
+        kind.detect()
+        for kind in device_kinds.built_in()
+        if not kind.is_host and not kind.has_virtual_clock and has_signs(kind)
+    )
+    return next((card for card in cards if card is not None), None)
+
+
+def default_of(kind: DeviceKind | None) -> Hardware:
+    """Return the data-sheet estimate to plan for without a device: `DEFAULT`, or the first of
+    ``kind``; where no data sheet is of the kind, `DEFAULT` as a device of it."""
+    estimates = data_sheet_estimates()
+    if kind is None or estimates[DEFAULT].device == kind.name:
+        return estimates[DEFAULT]
+    of_kind = (card for card in estimates.values() if card.device == kind.name)
+    return next(of_kind, _sheet_of(kind.name, kind)[0])
+
+
+def detect_simulated(kind: DeviceKind) -> Hardware:
+    """Return the simulated accelerator."""
+    return simulated()
+
+
+def detect_processor(kind: DeviceKind) -> Hardware:
+    """Return this machine's CPU."""
+    return cpu_estimate()
+
+
+def detect_cuda(kind: DeviceKind) -> Hardware | None:
     """Return this machine's CUDA device, or None.
 
     It has its own capacity, and the rates of the data-sheet estimate with the longest name that the
     device's name contains.
     """
-    if sys.platform == "linux" and not any(Path(node).exists() for node in DEVICE_NODES):
+    if not has_signs(kind):
         return None
 
     import torch
@@ -432,17 +544,123 @@ def detect_card() -> Hardware | None:
     if not torch.cuda.is_available():
         return None
     properties: Any = torch.cuda.get_device_properties(0)
-    plain = properties.name.lower().replace(" ", "").replace("-", "")
-    names = [name for name in SHEETS if name in plain]
-    base = data_sheet_estimates()[max(names, key=len, default=DEFAULT)]
+    base, plain = _sheet_of(f"{properties.name} {getattr(properties, 'gcnArchName', '')}", kind)
+    plain = plain.partition("gfx")[0] or plain
+    # a GPU in the processor's chip: GB10, Jetson, AMD's APUs
+    is_unified = bool(getattr(properties, "is_integrated", False))
     workspace_bytes = HOPPER_WORKSPACE_BYTES if properties.major >= 9 else base.workspace_bytes
     return replace(
         base,
         name=plain.removeprefix("nvidia"),
-        capacity_bytes=properties.total_memory,
+        capacity_bytes=total_ram_bytes() if is_unified else properties.total_memory,
         workspace_bytes=workspace_bytes,
         spares_large_copies=properties.major == 9,
+        unified=is_unified,
     )
+
+
+def detect_accelerator(kind: DeviceKind) -> Hardware | None:
+    """Return this machine's first device of ``kind``, which is a backend of PyTorch, or None.
+
+    It has its own name and capacity, and the rates of the data-sheet estimate with the longest name
+    that its name contains. For a device that no data sheet describes, rates are those of `DEFAULT`:
+    plans have the right bytes, and seconds are not known.
+    """
+    if not has_signs(kind):
+        return None
+
+    import torch
+
+    try:
+        backend: Any = torch.get_device_module(kind.name)
+        is_available, count = getattr(backend, "is_available", None), backend.device_count()
+    except (RuntimeError, AttributeError):
+        return None
+    if not count or (is_available is not None and not is_available()):
+        return None
+    name, total_bytes = _identity(backend, kind)
+    base, plain = _sheet_of(name, kind)
+    return replace(base, name=plain or kind.name, capacity_bytes=total_bytes)
+
+
+def is_present(hardware: Hardware) -> bool:
+    """Return whether this machine has a device of the kind of ``hardware``."""
+    if hardware.kind.is_host or hardware.kind.has_virtual_clock:
+        return True
+    return detect(hardware.kind) is not None
+
+
+def detect(kind: DeviceKind | None = None) -> Hardware | None:
+    """Return this machine's first device of ``kind``, or its first card; None without one."""
+    card = detect_card()
+    if kind is None or (card is not None and card.device == kind.name):
+        return card
+    return kind.detect()  # type: ignore[no-any-return]
+
+
+def detect_mps(kind: DeviceKind) -> Hardware | None:
+    """Return this machine's Apple GPU, or None.
+
+    It has this machine's RAM, and the rates of the data-sheet estimate of its chip, which the
+    system names (``machdep.cpu.brand_string``, such as Apple M4 Max).
+    """
+    if not has_signs(kind):
+        return None
+
+    import torch
+
+    if not torch.backends.mps.is_available():
+        return None
+    command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    base, plain = _sheet_of(process.stdout.strip().removeprefix("Apple "), kind)
+    return replace(base, name=plain or kind.name, capacity_bytes=total_ram_bytes())
+
+
+def _identity(backend: Any, kind: DeviceKind) -> tuple[str, int]:
+    """Return the name of a backend's first device, and its bytes; without a function for them, the
+    kind's name and this machine's RAM."""
+    name, total_bytes = kind.name, 0
+    if (properties_of := getattr(backend, "get_device_properties", None)) is not None:
+        properties: Any = properties_of(0)
+        name = getattr(properties, "name", name)
+        total_bytes = int(getattr(properties, "total_memory", 0))
+    if not total_bytes and (memory_of := getattr(backend, "mem_get_info", None)) is not None:
+        total_bytes = int(memory_of(0)[1])
+    return name, total_bytes or total_ram_bytes()
+
+
+def _sheet_of(name: str, kind: DeviceKind) -> tuple[Hardware, str]:
+    """Return the data-sheet estimate whose name the device's ``name`` contains, and the name in
+    lower case without spaces.
+
+    The longest such name of the kind counts. Without one: `DEFAULT` as a device of the kind.
+    """
+    plain = name.lower()
+    for text in (" ", "-", "(r)", "(tm)"):
+        plain = plain.replace(text, "")
+    estimates = data_sheet_estimates()
+    parts = {key: (key.replace("-", ""),) for key in SHEETS} | {
+        key: (key.partition("-")[0], *chip.other_names) for key, chip, _ in chips.names()
+    }
+    names = [
+        key
+        for key, texts in parts.items()
+        if estimates[key].device == kind.name and any(text in plain for text in texts)
+    ]
+    base = estimates[max(names, key=len, default=DEFAULT)]
+    if base.device == kind.name:
+        return base, plain
+    return replace(
+        base,
+        device=kind.name,
+        workspace_bytes=0,
+        convolution_scratch=kind.convolution_scratch,
+        caching_allocator=kind.page_rules == "pages",
+        unified=kind.unified,
+        serial_copies=kind.overlap == "never",
+        spares_large_copies=False,
+    ), plain
 
 
 # Memory that a desktop takes from the card that drives it: 1 GiB with a browser, 0.5 GiB when idle
@@ -478,14 +696,17 @@ def available_memory() -> int:
     return steady_bytes(host_ram_bytes() + process_bytes().nbytes)
 
 
-def free_bytes() -> int | None:
-    """Return the free bytes of this machine's CUDA device; None without a device.
+def free_bytes(kind: DeviceKind | None = None) -> int | None:
+    """Return the free bytes of this machine's device of ``kind``, or of the one that is detected;
+    None without a device, or if its backend does not report them.
 
     Rounded down to whole 256 MiB, so that the next plan gets the same number.
     """
-    if detect_card() is None:
+    card = detect(kind)
+    if card is None or card.kind.free_memory != "driver":
         return None
 
     import torch
 
-    return int(torch.cuda.mem_get_info(0)[0]) // (256 * MIB) * (256 * MIB)
+    memory_of = getattr(torch.get_device_module(card.device), "mem_get_info", None)
+    return None if memory_of is None else int(memory_of(0)[0]) // (256 * MIB) * (256 * MIB)

@@ -18,6 +18,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from graphrun.device_kinds import DeviceKind
 from graphrun.errors import InputError
 from graphrun.files import write_whole
 from graphrun.host_ram import total_ram_bytes
@@ -74,16 +75,19 @@ def hardware(name: str, cache: Path | None) -> Hardware:
     )
 
 
-def detect_card(cache: Path | None) -> Hardware | None:
-    """Return this machine's CUDA device, from its most recent profile if any, or None."""
-    card = devices.detect_card()
-    if card is None:
-        return None
+def detect_card(cache: Path | None, kind: DeviceKind | None = None) -> Hardware | None:
+    """Return this machine's device of ``kind``, from its most recent profile if any, or None.
+
+    Without ``kind``: its first card.
+    """
+    card = devices.detect(kind)
+    if card is None or card.kind.has_virtual_clock:
+        return card
     for profile in _profiles(cache):
         profile_hardware: Hardware = profile["hardware"]
         if (
             profile["device"] == card.name
-            and profile_hardware.device == "cuda"
+            and profile_hardware.device == card.device
             and profile_hardware.capacity_bytes == card.capacity_bytes
         ):
             return profile_hardware
@@ -98,7 +102,7 @@ def detect_cpu(cache: Path | None) -> Hardware:
     key = devices.cpu_key()
     for profile in _profiles(cache):
         profile_hardware: Hardware = profile["hardware"]
-        if profile["device"] == key and profile_hardware.device == "cpu":
+        if profile["device"] == key and profile_hardware.kind.is_host:
             return replace(profile_hardware, capacity_bytes=total_ram_bytes())
     return devices.cpu_estimate()
 
@@ -109,7 +113,7 @@ def other_cpu_profiles(cache: Path | None) -> list[str]:
     return [
         profile["hardware"].name
         for profile in _profiles(cache)
-        if profile["hardware"].device == "cpu" and profile["device"] != key
+        if profile["hardware"].kind.is_host and profile["device"] != key
     ]
 
 

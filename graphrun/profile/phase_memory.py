@@ -43,11 +43,11 @@ def phase_memories_of(
 ) -> list[PhaseMemory]:
     """Return the memory of each phase, replayed through ``allocator``.
 
-    By default that is the C library's on unified memory, and else the sum of what is live.
+    By default that is the C library's on a CPU, and else the sum of what is live.
     ``spans``: half-open ranges of ``recording.entries()``, one for each phase
     (`problems.phase_spans`).
     """
-    allocator = allocator or (Heap if hardware.unified else Counting)
+    allocator = allocator or (Heap if hardware.kind.is_host else Counting)
     traces = phase_traces_of(recording, spans, hardware)
     replay = _TraceReplay(allocator(), recording.keeps_tensors, hardware.unified)
     for trace in traces:

@@ -90,6 +90,7 @@ def survey(
                 "capacity_bytes",
                 "context_bytes",
                 "workspace_bytes",
+                "unified",
             )
         },
         "components": components,

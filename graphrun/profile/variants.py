@@ -243,7 +243,7 @@ def _scratch_bytes(
             precision,
             dtype,
             profile.widened.get(precision, {}),
-            on_cpu=hardware.device == "cpu",
+            on_cpu=hardware.kind.is_host,
         ).peak_bytes
         - call.peak_bytes
         for call in calls
@@ -262,12 +262,12 @@ def _read_seconds(
 
     () without a source, since such weights are created before the run. The files' bytes are read.
     Quantized weights are then quantized, unless the files are already in that precision
-    (``is_stored``). On `sim` quantizing takes no time, since its clock is not the host's.
+    (``is_stored``). On a virtual clock quantizing takes no time: it is not the host's clock.
     """
     if component.source_in(precision) is None:
         return ()
     bytes_per_second = hardware.disk_bytes_per_second
-    if precision in QUANTIZED and not is_stored and hardware.device != "sim":
+    if precision in QUANTIZED and not is_stored and not hardware.kind.has_virtual_clock:
         bytes_per_second = 1 / (1 / bytes_per_second + 1 / QUANTIZING_RATES[precision])
     return tuple(nbytes / bytes_per_second for nbytes in file_block_bytes)
 

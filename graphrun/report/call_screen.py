@@ -66,7 +66,7 @@ def call_screen(solution: Solution, trace: Trace) -> str:
             "",
             table(rows, left_columns=(0, 2)),
             f" sizes in {units.size}; weights: whole, or how many blocks stay "
-            f"{location(trace.device)} while the others are streamed",
+            f"{location(unified=trace.unified)} while the others are streamed",
             verdict_line(trace),
         )
     )

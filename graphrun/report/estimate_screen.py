@@ -41,7 +41,7 @@ def _head(estimate: dict[str, Any]) -> tuple[str, ...]:
             f"; {show_size(mode['ram_bytes'])} of RAM: reads {show_size(mode['read_bytes'])} from "
             "disk"
         )
-    overhead = "process" if hardware["device"] == "cpu" else "context and workspace"
+    overhead = "process" if hardware["unified"] else "context and workspace"
     formats = "".join(f"  {name} in {precision}" for name, precision in mode["formats"].items())
     return (
         f"estimate {estimate['graph']}  {settings}{formats}",
@@ -54,7 +54,7 @@ def _head(estimate: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _components(estimate: dict[str, Any], look: Look) -> str:
-    components, has_host = estimate["components"], estimate["hardware"]["device"] != "cpu"
+    components, has_host = estimate["components"], not estimate["hardware"]["unified"]
     units = Units(max(row["weights"][row["dtype"]]["bytes"] for row in components))
     rows, sources = (
         [

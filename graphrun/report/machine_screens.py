@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from graphrun.device_kinds import kind_called
 from graphrun.report.table import table
 from graphrun.units import show_size
 
@@ -16,7 +17,7 @@ def calibrate_screen(calibration: Mapping[str, Any]) -> str:
     Of a CPU, which copies nothing, only compute and reads of files are shown.
     """
     rows, figures = [["", "measured", "assumed"]], calibration["figures"]
-    is_cpu = calibration["hardware"]["device"] == "cpu"
+    is_cpu = kind_called(calibration["hardware"]["device"]).is_host
     for name, title, show in (
         (
             ("disk_bytes_per_second", "disk, while computing", _bandwidth),

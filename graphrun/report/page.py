@@ -231,7 +231,7 @@ def _cards(solution: Solution, simulation: Simulation, trace: Trace | None) -> s
             (
                 "measured peak",
                 show_size(trace.peak_bytes),
-                f"left {location(trace.device)}: {show_size(trace.left_bytes)}",
+                f"left {location(unified=trace.unified)}: {show_size(trace.left_bytes)}",
             ),
         ]
     rows = "".join(

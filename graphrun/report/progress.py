@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn
 from rich.progress import Progress as Bar
 
+from graphrun.device_kinds import kind_called
 from graphrun.model.plan import Plan
 from graphrun.model.simulation import Simulation
 from graphrun.reading import printable
@@ -101,7 +102,7 @@ class Progress(Shown):
         clock: ClockFunction = time.perf_counter,
     ) -> None:
         self.slots, self.seconds = plan.slots, [slot.seconds for slot in simulation.slots]
-        self._virtual = simulation.problem.hardware.device == "sim"
+        self._virtual = kind_called(simulation.problem.hardware.device).has_virtual_clock
         self.last, self._position = "", ("", -1)  # the phase and the step shown last
         self._steps = {
             int(text)

@@ -173,12 +173,16 @@ def _subject(solution: Solution, look: Look) -> str:
 
 
 def _process(problem: Problem) -> list[str]:
-    """Return the line with the process's own bytes, which on a CPU are part of the budget."""
+    """Return the line with the process's own bytes, which on unified memory are part of the
+    budget."""
     hardware = problem.hardware
     if not hardware.unified:
         return []
     parts = (
-        (hardware.context_bytes, "Python and libraries"),
+        (
+            hardware.context_bytes,
+            "Python and libraries" if hardware.kind.is_host else "Python, libraries and driver",
+        ),
         (hardware.workspace_bytes, "workspace"),
         (problem.kernel_bytes, "kernel"),
     )
@@ -420,7 +424,7 @@ def _timeline(problem: Problem, slots: Sequence[Slot], finds: DeviceBlocks, widt
         for name, _, _, stays in placements
         for phase, stay in stays.items()
     ]
-    place = location(problem.hardware.device)
+    place = location(unified=problem.hardware.unified)
     legend = f" █ resident  ▒ streamed  ░ {place} during another component's phase  · not {place}"
     return "\n".join((table(rows, left_columns=range(len(rows[0]))), legend, *notes))
 
@@ -437,7 +441,7 @@ def _places(problem: Problem, slots: Sequence[Slot], finds: DeviceBlocks, width:
         [name, *_bars(marks, mark_columns), storage, ", ".join(dict.fromkeys(stays.values()))]
         for name, marks, storage, stays in placements
     ]
-    place = location(problem.hardware.device)
+    place = location(unified=problem.hardware.unified)
     legend = f" █ resident  ▒ streamed  ░ loaded early or kept for later  · not {place}"
     return "\n".join((table(rows, left_columns=range(len(rows[0])), width=width), legend))
 
@@ -643,4 +647,4 @@ def comparison_cells(pairs: Sequence[tuple[SlotReport, SlotTrace]]) -> list[floa
 
 def verdict_line(trace: Trace) -> str:
     """Return the verdict on a run, and the bytes it left on the device."""
-    return f"{trace.verdict}; left {location(trace.device)}: {show_size(trace.left_bytes)}"
+    return f"{trace.verdict}; left {location(unified=trace.unified)}: {show_size(trace.left_bytes)}"

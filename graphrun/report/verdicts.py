@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from graphrun.device_kinds import kind_called
 from graphrun.model.problem import Problem
 from graphrun.model.simulation import Simulation
 from graphrun.model.solution import Solution
@@ -41,12 +42,12 @@ def product_name(kinds: Mapping[str, str], settings: Mapping[str, str]) -> str:
 
 def clock_text(device: str) -> str:
     """Return whose seconds a run on the kind ``device`` has."""
-    return {"sim": "on the virtual clock", "cpu": "on the CPU"}.get(device, "on the card")
+    return kind_called(device).clock
 
 
-def location(device: str) -> str:
-    """Return where weights are that a device of the kind ``device`` computes with."""
-    return "in memory" if device == "cpu" else "on the device"
+def location(*, unified: bool) -> str:
+    """Return where weights are that a device computes with. ``unified``: as `Hardware.unified`."""
+    return "in memory" if unified else "on the device"
 
 
 def budget_text(problem: Problem) -> str:
@@ -76,7 +77,7 @@ def plan_verdict(solution: Solution, product: str = "a run") -> str:
 def run_verdict(solution: Solution, trace: Trace) -> str:
     """Return the measured and planned time and memory of a run, and whether it matched the plan."""
     problem, planned_time = solution.problem, roughly(solution.simulation.seconds)
-    clock = " of virtual time" if trace.device == "sim" else ""
+    clock = " of virtual time" if kind_called(trace.device).has_virtual_clock else ""
     matched = "more than planned" if trace.overruns else "as planned"
     time_text = f"{roughly(trace.seconds)}{clock} (planned {planned_time})"
     memory = _used(problem, trace.peak_bytes)
@@ -117,17 +118,20 @@ def _used(problem: Problem, peak_bytes: int) -> str:
 def _waits(simulation: Simulation) -> str:
     """Return how long nothing computes, and why; empty below a twentieth of the time.
 
-    A slot waits for the disk while the disk is busy, at most as long as the slot waits.
+    A slot waits for the disk while the disk is busy, at most as long as the slot waits. On unified
+    memory copies are reads.
     """
     busy = dict[int, float]()
     for event in simulation.events:
         if event.kind in ("read", "fetch"):
             busy[event.slot] = busy.get(event.slot, 0.0) + event.end_seconds - event.start_seconds
     waits = sum(slot.stall_seconds for slot in simulation.slots)
-    disk = sum(
-        min(slot.stall_seconds, busy.get(number, 0.0))
-        for number, slot in enumerate(simulation.slots)
-    )
+    disk = waits
+    if not simulation.problem.hardware.unified:
+        disk = sum(
+            min(slot.stall_seconds, busy.get(number, 0.0))
+            for number, slot in enumerate(simulation.slots)
+        )
     if waits < 0.05 * simulation.seconds:
         return ""
     return (
@@ -148,7 +152,7 @@ MODES = {
 def mode_text(estimate: Mapping[str, Any]) -> str:
     """Return the name of the estimate's mode."""
     name = estimate["mode"]["name"]
-    place = location(estimate["hardware"]["device"])
+    place = location(unified=estimate["hardware"]["unified"])
     return f"everything {place}" if name == "resident" else MODES[name]
 
 
@@ -158,9 +162,9 @@ def estimate_verdict(estimate: Mapping[str, Any]) -> str:
     fit = "fits" if whole["peak_bytes"] <= hardware["capacity_bytes"] else "does not fit"
     device = (
         ""
-        if hardware["name"] == "sim"
+        if kind_called(hardware["device"]).free_memory == "none"
         else f": {fit} in {show_size(hardware['capacity_bytes'])} of memory"
-        if hardware["device"] == "cpu"
+        if hardware["unified"]
         else f": {fit} on {hardware['name']} ({hardware['capacity_bytes'] / GIB:.0f} GiB)"
     )
     size = (

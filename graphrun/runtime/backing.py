@@ -98,7 +98,7 @@ class BackingStore:
 
     def allocate(self) -> None:
         """Allocate the memory. Its contents are undefined."""
-        self.memory, self._is_dropped = self.device.arena(self.nbytes), False
+        self.memory, self._is_dropped = self.device.arena(self.nbytes, pinned=self._pinned), False
 
     def pin(self) -> None:
         """Page-lock the memory, if this backing store is pinned."""

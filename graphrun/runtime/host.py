@@ -118,7 +118,7 @@ class Host:
                 host._add(module, numbers, device, writer)
                 if (origin := origin_of(component, precision)) is not None:
                     host.sources = (*host.sources, origin)
-                if device.torch_device.type != "cuda" and (
+                if problem.hardware.kind.has_host_kernels and (
                     warning := ill_suited(module, numbers.name)
                 ):
                     warnings.warn(warning, RuntimeWarning, stacklevel=2)

@@ -45,7 +45,7 @@ class ClusterWorker(RequestWorker):
         self._runner.join()
         self._label, self._virtual = (
             cluster.label,
-            all(device.hardware.device == "sim" for device in cluster.devices),
+            all(device.hardware.kind.has_virtual_clock for device in cluster.devices),
         )
         self._batch: Batch | None = None  # the current one
         self._past_seconds = 0.0  # of earlier batches

@@ -19,7 +19,7 @@ results are exact numbers. `graphrun.solve.program` names the variables and the 
                    + compute on the CPU and on secondary devices
                    + transfers to secondary devices and back
               D >= load_seconds*x summed over the groups of a device + spills, for each device: each
-                   has its own link
+                   has its own link; on a main device with serial copies, a part of the first row
               D >= disk_seconds*x summed over all groups + reads
               An overlap set is one block group, or all groups of layers in one child module: copies
               of one group in the set overlap compute of the others.
@@ -241,6 +241,8 @@ class Rows(Generic[Quantity]):
             for n, variant_choice in enumerate(program.variant_choices)
             if variant_choice.read_seconds
         ]
+        if program.problem.hardware.serial_copies:
+            busy += links.pop(0)
         yield variables.total(busy)
         yield from map(variables.total, links)
         yield variables.total(disk)

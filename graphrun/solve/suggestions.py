@@ -583,7 +583,7 @@ def _speedup_proposals(problem: Problem) -> Iterator[Proposal]:
     capacity = problem.hardware.capacity_bytes
     if (
         problem.budget_bytes < capacity
-        and problem.hardware.device != "sim"
+        and problem.hardware.kind.free_memory != "none"
         and not problem.secondaries
     ):
         text = "all of the machine's memory" if problem.hardware.unified else "all of the card"

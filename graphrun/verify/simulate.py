@@ -4,7 +4,8 @@ This is the only source of a plan's peak and time. The simulation works on the p
 plan's choices applied (`apply_choices`).
 
 Three channels run concurrently: copies, compute and the disk. Each processes one block after
-another, and a barrier ends every slot. The bytes on the device are weights (resident or loaded by
+another, and a barrier ends every slot. With `Hardware.serial_copies`, copies to the main device and
+compute take turns. The bytes on the device are weights (resident or loaded by
 the slot), ring buffers, activation, values and inputs. The peak of a slot is their highest sum.
 
 Each secondary device has its own copy channel. The slot's loads are issued in one order for all
@@ -231,6 +232,7 @@ class _State:
             self.secondaries,
             transfers,
             hops,
+            serial_copies=self.problem.hardware.serial_copies,
         )
         self.now_seconds = line.end_seconds
         weight_bytes = self._device_bytes(self.resident | set(loads))

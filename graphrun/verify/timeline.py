@@ -229,7 +229,7 @@ class Timeline:
     component on a secondary device -> (seconds to transfer the arguments of a call there, seconds
     to transfer the results back, number of calls). ``hops``: block of a split component on a
     secondary device -> (seconds to transfer its inputs there, seconds to transfer its outputs
-    back).
+    back). ``serial_copies``: compute waits for every copy to the main device, and copies for it.
     """
 
     def __init__(
@@ -245,11 +245,16 @@ class Timeline:
         secondaries: Mapping[tuple[str, int], int] = MappingProxyType({}),
         transfers: Mapping[str, tuple[float, float, int]] = MappingProxyType({}),
         hops: Mapping[Key, tuple[float, float]] = MappingProxyType({}),
+        *,
+        serial_copies: bool = False,
     ) -> None:
         self.copies: list[TimeSpan] = []
         self.calls: dict[tuple[str, int], TimeSpan] = {}
         self._sizes, self._disk = sizes, disk
         self._compute_free = self._start = start_seconds  # when the compute channel is free
+        self._serial_copies = serial_copies
+        if serial_copies:
+            self._compute_free = copies_from_seconds
         self._secondaries, self._transfers, self._hops = secondaries, transfers, hops
         # times at which the copy channels of the device and the secondary devices are free
         self._copy_frees = {
@@ -370,8 +375,13 @@ class Timeline:
 
     def _copy(self, kind: str, key: Key, ready: float) -> float:
         secondary = self._secondaries.get(key[:2], 0)
-        start = max(self._copy_frees[secondary], ready)
+        is_serial = self._serial_copies and not secondary
+        start = max(
+            self._copy_frees[secondary], ready, self._compute_free if is_serial else self._start
+        )
         end = self._copy_frees[secondary] = start + self._sizes[key].seconds
+        if is_serial:
+            self._compute_free = end
         self._disk.record_copy_end(key, end)
         self.copies.append(TimeSpan(kind, key, 0, start, end))
         return end

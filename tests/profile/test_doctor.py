@@ -147,7 +147,7 @@ ROCM, XPU, CUDA, CPU = (
             XPU,
             [],
             "note",
-            "built for XPU 20250101, whose devices graphrun does not use",
+            "no XPU device; this torch is built for XPU 20250101",
             "graphrun plan flux-schnell --device cpu",
         ),
         (
@@ -182,8 +182,29 @@ ROCM, XPU, CUDA, CPU = (
             XPU,
             ["/dev/dxg"],
             "problem",
-            "and this torch is built for XPU 20250101",
-            "install torch for CUDA or ROCm",
+            "built for XPU 20250101, cannot open it: is the driver new",
+            "nvidia-smi",
+        ),
+        (
+            CPU,
+            ["/dev/dxg"],
+            "problem",
+            "and this torch is built for the CPU",
+            "install torch for CUDA or ROCm or XPU",
+        ),
+        (
+            CPU,
+            ["/sys/module/i915"],
+            "note",
+            "no CUDA device; this torch is built for the CPU; torch for XPU opens the Intel GPU",
+            "graphrun plan flux-schnell --device cpu",
+        ),
+        (
+            XPU,
+            ["/sys/module/xe"],
+            "problem",
+            "built for XPU 20250101, cannot open it",
+            "sudo usermod -aG render,video $USER",
         ),
         (
             CUDA,
@@ -213,13 +234,19 @@ def test_a_device_that_torch_does_not_open_is_explained_by_the_build(
 
 
 def test_a_card_of_a_rocm_build_is_shown_with_it() -> None:
-    card = {"name": "mi300x", "free_bytes": 5 * GIB, "total_bytes": 6 * GIB, "capability": "9.4"}
+    card = {
+        "name": "mi300x",
+        "free_bytes": 5 * GIB,
+        "total_bytes": 6 * GIB,
+        "capability": None,
+        "architecture": "gfx942",
+    }
     check = doctor.device_check(
         {"card": card, "driver": None, "signs": ["/dev/kfd"], "build": "ROCm 6.4.4"}
     )
     assert (check.verdict, check.text) == (
         "ok",
-        "mi300x, 5.00 GiB of 6.00 GiB free, compute capability 9.4, ROCm 6.4.4",
+        "mi300x, 5.00 GiB of 6.00 GiB free, gfx942, ROCm 6.4.4",
     )
 
 

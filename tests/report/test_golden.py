@@ -206,3 +206,27 @@ def test_the_cast_in_the_readme_shows_the_screens_as_they_are() -> None:
         "![graphrun plan and graphrun run on a terminal](docs/cast.svg)"
         in (ROOT / "README.md").read_text()
     )
+
+
+ONE_POOL = ("m4max-64", "gb10", "strixhalo-128")
+
+
+@pytest.mark.parametrize("name", ONE_POOL)
+def test_plan_screen_of_one_pool_of_memory(make_problem: Any, compare: Any, name: str) -> None:
+    solution = solve(make_problem("flux-dev", 20 * GIB, 20 * GIB, hardware=name))
+    compare(f"flux-dev-{name}-20g", plan_screen(solution))
+
+
+@pytest.mark.parametrize("name", ONE_POOL)
+def test_refusal_of_one_pool_of_memory(make_problem: Any, compare: Any, name: str) -> None:
+    with pytest.raises(Infeasible) as error_info:
+        solve(make_problem("flux-dev", 3 * GIB, 3 * GIB, hardware=name))
+    compare(f"flux-dev-{name}-3g-infeasible", infeasible_screen(error_info.value))
+
+
+@pytest.mark.parametrize(("name", "gib"), [("arc-b580", 10), ("rx7900xtx", 20)])
+def test_plan_screen_of_other_vendors_cards(
+    make_problem: Any, compare: Any, name: str, gib: int
+) -> None:
+    solution = solve(make_problem("flux-dev", gib * GIB, hardware=name))
+    compare(f"flux-dev-{name}-{gib}g", plan_screen(solution))

@@ -1,8 +1,9 @@
 """What the executor needs of a device: tested alike on the simulated accelerator, on the same under
-the ordering checker, on the CPU, and on CUDA.
+the ordering checker, on the CPU, on a backend from outside, and on CUDA.
 
-On the simulator bytes move at once: there the checker detects a missing wait. On the CPU and on
-CUDA the results do, as kernels or copies are slow. Run on a card by `benchmarks/card.sh check`.
+On the simulator bytes move at once: there the checker detects a missing wait. On the others the
+results do, as kernels or copies are slow. Run on a card by `benchmarks/card.sh check`, and on the
+backend from outside (tests/outside/brook.cpp) by `test_outside`.
 """
 
 from __future__ import annotations
@@ -89,27 +90,38 @@ STORED = """
 
 
 class Contract:
-    """Devices of one kind. ``slow``: what takes long on them, ``kernels`` or ``copies``. On the
-    CPU, weights are read from files in ``folder``."""
+    """Devices of one kind. ``slow``: what takes long on them, ``kernels`` or ``copies``. Into
+    unified memory, weights are read from files in ``folder``. ``backend``: the module of the one
+    from outside."""
 
-    def __init__(self, kind: str, patch: pytest.MonkeyPatch, folder: Path) -> None:
-        self.kind, self._patch, self._folder = kind, patch, folder
+    def __init__(
+        self, kind: str, patch: pytest.MonkeyPatch, folder: Path, backend: Any = None
+    ) -> None:
+        self.kind, self._patch, self._folder, self._backend = kind, patch, folder, backend
 
     def two(self, hardware: Hardware) -> tuple[dict[str, Small], Problem]:
         """Modules ``a``, called four times, and ``b``, called once."""
         modules = {"a": Small(), "b": Small(1)}
         hardware = cpu_hardware() if self.kind == "cpu" else hardware
+        if self.kind.startswith("outside"):
+            hardware = replace(
+                hardware, device="brook", caching_allocator=False, unified=self.unified
+            )
         problem = small_problem(
             modules,
             [[use("a", 4, hardware)], [use("b", 1, hardware)]],
             hardware,
             hardware.context_bytes + (1 << 30),
         )
-        return modules, in_files(problem) if self.kind == "cpu" else problem
+        return modules, in_files(problem) if self.unified else problem
+
+    @property
+    def unified(self) -> bool:
+        return self.kind in ("cpu", "outside, unified")
 
     def host(self, modules: dict[str, Small], problem: Problem, device: Any) -> Host:
         """Host memory for ``problem`` with the weights of ``modules``."""
-        if self.kind != "cpu":
+        if not self.unified:
             return Host(modules, problem, device)
         folders = {name: saved(self._folder / name, int(name == "b")) for name in modules}
         host = host_of(problem, folders, device)
@@ -123,8 +135,10 @@ class Contract:
 
     def device(self, problem: Problem, slow: str = "") -> Any:
         """A device for ``of``, whose rates should be those of ``slow``."""
-        if self.kind == "cpu" and slow == "copies":
+        if self.unified and slow == "copies":
             slow_reads(self._patch)
+        if self.kind.startswith("outside"):
+            self._backend.set_copy_microseconds(2000 if slow == "copies" else 0)
         if self.kind != "cuda":
             return open_device(problem)
         from graphrun.runtime.devices.cuda import CudaDevice
@@ -142,8 +156,8 @@ class Contract:
         return device
 
     def slow_kernels(self, modules: Mapping[str, nn.Module]) -> None:
-        """On CUDA and the CPU, every block of ``modules`` computes late from now on."""
-        if self.kind in ("cuda", "cpu"):
+        """Not on the simulator: every block of ``modules`` computes late from now on."""
+        if not self.kind.startswith("sim"):
             for block in (
                 block for module in modules.values() for block in (*module.wide, *module.thin)
             ):  # type: ignore[misc, operator]
@@ -166,7 +180,7 @@ class Contract:
 
     def run(self, problem: Problem, text: str, device: Any, host: Host, calls: list[str]) -> Trace:
         """A run of the plan ``text``, which leaves nothing behind."""
-        text = text.replace("from pinned", "from file") if self.kind == "cpu" else text
+        text = text.replace("from pinned", "from file") if self.unified else text
         solution = solution_of(problem, plan_of(problem, text))
         trace = follow(
             solution, host, device, lambda: calls_to(host.modules, calls, device.torch_device)
@@ -175,17 +189,22 @@ class Contract:
         return trace
 
 
-@pytest.fixture(params=["sim", "sim, order checked", "cpu", "cuda"])
+@pytest.fixture(params=["sim", "sim, order checked", "cpu", "outside", "outside, unified", "cuda"])
 def contract(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    outside_backend: Any,
 ) -> Iterator[Contract]:
+    if request.param.startswith("outside") and outside_backend is None:
+        pytest.skip("the backend from outside has a process of its own: test_outside")
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     if request.param.startswith("sim") and not sim.available():
         pytest.skip("this PyTorch cannot host the simulated accelerator")
     monkeypatch.setattr(Machine, "check_ordering", request.param == "sim, order checked")
     ordering = ReadOrdering(monkeypatch) if request.param == "cpu" else None
-    yield Contract(request.param, monkeypatch, tmp_path)
+    yield Contract(request.param, monkeypatch, tmp_path, outside_backend)
     assert ordering is None or not ordering.reports
 
 
@@ -234,7 +253,7 @@ def test_blocks_that_a_call_skips(contract: Contract, slow: str) -> None:
 def test_homes_that_are_read_in_the_run(
     contract: Contract, backing_store: str, slow: str, tmp_path: Path
 ) -> None:
-    if (backing_store == "file") != (contract.kind == "cpu"):
+    if (backing_store == "file") != contract.unified:
         pytest.skip("only unified memory is filled from files, and it has no other copy")
     hardware = replace(RATES[slow], disk_bytes_per_second=4e8, pageable_bytes_per_second=5e8)
     _, problem = contract.two(hardware)
@@ -355,7 +374,11 @@ def test_the_cap_holds_and_freed_memory_can_be_had_again_in_other_sizes(contract
 def other_stream(device: Any) -> Iterator[None]:
     module = torch.get_device_module(device.torch_device.type)
     with device.machine if hasattr(device, "machine") else contextlib.nullcontext():
-        stream = module.stream(module.Stream())
+        stream: Any = (
+            module.stream(module.Stream())
+            if hasattr(module, "Stream")
+            else torch.Stream(device=device.torch_device)
+        )
         stream.__enter__()
     try:
         yield

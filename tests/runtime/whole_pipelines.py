@@ -3,6 +3,8 @@ pipeline."""
 
 from __future__ import annotations
 
+import copy
+import gc
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,7 +20,7 @@ from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
 from graphrun.graph.parts import Reference
 from graphrun.model.plan import Stream
-from graphrun.model.problem import Problem
+from graphrun.model.problem import Hardware, Problem
 from graphrun.modules.build import build, build_part, resolve_class
 from graphrun.ops.call import FIELDS
 from graphrun.profile.dry_run import probe
@@ -39,16 +41,26 @@ AMPLE = 1 << 40
 
 class TinyPipeline:
     """The graph ``name``, estimated once for ``inputs``, with a device and host memory that all its
-    runs share."""
+    runs share. ``hardware``: the simulated accelerator if left out. ``image``: of diffusers' own
+    pipeline on the CPU, or on ``plain_device``."""
 
-    def __init__(self, name: str, inputs: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        inputs: Mapping[str, Any],
+        hardware: Hardware | None = None,
+        plain_device: str = "cpu",
+    ) -> None:
+        self._hardware = hardware or simulated()
         self.graph: Graph = load(GRAPHS / f"{name}.yaml")
         self.inputs = self.graph.resolve({"seed": 3, **inputs})
         self.modules: dict[str, nn.Module] = {
             n: build(c, self.graph) for n, c in self.graph.components.items()
         }
         self.kinds = {n: type(module) for n, module in self.modules.items()}
-        self.image = pixels(plain_image(self.graph, self.modules, self.inputs))
+        self.image = pixels(plain_image(self.graph, self.modules, self.inputs, plain_device))
+        if plain_device != "cpu":
+            gc.collect()  # of the plain pipeline on the device
         self._dry_run = probe(self.graph, self.inputs)
         self.problem = self.within(AMPLE)
         self.device: Any = open_device(self.problem)
@@ -57,7 +69,11 @@ class TinyPipeline:
     def within(self, budget_bytes: int, *, by_layer: bool = False) -> Problem:
         """Its problem; only with ``by_layer`` may components be split into layers."""
         problem = problem_of(
-            self.graph, self._dry_run, simulated(), ProblemLimits(budget_bytes, AMPLE), self.inputs
+            self.graph,
+            self._dry_run,
+            self._hardware,
+            ProblemLimits(budget_bytes, AMPLE),
+            self.inputs,
         )
         return (
             problem
@@ -102,9 +118,13 @@ def planned(problem: Problem) -> Any:
     return solve(problem).plan
 
 
-def plain_image(graph: Graph, modules: Mapping[str, nn.Module], inputs: Mapping[str, Any]) -> Any:
-    """What diffusers' own pipeline makes on the CPU, called as its users call it."""
+def plain_image(
+    graph: Graph, modules: Mapping[str, nn.Module], inputs: Mapping[str, Any], device: str = "cpu"
+) -> Any:
+    """What diffusers' own pipeline makes on ``device``, called as its users call it."""
     kind = resolve_class(graph.pipeline, graph.trust)
+    if device != "cpu":
+        modules = copy.deepcopy(dict(modules))  # tied weights do not stay tied
     parts = {name: build_part(part, graph) for name, part in graph.parts.items()}
     absent = dict.fromkeys(getattr(kind, "_optional_components", ()))
     parameters = inspect.signature(kind.__init__).parameters
@@ -134,6 +154,7 @@ def plain_image(graph: Graph, modules: Mapping[str, nn.Module], inputs: Mapping[
     arguments = {names.get(k, k): v for k, v in inputs.items() if k != "seed" and v is not None}
     arguments = {k: v for k, v in arguments.items() if k in call_parameters}
     generator = torch.Generator("cpu").manual_seed(inputs["seed"])
+    pipeline.to(device)
     results = pipeline(generator=generator, output_type="pil", return_dict=False, **arguments)[0]
     return results[0] if len(results) == 1 else results
 

@@ -274,3 +274,8 @@ class CpuDevice(Device):
             isinstance(error, RuntimeError) and "DefaultCPUAllocator" in text
         )
         return OutOfMemory(f"the CPU's memory: {text.splitlines()[0]}") if is_refusal else None
+
+
+def open_cpu(hardware: Hardware, number: int = 0, first_device: Device | None = None) -> CpuDevice:
+    """Return this machine's CPU."""
+    return CpuDevice(hardware)

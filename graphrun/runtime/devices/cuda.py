@@ -1,12 +1,6 @@
-"""A CUDA device as a `Device`.
+"""A CUDA device as a `Device`: an `AcceleratorDevice` with the three parts below.
 
-Based on the documented semantics of PyTorch's streams and caching allocator.
-
-Streams. Ops run on the stream that is current when a session begins ("compute"). Weights are copied
-on a side stream ("copy"). All memory is allocated on compute. ``Tensor.record_stream`` is not used:
-it defers a free until an event is polled, so peaks would depend on timing. Instead, the executor's
-marks order every reuse (see the diagram in device.py). The host waits for a stream only at the
-barrier of a slot, and never for the whole device.
+ROCm is the same kind, under the same names (`torch.version.hip`).
 
 Bytes. The GPU must hold the bytes that the allocator *reserves*. Peaks are therefore peaks of
 reserved bytes, minus cuBLAS's workspace. PyTorch takes the workspace from the same allocator, and a
@@ -21,7 +15,9 @@ slot's peak. `before_call` therefore allocates it, at the point where plans expe
 Pinned memory. ``torch.empty(pin_memory=True)`` rounds up to a power of two
 (pytorch/pytorch#150517): 17 GiB would lock 32 GiB. An arena is therefore ordinary memory on its own
 pages, registered with cudaHostRegister. Copies from it are as asynchronous as from memory that
-torch pinned, because CUDA checks the pages, not who locked them.
+torch pinned, because CUDA checks the pages, not who locked them. On ROCm, hipHostRegister may map
+the pages at another address for kernels (hipHostGetDevicePointer); copies take the host's address,
+and nothing here reads the memory in a kernel.
 """
 
 from __future__ import annotations
@@ -29,18 +25,19 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import time
 import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from mmap import PAGESIZE
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
-from graphrun.errors import BrokenPlan, GraphrunError, InputError, OutOfMemory, TransferFailed
-from graphrun.runtime.devices.device import Device, Queue, StreamName
+from graphrun.device_kinds import kind_called
+from graphrun.errors import BrokenPlan, GraphrunError, InputError, OutOfMemory
+from graphrun.host_ram import host_ram_bytes
+from graphrun.model.problem import Hardware
+from graphrun.runtime.devices.accelerator import AcceleratorDevice, noticed
+from graphrun.runtime.devices.device import Device
 from graphrun.units import round_up, show_size
 
 # cudaHostRegisterPortable: pinned for every CUDA context of the process (CUDA runtime API, memory
@@ -49,7 +46,7 @@ PORTABLE = 1
 _OPEN_DEVICES = weakref.WeakSet["CudaDevice"]()
 
 
-class CudaDevice(Device):
+class CudaDevice(AcceleratorDevice):
     """CUDA device number ``index``.
 
     ``workspace_bytes``: cuBLAS scratch, counted separately from tensors. Raises InputError if there
@@ -58,61 +55,37 @@ class CudaDevice(Device):
 
     name = "cuda"
 
-    def __init__(self, index: int = 0, workspace_bytes: int = 0) -> None:
-        if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-            raise InputError(
-                f"there is no cuda:{index}: torch sees {torch.cuda.device_count()} CUDA devices; "
-                "use --device sim"
-            )
-        super().__init__()
-        _request_expandable_segments()
-        self._index, self.torch_device = index, torch.device("cuda", index)
-        self._workspace_bytes = workspace_bytes
+    def __init__(self, index: int = 0, workspace_bytes: int = 0, *, unified: bool = False) -> None:
         self._workspace_seen_bytes = 0  # allocated by `before_call` since `release_cached`
+        super().__init__(kind_called(self.name), index, workspace_bytes, unified=unified)
         _OPEN_DEVICES.add(self)
-        self._copy = torch.cuda.Stream(device=index)  # type: ignore[no-untyped-call]
-        self._compute = torch.cuda.current_stream(index)
-        self._origin: Any = self.mark("compute")
-        self._begun_seconds = time.perf_counter()
-        self._queues = {
-            queue: ThreadPoolExecutor(1, f"graphrun-{queue}") for queue in get_args(Queue)
-        }
 
-    @contextmanager
-    def session(self, cap_bytes: int, limit_bytes: int = 0) -> Iterator[None]:
-        """Make the device current, and limit its allocator to ``cap_bytes`` plus the workspace.
+    def _open_streams(self) -> bool:
+        """Make the streams; from here on memory is in expandable segments."""
+        _request_expandable_segments()
+        self._make_streams()
+        return True
 
-        Both last until the context is left. The limit (torch.cuda.set_per_process_memory_fraction)
-        counts the bytes that the caching allocator has reserved, also for other code of this
-        process, but not the CUDA context.
+    def _counts_memory(self) -> bool:
+        return True
 
-        Before mapping pages, the allocator adds the bytes of the whole request to the reserved
-        bytes, even if it maps fewer. The limit is therefore ``limit_bytes`` if that is larger. With
-        a smaller limit, the allocator would trim or refuse allocations of the plan that are within
-        the cap.
-        """
-        previous_fraction = torch.cuda.get_per_process_memory_fraction(self._index)
-        # The allocator multiplies and truncates; 0.5 keeps it from losing a byte.
-        process_bytes = max(cap_bytes, limit_bytes) + self._workspace_bytes + 0.5
-        share = process_bytes / torch.cuda.get_device_properties(self._index).total_memory
-        with torch.cuda.device(self._index):
-            self._compute = torch.cuda.current_stream(self._index)
-            torch.cuda.empty_cache()
-            self._origin, self._begun_seconds = self.mark("compute"), time.perf_counter()
-            torch.cuda.set_per_process_memory_fraction(min(1.0, share), self._index)
-            try:
-                yield
-            finally:
-                torch.cuda.set_per_process_memory_fraction(previous_fraction, self._index)
+    def _new_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(device=self._index)  # type: ignore[no-untyped-call]
 
-    def current(self) -> AbstractContextManager[Any]:
-        """See `Device.current`: ``torch.cuda.device``."""
-        return torch.cuda.device(self._index)
+    def _new_event(self) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return a flat uint8 tensor, allocated on the compute stream."""
-        with torch.cuda.stream(self._compute):
-            return super().allocate(nbytes)
+    def _issuing_to(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def _memory_info(self) -> tuple[int, int]:
+        """As `AcceleratorDevice._memory_info`; free is what the system has available if the GPU
+        shares its memory: cudaMemGetInfo then reports MemFree, without the page cache."""
+        free_bytes, total_bytes = super()._memory_info()
+        properties = torch.cuda.get_device_properties(self._index)
+        if getattr(properties, "is_integrated", False):
+            free_bytes = host_ram_bytes()
+        return free_bytes, total_bytes
 
     def pin(self, arena: torch.Tensor) -> None:
         """Register the pages of ``arena``, and unregister them when its storage is freed.
@@ -146,87 +119,11 @@ class CudaDevice(Device):
         with contextlib.suppress(RuntimeError), torch.cuda.stream(self._compute):
             torch.empty(1, device=self.torch_device).fill_(1)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue ``cudaMemcpyAsync`` on the copy stream.
-
-        Copies from and to pageable memory block the host.
-        """
-        try:
-            with torch.cuda.stream(self._copy):
-                target.copy_(source, non_blocking=True)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise TransferFailed(
-                f"copying {show_size(source.nbytes)} to {target.device} failed: {error}"
-            ) from None
-
-    def background(self, job: Callable[[], None], queue: Queue = "disk") -> Callable[[], None]:
-        """Run the jobs of a queue on one thread.
-
-        The thread releases the GIL while it reads files and locks pages.
-        """
-        return self._queues[queue].submit(job).result
-
-    def mark(self, stream: StreamName) -> torch.cuda.Event | float:
-        """Return a timing event recorded on ``stream``; for queues of the host, the time.
-
-        The time is in seconds.
-        """
-        if stream in get_args(Queue):
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream(stream))
-        return event
-
-    def wait(self, stream: StreamName, mark: torch.cuda.Event | float) -> None:
-        """Queue ``cudaStreamWaitEvent``; for queues of the host, the host waits.
-
-        A host time needs no waiting: it has passed.
-        """
-        if isinstance(mark, float):
-            return
-        if stream in get_args(Queue):
-            mark.synchronize()
-        else:
-            self._stream(stream).wait_event(mark)
-
-    def barrier(self) -> None:
-        """Synchronize both streams. Errors of asynchronous kernels and copies are raised here."""
-        self._copy.synchronize()
-        self._compute.synchronize()
-
-    def seconds_at(self, mark: torch.cuda.Event | float) -> float:
-        """Return the seconds since the session began.
-
-        cudaEventElapsedTime returns milliseconds as a 32-bit float. Its resolution is half a
-        microsecond in the first seconds, 4 microseconds after a minute, and a quarter of a
-        millisecond after an hour.
-        """
-        if isinstance(mark, float):
-            return mark - self._begun_seconds
-        return float(self._origin.elapsed_time(mark)) / 1e3
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes of live blocks of the caching allocator."""
-        return torch.cuda.memory_allocated(self._index)
-
-    @property
-    def available_bytes(self) -> int:
-        """Bytes reserved by the allocator plus free bytes (cudaMemGetInfo), minus the workspace."""
-        free_bytes, _ = torch.cuda.mem_get_info(self._index)
-        return torch.cuda.memory_reserved(self._index) + int(free_bytes) - self._workspace_bytes
-
     @property
     def peak_bytes(self) -> int:
         """Peak reserved bytes since `reset_peak`, minus the workspace that `before_call`
         allocated."""
-        return torch.cuda.max_memory_reserved(self._index) - self._workspace_seen_bytes
-
-    def reset_peak(self) -> None:
-        """Restart the peak at the bytes reserved now."""
-        torch.cuda.reset_peak_memory_stats(self._index)
+        return super().peak_bytes - self._workspace_seen_bytes
 
     def before_call(self) -> None:
         """Allocate the workspaces of cuBLAS and cuBLASLt, if `release_cached` freed them.
@@ -255,17 +152,8 @@ class CudaDevice(Device):
         The executor calls it for all devices in a row.
         """
         torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
+        super().release_cached()
         self._workspace_seen_bytes = 0
-
-    def holders(self) -> tuple[str, ...]:
-        """Return the sizes of the allocator's live blocks, largest first."""
-        blocks = [block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]]  # type: ignore[no-untyped-call]
-        sizes = sorted(
-            (int(block["size"]) for block in blocks if block["state"] == "active_allocated"),
-            reverse=True,
-        )
-        return tuple(show_size(size) for size in sizes)
 
     def explain(self, error: BaseException) -> GraphrunError | None:
         """Return OutOfMemory for errors of that type, and BrokenPlan for other CUDA errors.
@@ -284,8 +172,15 @@ class CudaDevice(Device):
             )
         return None
 
-    def _stream(self, stream: StreamName) -> torch.cuda.Stream:
-        return self._copy if stream == "copy" else self._compute
+
+def open_cuda(
+    hardware: Hardware, number: int = 0, first_device: Device | None = None
+) -> AcceleratorDevice:
+    """Return CUDA device ``number``, with a warning (RuntimeWarning) for each of its notices.
+
+    Raises InputError if there is none.
+    """
+    return noticed(CudaDevice(number, hardware.workspace_bytes, unified=hardware.unified))
 
 
 def _request_expandable_segments() -> None:

@@ -98,6 +98,7 @@ class Device(ABC):
     name: str  # name in a trace
     torch_device: torch.device  # device of the ops
     unified = False  # whether its memory is that of the host
+    serial_copies = False  # whether copies and compute take turns
     # further devices of the machine, on which components or some of their blocks may compute
     secondaries: tuple[Device, ...] = ()
 
@@ -141,8 +142,10 @@ class Device(ABC):
         """
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
-    def arena(self, nbytes: int) -> torch.Tensor:
+    def arena(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
         """Return a flat uint8 tensor on the host, in memory that `pin` can lock.
+
+        ``pinned``: whether `pin` follows, for devices whose memory is locked when it is allocated.
 
         It starts within its storage, on pages of its own, because CUDA registers a page only once.
         """

@@ -1,11 +1,11 @@
-"""Open the device of a problem on this machine."""
+"""Open the device of a problem on this machine, by the opener of its kind."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from graphrun.errors import InputError
-from graphrun.model.allocator import Caching
 from graphrun.model.problem import Hardware, Problem
 from graphrun.runtime.devices.device import Device
 
@@ -13,8 +13,8 @@ from graphrun.runtime.devices.device import Device
 def open_device(problem: Problem, *, check_ordering: bool = False) -> Device:
     """Return the device of ``problem``, with its secondary devices.
 
-    For ``sim`` hardware, this is a simulated device with the hardware's rates; for ``cuda``, the
-    first CUDA device; for ``cpu``, this machine's CPU. Raises InputError if there is none.
+    It is the first device of the kind (`graphrun.device_kinds`) of ``problem.hardware``. Raises
+    InputError if there is none.
     """
     return open_devices(
         [problem.hardware, *(secondary.hardware for secondary in problem.secondaries)],
@@ -43,42 +43,14 @@ def open_hardware(
     """Return the device that ``hardware`` describes, number ``number`` of its kind.
 
     ``first_device``: the main device, if this is one of its secondary devices. Raises InputError if
-    there is no such device.
+    there is no such device, or if the kind has no ordering checker.
     """
-    if hardware.device == "sim":
-        from graphrun.runtime.devices.simulated import SimulatedDevice
-        from graphrun.sim import Machine
-
-        assert first_device is None or isinstance(first_device, SimulatedDevice)
-        return SimulatedDevice(
-            Machine(
-                capacity_bytes=hardware.capacity_bytes,
-                h2d_bytes_per_second=hardware.h2d_bytes_per_second,
-                d2h_bytes_per_second=hardware.d2h_bytes_per_second,
-                flops_per_second=hardware.flops_per_second,
-                pageable_bytes_per_second=hardware.pageable_bytes_per_second,
-                disk_bytes_per_second=hardware.disk_bytes_per_second,
-                launch_seconds=hardware.launch_seconds,
-                copy_start_seconds=hardware.copy_start_seconds,
-                page_lock_seconds=hardware.page_lock_seconds,
-                check_ordering=check_ordering or None,
-                pages=Caching(hardware.page_scale) if hardware.caching_allocator else None,
-                sibling=None if first_device is None else first_device.machine,
-            )
-        )
-    if check_ordering:
+    kind, checker = hardware.kind, dict[str, Any]()
+    if kind.has_virtual_clock:
+        checker = {"check_ordering": check_ordering}
+    elif check_ordering:
         raise InputError(
             "--check-ordering looks for races on the simulated accelerator: add --device sim"
         )
-    if hardware.device == "cpu":
-        from graphrun.runtime.devices.cpu import CpuDevice
-
-        return CpuDevice(hardware)
-    if hardware.device == "cuda":
-        from graphrun.runtime.devices.cuda import CudaDevice
-
-        return CudaDevice(number, workspace_bytes=hardware.workspace_bytes)
-    raise InputError(
-        f"hardware {hardware.name} computes on {hardware.device!r}, which this version cannot run "
-        "on; use cuda, cpu or sim"
-    )
+    device: Device = kind.open(hardware, number, first_device, **checker)
+    return device

@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from graphrun import sim
 from graphrun.errors import GraphrunError, OutOfMemory, TransferFailed
+from graphrun.model.allocator import Caching
+from graphrun.model.problem import Hardware
 from graphrun.runtime.devices.device import Device, Queue, StreamName
 from graphrun.units import show_size
 
@@ -32,13 +34,17 @@ def _uncompiled() -> contextlib.AbstractContextManager[Any]:
 
 
 class SimulatedDevice(Device):
-    """``machine`` as a device. Its marks are virtual times."""
+    """``machine`` as a device. Its marks are virtual times.
+
+    ``serial_copies``: copies are charged to the compute timeline.
+    """
 
     name = "sim"
 
-    def __init__(self, machine: sim.Machine) -> None:
+    def __init__(self, machine: sim.Machine, *, serial_copies: bool = False) -> None:
         super().__init__()
         self.machine, self.torch_device = machine, machine.device
+        self.serial_copies = serial_copies
 
     @property
     def memory(self) -> Any:
@@ -82,7 +88,7 @@ class SimulatedDevice(Device):
 
         The host waits if the memory is not page-locked.
         """
-        with self.machine.on_copy_stream():
+        with nullcontext() if self.serial_copies else self.machine.on_copy_stream():
             target.copy_(source)
 
     def read(self, target: torch.Tensor, nbytes: int) -> None:
@@ -103,7 +109,7 @@ class SimulatedDevice(Device):
 
     def reached(self, marks: Sequence[float]) -> bool:
         """Return whether the read ends before the current end of the copy timeline."""
-        return bool(marks) and marks[-1] <= self.machine.record("copy")
+        return bool(marks) and marks[-1] <= self.mark("copy")
 
     def annotate(self, *, slot: str | None = None, block: str | None = None) -> None:
         """Notify the ordering checker, if there is one."""
@@ -119,11 +125,14 @@ class SimulatedDevice(Device):
 
     def mark(self, stream: StreamName) -> float:
         """Return the virtual time at which the work issued to ``stream`` is finished."""
-        return self.machine.record(stream)
+        return self.machine.record(self._timeline(stream))
 
     def wait(self, stream: StreamName, mark: float) -> None:
         """Make ``stream`` continue no earlier than ``mark``."""
-        self.machine.wait(stream, mark)
+        self.machine.wait(self._timeline(stream), mark)
+
+    def _timeline(self, stream: StreamName) -> StreamName:
+        return "compute" if self.serial_copies and stream == "copy" else stream
 
     def barrier(self) -> None:
         """Join the timelines."""
@@ -179,3 +188,35 @@ class SimulatedDevice(Device):
             (error_class(str(error)) for kind, error_class in kinds if isinstance(error, kind)),
             None,
         )
+
+
+def open_simulated(
+    hardware: Hardware,
+    number: int = 0,
+    first_device: Device | None = None,
+    *,
+    check_ordering: bool = False,
+) -> SimulatedDevice:
+    """Return a simulated device with the rates of ``hardware``.
+
+    ``first_device``: the main device, whose clock a secondary device shares. Raises GraphrunError
+    if this PyTorch cannot host it.
+    """
+    assert first_device is None or isinstance(first_device, SimulatedDevice)
+    return SimulatedDevice(
+        sim.Machine(
+            capacity_bytes=hardware.capacity_bytes,
+            h2d_bytes_per_second=hardware.h2d_bytes_per_second,
+            d2h_bytes_per_second=hardware.d2h_bytes_per_second,
+            flops_per_second=hardware.flops_per_second,
+            pageable_bytes_per_second=hardware.pageable_bytes_per_second,
+            disk_bytes_per_second=hardware.disk_bytes_per_second,
+            launch_seconds=hardware.launch_seconds,
+            copy_start_seconds=hardware.copy_start_seconds,
+            page_lock_seconds=hardware.page_lock_seconds,
+            check_ordering=check_ordering or None,
+            pages=Caching(hardware.page_scale) if hardware.caching_allocator else None,
+            sibling=None if first_device is None else first_device.machine,
+        ),
+        serial_copies=hardware.serial_copies,
+    )

@@ -1,0 +1,231 @@
+"""The kinds of devices, in one table. Everything that depends on the kind of a device asks it.
+
+    kind   opened by                 memory      pinned memory   copies overlap compute
+    cuda   devices.cuda              separate    in place        proved when it is opened
+    xpu    devices.accelerator       separate    at allocation   proved when it is opened
+    mps    devices.accelerator       unified     none            never: one queue
+    cpu    devices.cpu               unified     none            reads of files do
+    sim    devices.simulated         separate    in place        on the virtual clock
+
+Kinds of other packages are entry points of the group ``graphrun.devices``; each is a `DeviceKind`
+with the entry point's name:
+
+    [project.entry-points."graphrun.devices"]
+    npu = "graphrun_npu:KIND"
+
+Any other name stands for a backend of PyTorch of that name, with the rules of `DeviceKind`'s
+defaults. Nothing here imports torch: functions are named by texts, ``module:function``, and
+imported when they are called. So planning, which has no torch, asks the same table.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from graphrun.errors import InputError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+ENTRY_POINTS = "graphrun.devices"
+"""The group of entry points by which other packages add kinds."""
+
+FreeMemory = Literal["driver", "system", "none"]
+Cap = Literal["allocator", "own allocations", "process", "machine"]
+PageRules = Literal["pages", "bytes"]
+Pinning = Literal["in place", "at allocation", "none"]
+Overlap = Literal["proved", "never", "simulated"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKind:
+    """A kind of device. The defaults are for a backend of PyTorch about which nothing is known.
+
+    ``name``: the name of ``--device`` and of the torch device. ``title``: for messages.
+    ``opener``: ``module:function``, called with the `Hardware`, the device's number, the main
+    device (None for itself) and ``check_ordering``; returns a `Device`. ``detector``:
+    ``module:function``, called with the kind; returns the `Hardware` of this machine's first
+    device, or None without one.
+
+    ``free_memory``: what reports free memory: the ``driver``; the ``system`` (MemAvailable), where
+    memory is the host's; ``none`` for a device without memory of its own. ``cap``: what refuses
+    memory beyond the budget: PyTorch's ``allocator`` for all tensors of the process; the device for
+    its ``own allocations``, which are weights and ring buffers; the ``process`` and its cgroup; the
+    simulated ``machine``. ``page_rules``: whether the allocator reserves ``pages``, of PyTorch's
+    sizes, or ``bytes`` of tensors. ``convolution_scratch``: whether convolutions take scratch that
+    PyTorch's dispatcher does not see. ``pinning``: how host memory is page-locked. ``overlap``:
+    whether copies overlap compute. ``unified``: whether every device of the kind shares its memory
+    with the host; `Hardware.unified` is of one device, and `graphrun.attach` plans without.
+
+    ``has_virtual_clock``: whether seconds are simulated. ``is_host``: whether the processor that
+    runs Python computes. ``clock``: whose seconds a run has, for screens. ``first_run_pages``:
+    pages of the allocator's pool for small tensors that slots of a process's first run may reserve
+    beyond their plan (`graphrun.trace`). ``visibility``: environment variable that selects cards by
+    number, in a cluster; "": the kind cannot be in a cluster, unless it is simulated.
+    ``platforms``: values of ``sys.platform`` with such devices; empty: any. ``signs``: files one of
+    which exists on Linux where there is a device; empty: not known.
+    ``calibration``: whether `graphrun calibrate` measures the kind.
+    """
+
+    name: str
+    title: str = ""
+    opener: str = "graphrun.runtime.devices.accelerator:open_accelerator"
+    detector: str = "graphrun.profile.hardware:detect_accelerator"
+    free_memory: FreeMemory = "driver"
+    cap: Cap = "allocator"
+    page_rules: PageRules = "pages"
+    convolution_scratch: bool = True
+    pinning: Pinning = "at allocation"
+    overlap: Overlap = "proved"
+    unified: bool = False
+    has_virtual_clock: bool = False
+    is_host: bool = False
+    clock: str = "on the card"
+    first_run_pages: int = 2
+    visibility: str = ""
+    platforms: tuple[str, ...] = ()
+    signs: tuple[str, ...] = ()
+    calibration: bool = False
+
+    @property
+    def label(self) -> str:
+        """The title, or the name with the word device."""
+        return self.title or f"{self.name} device"
+
+    @property
+    def in_clusters(self) -> bool:
+        """Whether a cluster may have devices of this kind."""
+        return bool(self.visibility) or self.has_virtual_clock
+
+    @property
+    def has_host_kernels(self) -> bool:
+        """Whether the host's kernels compute, as on the simulated accelerator."""
+        return self.is_host or self.has_virtual_clock
+
+    def open(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the opener."""
+        return _function(self.opener)(*args, **kwargs)
+
+    def detect(self) -> Any:
+        """Return the `Hardware` of this machine's first device of the kind, or None."""
+        return _function(self.detector)(self)
+
+
+# Kinds with cards first, in the order in which a device is looked for.
+_TABLE = (
+    DeviceKind(
+        "cuda",
+        "CUDA device",
+        opener="graphrun.runtime.devices.cuda:open_cuda",
+        detector="graphrun.profile.hardware:detect_cuda",
+        pinning="in place",
+        visibility="CUDA_VISIBLE_DEVICES",
+        # without one, torch.cuda opens nothing (NVIDIA, WSL, ROCm)
+        signs=("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"),
+        calibration=True,
+    ),
+    # Intel's kernel drivers; on Windows' Linux its cards are behind /dev/dxg
+    DeviceKind("xpu", "XPU device", signs=("/sys/module/xe", "/sys/module/i915", "/dev/dxg")),
+    DeviceKind(
+        "mps",
+        "MPS device",
+        opener="graphrun.runtime.devices.mps:open_mps",
+        detector="graphrun.profile.hardware:detect_mps",
+        free_memory="system",
+        pinning="none",
+        overlap="never",
+        unified=True,
+        first_run_pages=0,
+        platforms=("darwin",),
+    ),
+    DeviceKind(
+        "cpu",
+        "CPU",
+        opener="graphrun.runtime.devices.cpu:open_cpu",
+        detector="graphrun.profile.hardware:detect_processor",
+        free_memory="system",
+        cap="process",
+        page_rules="bytes",
+        convolution_scratch=False,
+        pinning="none",
+        unified=True,
+        is_host=True,
+        clock="on the CPU",
+        first_run_pages=0,
+        calibration=True,
+    ),
+    DeviceKind(
+        "sim",
+        "simulated accelerator",
+        opener="graphrun.runtime.devices.simulated:open_simulated",
+        detector="graphrun.profile.hardware:detect_simulated",
+        free_memory="none",
+        cap="machine",
+        page_rules="bytes",
+        convolution_scratch=False,
+        pinning="in place",
+        overlap="simulated",
+        has_virtual_clock=True,
+        clock="on the virtual clock",
+        first_run_pages=0,
+        calibration=True,
+    ),
+)
+_BUILT_IN = {kind.name: kind for kind in _TABLE}
+
+
+@functools.cache
+def _added() -> dict[str, EntryPoint]:
+    """Return the entry points of other packages by name. None is loaded."""
+    from importlib.metadata import entry_points
+
+    return {
+        point.name: point
+        for point in entry_points(group=ENTRY_POINTS)
+        if point.name not in _BUILT_IN
+    }
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all kinds: those of graphrun, then those of other packages."""
+    return *_BUILT_IN, *_added()
+
+
+def built_in() -> tuple[DeviceKind, ...]:
+    """Return graphrun's own kinds."""
+    return _TABLE
+
+
+@functools.cache
+def kind_called(name: str) -> DeviceKind:
+    """Return the kind called ``name``; for a name that is not in the table, one with the defaults.
+
+    Raises InputError if another package adds the kind and does not load, or loads as something
+    else.
+    """
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    if (point := _added().get(name)) is None:
+        return DeviceKind(name)
+    try:
+        kind = point.load()
+    except Exception as error:  # noqa: BLE001  (another package's module may raise anything)
+        raise InputError(
+            f"device {name}: the entry point {point.value} of {ENTRY_POINTS} does not load: {error}"
+        ) from error
+    if not isinstance(kind, DeviceKind) or kind.name != name:
+        raise InputError(
+            f"device {name}: the entry point {point.value} of {ENTRY_POINTS} is {kind!r}, and has "
+            f"to be a DeviceKind with the name {name!r}"
+        )
+    return kind
+
+
+def _function(reference: str) -> Callable[..., Any]:
+    module, _, function = reference.partition(":")
+    target: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return target

@@ -1,0 +1,227 @@
+"""`AcceleratorDevice` on the backend from outside (tests/outside/brook.cpp). Run by
+`test_outside`, in processes of its own."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from whole_pipelines import TinyPipeline, pixels, planned, streamed
+
+import graphrun
+from graphrun.device_kinds import DeviceKind
+from graphrun.devices import hardware_for
+from graphrun.errors import InputError, OutOfMemory
+from graphrun.model.problem import Hardware
+from graphrun.profile.hardware import simulated
+from graphrun.runtime.devices import accelerator
+from graphrun.runtime.devices.accelerator import AcceleratorDevice, Backend
+from graphrun.runtime.devices.open import open_hardware
+from graphrun.runtime.direct_reads import Span
+from graphrun.solve.infeasible import smallest_budget
+from graphrun.solve.solve import solve
+from graphrun.units import MIB
+from graphrun.verify.simulate import simulate
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "attach"))
+from test_attach_pipelines import equal, weight_bytes  # noqa: E402
+from tiny_pipelines import cases  # noqa: E402
+
+NAMES = ("flux-tiny", "sdxl-tiny", "wan-tiny")
+
+
+@pytest.fixture(params=["outside"], autouse=True)
+def backend(outside_backend: Any) -> Iterator[Any]:
+    if outside_backend is None:
+        pytest.skip("the backend from outside has a process of its own: test_outside")
+    outside_backend.set_copy_microseconds(0)
+    outside_backend.set_synchronous(False)
+    accelerator._overlap_faults().clear()
+    yield outside_backend
+    outside_backend.set_synchronous(False)
+    accelerator._overlap_faults().clear()
+
+
+def hardware(**changes: Any) -> Hardware:
+    """The rates of the simulated accelerator, and tensors counted in bytes: the backend has no
+    pages."""
+    return replace(simulated(), name="brook", device="brook", **changes)
+
+
+def test_overlap_is_proved() -> None:
+    device = AcceleratorDevice("brook")
+    assert not device.serial_copies
+    assert not any("overlap" in notice for notice in device.notices)
+
+
+def test_a_backend_whose_copies_make_the_host_wait_is_planned_without_overlap(backend: Any) -> None:
+    backend.set_synchronous(True)
+    device = AcceleratorDevice("brook")
+    assert device.serial_copies
+    assert "copies do not overlap compute (a copy from page-locked memory" in device.notices[0]
+
+
+def test_the_host_goes_on_but_a_kernel_waits_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AcceleratorDevice, "_new_stream", AcceleratorDevice._current_stream)
+    device = AcceleratorDevice("brook")
+    assert "(a kernel waits for copies on another stream)" in device.notices[0]
+
+
+def test_a_kind_with_one_queue_does_everything_in_order() -> None:
+    device = AcceleratorDevice(DeviceKind("brook", overlap="never", pinning="none"))
+    assert device.serial_copies
+    source = device.arena(MIB, pinned=True)
+    assert not source.is_pinned()
+    with device.session(4 * MIB):
+        target = device.allocate(MIB)
+        device.copy(target, source.fill_(7))
+        device.wait("compute", device.mark("copy"))
+        assert torch.equal(target.cpu(), source)
+        device.barrier()
+        assert device.seconds_at(device.mark("compute")) > 0
+
+
+def test_host_memory_is_pinned_when_it_is_allocated() -> None:
+    device = AcceleratorDevice("brook")
+    pinned, pageable = device.arena(MIB, pinned=True), device.arena(MIB)
+    assert pinned.is_pinned()
+    assert not pageable.is_pinned()
+    assert device.arenas.peak_bytes("arenas") == 2 * MIB
+
+
+@pytest.mark.parametrize("has_counters", [True, False])
+def test_without_a_limit_of_the_backend_own_allocations_are_checked(
+    has_counters: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AcceleratorDevice, "_counts_memory", lambda device: has_counters)
+    device = AcceleratorDevice("brook")
+    texts = " ".join(device.notices)
+    assert "this backend has no memory limit" in texts
+    assert ("does not count its memory" in texts) != has_counters
+    with device.session(3 * MIB):
+        device.reset_peak()
+        first = device.allocate(2 * MIB)
+        with pytest.raises(torch.OutOfMemoryError) as error_info:
+            device.allocate(2 * MIB)
+        explained = device.explain(error_info.value)
+        assert isinstance(explained, OutOfMemory)
+        assert "brook:0" in str(explained)
+        assert device.refused(error_info.value)
+        assert device.allocated_bytes == 2 * MIB
+        assert len(device.holders()) == 1
+        del first
+        assert (device.allocated_bytes, device.peak_bytes) == (0, 2 * MIB)
+    assert device.allocate(4 * MIB).numel() == 4 * MIB
+
+
+def test_a_missing_device_is_refused() -> None:
+    with pytest.raises(InputError, match="no brook:1: torch sees 1 brook devices"):
+        AcceleratorDevice("brook", 1)
+    with pytest.raises(InputError, match="has no device 'npu'"):
+        Backend("npu")
+
+
+def test_the_device_is_detected_by_its_name() -> None:
+    card = hardware_for(None, "brook", to_run=True)
+    assert (card.name, card.device) == ("brook", "brook")
+    with pytest.warns(RuntimeWarning, match="graphrun checks its own allocations"):
+        assert isinstance(open_hardware(card), AcceleratorDevice)
+
+
+@pytest.mark.filterwarnings("ignore:brook:RuntimeWarning")
+@pytest.mark.parametrize("name", NAMES)
+def test_the_output_is_the_plain_pipelines_within_the_planned_bytes(name: str) -> None:
+    whole = TinyPipeline(name, {"steps": 2}, hardware(), "brook")
+    problem = whole.smallest()
+    plan = planned(problem)
+    assert streamed(plan)
+    for _ in range(2):
+        trace = whole.run(problem, plan)
+        assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
+        assert all(
+            actual.peak_bytes <= slot.peak_bytes
+            for actual, slot in zip(trace.slots, simulate(problem, plan).slots, strict=True)
+        )
+        assert trace.left_bytes == 0
+
+
+@pytest.mark.filterwarnings("ignore:brook:RuntimeWarning")
+@pytest.mark.parametrize("queues", [1, 2])
+def test_unified_memory_is_filled_from_files(queues: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a thread for the copy stream, and on a device with one queue."""
+    if queues == 1:
+        monkeypatch.setattr(AcceleratorDevice, "_open_streams", lambda device: False)
+    whole = TinyPipeline("flux-tiny", {"steps": 2}, hardware(), "brook")
+    limits = {"hardware": hardware(unified=True, context_bytes=MIB), "inputs": whole.inputs}
+    roomy = graphrun.estimate(whole.graph, memory="1G", **limits)
+    problem = graphrun.estimate(whole.graph, memory=smallest_budget(roomy), **limits)
+    solution = solve(problem)
+    variants = {c.variants[0].backing_store for c in solution.simulation.problem.components}
+    assert variants == {"file"}
+    assert streamed(solution.plan)
+    trace = graphrun.run(solution, whole.graph, whole.inputs, random_weights=True)
+    assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
+    assert trace.unified
+    assert all(
+        actual.peak_bytes <= slot.peak_bytes
+        for actual, slot in zip(trace.slots, solution.simulation.slots, strict=True)
+    )
+
+
+def test_reads_of_files_wait_for_compute(backend: Any, tmp_path: Path) -> None:
+    """Copies of this backend take 50 ms: one on the compute stream, then one of what is read."""
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(range(256)) * 16)
+    device = AcceleratorDevice("brook", unified=True)
+    source, span = device.arena(4096, pinned=True), Span(str(file), 0, 4096, 4096)
+    with device.session(MIB):
+        target = device.allocate(4096)
+        backend.set_copy_microseconds(50_000)
+        with device._on("compute"):
+            target.copy_(source, non_blocking=True)
+        compute_mark = device.mark("compute")
+        device.wait("copy", compute_mark)
+        device.read_block([(span, target)], None)
+        read_mark = device.mark("copy")
+        device.wait("compute", read_mark)
+        device.barrier()
+        assert device.seconds_at(read_mark) - device.seconds_at(compute_mark) > 0.04
+        assert bytes(target.tolist()) == file.read_bytes()
+
+
+def test_an_error_of_a_read_is_raised_by_the_wait_for_it(tmp_path: Path) -> None:
+    device = AcceleratorDevice("brook", unified=True)
+    span = Span(str(tmp_path / "missing"), 0, 4096, 4096)
+    with device.session(MIB):
+        target = device.allocate(4096)
+        device.read_block([(span, target)], None)
+        with pytest.raises(InputError, match="missing"):
+            device.wait("compute", device.mark("copy"))
+        device.barrier()  # raises nothing more
+
+
+@pytest.mark.filterwarnings("ignore:brook:RuntimeWarning")
+@pytest.mark.parametrize("copies", ["overlapped", "serial"])
+def test_a_pipeline_is_attached_by_the_backends_name(copies: str, backend: Any) -> None:
+    """Within less than its weights, whether copies overlap compute or not."""
+    backend.set_synchronous(copies == "serial")
+    case = cases()["FluxPipeline"]
+    pipe = case.build()
+    expected = case.call(copy.deepcopy(pipe).to("brook"))
+    gc.collect()
+    vram = int(0.9 * weight_bytes(pipe))
+    with graphrun.attach(
+        pipe, vram=vram, ram="8G", hardware=hardware(), device="brook"
+    ) as attachment:
+        for _ in range(2):
+            assert equal(case.call(pipe), expected)
+            assert attachment.trace.peak_bytes <= vram
+        assert attachment._hardware.serial_copies == (copies == "serial")
