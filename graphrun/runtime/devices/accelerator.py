@@ -47,9 +47,9 @@ from graphrun.runtime.direct_reads import Span
 from graphrun.units import MIB, show_size
 
 # Bytes of a copy in the proof of overlap, and how many are queued at once: the first number at
-# which copies outlast a kernel is enough. 64 MiB take 1.2 ms at 55 GB/s (PCIe 5.0 x16), and a small
-# kernel takes less than 0.1 ms.
-PROOF_BYTES = 4 * MIB
+# which copies outlast a kernel is enough. On an H100 the host queues a copy in 37 us, and 16 MiB take
+# 300 us at 55 GB/s (benchmarks/results/card-rates.json); a small kernel takes less than 0.1 ms.
+PROOF_BYTES = 16 * MIB
 PROOF_COPIES = (16, 64, 256)
 SMALL_BYTES = 4096
 # Shares of the time of all copies in which they have to be queued, and the kernel has to be done.
