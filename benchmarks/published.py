@@ -50,10 +50,10 @@ def published() -> Iterator[dict[str, Any]]:
 
 
 def estimate(arguments: str) -> dict[str, Any]:
-    """What ``graphrun estimate ARGUMENTS --json`` prints, run in this process."""
-    result = CliRunner().invoke(
-        app, ["estimate", *arguments.split(), "--json"], catch_exceptions=False
-    )
+    """What ``graphrun estimate ARGUMENTS --ram 1T --json`` prints, run in this process: published
+    rows are of hosts with RAM for all weights."""
+    command = ["estimate", *arguments.split(), "--ram", "1T", "--json"]
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
     if result.exit_code:
         raise SystemExit(f"{arguments}: {result.output}")
     estimate_json: dict[str, Any] = json.loads(result.stdout)

@@ -85,7 +85,7 @@ class DeviceKind:
     has_virtual_clock: bool = False
     is_host: bool = False
     clock: str = "on the card"
-    first_run_pages: int = 2
+    first_run_pages: int = 0
     visibility: str = ""
     platforms: tuple[str, ...] = ()
     signs: tuple[str, ...] = ()
@@ -123,6 +123,7 @@ _TABLE = (
         opener="graphrun.runtime.devices.cuda:open_cuda",
         detector="graphrun.profile.hardware:detect_cuda",
         pinning="in place",
+        first_run_pages=2,
         visibility="CUDA_VISIBLE_DEVICES",
         # without one, torch.cuda opens nothing (NVIDIA, WSL, ROCm)
         signs=("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"),
@@ -139,7 +140,6 @@ _TABLE = (
         pinning="none",
         overlap="never",
         unified=True,
-        first_run_pages=0,
         platforms=("darwin",),
     ),
     DeviceKind(
@@ -155,7 +155,6 @@ _TABLE = (
         unified=True,
         is_host=True,
         clock="on the CPU",
-        first_run_pages=0,
         calibration=True,
     ),
     DeviceKind(
@@ -171,7 +170,6 @@ _TABLE = (
         overlap="simulated",
         has_virtual_clock=True,
         clock="on the virtual clock",
-        first_run_pages=0,
         calibration=True,
     ),
 )

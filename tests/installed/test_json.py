@@ -37,6 +37,7 @@ CASES = [
     ("check", ("check", "broken.json")),
     ("diff", ("diff", "plan.json", "large.json")),
     ("estimate", ("estimate", "flux-tiny", "--device", "sim", "--set", "steps=2")),
+    ("fit", ("fit", "flux-tiny", "--card", "rtx4060laptop", "--ram", "16G", "--set", "steps=2")),
     ("frontier", ("frontier", *SIM, "--vram", "2M:6M:4M")),
     ("frontier", ("frontier", *SIM[:-2], "--vram", "6M", "--sweep", "steps=2:3:1")),
     ("run --inputs", ("run", *SIM, "--vram", "6M", "--inputs", "requests.jsonl", "-o", "many.png")),
