@@ -47,8 +47,8 @@ from graphrun.runtime.direct_reads import Span
 from graphrun.units import MIB, show_size
 
 # Bytes of a copy in the proof of overlap, and how many are queued at once: the first number at
-# which copies outlast a kernel is enough. On an H100 the host queues a copy in 37 us, and 16 MiB take
-# 300 us at 55 GB/s (benchmarks/results/card-rates.json); a small kernel takes less than 0.1 ms.
+# which copies outlast a kernel is enough. On an H100 the host queues a copy in 37 us, and 16 MiB
+# take 300 us at 55 GB/s (benchmarks/results/card-rates.json); a small kernel less than 0.1 ms.
 PROOF_BYTES = 16 * MIB
 PROOF_COPIES = (16, 64, 256)
 SMALL_BYTES = 4096
