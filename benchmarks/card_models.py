@@ -62,7 +62,7 @@ def model(name: str, path: Path, gate: Path, rehearse: bool) -> None:
     run is without digests, for its seconds. The card records the first run's allocations."""
     import torch
     from card_memory import compared, recorded
-    from gpu_graphs import Bench
+    from gpu_graphs import Bench, planned_figures
     from gpu_lab import Lab, Log
 
     import graphrun
@@ -95,12 +95,7 @@ def model(name: str, path: Path, gate: Path, rehearse: bool) -> None:
         for key, solution in solutions.items():
             with log.part(key) as record:
                 simulation = solution.simulation
-                record["planned"] = {
-                    "seconds": simulation.seconds,
-                    "compute_seconds": simulation.compute_seconds,
-                    "peak_bytes": simulation.peak_bytes,
-                    "moved_bytes": simulation.moved_bytes,
-                }
+                record["planned"] = planned_figures(simulation)
                 record["effective_bytes"] = solution.problem.effective_bytes
                 record["plan"] = str(solution.plan).splitlines()
                 record["layers"] = [

@@ -18,6 +18,12 @@ PROMPT = "a lighthouse at dusk, oil on canvas"
 AMPLE = {"cuda": "90%", "sim": 1 << 40}
 
 
+def planned_figures(simulation: Any) -> dict[str, Any]:
+    """Seconds and bytes of a plan."""
+    names = ("seconds", "compute_seconds", "peak_bytes", "moved_bytes")
+    return {name: getattr(simulation, name) for name in names}
+
+
 class Bench:
     """One graph with its components in host memory, made once and used by every run."""
 
@@ -227,12 +233,7 @@ class Bench:
         record["solve_seconds"] = round(time.perf_counter() - start, 3)
         problem = solution.problem
         simulation = solution.simulation
-        record["planned"] = {
-            "seconds": simulation.seconds,
-            "compute_seconds": simulation.compute_seconds,
-            "peak_bytes": simulation.peak_bytes,
-            "moved_bytes": simulation.moved_bytes,
-        }
+        record["planned"] = planned_figures(simulation)
         record["budget_bytes"], record["effective_bytes"] = (
             problem.budget_bytes,
             problem.effective_bytes,

@@ -283,9 +283,8 @@ class Flow(Works):
         column, end = post.assignment.column, post.worker.end_seconds
         ready = max(self.clock, end or 0.0)
         if end is None:
-            first_seconds = column.cold_seconds - column.ahead_seconds
             ready = max(ready, post.worker.loaded_seconds, column.ahead_seconds)
-            ready += first_seconds - column.steady_seconds
+            ready += column.first_seconds - column.steady_seconds
         return ready + (post.coming + len(post.inbox)) * column.steady_seconds
 
     def _skips(self, item: FlowItem) -> bool:
@@ -395,8 +394,8 @@ class Flow(Works):
             ticket = self.crew.begin(worker.number, visits)
             worker.active_posts = [active.post for active in started_runs]
             start, column = max(self.clock, worker.loaded_seconds), worker.assignment.column
-            first_seconds = column.cold_seconds - column.ahead_seconds
-            seconds = first_seconds if worker.end_seconds is None else column.steady_seconds
+            is_first = worker.end_seconds is None
+            seconds = column.first_seconds if is_first else column.steady_seconds
             worker.end_seconds = start + seconds
             self.active_runs[ticket] = started_runs, start
 

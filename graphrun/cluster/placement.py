@@ -62,6 +62,11 @@ class Column:
     solution: Solution | None = field(default=None, compare=False)
     part_seconds: tuple[float, ...] = ()
 
+    @property
+    def first_seconds(self) -> float:
+        """Of the first run, from when its values are needed."""
+        return self.cold_seconds - self.ahead_seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Assignment:

@@ -184,8 +184,8 @@ class _Stream:
         machine, column = worker.machine, worker.assignment.column
         seconds = max(self.clock, machine.end_seconds)
         if not machine.warm:
-            cold_seconds = column.cold_seconds - column.ahead_seconds
-            seconds = max(seconds, column.ahead_seconds) + cold_seconds - column.steady_seconds
+            seconds = max(seconds, column.ahead_seconds)
+            seconds += column.first_seconds - column.steady_seconds
         return seconds + (worker.inbox + worker.coming) * column.steady_seconds
 
     def _receive(self, worker: _StreamWorker) -> None:
@@ -201,9 +201,7 @@ class _Stream:
         )
         if not startable_parts:
             return
-        seconds = (
-            column.steady_seconds if machine.warm else column.cold_seconds - column.ahead_seconds
-        )
+        seconds = column.steady_seconds if machine.warm else column.first_seconds
         start = self.clock if machine.warm else max(self.clock, column.ahead_seconds)
         machine.active_parts, machine.warm = startable_parts, True
         machine.end_seconds, machine.run_count = start + seconds, machine.run_count + 1
@@ -329,7 +327,7 @@ def taken_seconds(assignment: Assignment, items: int, part: int = 0) -> float:
     ``items`` is 1, else as a later item."""
     column = assignment.column
     if items == 1:
-        return column.cold_seconds - column.ahead_seconds
+        return column.first_seconds
     return column.part_seconds[part] if column.part_seconds else column.steady_seconds
 
 
