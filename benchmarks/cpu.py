@@ -73,6 +73,9 @@ POLL_SECONDS = 0.05
 PROBE_SECONDS = 1.0
 REPEATS = 3
 SPARE_DISK_BYTES = 10**9
+# Before a cell. A virtual machine returns freed memory to its host within seconds, and getting it
+# back takes longer than reading a file into it: all cells start without such memory.
+REST_SECONDS = 15.0
 RAM_SHARE = 0.7  # of all memory, for weights of cells without a cap
 
 
@@ -274,8 +277,8 @@ def _read_bytes(process: int) -> int:
 class Bench:
     """Models' files in ``weights``, and results. ``whole_cache``: see `drop_page_cache`.
 
-    ``calibrates``: whether to calibrate before each cell of graphrun. ``end``: the value of the
-    monotonic clock after which no cell starts.
+    ``calibrates``: whether to calibrate before each cell of graphrun, and to rest before each cell.
+    ``end``: the value of the monotonic clock after which no cell starts.
     """
 
     weights: Path
@@ -314,6 +317,7 @@ class Bench:
             calibrate = [sys.executable, "-m", "graphrun", "calibrate", "--device", "cpu"]
             subprocess.run(calibrate, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
         command, speeds = [sys.executable, str(CELL), str(file)], [product_rate()]
+        time.sleep(REST_SECONDS if self.calibrates else 0)
         ended = run_limited(command, cap_bytes, self.limit_seconds, log)
         speeds.append(product_rate())
         rows, message = _rows(events), _last_line(log) if ended.outcome == "failed" else ""

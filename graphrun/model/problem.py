@@ -61,6 +61,7 @@ _OPTIONAL = (
     "compiled_gain",
     "dtypes",
     "serial_copies",
+    "first_touch_seconds",
 )
 
 
@@ -191,6 +192,9 @@ class Hardware:
     # copied to a second memory; always on a CPU
     unified: bool = False
     serial_copies: bool = False  # whether copies and compute take turns
+    # to write one byte of memory that nothing used for seconds: a virtual machine may have to get
+    # its pages back from its host; 0: not measured
+    first_touch_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind.is_host:

@@ -38,7 +38,8 @@ class SlotReport:
     ``compute_seconds``: on the device or the CPU. ``host_bytes``: peak in RAM, ``pinned_bytes`` of
     it page-locked. ``disk_bytes_read``: weights read into backing stores or for copies.
     ``secondary_peaks``: peak bytes on each secondary device. ``secondary_pages``: bytes that its
-    allocator reserves beyond tensors.
+    allocator reserves beyond tensors. ``first_touch_seconds``: at its start, to write memory that
+    no earlier slot had.
     """
 
     phase: str
@@ -59,6 +60,7 @@ class SlotReport:
     pages_bytes: int = 0
     secondary_peaks: tuple[int, ...] = ()
     secondary_pages: tuple[int, ...] = ()
+    first_touch_seconds: float = 0.0
 
     @property
     def working_bytes(self) -> int:

@@ -34,7 +34,7 @@ from graphrun.errors import InputError
 from graphrun.model.problem import Hardware, KernelRates, ProcessorRates, ReadRates
 from graphrun.profile import hardware
 from graphrun.profile import hardware_profiles as profiles
-from graphrun.profile.calibrate_cpu import measured_cpu
+from graphrun.profile.calibrate_cpu import first_touch_seconds, measured_cpu
 from graphrun.profile.costs import kernel_seconds, output_tiles
 from graphrun.profile.recording import Kernel
 from graphrun.systems import forget_cached
@@ -133,7 +133,11 @@ def _calibrate_processor(
     name: str, allowed_seconds: float, reads: ReadRates | None, *, compiled: bool
 ) -> tuple[Hardware, dict[str, float]]:
     """Return the CPU of this machine, measured, and single figures."""
-    base = replace(hardware.cpu_estimate(), name=name or MEASURED_CPU)
+    base = replace(
+        hardware.cpu_estimate(),
+        name=name or MEASURED_CPU,
+        first_touch_seconds=first_touch_seconds(allowed_seconds / 10),
+    )
     processor, figures = measured_cpu(base, allowed_seconds)
     if reads is not None:
         assert isinstance(processor.kernels, ProcessorRates)

@@ -20,13 +20,14 @@ from scipy.optimize import nnls
 from torch import nn
 from torch.func import functional_call
 
+from graphrun.host_ram import available_bytes
 from graphrun.model.problem import Hardware, ProcessorRates
 from graphrun.profile.costs import cpu_seconds, cpu_work
 from graphrun.profile.fused_kernels import FusedKernels
 from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import Kernel
 from graphrun.systems import anonymous_memory
-from graphrun.units import GIB, PAGE_BYTES, round_up
+from graphrun.units import GIB, MIB, PAGE_BYTES, round_up
 
 # A class that takes no measurable time has this rate.
 FASTEST = 1e14
@@ -36,6 +37,7 @@ POOL_BYTES = GIB
 # A block counts as much as this many operators: what operators take next to each other is what runs
 # take.
 BLOCK_WEIGHT = 6.0
+TOUCH_BYTES = 64 * MIB  # written at once to measure new memory
 LAUNCHED = 128  # operators in the chain that measures launches
 # A longer probe, by the data sheet, is left out: some convolutions in bfloat16 take a minute.
 LONGEST_SECONDS = 1.0
@@ -231,6 +233,27 @@ def _elementwise(dtype: str) -> Iterator[Probe]:
         large = (rows[0] * (6 if dtype == "bfloat16" else 3), rows[1])
         yield Probe(unary[0], dtype, (large,))
         yield Probe(torch.add, dtype, (large, large))
+
+
+def first_touch_seconds(seconds: float) -> float:
+    """Return the seconds to write one byte of memory that nothing used for a while.
+
+    Writes new memory for at most ``seconds``, and at most half of what is available. Call it before
+    other memory is used: what a process has just freed takes a tenth of the time. So the result is
+    that of the slowest tenth of all chunks.
+    """
+    chunks, durations = list[torch.Tensor](), list[float]()
+    most_chunks = available_bytes() // 2 // TOUCH_BYTES
+    end = time.perf_counter() + seconds
+    while len(chunks) < most_chunks and time.perf_counter() < end:
+        start = time.perf_counter()
+        chunk = torch.frombuffer(anonymous_memory(TOUCH_BYTES), dtype=torch.uint8)
+        chunk[::PAGE_BYTES].fill_(1)
+        durations.append(time.perf_counter() - start)
+        chunks.append(chunk)
+    if not durations:
+        return 0.0
+    return sorted(durations)[len(durations) * 9 // 10] / TOUCH_BYTES
 
 
 def typical_seconds(probe: Probe, seconds: float, pool: ColdPool) -> float:

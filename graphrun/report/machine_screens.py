@@ -23,6 +23,7 @@ def calibrate_screen(calibration: Mapping[str, Any]) -> str:
             ("disk_bytes_per_second", "disk, while computing", _bandwidth),
             ("flops_per_second", "matrix products, bf16", _compute),
             ("memory_bytes_per_second", "copies in memory", _bandwidth),
+            ("first_touch_seconds", "new memory", lambda seconds: _bandwidth(1 / seconds)),
         )
         if is_cpu
         else (
@@ -40,7 +41,7 @@ def calibrate_screen(calibration: Mapping[str, Any]) -> str:
             [
                 title,
                 *(
-                    show(source[name]) if source is not None else "-"
+                    show(source[name]) if source is not None and source.get(name) else "-"
                     for source in (calibration["hardware"], calibration["assumed"])
                 ),
             ]

@@ -379,7 +379,7 @@ def _refined(
         predicted = [rows.slot_seconds(t) for t in range(len(program.intervals))]
         slots = (*last.simulation.slots[: program.run_length], *last.simulation.further_slots)
         slowdowns = (
-            slot.seconds / seconds if seconds > 0 else 1.0
+            (slot.seconds - slot.first_touch_seconds) / seconds if seconds > 0 else 1.0
             for slot, seconds in zip(slots, predicted, strict=False)
         )
         factors = tuple(

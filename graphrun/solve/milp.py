@@ -85,7 +85,8 @@ class Formulation:
                 cost = 2e-3 * block_bytes / len(program.intervals)
                 single_buffer_costs |= dict.fromkeys(single.terms, cost)
         self._add_transitions(is_by_layer)
-        self.seconds = total(seconds) / self.seconds_unit
+        first_touch_seconds = rows.first_touch_seconds(self.peak * self.bytes_unit)
+        self.seconds = total([*seconds, first_touch_seconds]) / self.seconds_unit
         self.moved_bytes = rows.moved_bytes() / self.bytes_unit
         self.copying = rows.copy_seconds() / self.seconds_unit
         self.memory = total([Linear(single_buffer_costs), *occupied, self.peak])

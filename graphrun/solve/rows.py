@@ -21,6 +21,7 @@ results are exact numbers. `graphrun.solve.program` names the variables and the 
               D >= load_seconds*x summed over the groups of a device + spills, for each device: each
                    has its own link; on a main device with serial copies, a part of the first row
               D >= disk_seconds*x summed over all groups + reads
+              In all: the sum of D + first_touch_seconds * the most bytes on the main device
               An overlap set is one block group, or all groups of layers in one child module: copies
               of one group in the set overlap compute of the others.
     bytes     main device       sum b*(K + d) + ring buffers + activation + values + inputs
@@ -204,12 +205,24 @@ class Rows(Generic[Quantity]):
 
     # ---- Seconds
 
-    def seconds(self) -> Quantity:
-        """Return the seconds of all runs together."""
-        return self.variables.total(
+    def seconds(self: Rows[float]) -> float:
+        """Return the seconds of all runs together. The variables are numbers."""
+        slots = [
             self.slot_seconds(t) * interval.weight
             for t, interval in enumerate(self.program.intervals)
-        )
+        ]
+        return self.variables.total([*slots, self.first_touch_seconds(self.peak_bytes(0))])
+
+    def first_touch_seconds(self, peak_bytes: Quantity) -> Quantity:
+        """Return the seconds of all runs in which memory is written for the first time, if the most
+        bytes on the device are ``peak_bytes``.
+
+        Memory that was freed is used again, so each byte up to the peak takes its time once. A
+        single further run has the memory of the first run.
+        """
+        is_further = self.program.part == "further"
+        seconds = 0.0 if is_further else self.program.problem.hardware.first_touch_seconds
+        return peak_bytes * seconds
 
     def slot_seconds(self, t: int) -> Quantity:
         """Return D of interval ``t``, executed once."""

@@ -186,7 +186,7 @@ class _State:
             if (secondary := component.variants[0].secondary or group.secondary)
         }
         self.resident = {key for name, blocks in start_blocks for key in self._keys(name, blocks)}
-        self.now_seconds = 0.0
+        self.now_seconds, self.touched_bytes = 0.0, self._device_bytes(self.resident)
         self.events: list[Event] = []
         self.moments: list[Moment] = []
 
@@ -213,15 +213,20 @@ class _State:
             for action in slot.actions
             if isinstance(action, Stream)
         }
-        value_copies, copies_from = self._value_copies(index, slot)
         self.resident -= set(evicted)
         works, activation, values = self._works(index, slot, set(loads), ring_buffers)
         used_keys = {work.key for work in works}
-        disk = self._disk(slot, [*loads, *(work.key for work in works if work.source == "stream")])
         prefetch_keys = (key for key in loads if key not in used_keys)
+        weight_bytes = self._device_bytes(self.resident | set(loads))
+        ring_buffer = sum(round_up(nbytes, ALLOCATION_BYTES) for nbytes in ring_buffers.values())
+        peak_bytes = weight_bytes + ring_buffer + activation + values
+        first_touch_seconds = self._first_touch_seconds(peak_bytes)
+        self.now_seconds += first_touch_seconds
+        value_copies, copies_from = self._value_copies(index, slot)
+        disk = self._disk(slot, [*loads, *(work.key for work in works if work.source == "stream")])
         transfers, hops = self._transfers(slot)
         line = Timeline(
-            start,
+            self.now_seconds,
             works,
             prefetch_keys,
             self.sizes,
@@ -235,13 +240,11 @@ class _State:
             serial_copies=self.problem.hardware.serial_copies,
         )
         self.now_seconds = line.end_seconds
-        weight_bytes = self._device_bytes(self.resident | set(loads))
-        ring_buffer = sum(round_up(nbytes, ALLOCATION_BYTES) for nbytes in ring_buffers.values())
         host, pinned = self.host.slot(slot)
         report = SlotReport(
             phase=slot.phase,
             part=slot.part,
-            peak_bytes=weight_bytes + ring_buffer + activation + values,
+            peak_bytes=peak_bytes,
             resident_bytes=weight_bytes,
             ring_buffer_bytes=ring_buffer,
             activation_bytes=activation,
@@ -251,6 +254,7 @@ class _State:
             ),
             loaded_bytes=sum(self.sizes[key].nbytes for key in loads),
             seconds=self.now_seconds - start,
+            first_touch_seconds=first_touch_seconds,
             compute_seconds=sum(work.seconds for work in works),
             restored_bytes=sum(
                 event.nbytes for event in value_copies.values() if event.kind == "restore"
@@ -281,6 +285,13 @@ class _State:
         )
         self.resident |= set(loads)
         return report
+
+    def _first_touch_seconds(self, peak_bytes: int) -> float:
+        """Return the seconds in which a slot with ``peak_bytes`` writes memory that no slot before
+        it had."""
+        new_bytes = max(0, peak_bytes - self.touched_bytes)
+        self.touched_bytes += new_bytes
+        return new_bytes * self.problem.hardware.first_touch_seconds
 
     def _value_copies(self, index: int, slot: Slot) -> tuple[dict[int, Event], float]:
         """Return the spills and restores by action number, and the end of the last one.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -155,6 +156,24 @@ def test_probes_are_timed() -> None:
     assert calibrate_cpu.launch_seconds(0, pool) > 0
 
 
+@pytest.mark.parametrize(("available_chunks", "chunks"), [(1, 0), (5, 2), (9, 4)])
+def test_new_memory_is_written_in_at_most_half_of_what_is_available(
+    monkeypatch: pytest.MonkeyPatch, available_chunks: int, chunks: int
+) -> None:
+    sizes, allocate = list[int](), calibrate_cpu.anonymous_memory
+
+    def counted(nbytes: int) -> Any:
+        sizes.append(nbytes)
+        return allocate(nbytes)
+
+    nbytes = calibrate_cpu.TOUCH_BYTES
+    monkeypatch.setattr(calibrate_cpu, "available_bytes", lambda: available_chunks * nbytes)
+    monkeypatch.setattr(calibrate_cpu, "anonymous_memory", counted)
+    seconds = calibrate_cpu.first_touch_seconds(60.0)
+    assert sizes == [nbytes] * chunks
+    assert (seconds > 0) == bool(chunks)
+
+
 def test_a_profile_is_for_one_model_of_cpu_its_threads_and_one_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: Hardware
 ) -> None:
@@ -167,6 +186,7 @@ def test_a_profile_is_for_one_model_of_cpu_its_threads_and_one_torch(
     assert (profile.name, profile.basis) == ("cpu-measured", "measured")
     assert profile.disk_bytes_per_second == 1.5e9, "the rate while all cores compute"
     assert rates_of(profile).read_cpu_seconds == 0.03e-9
+    assert 0 < profile.first_touch_seconds < 1e-7
     assert rates_of(profile).threads == torch.get_num_threads()
     assert result["figures"]["disk_alone_bytes_per_second"] == 2e9
     assert not profiles.other_cpu_profiles(tmp_path)

@@ -167,3 +167,41 @@ def test_directives_are_obeyed_at_the_least_cost_that_brute_force_finds(seeds: r
         fits, plan, _, best = compared(seed, problem, Oracle(problem))
         assert check(fits, plan) == (), seed
         assert simulate(fits, plan).moved_bytes == best[1], seed
+
+
+@pytest.mark.parametrize("seeds", [range(start, start + 15) for start in range(0, 60, 15)], ids=str)
+def test_writing_new_memory_is_weighed_against_copies(seeds: range) -> None:
+    """Of all peaks within the budget, the plan has the one with the least sum of the seconds of
+    brute force and of `Hardware.first_touch_seconds` for each byte."""
+    preferred_less = 0
+    for seed in seeds:
+        problem = random_problem(seed)
+        overhead = problem.budget_bytes - problem.effective_bytes
+        oracle, byte_seconds = Oracle(problem), random.Random(seed).choice((1e-3, 4e-3, 1e-2))
+        budget = oracle.smallest_effective() + 6000
+        costs, peak = list[float](), budget
+        while (best := oracle.best(peak)) is not None:
+            fits = replace(problem, budget_bytes=peak + overhead)
+            answer = choose([Formulation(program_of(fits))])
+            assert answer is not None
+            peak = int(answer.rows.peak_bytes(0))
+            costs.append(best[0] + byte_seconds * peak)
+            peak -= 1
+        card = replace(problem.hardware, first_touch_seconds=byte_seconds)
+        touching = replace(problem, hardware=card, budget_bytes=budget + overhead)
+        answer = choose([Formulation(program_of(touching))])
+        assert answer is not None
+        assert answer.rows.seconds() == pytest.approx(min(costs), abs=1e-4), seed
+        assert answer.bound == pytest.approx(min(costs), abs=1e-3), seed
+        preferred_less += costs[0] > min(costs) + 1e-6
+        plan = plan_of(answer.program, answer.choice)
+        run = simulate(touching, plan)
+        assert run.seconds - simulate(without_touch(touching), plan).seconds == pytest.approx(
+            byte_seconds * run.peak_bytes
+        ), seed
+    assert preferred_less
+
+
+def without_touch(problem: Problem) -> Problem:
+    """``problem`` on a device where new memory takes no time."""
+    return replace(problem, hardware=replace(problem.hardware, first_touch_seconds=0.0))
