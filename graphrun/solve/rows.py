@@ -207,11 +207,10 @@ class Rows(Generic[Quantity]):
 
     def seconds(self: Rows[float]) -> float:
         """Return the seconds of all runs together. The variables are numbers."""
-        slots = [
-            self.slot_seconds(t) * interval.weight
-            for t, interval in enumerate(self.program.intervals)
-        ]
-        return self.variables.total([*slots, self.first_touch_seconds(self.peak_bytes(0))])
+        seconds = self.first_touch_seconds(self.peak_bytes(0))
+        for t, interval in enumerate(self.program.intervals):
+            seconds += self.slot_seconds(t) * interval.weight
+        return seconds
 
     def first_touch_seconds(self, peak_bytes: Quantity) -> Quantity:
         """Return the seconds of all runs in which memory is written for the first time, if the most
