@@ -291,12 +291,18 @@ def curve_for(
 ) -> Frontier:
     """Return `graphrun.solve.frontier.curve` through ``solution``, the plan of ``problem``.
 
-    Other plans are read from ``store`` and kept there. ``solution`` is not kept: it may be from a
-    file, which can claim any proof. ``step``: as for `fitting_for`.
+    Other plans are read from ``store``, else solved for quickly and not kept. ``step`` is called
+    with the budget as text before a solve.
     """
-    from graphrun.solve.frontier import curve  # imports highspy
+    from graphrun.solve.frontier import curve, quickly_solved  # imports highspy
 
-    return curve(problem, solution, lambda variant: fitting_for(variant, store, step))
+    def solve(variant: Problem) -> Solution | None:
+        if (stored_plan := _stored_plan(variant, store)) is not None:
+            return stored_plan
+        step(show_size(variant.budget_bytes))
+        return quickly_solved(variant)
+
+    return curve(problem, solution, solve)
 
 
 def _stored_plan(problem: Problem, store: Store | None) -> Solution | None:

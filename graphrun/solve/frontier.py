@@ -18,7 +18,8 @@ from graphrun.errors import InputError
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.solve.infeasible import smallest_budget, smallest_ram
-from graphrun.solve.pages import carried_over, solved
+from graphrun.solve.pages import carried_over, solved, sufficient_budget
+from graphrun.solve.strategies import without
 from graphrun.units import MIB, html_table, parse_size, show_seconds, show_size
 
 # Limit of `sizes_between` and `values_between`. Each budget is one solve, each value of an input
@@ -34,8 +35,8 @@ class FrontierPoint:
 
     ``solution`` is None if nothing fits. Seconds and bytes are from `simulate`, of all runs
     together; 0 without a plan. ``peak_bytes``: on that device. ``smallest_budget_bytes``,
-    ``smallest_ram_bytes``: the minimum VRAM and RAM for which a plan exists; the minimum VRAM is 0
-    for a secondary device, where it is not computed.
+    ``smallest_ram_bytes``: the minimum VRAM and RAM for which a plan exists. The minimum VRAM is 0
+    for a secondary device, and the minimum RAM for a plan of a `curve`: they are not computed.
     """
 
     budget_bytes: int
@@ -85,15 +86,19 @@ def frontier(
     budgets: Iterable[int],
     solve: Callable[[Problem], Solution | None] = solved,
     device: int = 0,
+    least_bytes: int | None = None,
 ) -> Frontier:
     """Return one point for each of ``budgets`` (bytes of VRAM of device number ``device``), in
     their order, infeasible budgets included.
 
     If the plan for a smaller budget is faster than the plan for a larger one, both points have it.
     ``solve``: returns a solution, or None if nothing fits. Budgets beyond the card's memory share
-    one plan.
+    one plan. ``least_bytes``: the minimum VRAM of the points, whose minimum RAM is not computed;
+    None: both are.
     """
-    least_bytes, budget_list = smallest_budget(problem) if not device else 0, list(budgets)
+    budget_list, counts_ram = list(budgets), least_bytes is None
+    if least_bytes is None:
+        least_bytes = smallest_budget(problem) if not device else 0
     capacity = (problem.secondaries[device - 1] if device else problem).hardware.capacity_bytes
     points, best, capacity_solution = dict[int, FrontierPoint](), None, None
     for budget in sorted(set(budget_list)):
@@ -118,13 +123,22 @@ def frontier(
                 )
                 or solution
             )
-        points[budget] = _point(budget_problem, budget, least_bytes, solution, device)
+        least_ram = smallest_ram(budget_problem) if counts_ram else 0
+        points[budget] = _point(budget_problem, (budget, least_bytes, least_ram), solution, device)
         best = solution
     return Frontier(points[budget] for budget in budget_list)
 
 
+def quickly_solved(problem: Problem) -> Solution | None:
+    """Return a plan as `solved` does, faster. The plan may be a few per cent slower."""
+    with without("refinement", "deeper ring buffers", "baselines", "layers", "paged baselines"):
+        return solved(problem)
+
+
 def curve(
-    problem: Problem, solution: Solution, solve: Callable[[Problem], Solution | None] = solved
+    problem: Problem,
+    solution: Solution,
+    solve: Callable[[Problem], Solution | None] = quickly_solved,
 ) -> Frontier:
     """Return the points of a drawn curve: its ends, ``solution`` (the plan of ``problem``, not
     solved again), and points between them.
@@ -150,14 +164,17 @@ def curve(
             middle = (low + high) // 2
             parts += [(low, middle), (middle, high)]
     return frontier(
-        problem, sorted(solutions), lambda budget_problem: solutions[budget_problem.budget_bytes]
+        problem,
+        sorted(solutions),
+        lambda budget_problem: solutions[budget_problem.budget_bytes],
+        least_bytes=minimum,
     )
 
 
 def curve_ends(problem: Problem) -> tuple[int, int]:
-    """Return the first and last budget of a curve of ``problem``, in bytes: the minimum budget, and
-    the budget with room for all components at once, at most the card's memory."""
-    minimum = smallest_budget(problem)
+    """Return the first and last budget of a curve of ``problem``, in bytes: `sufficient_budget`,
+    and the budget with room for all components at once, at most the card's memory."""
+    minimum = sufficient_budget(problem)
     weights = sum(
         max(component.weight_bytes(n) for n in problem.usable(component))
         for component in problem.components
@@ -189,9 +206,8 @@ def _seconds(solution: Solution) -> float:
 
 
 def _point(
-    problem: Problem, budget_bytes: int, least_bytes: int, solution: Solution | None, device: int
+    problem: Problem, sizes: tuple[int, int, int], solution: Solution | None, device: int
 ) -> FrontierPoint:
-    sizes = (budget_bytes, least_bytes, smallest_ram(problem))
     if solution is None:
         return FrontierPoint(*sizes, None, device=device)
     simulation = solution.simulation

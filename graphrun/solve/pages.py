@@ -157,12 +157,12 @@ def _fastest_in_pages(problem: Problem) -> Solution | None:
         return min(solution, _on_first_device(problem, solution) or solution, key=_seconds)
     if solution is not None or bound is None:
         return solution
-    minimum = _least(_without_budget(problem))
-    return (
-        carried_over(problem, minimum, bound)
-        if minimum is not None and _peak_bytes(minimum) <= problem.effective_bytes
-        else None
-    )
+    unlimited = _without_budget(problem)
+    for is_proven in (False, True):
+        minimum = _least(unlimited) if is_proven else _small(unlimited)[0]
+        if minimum is not None and _peak_bytes(minimum) <= problem.effective_bytes:
+            return carried_over(problem, minimum, bound)
+    return None
 
 
 def _on_first_device(problem: Problem, reference: Solution) -> Solution | None:
@@ -188,24 +188,49 @@ def smallest_budget(problem: Problem) -> int:
     If the host budgets allow no plan at all: the minimum with unlimited host budgets. 0 if a
     component has no usable variant.
     """
-    minimum = _least(_without_budget(problem)) if problem.counts_pages else None
-    return (
-        smallest_tensor_budget(problem)
-        if minimum is None
-        else problem.budget_for(minimum.simulation.peak_bytes)
-    )
+    return _budget_of(problem, _least(_without_budget(problem)) if problem.counts_pages else None)
+
+
+def sufficient_budget(problem: Problem) -> int:
+    """Return a VRAM budget for which a plan exists, in bytes: usually `smallest_budget`, and
+    without the proof that nothing fits into less, which takes several times as long."""
+    small = _small(_without_budget(problem))[0] if problem.counts_pages else None
+    return _budget_of(problem, small)
+
+
+def _budget_of(problem: Problem, solution: Solution | None) -> int:
+    if solution is None:
+        return smallest_tensor_budget(problem)
+    return problem.budget_for(solution.simulation.peak_bytes)
 
 
 @functools.lru_cache(maxsize=8)
 def _least(problem: Problem) -> Solution | None:
-    """Return the plan of least memory found.
+    """Return the plan of least memory found: solve one byte below the peak of `_small` and of
+    every plan that is found then, until there is none."""
+    minimum, floor_bytes = _small(problem)
+    while minimum is not None:
+        budget = problem.budget_for(_peak_bytes(minimum))
+        solution, _ = (
+            _within_pages(_with_budget(problem, budget - 1))
+            if budget > floor_bytes
+            else (None, None)
+        )
+        if solution is None:
+            break
+        minimum = solution
+    return minimum
 
-    First solve at the minimum budget of the program, with the page overhead of the replay set
-    aside, until a plan fits its budget. Then solve one byte below the best peak, until no plan is
-    found.
+
+@functools.lru_cache(maxsize=8)
+def _small(problem: Problem) -> tuple[Solution | None, int]:
+    """Return a plan of little memory, and the minimum budget of the program, in bytes.
+
+    Solves at that minimum with the page overhead of the replay set aside, until a plan fits its
+    budget.
     """
     if not has_usable_variants(problem):
-        return None
+        return None, 0
     solutions = list[Solution]()
     floors = list[int]()
     reserve = dict[tuple[str, str], int]()
@@ -233,18 +258,13 @@ def _least(problem: Problem) -> Solution | None:
         if not overheads:
             break
         reserve |= overheads
-    minimum = min(solutions, key=_peak_bytes, default=None)
-    while minimum is not None and (budget := problem.budget_for(_peak_bytes(minimum))) > floors[0]:
-        solution, _ = _within_pages(_with_budget(problem, budget - 1))
-        if solution is None:
-            break
-        minimum = solution
-    return minimum
+    return min(solutions, key=_peak_bytes, default=None), floors[0]
 
 
 def forget_least() -> None:
     """Forget the plans of least memory that were found before."""
     _least.cache_clear()
+    _small.cache_clear()
 
 
 def _seconds(solution: Solution) -> float:

@@ -175,6 +175,10 @@ def _intervals(
         else None
         for component, variant_choice in zip(components, variant_choices, strict=True)
     ]
+    seconds_by_choice = [
+        block_seconds(use, component) if use else []
+        for use, component in zip(uses, components, strict=True)
+    ]
     pairs = [(uses[group.variant_choice], group.index) for group in groups]
     parts: tuple[tuple[SlotPart, int, int], ...] = (
         ("load", 0, 0),
@@ -235,7 +239,7 @@ def _intervals(
             off_device_seconds=tuple(off_device_seconds),
             secondary_bytes=tuple(secondary_bytes),
             block_seconds=tuple(
-                block_seconds(use, components[group.variant_choice])[group.index]
+                seconds_by_choice[group.variant_choice][group.index]
                 if use and group.mirror < 0
                 else 0.0
                 for group, (use, _) in zip(groups, pairs, strict=True)
