@@ -253,8 +253,9 @@ def page(recorded: dict[str, Record]) -> str:
         "also the benchmark's digests of every value. Plans do not count it.",
         "",
         "Without digests, a first and a second run took "
-        f"{_walls(results['flux-dev host within 8G'])} s at {list(parts)[0]} GiB and {_walls(host)} s at {list(parts)[1]} GiB (wall time). The "
-        "first run copies the weights into pinned memory. With everything resident, diffusers' own "
+        f"{_walls(results['flux-dev host within 8G'])} s at {list(parts)[0]} GiB and "
+        f"{_walls(host)} s at {list(parts)[1]} GiB (wall time). The first run copies "
+        "the weights into pinned memory. With everything resident, diffusers' own "
         f"pipeline took {resident['plain pipeline, seconds']:.2f} s; its first decode in a process "
         f"took {decode['seconds']:.2f} s, since kernels are loaded then.",
         "",
