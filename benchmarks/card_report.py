@@ -238,7 +238,8 @@ def page(recorded: dict[str, Record]) -> str:
         "",
         f"The second run at {next(iter(parts))} GiB; copies overlap calls. A step of the "
         f"transformer takes {statistics.median(steps[1:]):.3f} s, planned "
-        f"{use['seconds_per_call']:.3f}, and copies take what was planned. The whole run takes longer, for three reasons:",
+        f"{use['seconds_per_call']:.3f}, and copies take what was planned. The whole run takes "
+        "longer, for three reasons:",
         "",
         f"- Mapping and unmapping pages: at {list(parts)[1]} GiB {mapping:.2f} s of "
         f"{_wall(host):.2f}, about 0.07 ms to map or unmap a page of 20 MiB. "
