@@ -97,7 +97,9 @@ def models_table(models: Record) -> Iterator[str]:
     )
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |"
     for name, parts in models.items():
-        peaks, pairs, picture = [], [], "-"
+        peaks: list[str] = []
+        pairs: list[tuple[int, int]] = []
+        picture = "-"
         for key in ("budget", "resident"):
             part = parts.get(key, {})
             if "replayed" not in part:
