@@ -58,7 +58,7 @@ def over(slot: Record) -> int:
 def memory_table(parts: dict[str, Record]) -> Iterator[str]:
     """Yield a row per budget: bytes, and seconds of the whole run."""
     yield (
-        "| budget, GiB | planned peak | measured peak | of the budget, with context | GB copied "
+        "| budget, GiB | planned peak, bytes | measured | of the budget, with context | GB copied "
         "| planned, s | measured, s | picture |"
     )
     yield "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |"
@@ -75,47 +75,48 @@ def memory_table(parts: dict[str, Record]) -> Iterator[str]:
 
 
 def slot_table(part: Record) -> Iterator[str]:
-    """Yield a row per slot of the last run."""
-    yield (
-        "| slot | planned peak, MiB | measured | planned, s | calls, measured | copies, measured "
-        "| whole slot, measured |"
-    )
-    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    """Yield a row per slot of the last run that computes or copies."""
+    yield "| slot | planned, s | measured | in calls | copying |"
+    yield "| --- | ---: | ---: | ---: | ---: |"
     for slot in part["runs"][-1]["slots"]:
-        plan = slot["planned"]
+        if slot["seconds"] < 0.0005:
+            continue
         yield (
-            f"| {slot['slot'].strip()} | {plan['peak_bytes'] / MIB:,.1f} "
-            f"| {slot['peak_bytes'] / MIB:,.1f} | {plan['seconds']:.3f} "
-            f"| {slot['run_seconds']:.3f} | {slot['copy_busy_seconds']:.3f} "
-            f"| {slot['seconds']:.3f} |"
+            f"| {slot['slot'].strip()} | {slot['planned']['seconds']:.3f} "
+            f"| {slot['seconds']:.3f} | {slot['run_seconds']:.3f} "
+            f"| {slot['copy_busy_seconds']:.3f} |"
         )
 
 
 def models_table(models: Record) -> Iterator[str]:
-    """Yield a row per model and plan: bytes that the card took and that this version plans."""
+    """Yield a row per model: bytes that the card took and that this version plans, within the
+    budget and with the whole card."""
     yield (
-        "| graph | plan | slots equal | peak planned, MiB | peak measured | largest slot over plan "
-        "| same bits as within the budget |"
+        "| graph | budget, GiB | planned, MiB | measured | whole card: planned | measured "
+        "| slots equal | largest over plan, MiB | same bits |"
     )
-    yield "| --- | --- | ---: | ---: | ---: | ---: | --- |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |"
     for name, parts in models.items():
+        peaks: list[str] = []
+        pairs: list[tuple[int, int]] = []
+        picture = "-"
         for key in ("budget", "resident"):
             part = parts.get(key, {})
             if "replayed" not in part:
+                peaks += ["-", "-"]
                 continue
             planned_bytes = part["replayed"]["peak_bytes"]
             measured_bytes = [slot["peak_bytes"] for slot in part["runs"][-1]["slots"]]
-            pairs = list(zip(measured_bytes, planned_bytes, strict=True))
+            pairs += zip(measured_bytes, planned_bytes, strict=True)
+            peaks += [f"{max(sizes) / MIB:,.0f}" for sizes in (planned_bytes, measured_bytes)]
             bits = [bit for run in part["runs"] for bit in run["same_bits_as_resident"].values()]
-            picture = "" if key == "budget" else "equal" if bits and all(bits) else "not compared"
-            budget = parts["prepare"]["budget_bytes"] / GIB
-            yield (
-                f"| {name} | {f'{budget:.3g} GiB' if key == 'budget' else 'all of the card'} "
-                f"| {sum(a == b for a, b in pairs)} of {len(pairs)} "
-                f"| {max(planned_bytes) / MIB:,.0f} | {max(measured_bytes) / MIB:,.0f} "
-                f"| {max(0, *(a - b for a, b in pairs)) / MIB:+.0f} MiB "
-                f"| {picture} |"
-            )
+            if key == "resident":
+                picture = "equal" if bits and all(bits) else "not compared"
+        yield (
+            f"| {name} | {parts['prepare']['budget_bytes'] / GIB:.3g} | {' | '.join(peaks)} "
+            f"| {sum(a == b for a, b in pairs)} of {len(pairs)} "
+            f"| {max(0, *(a - b for a, b in pairs)) / MIB:.0f} | {picture} |"
+        )
 
 
 def model_slots(models: Record) -> list[tuple[int, int]]:
@@ -138,27 +139,23 @@ def models_text(models: Record) -> list[str]:
     return [
         "## Other models at full size",
         "",
-        f"{len(models)} graphs at their full size and usual inputs, random weights, two denoising "
-        "steps (`benchmarks/card.sh models`). Each plan ran within its budget, or within the "
-        "minimum VRAM where that is more, and with the whole card. The table compares what the "
-        "card took with what this version plans for the slots of the plan that ran "
-        "(`benchmarks/card_models.py`; a part of it in `tests/profile/test_allocator.py`).",
+        f"{len(models)} graphs at full size with their usual inputs, random weights and two "
+        "denoising steps (`benchmarks/card.sh models`), each within a budget and with the whole "
+        "card. The table shows the peaks that this version plans for the slots of the plan that "
+        "ran, and the measured ones (`benchmarks/card_models.py`, "
+        "`tests/profile/test_allocator.py`). *Same bits*: the output with the whole card and the "
+        "one within the budget. `-`: not run.",
         "",
         *models_table(models),
         "",
         f"- Of {len(pairs)} slots, {sum(a == b for a, b in pairs)} are equal to the byte and "
         f"{sum(a < b for a, b in pairs)} took less than planned. {len(over_bytes)} took more, at "
         f"most {max(over_bytes) / MIB:.0f} MiB, and none of them is the peak of its plan.",
-        "- CogView4's and Qwen-Image's text encoders took less because a plan has room for the "
-        "longest prompt. cuDNN takes up to 16.5 MiB of scratch that depends on a convolution's "
-        "shape in ways we could not derive; plans count the most.",
-        "- When these plans were made, plans did not yet know what the first of them showed: SDXL, "
-        "SD3.5, Wan and HunyuanVideo 1.5 took 116 to 4,900 MiB more than planned. The causes were "
-        "copies that cuDNN makes in convolutions, the order in memory of attention's results, "
-        "boolean masks, which attention converts, and layer norms, which copy an input that is not "
-        "contiguous. 874 kernels, measured one by one, gave the rules "
-        "(`benchmarks/card_kernels.py`, `tests/profile/test_corrections.py`). Plans made with them "
-        "kept their cap in all runs.",
+        "- Text encoders of CogView4 and Qwen-Image took less because a plan has room for the "
+        "longest prompt. cuDNN takes up to 16.5 MiB of scratch per convolution, by rules that are "
+        "unknown; plans count the most.",
+        "- The rules for scratch on this card come from 874 kernels, measured one by one "
+        "(`benchmarks/card_kernels.py`, `tests/profile/test_corrections.py`).",
         "",
     ]
 
@@ -217,60 +214,50 @@ def page(recorded: dict[str, Record]) -> str:
         "",
         "Peaks are bytes that PyTorch's allocator reserved, without cuBLAS's workspace. *Of the "
         "budget, with context*: what the whole process took of the card, over the budget. The last "
-        "budget is the minimum VRAM of the plan. Each plan ran twice.",
+        "budget is the minimum VRAM. Each plan ran twice.",
         "",
-        f"- Of {len(big_slots)} slots, {exact(big_slots)} reserved exactly the "
-        "planned bytes. The others: "
-        + "; ".join(
-            f"{slot['slot'].strip()}, {over(slot) / MIB:+.0f} MiB of "
-            f"{slot['planned']['peak_bytes'] / MIB:,.0f}"
-            for slot in different
-        )
-        + ". No run exceeded the cap for tensors.",
+        f"- Of {len(big_slots)} slots, {exact(big_slots)} reserved exactly the planned bytes. "
+        f"{len(different)} reserved more, at most "
+        f"{max(over(slot) for slot in different) / MIB:.0f} MiB: load slots in a process's first "
+        "run, and the denoiser, whose RMS norms were planned as several kernels. Plans now count "
+        "one kernel, and match the second runs to the byte (`tests/profile/test_allocator.py`). No "
+        "run exceeded its limit for tensors.",
         f"- Of {len(small_slots)} slots of small FLUX and SDXL, "
         f"{exact(small_slots)} reserved exactly the planned bytes.",
-        "- Of two runs, the first and the last budget, the card recorded all "
+        "- In two runs, with the first and the last budget, the card recorded "
         f"{allocators[0]['events']:,} and {allocators[1]['events']:,} allocations, releases and "
-        "pages. Replayed through graphrun's model of the allocator, the model and the card reserve "
-        f"the same bytes at each of them (largest difference {_largest(allocators)} B, "
-        f"peaks {allocators[0]['peak_reserved_bytes']:,} and "
-        f"{allocators[1]['peak_reserved_bytes']:,} B with cuBLAS's workspace).",
-        "- The slots of the denoiser that reserved more: on the card an RMS norm is one kernel "
-        "with one result, and these plans counted its operators with their fp32 copies. Plans "
-        "count the kernel now, and give for each slot of the second runs the bytes that the card "
-        "reserved "
-        "(`tests/profile/test_allocator.py`). The load slots reserved more in the first run of a "
-        "process only.",
+        "pages. graphrun's model of the allocator reserves the same bytes as the card at each of "
+        f"them (largest difference {_largest(allocators)} B).",
         "- The process took up to "
-        f"{max(_context(part) for part in parts.values()) / 1e6:.0f} MB beside the allocator (CUDA "
-        f"context and loaded kernels); budgets count {CONTEXT_BYTES['hopper'] / 1e6:.0f} MB.",
+        f"{max(_context(part) for part in parts.values()) / 1e6:.0f} MB next to the allocator "
+        "(CUDA context and loaded kernels); budgets count "
+        f"{CONTEXT_BYTES['hopper'] / 1e6:.0f} MB.",
         "",
         *models_text(recorded["models"]["models"]["results"]),
         "## Seconds",
         "",
         *slot_table(next(iter(parts.values()))),
         "",
-        f"The second run at {next(iter(parts))} GiB. Copies and the transformer's calls take what "
-        f"was planned: a step {statistics.median(steps[1:]):.3f} s, planned "
-        f"{use['seconds_per_call']:.3f}. The whole run takes longer than planned, for three "
-        "reasons:",
+        f"The second run at {next(iter(parts))} GiB; copies overlap calls. A step of the "
+        f"transformer takes {statistics.median(steps[1:]):.3f} s, planned "
+        f"{use['seconds_per_call']:.3f}, and copies take what was planned. The whole run takes "
+        "longer, for three reasons:",
         "",
-        f"- Mapping and unmapping pages. At {list(parts)[1]} GiB the host was in the allocator for "
-        f"{mapping:.2f} s of {_wall(host):.2f}, about 0.07 ms for each page of 20 MiB that it maps "
-        "and as much to unmap it. Slots that only load map pages while others are copied. Plans do "
-        "not count it.",
+        f"- Mapping and unmapping pages: at {list(parts)[1]} GiB {mapping:.2f} s of "
+        f"{_wall(host):.2f}, about 0.07 ms to map or unmap a page of 20 MiB. "
+        "Plans do not count it.",
         f"- The VAE: planned {_decode(parts)['planned']['compute_seconds']:.3f} s, measured "
         f"{_decode(parts)['run_seconds']:.3f} s. Half of it, {norm['seconds']:.3f} s, is the "
         "kernel that computes the means of group norms ([costs](estimating.md#seconds)).",
-        "- Host work in a slot outside of calls: tokenizer, scheduler, the picture to PIL. In this "
-        "table also the benchmark's digests of every value. Plans do not count it.",
+        "- Host work outside of calls: tokenizer, scheduler, the picture to PIL; in this table "
+        "also the benchmark's digests of every value. Plans do not count it.",
         "",
-        f"Without digests, runs took {_walls(results['flux-dev host within 8G'])} s at "
-        f"{list(parts)[0]} GiB and {_walls(host)} s at {list(parts)[1]} GiB (wall time of the "
-        "first and the second). In the first, the host copies the weights into pinned memory. "
-        f"Everything resident, diffusers' own pipeline took {resident['plain pipeline, seconds']} "
-        f"s. The first decode in a process took {decode['seconds']:.2f} s, since its kernels are "
-        "loaded then.",
+        "Without digests, a first and a second run took "
+        f"{_walls(results['flux-dev host within 8G'])} s at {list(parts)[0]} GiB and "
+        f"{_walls(host)} s at {list(parts)[1]} GiB (wall time). The first run copies "
+        "the weights into pinned memory. With everything resident, diffusers' own "
+        f"pipeline took {resident['plain pipeline, seconds']:.2f} s; its first decode in a process "
+        f"took {decode['seconds']:.2f} s, since kernels are loaded then.",
         "",
         "## Next to other tools",
         "",
@@ -322,9 +309,9 @@ def _peer_lines(peers: Record) -> Iterator[str]:
     comparison = peers["peers"]["results"]
     reference = comparison["reference"]
     yield (
-        "FLUX.1-dev again, in a process of its own for each row, two runs, without digests. The "
-        "cap is that of PyTorch's allocator. Weights are in pageable host memory before the first "
-        f"run. Everything resident takes {reference['resident_peak_bytes'] / GIB:.1f} GiB."
+        "FLUX.1-dev, two runs in a new process per row. The cap is the limit of PyTorch's "
+        "allocator. Weights are in pageable host memory before the first run. Everything resident "
+        f"takes {reference['resident_peak_bytes'] / GIB:.1f} GiB."
     )
     yield ""
     yield "| cap, GiB | tool | first run, s | second, s | allocated at most, GiB | picture |"
@@ -347,10 +334,10 @@ def _peer_lines(peers: Record) -> Iterator[str]:
         yield f"| {cap} | {cell['tool']} | {first} | {second} | {peak:.2f} | {equal} |"
     yield ""
     yield (
-        "graphrun begins and ends each of these runs with nothing on the card. Its rows are of "
-        "the version before slots mapped pages while copying. Not run in the time that was left: "
-        "`graphrun.attach` at this size, a graphrun session, diffusers-mm, accelerate's dispatch "
-        "(`benchmarks/card.sh peers`)."
+        "graphrun begins and ends each run with nothing on the card. Its rows are of an earlier "
+        "version, which did not map pages while copying. Not measured: `graphrun.attach` at this "
+        "size, a graphrun session, diffusers-mm, accelerate's dispatch (`benchmarks/card.sh "
+        "peers`)."
     )
 
 
@@ -364,15 +351,15 @@ def _small_lines(check: Record) -> Iterator[str]:
     assert equal
     names = {"flux": "FLUX", "sdxl": "SDXL", "wan": "Wan"}
     yield (
-        f'After `graphrun.attach(pipe, vram="1G")`, small {", ".join(names[m] for m in models)} '
-        "gave the picture of diffusers' own pipeline on the card, bit for bit, in two calls."
+        f'With `graphrun.attach(pipe, vram="1G")`, small {", ".join(names[m] for m in models)} '
+        "give the picture of diffusers' own pipeline, bit for bit, in two calls."
     )
     yield ""
     yield (
         "`graphrun run` of small FLUX with its transformer in int8 (bitsandbytes) reserved the "
         "planned bytes in every phase. Its first run in a process takes "
-        f"{_done(check['run, int8'])}, and that in bfloat16 {_done(check['run, bfloat16'])}: CUDA "
-        "loads each kernel when it is first used, which plans do not count."
+        f"{_done(check['run, int8'])}, in bfloat16 {_done(check['run, bfloat16'])}: CUDA loads "
+        "each kernel at its first use, which plans do not count."
     )
 
 
@@ -386,7 +373,7 @@ def _rate_lines(rates: Record) -> Iterator[str]:
     figures = rates["calibrate"]["output"]["figures"]
     machine = rates["machine"]["results"]["machine"]
     assumed = rates["calibrate"]["output"]["assumed"]
-    yield "| | measured | data-sheet estimate |"
+    yield "| | measured | estimate |"
     yield "| --- | ---: | ---: |"
     for name, key in (
         ("pinned memory to card, GB/s", "h2d_bytes_per_second"),
