@@ -13,6 +13,7 @@ import inspect
 import json
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from html import escape
@@ -258,13 +259,20 @@ session after the first. A slot ends with a barrier: what comes after it waits f
 
 def commands() -> str:
     whole = typer.main.get_command(cli.app)
+    rows = {path: list(options(command)) for path, command in listed(whole, ())}
+    counts = Counter(row for command_rows in rows.values() for row in command_rows)
+    shared = [row for row, count in counts.items() if count > 2]
     text = f"""# Commands
 
-{MADE}{markdown(whole.help or "")} [Errors and exit codes](errors.md). A GRAPH is a YAML file, the \
-name of one of graphrun's own
-graphs, or a plan saved with `-o`.
+{MADE}`graphrun COMMAND --help` prints the same. [Exit codes](errors.md). GRAPH is a graph file, the \
+name of a graph (`graphrun list`), or a plan saved with `-o`.
 
 {table("option before the command | meaning", options(whole))}
+## Shared options
+
+Each command below names the shared options that it takes.
+
+{table("option | meaning", iter(shared))}
 """
     for path, command in listed(whole, ()):
         arguments = " ".join(
@@ -275,8 +283,10 @@ graphs, or a plan saved with `-o`.
         usage = f"graphrun {' '.join(path)} [OPTIONS] {arguments}".rstrip()
         text += f"## graphrun {' '.join(path)}\n\n`{usage}`\n\n"
         text += f"{markdown(command.help or '')}\n\n"
-        if rows := list(options(command)):
-            text += table("option | meaning", iter(rows)) + "\n"
+        if names := [row[0].split(" ")[0].strip("`,") for row in rows[path] if row in shared]:
+            text += f"Shared options: {', '.join(f'`{name}`' for name in names)}.\n\n"
+        if others := [row for row in rows[path] if row not in shared]:
+            text += table("option | meaning", iter(others)) + "\n"
     return text.rstrip() + "\n"
 
 
@@ -296,7 +306,10 @@ def argument(parameter: Any) -> str:
 def options(command: Any) -> Iterator[tuple[str, str]]:
     for parameter in command.params:
         if parameter.param_type_name == "option" and not parameter.hidden:
-            names = ", ".join(f"`{name}`" for name in [*parameter.opts, *parameter.secondary_opts])
+            metavar = f" {parameter.metavar}" if parameter.metavar else ""
+            names = ", ".join(
+                f"`{name}{metavar}`" for name in [*parameter.opts, *parameter.secondary_opts]
+            )
             default = (
                 parameter.default
                 if isinstance(parameter.default, (str, int, float))
