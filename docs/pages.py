@@ -264,8 +264,8 @@ def commands() -> str:
     shared = [row for row, count in counts.items() if count > 2]
     text = f"""# Commands
 
-{MADE}`graphrun COMMAND --help` prints the same. [Exit codes](errors.md). GRAPH is a graph file, the \
-name of a graph (`graphrun list`), or a plan saved with `-o`.
+{MADE}`graphrun COMMAND --help` prints the same. [Exit codes](errors.md). GRAPH is a graph file, \
+the name of a graph (`graphrun list`), or a plan saved with `-o`.
 
 {table("option before the command | meaning", options(whole))}
 ## Shared options

@@ -28,7 +28,7 @@ ClusterFile = Annotated[
 ObjectiveOption = Annotated[
     str | None,
     typer.Option(
-        help="With --cluster: best throughput, or best latency of one item.",
+        help="With --cluster: throughput (of many requests) or latency (of one).",
         metavar="WHICH",
         show_default="throughput",
     ),
