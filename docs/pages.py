@@ -83,7 +83,7 @@ def type_of(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
     """The type of a key in words."""
     if "$ref" in schema:
         return (
-            f"a [{title(schema['$ref'].rpartition('/')[2])}](#"
+            f"[{title(schema['$ref'].rpartition('/')[2])}](#"
             f"{title(schema['$ref'].rpartition('/')[2]).replace(' ', '-')})"
         )
     if "enum" in schema or "const" in schema:
@@ -102,7 +102,10 @@ def type_of(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
             return f"list of {type_of(schema['items'], defs)}"
         case "object":
             pattern = next(iter(schema.get("patternProperties", {}).values()), None)
-            return f"names, each with {type_of(pattern, defs)}" if pattern else "mapping"
+            pattern = pattern or schema.get("additionalProperties")
+            return (
+                f"mapping of {type_of(pattern, defs)}" if isinstance(pattern, dict) else "mapping"
+            )
         case None:
             return "anything"
         case kind:
@@ -117,7 +120,10 @@ def title(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", " ", name.removesuffix("Spec")).lower()
 
 
-def keys(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+def keys(
+    schema: Mapping[str, Any], defs: Mapping[str, Any], sections: dict[tuple[str, str], str]
+) -> Iterator[tuple[str, ...]]:
+    """The rows of a definition. ``sections``: for a key and its description, where it is."""
     required = schema.get("required", ())
     for key, value in schema["properties"].items():
         default = value.get("default")
@@ -128,25 +134,29 @@ def keys(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> Iterator[tuple[s
             if default in (None, [], {})
             else f"`{json.dumps(default)}`"
         )
-        yield f"`{key}`", type_of(value, defs), default_text, value["description"]
+        meaning, name = value["description"], title(schema["title"])
+        section = sections.setdefault((key, meaning), name)
+        if section != name and len(meaning) > 50:
+            meaning = f"As for [{section}](#{section.replace(' ', '-')})."
+        yield f"`{key}`", type_of(value, defs), default_text, meaning
 
 
 def graph_file() -> str:
     whole = GraphSpec.model_json_schema()
-    defs = whole["$defs"]
+    defs, sections = whole["$defs"], dict[tuple[str, str], str]()
     text = f"""# Graph file
 
-{MADE}A graph is a YAML file: what a run may be given (`inputs`), modules with weights \
-(`components`), what has none (`parts`), and
-the `stages` whose references make the DAG. `graphrun schema` prints this page as a JSON Schema; \
-an editor with a YAML language
-server completes and checks by it, as the first line of each file of graphrun's own says. Unknown \
-keys are refused with their line.
-[Write a graph](howto/write-a-graph.md) goes through one.
+{MADE}A graph is a YAML file. It lists what a run is given (`inputs`), modules with weights \
+(`components`), objects without weights (`parts`),
+and the `stages`, whose references form a DAG. [Write a graph](howto/write-a-graph.md) is a guide.
+
+`graphrun schema` prints this page as a JSON Schema, for completion and checks in an editor. The \
+first line of each file in `graphs/` names it.
+Unknown keys are refused with their line.
 
 ## graph
 
-{table("key | type | default | meaning", keys(whole, defs))}
+{table("key | type | default | meaning", keys(whole, defs, sections))}
 """
     order = (
         "InputSpec",
@@ -164,20 +174,18 @@ keys are refused with their line.
         definition = defs[name]
         text += (
             f"## {title(name)}\n\n{markdown(definition['description'])}"
-            f"\n\n{table('key | type | default | meaning', keys(definition, defs))}\n"
+            f"\n\n{table('key | type | default | meaning', keys(definition, defs, sections))}\n"
         )
     return (
         text
         + f"""## ops
 
-Arguments with their kinds; those in bold are required. `call` and `block` take and return more: \
-what the pipeline's class does.
-`depth` needs a component `depth_estimator` and a part `depth_processor` ([an \
-example](howto/adapters.md#controlnet)).
+Arguments in bold are required. `call` and `block` also take and return what the pipeline's class \
+does. `depth` needs a component
+`depth_estimator` and a part `depth_processor` ([example](howto/adapters.md#controlnet)).
 
 {table("op | arguments | outputs | options", ops())}
-An option is an alternative way to run a stage. `slicing` changes no output; the others need \
-`--allow`.
+An option is another way to run a stage. `slicing` keeps the output; the others need `--allow`.
 """
     )
 
@@ -205,26 +213,24 @@ def plan_text() -> str:
     choices = {
         "finds": "On the device when the first slot begins.",
         "leaves": "On the device when a run of a session ends.",
-        "variant": "The precision, backing store and computing device of a component that has "
-        "several.",
-        "split": "Blocks in a row of a component that compute on a further device; they are the "
-        "groups `NAME@1` then.",
-        "option": "The option that a stage is run with.",
-        "order": "The order of the stages, where it is not the graph's.",
+        "variant": "Precision, backing store and computing device of a component that has several.",
+        "split": "Consecutive blocks of a component that compute on a secondary device, as the "
+        "groups `NAME@1`.",
+        "option": "The option of a stage.",
+        "order": "The order of the stages, if it is not the graph's.",
     }
     rows = ((f"`{plan.CHOICE_LINES[name][1]}`", meaning) for name, meaning in choices.items())
     return f"""# Plan text
 
-{MADE}A plan is a text: a JSON plan file has it, line by line, under `actions`. It says what is \
-done and when, and no peak and no
-time: `graphrun check plan.json` computes these, and refuses a text that breaks a rule. [Read a \
-plan](tutorial/read-a-plan.md)
-explains one.
+{MADE}A plan is a text that says what is done and when. A saved plan has it, line by line, under \
+`actions`. `graphrun check plan.json`
+computes its peaks and seconds, and refuses a text that breaks a rule. [Read a \
+plan](tutorial/read-a-plan.md) explains an example.
 
 ```text
-plan 5f0c1de2a9b34c77                          the digest of the problem that it is for
+plan 5f0c1de2a9b34c77                          digest of the problem
 variant transformer nf4 pinned device
-slot denoise/0:transformer steady x27          27 calls, all but the first
+slot denoise/0:transformer steady x27          the 27 calls after the first
   stream transformer keep transformer_blocks[0,8,16] ring buffer 680 MiB
   load vae all from pinned
   run
@@ -242,9 +248,9 @@ BLOCKS   = "all" | "none" | GROUP "[" INDICES "]" {{ GROUP "[" INDICES "]" }}
 INDICES  = N | N "-" N, joined by ","
 ```
 
-One line each; `#` starts a comment; blank lines and indentation do not count. `again` comes \
-before the slots of every run of a
-session after the first. A slot ends with a barrier: what comes after it waits for its copies.
+One line each. `#` starts a comment. Blank lines and indentation are ignored. `again` comes before \
+the slots of the later runs of a
+session. A slot ends with a barrier: the next slot waits for its copies.
 
 ## Choices
 
@@ -347,15 +353,13 @@ def errors_page() -> str:
     assert {error.exit_code for error in public_errors} | {Infeasible.exit_code} <= set(EXIT_CODES)
     return f"""# Errors and exit codes
 
-{MADE}An error that graphrun raises on purpose is a `graphrun.GraphrunError`. Its message says \
-what is wrong, where (`file:line`),
-and what to do, with the flag to type. Import the classes from `graphrun`. The command line prints \
-the message without a
-traceback; a traceback is a bug.
+{MADE}graphrun's errors are `graphrun.GraphrunError`s. The message says what is wrong, where \
+(`file:line`), and what to type. The command line prints
+it without a traceback; a traceback is a bug. Import the classes from `graphrun`.
 
 {table("exit code | meaning", ((str(code), meaning) for code, meaning in EXIT_CODES.items()))}
 {table("class | is a | exit code | raised when", rows)}
-With `--json`, a budget that nothing fits is also printed as data ([keys](json.md#nothing-fits)).
+With `--json`, exit code 3 also prints the reasons as data ([keys](json.md#nothing-fits)).
 """
 
 
