@@ -35,7 +35,7 @@ CLASSES = (
 )
 HEADS = {
     "attached": (
-        "| class | family | generous budget | least budget | another text | detached "
+        "| class | family | ample VRAM | minimum VRAM | another text | detached "
         "|\n|---|---|---|---|---|---|\n"
     ),
     "features": (
@@ -85,7 +85,7 @@ def attached_row(name: str) -> str:
     plain = case.build()
     want = case.call(plain)
     texts = [] if other is None else [(other, other.call(plain))]
-    anew, failed = [False, False], [False, False]
+    replanned, failed = [False, False], [False, False]
     cells = {"calls": [True, True], "texts": [True, True], "detached": [True, True]}
     for number, budget_bytes in enumerate((AMPLE_BYTES, least_bytes(case))):
         pipe, device = case.build(), SimulatedDevice(Machine())
@@ -102,21 +102,21 @@ def attached_row(name: str) -> str:
                 assert device.allocated_bytes == attachment.held_bytes
                 assert attachment.trace.overruns == ()
                 assert attachment.trace.peak_bytes <= budget_bytes
-                anew[number] |= attachment.replans != ()
+                replanned[number] |= attachment.replans != ()
             failed[number] = False
         cells["detached"][number] = (
             device.allocated_bytes == 0 and type(pipe) is case.kind and equal(case.call(pipe), want)
         )
-    calls = ["three calls equal" if is_same else "differs" for is_same in cells["calls"]]
+    calls = ["equal" if is_same else "differs" for is_same in cells["calls"]]
     calls = [
-        f"{cell}, planned again within one" if new_cell else cell
-        for cell, new_cell in zip(calls, anew, strict=True)
+        f"{cell}, replanned" if new_cell else cell
+        for cell, new_cell in zip(calls, replanned, strict=True)
     ]
     calls = ["fails" if ended else cell for cell, ended in zip(calls, failed, strict=True)]
     text = "-" if other is None else "equal" if all(cells["texts"]) else "differs"
     return (
         f"| {name} | {case.family} | {calls[0]} | {calls[1]} | {text} | "
-        f"{'as it was' if all(cells['detached']) else 'differs'} |"
+        f"{'equal' if all(cells['detached']) else 'differs'} |"
     )
 
 
