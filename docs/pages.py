@@ -371,7 +371,7 @@ def boxes(rows: list[list[str]], width: int, gap: int) -> dict[str, tuple[float,
     places = {}
     for number, row in enumerate(rows):
         widths = [max(90.0, 9.0 * len(name) + 24) for name in row]
-        # beside a passing arrow
+        # next to a passing arrow
         x = (width - sum(widths) - 24 * (len(row) - 1)) / 2 - (
             120 if len(row) == 1 and number % 2 else 0
         )

@@ -43,8 +43,8 @@ def fit_command(
     model: Annotated[
         str,
         typer.Argument(
-            help="One of graphrun's own graphs, a graph (YAML), a folder of a pipeline, or "
-            "owner/name on the hub (configurations only).",
+            help="Graph file, name of a graph (graphrun list), folder of a pipeline, or hub id "
+            "(owner/name; reads configurations only).",
             show_default=False,
         ),
     ],
@@ -75,7 +75,8 @@ def fit_command(
 ) -> None:
     """Show which formats of a model fit a machine, best first.
 
-    Shows seconds, memory, download and command of each. Needs no weights and no GPU.
+    Shows seconds, memory, download and command of each. Needs no weights and no
+    GPU.
     """
     from graphrun.fitting import fit
     from graphrun.report.fit_screen import fit_screen

@@ -108,8 +108,9 @@ def list_graphs(
 ) -> None:
     """List graphrun's graphs.
 
-    Shows parameters, the smallest sufficient card, predicted seconds on it, and the license of the
-    weights. With --card and --ram: the best format on that machine, as in fit.
+    Shows parameters, the smallest sufficient card, predicted seconds on it, and
+    the license of the weights. With --card and --ram: the best format on that
+    machine, as in fit.
     """
     from graphrun.graph.document import read_document, read_json
 

@@ -87,8 +87,8 @@ def import_(
 ) -> None:
     """Write a graph file for an existing pipeline.
 
-    Uses its configurations and a dry run of its code. Fetches and reads no weights, and runs no
-    code that comes with a checkpoint.
+    Uses its configurations and a dry run of its code. Fetches and reads no
+    weights, and runs no code that comes with a checkpoint.
     """
     from graphrun.diffusers_.importing.imported import ImportOptions, import_source, refuse_existing
     from graphrun.report.plan_files import require_writable

@@ -63,9 +63,12 @@ def about(
         ),
     ] = None,
 ) -> None:
-    """Run large diffusion models on small GPUs: plan what is on the GPU and when, then follow it.
+    """Run large diffusion models on small GPUs.
 
-    Exit codes: 0 done, 1 over a limit, 2 bad input, 3 no plan fits, 4 the run broke its plan.
+    graphrun plans what is on the GPU and when, and follows that plan exactly.
+
+    Exit codes: 0 done, 1 over a limit, 2 bad input, 3 no plan fits, 4 the run
+    broke its plan.
     """
     for name, value in (pair("--limit", text) for text in limit or ()):
         if not value.isdecimal() or len(value) > LIMITS.digits:

@@ -227,8 +227,9 @@ def estimate(
 ) -> None:
     """Show memory and time of a graph, or of diffusers' offloading.
 
-    Needs no budget, no weights and no GPU. With --mode, some options mean: --ram: weights that do
-    not fit are read from disk again; --pinned 0: copy from pageable RAM; --keep: do not offload.
+    Needs no budget, no weights and no GPU. With --mode, some options mean:
+    --ram: weights that do not fit are read from disk again; --pinned 0: copy
+    from pageable RAM; --keep: do not offload.
     """
     from graphrun.report.estimate_screen import estimate_screen
     from graphrun.report.screen import Look
@@ -319,8 +320,8 @@ def frontier(
 ) -> None:
     """Show predicted time for a range of budgets.
 
-    Ranges: --vram 4G:48G, with a step --vram 4G:48G:4G, for one of two cards --vram 24G,4G:12G, on
-    a CPU --memory 2G:12G.
+    Ranges: --vram 4G:48G, with a step --vram 4G:48G:4G, for one of two cards
+    --vram 24G,4G:12G, on a CPU --memory 2G:12G.
     """
     from graphrun.report.screen import Look
     from graphrun.report.svg import rasterized
@@ -414,8 +415,8 @@ def report(
 ) -> None:
     """Write an HTML page about a run or a plan.
 
-    Has the timeline, the plan, planned and measured numbers, and time against budget. The page
-    loads nothing from elsewhere.
+    Has the timeline, the plan, planned and measured numbers, and time against
+    budget. The page loads nothing from elsewhere.
     """
     from graphrun.report.page import product_from_trace, report_page, trace_from_json
     from graphrun.store import curve_for

@@ -127,7 +127,8 @@ def run(
 ) -> None:
     """Run a graph or a saved plan.
 
-    Shows planned next to measured numbers. With --inputs: one run for each line of a file.
+    Shows planned next to measured numbers. With --inputs: one run for each line
+    of a file.
     """
     contexts = ExitStack()
     group: MemoryGroup | None = None
