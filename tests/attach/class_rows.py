@@ -34,10 +34,7 @@ CLASSES = (
     "StableDiffusionXLPipeline",
 )
 HEADS = {
-    "attached": (
-        "| class | family | ample VRAM | minimum VRAM | another text | detached "
-        "|\n|---|---|---|---|---|---|\n"
-    ),
+    "attached": "| class | family | result |\n|---|---|---|\n",
     "features": (
         f"| feature | {' | '.join(name.removesuffix('Pipeline') for name in CLASSES)} "
         f"|\n|---|{'---|' * len(CLASSES)}\n"
@@ -113,11 +110,12 @@ def attached_row(name: str) -> str:
         for cell, new_cell in zip(calls, replanned, strict=True)
     ]
     calls = ["fails" if ended else cell for cell, ended in zip(calls, failed, strict=True)]
-    text = "-" if other is None else "equal" if all(cells["texts"]) else "differs"
-    return (
-        f"| {name} | {case.family} | {calls[0]} | {calls[1]} | {text} | "
-        f"{'equal' if all(cells['detached']) else 'differs'} |"
-    )
+    parts = {"ample VRAM": calls[0], "minimum VRAM": calls[1]}
+    parts["another text"] = "equal" if all(cells["texts"]) else "differs"
+    parts["detached"] = "equal" if all(cells["detached"]) else "differs"
+    exceptions = [f"{part}: {cell}" for part, cell in parts.items() if cell != "equal"]
+    result = "; ".join(exceptions) or "equal"
+    return f"| {name} | {case.family} | {result}{', takes no text' if other is None else ''} |"
 
 
 def lora(pipe: Any) -> None:
