@@ -15,7 +15,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import typer
 
 from graphrun import errors
 from graphrun.cli import main as cli
+from graphrun.cli.options import PlanOptions
 from graphrun.cluster.master import Unplaceable
 from graphrun.diffusers_.dry_call import ProbeError
 from graphrun.graph.ops import OPERATIONS
@@ -267,7 +268,9 @@ def commands() -> str:
     whole = typer.main.get_command(cli.app)
     rows = {path: list(options(command)) for path, command in listed(whole, ())}
     counts = Counter(row for command_rows in rows.values() for row in command_rows)
-    shared = [row for row, count in counts.items() if count > 2]
+    flags = {f"--{field.name.strip('_').replace('_', '-')}" for field in fields(PlanOptions)}
+    planning = [row for row in rows["plan",] if flag(row) in flags]
+    shared = [row for row, count in counts.items() if count > 2 and row not in planning]
     text = f"""# Commands
 
 {MADE}`graphrun COMMAND --help` prints the same. [Exit codes](errors.md). GRAPH is a graph file, \
@@ -276,7 +279,10 @@ the name of a graph (`graphrun list`), or a plan saved with `-o`.
 {table("option before the command | meaning", options(whole))}
 ## Shared options
 
-Each command below names the shared options that it takes.
+The planning options:
+
+{table("option | meaning", iter(planning))}
+Others:
 
 {table("option | meaning", iter(shared))}
 """
@@ -289,10 +295,19 @@ Each command below names the shared options that it takes.
         usage = f"graphrun {' '.join(path)} [OPTIONS] {arguments}".rstrip()
         text += f"## graphrun {' '.join(path)}\n\n`{usage}`\n\n"
         text += f"{markdown(command.help or '')}\n\n"
-        if names := [row[0].split(" ")[0].strip("`,") for row in rows[path] if row in shared]:
-            text += f"Shared options: {', '.join(f'`{name}`' for name in names)}.\n\n"
-        if others := [row for row in rows[path] if row not in shared]:
+        takes_all = set(planning) <= set(rows[path])
+        names = ["all planning options"] if takes_all else []
+        names += [
+            f"`{flag(row)}`"
+            for row in rows[path]
+            if row in shared or (row in planning and not takes_all)
+        ]
+        if names:
+            text += f"Shared options: {', '.join(names)}.\n\n"
+        if others := [row for row in rows[path] if row not in (*planning, *shared)]:
             text += table("option | meaning", iter(others)) + "\n"
+    # a page that a help text names becomes a link
+    text = re.sub(r"docs/((?:\w+/)*)(\w+)\.md", r"[\2](\1\2.md)", text)
     return text.rstrip() + "\n"
 
 
@@ -307,6 +322,11 @@ def listed(group: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
 def argument(parameter: Any) -> str:
     name = (parameter.metavar or parameter.name).upper()
     return name if parameter.required else f"[{name}]"
+
+
+def flag(row: tuple[str, str]) -> str:
+    """The first option that a row of `options` is about."""
+    return row[0].split(" ")[0].strip("`,")
 
 
 def options(command: Any) -> Iterator[tuple[str, str]]:
