@@ -3,7 +3,7 @@ switched while attached.
 
     make pipelines                                              all tables, in ten minutes on a core
     python benchmarks/class_tables.py features                  one: imports, attached or features
-    python benchmarks/class_tables.py attached ZImagePipeline   rows of the table of attached classes
+    python benchmarks/class_tables.py attached ZImagePipeline   rows of attached classes
 
 Each row is what was seen. `make sweep` compares the page with the same functions.
 """

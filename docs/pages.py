@@ -46,8 +46,8 @@ ROOT = DOCS.parent
 MADE = "<!-- Written by docs/pages.py: `make docs`. Change the code, not this file. -->\n\n"
 EXIT_CODES = {
     0: "done",
-    1: "over a limit of `--fail-over` or `--fail-peak`",
-    2: "bad input",
+    1: "over a limit: `--fail-over`, `--fail-peak`, `fit --want`",
+    2: "bad input, or failed requests of `--inputs`",
     3: "no plan fits the budgets",
 }
 EXIT_CODES |= {4: "the run broke its plan", 130: "interrupted"}
