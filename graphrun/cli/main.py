@@ -1,6 +1,6 @@
 """The entry point of the ``graphrun`` command. Errors become messages with an exit code.
 
-Exit codes: 0 done, 1 over a limit, 2 bad input, 3 infeasible, 4 the run broke its plan.
+Exit codes: 0 done, 1 over a limit, 2 bad input, 3 no plan fits, 4 the run broke its plan.
 """
 
 from __future__ import annotations
