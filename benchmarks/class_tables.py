@@ -1,12 +1,11 @@
-"""The tables of pipeline classes in docs/pipelines.md: imported, attached, and features switched
-while attached.
+"""Writes the tables of pipeline classes in docs/pipelines.md: imported, attached, and features
+switched while attached.
 
-make pipelines                                   ten minutes on one core; writes the rows of
-docs/pipelines.md python benchmarks/class_tables.py features       one table: imports, attached or
-features python benchmarks/class_tables.py attached ZImagePipeline    rows of the table of attached
-classes
+    make pipelines                                              all tables, in ten minutes on a core
+    python benchmarks/class_tables.py features                  one: imports, attached or features
+    python benchmarks/class_tables.py attached ZImagePipeline   rows of attached classes
 
-Each row is what was seen, by the functions that `make sweep` compares the document with.
+Each row is what was seen. `make sweep` compares the page with the same functions.
 """
 
 from __future__ import annotations

@@ -70,36 +70,32 @@ NAMES = (
 
 HEAD = f"""# Reference graphs
 
-Each of these files in `graphs/` plans with no weights and no GPU: sizes come from configs, \
-activations from a dry run of the
-pipeline's own code. Times are of one cold run, weights read from disk, predicted for an RTX 4090 \
-with {RAM[:-1]} GiB of RAM at
-each graph's default inputs; peaks in GiB are what `nvidia-smi` would show. Made by `make tables`.
+Each file in `graphs/` plans without weights and GPU. Times are of one cold run, predicted for an \
+RTX 4090 with {RAM[:-1]} GiB of RAM at the
+graph's default inputs, with weights read from disk. Peaks are as `nvidia-smi` shows them. `make \
+tables` writes this page.
 
-Pyramid-Flow (miniFLUX, 768p) plans where its own code is on PYTHONPATH and trusted; without it \
-the message says where to get it
-([its results](howto/own-code.md#a-program-of-any-class)).
+- Pyramid-Flow (miniFLUX, 768p) needs its own code on PYTHONPATH, and `--trust-package`; the \
+error says where to get it
+  ([its results](howto/own-code.md#a-program-of-any-class)).
+- Kandinsky 5 and HunyuanVideo 1.5 decode in tiles; `--set tiling=false` switches that off. \
+sd21-upscaled decodes 2048 pixels at once; with
+  `--allow tiling`, 8 GiB are enough (39 s).
+- Missing: Qwen-Image-Edit (needs torchvision), Kolors (needs sentencepiece and its vocabulary), \
+Cosmos 2.5 (needs a checker whose configuration
+  diffusers does not have), ACE-Step 1.5 (its code counts values, which a dry run does not have).
 
-Kandinsky 5 and HunyuanVideo 1.5 decode in tiles (`--set tiling=false` for none). sd21-upscaled \
-decodes 2048 pixels at once;
-with `--allow tiling` 8 GiB are enough (39 s). Not here: Qwen-Image-Edit, whose processor needs
-torchvision; Kolors, whose tokenizer needs sentencepiece and its vocabulary; Cosmos 2.5, which \
-needs a checker whose configuration
-diffusers does not have; ACE-Step 1.5, whose code counts values that a dry run does not have.
-
-`graphrun graph graphs/flux-dev.yaml --as svg -o flux-dev.svg` draws a graph: stages, the \
-components they use, and the values
-between them, with the bytes that `graphrun estimate` shows; `--as mermaid` and `--as dot` write \
-it as text. An edge that a
-longer path implies is left out, and its value names the other readers. In Python, \
-`graphrun.load(file).to_networkx()` returns a
-`networkx.DiGraph`, with nodes such as `stage:encode`, `value:encode.embeds`, `component:vae`, \
-`input:prompt` and
-`output:image`.
+`graphrun graph graphs/flux-dev.yaml --as svg -o flux-dev.svg` draws stages, components, and \
+values with their bytes; `--as mermaid` and
+`--as dot` write text. An edge that a longer path implies is left out, and its value names the \
+other readers. In Python,
+`graphrun.load(file).to_networkx()` returns a `networkx.DiGraph` with nodes such as \
+`stage:encode`, `value:encode.embeds`,
+`component:vae`, `input:prompt` and `output:image`.
 
 ## Components
 
-GiB in the precision that the checkpoint is run in, buffers included.
+GiB in the checkpoint's precision, with buffers.
 
 | graph | components |
 |---|---|
@@ -107,7 +103,7 @@ GiB in the precision that the checkpoint is run in, buffers included.
 MIDDLE = """
 ## Predicted time and peak
 
-`-`: does not fit; the smallest budget that works is in parentheses.
+`-`: does not fit; the minimum VRAM is in parentheses.
 
 | graph | """
 

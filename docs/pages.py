@@ -13,8 +13,9 @@ import inspect
 import json
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import typer
 
 from graphrun import errors
 from graphrun.cli import main as cli
+from graphrun.cli.options import PlanOptions
 from graphrun.cluster.master import Unplaceable
 from graphrun.diffusers_.dry_call import ProbeError
 from graphrun.graph.ops import OPERATIONS
@@ -44,8 +46,8 @@ ROOT = DOCS.parent
 MADE = "<!-- Written by docs/pages.py: `make docs`. Change the code, not this file. -->\n\n"
 EXIT_CODES = {
     0: "done",
-    1: "over a limit of `--fail-over` or `--fail-peak`",
-    2: "bad input",
+    1: "over a limit: `--fail-over`, `--fail-peak`, `fit --want`",
+    2: "bad input, or failed requests of `--inputs`",
     3: "no plan fits the budgets",
 }
 EXIT_CODES |= {4: "the run broke its plan", 130: "interrupted"}
@@ -82,7 +84,7 @@ def type_of(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
     """The type of a key in words."""
     if "$ref" in schema:
         return (
-            f"a [{title(schema['$ref'].rpartition('/')[2])}](#"
+            f"[{title(schema['$ref'].rpartition('/')[2])}](#"
             f"{title(schema['$ref'].rpartition('/')[2]).replace(' ', '-')})"
         )
     if "enum" in schema or "const" in schema:
@@ -101,7 +103,10 @@ def type_of(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
             return f"list of {type_of(schema['items'], defs)}"
         case "object":
             pattern = next(iter(schema.get("patternProperties", {}).values()), None)
-            return f"names, each with {type_of(pattern, defs)}" if pattern else "mapping"
+            pattern = pattern or schema.get("additionalProperties")
+            return (
+                f"mapping of {type_of(pattern, defs)}" if isinstance(pattern, dict) else "mapping"
+            )
         case None:
             return "anything"
         case kind:
@@ -116,7 +121,10 @@ def title(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", " ", name.removesuffix("Spec")).lower()
 
 
-def keys(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+def keys(
+    schema: Mapping[str, Any], defs: Mapping[str, Any], sections: dict[tuple[str, str], str]
+) -> Iterator[tuple[str, ...]]:
+    """The rows of a definition. ``sections``: for a key and its description, where it is."""
     required = schema.get("required", ())
     for key, value in schema["properties"].items():
         default = value.get("default")
@@ -127,25 +135,29 @@ def keys(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> Iterator[tuple[s
             if default in (None, [], {})
             else f"`{json.dumps(default)}`"
         )
-        yield f"`{key}`", type_of(value, defs), default_text, value["description"]
+        meaning, name = value["description"], title(schema["title"])
+        section = sections.setdefault((key, meaning), name)
+        if section != name and len(meaning) > 50:
+            meaning = f"As for [{section}](#{section.replace(' ', '-')})."
+        yield f"`{key}`", type_of(value, defs), default_text, meaning
 
 
 def graph_file() -> str:
     whole = GraphSpec.model_json_schema()
-    defs = whole["$defs"]
+    defs, sections = whole["$defs"], dict[tuple[str, str], str]()
     text = f"""# Graph file
 
-{MADE}A graph is a YAML file: what a run may be given (`inputs`), modules with weights \
-(`components`), what has none (`parts`), and
-the `stages` whose references make the DAG. `graphrun schema` prints this page as a JSON Schema; \
-an editor with a YAML language
-server completes and checks by it, as the first line of each file of graphrun's own says. Unknown \
-keys are refused with their line.
-[Write a graph](howto/write-a-graph.md) goes through one.
+{MADE}A graph is a YAML file. It lists what a run is given (`inputs`), modules with weights \
+(`components`), objects without weights (`parts`),
+and the `stages`, whose references form a DAG. [Write a graph](howto/write-a-graph.md) is a guide.
+
+`graphrun schema` prints this page as a JSON Schema, for completion and checks in an editor. The \
+first line of each file in `graphs/` names it.
+Unknown keys are refused with their line.
 
 ## graph
 
-{table("key | type | default | meaning", keys(whole, defs))}
+{table("key | type | default | meaning", keys(whole, defs, sections))}
 """
     order = (
         "InputSpec",
@@ -163,20 +175,18 @@ keys are refused with their line.
         definition = defs[name]
         text += (
             f"## {title(name)}\n\n{markdown(definition['description'])}"
-            f"\n\n{table('key | type | default | meaning', keys(definition, defs))}\n"
+            f"\n\n{table('key | type | default | meaning', keys(definition, defs, sections))}\n"
         )
     return (
         text
         + f"""## ops
 
-Arguments with their kinds; those in bold are required. `call` and `block` take and return more: \
-what the pipeline's class does.
-`depth` needs a component `depth_estimator` and a part `depth_processor` ([an \
-example](howto/adapters.md#controlnet)).
+Arguments in bold are required. `call` and `block` also take and return what the pipeline's class \
+does. `depth` needs a component
+`depth_estimator` and a part `depth_processor` ([example](howto/adapters.md#controlnet)).
 
 {table("op | arguments | outputs | options", ops())}
-An option is an alternative way to run a stage. `slicing` changes no output; the others need \
-`--allow`.
+An option is another way to run a stage. `slicing` keeps the output; the others need `--allow`.
 """
     )
 
@@ -204,26 +214,24 @@ def plan_text() -> str:
     choices = {
         "finds": "On the device when the first slot begins.",
         "leaves": "On the device when a run of a session ends.",
-        "variant": "The precision, backing store and computing device of a component that has "
-        "several.",
-        "split": "Blocks in a row of a component that compute on a further device; they are the "
-        "groups `NAME@1` then.",
-        "option": "The option that a stage is run with.",
-        "order": "The order of the stages, where it is not the graph's.",
+        "variant": "Precision, backing store and computing device of a component that has several.",
+        "split": "Consecutive blocks of a component that compute on a secondary device, as the "
+        "groups `NAME@1`.",
+        "option": "The option of a stage.",
+        "order": "The order of the stages, if it is not the graph's.",
     }
     rows = ((f"`{plan.CHOICE_LINES[name][1]}`", meaning) for name, meaning in choices.items())
     return f"""# Plan text
 
-{MADE}A plan is a text: a JSON plan file has it, line by line, under `actions`. It says what is \
-done and when, and no peak and no
-time: `graphrun check plan.json` computes these, and refuses a text that breaks a rule. [Read a \
-plan](tutorial/read-a-plan.md)
-explains one.
+{MADE}A plan is a text that says what is done and when. A saved plan has it, line by line, under \
+`actions`. `graphrun check plan.json`
+computes its peaks and seconds, and refuses a text that breaks a rule. [Read a \
+plan](tutorial/read-a-plan.md) explains an example.
 
 ```text
-plan 5f0c1de2a9b34c77                          the digest of the problem that it is for
+plan 5f0c1de2a9b34c77                          digest of the problem
 variant transformer nf4 pinned device
-slot denoise/0:transformer steady x27          27 calls, all but the first
+slot denoise/0:transformer steady x27          the 27 calls after the first
   stream transformer keep transformer_blocks[0,8,16] ring buffer 680 MiB
   load vae all from pinned
   run
@@ -241,9 +249,9 @@ BLOCKS   = "all" | "none" | GROUP "[" INDICES "]" {{ GROUP "[" INDICES "]" }}
 INDICES  = N | N "-" N, joined by ","
 ```
 
-One line each; `#` starts a comment; blank lines and indentation do not count. `again` comes \
-before the slots of every run of a
-session after the first. A slot ends with a barrier: what comes after it waits for its copies.
+One line each. `#` starts a comment. Blank lines and indentation are ignored. `again` comes before \
+the slots of the later runs of a
+session. A slot ends with a barrier: the next slot waits for its copies.
 
 ## Choices
 
@@ -258,13 +266,25 @@ session after the first. A slot ends with a barrier: what comes after it waits f
 
 def commands() -> str:
     whole = typer.main.get_command(cli.app)
+    rows = {path: list(options(command)) for path, command in listed(whole, ())}
+    counts = Counter(row for command_rows in rows.values() for row in command_rows)
+    flags = {f"--{field.name.strip('_').replace('_', '-')}" for field in fields(PlanOptions)}
+    planning = [row for row in rows["plan",] if flag(row) in flags]
+    shared = [row for row, count in counts.items() if count > 2 and row not in planning]
     text = f"""# Commands
 
-{MADE}{markdown(whole.help or "")} [Errors and exit codes](errors.md). A GRAPH is a YAML file, the \
-name of one of graphrun's own
-graphs, or a plan saved with `-o`.
+{MADE}`graphrun COMMAND --help` prints the same. [Exit codes](errors.md). GRAPH is a graph file, \
+the name of a graph (`graphrun list`), or a plan saved with `-o`.
 
 {table("option before the command | meaning", options(whole))}
+## Shared options
+
+The planning options:
+
+{table("option | meaning", iter(planning))}
+Others:
+
+{table("option | meaning", iter(shared))}
 """
     for path, command in listed(whole, ()):
         arguments = " ".join(
@@ -275,8 +295,19 @@ graphs, or a plan saved with `-o`.
         usage = f"graphrun {' '.join(path)} [OPTIONS] {arguments}".rstrip()
         text += f"## graphrun {' '.join(path)}\n\n`{usage}`\n\n"
         text += f"{markdown(command.help or '')}\n\n"
-        if rows := list(options(command)):
-            text += table("option | meaning", iter(rows)) + "\n"
+        takes_all = set(planning) <= set(rows[path])
+        names = ["all planning options"] if takes_all else []
+        names += [
+            f"`{flag(row)}`"
+            for row in rows[path]
+            if row in shared or (row in planning and not takes_all)
+        ]
+        if names:
+            text += f"Shared options: {', '.join(names)}.\n\n"
+        if others := [row for row in rows[path] if row not in (*planning, *shared)]:
+            text += table("option | meaning", iter(others)) + "\n"
+    # a page that a help text names becomes a link
+    text = re.sub(r"docs/((?:\w+/)*)(\w+)\.md", r"[\2](\1\2.md)", text)
     return text.rstrip() + "\n"
 
 
@@ -293,10 +324,18 @@ def argument(parameter: Any) -> str:
     return name if parameter.required else f"[{name}]"
 
 
+def flag(row: tuple[str, str]) -> str:
+    """The first option that a row of `options` is about."""
+    return row[0].split(" ")[0].strip("`,")
+
+
 def options(command: Any) -> Iterator[tuple[str, str]]:
     for parameter in command.params:
         if parameter.param_type_name == "option" and not parameter.hidden:
-            names = ", ".join(f"`{name}`" for name in [*parameter.opts, *parameter.secondary_opts])
+            metavar = f" {parameter.metavar}" if parameter.metavar else ""
+            names = ", ".join(
+                f"`{name}{metavar}`" for name in [*parameter.opts, *parameter.secondary_opts]
+            )
             default = (
                 parameter.default
                 if isinstance(parameter.default, (str, int, float))
@@ -334,15 +373,13 @@ def errors_page() -> str:
     assert {error.exit_code for error in public_errors} | {Infeasible.exit_code} <= set(EXIT_CODES)
     return f"""# Errors and exit codes
 
-{MADE}An error that graphrun raises on purpose is a `graphrun.GraphrunError`. Its message says \
-what is wrong, where (`file:line`),
-and what to do, with the flag to type. Import the classes from `graphrun`. The command line prints \
-the message without a
-traceback; a traceback is a bug.
+{MADE}graphrun's errors are `graphrun.GraphrunError`s. The message says what is wrong, where \
+(`file:line`), and what to type. The command line prints
+it without a traceback; a traceback is a bug. Import the classes from `graphrun`.
 
 {table("exit code | meaning", ((str(code), meaning) for code, meaning in EXIT_CODES.items()))}
 {table("class | is a | exit code | raised when", rows)}
-With `--json`, a budget that nothing fits is also printed as data ([keys](json.md#nothing-fits)).
+With `--json`, exit code 3 also prints the reasons as data ([keys](json.md#nothing-fits)).
 """
 
 
@@ -354,7 +391,7 @@ def boxes(rows: list[list[str]], width: int, gap: int) -> dict[str, tuple[float,
     places = {}
     for number, row in enumerate(rows):
         widths = [max(90.0, 9.0 * len(name) + 24) for name in row]
-        # beside a passing arrow
+        # next to a passing arrow
         x = (width - sum(widths) - 24 * (len(row) - 1)) / 2 - (
             120 if len(row) == 1 and number % 2 else 0
         )

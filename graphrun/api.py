@@ -83,7 +83,7 @@ def estimate(
                        first computes and streams, on the others whole components may compute
     ``memory``         on a CPU, in place of both: what the process may take in total, such as
                        ``"8G"``; ``"50%"`` is a share of the machine's memory; ``"auto"`` is what
-                       the process takes and what the machine has left, less a twentieth. Without
+                       the process takes and what the machine has left, less 5 %. Without
                        ``hardware`` it means this machine's CPU
     ``pinned``         limit of page-locked RAM
     ``disk``           limit of bytes written to disk
@@ -406,7 +406,7 @@ def attach(
                        "12G"]`` for several devices
     ``memory``         on a CPU, in place of ``vram`` and ``ram``: what this process may take in
                        total, such as ``"8G"``; None or ``auto``: what it takes and what this
-                       machine has left, less a twentieth. Weights that are mapped from files, as
+                       machine has left, less 5 %. Weights that are mapped from files, as
                        `from_pretrained` loads them, are read from these files, which must not
                        change; all others stay in memory
     ``allow``          ``cpu``: components may compute there, which changes outputs

@@ -33,7 +33,7 @@ class Budget:
 
     ``budget = graphrun.Budget("12G")``, then ``graphrun.attach(pipe, budget=budget)`` for each
     pipeline. Sizes are as for `estimate`; ``vram`` None: the free memory of the device when a
-    pipeline is attached, less a twentieth. ``memory`` is the budget of a CPU in place of both.
+    pipeline is attached, less 5 %. ``memory`` is the budget of a CPU in place of both.
     Raises InputError for a text that is not a size.
     """
 
@@ -365,8 +365,8 @@ def memory_budget(memory: str | int | None, hardware: Hardware) -> int:
     """Return the bytes of a budget for ``hardware`` with one pool of memory.
 
     ``memory`` None or ``auto``: what this process takes and what this machine, or its cgroup, has
-    left, less a twentieth (`profile.hardware.budget_of`); for hardware that this machine does not
-    have, its memory less a twentieth. Left is what the system has available (MemAvailable): on a
+    left, less 5 % (`profile.hardware.budget_of`); for hardware that this machine does not
+    have, its memory less 5 %. Left is what the system has available (MemAvailable): on a
     GB10 CUDA reports MemFree, which shrinks with the page cache (unslothai/unsloth#10705). A
     percentage is of the machine's memory.
     """

@@ -28,8 +28,7 @@ class GraphError(InputError):
 
 
 class StageError(GraphError):
-    """The pipeline's own code failed in a stage: an unsupported input, or parts that do not fit
-    together."""
+    """The pipeline's own code failed in a stage, for example on an unsupported input."""
 
 
 class PlanError(InputError):
@@ -64,7 +63,7 @@ class TransferFailed(BrokenPlan):
 
 
 class DeviceLost(BrokenPlan):
-    """The process of a cluster's device ended again and again during a run."""
+    """The process of a device of a cluster died repeatedly during a run."""
 
 
 class PlanningInterrupted(KeyboardInterrupt):

@@ -69,7 +69,7 @@ def _graphs(prefix: str) -> list[str]:
 GraphFile = Annotated[
     Path,
     typer.Argument(
-        help="A graph (YAML), the name of one of graphrun's own, or a plan saved with -o (JSON).",
+        help="Graph file, name of a graph (graphrun list), or plan saved with -o.",
         show_default=False,
         autocompletion=_graphs,
     ),
@@ -77,12 +77,12 @@ GraphFile = Annotated[
 OnlyGraph = Annotated[
     Path,
     typer.Argument(
-        help="A graph (YAML), or the name of one of graphrun's own.",
+        help="Graph file, or name of a graph (graphrun list).",
         show_default=False,
         autocompletion=_graphs,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the screen.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON (docs/json.md).")]
 
 
 @dataclass(frozen=True, slots=True)

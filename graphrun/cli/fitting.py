@@ -23,11 +23,18 @@ from graphrun.units import parse_seconds
 Card = Annotated[
     str | None,
     typer.Option(
-        "--card", help="A card, as for --hardware of plan; default: the one here, else rtx4090."
+        "--card",
+        help="Card, as for --hardware of plan. Default: the card here, else rtx4090.",
+        metavar="NAME",
     ),
 ]
 RamOf = Annotated[
-    str, typer.Option("--ram", help="RAM of that machine for weights: 16G; auto: this machine's.")
+    str,
+    typer.Option(
+        "--ram",
+        help="RAM of that machine for weights: 16G; auto: this machine's.",
+        metavar="SIZE",
+    ),
 ]
 
 
@@ -36,8 +43,8 @@ def fit_command(
     model: Annotated[
         str,
         typer.Argument(
-            help="One of graphrun's own graphs, a graph (YAML), a folder of a pipeline, or "
-            "owner/name on the hub (configurations only).",
+            help="Graph file, name of a graph (graphrun list), folder of a pipeline, or hub id "
+            "(owner/name; reads configurations only).",
             show_default=False,
         ),
     ],
@@ -45,12 +52,20 @@ def fit_command(
     ram: RamOf = "auto",
     vram: Annotated[
         str | None,
-        typer.Option("--vram", help="VRAM budget; default: all of the card.", show_default=False),
+        typer.Option(
+            "--vram",
+            help="VRAM budget. Default: all of the card.",
+            metavar="SIZE",
+            show_default=False,
+        ),
     ] = None,
     want: Annotated[
         str | None,
         typer.Option(
-            "--want", help="The longest time for a run: '30 s', '2 min'.", show_default=False
+            "--want",
+            help="Longest time for a run: '30 s', '2 min'.",
+            metavar="TIME",
+            show_default=False,
         ),
     ] = None,
     set_: Sets = None,
@@ -58,8 +73,11 @@ def fit_command(
     no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show which formats of a model fit a machine, best first: seconds, memory, download, and the
-    command of each. Needs no weights and no GPU."""
+    """Show which formats of a model fit a machine, best first.
+
+    Shows seconds, memory, download and command of each. Needs no weights and no
+    GPU.
+    """
     from graphrun.fitting import fit
     from graphrun.report.fit_screen import fit_screen
 

@@ -38,14 +38,18 @@ KINDS = ("mermaid", "dot", "svg")
 def graph(
     graph: OnlyGraph,
     options: PlanOptions,
-    kind: Annotated[str, typer.Option("--as", help="mermaid or dot (text), or svg (a picture).")],
+    kind: Annotated[str, typer.Option("--as", help="mermaid, dot or svg.", metavar="FORMAT")],
     output_file: Annotated[
         Path | None,
-        typer.Option("-o", help="Where it goes; default: the screen.", show_default=False),
+        typer.Option(
+            "-o", help="Output file. Default: stdout.", metavar="FILE", show_default=False
+        ),
     ] = None,
 ) -> None:
-    """Draw a graph: its stages, the components they use, the values between them, with bytes as in
-    estimate. No weights, no GPU."""
+    """Draw a graph: stages, components, and values with their bytes.
+
+    Needs no weights and no GPU.
+    """
     from graphrun.report.graph_svg import graph_svg
     from graphrun.report.graph_text import dot, drawing_graph, mermaid
 
@@ -93,15 +97,21 @@ def list_graphs(
     vram: Annotated[
         str | None,
         typer.Option(
-            "--vram", help="With --card: the VRAM budget; default: all of it.", show_default=False
+            "--vram",
+            help="With --card: VRAM budget. Default: all of the card.",
+            metavar="SIZE",
+            show_default=False,
         ),
     ] = None,
     no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
-    """List graphrun's own graphs: parameters, the smallest card that runs them, predicted seconds
-    on it, license of the weights. With --card and --ram: the best format of each on that machine,
-    as in fit."""
+    """List graphrun's graphs.
+
+    Shows parameters, the smallest sufficient card, predicted seconds on it, and
+    the license of the weights. With --card and --ram: the best format on that
+    machine, as in fit.
+    """
     from graphrun.graph.document import read_document, read_json
 
     if card is not None:

@@ -22,9 +22,8 @@ def import_(
     source: Annotated[
         str,
         typer.Argument(
-            help="A folder of a diffusers pipeline, a hub id (owner/name; no weights are "
-            "fetched), a checkpoint in one file "
-            "(safetensors, GGUF), or a pipeline's class.",
+            help="Folder of a diffusers pipeline, hub id (owner/name), checkpoint in one file "
+            "(safetensors, GGUF), or pipeline class.",
             show_default=False,
         ),
     ],
@@ -32,23 +31,26 @@ def import_(
         Path,
         typer.Option(
             "-o",
-            help="The graph file; configurations go to configs/ beside it.",
+            help="Graph file. Configurations go to configs/ next to it.",
+            metavar="FILE",
             show_default=False,
         ),
     ],
     config: Annotated[
         NameList,
         typer.Option(
-            help="Of one file: the folder or hub id with its configurations. Of a class: a "
-            "component's, NAME=FILE.json or "
-            "NAME=CLASS:FILE.json; a tokenizer's folder; a plain argument. Repeatable.",
+            help="For one file: folder or hub id of its configurations. For a class: "
+            "NAME=FILE.json or NAME=CLASS:FILE.json (component), NAME=FOLDER (tokenizer), "
+            "NAME=VALUE (argument). Repeatable.",
+            metavar="SOURCE",
             show_default=False,
         ),
     ] = None,
     dtype: Annotated[
         NameList,
         typer.Option(
-            help="bfloat16, float16, float32 for all components, or NAME=DTYPE. Repeatable.",
+            help="bfloat16, float16 or float32; NAME=DTYPE for one component. Repeatable.",
+            metavar="DTYPE",
             show_default=False,
         ),
     ] = None,
@@ -56,7 +58,8 @@ def import_(
         NameList,
         typer.Option(
             "--without",
-            help="A part to leave out: safety_checker. Repeatable.",
+            help="Leave this component out, such as safety_checker. Repeatable.",
+            metavar="NAME",
             show_default=False,
         ),
     ] = None,
@@ -64,26 +67,28 @@ def import_(
         NameList,
         typer.Option(
             "--set",
-            help="An input's default, or another argument: name=value. Repeatable.",
+            help="Default of an input, or another argument of the call. Repeatable.",
+            metavar="NAME=VALUE",
             show_default=False,
         ),
     ] = None,
     revision: Annotated[
-        str | None, typer.Option(help="A commit, branch or tag on the hub.", show_default=False)
+        str | None,
+        typer.Option(help="Commit, branch or tag on the hub.", metavar="NAME", show_default=False),
     ] = None,
     whole: Annotated[
         bool,
         typer.Option(
-            "--whole", help="A single stage, even where the pipeline can be split into stages."
+            "--whole", help="Write one stage, even if the pipeline can be split into stages."
         ),
     ] = False,
     trust_package: Trust = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the graph file.")] = False,
 ) -> None:
-    """Write a graph file for an existing pipeline, from its configurations and a dry run of its own
-    code.
+    """Write a graph file for an existing pipeline.
 
-    No weights are fetched or read, and no code that comes with a checkpoint is run.
+    Uses its configurations and a dry run of its code. Fetches and reads no
+    weights, and runs no code that comes with a checkpoint.
     """
     from graphrun.diffusers_.importing.imported import ImportOptions, import_source, refuse_existing
     from graphrun.report.plan_files import require_writable

@@ -18,21 +18,27 @@ from graphrun.report import plan_files as planfile
 
 @app.command()
 def export(
-    plan: Annotated[Path, typer.Argument(help="A plan saved with -o.", show_default=False)],
+    plan: Annotated[Path, typer.Argument(help="Plan saved with -o.", show_default=False)],
     kind: Annotated[
         str,
         typer.Option(
-            "--as", help="diffusers (a script of plain calls) or accelerate (device maps, JSON)."
+            "--as",
+            help="diffusers (a Python script) or accelerate (device maps as JSON).",
+            metavar="FORMAT",
         ),
     ],
     output_file: Annotated[
         Path | None,
-        typer.Option("-o", help="The output file; default: stdout.", show_default=False),
+        typer.Option(
+            "-o", help="Output file. Default: stdout.", metavar="FILE", show_default=False
+        ),
     ] = None,
     trust_package: Trust = None,
 ) -> None:
-    """Translate a plan to diffusers calls or accelerate device maps, as nearly as possible;
-    comments say what is lost."""
+    """Translate a plan to diffusers calls or accelerate device maps.
+
+    The nearest equivalent: comments say what is lost.
+    """
     solution, entries = planfile.read_solution(plan)
     problem, source = solution.problem, planfile.graph_path(plan, entries)
     graph = api.load(source, trust=trust_package or ()).in_dtypes(dict(problem.dtypes))
@@ -56,23 +62,24 @@ def export(
 def map_(
     plan: Annotated[
         Path,
-        typer.Argument(
-            help="A plan saved with -o: its graph and budgets apply.", show_default=False
-        ),
+        typer.Argument(help="Plan saved with -o. Its graph and budgets apply.", show_default=False),
     ],
     maps: Annotated[
         Path,
         typer.Argument(
-            help="Device maps by component, JSON, as export --as accelerate writes them."
+            help="Device maps by component (JSON), as export --as accelerate writes them."
         ),
     ],
     output_file: Annotated[
-        Path | None, typer.Option("-o", help="Save the plan to this file.", show_default=False)
+        Path | None,
+        typer.Option("-o", help="Save the plan to this file.", metavar="FILE", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the plan that accelerate's device maps amount to, with its memory and time. Refused
-    where it does not fit."""
+    """Show memory and time of accelerate's device maps, as a plan.
+
+    Refused if the plan does not fit the budgets.
+    """
     from graphrun.diffusers_.device_map import plan_for
     from graphrun.report.screen import plan_screen
     from graphrun.report.summary import summarize

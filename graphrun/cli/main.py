@@ -1,6 +1,6 @@
 """The entry point of the ``graphrun`` command. Errors become messages with an exit code.
 
-Exit codes: 0 done, 1 over a limit, 2 bad input, 3 infeasible, 4 the run broke its plan.
+Exit codes: 0 done, 1 over a limit, 2 bad input, 3 no plan fits, 4 the run broke its plan.
 """
 
 from __future__ import annotations
@@ -51,21 +51,24 @@ def about(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", help="Print the version and leave.", is_eager=True, callback=_show_version
+            "--version", help="Print the version and exit.", is_eager=True, callback=_show_version
         ),
     ] = False,
     limit: Annotated[
         list[str] | None,
         typer.Option(
-            help="Accept more of files and inputs: name=number, such as steps=20000 "
-            "(docs/security.md). Repeatable."
+            help="Raise a limit for files and inputs, such as steps=20000 (docs/security.md). "
+            "Repeatable.",
+            metavar="NAME=N",
         ),
     ] = None,
 ) -> None:
-    """Run diffusion pipelines on GPUs that are too small for them: plan the placement of all
-    weights, then execute that plan.
+    """Run large diffusion models on small GPUs.
 
-    Exit codes: 0 done, 1 over a limit, 2 bad input, 3 infeasible, 4 the run broke its plan.
+    graphrun plans what is on the GPU and when, and follows that plan exactly.
+
+    Exit codes: 0 done, 1 over a limit, 2 bad input, 3 no plan fits, 4 the run
+    broke its plan.
     """
     for name, value in (pair("--limit", text) for text in limit or ()):
         if not value.isdecimal() or len(value) > LIMITS.digits:

@@ -15,17 +15,17 @@ from graphrun.cli.terminal import width
 from graphrun.errors import InputError
 from graphrun.units import show_seconds, show_size
 
-caches = typer.Typer(no_args_is_help=True, help="Show, remove and verify cached stage outputs.")
+caches = typer.Typer(no_args_is_help=True, help="List, remove and verify cached stage outputs.")
 app.add_typer(caches, name="cache")
 KeyArguments = Annotated[
     list[str] | None,
-    typer.Argument(help="Entries, by the first digits of their keys.", show_default=False),
+    typer.Argument(help="First digits of the keys of entries.", show_default=False),
 ]
 
 
 @caches.command("ls")
 def list_entries(as_json: AsJson = False) -> None:
-    """List the cached stage outputs: key, stage, size, age, and the inputs they are for."""
+    """List cached stage outputs: key, stage, size, age and inputs."""
     from graphrun.report.table import table
 
     index = _index()
@@ -65,9 +65,9 @@ def list_entries(as_json: AsJson = False) -> None:
 @caches.command("rm")
 def remove_entries(
     keys: KeyArguments = None,
-    remove_all: Annotated[bool, typer.Option("--all", help="All entries.")] = False,
+    remove_all: Annotated[bool, typer.Option("--all", help="Remove all entries.")] = False,
 ) -> None:
-    """Remove entries, by the first digits of their keys, or all of them."""
+    """Remove cached outputs by the first digits of their keys, or all."""
     index = _index()
     if bool(keys) == remove_all:
         raise InputError("name the entries to remove (graphrun cache ls shows them), or add --all")
@@ -87,7 +87,7 @@ def remove_entries(
 
 @caches.command("verify")
 def verify_entries() -> None:
-    """Read every entry, and remove those that are damaged: they are computed again when needed."""
+    """Read all cached outputs and remove damaged ones."""
     index = _index()
     damaged_entries = index.verify()
     for entry in damaged_entries:
@@ -103,8 +103,7 @@ def _index() -> Any:
 
 @app.command()
 def doctor(no_cache: NoCache = False, as_json: AsJson = False) -> None:
-    """Check this machine: device, driver, library versions, limits of memory and disk, caches. Each
-    gets a verdict."""
+    """Check this machine: GPU, driver, libraries, memory, disk, caches."""
     from graphrun.profile.doctor import examine
     from graphrun.report.machine_screens import doctor_screen
 
@@ -117,16 +116,22 @@ def calibrate(
     device: Annotated[
         str | None,
         typer.Option(
-            help="cuda, sim or cpu; default: the card found, else cpu.", show_default=False
+            help="cuda, sim or cpu. Default: the card here, else cpu.",
+            metavar="NAME",
+            show_default=False,
         ),
     ] = None,
     name: Annotated[
-        str, typer.Option(help="The profile's name; default: the device's.", show_default=False)
+        str,
+        typer.Option(
+            help="Name of the profile. Default: the device's.", metavar="NAME", show_default=False
+        ),
     ] = "",
     seconds: Annotated[
         float | None,
         typer.Option(
-            help="How long measuring may take; default: 20, on a CPU 60.",
+            help="Seconds for measuring. Default: 20, on a CPU 60.",
+            metavar="N",
             min=0.1,
             show_default=False,
         ),
@@ -135,14 +140,15 @@ def calibrate(
         bool,
         typer.Option(
             "--compiled",
-            help="Also what compiling blocks gains, for --allow compile. The compiler takes "
-            "longer.",
+            help="Also measure the gain of compiled blocks, for --allow compile. Slower.",
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine and save a profile: used with --hardware NAME, and by default for its
-    card or CPU."""
+    """Measure this machine and save a profile.
+
+    Plans for its card or CPU then use the profile; --hardware NAME names it.
+    """
     from graphrun.profile.calibrate import measure_and_keep
     from graphrun.report.machine_screens import calibrate_screen
     from graphrun.runtime.read_rates import measure_reads

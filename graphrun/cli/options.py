@@ -22,22 +22,27 @@ NameList = list[str] | None
 HardwareName = Annotated[
     str | None,
     typer.Option(
-        help="A profile or a built-in device; default: the card found, else rtx4090.",
+        help="Card, CPU or saved profile to plan for. Default: the card here, else rtx4090.",
+        metavar="NAME",
         show_default=False,
     ),
 ]
 DeviceName = Annotated[
     str | None,
     typer.Option(
-        help=f"{', '.join(kind.name for kind in built_in())}, a backend of PyTorch, or "
-        "cuda:0,cuda:1; default: the hardware's.",
+        help=f"{', '.join(kind.name for kind in built_in())}, another PyTorch backend, or two "
+        "cards: cuda:0,cuda:1. Default: the hardware's.",
+        metavar="NAME",
         show_default=False,
     ),
 ]
 Sets = Annotated[
     NameList,
     typer.Option(
-        "--set", help="An input of the graph: name=value. Repeatable.", show_default=False
+        "--set",
+        help="Set an input of the graph. Repeatable.",
+        metavar="NAME=VALUE",
+        show_default=False,
     ),
 ]
 Outputs = Annotated[
@@ -45,9 +50,10 @@ Outputs = Annotated[
     typer.Option(
         "--output",
         "-o",
-        help="The output file; or name=file, for one output. With --inputs a folder, or a "
-        "pattern: out/{line:04d}-{seed}.png. "
-        "Default out/<graph>.png, then out/<graph>-2.png.",
+        help="Output file; NAME=FILE for one of several outputs. With --inputs: a folder, or a "
+        "pattern such as out/{line:04d}-{seed}.png. Default: out/<graph>.png, then "
+        "out/<graph>-2.png.",
+        metavar="FILE",
         show_default=False,
     ),
 ]
@@ -55,27 +61,24 @@ ReuseOption = Annotated[
     str,
     typer.Option(
         "--reuse",
-        help="Cached outputs of earlier runs to use: encoded (of encode_prompt), all (latents "
-        "too), none.",
+        help="Cached stage outputs to use: encoded (prompt embeddings), all (latents too), none.",
+        metavar="WHICH",
     ),
 ]
 Trust = Annotated[
     NameList,
     typer.Option(
         "--trust-package",
-        help="A package of which the graph, or what is imported, may name any class, which runs "
-        "its code. Repeatable.",
+        help="Allow classes of this Python package, whose code then runs. Repeatable.",
         metavar="NAME",
         show_default=False,
     ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite output files that exist.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="All figures.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite existing output files.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show all figures.")]
 NoCache = Annotated[
     bool,
-    typer.Option(
-        "--no-cache", help="Neither read nor write the cache of dry runs, plans and outputs."
-    ),
+    typer.Option("--no-cache", help="Do not use the cache of dry runs, plans and stage outputs."),
 ]
 
 
@@ -86,28 +89,37 @@ class PlanOptions:
     vram: Annotated[
         str | None,
         typer.Option(
-            help="VRAM budget, as nvidia-smi would show it: 8G, 7.5GiB, 50%; 24G,12G for two "
-            "cards; auto: what is free, less 5 %.",
+            help="VRAM budget, counted as nvidia-smi does: 8G, 7.5GiB, 50%; 24G,12G for two "
+            "cards; auto: 95 % of what is free.",
+            metavar="SIZE",
             show_default=False,
         ),
     ] = None
     ram: Annotated[
-        str, typer.Option(help="Host RAM budget; auto: what this machine, or its cgroup, has left.")
+        str,
+        typer.Option(
+            help="RAM budget; auto: what this machine or its cgroup has left.",
+            metavar="SIZE",
+        ),
     ] = "auto"
     memory: Annotated[
         str | None,
         typer.Option(
-            help="With --device cpu, in place of --vram and --ram: all memory that the process may "
-            "take, such as 8G; auto: what is free, less 5 %.",
+            help="With --device cpu, in place of --vram and --ram: budget of the whole process; "
+            "auto: 95 % of what is free.",
+            metavar="SIZE",
             show_default=False,
         ),
     ] = None
     pinned: Annotated[
         str | None,
-        typer.Option(help="Part of the RAM that may be page-locked.", show_default=False),
+        typer.Option(
+            help="Limit of page-locked RAM, within --ram.", metavar="SIZE", show_default=False
+        ),
     ] = None
     disk: Annotated[
-        str | None, typer.Option(help="Bytes that may be written to disk.", show_default=False)
+        str | None,
+        typer.Option(help="Limit of what is written to disk.", metavar="SIZE", show_default=False),
     ] = None
     hardware: HardwareName = None
     device: DeviceName = None
@@ -115,61 +127,75 @@ class PlanOptions:
     runs: Annotated[
         int,
         typer.Option(
-            help="Plan a session of this many runs: a cold first one, then warm ones.", min=1
+            help="Plan this many runs in a row: a cold first one, then warm ones.",
+            metavar="N",
+            min=1,
         ),
     ] = 1
     allow: Annotated[
         NameList,
         typer.Option(
-            help="What may change the output: 4bit, 8bit, a format by name (nf4, int8, Q4_K_S), "
-            "precision (all formats), cpu, tiling, split, compile. Repeatable.",
+            help="Allow what may change the output: 4bit, 8bit, a format (nf4, int8, Q4_K_S), "
+            "precision (any format), cpu, tiling, split, compile. Repeatable.",
+            metavar="WHAT",
             show_default=False,
         ),
     ] = None
     keep: Annotated[
         NameList,
         typer.Option(
-            help="A component that stays from its first use to the end. Repeatable.",
+            help="Keep this component on the device from its first use to the end. Repeatable.",
+            metavar="NAME",
             show_default=False,
         ),
     ] = None
     exclude: Annotated[
         NameList,
         typer.Option(
-            help="A component that is always streamed, with no block kept. Repeatable.",
+            help="Always stream this component, with no block resident. Repeatable.",
+            metavar="NAME",
             show_default=False,
         ),
     ] = None
     pin: Annotated[
         NameList,
         typer.Option(
-            help="A component whose host copy is page-locked. Repeatable.", show_default=False
+            help="Page-lock the host copy of this component. Repeatable.",
+            metavar="NAME",
+            show_default=False,
         ),
     ] = None
     reserve: Annotated[
         str | None,
         typer.Option(
-            help="Part of the device's budget left to other programs.", show_default=False
+            help="Part of the budget to leave to other programs.",
+            metavar="SIZE",
+            show_default=False,
         ),
     ] = None
     until: Annotated[
         str | None,
-        typer.Option(help="A stage: plan only what its outputs need.", show_default=False),
+        typer.Option(
+            help="Stop after this stage; plan only what it needs.",
+            metavar="STAGE",
+            show_default=False,
+        ),
     ] = None
     trust_package: Trust = None
     source: Annotated[
         str | None,
         typer.Option(
-            help="A folder, file or repository (owner/name@revision) in place of the graph's "
-            "own source.",
+            help="Folder, file or repository (owner/name@revision) to read the weights from.",
+            metavar="SOURCE",
             show_default=False,
         ),
     ] = None
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="float32, bfloat16 or float16 in place of the graph's 16-bit dtypes; graph: as in "
-            "the graph; default: float32 on a CPU where they are slower.",
+            help="float32, bfloat16 or float16 for components with a 16-bit dtype; graph: as in "
+            "the graph file. Default: graph, or float32 on a CPU where 16 bits are slower.",
+            metavar="DTYPE",
             show_default=False,
         ),
     ] = None

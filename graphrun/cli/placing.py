@@ -20,21 +20,24 @@ ClusterFile = Annotated[
     Path | None,
     typer.Option(
         "--cluster",
-        help="Hosts, devices and links (YAML): plan for all of them together.",
+        help="Plan for the machines in this file (docs/howto/cluster.md).",
+        metavar="FILE",
         show_default=False,
     ),
 ]
 ObjectiveOption = Annotated[
     str | None,
     typer.Option(
-        help="With --cluster: throughput (most items per second) or latency (of one item).",
+        help="With --cluster: throughput (of many requests) or latency (of one).",
+        metavar="WHICH",
         show_default="throughput",
     ),
 ]
 ItemsOption = Annotated[
     int | None,
     typer.Option(
-        help="With --cluster: items to plan for; 1: one, with nothing loaded.",
+        help="With --cluster: number of requests to plan for. 1: a cold one.",
+        metavar="N",
         min=1,
         show_default="100",
     ),

@@ -52,7 +52,8 @@ def plan(
     graph: GraphFile,
     options: PlanOptions,
     output_file: Annotated[
-        Path | None, typer.Option("-o", help="Save the plan to this file.", show_default=False)
+        Path | None,
+        typer.Option("-o", help="Save the plan to this file.", metavar="FILE", show_default=False),
     ] = None,
     reuse: ReuseOption = "none",
     fail_over: FailOver = None,
@@ -65,16 +66,17 @@ def plan(
         typer.Option(
             "--explain",
             metavar="more",
-            help="more: where a plan is slow or none fits, search for all suggestions, which "
-            "takes longer.",
+            help="If no plan fits or the plan is slow, search for all suggestions. Slower.",
             show_default=False,
         ),
     ] = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
-    """Plan a graph within a VRAM and a RAM budget, and show the plan. Needs no weights and no
-    GPU."""
+    """Plan a graph within VRAM and RAM budgets.
+
+    Needs no weights and no GPU.
+    """
     if cluster is not None:
         if reuse != "none" or fail_over is not None or fail_peak is not None:
             raise InputError(
@@ -132,13 +134,15 @@ def explain(
     component: Annotated[
         str | None,
         typer.Argument(
-            help="Show the cost of other placements of this component.", show_default=False
+            help="Show what other placements of this component would cost.", show_default=False
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show every slot of a plan: actions, bytes, seconds. With COMPONENT: why it is placed as it
-    is, and what others would cost."""
+    """Show every slot of a plan: actions, bytes, seconds.
+
+    With COMPONENT: why it is where it is, and what other placements would cost.
+    """
     from graphrun.report.screen import explain_screen
     from graphrun.report.summary import summarize
     from graphrun.report.whatif_screens import alternatives_json, alternatives_screen, faster_than
@@ -185,40 +189,48 @@ def estimate(
     mode: Annotated[
         str,
         typer.Option(
-            help="How diffusers would place it: resident, model, sequential, group or leaf "
-            "(offloading)."
+            help="How diffusers places weights: resident, or an offload mode (model, sequential, "
+            "group, leaf).",
+            metavar="MODE",
         ),
     ] = "resident",
     precision: Annotated[
         list[str] | None,
         typer.Option(
-            help="bf16, fp16, fp32, int8, nf4, fp8, or COMPONENT=nf4. Repeatable.",
-            metavar="P",
+            help="bf16, fp16, fp32, int8, nf4, fp8; COMPONENT=nf4 for one component. Repeatable.",
+            metavar="FORMAT",
             show_default=False,
         ),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(help="Pictures per prompt.", min=1, show_default=False)
+        int | None,
+        typer.Option(help="Pictures per prompt.", metavar="N", min=1, show_default=False),
     ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(
-            help="A stage option: decode=tiling. Repeatable.",
+            help="Use an option of a stage: decode=tiling. Repeatable.",
             metavar="STAGE=NAME",
             show_default=False,
         ),
     ] = None,
     cpu: Annotated[
         list[str] | None,
-        typer.Option(help="A component that computes on the CPU. Repeatable.", show_default=False),
+        typer.Option(
+            help="Compute this component on the CPU. Repeatable.",
+            metavar="NAME",
+            show_default=False,
+        ),
     ] = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a graph needs, without a budget: weights, activations, values, FLOPs, seconds; and
-    what diffusers' own offloading takes (--mode; --ram: what does not fit is read from disk again;
-    --pinned 0: from pageable memory; --keep: what is not offloaded). Needs no weights and no
-    GPU."""
+    """Show memory and time of a graph, or of diffusers' offloading.
+
+    Needs no budget, no weights and no GPU. With --mode, some options mean:
+    --ram: weights that do not fit are read from disk again; --pinned 0: copy
+    from pageable RAM; --keep: do not offload.
+    """
     from graphrun.report.estimate_screen import estimate_screen
     from graphrun.report.screen import Look
 
@@ -294,18 +306,23 @@ def frontier(
     sweep: Annotated[
         str | None,
         typer.Option(
-            help="Values of an input to try: height=512:2048:256.", metavar="NAME=FROM:TO:STEP"
+            help="Find the largest value of an input that fits each budget: height=512:2048:256.",
+            metavar="NAME=FROM:TO:STEP",
         ),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw the curve to this file: .svg or .png.", show_default=False),
+        typer.Option(
+            help="Draw the curve to this file, .svg or .png.", metavar="FILE", show_default=False
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show predicted time against VRAM budget (--vram 4G:48G, 4G:48G:4G, or a single one; of
-    several devices that of one, as in 24G,4G:12G), on a CPU against memory (--memory 2G:12G), and
-    with --sweep the largest value of an input that fits each budget."""
+    """Show predicted time for a range of budgets.
+
+    Ranges: --vram 4G:48G, with a step --vram 4G:48G:4G, for one of two cards
+    --vram 24G,4G:12G, on a CPU --memory 2G:12G.
+    """
     from graphrun.report.screen import Look
     from graphrun.report.svg import rasterized
     from graphrun.report.whatif_screens import fastest, frontier_json, frontier_screen, frontier_svg
@@ -389,13 +406,18 @@ def report(
     trace: Annotated[
         Path,
         typer.Argument(
-            help="A trace saved with run --trace, or a plan saved with -o.", show_default=False
+            help="Trace saved with run --trace, or plan saved with -o.", show_default=False
         ),
     ],
-    output_file: Annotated[Path, typer.Option("-o", help="The HTML file.")] = Path("report.html"),
+    output_file: Annotated[Path, typer.Option("-o", help="HTML file.", metavar="FILE")] = Path(
+        "report.html"
+    ),
 ) -> None:
-    """Write a self-contained HTML page about a run: timeline, plan, planned and measured numbers,
-    time against budget."""
+    """Write an HTML page about a run or a plan.
+
+    Has the timeline, the plan, planned and measured numbers, and time against
+    budget. The page loads nothing from elsewhere.
+    """
     from graphrun.report.page import product_from_trace, report_page, trace_from_json
     from graphrun.store import curve_for
 

@@ -47,53 +47,63 @@ def run(
     graph: GraphFile,
     options: PlanOptions,
     prompt: Annotated[
-        str | None, typer.Option(help="Short for --set prompt=...", show_default=False)
+        str | None,
+        typer.Option(help="Short for --set prompt=TEXT.", metavar="TEXT", show_default=False),
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(help="Short for --set seed=...; one seed, one output.", show_default=False),
+        typer.Option(
+            help="Short for --set seed=N. Equal seeds give equal outputs.",
+            metavar="N",
+            show_default=False,
+        ),
     ] = None,
     random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Random weights instead of the graph's source.")
+        bool, typer.Option("--random-weights", help="Use random weights instead of the source's.")
     ] = False,
     output: Outputs = None,
     plan_file: Annotated[
-        Path | None, typer.Option("--plan", help="Save the plan to this file.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--plan", help="Save the plan to this file.", metavar="FILE", show_default=False
+        ),
     ] = None,
     trace_file: Annotated[
         Path | None,
         typer.Option(
             "--trace",
-            help="Save the trace to this file; *.perfetto.json for a trace viewer.",
+            help="Save the trace to this file. *.perfetto.json opens in Perfetto.",
+            metavar="FILE",
             show_default=False,
         ),
     ] = None,
     inputs: Annotated[
         Path | None,
         typer.Option(
-            help="Run once for every line of this file: JSON lines or CSV.", show_default=False
+            help="Run once for each line of this file, JSON lines or CSV.",
+            metavar="FILE",
+            show_default=False,
         ),
     ] = None,
     resume: Annotated[
         bool,
         typer.Option(
             "--resume",
-            help="Save the run's state beside its output; the same command resumes from it.",
+            help="Save the run's state next to its output. The same command resumes from it.",
         ),
     ] = False,
     cluster: ClusterFile = None,
     objective: ObjectiveOption = None,
     strict: Annotated[
         bool,
-        typer.Option(
-            "--strict", help="Stop at the first broken line of --inputs, before anything runs."
-        ),
+        typer.Option("--strict", help="If a line of --inputs is invalid, run nothing."),
     ] = False,
     overwrite: Overwrite = False,
     preview: Annotated[
         Path | None,
         typer.Option(
-            help="Write a preview to this PNG every few steps, made from latents without the VAE.",
+            help="Write a preview to this PNG every few steps, from the latents without the VAE.",
+            metavar="FILE",
             show_default=False,
         ),
     ] = None,
@@ -102,21 +112,24 @@ def run(
         bool,
         typer.Option(
             "--enforce",
-            help="With --memory: let the kernel kill the run if it takes more (Linux, cgroups).",
+            help="With --memory: the kernel kills a run that takes more (Linux cgroups).",
         ),
     ] = False,
     check_ordering: Annotated[
         bool,
         typer.Option(
             "--check-ordering",
-            help="With --device sim: look for data races between copies and compute.",
+            help="With --device sim: search for data races between copies and compute.",
         ),
     ] = False,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run a graph or a saved plan and show planned and measured numbers; or run a graph for every
-    line of a file."""
+    """Run a graph or a saved plan.
+
+    Shows planned next to measured numbers. With --inputs: one run for each line
+    of a file.
+    """
     contexts = ExitStack()
     group: MemoryGroup | None = None
     if enforce:

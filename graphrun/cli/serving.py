@@ -47,27 +47,32 @@ SHARED = (
 def serve(
     graphs: Annotated[
         list[Path],
-        typer.Argument(help="Graphs (YAML), or names of graphrun's own.", show_default=False),
+        typer.Argument(help="Graph files, or names of graphs (graphrun list).", show_default=False),
     ],
     options: PlanOptions,
     host: Annotated[
         str,
-        typer.Option(help="The address to listen on; other than this machine's own needs --keys."),
+        typer.Option(
+            help="Address to listen on. Other than this machine's own needs --keys.",
+            metavar="ADDRESS",
+        ),
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(help="The port; 0: any that is free.", min=0, max=65535)
+        int, typer.Option(help="Port; 0: any free one.", metavar="N", min=0, max=65535)
     ] = 8000,
     keys: Annotated[
         Path | None,
         typer.Option(
-            help="A file of API keys: a name and the SHA-256 of a key per line.", show_default=False
+            help="File of API keys: one name and SHA-256 a line.",
+            metavar="FILE",
+            show_default=False,
         ),
     ] = None,
     allow_host: Annotated[
         NameList,
         typer.Option(
-            help="A further name by which the server is called, such as that of a proxy; "
-            "*.example.com: all below it. Repeatable.",
+            help="Another host name of the server, such as the proxy's; *.example.com: all below "
+            "it. Repeatable.",
             metavar="NAME",
             show_default=False,
         ),
@@ -75,46 +80,61 @@ def serve(
     allow_origin: Annotated[
         NameList,
         typer.Option(
-            help="Whose web pages may use the server beside its own: "
-            "https://images.example.com. Repeatable.",
+            help="Let web pages of this origin use the server: https://images.example.com. "
+            "Repeatable.",
             metavar="ORIGIN",
             show_default=False,
         ),
     ] = None,
     queue: Annotated[
-        str, typer.Option(help="The longest predicted wait that is admitted.")
+        str,
+        typer.Option(help="Refuse requests whose predicted wait is longer.", metavar="TIME"),
     ] = "300s",
     drain: Annotated[
-        str, typer.Option(help="How long admitted requests may run on after SIGTERM.")
+        str,
+        typer.Option(help="Time for admitted requests to end after SIGTERM.", metavar="TIME"),
     ] = "30s",
-    max_body: Annotated[str, typer.Option(help="Of a request without files.")] = "1M",
-    max_upload: Annotated[str, typer.Option(help="Of a request with files.")] = "20M",
-    max_prompt: Annotated[int, typer.Option(help="Characters of a text.", min=1)] = 10_000,
-    max_pixels: Annotated[int, typer.Option(help="Of a picture.", min=1)] = 2**22,
-    max_steps: Annotated[int, typer.Option(min=1)] = 100,
-    max_n: Annotated[int, typer.Option(help="Pictures of a request.", min=1)] = 4,
+    max_body: Annotated[
+        str, typer.Option(help="Largest request without files.", metavar="SIZE")
+    ] = "1M",
+    max_upload: Annotated[
+        str, typer.Option(help="Largest request with files.", metavar="SIZE")
+    ] = "20M",
+    max_prompt: Annotated[
+        int, typer.Option(help="Most characters of a text.", metavar="N", min=1)
+    ] = 10_000,
+    max_pixels: Annotated[
+        int, typer.Option(help="Most pixels of a picture.", metavar="N", min=1)
+    ] = 2**22,
+    max_steps: Annotated[int, typer.Option(help="Most steps.", metavar="N", min=1)] = 100,
+    max_n: Annotated[int, typer.Option(help="Most pictures of a request.", metavar="N", min=1)] = 4,
     arrival: Annotated[
-        str, typer.Option(help="The longest that headers, and then a body, may take to arrive.")
+        str,
+        typer.Option(help="Time for headers to arrive, and again for the body.", metavar="TIME"),
     ] = "20s",
     idle: Annotated[
         str,
         typer.Option(
-            help="The longest that a client may send no byte of a body, read no byte of an "
-            "answer, or ask for nothing."
+            help="Longest silence of a client: no request, no byte of a body, none read of an "
+            "answer.",
+            metavar="TIME",
         ),
     ] = "5s",
     connections: Annotated[
         int,
         typer.Option(
-            help="Open at once; where another one comes, the one that has idled longest is closed.",
+            help="Most open connections. At the limit, the longest idle one is closed.",
+            metavar="N",
             min=1,
         ),
     ] = 512,
     reuse: ReuseOption = "encoded",
     cluster: ClusterFile = None,
 ) -> None:
-    """Serve graphs that make pictures over HTTP: OpenAI's images API, jobs, metrics, and a page
-    (docs/serving.md)."""
+    """Serve graphs that make pictures over HTTP (docs/serving.md).
+
+    Has OpenAI's images API, jobs, metrics and a web page.
+    """
     if missing_packages := [
         name
         for name in ("fastapi", "uvicorn", "prometheus_client", "python_multipart")

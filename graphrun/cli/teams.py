@@ -23,15 +23,18 @@ if TYPE_CHECKING:
 FailOver = Annotated[
     str | None,
     typer.Option(
-        "--fail-over", help="Exit with 1 if the plan takes longer: 60s, 2min.", show_default=False
+        "--fail-over",
+        help="Exit with 1 if the plan takes longer: 60s, 2min.",
+        metavar="TIME",
+        show_default=False,
     ),
 ]
 FailPeak = Annotated[
     str | None,
     typer.Option(
         "--fail-peak",
-        help="Exit with 1 if it takes more memory of the device, as nvidia-smi or, on a CPU, the "
-        "kernel would show it: 7.5G.",
+        help="Exit with 1 if the plan's peak is higher, counted as for --vram: 7.5G.",
+        metavar="SIZE",
         show_default=False,
     ),
 ]
@@ -42,7 +45,10 @@ def check(
     plan: Annotated[Path, typer.Argument(help="A plan saved with -o.", show_default=False)],
     as_json: AsJson = False,
 ) -> None:
-    """Check a saved plan: every rule that it breaks, with slot, action and bytes."""
+    """Check a saved plan, without the solver.
+
+    Lists every broken rule with its slot, action and bytes.
+    """
     from graphrun.cluster import files
     from graphrun.report.screen import check_screen
 
@@ -85,8 +91,10 @@ def diff(
     b: Annotated[Path, typer.Argument(help="Another one.", show_default=False)],
     as_json: AsJson = False,
 ) -> None:
-    """Show what differs between two saved plans: what they are for, seconds, peaks, and which
-    components lie elsewhere."""
+    """Compare two saved plans.
+
+    Shows differences in settings, seconds, peaks and placement of components.
+    """
     from graphrun.report.comparison import compare, comparison_screen
 
     comparison = compare(*(planfile.read_solution(path)[0] for path in (a, b)))

@@ -62,7 +62,7 @@ Configuration = tuple[tuple[DeviceClass, Option], ...]  # of a host
 
 
 class Unplaceable(GraphrunError):
-    """No devices of a cluster can run all stages of a graph."""
+    """No set of devices of the cluster can run all stages of the graph."""
 
     exit_code = 3  # the same as for a single device
 

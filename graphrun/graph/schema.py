@@ -59,8 +59,10 @@ StageChoiceField = Literal["tiling", "slicing", "tiling+slicing", "split"]
 Config = Annotated[
     Text | dict[str, Any] | None,
     Field(
-        description="A JSON file, relative to the graph file, or the configuration itself; {} "
-        "means the defaults."
+        description=(
+            "A JSON file (path relative to the graph file), or the configuration itself. {}: "
+            "the defaults."
+        )
     ),
 ]
 Argument = Scalar | None | list[Scalar | list[Scalar]] | dict[str, Scalar | list[Scalar]]
@@ -68,21 +70,19 @@ Measure = Annotated[int, Field(gt=0)] | Text
 SourceField = Annotated[
     Text | None,
     Field(
-        description="A repository on the Hugging Face hub (owner/name, owner/name@revision), a "
-        "local folder in the layout of diffusers, or one safetensors file in the original "
-        "authors' layout."
+        description=(
+            "A repository on the Hugging Face hub (owner/name, owner/name@revision), a folder "
+            "in diffusers' layout, or one safetensors file in the authors' layout."
+        )
     ),
 ]
 Revision = Annotated[
     Text | None,
-    Field(
-        description="A commit, branch or tag of the source's repository; the same as "
-        "owner/name@revision in source."
-    ),
+    Field(description="A commit, branch or tag, as in owner/name@revision."),
 ]
 FileVariant = Annotated[
     Annotated[str, StringConstraints(pattern=_FILE_VARIANT)] | None,
-    Field(description="Which files of a folder: fp16 reads model.fp16.safetensors."),
+    Field(description="Which files of the source: fp16 reads model.fp16.safetensors."),
 ]
 
 
@@ -100,47 +100,46 @@ class Spec(BaseModel):
 
 
 class InputSpec(Spec):
-    """An input of a run. Without ``default`` it is required, unless it is ``optional``.
+    """An input of a run, required unless it has a ``default`` or is ``optional``.
 
-    An image, a mask, a video, audio or a tensor is a file, or in Python an object. Plans without
-    the file are made for ``height``, ``width``, ``frames``, ``rate`` and ``seconds``, which are
-    numbers or inputs such as $height; a tensor has a ``shape`` instead.
+    An image, a mask, a video, audio or a tensor is given as a file, or in Python as an object.
+    Plans do not need the file: they take its size from ``height``, ``width``, ``frames``, ``rate``
+    and ``seconds``, which are numbers or inputs such as $height, and a tensor's from ``shape``.
     """
 
     type: Literal["str", "int", "float", "bool", "image", "mask", "video", "audio", "tensor"] = (
-        Field(
-            description="The type of the value. An image, a mask, a video, audio or a tensor "
-            "(safetensors) is a file, or in Python an object."
-        )
+        Field(description="The type of the value. A tensor's file is safetensors.")
     )
     default: Scalar | None = Field(
         default=None,
-        description="The value for runs that give none; left out: required, unless optional.",
+        description="The value if a run gives none.",
     )
     optional: bool = Field(
         default=False,
-        description="Whether it may be left out; the pipeline may do something else without it.",
+        description="Whether a run may leave it out. The pipeline may then do something else.",
     )
     multiple_of: Annotated[int, Field(gt=0)] | None = Field(
-        default=None, description="Numbers that are not a multiple of it are refused."
+        default=None, description="Refuse numbers that are not a multiple of this."
     )
-    minimum: float | None = Field(default=None, description="Smaller numbers are refused.")
-    maximum: float | None = Field(default=None, description="Larger numbers are refused.")
+    minimum: float | None = Field(default=None, description="The smallest accepted number.")
+    maximum: float | None = Field(default=None, description="The largest accepted number.")
     accepts_list: bool = Field(
         alias="many",
         default=False,
-        description="Whether a list of such values is accepted too.",
+        description="Whether a list of values is accepted too.",
     )
-    height: Measure | None = Field(default=None, description="Pixels; left out: the input height.")
-    width: Measure | None = Field(default=None, description="Pixels; left out: the input width.")
+    height: Measure | None = Field(
+        default=None, description="In pixels. Default: the input height."
+    )
+    width: Measure | None = Field(default=None, description="In pixels. Default: the input width.")
     frames: Measure | None = Field(
-        default=None, description="Frames of a video; left out: the input frames, or num_frames."
+        default=None, description="Frames of a video. Default: the input frames or num_frames."
     )
     rate: Measure | None = Field(
-        default=None, description="Samples of audio per second. A file of another rate is refused."
+        default=None, description="Audio samples per second. Files with another rate are refused."
     )
     seconds: Annotated[float, Field(gt=0)] | Text | None = Field(
-        default=None, description="Length of audio; left out: the input seconds."
+        default=None, description="Length of audio. Default: the input seconds."
     )
     shape: list[Annotated[int, Field(gt=0)]] | None = Field(
         default=None, description="The shape of a tensor."
@@ -151,43 +150,42 @@ class LoraSpec(Spec):
     """A LoRA that is fused into a component's weights when they are read."""
 
     file: Text = Field(
-        description="A safetensors file in diffusers' layout, relative to the graph file."
+        description="A safetensors file in diffusers' layout (path relative to the graph file)."
     )
-    scale: float = Field(default=1.0, description="The factor of the LoRA's weight difference.")
+    scale: float = Field(default=1.0, description="The LoRA's weight.")
 
 
 class IpAdapterSpec(Spec):
     """An IP-Adapter: image prompts (ip_adapter_image) for a UNet or a transformer."""
 
     file: Text = Field(
-        description="A safetensors file as its authors publish it, relative to the graph file."
+        description="A safetensors file in its authors' layout (path relative to the graph file)."
     )
     scale: float = Field(default=1.0, description="The weight of the image prompts.")
 
 
 class CheckpointSpec(Spec):
-    """A published checkpoint of a component, in a quantized format."""
+    """A published checkpoint of a component in a quantized format."""
 
     source: Text = Field(
-        description="A folder of a repository (owner/name/folder), or a file in one "
-        "(owner/name/file.gguf)."
+        description="A folder (owner/name/folder) or file (owner/name/file.gguf) of a repository."
     )
     revision: Revision = None
-    bytes: int | None = Field(
-        default=None, gt=0, description="Bytes of its files, as its page states them."
-    )
+    bytes: int | None = Field(default=None, gt=0, description="Bytes of its files, from its page.")
     plain: list[Text] = Field(
         default_factory=list,
-        description="Modules that the file keeps in 16 bits or more; a plan assumes so until the "
-        "file is on this machine.",
+        description=(
+            "Modules that the file has in 16 bits or more. Used for plans until the file is "
+            "on this machine."
+        ),
     )
     license: Text | None = Field(
-        default=None, description="The checkpoint's licence, with the address of its page."
+        default=None, description="The checkpoint's license, with the address of its page."
     )
 
 
 class ComponentSpec(Spec):
-    """A module with weights. ``source`` is its own folder; the graph's is a pipeline's."""
+    """A module with weights, from a ``source`` of its own or from the graph's."""
 
     class_path: ClassPath = Field(
         alias="class", description="An importable class, such as diffusers.AutoencoderKL."
@@ -198,35 +196,33 @@ class ComponentSpec(Spec):
     variant: FileVariant = None
     gguf: Text | None = Field(
         default=None,
-        description=(
-            "The GGUF file that precision gguf is read from: a path, or owner/name/file.gguf."
-        ),
+        description="The GGUF file for precision gguf: a path, or owner/name/file.gguf.",
     )
     checkpoints: dict[Format, CheckpointSpec] = Field(
         default_factory=dict,
-        description="Published checkpoints by format, each of which a plan may choose with --allow "
-        "FORMAT, 4bit or 8bit.",
+        description=(
+            "Published checkpoints by format. Plans choose one with --allow FORMAT, 4bit or 8bit."
+        ),
     )
     dtype: Dtype = Field(
-        description="The dtype of the weights for the pipeline's code; files in another dtype are "
-        "converted when read."
+        description=(
+            "The dtype that the pipeline's code gets. Files in another dtype are converted "
+            "when read."
+        )
     )
     precision: list[Precision] | None = Field(
         default=None,
         min_length=1,
-        description="The first is the default; --allow permits the others.",
+        description="The first is the default. --allow permits the others.",
     )
     backing_store: list[BackingStoreField] | None = Field(
         default=None,
         min_length=1,
-        description="The kinds of memory that may hold the master copy; default: any.",
+        description="Where the host copy may be. Default: anywhere.",
     )
     compile: Literal["blocks"] | None = Field(
         default=None,
-        description=(
-            "With --allow compile, its repeated blocks are compiled (torch.compile), each by "
-            "itself."
-        ),
+        description="With --allow compile: each repeated block is compiled with torch.compile.",
     )
     loras: list[LoraSpec] = Field(
         default_factory=list, description="Fused into the weights, in this order."
@@ -235,7 +231,7 @@ class ComponentSpec(Spec):
         default_factory=list, description="Added to the component, in this order."
     )
     seed: int = Field(
-        default=0, ge=0, description="The seed of random weights, for a component without a source."
+        default=0, ge=0, description="The seed of random weights, if there is no source."
     )
 
 
@@ -249,14 +245,14 @@ class PartSpec(Spec):
     source: SourceField = None
     file: Text | None = Field(
         default=None,
-        description="A tokenizer of the tokenizers library (JSON), relative to the graph file.",
+        description="A JSON file of the tokenizers library (path relative to the graph file).",
     )
 
 
 class PipelineSpec(Spec):
-    """A further pipeline, which stages name.
+    """A further pipeline, for stages that name it.
 
-    It takes the graph's components and parts by their names, like the graph's own pipeline.
+    It gets the graph's components and parts by name, like the graph's own pipeline.
     """
 
     class_path: ClassPath = Field(
@@ -269,8 +265,8 @@ class PipelineSpec(Spec):
     members: dict[Name, Name | None] = Field(
         default={},
         description=(
-            "The pipeline's name for a component or part, with the graph's name; null: the "
-            "pipeline gets none."
+            "The pipeline's name for a component or part: the graph's name for it. null: the "
+            "pipeline gets None."
         ),
     )
 
@@ -287,19 +283,21 @@ class StageSpec(Spec):
                     {"type": "string", "pattern": f"^{_FUNCTION}$"},
                 ]
             },
-            description="What runs: a part of the pipeline's call, the whole call (call), blocks "
-            "of a modular pipeline (block), or a function of a trusted package, such as "
-            "mypackage.mymodule:sharpen.",
+            description=(
+                "What runs: a part of the pipeline's call, the whole call (call), blocks of a "
+                "modular pipeline (block), or a function of a trusted package, such as "
+                "mypackage.mymodule:sharpen."
+            ),
         ),
     ]
     pipeline: Name | None = Field(
-        default=None, description="The further pipeline it belongs to; left out: the graph's own."
+        default=None, description="One of pipelines. Default: the graph's pipeline."
     )
     method: Name | None = Field(
         default=None,
         description=(
-            "The method that a call stage calls, such as generate, if the class is no pipeline "
-            "of diffusers; left out: __call__."
+            "The method that op call calls, such as generate, if the class is no diffusers "
+            "pipeline. Default: __call__."
         ),
     )
     uses: list[Name] = Field(default_factory=list, description="The components that the op calls.")
@@ -312,9 +310,11 @@ class StageSpec(Spec):
     )
     for_each: Name | None = Field(
         default=None,
-        description="The argument whose list is processed item by item: the stage runs once for "
-        "each item. The list is an input (many: true, or the frames of a video), or an output of "
-        "another stage with for_each. The stage's outputs are lists.",
+        description=(
+            "Run the stage once for each item of this argument; its outputs are lists. The "
+            "argument is an input (many: true, or the frames of a video), or an output of "
+            "another stage with for_each."
+        ),
     )
     options: list[StageChoiceField] = Field(
         default_factory=list, description="Alternatives that a plan may choose."
@@ -322,20 +322,21 @@ class StageSpec(Spec):
 
 
 class DirectivesSpec(Spec):
-    """Placement that every plan must follow. The command line may add to it."""
+    """Placement that every plan follows. The command line may add to it."""
 
     keep: list[Name] = Field(
         default_factory=list,
         description="Components that stay on the device from their first use to the end.",
     )
     pin: list[Name] = Field(
-        default_factory=list, description="Components whose master copy is in page-locked memory."
+        default_factory=list, description="Components whose host copy is page-locked."
     )
     exclude: list[Name] = Field(
-        default_factory=list, description="Components that are always streamed, with no block kept."
+        default_factory=list,
+        description="Components that are always streamed, with no block resident.",
     )
     reserve: Text | None = Field(
-        default=None, description="A part of the VRAM budget left to other programs, such as 1G."
+        default=None, description="Part of the VRAM budget to leave to other programs, such as 1G."
     )
 
 
@@ -344,16 +345,18 @@ class GraphSpec(Spec):
 
     graphrun: Literal[1] = Field(description="The version of this file format.")
     name: GraphName = Field(
-        description="Also names its output files: letters, digits, dots, dashes, underscores."
+        description="The name, also of output files: letters, digits, dots, dashes, underscores."
     )
     pipeline: ClassPath = Field(
         description="The pipeline class whose code the ops run, such as diffusers.FluxPipeline."
     )
     pipeline_config: dict[Name, Scalar | None | list[Scalar]] = Field(
         default={},
-        description="More constructor arguments of the pipeline; they may be lists, also of "
-        "components such as [$canny, $depth]. For a class that is no pipeline of diffusers: "
-        "attributes of its object; $name is an object described in pipelines.",
+        description=(
+            "Further constructor arguments. Lists may name components: [$canny, $depth]. If "
+            "the class is no diffusers pipeline: attributes of its object, where $name is an "
+            "object of pipelines."
+        ),
     )
     pipelines: dict[Name, PipelineSpec] = Field(
         default_factory=dict,
@@ -363,37 +366,40 @@ class GraphSpec(Spec):
     revision: Revision = None
     variant: FileVariant = None
     license: Text | None = Field(
-        default=None, description="The license of the source's weights, for people: apache-2.0."
+        default=None,
+        description="The license of the source's weights, such as apache-2.0. For people.",
     )
     fps: Annotated[float, Field(ge=SLOWEST_FPS, le=FASTEST_FPS)] | None = Field(
         default=None, description="Frames per second of saved videos."
     )
     code: Text | None = Field(
         default=None,
-        description="For people: where to get packages that no package index has. It grants "
-        "nothing: users put the folder on PYTHONPATH themselves, and trust the packages.",
+        description=(
+            "Where to get packages that no package index has. For people: users put the "
+            "folder on PYTHONPATH and trust the packages."
+        ),
     )
     allow: list[Name] | None = Field(
         default=None,
-        description="Packages that classes come from, in place of diffusers and transformers. "
-        "This only requests them: users permit their code with --trust-package NAME.",
+        description=(
+            "Packages that classes come from, in place of diffusers and transformers. Users "
+            "permit each with --trust-package NAME."
+        ),
     )
-    inputs: dict[Name, InputSpec] = Field(
-        default_factory=dict, description="The inputs of a run, by name."
-    )
+    inputs: dict[Name, InputSpec] = Field(default_factory=dict, description="The inputs of a run.")
     components: dict[Name, ComponentSpec] = Field(
-        min_length=1, description="Modules with weights, by the pipeline's names for them."
+        min_length=1, description="Modules with weights, under the pipeline's names."
     )
     parts: dict[Name, PartSpec] = Field(
         default_factory=dict,
-        description="Objects without weights (tokenizers, schedulers), by the pipeline's names.",
+        description="Objects without weights (tokenizers, schedulers), under the pipeline's names.",
     )
     stages: dict[Name, StageSpec] = Field(
         min_length=1, description="The steps of a run. Their references form the DAG."
     )
     outputs: dict[Name, Text] = Field(
         min_length=1,
-        description="What a run returns: names, each with a reference such as $decode.image.",
+        description="What a run returns, as references such as $decode.image.",
     )
     directives: DirectivesSpec = Field(
         default_factory=DirectivesSpec, description="Placement that every plan must follow."

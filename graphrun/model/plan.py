@@ -44,11 +44,10 @@ Split = tuple[str, int, BlockNames]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Copy blocks from the component's backing store to the device, asynchronously on the copy
-    stream.
+    """Copy blocks from the component's backing store to the device, on the copy stream.
 
-    The barrier at the slot's end waits for the copies. If the slot itself computes with a block,
-    that compute waits for its copy.
+    The barrier at the slot's end waits for the copies. Compute in the same slot waits only for the
+    copies of its own blocks.
     """
 
     component: str
@@ -68,8 +67,8 @@ class Evict:
 class Stream:
     """Run the component with the blocks ``keep`` resident, and stream the others.
 
-    Every other block that the slot's calls need is copied through a ring buffer of
-    ``ring_buffer_bytes`` in each call. ``keep`` includes the blocks that the same slot loads.
+    In each call, the other blocks are copied through a ring buffer of ``ring_buffer_bytes``.
+    ``keep`` includes the blocks that the same slot loads.
     """
 
     component: str
@@ -98,8 +97,7 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Read the component from disk into its backing store, concurrently with the other actions of
-    the slot.
+    """Read the component from disk into its backing store, while the slot does its other actions.
 
     A block may be copied to the device as soon as it has been read.
     """

@@ -46,7 +46,7 @@ Spans = tuple[tuple[int, int], ...]  # byte ranges of a storage, ascending, apar
 
 
 class RaceError(GraphrunError):
-    """Two accesses of the same bytes have no certain order (`--check-ordering`)."""
+    """Two accesses to the same bytes have no fixed order (``--check-ordering``)."""
 
     exit_code = 4
 

@@ -34,10 +34,7 @@ CLASSES = (
     "StableDiffusionXLPipeline",
 )
 HEADS = {
-    "attached": (
-        "| class | family | generous budget | least budget | another text | detached "
-        "|\n|---|---|---|---|---|---|\n"
-    ),
+    "attached": "| class | family | result |\n|---|---|---|\n",
     "features": (
         f"| feature | {' | '.join(name.removesuffix('Pipeline') for name in CLASSES)} "
         f"|\n|---|{'---|' * len(CLASSES)}\n"
@@ -85,7 +82,7 @@ def attached_row(name: str) -> str:
     plain = case.build()
     want = case.call(plain)
     texts = [] if other is None else [(other, other.call(plain))]
-    anew, failed = [False, False], [False, False]
+    replanned, failed = [False, False], [False, False]
     cells = {"calls": [True, True], "texts": [True, True], "detached": [True, True]}
     for number, budget_bytes in enumerate((AMPLE_BYTES, least_bytes(case))):
         pipe, device = case.build(), SimulatedDevice(Machine())
@@ -102,22 +99,23 @@ def attached_row(name: str) -> str:
                 assert device.allocated_bytes == attachment.held_bytes
                 assert attachment.trace.overruns == ()
                 assert attachment.trace.peak_bytes <= budget_bytes
-                anew[number] |= attachment.replans != ()
+                replanned[number] |= attachment.replans != ()
             failed[number] = False
         cells["detached"][number] = (
             device.allocated_bytes == 0 and type(pipe) is case.kind and equal(case.call(pipe), want)
         )
-    calls = ["three calls equal" if is_same else "differs" for is_same in cells["calls"]]
+    calls = ["equal" if is_same else "differs" for is_same in cells["calls"]]
     calls = [
-        f"{cell}, planned again within one" if new_cell else cell
-        for cell, new_cell in zip(calls, anew, strict=True)
+        f"{cell}, replanned" if new_cell else cell
+        for cell, new_cell in zip(calls, replanned, strict=True)
     ]
     calls = ["fails" if ended else cell for cell, ended in zip(calls, failed, strict=True)]
-    text = "-" if other is None else "equal" if all(cells["texts"]) else "differs"
-    return (
-        f"| {name} | {case.family} | {calls[0]} | {calls[1]} | {text} | "
-        f"{'as it was' if all(cells['detached']) else 'differs'} |"
-    )
+    parts = {"ample VRAM": calls[0], "minimum VRAM": calls[1]}
+    parts["another text"] = "equal" if all(cells["texts"]) else "differs"
+    parts["detached"] = "equal" if all(cells["detached"]) else "differs"
+    exceptions = [f"{part}: {cell}" for part, cell in parts.items() if cell != "equal"]
+    result = "; ".join(exceptions) or "equal"
+    return f"| {name} | {case.family} | {result}{', takes no text' if other is None else ''} |"
 
 
 def lora(pipe: Any) -> None:

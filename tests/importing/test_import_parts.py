@@ -133,7 +133,7 @@ def test_a_call_whose_stages_would_compute_something_else_is_not_split(tmp_path:
     )
     assert (
         lay_out(build_trial(other), sizes).reason
-        == "cut in three it enters its components with other numbers"
+        == "split in three, it calls its components with other values"
     )
 
 

@@ -13,7 +13,7 @@ from import_whole import saved
 from graphrun.diffusers_.dry_call import ProbeError
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "pipelines.md"
-HEAD = "| class | imported as | since |\n|---|---|---|\n"
+HEAD = "| class | stages | why one |\n|---|---|---|\n"
 SAMPLE = (
     "AnimateDiffVideoToVideoPipeline",  # takes video
     "DiTPipeline",  # no encode_prompt
@@ -46,10 +46,7 @@ def row_of(name: str, folder: Path) -> str:
             f"| {name} | not | it "
             f"{str(error).split('. ')[0].split(': import')[0].partition(' ')[2]} |"
         )
-    return (
-        f"| {name} | {'three stages' if len(layout.stages) == 3 else 'one stage'} | "
-        f"{layout.reason or '-'} |"
-    )
+    return f"| {name} | {'three' if len(layout.stages) == 3 else 'one'} | {layout.reason or '-'} |"
 
 
 @pytest.mark.parametrize("name", sampled(rows(), SAMPLE, "imports"))

@@ -48,13 +48,19 @@ CASES = [
 ]
 
 
+def expanded(text: str) -> list[str]:
+    """The keys that ``text`` stands for: ``a.{b, c}`` is short for ``a.b`` and ``a.c``."""
+    prefix, _, names = text.removesuffix("}").partition("{")
+    return [f"{prefix}{name}" for name in names.split(", ")]
+
+
 def documented() -> dict[str, set[str]]:
     """The keys of each section of the document, and of those that all have."""
     keys_by_section: dict[str, set[str]] = {}
     for section in re.split(r"^##? ", DOCUMENT.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
         rows = [row.split("|")[1] for row in section.splitlines() if row.startswith("| `")]
         keys_by_section[section.partition("\n")[0]] = {
-            key for row in rows for key in re.findall("`([^`]+)`", row)
+            key for row in rows for text in re.findall("`([^`]+)`", row) for key in expanded(text)
         }
     return keys_by_section
 

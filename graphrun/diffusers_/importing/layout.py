@@ -139,9 +139,9 @@ def checked_layout(
                 for stage_records in stage_calls.values()
                 for component_call in stage_records
             ) == trial.run_whole(arguments, seed)
-            reason = "" if is_same else f"{texts[0]} it enters its components with other {texts[1]}"
+            reason = "" if is_same else f"{texts[0]}, it calls its components with other {texts[1]}"
         except (GraphrunError, *PIPELINE_ERRORS) as error:
-            reason = f"{texts[0]} its own code fails: {error_line(error)}"
+            reason = f"{texts[0]}, its own code fails: {error_line(error)}"
         if reason and not suspect_names:
             raise NotSplit(reason)
         if reason:

@@ -154,7 +154,7 @@ def split_at_blocks(trial: TrialPipeline, call: CallInputs) -> GraphLayout:
         stages,
         stages[-1].outputs,
         _trials(call),
-        ("split at its blocks,", "values"),
+        ("split at its blocks", "values"),
         stage_of,
     )
 

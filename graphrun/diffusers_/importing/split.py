@@ -239,11 +239,11 @@ def _split(
         _three_stages(kind, inputs),
         ("image",),
         values,
-        ("cut in three", "numbers"),
+        ("split in three", "values"),
         lambda _: "denoise",
     )
     if not all(layout.component_calls.values()):
-        raise NotSplit("cut in three a stage would enter nothing")
+        raise NotSplit("split in three, a stage would call no component")
     return layout
 
 
