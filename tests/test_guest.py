@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,29 +26,34 @@ ACTIONS = (
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["", "another backend"])
-@pytest.mark.parametrize("action", ACTIONS)
-def test_the_process_is_as_it_was(action: str, backend: str, tmp_path: Path) -> None:
-    start_state, end_state = _states(action, backend, tmp_path)
-    assert start_state["privateuse1 backend"] == ("stranger" if backend else "privateuseone")
-    assert {
-        key: (start_state[key], end_state[key])
-        for key in start_state
-        if start_state[key] != end_state[key]
-    } == {}
+def test_the_process_is_as_it_was(backend: str, tmp_path: Path) -> None:
+    states = _states(ACTIONS, backend, tmp_path)
+    assert tuple(states) == ACTIONS
+    for action, (start_state, end_state) in states.items():
+        assert start_state["privateuse1 backend"] == ("stranger" if backend else "privateuseone")
+        assert {
+            key: (start_state[key], end_state[key])
+            for key in start_state
+            if start_state[key] != end_state[key]
+        } == {}, action
 
 
 @pytest.mark.long
 def test_only_who_asks_for_sim_gets_it(tmp_path: Path) -> None:
-    start_state, end_state = _states("sim", "", tmp_path)
+    start_state, end_state = _states(("sim",), "", tmp_path)["sim"]
     assert (start_state["privateuse1 backend"], end_state["privateuse1 backend"]) == (
         "privateuseone",
         "sim",
     )
 
 
-def _states(action: str, backend: str, folder: Path) -> list[dict[str, Any]]:
-    command = [sys.executable, str(FOLDER / "standins" / "guest.py"), action, backend, str(folder)]
+def _states(
+    actions: Sequence[str], backend: str, folder: Path
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the states of one process before and after each of ``actions``."""
+    guest = str(FOLDER / "standins" / "guest.py")
+    command = [sys.executable, guest, ",".join(actions), backend, str(folder)]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
-    states: list[dict[str, Any]] = json.loads(process.stdout.splitlines()[-1])
+    states: dict[str, list[dict[str, Any]]] = json.loads(process.stdout.splitlines()[-1])
     return states

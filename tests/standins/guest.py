@@ -1,6 +1,7 @@
-"""A user's process: prints its state before and after an action of graphrun, as JSON.
+"""A user's process: prints its state before and after actions of graphrun, as JSON.
 
-python guest.py ACTION BACKEND FOLDER      BACKEND: "" or the label of a backend to register first
+python guest.py ACTION,ACTION BACKEND FOLDER   BACKEND: "" or the label of a backend to register
+                                               first
 """
 
 from __future__ import annotations
@@ -231,7 +232,9 @@ def import_folder(folder: Path) -> None:
 
 
 def saved_pipeline(folder: Path) -> None:
-    """Saves a tiny FLUX to ``folder``, in a process of its own."""
+    """Saves a tiny FLUX to ``folder`` in a process of its own, if it is not there."""
+    if folder.exists():
+        return
     code = f"import sys; sys.path += {TINY_PIPELINES}; from tiny_pipelines import cases; "
     code += f"cases()['FluxPipeline'].build().save_pretrained({str(folder)!r})"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
@@ -264,7 +267,7 @@ def serve(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    action, backend, folder = sys.argv[1:]
+    actions, backend, folder = sys.argv[1:]
     import accelerate  # noqa: F401
     import diffusers  # noqa: F401
     import scipy.sparse  # noqa: F401
@@ -274,7 +277,10 @@ if __name__ == "__main__":
 
     if backend:
         register_backend()
-    act = prepared(action, Path(folder))
-    previous_state = state()
-    act()
-    print(json.dumps([previous_state, state()]))
+    states = {}
+    for action in actions.split(","):
+        act = prepared(action, Path(folder))
+        previous_state = state()
+        act()
+        states[action] = (previous_state, state())
+    print(json.dumps(states))
