@@ -18,12 +18,10 @@ valid if the libraries have the versions that they were made with.
 from __future__ import annotations
 
 import functools
-import gc
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -34,6 +32,7 @@ from pydantic import TypeAdapter
 
 from graphrun.errors import GraphError, PlanError
 from graphrun.files import Store, digest_of, package_digest, python_digest
+from graphrun.garbage import not_collected
 from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
 from graphrun.graph.media import size_text
@@ -492,7 +491,7 @@ def own_source() -> str:
 
 
 def _probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None) -> DryRun:
-    with _garbage_collection_paused() as resume:
+    with not_collected() as resume:
         from graphrun.modules.classes import (
             pipeline_class,
             require_code,
@@ -512,29 +511,3 @@ def _probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] |
             if stage.operation.is_function:
                 resolve_function(stage.op, graph.trust, stage.file_line)
         return probe(graph, inputs, options, on_built=resume)
-
-
-@contextmanager
-def _garbage_collection_paused() -> Iterator[Callable[[], None]]:
-    """Pause garbage collection while modules are imported and components are built.
-
-    Both create permanent objects. Imports alone create a million, and scanning these repeatedly
-    takes a quarter of the import time. The yielded function ends the pause and freezes the objects
-    until the context ends (`gc.freeze`).
-    """
-    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
-    gc.disable()
-
-    def resume() -> None:
-        if enabled:
-            if not frozen:
-                gc.freeze()
-            gc.enable()
-
-    try:
-        yield resume
-    finally:
-        if enabled:
-            gc.enable()
-        if enabled and not frozen:
-            gc.unfreeze()

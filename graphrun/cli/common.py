@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import glob
 import json
 import os
@@ -22,6 +21,7 @@ from graphrun.cli.downloads import Told, required_downloads
 from graphrun.cli.options import PlanOptions, merge_options
 from graphrun.cli.terminal import alive, print_coloured, width
 from graphrun.errors import GraphrunError, InputError, Interrupted, PlanError, PlanningInterrupted
+from graphrun.garbage import collected_seldom
 from graphrun.graph.shipped import shipped_graphs
 from graphrun.reading import printable
 from graphrun.report import plan_files as planfile
@@ -604,15 +604,7 @@ def native_stdout_to_stderr() -> Iterator[None]:
 
 @contextlib.contextmanager
 def solving() -> Iterator[None]:
-    """Context of the solver, which prints, and makes millions of tuples and hardly any cycles.
-
-    Its output goes to stderr. Garbage is collected seldom: at Python's usual rate that takes a
-    seventh of the time of planning.
-    """
-    thresholds = gc.get_threshold()
-    gc.set_threshold(max(50_000, thresholds[0]), *thresholds[1:])
-    try:
-        with native_stdout_to_stderr():
-            yield
-    finally:
-        gc.set_threshold(*thresholds)
+    """Context of the solver: what its native code prints goes to stderr, and garbage is collected
+    seldom."""
+    with collected_seldom(), native_stdout_to_stderr():
+        yield

@@ -6,6 +6,7 @@ from __future__ import annotations
 from functools import partial
 
 from graphrun.errors import PlanningInterrupted
+from graphrun.garbage import collected_seldom
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.solve.infeasible import refusal
@@ -20,7 +21,7 @@ def solve(problem: Problem) -> Solution:
     plans that are equal byte for byte. Raises Infeasible, and PlanningInterrupted on Ctrl-C.
     """
     infeasible = False
-    with collecting() as candidates:
+    with collected_seldom(), collecting() as candidates:
         try:
             if (solution := solved(problem)) is None:
                 infeasible = True

@@ -6,6 +6,7 @@ python guest.py ACTION,ACTION BACKEND FOLDER   BACKEND: "" or the label of a bac
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
@@ -94,6 +95,7 @@ def state() -> dict[str, Any]:
         "random state of torch": digest(torch.get_rng_state().tolist()),
         "random state of numpy": digest(np.random.get_state()),
         "random state of python": digest(random.getstate()),
+        "garbage collection": [gc.isenabled(), *gc.get_threshold(), gc.get_freeze_count()],
         "environment": dict(os.environ),
         "folder": os.getcwd(),
         "paths": sys.path.copy(),
