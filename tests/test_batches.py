@@ -222,19 +222,19 @@ def test_the_first_interrupt_waits_for_the_next_call_the_second_does_not() -> No
     [
         (
             (),
-            "interrupted at loading: nothing is written; an encoded prompt is kept; add --resume "
-            "to a run",
+            "interrupted at loading: nothing is written; an encoded prompt is kept; add --resume, "
+            "and an interrupted run continues",
         ),
         (("--no-cache",), "interrupted at loading: nothing is written; add --resume"),
         (
             ("--resume",),
             "interrupted: 0 of 1 requests are done, the state is in out/.flux-tiny.resume; the "
-            "same command goes on",
+            "same command continues",
         ),
         (
             ("--inputs", "p.jsonl"),
-            "interrupted: 0 of 2 requests are done, their files stay; --resume saves the state of "
-            "a list",
+            "interrupted: 0 of 2 requests are done, their files are kept; add --resume, and an "
+            "interrupted list continues",
         ),
     ],
 )

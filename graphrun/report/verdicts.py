@@ -135,9 +135,9 @@ def _waits(simulation: Simulation) -> str:
     if waits < 0.05 * simulation.seconds:
         return ""
     return (
-        f"; {roughly(disk)} wait for disk"
+        f"; {roughly(disk)} waiting for the disk"
         if disk >= waits / 2
-        else f"; {roughly(waits - disk)} wait for copies"
+        else f"; {roughly(waits - disk)} waiting for copies"
     )
 
 
