@@ -21,7 +21,7 @@ TOTAL_CPU = ("flux-tiny", "--device", "cpu", *SMALL)
 def test_the_smallest_memory_on_the_screen_is_enough_and_a_byte_less_is_not(graphrun: Any) -> None:
     code, _, screen = graphrun("plan", *TOTAL_CPU, "--memory", "300M")
     assert code == 3
-    match = re.search(r"budget that works: --memory (\S+) \((\d+) bytes\)", screen)
+    match = re.search(r"minimum memory: --memory (\S+) \((\d+) bytes\)", screen)
     assert match is not None, screen
     assert "VRAM" not in screen
     assert "RAM" not in screen

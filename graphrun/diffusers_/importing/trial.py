@@ -125,9 +125,9 @@ class TrialPipeline:
         except Exception as error:
             entries = self.fingerprint.component_calls
             moment = (
-                f"after {entries[-1]} was entered"
+                f"after {entries[-1]} was called"
                 if entries
-                else "before any component was entered"
+                else "before any component was called"
             )
             text = " ".join(str(error).split())[:400]
             raise ProbeError(
