@@ -125,9 +125,7 @@ class TrialPipeline:
         except Exception as error:
             entries = self.fingerprint.component_calls
             moment = (
-                f"after {entries[-1]} was called"
-                if entries
-                else "before any component was called"
+                f"after {entries[-1]} was called" if entries else "before any component was called"
             )
             text = " ".join(str(error).split())[:400]
             raise ProbeError(
