@@ -97,7 +97,10 @@ def test_the_files_of_a_list_go_to_a_folder_and_no_two_have_one_name(
 ) -> None:
     Path("p.jsonl").write_text('{"prompt": "a", "seed": 4}\n{"prompt": "a", "seed": 5}\n')
     code, _, err = graphrun(*RUN, "--inputs", "p.jsonl", "-o", "pictures/{prompt}.png")
-    assert (code, "pictures/a.png: lines 1 and 2 would write this file: add {line:04d} to -o" in err) == (
+    assert (
+        code,
+        "pictures/a.png: lines 1 and 2 would write this file: add {line:04d} to -o" in err,
+    ) == (
         2,
         True,
     )

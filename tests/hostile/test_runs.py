@@ -36,7 +36,7 @@ EXTREME = {
     "height=9223372036854775792": "pixels, and at most 33,554,432 are accepted",
     "steps=1000000000000": "stages.denoise: steps is 1,000,000,000,000, and "
     "at most 1,000 are accepted",
-    "guidance_scale=1e308": "input 'guidance_scale': 1e+308 is more than a float32 holds",
+    "guidance_scale=1e308": "input 'guidance_scale': 1e+308 is more than a float32 can be",
 }
 
 
