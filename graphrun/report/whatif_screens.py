@@ -28,7 +28,6 @@ from graphrun.report.screen import (
     proof,
     ram_text,
     subject,
-    terms,
 )
 from graphrun.report.summary import directives, figures
 from graphrun.report.svg import element, picture, round_ticks, tick_seconds
@@ -63,7 +62,7 @@ def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
     lines = [look.first(verdict), *map(look.folded, _directives(error.problem)), ""]
     if error.needs:
         units = Units(max(need.total_bytes for need in error.needs))
-        rows = [["phase", "weights", "ring buffer", "activation", "values", "least", "have"]]
+        rows = [["phase", "weights", "ring buffer", "activation", "values", "needed", "available"]]
         rows += [
             units.row(
                 f"{need.phase} {need.part}",
@@ -98,7 +97,7 @@ def suggestion_sentence(suggestion: Suggestion, product: str, *, fits: bool = Tr
     """
     output = ", and the output changes" if suggestion.changes_output else ""
     time = f"{roughly(suggestion.seconds)} {product}{output}"
-    return f"{'better' if fits else 'to run it'}: {suggestion.text}: {time}:"
+    return f"{'better' if fits else 'to run it'}: {suggestion.text} ({time}):"
 
 
 def suggestions_screen(solution: Solution, suggestions: Sequence[Suggestion], look: Look) -> str:
@@ -308,11 +307,14 @@ def alternatives_screen(
     (streamed,) = listed("streamed in", list(phase_streams(solution.plan.slots, component))) or [
         "not streamed"
     ]
-    head = f"{component} in {problem.graph}: {show_size(weights)} of weights, {streamed};"
-    head += f" {show_size(problem.effective_bytes)} for tensors"
+    look = Look()
+    head = look.folded(
+        f"{component} in {problem.graph}: {show_size(weights)} of weights, {streamed}; "
+        f"{show_size(problem.effective_bytes)} for tensors"
+    )
     foot = " every row is a plan of its own; other components may be placed differently"
-    pictures = map(Look().folded, precision_lines(option.permission for option in alternatives))
-    return "\n".join((head, "", table(rows, left_columns=(0, 5)), foot, *notes, *pictures))
+    notes += precision_lines(option.permission for option in alternatives)
+    return "\n".join((head, "", table(rows, left_columns=(0, 5)), foot, *map(look.folded, notes)))
 
 
 def faster_than(solution: Solution, is_cached: bool) -> str:
@@ -331,8 +333,8 @@ def _why(alternative: Alternative, problem: Problem) -> str:
     if alternative.refusal:
         return alternative.refusal
     needs = [
-        f"{need.phase} {need.part} needs {show_size(need.total_bytes)}"
-        f" ({terms(*figures(need, *TERMS).values())}), more than {show_size(need.available_bytes)}"
+        f"{need.phase} {need.part} needs {show_size(need.total_bytes)}, more than "
+        f"{show_size(need.available_bytes)}"
         for need in alternative.needs
     ]
     return (
