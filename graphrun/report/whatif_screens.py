@@ -268,9 +268,7 @@ def alternatives_screen(
     def against(option: Alternative) -> str:
         """Return the directives that the alternative ignores."""
         dropped_directives = sorted(demanded - {option.placement}) if option.placement else []
-        return (
-            f"without the directive {', '.join(dropped_directives)}" if dropped_directives else ""
-        )
+        return f"without {', '.join(dropped_directives)}" if dropped_directives else ""
 
     weights = solution.chosen.component(component).weight_bytes()
     units = Units(max(baseline.peak_bytes, weights))
