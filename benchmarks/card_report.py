@@ -409,15 +409,17 @@ def readme(recorded: dict[str, Record]) -> str:
     run, reference = part["runs"][-1], recorded["peers"]["peers"]["results"]["reference"]
     resident = flux["flux"]["results"]["flux-dev resident"]["plain pipeline, seconds"]
     return (
-        f"\nFLUX.1-dev at full size on an {flux['about']['card']} with a budget of 8 GiB "
-        f"(1024x1024, 4 steps): {run['seconds']:.1f} s a picture, with everything resident "
-        f"({reference['resident_peak_bytes'] / GIB:.0f} GiB) {resident:.1f} s; planned peak "
-        f"{part['planned']['peak_bytes']:,} bytes, measured {run['peak_bytes']:,}; same picture, "
-        f"bit for bit. Plans of {len(models)} other models, from SDXL to Wan and HunyuanVideo: of "
-        f"{len(pairs)} slots {sum(a == b for a, b in pairs)} took exactly the planned bytes, "
-        f"{sum(a < b for a, b in pairs)} less, {sum(a > b for a, b in pairs)} at most "
-        f"{max(a - b for a, b in pairs) / MIB:.0f} MiB more\n(`benchmarks/card.sh`, [all figures, "
-        "and where plans were wrong](docs/card-measured.md)).\n\n"
+        f"\nOn an {flux['about']['card']}, FLUX.1-dev at full size (1024x1024, 4 steps) takes "
+        f"{run['seconds']:.1f} s a picture within 8 GiB,\nand {resident:.1f} s with everything on "
+        f"the GPU ({reference['resident_peak_bytes'] / GIB:.0f} GiB). The picture is the same, bit "
+        f"for bit. The planned peak is\n{part['planned']['peak_bytes']:,} bytes, the measured peak "
+        f"{run['peak_bytes']:,}.\n\n"
+        f"The plans of {len(models)} other models, from SDXL to Wan and HunyuanVideo, have "
+        f"{len(pairs)} slots (stretches of time). Of these\n{sum(a == b for a, b in pairs)} took "
+        f"exactly the planned bytes, {sum(a < b for a, b in pairs)} took less, and "
+        f"{sum(a > b for a, b in pairs)} took at most {max(a - b for a, b in pairs) / MIB:.0f} MiB "
+        "more\n(`benchmarks/card.sh`, "
+        "[all figures, and where plans were wrong](docs/card-measured.md)).\n\n"
     )
 
 

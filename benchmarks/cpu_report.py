@@ -298,11 +298,13 @@ def readme(cells: Sequence[Cell]) -> str:
             name = group[0]["model"]
             return (
                 f"\n![Seconds from files to picture against the memory cap: graphrun and other "
-                f"tools](docs/img/cpu-{name}.svg)\n\n{name} on a CPU ({_machine(group)}), seconds "
-                "from files to picture with graphrun and with mmap: "
-                + "; ".join(f"{cap:g} GiB: {run:.0f} and {mmap:.0f}" for cap, run, mmap in rows)
-                + "\n(`python benchmarks/cpu.py --only "
-                f"{name}`, [all tables](docs/cpu-measured.md)).\n\n"
+                f"tools](docs/img/cpu-{name}.svg)\n\nOn a CPU, {name} within a memory cap, seconds "
+                "from files to picture:\n"
+                + "; ".join(
+                    f"{cap:g} GiB: graphrun {run:.0f}, mmap {mmap:.0f}" for cap, run, mmap in rows
+                )
+                + f"\n({_machine(group)};\n`python benchmarks/cpu.py --only {name}`, "
+                "[all tables](docs/cpu-measured.md)).\n\n"
             )
     return ""
 

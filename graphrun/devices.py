@@ -82,9 +82,8 @@ def per_device(vram: Any, hardware: Any = None, device: Any = None) -> list[Devi
         )
     if count > 1 and any(isinstance(budget, str) and budget.isdigit() for budget in budgets):
         raise InputError(
-            f"vram: {vram!r} would be budgets of {count} devices, and each of them has its "
-            "unit, as in 24G,12G; "
-            f"did you mean {str(vram).replace(',', '.')}?"
+            f"vram: {vram!r} has budgets of {count} devices, and each needs its unit, as in "
+            f"24G,12G; did you mean {str(vram).replace(',', '.')}?"
         )
     for option, items in (("vram", budgets), ("hardware", profiles), ("device", names)):
         if len(items) != count and (option == "vram" or len(items) != 1):
@@ -142,9 +141,8 @@ def with_host_copies(cards: Sequence[Hardware], budget: Any) -> list[Hardware]:
     """
     if budget.memory is not None and cards[0].unified and not cards[0].kind.is_host:
         raise InputError(
-            f"memory {budget.memory}: an attached pipeline has its weights on the host, and "
-            f"{cards[0].name} gets copies of blocks: give vram and ram, which together are what it "
-            "takes of the one pool"
+            f"memory {budget.memory}: an attached pipeline keeps its weights on the host, and "
+            f"{cards[0].name} gets copies of blocks: give vram and ram, which share the one memory"
         )
     return [card if card.kind.is_host else replace(card, unified=False) for card in cards]
 
@@ -340,9 +338,8 @@ def refuse_wrong_budgets(hardware: Hardware, budget: Any) -> None:
         is_example = budget.memory == "auto" or hardware.kind.free_memory == "none"
         vram = "8G" if is_example else budget.memory
         raise InputError(
-            f"memory {budget.memory}: {hardware.name} has memory apart from the host's, with a "
-            f"budget for each: give --vram {vram} and --ram in place of --memory, or add "
-            "--device cpu to run on the CPU"
+            f"memory {budget.memory}: {hardware.name} has memory of its own: give --vram {vram} "
+            "and --ram in place of --memory, or add --device cpu to run on the CPU"
         )
     sizes = {"vram": _items(budget.vram)[0], "ram": budget.ram, "pinned": budget.pinned}
     wrong_sizes = {

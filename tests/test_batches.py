@@ -97,7 +97,10 @@ def test_the_files_of_a_list_go_to_a_folder_and_no_two_have_one_name(
 ) -> None:
     Path("p.jsonl").write_text('{"prompt": "a", "seed": 4}\n{"prompt": "a", "seed": 5}\n')
     code, _, err = graphrun(*RUN, "--inputs", "p.jsonl", "-o", "pictures/{prompt}.png")
-    assert (code, "pictures/a.png: lines 1 and 2 have this file: add {line:04d} to -o" in err) == (
+    assert (
+        code,
+        "pictures/a.png: lines 1 and 2 would write this file: add {line:04d} to -o" in err,
+    ) == (
         2,
         True,
     )
@@ -222,19 +225,19 @@ def test_the_first_interrupt_waits_for_the_next_call_the_second_does_not() -> No
     [
         (
             (),
-            "interrupted at loading: nothing is written; an encoded prompt is kept; add --resume "
-            "to a run",
+            "interrupted at loading: nothing is written; an encoded prompt is kept; add --resume, "
+            "and an interrupted run continues",
         ),
         (("--no-cache",), "interrupted at loading: nothing is written; add --resume"),
         (
             ("--resume",),
             "interrupted: 0 of 1 requests are done, the state is in out/.flux-tiny.resume; the "
-            "same command goes on",
+            "same command continues",
         ),
         (
             ("--inputs", "p.jsonl"),
-            "interrupted: 0 of 2 requests are done, their files stay; --resume saves the state of "
-            "a list",
+            "interrupted: 0 of 2 requests are done, their files are kept; add --resume, and an "
+            "interrupted list continues",
         ),
     ],
 )

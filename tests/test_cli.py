@@ -171,7 +171,7 @@ def test_one_mib_below_the_smallest_budget_is_infeasible_and_the_smallest_is_acc
     smallest = json.loads(output)["smallest_budget_bytes"]
     code, output, err = graphrun("run", TINY, "--device", "sim", "--vram", str(smallest - MIB))
     assert code == 3
-    assert f"smallest budget that works: --vram {typed_size(smallest)} ({smallest} bytes)" in err
+    assert f"minimum VRAM: --vram {typed_size(smallest)} ({smallest} bytes)" in err
     assert graphrun("plan", TINY, "--device", "sim", "--vram", typed_size(smallest))[0] == 0
     assert not output
     assert graphrun("plan", TINY, "--device", "sim", "--vram", str(smallest))[0] == 0

@@ -47,7 +47,7 @@ def test_a_frontier_has_a_row_per_budget_json_and_a_picture(graphrun: Cli, tmp_p
         "6.00",
     ]
     assert output.startswith("fastest: ")
-    assert "\nsmallest budget that works: --vram " in output
+    assert "\nminimum VRAM: --vram " in output
     assert max(map(len, output.splitlines())) <= 80
     picture = ElementTree.parse(tmp_path / "o/curve.svg").getroot()
     assert len(picture.findall("{*}circle")) == 3, "one for each budget that something fits"
@@ -122,7 +122,7 @@ def test_a_frontier_on_which_nothing_fits_says_what_would(graphrun: Cli) -> None
         "frontier", TINY, "--device", "sim", "--set", "steps=1", "--vram", "1M:2M"
     )
     assert code == 3
-    assert "smallest budget that works: --vram" in output
+    assert "minimum VRAM: --vram" in output
 
 
 def test_the_budget_of_one_of_two_devices_is_varied(graphrun: Cli) -> None:
@@ -407,7 +407,7 @@ def test_without_a_budget_a_plan_is_for_the_card_here_or_says_which_one_it_assum
     assert "--vram auto: 24.00 GiB, what the rtx4090 has\n" in err
     monkeypatch.setattr(hardware, "detect_card", lambda: hardware.data_sheet_estimates()["rtx4090"])
     monkeypatch.setattr(hardware, "free_bytes", lambda *_: 7 * 2**30)
-    has = "what the rtx4090 has free (7.00 GiB) less a twentieth for other programs"
+    has = "what the rtx4090 has free (7.00 GiB) less 5 % for other programs"
     for auto in ((), ("--vram", "auto")):
         code, output, err = graphrun("plan", TINY, *auto)
         assert (code, " of 6.6 GiB" in output, f"--vram auto: 6.65 GiB, {has}\n" in err) == (
@@ -455,7 +455,7 @@ def test_a_budget_of_nearly_all_of_a_consumer_card_says_what_a_desktop_leaves(
 ) -> None:
     code, output, _ = graphrun("plan", TINY, "--hardware", hardware, "--vram", vram, "--ram", "8G")
     lines = [line for line in output.splitlines() if "a desktop leaves" in line]
-    expected = f"a desktop leaves {free} GiB free; beyond it Windows spills into slow RAM"
+    expected = f"a desktop leaves {free} GiB free; a run that takes more is slow on Windows"
     assert (code, lines) == (0, [expected] if free else [])
     assert max(map(len, lines), default=0) <= 80
 
@@ -476,8 +476,8 @@ def test_a_measured_card_is_not_guessed_at(
     monkeypatch.setattr(hardware, "detect_card", lambda: replace(card, name="geforcertx4060"))
     monkeypatch.setattr(hardware, "free_bytes", lambda *_: 7 * 2**30)
     for windows, message in (
-        (True, "there Windows spills into RAM and becomes slow"),
-        (False, "there what is left is planned again"),
+        (True, "a run that takes more becomes slow on Windows"),
+        (False, "a run that finds less memory is planned again"),
     ):
         monkeypatch.setattr("graphrun.cli.common.spills_vram", lambda windows=windows: windows)
         code, output, err = graphrun("plan", TINY, "--vram", "8G")

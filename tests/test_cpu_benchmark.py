@@ -331,7 +331,7 @@ def test_page_readme_and_chart_are_made_from_the_cells(part: Any, tmp_path: Path
     assert "No cell has run yet." not in report.page(RECORDED)
     readme = " ".join(report.readme(RECORDED).split())
     assert "P, 2 cores, 16 GiB, float32; 2026-11-25; caps enforced by the kernel" in readme
-    assert "with graphrun and with mmap: 6 GiB: 100 and 200; 16 GiB: 50 and 150" in readme
+    assert "6 GiB: graphrun 100, mmap 200; 16 GiB: graphrun 50, mmap 150" in readme
     chart = report.chart(RECORDED, tmp_path)
     drawing = chart.read_text()
     assert (chart.name, "accelerate" in drawing) == ("cpu-m.svg", False)

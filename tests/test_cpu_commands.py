@@ -21,7 +21,7 @@ TOTAL_CPU = ("flux-tiny", "--device", "cpu", *SMALL)
 def test_the_smallest_memory_on_the_screen_is_enough_and_a_byte_less_is_not(graphrun: Any) -> None:
     code, _, screen = graphrun("plan", *TOTAL_CPU, "--memory", "300M")
     assert code == 3
-    match = re.search(r"budget that works: --memory (\S+) \((\d+) bytes\)", screen)
+    match = re.search(r"minimum memory: --memory (\S+) \((\d+) bytes\)", screen)
     assert match is not None, screen
     assert "VRAM" not in screen
     assert "RAM" not in screen
@@ -36,7 +36,7 @@ def test_the_smallest_memory_on_the_screen_is_enough_and_a_byte_less_is_not(grap
 def test_a_frontier_varies_the_memory(graphrun: Any) -> None:
     code, screen, _ = graphrun("frontier", *TOTAL_CPU, "--memory", "440M:2G")
     assert code == 0
-    assert "smallest budget that works: --memory 4" in screen
+    assert "minimum memory: --memory 4" in screen
     assert re.search(r"next: graphrun plan .*--memory 512M", screen.replace("\\\n", "")), screen
     assert "RAM" not in screen
     code, data, _ = graphrun("frontier", *TOTAL_CPU, "--memory", "1G", "--json")

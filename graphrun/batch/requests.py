@@ -45,7 +45,7 @@ def read_requests(path: Path) -> list[Request]:
     data = read_bytes(path, limit="prompts_bytes")
     if not (requests := list(_rows(data) if path.suffix.lower() == ".csv" else _lines(data))):
         raise InputError(
-            f"{path}: holds no inputs; write one JSON object per line, "
+            f"{path}: has no inputs; write one JSON object per line, "
             'such as {"prompt": "a lighthouse"}'
         )
     require("requests", len(requests), f"it has {len(requests):,} requests", str(path))

@@ -131,9 +131,9 @@ def run_batch(
                 **run_options,
             )
     except KeyboardInterrupt:
-        state_note = "their files stay; --resume saves the state of a list, so that it can go on"
+        state_note = "their files are kept; add --resume, and an interrupted list continues"
         if state is not None:
-            state_note = f"the state is in {state}; the same command goes on from there"
+            state_note = f"the state is in {state}; the same command continues from there"
         raise Interrupted(
             f"interrupted: {len(files)} of {len(requests)} requests are done, {state_note}"
         ) from None
@@ -176,7 +176,7 @@ def _places(target: Files, requests: Sequence[Request], graph: Graph) -> dict[in
             for path in request_targets[request.number].values():
                 if (other := owners.setdefault(path, request.number)) != request.number:
                     raise InputError(
-                        f"{path}: lines {other} and {request.number} have this file: add "
+                        f"{path}: lines {other} and {request.number} would write this file: add "
                         f"{{line:04d}} to -o"
                     )
     return request_targets

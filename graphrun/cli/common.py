@@ -127,7 +127,7 @@ def open_graph(path: Path, options: PlanOptions, *, to_run: bool = False) -> Pla
         flags = _allowing(solution.problem)
         problem_text = (
             f"was made with {flags}, which may change the output, and a plan file allows "
-            f"nothing by itself: add {flags}"
+            f"nothing by itself; add {flags}"
         )
         raise PlanError(f"{problem_text}, or plan again without", str(path))
     return Planned(graph, source, solution, entries.get("solve_seconds"), path)
@@ -309,7 +309,7 @@ def _best_so_far(interrupt: PlanningInterrupted, name: str, *, is_accepted: bool
     activity = f"interrupted while planning {name}"
     if interrupt.infeasible:
         raise Interrupted(
-            f"{activity}: no plan fits the budgets, and what would help was being searched"
+            f"{activity}: no plan fits the budgets; the search for suggestions did not end"
         ) from None
     solution: Solution | None = interrupt.best()
     if solution is None:
@@ -359,7 +359,7 @@ def with_budget(options: PlanOptions, hardware: Hardware) -> PlanOptions:
     nbytes = hardware.capacity_bytes if free_bytes is None else estimates.budget_of(free_bytes)
     budget_text = f"{show_size(nbytes)}, what the {hardware.name} has"
     if free_bytes is not None:
-        budget_text += f" free ({show_size(free_bytes)}) less a twentieth for other programs"
+        budget_text += f" free ({show_size(free_bytes)}) less 5 % for other programs"
     if has_budget:
         if (
             free_bytes is not None
@@ -367,9 +367,9 @@ def with_budget(options: PlanOptions, hardware: Hardware) -> PlanOptions:
             > nbytes
         ):
             consequence = (
-                "there Windows spills into RAM and becomes slow"
+                "a run that takes more becomes slow on Windows"
                 if spills_vram()
-                else "there what is left is planned again"
+                else "a run that finds less memory is planned again"
             )
             say(
                 f"--vram {options.vram} is more than {budget_text}: {consequence}; "
@@ -393,18 +393,18 @@ def _with_memory(options: PlanOptions, hardware: Hardware) -> PlanOptions:
         if options.memory in (None, "auto"):
             whole = show_size(hardware.capacity_bytes)
             say(
-                f"--memory auto: {show_size(nbytes)}, the {whole} of {hardware.name} less a "
-                "twentieth for other programs"
+                f"--memory auto: {show_size(nbytes)}, the {whole} of {hardware.name} less "
+                "5 % for other programs"
             )
     elif options.memory in (None, "auto"):
         say(
             f"--memory auto: {show_size(nbytes)}, what this process takes and what this machine "
-            "has left, less a twentieth for other programs"
+            "has left, less 5 % for other programs"
         )
     elif nbytes > (safe_bytes := devices.memory_budget("auto", hardware)):
         say(
             f"--memory {options.memory} is more than {show_size(safe_bytes)}, what this machine "
-            "has left less a twentieth for other programs: the system may swap or end the run; "
+            "has left less 5 % for other programs: the system may swap or end the run; "
             "--memory auto is safe"
         )
     return replace(options, memory=str(nbytes))
@@ -454,8 +454,8 @@ def look(
     ) is not None:
         minimum, maximum = (f"{nbytes / GIB:g}" for nbytes in free_range)
         note = (
-            f"a desktop leaves {minimum} to {maximum} GiB free; beyond it Windows spills into "
-            "slow RAM"
+            f"a desktop leaves {minimum} to {maximum} GiB free; a run that takes more is slow on "
+            "Windows"
         )
     product = product_name(graph.kinds(), dict(problem.settings))
     suggestion_text, suggestion_command = "", ""

@@ -56,6 +56,6 @@ def download_all(downloads: Sequence[Download], notify: Told) -> None:
             except KeyboardInterrupt:
                 text = (
                     f"interrupted: files of {item.repository} that are complete are kept; the "
-                    "same command goes on with the others"
+                    "same command continues with the others"
                 )
                 raise Interrupted(text) from None

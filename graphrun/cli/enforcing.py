@@ -39,7 +39,7 @@ def enforced(graph: Path, options: PlanOptions) -> Iterator[tuple[PlanOptions, M
         limit_bytes = int(options.memory or 0)
     if not hardware.kind.is_host:
         raise InputError(
-            f"--enforce limits the memory of a run on the CPU, and {graph} is for {hardware.name}: "
+            f"--enforce is for runs on the CPU, and {graph} is for {hardware.name}: "
             "add --device cpu --memory 8G"
         )
     if reason := enforceable():
@@ -56,7 +56,7 @@ def kernel_line(group: MemoryGroup) -> str:
     """Return what the kernel counted for the run, next to the limit that it enforced."""
     return (
         f"the kernel counted at most {show_size(group.peak_bytes)} of the enforced "
-        f"{show_size(group.limit_bytes)}, page cache apart"
+        f"{show_size(group.limit_bytes)}, without the page cache"
     )
 
 
@@ -74,8 +74,8 @@ def _supervise(limit_bytes: int) -> None:
     code = os.waitstatus_to_exitcode(status)
     if code == -signal.SIGKILL:
         raise OutOfMemory(
-            f"the run was killed: in all it took more than the enforced {show_size(limit_bytes)}; "
-            "give a larger --memory, or leave --enforce out to see by how much"
+            f"the run was killed: it took more than the enforced {show_size(limit_bytes)}; use a "
+            "larger --memory, or leave out --enforce to see how much it takes"
         )
     sys.stdout.flush()
     os._exit(code if code >= 0 else 128 - code)

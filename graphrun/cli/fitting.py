@@ -84,7 +84,9 @@ def fit_command(
     cache, limit_seconds = cache_folder(no_cache), parse_seconds(want) if want else None
     hardware = hardware_for(card, None, cache)
     if hardware.kind.is_host or hardware.kind.free_memory == "none":
-        raise InputError(f"--card {card}: fit is for cards; for a CPU see plan --device cpu")
+        raise InputError(
+            f"--card {card}: fit is for cards; for a CPU, type graphrun plan GRAPH --device cpu"
+        )
     budget = vram or str(hardware.capacity_bytes)
     inputs = dict(pair("--set", text, may_be_empty=True) for text in set_ or [])
     with _graph_file(model, trust_package) as file:

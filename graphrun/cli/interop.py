@@ -109,7 +109,7 @@ def _maps_in(path: Path) -> dict[str, dict[str, int | str]]:
         for device_map in inner
     ):
         raise InputError(
-            f'{path}: does not hold device maps by component, such as {{"transformer": '
+            f'{path}: has no device maps by component, such as {{"transformer": '
             f'{{"transformer_blocks": "cpu", "": 0}}}}'
         )
     return maps  # type: ignore[no-any-return]

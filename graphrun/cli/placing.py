@@ -65,7 +65,7 @@ def open_cluster(path: Path, options: PlanOptions) -> Cluster:
         f"--{name}" for name, default in defaults.items() if getattr(options, name) != default
     ]:
         raise InputError(
-            f"{path} has the hosts' and devices' budgets: leave {', '.join(conflicts)} out"
+            f"{path} has the budgets of hosts and devices: leave out {', '.join(conflicts)}"
         )
     return read_cluster(path, cache_folder(options.no_cache))
 

@@ -258,7 +258,7 @@ def run(
         encoded = (
             "; an encoded prompt is kept" if cache is not None and reuse_mode != "none" else ""
         )
-        hint = "add --resume to a run that can go on at its last step"
+        hint = "add --resume, and an interrupted run continues at its last step"
         raise Interrupted(
             f"interrupted at {progress.last or 'loading'}: nothing is written{encoded}; {hint}"
         ) from None

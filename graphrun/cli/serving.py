@@ -151,22 +151,21 @@ def serve(
     if not owners and not _is_loopback(host):
         raise InputError(
             f"--host {host} without --keys: anyone who reaches this machine could use it; "
-            "name a file of keys"
+            "add --keys FILE"
         )
     hosts = tuple(map(host_of, allow_host or ()))
     origins = tuple(map(origin_of, allow_origin or ()))
     for option, values in {"--allow-host": hosts, "--allow-origin": origins}.items():
         if "*" in values and not owners:
             raise InputError(
-                f"{option} '*' without --keys: any web page could use the server; name a "
-                "file of keys"
+                f"{option} '*' without --keys: any web page could use the server; add --keys FILE"
             )
     pipeline_graphs = [load(path, options) for path in graphs]
     for graph in pipeline_graphs:
         graph.refuse_list()
         if "image" not in graph.kinds().values():
             raise InputError(
-                f"{graph.name} makes no pictures but {', '.join(graph.kinds().values())}: "
+                f"{graph.name} makes {', '.join(graph.kinds().values())} and no pictures: "
                 "leave it out"
             )
     names = [graph.name for graph in pipeline_graphs]

@@ -83,9 +83,11 @@ def placement_screen(result: PlacedGraph, look: Look) -> str:
     items = (
         f"{placement.items} items take {roughly(placement.seconds)}"
         if placement.items > 1
-        else "its first item"
+        else "nothing loaded at the start"
     )
-    verdict = f"Fits: {_figure(placement)} on {active_devices} of {device_count} devices; {items}"
+    verdict = (
+        f"fits: yes. {_figure(placement)} ({active_devices} of {device_count} devices); {items}"
+    )
     limit = " ".join(placement.bottleneck)
     assigned_stages = (
         (assignment, placement.stages[slice(*span)])
@@ -173,8 +175,8 @@ def _devices(placement: Placement, look: Look) -> str:
         ]
         rows.append([*cells, show_size(column.ram_bytes)])
     notes = (
-        " from: weights of the first phase are there; first, then: the first item and each further "
-        "one; RAM: of each device"
+        " from: weights of the first phase are loaded; first, then: seconds of the first item and "
+        "of each further one; RAM: of each device"
     )
     return f"{table(rows, left_columns=(0, 1, 2, 4), width=look.width)}\n{look.folded(notes)}"
 
@@ -199,7 +201,7 @@ def _transfers(placement: Placement, look: Look) -> str:
     ]
     return (
         table(
-            [["crosses", "to", "size", "on the slowest link"], *rows],
+            [["sent", "to", "size", "on the slowest link"], *rows],
             left_columns=(0, 1),
             width=look.width,
         )

@@ -238,9 +238,11 @@ class Attachment:
         """
         solution, trace = self._last()
         if not solution.problem.phases:
-            return f"{solution.problem.graph}: the call entered no component"
+            return f"{solution.problem.graph}: the call used no component"
         if self.replans:
-            message = f"the call left this plan, and was planned again at {', '.join(self.replans)}"
+            message = (
+                f"the call did not follow this plan; planned again at {', '.join(self.replans)}"
+            )
             return f"{plan_screen(solution)}\n\n{message}\n{verdict_line(trace)}"
         return (
             f"{plan_screen(solution)}\n{measured_screen(solution, trace, [])}"
@@ -571,8 +573,9 @@ class Attachment:
         if sizes := self._host.unmapped_bytes():
             self.say(
                 f"{own_class(self.pipe).__name__}: {show_size(sum(sizes.values()))} of "
-                f"{', '.join(sizes)} stay in memory, since no file has these weights as they are: "
-                "pipe.save_pretrained(FOLDER), and load the pipeline from there in the same dtype"
+                f"{', '.join(sizes)} stay in memory, since no file has these weights as they are; "
+                "to read them from files, call pipe.save_pretrained(FOLDER) and load the pipeline "
+                "from FOLDER in the same dtype"
             )
 
     def _forget_calls(self) -> None:

@@ -148,9 +148,9 @@ class MetaPipeline:
             if not component_names and isinstance(error, (ValueError, TypeError)):
                 raise
             moment = (
-                f"after {component_names[-1]} was entered"
+                f"after {component_names[-1]} was called"
                 if component_names
-                else "before any component was entered"
+                else "before any component was called"
             )
             raise ProbeError(
                 f"the dry run of {call.name}({describe_arguments(call.args, call.kwargs)}) failed "

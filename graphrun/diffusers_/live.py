@@ -92,8 +92,7 @@ def components_of(
     components = {name: module for name, module in components.items() if id(module) not in inner}
     if not components:
         raise InputError(
-            f"{type(pipe).__name__} holds no module with weights: pass a pipeline with its "
-            "components"
+            f"{type(pipe).__name__} has no module with weights: pass a pipeline with its components"
         )
     return components
 

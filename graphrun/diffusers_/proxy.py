@@ -165,7 +165,7 @@ def _returns_value(method: Callable[..., Any]) -> bool:
 
 def _refusing_method(name: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
-        raise InputError(f"graphrun places this pipeline's weights: detach() before {name}()")
+        raise InputError(f"graphrun manages this pipeline's weights: call detach() before {name}()")
 
     return refuse
 
@@ -179,7 +179,7 @@ def refuse_placed(pipe: Any) -> None:
     for path, owner in pipelines_in(pipe).items():
         label = f"{name}.{path}" if path else name
         if own_class(owner) is not type(owner):
-            raise InputError(f"graphrun is attached to {label} already: detach() it first")
+            raise InputError(f"graphrun is attached to {label} already: call detach() first")
         if getattr(owner, "_all_hooks", None):
             raise InputError(
                 f"{label} has accelerate's hooks, which move its weights too: call "
@@ -215,11 +215,11 @@ def refuse_unnamed(
         return
     if not hasattr(program, "__dict__") or isinstance(program, (type, FunctionType)):
         raise InputError(
-            f"attach takes a diffusers pipeline, or an object that holds modules, not {name}"
+            f"attach takes a diffusers pipeline, or an object that owns modules, not {name}"
         )
     if not (modules := modules_in(program)):
         raise InputError(
-            f"{name} holds no module with weights: pass the object whose methods call the modules"
+            f"{name} has no module with weights: pass the object whose methods call the modules"
         )
     method_names = [
         key
@@ -229,8 +229,8 @@ def refuse_unnamed(
     if components is None or not entries:
         example = ", ".join(f"{key!r}: ..." for key in modules)
         raise InputError(
-            f"{name} is no pipeline of diffusers: say what its components are and which methods to "
-            f"plan, attach(..., components={{{example}}}, entries=[...]); its own methods are "
+            f"{name} is not a pipeline of diffusers: name its components and the methods to plan, "
+            f"attach(..., components={{{example}}}, entries=[...]); its own methods are "
             f"{', '.join(method_names)}"
         )
     for entry in entries:
@@ -248,8 +248,8 @@ def refuse_unnamed(
             )
         if id(module) not in module_ids:
             raise InputError(
-                f"components: {name} does not hold {key} as a part, so its methods cannot be "
-                "planned with it"
+                f"components: {name} does not own the module {key}: pass a module that its methods "
+                "call"
             )
     component_ids = {id(part) for module in components.values() for part in module.modules()}
     roots = {**modules, "": program} if isinstance(program, torch.nn.Module) else modules
@@ -278,7 +278,8 @@ def dtype_of_to(
             dtype = value
         elif value is not None and str(value) not in (str(device), device.type):
             raise InputError(
-                f"graphrun places this pipeline's weights on {device}: detach() before to({value})"
+                f"graphrun manages this pipeline's weights on {device}: call detach() before "
+                f"to({value})"
             )
     return dtype
 
@@ -299,8 +300,8 @@ def remove_interceptors(modules: Mapping[str, torch.nn.Module]) -> list[CallInte
                     name for name, module in modules.items() if intercept(module) is interceptor
                 )
                 raise InputError(
-                    f"a call of another attached pipeline runs with {component_names}: wait until "
-                    "it has ended"
+                    f"another attached pipeline is using {component_names}: "
+                    "wait until its call ends"
                 )
         outermost = next(handle for handle in interceptors.values() if handle.outermost)
         outermost.__exit__()

@@ -276,7 +276,7 @@ class _GraphReader(StageReader):
             elif isinstance(value, str) and value not in {f"${number}" for number in numbers}:
                 meant = did_you_mean(value.removeprefix("$"), numbers)
                 self.add(
-                    location, f"{value!r} is neither a number nor an input that holds one{meant}"
+                    location, f"{value!r} is neither a number nor an input that has one{meant}"
                 )
             elif value is None and not any(
                 candidate in numbers for candidate in default_inputs[key]
@@ -424,7 +424,7 @@ class _GraphReader(StageReader):
         except GraphError as error:
             self.add(location, str(error))
         except (TypeError, ValueError) as error:
-            self.add(location, f"holds a value that is not JSON: {error}")
+            self.add(location, f"has a value that is not JSON: {error}")
         return {}
 
     def _own_source(

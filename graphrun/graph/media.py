@@ -89,7 +89,7 @@ def accept(kind: str, value: Any, rate: int | None = None) -> Any:
     if isinstance(value, File) and value.kind == kind:
         return value
     if isinstance(value, str) and not value:
-        raise ValueError("names no file")
+        raise ValueError("has no file name")
     if isinstance(value, (str, Path)):
         return _file(
             kind,
@@ -228,7 +228,7 @@ def _frames(folder: Path) -> tuple[Path, ...]:
     except OSError as error:
         raise ValueError(f"{folder}: cannot be read: {error.strerror}") from None
     if not frames:
-        raise ValueError(f"{folder}: holds no frames: {', '.join(PICTURES)}")
+        raise ValueError(f"{folder}: has no frames: {', '.join(PICTURES)}")
     return frames
 
 
@@ -323,7 +323,7 @@ def _film(path: Path) -> list[Any]:
         decoded: Iterable[Any] = container.decode(video=0) if container.streams.video else ()
         frames = _bounded(path, (frame.to_image() for frame in decoded))
     if not frames:
-        raise InputError(f"{path}: holds no pictures")
+        raise InputError(f"{path}: has no pictures")
     return frames
 
 
@@ -337,7 +337,7 @@ def _tensor(path: Path) -> Any:
     ):
         names = list(file.keys())
         if len(names) != 1:
-            raise InputError(f"{path}: holds {len(names)} tensors: give a file with one")
+            raise InputError(f"{path}: has {len(names)} tensors: give a file with one")
         return file.get_tensor(names[0])
 
 
@@ -371,7 +371,7 @@ def _sound(path: Path) -> tuple[int, Any]:
         elif samples.dtype.kind == "i":
             samples = samples.astype(np.float64) / -float(np.iinfo(samples.dtype).min)
         if samples.size == 0:
-            raise InputError(f"{path}: holds no samples")
+            raise InputError(f"{path}: has no samples")
     else:
         try:
             import soundfile

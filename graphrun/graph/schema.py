@@ -30,7 +30,7 @@ PATTERNS = {
     "dots, dashes and underscores, at most 64, no dot or dash first",
     _CLASS_PATH: "is not a class path such as diffusers.AutoencoderKL",
     _OP: "is neither an op nor a function such as mypackage.mymodule:sharpen",
-    _TEXT: "holds control characters",
+    _TEXT: "has control characters",
 }
 Name = Annotated[str, StringConstraints(pattern=_NAME)]
 GraphName = Annotated[str, StringConstraints(pattern=_GRAPH_NAME)]

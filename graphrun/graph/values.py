@@ -119,7 +119,7 @@ def of_type(kind: str, value: Any) -> Any:
         if not abs(value) <= sys.float_info.max:  # nan fails too
             raise ValueError(f"{value!r} is not a finite number")
         if abs(value) > FLOAT32_MAX:
-            raise ValueError(f"{value!r} is more than a float32 holds, {FLOAT32_MAX:.4g}")
+            raise ValueError(f"{value!r} is more than a float32 can be, {FLOAT32_MAX:.4g}")
         return float(value)
     raise ValueError(f"{value!r} is not {'an' if kind == 'int' else 'a'} {kind}")
 

@@ -235,7 +235,8 @@ def refuse_missing(content: Content, names: Collection[str], component: Componen
 
 def missing_tensors(component: Component, place: Path, names: Sequence[str]) -> GraphError:
     """Return the error for missing tensors ``names``."""
-    return refusal(component, f"{place} lacks {len(names)} tensors, such as {', '.join(names[:3])}")
+    count = "1 tensor is" if len(names) == 1 else f"{len(names)} tensors are"
+    return refusal(component, f"{place}: {count} missing, such as {', '.join(names[:3])}")
 
 
 def refuse_differing(

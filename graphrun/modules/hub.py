@@ -202,8 +202,8 @@ def _why(error: Exception, repository: str, revision: str | None) -> str:
     )[:200].rstrip(".")
     if any(isinstance(link, OfflineModeIsEnabled) for link in chain):
         return (
-            "HF_HUB_OFFLINE is set, and the hub's cache lacks it; unset it, or give a folder: "
-            "none is here by this name"
+            "HF_HUB_OFFLINE is set, and the hub's cache does not have it; unset it, or give a "
+            "folder: none is here by this name"
         )
     if isinstance(error, GatedRepoError) and status == 403:
         return (
@@ -227,7 +227,7 @@ def _why(error: Exception, repository: str, revision: str | None) -> str:
         )
     if status is None and not isinstance(error, ValueError):
         return (
-            f"{message}; the same command goes on with what is missing; without a network, give a "
-            "folder"
+            f"{message}; the same command continues with what is missing; without a network, "
+            "give a folder"
         )
     return message

@@ -192,7 +192,7 @@ class CallInterceptor:
             raise InputError(
                 f"{name} shares components with an attached pipeline and is not attached itself: "
                 f"call graphrun.attach({name}, "
-                "...), or detach() the other one"
+                "...), or call detach() on the other one"
             )
         return self.device
 

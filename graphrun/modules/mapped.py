@@ -135,7 +135,7 @@ class MappedTensors:
                 ) is not None and file_tensor.file in changed_files:
                     raise InputError(
                         f"{name}: {file_tensor.file} was changed or deleted after the pipeline was "
-                        "attached: detach() the pipeline, and load it again"
+                        "attached: call detach(), and load the pipeline again"
                     )
 
     def unmapped_bytes(self, module: nn.Module) -> int:

@@ -8,7 +8,6 @@ from graphrun.report.screen import (
     call_count,
     comparison_cells,
     phase_streams,
-    regime,
     residency_lines,
     verdict_line,
 )
@@ -52,10 +51,11 @@ def call_screen(solution: Solution, trace: Trace) -> str:
         )
     rows.append(units.row("whole call", "", "", *comparison_cells(pairs)))
     spare_bytes = problem.effective_bytes - trace.peak_bytes
+    calls = "planned for one call" if problem.runs == 1 else f"planned for {problem.runs} calls"
     return "\n".join(
         (
             f"{problem.graph}  hardware {problem.hardware.name} ({problem.hardware.basis}) "
-            f" {regime(problem)}",
+            f" {calls}",
             f"{budget_text(problem)}, "
             f"{show_size(problem.effective_bytes)} of it for the call; peak"
             f" {show_size(trace.peak_bytes)}, headroom {show_size(spare_bytes)}",

@@ -47,8 +47,8 @@ def _head(estimate: dict[str, Any]) -> tuple[str, ...]:
         f"estimate {estimate['graph']}  {settings}{formats}",
         f"hardware {hardware['name']} ({hardware['basis']})  {overhead} "
         f"{show_size(overhead_bytes)}",
-        f"with {mode_text(estimate)}: peak {show_size(mode['peak_bytes'])} with {overhead}, "
-        f"reserved; weights {show_size(mode['weights_bytes'])}{copies}",
+        f"with {mode_text(estimate)}: peak {show_size(mode['peak_bytes'])} reserved, {overhead} "
+        f"included; weights {show_size(mode['weights_bytes'])}{copies}",
         f"predicted {show_range(mode['seconds'], mode['seconds_range'])}",
     )
 

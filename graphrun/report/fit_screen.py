@@ -17,7 +17,7 @@ def fit_screen(summary: Mapping[str, Any], width: int = 80) -> str:
     look, rows = Look(width), summary["choices"]
     place = f"{summary['graph']} on {summary['hardware']} ({summary['basis']})"
     if not rows:
-        return look.folded(f"fits: no. Nothing runs {place}; the plan of it says what helps")
+        return look.folded(f"fits: no. No format runs {place}; graphrun plan shows what would help")
     best, want = rows[0], summary["want_seconds"]
     verdict = f"fits: yes. {place}: {roughly(best['seconds'])} with {_name(best)}"
     if want is not None:
@@ -76,7 +76,7 @@ def fits_screen(summary: Mapping[str, Any], width: int = 80) -> str:
         )
     note = (
         f" on {summary['hardware']} ({summary['basis']}); seconds of one run from files; sizes in "
-        "GiB; every format but that of the graph changes the output"
+        "GiB; every format but the graph's own changes the output"
     )
     next_line = f"next: graphrun fit flux-dev --card {summary['hardware']}"
     return "\n".join(

@@ -172,7 +172,7 @@ def output_files(
                 f"-o {text}: no such output {name!r}; outputs are {', '.join(sorted(kinds))}"
             )
         elif not path:
-            raise InputError(f"-o {text}: names no file")
+            raise InputError(f"-o {text}: has no file name")
         if files and (not name or "" in files):
             bare = files[""] if name else path
             raise InputError(
@@ -216,7 +216,7 @@ def require_rate(files: Files, fps: float | None) -> None:
     video = next((path for path in files.values() if path.suffix.lower() in VIDEOS), None)
     if video is not None and fps is not None and not SLOWEST_FPS <= fps <= FASTEST_FPS:
         raise InputError(
-            f"{video}: {fps:g} frames per second; a video file holds {SLOWEST_FPS:g} to "
+            f"{video}: {fps:g} frames per second; a video file has {SLOWEST_FPS:g} to "
             f"{FASTEST_FPS:g}"
         )
 
@@ -527,7 +527,9 @@ def _refuse_foreign(path: Path) -> None:
             or any(not (f.suffix == ".png" and f.stem.isdigit()) for f in path.iterdir())
         )
     ):
-        raise InputError(f"{path}: exists, and is not a folder of frames: choose another name")
+        raise InputError(
+            f"{path}: already exists and is not a folder of frames; choose another name"
+        )
 
 
 def _parts(name: str, value: Any, *, videos: bool) -> Iterator[tuple[str, str, Any]]:

@@ -253,7 +253,7 @@ def _legend(colours: Mapping[str, int]) -> str:
     shades = {
         "copied or computed": "c0",
         "streamed, or read from disk": "c0 stream",
-        "ring_buffer": "c0 ring_buffer",
+        "ring buffer": "c0 ring_buffer",
         "activation": "activation",
         "values, rest of pages": "values",
         "nothing computes": "lane waits",

@@ -22,10 +22,8 @@ def precision_lines(permissions: Iterable[str]) -> list[str]:
         f"in {name} {one_object:.1%} and {two_objects:.1%}, PSNR {psnr} dB"
         for name, one_object, two_objects, psnr in figures
     ]
-    plain = "{:.1%} of pictures with one object and {:.1%} with two are as asked in bf16".format(
-        *PLAIN
-    )
+    plain = "in bf16 {:.1%} and {:.1%}".format(*PLAIN)
     return [
-        " of the small pipeline of graphs/shapes, no promise for this model: "
-        f"{'; '.join((plain, *rows))}"
+        " correct pictures of graphrun's small FLUX with one and with two objects (no promise for "
+        f"this model): {'; '.join((plain, *rows))}"
     ]

@@ -150,7 +150,7 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
             "predicted "
             f"{show_range(simulation.seconds, hardware.seconds_range(simulation.seconds))}"
             f" = {show_seconds(simulation.compute_seconds)} compute"
-            f" + {show_seconds(waiting_seconds)} exposed transfer{session}  {proof(solution)}"
+            f" + {show_seconds(waiting_seconds)} waiting{session}  {proof(solution)}"
             f" (bound {show_seconds(solution.bound_seconds)}{solve_text})",
         )
     )
@@ -212,7 +212,11 @@ def _choices(solution: Solution) -> list[str]:
             ": outputs of earlier runs, neither planned nor loaded",
         ),
         *listed("chosen", choices),
-        *listed("split into layers", layered, ": blocks do not fit, or are slower"),
+        *(
+            [f"{', '.join(layered)}: split into layers, since blocks do not fit or are slower"]
+            if layered
+            else []
+        ),
         *residency_lines(solution),
     ]
 
@@ -258,7 +262,12 @@ def proof(solution: Solution) -> str:
         return "optimal"
     if not solution.bound_seconds:
         return "not proven to be optimal"
-    return f"within {100 * solution.gap:.2g} % of optimal"
+    return f"at most {gap_text(solution)} slower than the best possible plan"
+
+
+def gap_text(solution: Solution) -> str:
+    """Return how much slower than the best possible plan ``solution`` can be, in percent."""
+    return f"{100 * solution.gap:.2g} %"
 
 
 def _host(problem: Problem, simulation: Simulation) -> str:
@@ -508,14 +517,14 @@ def _why(solution: Solution) -> str:
                 + problem.value_bytes(number)
             )
             if "exclude" in problem.demanded(component.name):
-                reason = "the directive exclude demands it"
+                reason = "exclude demands it"
             elif weights + other_bytes > problem.effective_bytes:
                 reason = (
-                    f"resident it needs {show_size(weights)} + {show_size(other_bytes)} > "
+                    f"resident it needs {show_size(weights)} + {show_size(other_bytes)}, more than "
                     f"{show_size(problem.effective_bytes)}"
                 )
             else:
-                reason = "it would fit, but streamed it takes no longer and holds less"
+                reason = "it would fit, but streaming takes no longer and uses less memory"
             lines[f" why {component.name} is streamed: {reason}"] = None
     return "\n".join(lines)
 
@@ -545,7 +554,7 @@ def explain_screen(solution: Solution) -> str:
             if report.peak_bytes
             else "0 B"
         )
-        lines.append(f"  holds {peak_text} of {show_size(problem.effective_bytes)}")
+        lines.append(f"  uses {peak_text} of {show_size(problem.effective_bytes)}")
         lines += [f"  {action_text(action)}" for action in slot.actions]
         clock += report.seconds
     bases = [f"{c.name} weights ({c.basis})" for c in problem.components]

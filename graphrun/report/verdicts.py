@@ -82,7 +82,7 @@ def run_verdict(solution: Solution, trace: Trace) -> str:
     time_text = f"{roughly(trace.seconds)}{clock} (planned {planned_time})"
     memory = _used(problem, trace.peak_bytes)
     place = "" if problem.hardware.unified else f" on {problem.hardware.name}"
-    return f"done: {time_text}, {memory}{place}, {matched}"
+    return f"done: {time_text}, {memory}{place} ({matched})"
 
 
 def _device(problem: Problem, seconds: float) -> str:
@@ -135,9 +135,9 @@ def _waits(simulation: Simulation) -> str:
     if waits < 0.05 * simulation.seconds:
         return ""
     return (
-        f"; {roughly(disk)} wait for disk"
+        f"; {roughly(disk)} waiting for the disk"
         if disk >= waits / 2
-        else f"; {roughly(waits - disk)} wait for copies"
+        else f"; {roughly(waits - disk)} waiting for copies"
     )
 
 

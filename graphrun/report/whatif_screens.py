@@ -20,7 +20,15 @@ from graphrun.model.problem import Hardware, Problem
 from graphrun.model.solution import Solution
 from graphrun.report.command_lines import folded_options
 from graphrun.report.precisions import precision_lines
-from graphrun.report.screen import Look, listed, phase_streams, proof, ram_text, subject, terms
+from graphrun.report.screen import (
+    Look,
+    gap_text,
+    listed,
+    phase_streams,
+    proof,
+    ram_text,
+    subject,
+)
 from graphrun.report.summary import directives, figures
 from graphrun.report.svg import element, picture, round_ticks, tick_seconds
 from graphrun.report.table import Units, table
@@ -54,7 +62,7 @@ def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
     lines = [look.first(verdict), *map(look.folded, _directives(error.problem)), ""]
     if error.needs:
         units = Units(max(need.total_bytes for need in error.needs))
-        rows = [["phase", "weights", "ring buffer", "activation", "values", "least", "have"]]
+        rows = [["phase", "weights", "ring buffer", "activation", "values", "needed", "available"]]
         rows += [
             units.row(
                 f"{need.phase} {need.part}",
@@ -75,8 +83,8 @@ def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
         ]
         lines += [table([["minimum in RAM", units.size], *rows], left_columns=(0,)), ""]
     lines += [
-        look.folded(f"{_smallest_title(error.problem)}: {_smallest(error)}"),
-        "what helps, by predicted time, changes of the output last:",
+        look.folded(f"{_smallest_title(error)}: {_smallest(error)}"),
+        "what helps, fastest first, changes to the output last:",
     ]
     return "\n".join([*lines, *_helping(error.suggestions, error.capacity_bytes, look)])
 
@@ -89,13 +97,13 @@ def suggestion_sentence(suggestion: Suggestion, product: str, *, fits: bool = Tr
     """
     output = ", and the output changes" if suggestion.changes_output else ""
     time = f"{roughly(suggestion.seconds)} {product}{output}"
-    return f"{'better' if fits else 'to run it'}: {suggestion.text}: {time}:"
+    return f"{'better' if fits else 'to run it'}: {suggestion.text} ({time}):"
 
 
 def suggestions_screen(solution: Solution, suggestions: Sequence[Suggestion], look: Look) -> str:
     """Return the suggestions that would make a slow plan faster."""
     title = look.folded(
-        "mostly waiting; what would help, seconds of a run, changes of the output last:"
+        "mostly waiting; what helps, with the time of a run, changes to the output last:"
     )
     capacity_bytes = solution.problem.hardware.capacity_bytes
     rest = [] if is_thorough() else [" --explain more searches for further suggestions"]
@@ -173,14 +181,14 @@ def _directives(problem: Problem) -> list[str]:
     return listed("directives", [*directives(problem), *reserve])
 
 
-def _smallest_title(problem: Problem) -> str:
-    """Return the title of the minimum budget.
+def _smallest_title(error: Infeasible) -> str:
+    """Return the title of the minimum budgets: the kinds of memory that are too small.
 
     Without allocator pages, the minimum is proven: no plan exists for less. With pages, no plan was
     found for less.
     """
-    name = problem.hardware.budget_name
-    return f"minimum {name}" if problem.counts_pages else "smallest budget that works"
+    names = [tier.name for tier in error.tiers if tier.short]
+    return f"minimum {' and '.join(names) or error.problem.hardware.budget_name}"
 
 
 def _smallest(error: Infeasible) -> str:
@@ -260,9 +268,7 @@ def alternatives_screen(
     def against(option: Alternative) -> str:
         """Return the directives that the alternative ignores."""
         dropped_directives = sorted(demanded - {option.placement}) if option.placement else []
-        return (
-            f"without the directive {', '.join(dropped_directives)}" if dropped_directives else ""
-        )
+        return f"without {', '.join(dropped_directives)}" if dropped_directives else ""
 
     weights = solution.chosen.component(component).weight_bytes()
     units = Units(max(baseline.peak_bytes, weights))
@@ -299,14 +305,14 @@ def alternatives_screen(
     (streamed,) = listed("streamed in", list(phase_streams(solution.plan.slots, component))) or [
         "not streamed"
     ]
-    head = f"{component} in {problem.graph}: {show_size(weights)} of weights, {streamed};"
-    head += f" {show_size(problem.effective_bytes)} for tensors"
-    foot = (
-        " every row is a separate plan, solved and simulated; the placement of the other "
-        "components may differ in it"
+    look = Look()
+    head = look.folded(
+        f"{component} in {problem.graph}: {show_size(weights)} of weights, {streamed}; "
+        f"{show_size(problem.effective_bytes)} for tensors"
     )
-    pictures = map(Look().folded, precision_lines(option.permission for option in alternatives))
-    return "\n".join((head, "", table(rows, left_columns=(0, 5)), foot, *notes, *pictures))
+    foot = " every row is a plan of its own; other components may be placed differently"
+    notes += precision_lines(option.permission for option in alternatives)
+    return "\n".join((head, "", table(rows, left_columns=(0, 5)), foot, *map(look.folded, notes)))
 
 
 def faster_than(solution: Solution, is_cached: bool) -> str:
@@ -316,8 +322,8 @@ def faster_than(solution: Solution, is_cached: bool) -> str:
     """
     seconds = show_seconds(solution.simulation.total_seconds)
     return (
-        f" as planned: found among these rows, faster than the {seconds} "
-        f"before{'; graphrun plan has it from now on' * is_cached}"
+        f" as planned: one of these rows, since it is faster than the {seconds} "
+        f"before{'; graphrun plan shows it from now on' * is_cached}"
     )
 
 
@@ -325,12 +331,12 @@ def _why(alternative: Alternative, problem: Problem) -> str:
     if alternative.refusal:
         return alternative.refusal
     needs = [
-        f"{need.phase} {need.part} takes {show_size(need.total_bytes)} ="
-        f" {terms(*figures(need, *TERMS).values())} > {show_size(need.available_bytes)}"
+        f"{need.phase} {need.part} needs {show_size(need.total_bytes)}, more than "
+        f"{show_size(need.available_bytes)}"
         for need in alternative.needs
     ]
     return (
-        f"{'; '.join(needs)}; it takes {_device_option(problem, alternative.smallest_budget_bytes)}"
+        f"{'; '.join(needs)}; minimum: {_device_option(problem, alternative.smallest_budget_bytes)}"
         if needs
         else f"{alternative.binding} is the limit"
     )
@@ -392,7 +398,7 @@ def frontier_screen(
     look = look or Look()
     units = Units(max(point.budget_bytes for _, points in series for point in points))
     rows = [
-        [name, f"budget {units.size}", "predicted", "exposed", "moved", "peak", "headroom", "proof"]
+        [name, f"budget {units.size}", "predicted", "waits", "moved", "peak", "headroom", "proof"]
     ]
     rows += [
         units.row(value, point.budget_bytes, *_cells(point))
@@ -411,7 +417,7 @@ def frontier_screen(
             *_directives(problem),
             "",
             table(rows if name else [row[1:] for row in rows], left_columns=()),
-            f" sizes in {units.size}; exposed: predicted time in which nothing computes",
+            f" sizes in {units.size}; waits: nothing computes",
         )
     )
 
@@ -452,8 +458,14 @@ def _cells(point: FrontierPoint) -> list[str | float]:
         point.moved_bytes,
         point.peak_bytes,
         spare_bytes,
-        proof(solution).removesuffix(" of optimal"),
+        _short_proof(solution),
     ]
+
+
+def _short_proof(solution: Solution) -> str:
+    """Return `proof` for a narrow column."""
+    is_bounded = not solution.proven_optimal and solution.bound_seconds
+    return f"within {gap_text(solution)}" if is_bounded else proof(solution)
 
 
 def fastest(points: Sequence[FrontierPoint]) -> FrontierPoint | None:
@@ -472,7 +484,7 @@ def fastest(points: Sequence[FrontierPoint]) -> FrontierPoint | None:
 def _notes(problem: Problem, points: Sequence[FrontierPoint]) -> list[str]:
     minimum_bytes = points[0].smallest_budget_bytes
     notes = (
-        [f"{_smallest_title(problem)}: {_device_option(problem, minimum_bytes)}"]
+        [f"minimum {problem.hardware.budget_name}: {_device_option(problem, minimum_bytes)}"]
         if minimum_bytes
         else []
     )

@@ -89,26 +89,25 @@ class Infeasible(GraphrunError):
 
     def _message(self) -> str:
         lines = [
-            f"{need.phase} {need.part} needs {typed_size(need.total_bytes)}"
-            f" = {typed_size(need.weights_bytes)} fixed weights"
-            f" + {typed_size(need.ring_buffer_bytes)} ring buffer"
-            f" + {typed_size(need.activation_bytes)} activation"
-            f" + {typed_size(need.values_bytes)} values"
-            f" > {typed_size(need.available_bytes, round_down=True)}"
+            f"{need.phase} {need.part} needs {typed_size(need.total_bytes)}, and the budget leaves "
+            f"{typed_size(need.available_bytes, round_down=True)} for tensors"
             for need in self.needs
         ]
         if self.effective_bytes < 0:
             overhead_bytes = self.problem.overhead_bytes
             lines = [
-                f"the process itself takes {typed_size(overhead_bytes)} > "
+                f"the process itself takes {typed_size(overhead_bytes)}, more than the budget of "
                 f"{typed_size(self.budget_bytes, round_down=True)}"
             ]
         for tier in self.tiers:
             if tier.short and (tier is not self.tiers[0] or not self.needs):
                 have = typed_size(tier.have_bytes, round_down=True)
-                lines.append(f"it takes {typed_size(tier.least_bytes)} > {have} of {tier.name}")
+                lines.append(
+                    f"it needs {typed_size(tier.least_bytes)} of {tier.name}, and the budget is "
+                    f"{have}"
+                )
         if not lines:
-            lines.append(f"{self.binding} leaves no variant to choose")
+            lines.append(f"no precision and backing store fits; {self.binding} is the limit")
         return (
             "nothing fits: "
             + "; ".join(lines)

@@ -370,7 +370,7 @@ def _directives(problem: Problem, needs: Sequence[PhaseMinimum]) -> Iterator[Pro
         directives = tuple(other for other in problem.directives if other != directive)
         name = f"{directive.placement} {directive.component}"
         yield Proposal(
-            f"do without the directive {name}",
+            f"leave out '{name}'",
             ((f"--{directive.placement}", ""),),
             (replace(problem, directives=directives),),
         )
@@ -461,14 +461,14 @@ def _smaller_activation(problem: Problem, needs: Sequence[PhaseMinimum]) -> Iter
     if not limits or any(limit <= 0 for limit in limits.values()):
         return
     parts = [
-        f"{need.phase} from {typed_size(need.activation_bytes)}"
-        f" to {typed_size(limits[need.phase], round_down=True)}"
+        f"of {need.phase} is {typed_size(limits[need.phase], round_down=True)}"
+        f" instead of {typed_size(need.activation_bytes)}"
         for need in needs
     ]
     phases = tuple(_limit_activation(phase, limits.get(phase.name)) for phase in problem.phases)
     text = (
-        f"shrink the activation of {', '.join(parts)}:"
-        " a smaller image, fewer images at once, tiling"
+        "use a smaller image, fewer images at once, or tiling, until the activation "
+        f"{' and '.join(parts)}"
     )
     yield Proposal(text, (), (replace(problem, phases=phases),), True)
 

@@ -268,6 +268,6 @@ def _use(phase: str, use: Use, component: ComponentNumbers) -> Iterator[str]:
     if missing_blocks := sorted(needed_blocks - blocks_in_order):
         k, index = missing_blocks[0]
         yield (
-            f"{label}: order lacks {component.groups[k].blocks[index] or component.name}, which "
-            "runs in the phase"
+            f"{label}: order does not have {component.groups[k].blocks[index] or component.name}, "
+            "which runs in the phase"
         )

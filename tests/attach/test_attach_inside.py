@@ -192,17 +192,17 @@ def other(pipe: Any) -> Any:
         ),
         (
             lambda pipe, other_attachment: graphrun.attach(other(pipe), vram="1G", device="sim"),
-            r"a call of another attached pipeline runs",
+            r"another attached pipeline is using",
         ),
         (
             lambda pipe, other_attachment: other_attachment.pipe.encode_prompt(
                 "a", "cpu", 1, False
             ),
-            r"a call of another attached pipeline runs with",
+            r"another attached pipeline is using",
         ),
         (
             lambda pipe, other_attachment: other_attachment.detach(),
-            r"a call of another attached pipeline runs with",
+            r"another attached pipeline is using",
         ),
         (lambda pipe, other_attachment: pipe.fuse_lora(), r"fuse_lora\(\) before or after it"),
     ],

@@ -111,10 +111,13 @@ def test_autocast_around_the_call_is_seen_by_its_dry_run_and_gets_a_plan_of_its_
     [
         (
             {},
-            r"Film is no pipeline of diffusers.*components=\{'models_text': ..., 'dit': ..., "
+            r"Film is not a pipeline of diffusers.*components=\{'models_text': ..., 'dit': ..., "
             r"'vae': ...\}, entries=.*generate",
         ),
-        ({"components": {"dit": Film().dit}, "entries": ["generate"]}, "Film does not hold dit"),
+        (
+            {"components": {"dit": Film().dit}, "entries": ["generate"]},
+            "Film does not own the module dit",
+        ),
         (
             {"components": "all but vae", "entries": ["generate"]},
             "the weights of vae.layers.0.mix are in no component",
@@ -123,7 +126,7 @@ def test_autocast_around_the_call_is_seen_by_its_dry_run_and_gets_a_plan_of_its_
             {"components": "all", "entries": ["generates"]},
             "Film has no method generates; its own methods are .*generate",
         ),
-        ({"components": "all", "entries": []}, "Film is no pipeline of diffusers"),
+        ({"components": "all", "entries": []}, "Film is not a pipeline of diffusers"),
         (
             {"components": {"the dit": Film().dit}, "entries": ["generate"]},
             "'the dit' must be a name",

@@ -362,7 +362,7 @@ def test_the_commands_write_both_and_plan_a_map(
     with pytest.raises(PlanError, match=keeps):
         run(cli.app, ["map", str(plan), str(tmp_path / "map.json")], catch_exceptions=False)
     (tmp_path / "none.json").write_text('{"transformer": [0]}')
-    with pytest.raises(InputError, match="none.json: does not hold device maps by component"):
+    with pytest.raises(InputError, match="none.json: has no device maps by component"):
         run(cli.app, ["map", str(plan), str(tmp_path / "none.json")], catch_exceptions=False)
     with pytest.raises(
         InputError, match="--as 'comfy' is not known; it is diffusers or accelerate"

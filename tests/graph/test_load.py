@@ -174,7 +174,7 @@ STRICT = {
     "config beyond JSON": (
         f"config: {GRAPHS}/configs/tiny-t5.json",
         "config: {day: 2024-01-01}",
-        "18: components.text_encoder_2.config: holds a value that is not JSON: Object of type "
+        "18: components.text_encoder_2.config: has a value that is not JSON: Object of type "
         "date is not JSON serializable",
     ),
     "no such tokenizer": (

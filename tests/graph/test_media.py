@@ -112,10 +112,10 @@ def test_what_is_no_file_of_its_kind_is_said(tmp_path: Path) -> None:
         ("mask", "a.wav"): "is no image",
         ("audio", "a.wav"): "is no wav file",
         ("video", "a.mp4"): "is no video that can be read",
-        ("video", "empty"): "holds no frames",
+        ("video", "empty"): "has no frames",
         ("video", "two"): "frames are of several sizes: 6x4, 8x8",
     }
-    with pytest.raises(ValueError, match="names no file"):
+    with pytest.raises(ValueError, match="has no file name"):
         media.accept("image", "")
     for (kind, name), message in wrong.items():
         with pytest.raises(ValueError, match=message):
@@ -140,7 +140,7 @@ def test_a_tensor_is_alone_in_its_file(tmp_path: Path) -> None:
     save_file({"x": value, "y": value + 1}, file)
     with pytest.raises(InputError, match=r"a\.safetensors: has changed"):
         tensor_file.open()
-    with pytest.raises(ValueError, match="holds 2 tensors: give a file with one"):
+    with pytest.raises(ValueError, match="has 2 tensors: give a file with one"):
         media.accept("tensor", file)
     file.write_bytes(b"no tensors")
     with pytest.raises(ValueError, match=r"a\.safetensors: is no safetensors file"):

@@ -36,7 +36,7 @@ EXTREME = {
     "height=9223372036854775792": "pixels, and at most 33,554,432 are accepted",
     "steps=1000000000000": "stages.denoise: steps is 1,000,000,000,000, and "
     "at most 1,000 are accepted",
-    "guidance_scale=1e308": "input 'guidance_scale': 1e+308 is more than a float32 holds",
+    "guidance_scale=1e308": "input 'guidance_scale': 1e+308 is more than a float32 can be",
 }
 
 
@@ -130,7 +130,7 @@ def test_a_plan_file_allows_nothing(graphrun: Cli, tmp_path: Path) -> None:
     assert (code, output) == (2, "")
     assert (
         "plan.json: was made with --allow cpu, which may change the output, and a plan "
-        "file allows nothing by itself" in err
+        "file allows nothing by itself; add --allow cpu" in err
     )
     assert graphrun("explain", "plan.json")[0] == 0
     assert "leave --allow out" in graphrun("explain", "plan.json", "--allow", "cpu")[2]
@@ -212,7 +212,7 @@ NOISE = [Image.effect_noise((16, 16), 20.0 + n).convert("RGB") for n in range(3)
 def test_a_rate_is_refused_before_the_run(name: str, fps: float, tmp_path: Path) -> None:
     from graphrun.report.outputs import require_rate
 
-    with pytest.raises(InputError, match="frames per second; a video file holds 0.01 to 1000"):
+    with pytest.raises(InputError, match="frames per second; a video file has 0.01 to 1000"):
         require_rate({"": tmp_path / name}, fps)
     with pytest.raises(InputError, match="the outputs are kept as tensors in .*a-kept.safetensors"):
         save_outputs({"video": NOISE}, tmp_path / name, fps)

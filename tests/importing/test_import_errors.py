@@ -200,5 +200,5 @@ def test_a_probe_that_fails_names_the_call_and_what_to_do(
 def test_an_argument_that_no_file_holds_is_named(graphrun: Cli, tmp_path: Path) -> None:
     folder = saved("KandinskyV22Pipeline", tmp_path / "saved").folder
     message = refused(graphrun, folder)
-    assert "needs image_embeds, negative_image_embeds, which no file holds" in message
+    assert "needs image_embeds, negative_image_embeds, which no file has" in message
     assert "--set image_embeds=[1,768]" in message

@@ -89,7 +89,7 @@ def test_a_checkpoint_is_imported_with_the_configurations_of_a_folder(tmp_path: 
     }
     assert len(graph.components) == 4
     text = (tmp_path / "graph.yaml").read_text()
-    assert "# The file holds text_encoder, text_encoder_2, unet, vae." in text
+    assert "# The file has text_encoder, text_encoder_2, unet, vae." in text
     assert "source: ./sdxl.safetensors" in text
     assert graph.parts["tokenizer"].source == str(source.folder / "tokenizer")
     unet = build(graph.component("unet"), graph).state_dict()
@@ -127,7 +127,7 @@ def test_a_transformer_in_one_file_is_known_by_its_tensors(
     assert graph.component("vae").source == "black-forest-labs/FLUX.1-dev/vae"
     text = (tmp_path / "out" / "graph.yaml").read_text()
     assert (
-        "# The file holds transformer; text_encoder, text_encoder_2, vae: of "
+        "# The file has transformer; text_encoder, text_encoder_2, vae: of "
         "black-forest-labs/FLUX.1-dev." in text
     )
     assert "source: ../flux1-dev.safetensors" in text
@@ -209,7 +209,7 @@ def test_a_file_of_another_size_than_its_configurations_is_refused(
     save_file(
         {name: tensor for name, tensor in state.items() if name != "context_embedder.bias"}, file
     )
-    with pytest.raises(GraphError, match="lacks 1 tensors, such as context_embedder.bias"):
+    with pytest.raises(GraphError, match="1 tensor is missing, such as context_embedder.bias"):
         import_source(str(file), ImportOptions({"": str(flux)}, {}))
 
 

@@ -193,7 +193,7 @@ def test_an_infinite_default_that_diffusers_writes_is_read_and_left_out(tmp_path
 
 def test_the_error_is_that_of_the_try_that_got_furthest() -> None:
     pipe = Case(Late, "", SD.parts, dict).build()
-    with pytest.raises(ProbeError, match="after text_encoder was entered, .* this is the trouble"):
+    with pytest.raises(ProbeError, match="after text_encoder was called, .* this is the trouble"):
         _ = graphrun.from_pipeline(pipe).graph
 
 

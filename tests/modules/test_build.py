@@ -454,7 +454,7 @@ def test_missing_tensor(flux: Graph, checkpoint: Path, tmp_path: Path, name: str
     del content[absent_key]
     save_file(content, file, {"format": "pt"})
     message = refusal(at(flux.component(name), folder), flux)
-    assert message == f"components.{name}: {folder} lacks 1 tensors, such as {absent_key}"
+    assert message == f"components.{name}: {folder}: 1 tensor is missing, such as {absent_key}"
 
 
 @pytest.mark.parametrize(
@@ -564,7 +564,7 @@ def test_any_module_of_a_trusted_package(
     assert torch.equal(module.linear.weight, weight.bfloat16())
     assert module.table.tolist() == [0, 1, 2, 3, 4, 5]
     save_file({"linear.weight": weight}, tmp_path / "model.safetensors")
-    assert "lacks 1 tensors, such as linear.bias" in refusal(at(plain, tmp_path), graph)
+    assert "1 tensor is missing, such as linear.bias" in refusal(at(plain, tmp_path), graph)
 
 
 def test_a_hub_source_is_read_from_the_cache(

@@ -271,7 +271,7 @@ def test_a_missing_tensor_is_named_before_a_plan(
     path = write_gguf(tmp_path / "short.gguf", state, by_role)
     component = replace(graph.component("transformer"), gguf=str(path))
     with pytest.raises(
-        GraphError, match=f"components.transformer: {path} lacks 1 tensors, such as {name}"
+        GraphError, match=f"components.transformer: {path}: 1 tensor is missing, such as {name}"
     ):
         graphrun.estimate(
             replace(graph, components={**graph.components, "transformer": component}),

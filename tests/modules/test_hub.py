@@ -169,8 +169,8 @@ def test_a_licence_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             True,
-            "HF_HUB_OFFLINE is set, and the hub's cache lacks it; unset it, or give a folder: "
-            "none is here by this name",
+            "HF_HUB_OFFLINE is set, and the hub's cache does not have it; unset it, or give a "
+            "folder: none is here by this name",
         ),
         (False, "without a network, give a folder"),
     ],
@@ -230,7 +230,7 @@ def test_a_download_that_failed_goes_on_with_the_files_that_are_missing(
     graph = from_hub("org/shapes")
     with pytest.raises(
         GraphError,
-        match="from the hub: peer closed .*; the same command goes on with what is missing",
+        match="from the hub: peer closed .*; the same command continues with what is missing",
     ):
         download_all(required_downloads(graph, None), None)
     folder = tmp_path / "hub/models--org--shapes/snapshots" / MAIN

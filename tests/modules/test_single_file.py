@@ -207,7 +207,7 @@ def test_a_tensor_that_is_missing_or_has_another_shape_is_named(
     save_file(absent_counts, path)
     unet = replace(sdxl.component("unet"), source=str(path))
     assert refusal(unet, sdxl).endswith(
-        f"{path} lacks 1 tensors, such as time_embedding.linear_1.bias"
+        f"{path}: 1 tensor is missing, such as time_embedding.linear_1.bias"
     )
     save_file({**absent_counts, "model.diffusion_model.time_embed.0.bias": torch.zeros(3)}, path)
     assert "time_embedding.linear_1.bias is [3] float32, not [128]" in refusal(unet, sdxl)

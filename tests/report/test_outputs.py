@@ -155,7 +155,7 @@ def test_the_default_is_by_what_there_is(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["imgae=a.png"], "no such output 'imgae'; outputs are film, image, latents, sound"),
-        (["image="], "names no file"),
+        (["image="], "has no file name"),
         (["image=a.xyz"], "a.xyz: .xyz is not known; output files are .png"),
         (["a.xyz"], ".xyz is not known"),
         (["image=a.wav"], "image is image, which is not saved as .wav but as .png"),

@@ -165,7 +165,7 @@ def test_the_command_says_it_on_the_screen_and_in_json(
     assert re.search(
         rf"^the run took more than planned: {NUMBERS}; left on the device: 0 B$", output, re.M
     )
-    assert " on sim, more than planned " in " ".join(output.split())
+    assert " on sim (more than planned) " in " ".join(output.split())
     code, output, _ = graphrun("run", str(path), "-o", "b.png", "--json", "--reuse", "none")
     figures = json.loads(output)["measured"]
     assert (code, figures["kept_plan"]) == (4, False)

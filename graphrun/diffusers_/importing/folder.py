@@ -246,7 +246,7 @@ def _locate(specification: Mapping[str, Any], subfolder: str, origin: str) -> tu
         return folder, str(folder.resolve())
     if location.startswith((".", "/", "~")) or location.count("/") != 1:
         raise InputError(
-            f"{origin}: there is no folder {location}: move the component to {subfolder}/ beside "
+            f"{origin}: there is no folder {location}: move the component to {subfolder}/ next to "
             f"{MODULAR_INDEX}"
         )
     files = tuple(f"{subfolder}/{kind}" for kind in SMALL) if subfolder else SMALL

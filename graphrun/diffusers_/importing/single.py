@@ -63,7 +63,7 @@ def of_file(
         base.components.pop(name, None)
         base.parts.pop(name, None)
     other_names = [name for name in base.components if name not in contents]
-    notes = f"The file holds {', '.join(contents)}" + (
+    notes = f"The file has {', '.join(contents)}" + (
         f"; {', '.join(other_names)}: of {base.origin}." if other_names else "."
     )
     base.origin, base.name, base.notes = str(file), slug(file.stem), (*base.notes, notes)

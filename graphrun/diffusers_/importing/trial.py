@@ -40,7 +40,7 @@ from graphrun.sim.dry import PLANNED
 
 STEPS = 2  # denoising steps of a trial
 HAND_WRITTEN = (
-    "Where it lacks arguments, give them with --set, or write the stage by hand: op: call "
+    "If arguments are missing, add them with --set, or write the stage by hand: op: call "
     "(docs/howto/call.md)"
 )
 
@@ -125,9 +125,7 @@ class TrialPipeline:
         except Exception as error:
             entries = self.fingerprint.component_calls
             moment = (
-                f"after {entries[-1]} was entered"
-                if entries
-                else "before any component was entered"
+                f"after {entries[-1]} was called" if entries else "before any component was called"
             )
             text = " ".join(str(error).split())[:400]
             raise ProbeError(
@@ -280,7 +278,7 @@ def find_arguments(
         )
         raise ProbeError(
             f"{trial.description.pipeline} needs {', '.join(absent_names)}, which no file "
-            f"holds:{suggestion} import the pipeline that makes it too "
+            f"has:{suggestion} import the pipeline that makes it too "
             f"(a combined one), or attach to it (graphrun.attach). {HAND_WRITTEN}"
         )
     optional_media = [name for name in candidates if name not in (*required_media, *leading_media)]
