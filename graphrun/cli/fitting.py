@@ -130,7 +130,7 @@ def _graph_file(model: str, trust: list[str] | None) -> Iterator[Path]:
         file = Path(folder) / "graph.yaml"
         options = ImportOptions({}, {}, (), {}, None, False, tuple(trust or ()))
         with native_stdout_to_stderr(), alive(f"import of {model}"):
-            import_source(model, options).write(file, force=False)
+            import_source(model, options).write(file, overwrite=False)
         yield file
 
 

@@ -83,7 +83,9 @@ def import_(
         ),
     ] = False,
     trust_package: Trust = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the graph file.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Overwrite the graph file.")
+    ] = False,
 ) -> None:
     """Write a graph file for an existing pipeline.
 
@@ -95,7 +97,7 @@ def import_(
 
     if output_file.suffix not in (".yaml", ".yml"):
         raise InputError(f"-o {output_file}: a graph file ends in .yaml")
-    refuse_existing(output_file, force)
+    refuse_existing(output_file, overwrite)
     require_writable(output_file)
     configs = dict(pair("--config", text) if "=" in text else ("", text) for text in config or [])
     dtypes = {name: value for name, _, value in (text.rpartition("=") for text in dtype or [])}
@@ -114,7 +116,7 @@ def import_(
     )
     with native_stdout_to_stderr():
         imported = import_source(source, options)
-        imported.write(output_file, force=force)
+        imported.write(output_file, overwrite=overwrite)
     typer.echo(imported_screen(imported, output_file))
 
 

@@ -90,16 +90,16 @@ class LivePipeline:
         *,
         inputs: Mapping[str, Any] | None = None,
         whole: bool = False,
-        force: bool = False,
+        overwrite: bool = False,
     ) -> Graph:
         """Write the graph file ``path`` with its configurations and tokenizers; return the graph.
 
         ``inputs``: defaults that replace the pipeline's. ``whole``: one stage, even if the call
         could be split. The file's source is the folder or repository that the pipeline was loaded
         from, if any. Raises the errors of ``graph``, and InputError if the file exists and
-        ``force`` is not set.
+        ``overwrite`` is not set.
         """
-        return self._imported(inputs or {}, whole=whole).write(path, force=force)
+        return self._imported(inputs or {}, whole=whole).write(path, overwrite=overwrite)
 
     def _imported(self, inputs: Mapping[str, Any], *, whole: bool = False) -> Imported:
         from graphrun.diffusers_.importing.from_live import of_pipeline

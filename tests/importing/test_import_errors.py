@@ -159,14 +159,14 @@ def test_an_existing_graph_file_is_not_overwritten(
     graphrun: Cli, pipeline: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "graph.yaml").write_text("mine")
-    assert "graph.yaml already exists; add --force" in refused(graphrun, pipeline)
+    assert "graph.yaml already exists; add --overwrite" in refused(graphrun, pipeline)
     assert (tmp_path / "graph.yaml").read_text() == "mine"
     code, stdout, err = graphrun(
         "import",
         str(pipeline),
         "-o",
         "graph.yaml",
-        "--force",
+        "--overwrite",
         "--set",
         "height=16",
         "--set",
@@ -180,7 +180,7 @@ def test_an_existing_graph_file_is_not_overwritten(
         "import", str(pipeline), "-o", "other.yaml", "--set", "height=16", "--set", "width=16"
     )
     assert code == 2
-    assert "other-unet.json already exists and differs; add --force" in err
+    assert "other-unet.json already exists and differs; add --overwrite" in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["configs", "graph.yaml"]
 
 

@@ -168,17 +168,19 @@ def test_a_curve_ends_at_the_card_and_solves_what_is_seen_of_it(
             "steep parts are drawn finely"
         )
     store, steps = Store(tmp_path), list[str]()
-    drawn = curve_for(problem, solution, store, steps.append)
-    assert len(steps) == len({point.budget_bytes for point in drawn} - {min(budget, card) * GIB})
+    drawn_points = curve_for(problem, solution, store, steps.append)
+    assert len(steps) == len(
+        {point.budget_bytes for point in drawn_points} - {min(budget, card) * GIB}
+    )
     assert "GiB" in steps[-1]
-    for point in drawn:
+    for point in drawn_points:
         best = solved(at_budget(problem, point.budget_bytes))
         assert best is not None
         assert point.seconds <= 1.03 * best.simulation.total_seconds, "a few per cent at most"
         keep_plan(best.problem, best, store)
     steps.clear()
     curve_for(problem, solution, store, steps.append)
-    stored_budgets = {show_size(point.budget_bytes) for point in drawn}
+    stored_budgets = {show_size(point.budget_bytes) for point in drawn_points}
     assert not stored_budgets.intersection(steps), "plans in the cache are drawn"
 
 

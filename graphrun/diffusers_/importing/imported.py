@@ -62,13 +62,13 @@ class Imported:
     description: PipelineDescription
     layout: GraphLayout
 
-    def write(self, path: Path, *, force: bool = False) -> Graph:
+    def write(self, path: Path, *, overwrite: bool = False) -> Graph:
         """Write the graph file ``path`` with its configurations and tokenizers; return the graph.
 
-        Raises InputError, and writes nothing, on an OS error or if a file exists and ``force`` is
-        not set.
+        Raises InputError, and writes nothing, on an OS error or if a file exists without
+        ``overwrite``.
         """
-        refuse_existing(path, force)
+        refuse_existing(path, overwrite)
         name = (
             path.stem
             if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", path.stem)
@@ -95,7 +95,7 @@ class Imported:
                         target.write_text(content, encoding="utf-8")
                 load(Path(folder_path, path.name), self.description.trust)
                 Path(folder_path, path.name).write_text(document.text, encoding="utf-8")
-                _move(Path(folder_path), path, list(trial_document.files), force)
+                _move(Path(folder_path), path, list(trial_document.files), overwrite)
         except OSError as error:
             raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
         return load(path, self.description.trust)
@@ -237,15 +237,15 @@ def stage(
         raise
 
 
-def refuse_existing(path: Path, force: bool) -> None:
-    """Raise InputError if ``path`` is a folder, or an existing file without ``force``."""
+def refuse_existing(path: Path, overwrite: bool) -> None:
+    """Raise InputError if ``path`` is a folder, or an existing file without ``overwrite``."""
     if path.is_dir():
         raise InputError(f"{path} is a folder: name a file, such as {path / 'graph.yaml'}")
-    if path.exists() and not force:
-        raise InputError(f"{path} already exists; add --force, or name another file with -o")
+    if path.exists() and not overwrite:
+        raise InputError(f"{path} already exists; add --overwrite, or name another file with -o")
 
 
-def _move(folder: Path, path: Path, files: list[str], force: bool) -> None:
+def _move(folder: Path, path: Path, files: list[str], overwrite: bool) -> None:
     """Move the written files from ``folder`` to their final paths, the graph file last.
 
     Raises InputError before the first move.
@@ -253,9 +253,10 @@ def _move(folder: Path, path: Path, files: list[str], force: bool) -> None:
     root = path.parent
     for name in files:
         target, source = root / name, folder / name
-        if target.is_file() and not force and target.read_bytes() != source.read_bytes():
+        if target.is_file() and not overwrite and target.read_bytes() != source.read_bytes():
             raise InputError(
-                f"{target} already exists and differs; add --force, or name another file with -o"
+                f"{target} already exists and differs; add --overwrite, or name another file "
+                "with -o"
             )
     for name in files:
         target = root / name
