@@ -10,10 +10,9 @@ from graphrun.verify.choice_rules import chosen_phases, terms_text
 
 
 class HostRules:
-    """Rules about backing stores, values and RAM.
+    """The host's state during a run, and its rules.
 
-    Tracks the state of the host, starting before the run. ``applied`` is ``problem`` with the
-    choices of ``plan`` applied.
+    ``applied``: ``problem`` with the choices of ``plan`` applied.
     """
 
     def __init__(self, problem: Problem, applied: Problem, plan: Plan) -> None:
@@ -35,7 +34,7 @@ class HostRules:
             value.name: dict(_spill_gaps(value, applied.phases)) for value in applied.values
         }
         self.numbers = {phase.name: number for number, phase in enumerate(applied.phases)}
-        # phases with their activation in the dry run; in `applied` it depends on the variants
+        # with their activation of the dry run; in `applied` it depends on the variants
         dry_run_phases = {phase.name: phase for phase in chosen_phases(problem, plan)}
         self.on_cpu = {
             phase.name: dry_run_phases[phase.name]
@@ -53,7 +52,7 @@ class HostRules:
         )
 
     def actions(self, index: int, slot: Slot, is_further_run: bool) -> Iterator[Violation]:
-        """Check the slot's host actions, and apply them to the state of the host."""
+        """Check the slot's host actions and apply them."""
         for number, action in enumerate(slot.actions):
             fault = None
             if isinstance(action, Drop):
@@ -78,8 +77,8 @@ class HostRules:
     ) -> Iterator[Violation]:
         """Check that every backing store needed in the slot is available.
 
-        ``copies``: component -> first action that copies its blocks. ``phase``: its calls on the
-        CPU need backing stores in RAM; None if the slot computes nothing.
+        ``copies``: component -> first action that copies its blocks. ``phase``: components that it
+        calls on the CPU need backing stores in RAM; None if the slot computes nothing.
         """
         cpu_components = (
             [use.component for use in phase.uses if self.variants[use.component].device == "cpu"]
@@ -102,10 +101,7 @@ class HostRules:
             )
 
     def budgets(self, index: int, slot: Slot) -> Iterator[Violation]:
-        """Check the limits of RAM and page-locked RAM in slots where the use rises.
-
-        Call last for a slot.
-        """
+        """Check RAM and page-locked RAM where the use rises. Call last for a slot."""
         reading = [
             action.component
             for action in slot.actions
@@ -198,7 +194,7 @@ class HostRules:
 
 
 def _spill_gaps(value: ValueNumbers, phases: tuple[PhaseNumbers, ...]) -> Iterator[tuple[int, int]]:
-    """Return (phase to spill, phase to restore) for each gap in which ``value`` is live but
+    """Yield (phase to spill, phase to restore) for each gap in which ``value`` is live but
     unused."""
     first = None
     for number in range(max(0, value.first_phase), min(value.last_phase + 1, len(phases))):
@@ -212,5 +208,5 @@ def _spill_gaps(value: ValueNumbers, phases: tuple[PhaseNumbers, ...]) -> Iterat
 
 
 def activation_bytes(phase: PhaseNumbers, slot: Slot) -> int:
-    """Return the peak bytes of activation in ``slot``; 0 without compute."""
+    """Return the peak activation in ``slot``; 0 without compute."""
     return {"first": phase.first_bytes, "steady": phase.steady_bytes}.get(slot.part, 0)
