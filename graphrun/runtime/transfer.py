@@ -5,8 +5,9 @@
     secondary device            >|#####|#####| >       >|#####| >
 
 An input of a block on the secondary device is copied there once per call, at the first block there
-that receives it. An output that only further blocks there receive stays there (`Transfer.stay`).
-All other outputs are copied back. PyTorch orders the streams of both devices around each copy.
+that receives it. An output that only further blocks there receive stays there
+(`DeviceTransfer.stay`). All other outputs are copied back. PyTorch orders the streams of both
+devices around each copy.
 """
 
 from __future__ import annotations
