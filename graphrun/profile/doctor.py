@@ -1,7 +1,6 @@
 """Check this machine for what graphrun needs: a verdict per thing, and what to type.
 
-Nothing is measured here (`calibrate` measures). The result is plain data;
-`graphrun.report.machine_screens` formats it.
+Nothing is measured here (`calibrate` measures).
 """
 
 from __future__ import annotations
@@ -31,10 +30,8 @@ from graphrun.units import GIB, show_size
 
 
 class Rule(NamedTuple):
-    """A feature of a package from a version on.
-
-    ``provides``: the feature. ``limitation``: what applies to versions before ``first_version``.
-    """
+    """A feature of a package from a version on; ``limitation``: what applies to versions before
+    it."""
 
     package: str
     first_version: str
@@ -44,7 +41,7 @@ class Rule(NamedTuple):
 
 # Sources: bitsandbytes' release notes 0.43.2 (4-bit modules move between devices) and 0.48 (8-bit
 # modules move; accelerate and transformers blocked that on some paths). The others are the versions
-# that graphrun needs and is tested with.
+# that graphrun is tested with.
 RULES = (
     Rule(
         "torch",
@@ -112,7 +109,7 @@ class Check:
 def examine(cache: Path | None) -> dict[str, Any]:
     """Return all findings, JSON-ready: device, versions, memory, disk, cache, checks and problems.
 
-    ``checks``: a `Check` for each thing. ``problems``: texts of the checks that are a problem.
+    ``problems``: texts of the checks that are a problem.
     """
     versions = [package_status(name, _version(name)) for name in WITHOUT]
     device, memory, disk = _device(), _memory(), _disk(cache)
@@ -180,10 +177,10 @@ def _checks(findings: Mapping[str, Any]) -> Iterator[Check]:
 
 
 def package_status(name: str, installed: str | None) -> dict[str, Any]:
-    """Return what version ``installed`` of the package ``name`` supports, and what it does not.
+    """Return what version ``installed`` (None: not installed) of a package supports, and what it
+    does not.
 
-    ``allows``: supported. ``breaks``: unsupported. ``needs``: the version that supports everything.
-    ``installed`` None: not installed.
+    ``needs``: the version that supports everything.
     """
     rules = [rule for rule in RULES if rule.package == name]
     needs = rules[-1].first_version
@@ -284,11 +281,7 @@ def torch_build(versions: Any) -> str:
 
 
 def device_check(device: Mapping[str, Any]) -> Check:
-    """Return whether torch opens a device.
-
-    If it does not although there are signs of a card, the check says why, and what to install or
-    try.
-    """
+    """Check whether torch opens a device. If not, say why, and what to install or try."""
     build, card, signs = device["build"], device["card"], device["signs"]
     if card is not None:
         free = f"{show_size(card['free_bytes'])} of {show_size(card['total_bytes'])} free"
@@ -324,7 +317,7 @@ def device_check(device: Mapping[str, Any]) -> Check:
 
 def _builds_for(signs: Sequence[str]) -> tuple[str, ...]:
     """Return the builds of torch that open the card with these ``signs``, the best card's first."""
-    # The Windows Subsystem for Linux does not say which vendor's card it is.
+    # the Windows Subsystem for Linux does not say which vendor's card it is
     vendor_signs = [sign for sign in signs if sign != "/dev/dxg"]
     if not vendor_signs:
         return "CUDA", "ROCm", "XPU"
@@ -346,8 +339,8 @@ def driver(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
 def _processor(cache: Path | None) -> dict[str, Any]:
     """Return what the device ``cpu`` can do here.
 
-    ``direct_reads``: whether the file systems of the folders have reads past the page cache, None
-    where that cannot be tried. ``unenforceable``: why ``run --enforce`` cannot limit memory, or "".
+    ``direct_reads``: whether the folders' file systems have reads past the page cache; None where
+    that cannot be tried. ``unenforceable``: why ``run --enforce`` cannot limit memory, or "".
     """
     cpu = profiles.detect_cpu(cache)
     folders = [Path(HF_HUB_CACHE), *([cache] if cache is not None else [])]

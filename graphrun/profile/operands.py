@@ -1,4 +1,4 @@
-"""What a recorder notes of the tensors of an operator."""
+"""Facts about an operator's tensors that a recorder notes."""
 
 from __future__ import annotations
 

@@ -31,7 +31,6 @@ class PhaseMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The peak of the whole phase."""
         return max(self.entry_bytes, self.first_bytes, self.steady_bytes)
 
 
@@ -43,9 +42,8 @@ def phase_memories_of(
 ) -> list[PhaseMemory]:
     """Return the memory of each phase, replayed through ``allocator``.
 
-    By default that is the C library's on a CPU, and else the sum of what is live.
-    ``spans``: half-open ranges of ``recording.entries()``, one for each phase
-    (`problems.phase_spans`).
+    Default: on a CPU the C library's, else the sum of live bytes. ``spans``: half-open ranges of
+    ``recording.entries()``, one for each phase (`problems.phase_spans`).
     """
     allocator = allocator or (Heap if hardware.kind.is_host else Counting)
     traces = phase_traces_of(recording, spans, hardware)
@@ -63,7 +61,7 @@ def phase_memories_of(
 def pipeline_code_of(
     recording: Recording, spans: Sequence[tuple[int, int]], hardware: Hardware
 ) -> list[int]:
-    """Return, for each phase, the peak bytes that pipeline code allocates after its entry.
+    """Return per phase the peak bytes that pipeline code allocates after its entry.
 
     That is the peak if every component computes elsewhere.
     """
@@ -80,7 +78,7 @@ class _TraceReplay:
 
     ``keeps``: components keep tensors from phase to phase. ``trims``: the executor returns empty
     pages before each call. Keys inside calls get a running offset, so they differ from the
-    recording's own keys.
+    recording's own.
     """
 
     def __init__(self, allocator: Allocator, keeps: bool, trims: bool) -> None:
@@ -106,12 +104,10 @@ class _TraceReplay:
         self.is_steady = False
 
     def begin_steady(self) -> None:
-        """End the first part of the phase."""
         self.phases[-1].steady_bytes = self.allocator.used_bytes
         self.is_steady = True
 
     def apply(self, trace: PhaseTrace, items: Iterable[Item]) -> None:
-        """Replay ``items`` of ``trace``."""
         for key, nbytes in items:
             if nbytes == CALL:
                 self._enter(trace.calls[key])

@@ -1,7 +1,4 @@
-"""Turn a dry run into a `Problem` for one device.
-
-The problem has phases, activations, blocks, values and seconds, each with its basis.
-"""
+"""Turn a dry run into a `Problem` for one device."""
 
 from __future__ import annotations
 
@@ -101,7 +98,7 @@ def problem_of(
         commits=commits_of(graph.components[name] for name in sorted(component_names)),
     )
     placements: tuple[ComponentPlacement, ...] = ("keep", "exclude", "pin")
-    if hardware.unified:  # has no copies to page-lock; a graph may name some for cards
+    if hardware.unified:  # no copies to page-lock; a graph may name some for cards
         placements = ("keep", "exclude")
     return directed(
         problem,
@@ -159,7 +156,7 @@ def _components(
 def option_phases_of(graph: Graph, allow: Collection[str]) -> tuple[tuple[str, str], ...]:
     """Return (stage, option) for each stage option of ``graph`` that a plan may choose.
 
-    Such an option does not change the output, or its change is in ``allow``.
+    It does not change the output, or its change is in ``allow``.
     """
     stage_options = [
         (stage.name, name, stage.operation.options[name])
@@ -264,10 +261,8 @@ def _option_phases(
 
 
 def precedence_of(graph: Graph) -> tuple[tuple[str, str], ...] | None:
-    """Return pairs of stages of which the first must run before the second.
-
-    None if only one order of the stages is possible.
-    """
+    """Return pairs of stages of which the first must run before the second; None if the order is
+    fixed."""
     pairs = tuple(
         (producer, stage.name) for stage in graph.stages for producer in graph.producers(stage.name)
     )

@@ -1,7 +1,6 @@
 """The data of ``graphrun estimate``: sizes and times of a graph on a device, without any budget.
 
-Combines the dry run, the configurations and the allocator models into JSON-ready data, each figure
-with its basis. `graphrun.report.estimate_screen` formats it.
+JSON-ready, each figure with its basis.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def survey(
     """Return the estimate of ``graph`` on ``hardware``, JSON-ready.
 
     It has components (weights by precision, host bytes), phases (activation, values, FLOPs,
-    seconds), the totals with everything resident, and the totals of ``mode`` (by default the same).
+    seconds), the totals with everything resident, and the totals of ``mode`` (default: the same).
     Per phase, ``allocated_bytes`` is the peak of allocated bytes without weights,
     ``reserved_bytes`` the same as reserved with expandable segments, and ``reserved_native_bytes``
     with native segments. All three include storages that are live at the phase's entry.
@@ -203,7 +202,7 @@ def _phases(problem: Problem, dry_run: DryRun, hardware: Hardware) -> list[dict[
         if hardware.caching_allocator
         else counting
     )
-    # Scratch of quantized layers, in the components' first precision.
+    # scratch of quantized layers, in the components' first precision
     scratch = [
         max(problem.component(use.component).variants[0].scratch_bytes for use in phase.uses)
         for phase in problem.phases
