@@ -1,7 +1,5 @@
-"""The command that installs optional dependencies (``serve``, ``cluster``, ``gguf``) of graphrun.
-
-It depends on where graphrun was installed from.
-"""
+"""The command that installs optional dependencies (``serve``, ``cluster``, ``gguf``) of
+graphrun."""
 
 from __future__ import annotations
 

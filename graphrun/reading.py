@@ -1,9 +1,8 @@
-"""Read files that may be malformed or hostile.
+"""Read files that may be malformed or hostile. Errors are of the class ``kind`` and name the file.
 
 Only regular files of limited size, and JSON of limited nesting and digits, are read. Everything
-that graphrun parses itself is read here. What a library parses (pictures, safetensors) is opened
-here first, so that a named pipe or a device is refused and never waited for. Errors are of the
-class ``kind`` and name the file.
+that graphrun parses itself is read here. Files that a library parses (pictures, safetensors) are
+opened here first, so that a named pipe or a device is refused and never waited for.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _UNPRINTABLE = re.compile(
 )
 
 
-# Opening a named pipe would wait for its writer; Windows has neither flag.
+# opening a named pipe would wait for its writer; Windows has neither flag
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 
@@ -94,7 +93,7 @@ def parse_json(text: str | bytes, *, infinite: bool = False) -> Any:
     """Return the JSON value in ``text``.
 
     Raises ValueError if it is not JSON, nests too deeply, or has an unusable number or text: too
-    many digits, not finite, half of a surrogate pair. ``infinite``: infinities are read, which
+    many digits, not finite, half of a surrogate pair. ``infinite``: accept infinities, which
     diffusers writes.
     """
     constant = (

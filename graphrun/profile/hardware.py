@@ -512,8 +512,7 @@ def detect_card() -> Hardware | None:
 
 
 def default_of(kind: DeviceKind | None) -> Hardware:
-    """Return the data-sheet estimate to plan for without a device: `DEFAULT`, or the first of
-    ``kind``.
+    """Return the data-sheet estimate to plan for without a device: `DEFAULT`, or one of ``kind``.
 
     Where no data sheet is of the kind: `DEFAULT` as a device of it.
     """
