@@ -428,9 +428,7 @@ def attach(
     refuse_placed(pipe)
     arguments = Budget(vram, ram, pinned, disk, memory)
     if budget is not None and vars(arguments) != vars(Budget()):
-        raise InputError(
-            "budget says what vram, ram, pinned, disk and memory would: leave those out"
-        )
+        raise InputError("budget replaces vram, ram, pinned, disk and memory: leave those out")
     if between_calls not in ("warm", "empty"):
         raise InputError(f"between_calls {between_calls!r}: it is warm or empty")
     budget = budget or arguments

@@ -305,7 +305,7 @@ class MemoryGroup:
         `enforceable`, if the name or the limit is invalid, or if this process has a group already.
         """
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            raise InputError(f"{name!r} is no name of a group: use letters, digits, - and _")
+            raise InputError(f"{name!r} is not a valid group name: use letters, digits, - and _")
         if limit_bytes < PAGE_BYTES:
             raise InputError(f"a memory limit of {limit_bytes} bytes is less than a page")
         if reason := enforceable(proc):

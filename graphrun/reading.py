@@ -172,7 +172,8 @@ def path_inside(
     parts = name.split("/") if isinstance(name, str) else [""]
     if "\0" in str(name) or any(part in ("", ".", "..") or len(part) > 255 for part in parts):
         raise kind(
-            f"{problem} {str(name)[:100]!r}, which is no name of a file below {folder}", location
+            f"{problem} {str(name)[:100]!r}, which is not the name of a file below {folder}",
+            location,
         )
     return folder.joinpath(*parts)
 

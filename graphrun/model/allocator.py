@@ -354,7 +354,7 @@ class Caching(_Cached):
     """PyTorch's caching allocator with expandable segments.
 
     ``page_scale``: factor on the sizes of pages and small allocations, for tiny models.
-    ``card_bytes``: memory of the card. A segment's address space is 9/8 of it.
+    ``card_bytes``: memory of the card. A segment's address space is 9/8 of that.
     """
 
     def __init__(self, page_scale: float = 1.0, card_bytes: int = 1 << 50) -> None:

@@ -124,8 +124,8 @@ class ProcessorRates:
     def rate(self, kind: str, dtype: str) -> float:
         """Return the rate of ``kind`` in ``dtype``.
 
-        Operators without rates have those of elementwise work. Dtypes without rates, such as
-        integers, have those of fp32.
+        Operators without rates use the elementwise rates. Dtypes without rates, such as integers,
+        use the rates of fp32.
         """
         rates = dict(self.rates)
         kinds = (kind, kind.partition(" ")[0]) if kind.startswith("elementwise ") else (kind,)

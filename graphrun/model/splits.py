@@ -471,9 +471,7 @@ def _secondary_of_blocks(
                 " not have"
             )
         if secondary_of.keys() & set(blocks_in_order):
-            raise PlanError(
-                f"split: {component.name} has blocks that are to compute on two devices"
-            )
+            raise PlanError(f"split: {component.name} has blocks that would compute on two devices")
         secondary_of |= dict.fromkeys(blocks_in_order, secondary)
     return secondary_of
 

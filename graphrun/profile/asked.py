@@ -18,7 +18,7 @@ DTYPES = {
     **{name: name for name in ("bfloat16", "float16", "float32")},
 }
 # Weight-only formats of other libraries, which `graphrun.survey` estimates and graphrun does not
-# run: bytes of scales per output feature, beside one byte per weight. torchao's int8_weight_only
+# run: bytes of scales per output feature, next to one byte per weight. torchao's int8_weight_only
 # (16-bit scale, 64-bit zero point), float8_weight_only and float8_dynamic_activation (fp32 scale),
 # quanto's qint8 and qfloat8 (16-bit scale).
 FORMATS = {"int8wo": 10, "fp8wo": 4, "fp8dq": 4, "quanto": 2}

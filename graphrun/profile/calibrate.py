@@ -48,8 +48,8 @@ DISK_BYTES = 256 * MIB
 LAUNCHED = 128  # operators in the chain that measures launches
 SMALL_BYTES, SMALL_COPIES = 512, 256  # measure the start-up time of a copy
 
-# Plausible size of a CUDA context. Outside of it, another process started or ended meanwhile, or
-# NVML read another card.
+# Plausible size of a CUDA context. Outside of this range, another process started or ended
+# meanwhile, or NVML read another card.
 CONTEXT_BYTES = range(32 * MIB, 2048 * MIB)
 
 
@@ -220,8 +220,8 @@ def compiled_gain(target: Processor, seconds: float) -> float:
     """Return how many times faster compiled blocks are than uncompiled ones.
 
     Measured with FLUX's single transformer block, plain and compiled by `torch.compile` with
-    default settings, ``seconds`` each. The compiler fuses elementwise work, so blocks with a larger
-    share of it gain more. Raises InputError if blocks cannot be compiled.
+    default settings, ``seconds`` each. The compiler fuses elementwise work, so blocks with more
+    elementwise work gain more. Raises InputError if blocks cannot be compiled.
     """
     if torch._dynamo.config.disable:
         raise InputError(

@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from graphrun.profile.operands import tensors_of
 
-# tensors with more elements hold data, not sizes
+# tensors with more elements are data, not sizes
 MAX_ELEMENTS = 64
 # the same where a call's arguments are constant: positions of the tokens of a picture
 MAX_NOTED_ELEMENTS = 1 << 22

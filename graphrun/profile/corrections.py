@@ -113,8 +113,8 @@ CORRECTIONS = (
     Correction(
         "fused attention",
         (
-            "the fp32 logsumexp [b h s] beside the output (on compute capability 9.0 none); no S x "
-            "S tensor. The output has the order of the query in memory, with a mask or more than "
+            "the fp32 logsumexp [b h s] next to the output (on compute capability 9.0 none); no "
+            "S x S tensor. The output has the order of the query in memory, with a mask or more than "
             "256 features [b s h d]"
         ),
         "PyTorch's flash, memory-efficient and cuDNN attention; 70 calls on an H100",
@@ -132,7 +132,7 @@ CORRECTIONS = (
     Correction(
         "RMS norm",
         (
-            "one fp32 figure for each row beside the result, and a contiguous copy of an input "
+            "one fp32 figure for each row next to the result, and a contiguous copy of an input "
             "that is not; no fp32 copies"
         ),
         (

@@ -182,7 +182,7 @@ class Prober:
         )
         self.routed: dict[str, set[str]] = defaultdict(set)  # component -> `routed_lists`
         self._traces: dict[Any, tuple[Call, Returned]] = {}
-        # component -> tensors that its hooks hold between calls
+        # component -> tensors that its hooks keep between calls
         self._hook_state: dict[str, list[torch.Tensor]] = {}
 
     def signature(
@@ -494,7 +494,7 @@ class Prober:
 class _HookListener:
     """A listener of `sim` that records tensors made by hooks' callbacks as part of the call.
 
-    ``outer``: the listener for storages from before the call and for those that outlive it.
+    ``outer``: the listener for storages that exist before or after the call.
     """
 
     def __init__(self, recorder: Recorder, outer: Any) -> None:
@@ -606,7 +606,7 @@ def _in_every_precision(
 
     ``layouts``: the `block_layouts` of its groups and, if it can be split into layers, of those.
     Which tensors stay in fp32 depends on the dtype in which the module is created. Where the files
-    are quantized, the bytes are those of the files.
+    are quantized, the bytes come from the files.
     """
     profiles = (
         [block_profile, block_profile.layer_split]

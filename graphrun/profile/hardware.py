@@ -1,6 +1,6 @@
 """Built-in hardware descriptions (data-sheet estimates), and detection of this machine's card.
 
-An estimate is a card's data sheet (`SHEETS`) times the share that kernels reach of it (`SHARES`,
+An estimate is a card's data sheet (`SHEETS`) times the share that kernels reach (`SHARES`,
 `MEMORY_SHARE`), by class of kernel (`costs`). Data sheets: NVIDIA's architecture papers GA102, Ada
 and RTX Blackwell (dense tensor rates with fp32 accumulation), data sheets of V100, T4, A100, H100,
 H200, B200, A10, L4, L40S and RTX A6000; AMD's of MI300X, RX 7900 XT and XTX and RX 9070 XT; Intel's
@@ -10,7 +10,7 @@ the highest power limit. Chips whose processor and GPU share memory are in `chip
 Shares: fitted by ``benchmarks/fit_costs.py`` on published seconds
 (``benchmarks/data/published.csv``), like the constants marked "Fitted" in `costs`. Errors of rows
 whose source was left out of the fit are in ``benchmarks/results/published.json``. V100 uses the
-shares of A100; B200 and MI300X use those of H100. Exponentials: 16 per multiprocessor and clock
+shares of A100; B200 and MI300X those of H100. Exponentials: 16 per multiprocessor and clock
 (CUDA programming guide, throughput of native arithmetic instructions); softmax costs about three of
 them per score.
 
@@ -62,7 +62,7 @@ from graphrun.profile import chips
 from graphrun.profile.chips import Chip
 from graphrun.units import GIB, KIB, MIB
 
-# Bytes of a card that a process takes beside PyTorch's allocator: the CUDA context, and kernels,
+# Bytes of a card that a process takes outside PyTorch's allocator: the CUDA context, and kernels,
 # which are loaded at their first run and stay. Hopper: a run of FLUX.1-dev on an H100 with torch
 # 2.11 and CUDA 13.0 took 882 MB (552 MB after the start of the context, 727 MB after a product, a
 # convolution and attention, 802 MB after small pipelines). Other architectures: not measured.
@@ -223,7 +223,7 @@ def _card(name: str, sheet: Sheet) -> Hardware:
 def _chip(name: str, chip: Chip, gib: int) -> Hardware:
     """Return the data-sheet estimate of a chip with one memory of ``gib`` GiB.
 
-    A copy reads and writes the memory. The process's memory beside tensors, and the buffers through
+    A copy reads and writes the memory. The process's memory without tensors, and the buffers through
     which files are read, count in the same budget.
     """
     sheet = Sheet(

@@ -17,7 +17,7 @@ are those of accelerate 1.15 and diffusers 0.42.
 All modes but resident keep all weights in host memory. Where RAM is too small for them, the page
 cache evicts the least recently used ones, and a copy waits until they are read from their files
 again. A component larger than RAM is read whole in every call, since a cyclic scan of a
-least-recently-used cache finds nothing of it. Page-locked blocks beyond RAM are counted in the same
+least-recently-used cache never hits. Page-locked blocks beyond RAM are counted in the same
 way, though such a run may fail.
 """
 

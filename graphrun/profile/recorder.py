@@ -234,7 +234,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def repeatable(self, section: Call, results: Sequence[torch.Tensor]) -> Call | None:
         """Return ``section`` in the form that `replay` needs, or None if it cannot be replayed.
 
-        It can be replayed if the storages that it allocated and that are still live are those of
+        It can be replayed if the storages that it allocated and that are still live belong to
         ``results``, one for each result. The returned section has no releases of older storages,
         and ``persistent_keys`` are the keys of ``results``.
         """

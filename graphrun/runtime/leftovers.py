@@ -1,4 +1,4 @@
-"""Find what holds device memory after a run, and keep exceptions from holding device memory.
+"""Find references to device memory after a run, and remove those of exceptions.
 
 An exception keeps its traceback, a traceback its frames, and a frame its locals and the closure of
 its function. Activations of the block that failed would thus stay on the device as long as the

@@ -537,7 +537,7 @@ def _refuse_other_module(
             block = f"{numbers.name}: block {layout.path or 'unblocked'!r}"
             if (layout_bytes := round_up(layout.nbytes, ALLOCATION_BYTES)) > block_bytes:
                 raise InputError(
-                    f"{block} has {layout_bytes} bytes, but the problem says {block_bytes}: "
+                    f"{block} has {layout_bytes} bytes, but {block_bytes} in the problem: "
                     "this is not the module that the plan was made for"
                 )
             other_device = next(

@@ -1,4 +1,4 @@
-"""The variables of a `Program` as MILP columns, with all rows except those of seconds and bytes.
+"""The variables of a `Program` as MILP columns, with all rows but the seconds and bytes.
 
 Every variant has its own integers, bounded by whether the variant is chosen. That keeps the
 relaxation tight.
@@ -93,7 +93,7 @@ class Columns(Variables[Linear]):
         return self._loads[t][j]
 
     def blocks(self, j: int) -> Linear:
-        """Return the blocks of group ``j`` without those of its mirror groups; 0 if not chosen."""
+        """Return the blocks of group ``j`` without its mirror groups; 0 if not chosen."""
         group, splits = self._program.groups[j], self.splits
         if group.mirror >= 0:
             return splits.blocks[j]

@@ -98,7 +98,7 @@ def _phases(problem: Problem) -> tuple[PhaseNumbers, ...]:
 def _less_host_memory(problem: Problem) -> tuple[set[str], set[str]]:
     """Return the components that need less host memory as layers.
 
-    First only those that need no more device memory, then all.
+    First only components that need no more device memory, then all.
     """
     names = _components_with_less(problem, _host_minimum)
     return {

@@ -32,7 +32,7 @@ Constants:
     b     device bytes of one block
     R     runs of the session
 
-Constraints other than those of seconds and bytes:
+Constraints, without seconds and bytes:
 
     blocks          K + d <= nb
                     a group that the slot runs, not streamable: K = nb, d = 0

@@ -42,7 +42,7 @@ def incoherent(problem: Problem) -> Iterator[str]:
     for name in (*names, *(phase.stage for phase in problem.phases)):
         # names may be written into a script or the text of a plan
         if printable(name) != name or set(name) & set('\n\t"\\'):
-            yield f"{name!r} is no name"
+            yield f"{name!r} is not a valid name"
     yield from _twice("components", [component.name for component in problem.components])
     yield from _twice("phases", [phase.name for phase in problem.phases])
     yield from _twice("values", [value.name for value in problem.values])
@@ -114,7 +114,7 @@ def _invalid_numbers(path: str, value: Any) -> Iterator[str]:
 
 def _twice(kind: str, names: Sequence[str]) -> Iterator[str]:
     for name in (name for name, count in Counter(names).items() if count > 1):
-        yield f"{kind}: {name} is there twice"
+        yield f"{kind}: {name} appears twice"
 
 
 def _component(component: ComponentNumbers, devices: Sequence[str]) -> Iterator[str]:
@@ -157,7 +157,7 @@ def _phase(phase: PhaseNumbers, components: dict[str, ComponentNumbers]) -> Iter
     yield from _trace(phase.name, phase.trace, components)
     for use in phase.uses:
         if use.component not in components:
-            yield f"{phase.name} uses {use.component}, which is no component"
+            yield f"{phase.name} uses {use.component}, which is not a component"
             continue
         yield from _use(phase.name, use, components[use.component])
         layers = components[use.component].layers
@@ -265,6 +265,6 @@ def _use(phase: str, use: Use, component: ComponentNumbers) -> Iterator[str]:
     if missing_blocks := sorted(needed_blocks - blocks_in_order):
         k, index = missing_blocks[0]
         yield (
-            f"{label}: order lacks {component.groups[k].blocks[index] or component.name}, which "
+            f"{label}: order has no {component.groups[k].blocks[index] or component.name}, which "
             "runs in the phase"
         )

@@ -180,7 +180,7 @@ class HostRules:
         phase_number = self.numbers[slot.phase]
         if isinstance(action, Restore):
             if self.spilled_values.get(name) != phase_number:
-                return verb, f"{name} is not to be restored in this slot"
+                return verb, f"{name} must not be restored in this slot"
             del self.spilled_values[name]
             self.restored_values.add(name)
             return None

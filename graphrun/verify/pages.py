@@ -36,7 +36,7 @@ POOLS = (True, False)  # pools of the allocator: small, large
 def reserved_bytes(problem: Problem, plan: Plan, secondary: int = 0) -> tuple[int, ...]:
     """Return the most bytes that the allocator reserves in each slot of ``plan``.
 
-    First the slots of the first run, then those of a session's further run, which begins with the
+    First the slots of the first run, then of a session's further run, which begins with the
     pages of the run before. ``problem``: with the plan's choices applied, and with a trace for each
     phase. ``secondary``: number of a device (0: the main device). A secondary device has the blocks
     and calls of its components and the arguments of each call, but no values.

@@ -332,7 +332,7 @@ class Timeline:
             if placement.released_numbers
             else self._start
         )
-        # first prefetches that may start at once, then those that are in RAM while the copy waits
+        # first prefetches that may start at once, then blocks that are in RAM while the copy waits
         if placement.released_numbers:
             self._issue_due_prefetch(self._copy_frees[0])
             self._issue_due_prefetch(max(self._copy_frees[0], ready))
