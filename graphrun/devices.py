@@ -396,7 +396,7 @@ def resolved_in_process(
     """Return the hardware that ``budgets`` name, and `resolved_budgets` without the hardware.
 
     For plans and runs in this process: a CPU's context has at least the bytes of this process,
-    which may be more than those of a new one. ``modules`` as in `limits_for`.
+    which may be more than a new process has. ``modules`` as in `limits_for`.
     """
     named_cards = cards_for(
         budgets.get("vram"), budgets.get("memory"), budgets.get("hardware"), cache=cache

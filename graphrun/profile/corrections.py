@@ -114,8 +114,8 @@ CORRECTIONS = (
         "fused attention",
         (
             "the fp32 logsumexp [b h s] next to the output (on compute capability 9.0 none); no "
-            "S x S tensor. The output has the order of the query in memory, with a mask or more than "
-            "256 features [b s h d]"
+            "S x S tensor. The output has the order of the query in memory, with a mask or more "
+            "than 256 features [b s h d]"
         ),
         "PyTorch's flash, memory-efficient and cuDNN attention; 70 calls on an H100",
     ),

@@ -223,8 +223,8 @@ def _card(name: str, sheet: Sheet) -> Hardware:
 def _chip(name: str, chip: Chip, gib: int) -> Hardware:
     """Return the data-sheet estimate of a chip with one memory of ``gib`` GiB.
 
-    A copy reads and writes the memory. The process's memory without tensors, and the buffers through
-    which files are read, count in the same budget.
+    A copy reads and writes the memory. The process's memory without tensors, and the buffers
+    through which files are read, count in the same budget.
     """
     sheet = Sheet(
         gib,
