@@ -1,5 +1,4 @@
-"""The public functions of `graphrun`. They import on call, so that ``import graphrun`` stays
-fast."""
+"""The public functions of `graphrun`. They import on call: ``import graphrun`` stays fast."""
 
 from __future__ import annotations
 
@@ -456,8 +455,7 @@ def planned_inputs(problem: Problem, graph: Graph, inputs: Mapping[str, Any]) ->
 
 
 def _required_values(graph: Graph, precomputed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of ``precomputed`` that ``graph`` reads. Raises PlanError naming missing
-    values."""
+    """Return the ``precomputed`` values that ``graph`` reads. Raises PlanError."""
     names = [str(reference).removeprefix("$") for reference in graph.precomputed]
     if absent_names := [name for name in names if name not in precomputed]:
         raise PlanError(

@@ -222,8 +222,7 @@ def hardware_for(
 
 
 def _known_kind(name: str) -> DeviceKind:
-    """Return the kind called ``name``. Raises InputError if neither the table nor PyTorch has
-    it."""
+    """Return the kind called ``name``. Raises InputError for an unknown one."""
     if name not in device_kinds.names():
         import torch
 

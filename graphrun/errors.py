@@ -25,8 +25,7 @@ class GraphError(InputError):
 
 
 class StageError(GraphError):
-    """The pipeline's own code failed in a stage: an unsupported input, or parts that do not fit
-    together."""
+    """The pipeline's own code failed in a stage: an unsupported input, or mismatched parts."""
 
 
 class PlanError(InputError):

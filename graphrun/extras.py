@@ -1,5 +1,4 @@
-"""The command that installs optional dependencies (``serve``, ``cluster``, ``gguf``) of
-graphrun."""
+"""The command that installs optional dependencies of graphrun (``serve``, ``cluster``)."""
 
 from __future__ import annotations
 

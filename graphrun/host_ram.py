@@ -148,8 +148,7 @@ def taken_bytes(modules: Iterable[Any]) -> int:
 
 
 def _number(text: str, name: str = "") -> int:
-    """Return the first number in ``text``, or after ``name`` at the start of a line; 0 if there is
-    none."""
+    """Return the first number in ``text``, or in the line that begins with ``name``; else 0."""
     rows = (line.split() for line in text.splitlines())
     matching_rows = (
         row[1:] if name else row for row in rows if row and (not name or row[0] == name)

@@ -57,8 +57,7 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class GroupFolder:
-    """A cgroup: its folder, and the version of cgroups (1 or 2). Properties are files of the
-    kernel."""
+    """A cgroup: its folder, the version of cgroups (1 or 2), and the kernel's files."""
 
     path: Path
     version: int

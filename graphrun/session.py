@@ -306,8 +306,7 @@ class Session:
         precomputed: tuple[str, ...],
         problem: Problem | None = None,
     ) -> PlannedGraph:
-        """Return the plan for the sizes in ``values``, without the stages ``precomputed``, made
-        once."""
+        """Return the plan for the sizes in ``values`` without ``precomputed`` stages, made once."""
         settings = settings_of(self.graph, values)
         key = settings, precomputed
         if key not in self._plans:

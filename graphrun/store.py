@@ -78,8 +78,7 @@ def problem_for(
     limits: ProblemLimits,
     store: Store | None,
 ) -> Problem:
-    """Return the problem of running ``graph`` with resolved ``inputs``, read from ``store`` or
-    made.
+    """Return the problem of ``graph`` with resolved ``inputs``, from ``store`` or made.
 
     Measurements of earlier runs in ``store`` replace traced numbers.
     """
@@ -191,8 +190,7 @@ def ship(names: Iterable[str], folder: Path = SHIPPED) -> None:
 def _stored(
     store: Store | None, kind: str, key: str, decode: Callable[[Any], _Entry]
 ) -> _Entry | None:
-    """Return the entry of ``store``, decoded; None without a key, or if it is missing or
-    damaged."""
+    """Return the decoded entry of ``store``; None if absent or damaged, or without a key."""
     entry = store.get(kind, key) if store is not None and key else None
     try:
         return decode(entry) if entry is not None else None
@@ -241,8 +239,7 @@ def fitting_for(
 def suggestions_for(
     problem: Problem, solution: Solution, options: Callable[[], Iterable[Any]], store: Store | None
 ) -> tuple[Any, ...]:
-    """Return `speedups` for ``solution``, the plan of ``problem``, read from ``store`` or solved
-    for.
+    """Return `speedups` for the plan ``solution``, from ``store`` or solved for.
 
     ``options``: suggestions that take dry runs, which are made only in the context
     `graphrun.solve.suggestions.thorough`.
@@ -338,13 +335,11 @@ class CallStore:
         return solution_for(problem, self._store)
 
     def find(self, packages: Iterable[str], content: Any) -> Any:
-        """Return what `keep` stored for equal ``content``, or None. Entries of other code do not
-        count."""
+        """Return what `keep` stored for equal ``content`` and the same code, or None."""
         return _stored(self._store, "call", self._key(packages, content), lambda data: data)
 
     def keep(self, packages: Iterable[str], content: Any, data: Any) -> None:
-        """Store ``data`` for a call that ``content`` describes, of a pipeline with classes of
-        ``packages``.
+        """Store ``data`` for a call described by ``content``, with classes of ``packages``.
 
         Nothing is stored if a package is not one of the libraries: the key has only their versions.
         """
@@ -441,8 +436,7 @@ def _sources(graph: Graph) -> list[Any] | None:
 
 
 def _settings(graph: Graph, inputs: Mapping[str, Any]) -> dict[str, str]:
-    """Return the inputs that stages use, as text, without seeds; for a prompt, only whether there
-    is one."""
+    """Return the inputs that stages use, as text; no seeds, and only whether there are prompts."""
     uses = [
         (name, value.name)
         for stage in graph.stages

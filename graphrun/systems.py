@@ -124,8 +124,7 @@ def reads_directly(folder: Path) -> bool:
 
 
 def file_system(handle: int, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """Return the type of the file system with the open file ``handle``, such as "ext4"; "" if
-    unknown.
+    """Return the file system's type for the open file ``handle``: "ext4"; "" if unknown.
 
     Only Linux lists its mounts by device number (proc_pid_mountinfo(5)).
     """

@@ -82,8 +82,7 @@ class SlotTrace:
 
 @dataclass(frozen=True, slots=True)
 class Overrun:
-    """A slot whose measured peak exceeds the planned one; ``device``: 0, or a secondary device's
-    number."""
+    """A slot whose measured peak exceeds its plan; ``device``: 0, or a secondary's number."""
 
     slot: str
     device: int
@@ -113,8 +112,7 @@ def verdict(overruns: Sequence[Overrun], replans: int = 0) -> str:
 
 
 def warn_of(overruns: Sequence[Overrun], stacklevel: int = 1) -> None:
-    """Issue a RuntimeWarning if there are ``overruns``; ``stacklevel`` 1 names the caller's
-    line."""
+    """Issue a RuntimeWarning of ``overruns``; ``stacklevel`` 1 names the caller's line."""
     if overruns:
         suggestion = "plan again from a new estimate, or leave more room with reserve="
         warnings.warn(

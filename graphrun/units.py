@@ -66,8 +66,7 @@ def parse_seconds(text: str, *, name: str = "time") -> float:
 
 
 def typed_size(nbytes: int, *, round_down: bool = False) -> str:
-    """Return ``nbytes`` as a user types it, to two decimals: ``3.4G``, ``2.51M``, ``12B``. Rounds
-    up."""
+    """Return ``nbytes`` as typed, rounded up to two decimals: ``3.4G``, ``2.51M``, ``12B``."""
     for unit, scale in (("G", GIB), ("M", MIB), ("K", KIB)):
         if nbytes >= scale:
             hundredths = nbytes * 100 // scale if round_down else -(-nbytes * 100 // scale)
@@ -81,8 +80,7 @@ def gib(nbytes: float) -> str:
 
 
 def show_size(nbytes: float) -> str:
-    """Return ``nbytes`` with the largest unit (GiB, MiB, KiB, B) in which the value is at least
-    1."""
+    """Return ``nbytes`` in the largest of GiB, MiB, KiB and B that gives at least 1."""
     for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(nbytes) >= scale:
             return f"{nbytes / scale:.2f} {unit}"
@@ -130,8 +128,7 @@ def round_up(nbytes: int, step: int) -> int:
 
 
 def html_table(title: str, rows: Iterable[Iterable[str]]) -> str:
-    """Return ``rows``, the first of which is the head, as an HTML table below the line
-    ``title``."""
+    """Return ``rows``, the head first, as an HTML table below the line ``title``."""
     head, *body = ([html.escape(cell) for cell in row] for row in rows)
     lines = [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in body]
     return (

@@ -366,8 +366,7 @@ class Caching(_Cached):
         super().__init__(self._pools[0], self._pools[1], small_bytes)
 
     def used_bytes_with(self, sizes: Iterable[int]) -> int:
-        """Return the reserved bytes after allocations of ``sizes`` (above 0), without allocating
-        them."""
+        """Return the reserved bytes if allocations of ``sizes`` (above 0) followed."""
         pools = [pool.copy() for pool in self._pools]
         return self.used_bytes + sum(
             pools[not self.is_small(nbytes)].take(round_up(nbytes, ROUND_BYTES))[1]

@@ -122,8 +122,7 @@ def at_paths(component: ComponentNumbers, paths: Collection[str]) -> Blocks:
 
 
 def kept(component: ComponentNumbers, counts: Sequence[int], skips: Sequence[int] = ()) -> Blocks:
-    """Return the blocks at positions ``skips`` (empty: 0) to ``counts`` of each group's
-    `keep_order`."""
+    """Return the blocks at positions ``skips`` (or 0) to ``counts`` of each `keep_order`."""
     begins = skips or (0,) * len(counts)
     keys = (
         (k, i)
@@ -136,8 +135,7 @@ def kept(component: ComponentNumbers, counts: Sequence[int], skips: Sequence[int
 def resident_blocks(
     component: ComponentNumbers, finds: Iterable[tuple[str, BlockNames]], slots: Iterable[Slot]
 ) -> Iterator[Blocks]:
-    """Yield the blocks of ``component`` on the device in each slot: resident or loaded, not
-    streamed.
+    """Yield the blocks of ``component`` that are resident or loaded in each slot.
 
     ``finds``: as in `Plan.finds`.
     """

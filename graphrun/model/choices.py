@@ -32,8 +32,7 @@ BUFFERED_BLOCKS = 2
 
 
 def with_each_variant(problem: Problem, change: Callable[[Variant], Variant]) -> Problem:
-    """Return ``problem`` with ``change`` applied to every variant of components and their
-    layers."""
+    """Return ``problem`` with ``change`` applied to every variant, of layers too."""
 
     def changed(component: ComponentNumbers) -> ComponentNumbers:
         layers = component.layers and changed(component.layers)
@@ -101,8 +100,7 @@ def stages_of(problem: Problem) -> tuple[str, ...]:
 def reorder(
     problem: Problem, order: Sequence[str] = (), options: Mapping[str, str] | None = None
 ) -> Problem:
-    """Return ``problem`` with its stages in ``order`` and run with ``options`` (stage -> option
-    name).
+    """Return ``problem`` with stages in ``order``, run with ``options`` (stage -> name).
 
     The result has no choice of order or option left. A value is live from the phase after its
     producer to its last consumer in that order. Raises PlanError for an unknown or forbidden
@@ -200,8 +198,7 @@ def activation_bytes(
 def secondary_bytes(
     phase_bytes: int, pairs: Iterable[tuple[Use, ComponentNumbers]], secondary: int
 ) -> int:
-    """Return the bytes beyond weights on ``secondary`` in a slot of a phase; 0 without compute
-    there.
+    """Return the bytes beyond weights on ``secondary`` in a slot; 0 without compute there.
 
     ``pairs``: the phase's uses and components, with variants chosen. The traced activation
     ``phase_bytes``, plus the largest sum of scratch and transferred tensors of a component.
@@ -289,8 +286,7 @@ def _require_order(problem: Problem, order: tuple[str, ...]) -> None:
 def with_live_range(
     value: ValueNumbers, order: Sequence[str], phases: Sequence[PhaseNumbers]
 ) -> ValueNumbers:
-    """Return ``value`` with its live phases for stages in ``order``; unchanged if nothing consumes
-    it."""
+    """Return ``value`` with its live phases for ``order``; unchanged without a consumer."""
     position = {stage: number for number, stage in enumerate(order)}
     last = max((position[stage] for stage in value.consumers if stage in position), default=-1)
     begin = position.get(value.producer, -1)

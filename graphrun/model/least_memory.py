@@ -148,8 +148,7 @@ def _resident_and_ring_buffer(
     part: SlotPart,
     number: int = 0,
 ) -> tuple[int, int]:
-    """Return the bytes that must be resident for ``use`` in ``part``, and the ring buffer for the
-    rest."""
+    """Return the bytes that ``use`` needs resident in ``part``, and as ring buffer."""
     sizes, unstreamed = (
         component.variants[number].block_bytes,
         problem.demanded(component.name) & {"keep", "whole"},

@@ -188,8 +188,7 @@ UNITS = {"GiB": GIB, "MiB": MIB, "KiB": KIB, "B": 1}
 
 
 def blocks_text(blocks: BlockNames) -> str:
-    """Return ``all``, ``none``, or each group with its block indices, as in ``double[0,8]
-    single[0-11]``.
+    """Return ``all``, ``none``, or groups with indices, as ``double[0,8] single[0-11]``.
 
     Three or more consecutive indices are a range.
     """

@@ -18,8 +18,7 @@ from graphrun.model.problem import PhaseNumbers, Problem, Use
 def without(
     problem: Problem, stages: Collection[str], precomputed: Collection[str], graph_digest: str
 ) -> Problem:
-    """Return ``problem`` with only ``stages``; the outputs of ``precomputed`` stages exist from the
-    start.
+    """Return ``problem`` with only ``stages``, given the outputs of ``precomputed`` ones.
 
     Drops everything that these stages do not need. ``graph_digest``: of the graph reduced to them.
     """

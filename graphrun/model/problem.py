@@ -64,8 +64,7 @@ _OPTIONAL = (
 
 
 def _fields_of(record: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass for `json`. `dataclasses.asdict` is slow: it copies every
-    number."""
+    """Return a dataclass's fields for `json`; `dataclasses.asdict` slowly copies numbers."""
     pairs = (
         (record_field.name, getattr(record, record_field.name)) for record_field in fields(record)
     )
@@ -77,8 +76,7 @@ def _fields_of(record: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class KernelRates:
-    """Achieved rates of kernels on a card, by class (`graphrun.profile.costs`), in FLOPs per
-    second.
+    """Achieved FLOPs per second of a card's kernels, by class (`graphrun.profile.costs`).
 
     They complement the rates of `Hardware`. As in PyTorch, convolutions in fp32 use TF32, matrix
     products do not.
@@ -217,8 +215,7 @@ class Hardware:
         return f"{self.device} {self.name}"
 
     def seconds_range(self, seconds: float) -> tuple[float, float]:
-        """Return the probable range of ``seconds`` at these rates; one point unless data-sheet
-        estimates."""
+        """Return the probable range of ``seconds``: a point, except for data-sheet estimates."""
         factor = 1 + DATA_SHEET_ERROR if self.basis == "data sheet" else 1.0
         return seconds / factor, seconds * factor
 
@@ -320,8 +317,7 @@ class ComponentNumbers:
         )
 
     def stored_as(self, variant: str, *, anywhere: bool = False) -> ComponentNumbers:
-        """Return the component and its `layers` with only this variant, which then needs no
-        permission.
+        """Return the component with only this variant, which then needs no permission.
 
         ``anywhere``: also keep variants that differ from it only in the device (main or secondary).
         """
@@ -398,8 +394,7 @@ class Use:
         return {"first": min(1, self.calls), "steady": max(0, self.calls - 1)}.get(part, 0)
 
     def group_calls_in(self, part: str) -> tuple[int, ...]:
-        """Return the calls per group in ``part``: at most one in ``first``, all others in
-        ``steady``."""
+        """Return the calls per group: at most one in ``first``, the others in ``steady``."""
         if part == "first":
             return tuple(min(1, n) for n in self.group_calls)
         return (
@@ -580,8 +575,7 @@ class Problem:
         return self.budget_bytes // BYTES_PER_KERNEL_BYTE if self.hardware.unified else 0
 
     def budget_for(self, tensor_bytes: int) -> int:
-        """Return the smallest budget that leaves ``tensor_bytes`` for tensors, whatever the
-        capacity."""
+        """Return the smallest budget that leaves ``tensor_bytes``, whatever the capacity."""
         nbytes = replace(self, budget_bytes=0).overhead_bytes + tensor_bytes
         if not self.hardware.unified:
             return nbytes
@@ -589,8 +583,7 @@ class Problem:
         return nbytes + (nbytes - 1) // (BYTES_PER_KERNEL_BYTE - 1)
 
     def with_budget(self, nbytes: int) -> Problem:
-        """Return the problem with another device budget, which is also the host's in unified
-        memory."""
+        """Return the problem with another device budget (and host, if memory is unified)."""
         ram_bytes = nbytes if self.hardware.unified else self.ram_bytes
         return replace(self, budget_bytes=nbytes, ram_bytes=ram_bytes)
 
@@ -608,13 +601,11 @@ class Problem:
 
     @property
     def counts_pages(self) -> bool:
-        """Whether peaks are counted in pages: the allocator reserves pages, and every phase has a
-        trace."""
+        """Whether peaks are counted in pages: an allocator with pages, and complete traces."""
         return self.hardware.caching_allocator and all(phase.trace.first for phase in self.phases)
 
     def transfer_seconds(self, secondary: int, transfer: Sequence[int]) -> tuple[float, float]:
-        """Return the seconds to transfer ``transfer[0]`` bytes to a secondary device and ``[1]``
-        bytes back.
+        """Return the seconds to transfer these bytes (`Use.transfer`) to a device and back.
 
         A copy between two cards without direct access to each other passes through the host, a part
         at a time, at the rate of the slower link (CUDA driver API, ``cuMemcpyPeer``).
@@ -681,8 +672,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class ProblemLimits:
-    """What a problem depends on besides graph, inputs and hardware. Budgets in bytes; None: no
-    limit."""
+    """Limits of a problem, which also depends on graph, inputs and hardware; None: no limit."""
 
     budget_bytes: int
     ram_bytes: int

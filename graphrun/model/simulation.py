@@ -145,8 +145,7 @@ class Simulation:
         return self.moved_bytes + (self.problem.runs - 1) * self.further_moved_bytes
 
     def in_pages(self, reserved_bytes: Sequence[int], *on_secondaries: Sequence[int]) -> Simulation:
-        """Return the simulation with the peak of every slot as an allocator reserves it
-        (`verify.pages`).
+        """Return the simulation with peaks as the allocator reserves them (`verify.pages`).
 
         ``reserved_bytes``: in the order of slots; ``on_secondaries``: likewise, for each secondary
         device.

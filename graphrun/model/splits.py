@@ -201,8 +201,7 @@ def in_a_row(
 
 
 class DeviceTransfer(NamedTuple):
-    """Bytes of tensors transferred to ``secondary`` before a block there computes, and back after
-    it.
+    """Tensors transferred to ``secondary`` before a block there computes, and back after it.
 
     ``stay``: numbers of the block's results that only blocks there receive.
     """
@@ -283,8 +282,7 @@ def arguments_bytes(use: Use, component: ComponentNumbers) -> dict[int, int]:
 
 
 def block_arguments(rows: Sequence[LiveTensor]) -> list[int]:
-    """Return per block number the bytes of tensors that it receives, and of earlier blocks' call
-    inputs.
+    """Return per block the bytes that it receives, with earlier blocks' inputs of the call.
 
     Other tensors are part of the traced activation.
     """
@@ -303,8 +301,7 @@ def block_arguments(rows: Sequence[LiveTensor]) -> list[int]:
 
 
 def block_seconds(use: Use, component: ComponentNumbers) -> list[float]:
-    """Return per group the seconds of a block in one call, without the unblocked compute in
-    `seconds`."""
+    """Return per group the seconds of a block in a call, without unblocked compute."""
     group_seconds = [0.0] * len(component.groups)
     for k, _, seconds in use.order:
         group_seconds[k] += seconds / len(component.groups[k].blocks)
@@ -477,8 +474,7 @@ def _secondary_of_blocks(
 
 
 def _variant(by_secondary: Mapping[int, Variant], sources: Iterable[tuple[int, int]]) -> Variant:
-    """Return the variant ``by_secondary[0]`` with its twins' numbers for groups on their
-    devices."""
+    """Return ``by_secondary[0]``, with its twins' numbers for groups on their devices."""
     main_variant, pairs = (
         by_secondary[0],
         [(by_secondary[secondary], k) for k, secondary in sources],

@@ -77,8 +77,7 @@ def _applies_to(graph: Graph, name: str, precision: str) -> bool:
 
 
 def pictures_input(graph: Graph) -> str:
-    """Return the name of the input with the number of pictures. Raises InputError if there is
-    none."""
+    """Return the name of the input with the number of pictures. Raises InputError."""
     for stage in graph.stages:
         value = stage.arguments.get(COUNTS.get(stage.op, ""))
         if isinstance(value, Reference) and value.kind == "input":

@@ -125,8 +125,7 @@ def _written_class(module: nn.Module) -> str:
 def group_blocks(
     module: nn.Module, calls: Sequence[Call], routed: Collection[str] = ()
 ) -> tuple[BlockGroup, ...]:
-    """Return the block groups of ``module`` in the order of their first calls, unblocked weights
-    first.
+    """Return the block groups of ``module`` in call order, unblocked weights first.
 
     ``calls``: the distinct calls of the component. Blocks that run several times in one call (a
     video decoder processes frames one by one) cannot be streamed in one order, so they are
@@ -208,8 +207,7 @@ def _loose_modules(module: nn.Module, path: str, loose: Collection[str]) -> list
 def group_layers(
     module: nn.Module, calls: Sequence[Call], routed: Collection[str] = ()
 ) -> tuple[BlockGroup, ...]:
-    """Return the layer groups of ``module`` in the order of their first calls, unblocked weights
-    first.
+    """Return the layer groups of ``module`` in call order, unblocked weights first.
 
     () if no layer can be a block, or if blocks are compiled. A layer can be a block if its tensors
     are read only during its own calls, in all of ``calls``. Layers are in one group if they are
@@ -260,8 +258,7 @@ def _paths_with_tied_tensors(module: nn.Module) -> frozenset[str]:
 def _split_where_interrupted(
     units: Sequence[str], groups: Sequence[Sequence[str]]
 ) -> list[list[str]]:
-    """Split ``groups`` where another group's block is called in between: blocks must run
-    consecutively."""
+    """Split ``groups`` where another group's block is called: blocks must be consecutive."""
     group_numbers = {path: n for n, group in enumerate(groups) for path in group}
     grouped_paths = [path for path in units if path in group_numbers]
     return [list(run) for _, run in groupby(grouped_paths, key=group_numbers.__getitem__)]
@@ -288,8 +285,7 @@ def _unique_name(top: str, group_names: set[str]) -> str:
 def _differently_read_children(
     module: nn.Module, blocks: Sequence[str], calls: Sequence[Call]
 ) -> list[str]:
-    """Return the children outside of ``blocks`` that other calls read than most unblocked
-    weights."""
+    """Return the children that other calls read than most weights outside of ``blocks``."""
     block_prefixes = tuple(f"{path}." for path in blocks)
     patterns: dict[str, set[int]] = defaultdict(set)
     weights = Counter[str]()

@@ -512,8 +512,7 @@ class _Cuda(Processor):
         return super().now()
 
     def copy(self, kind: str) -> None:
-        """Copy between pinned memory and the card on side streams; pageable memory on the current
-        stream."""
+        """Copy between pinned memory and the card on side streams, else on the current one."""
         if kind == "pageable":
             _transfer(self._device[0], self._pageable)
         if kind == "fresh pages":
@@ -677,8 +676,7 @@ class _Memory(ctypes.Structure):
 
 
 def _cards_used_bytes() -> dict[str, int]:
-    """Return UUID -> bytes in use on the card by all processes, from NVML; {} without that
-    library."""
+    """Return UUID -> bytes in use on the card by all processes, by NVML; {} without it."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

@@ -170,8 +170,7 @@ class ConstantValues:
         return columns
 
     def worst_bincount(self, indices: torch.Tensor) -> torch.Tensor | None:
-        """Return ``indices.bincount()`` on meta with the largest memory, for indices of a top-k
-        selection.
+        """Return the largest possible ``indices.bincount()`` on meta, for top-k indices.
 
         All tokens select the same experts, which makes the largest single call. The total work is
         the same for every selection. None for other indices.

@@ -238,8 +238,7 @@ def extra_seconds(
 def quantized_seconds(
     kernel: Kernel, shape: tuple[int, int], precision: str, hardware: Hardware
 ) -> float:
-    """Return the additional seconds in ``precision`` of the product of a layer's weight [outputs
-    inputs].
+    """Return the additional seconds of a layer's product in ``precision``.
 
     0 on `sim`, whose clock charges FLOPs and copies only.
     """

@@ -30,8 +30,7 @@ from graphrun.units import GIB, show_size
 
 
 class Rule(NamedTuple):
-    """A feature of a package from a version on; ``limitation``: what applies to versions before
-    it."""
+    """A feature of a package; ``limitation``: what applies before ``first_version``."""
 
     package: str
     first_version: str
@@ -177,8 +176,7 @@ def _checks(findings: Mapping[str, Any]) -> Iterator[Check]:
 
 
 def package_status(name: str, installed: str | None) -> dict[str, Any]:
-    """Return what version ``installed`` (None: not installed) of a package supports, and what it
-    does not.
+    """Return what version ``installed`` of a package supports and does not; None: absent.
 
     ``needs``: the version that supports everything.
     """

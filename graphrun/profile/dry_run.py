@@ -714,8 +714,7 @@ def _dequantization(
 
 
 def _device_zeros(component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return zeros on the device for a weight that the pipeline's own code copies there to read
-    it."""
+    """Return zeros on the device for a weight that the pipeline's code copies there."""
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=PLANNED)
 
 

@@ -192,8 +192,7 @@ def with_measurements(problem: Problem, store: Store | None) -> Problem:
 
 
 def measurements(problem: Problem, store: Store) -> dict[str, Measurements]:
-    """Return the measurements stored for ``problem``'s phases, by phase. Invalid entries are
-    ignored."""
+    """Return the valid measurements stored for ``problem``, by phase."""
     measurements_by_phase: dict[str, Measurements] = {}
     for phase, keys in zip(problem.phases, _measurement_keys(problem, store).values(), strict=True):
         items = _items(store.get("activation", keys.activation))

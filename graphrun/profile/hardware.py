@@ -702,8 +702,7 @@ def available_memory() -> int:
 
 
 def free_bytes(kind: DeviceKind | None = None) -> int | None:
-    """Return the free bytes of this machine's device of ``kind``, or of its first card; None if
-    unknown.
+    """Return the free bytes of the device of ``kind``, or of the first card; None: unknown.
 
     Rounded down to whole 256 MiB, so that the next plan gets the same number.
     """

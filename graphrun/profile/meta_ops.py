@@ -98,8 +98,7 @@ def _empty_argument(key: Any) -> Any:
 def _cached_result(
     func: Any, key: Any, default_dtype: torch.dtype
 ) -> tuple[type | None, list[Any]] | None:
-    """Return the container type (None: a single tensor) and the tensor layouts of the result of
-    ``func``.
+    """Return the result's container type (None: one tensor) and tensor layouts.
 
     None unless all tensors are new. ``default_dtype`` is part of the cache key, since mixing with
     integers depends on it.

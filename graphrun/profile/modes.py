@@ -96,8 +96,7 @@ def parse_mode(
 
 
 def weight_bytes(graph: Graph, name: str, module: nn.Module, formats: Mapping[str, str]) -> int:
-    """Return the allocated bytes of a component's weights, in its first precision or another
-    format."""
+    """Return the allocated bytes of a component's weights, in its precision or format."""
     component = graph.components[name]
     sizes = weights_by_precision(module, component.dtype, allocated=True)
     if name not in formats:
@@ -245,8 +244,7 @@ class _Walk:
         return self._call_seconds[id(call)]
 
     def _host_seconds(self, name: str) -> float:
-        """Return the seconds to read the weights of ``name`` from disk; 0 if they are in host
-        memory."""
+        """Return the seconds to read ``name``'s weights from disk; 0 if they are in RAM."""
         if self.mode.ram_bytes is None:
             return 0.0
         nbytes = self.weights[name]

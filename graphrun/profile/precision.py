@@ -111,8 +111,7 @@ def _missing(needs: tuple[tuple[str, str], ...], versions: Mapping[str, str | No
 
 
 def new_enough(installed: str | None, first: str) -> bool:
-    """Return whether version ``installed`` is at least ``first``; False for None and invalid
-    text."""
+    """Return whether version ``installed`` is valid and at least ``first``."""
     try:
         return installed is not None and Version(installed) >= Version(first)
     except InvalidVersion:
@@ -187,8 +186,7 @@ def _scratch(
 
 
 def dequantization_seconds(nbytes: int, bytes_per_second: float) -> float:
-    """Return the seconds to dequantize weights that then have ``nbytes``: written once, read
-    once."""
+    """Return the seconds to dequantize weights to ``nbytes``: written once, read once."""
     return 2 * nbytes / bytes_per_second
 
 

@@ -261,8 +261,7 @@ def _option_phases(
 
 
 def precedence_of(graph: Graph) -> tuple[tuple[str, str], ...] | None:
-    """Return pairs of stages of which the first must run before the second; None if the order is
-    fixed."""
+    """Return pairs of stages (earlier, later); None if only one order is possible."""
     pairs = tuple(
         (producer, stage.name) for stage in graph.stages for producer in graph.producers(stage.name)
     )

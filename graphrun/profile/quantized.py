@@ -35,8 +35,7 @@ CODE_BYTES = 16 * 4
 
 
 def layer_tensors(outputs: int, inputs: int, precision: str) -> tuple[int, ...]:
-    """Return the bytes of each tensor of a linear layer's weight [outputs inputs] in fp8, int8 or
-    nf4.
+    """Return the bytes of each tensor of a weight [outputs inputs] in fp8, int8 or nf4.
 
     Elements first, then statistics. Raises ValueError for other precisions.
     """
@@ -70,8 +69,7 @@ def weights_by_precision(
 
 
 def tensor_bytes(module: nn.Module, dtype: str) -> dict[str, dict[int, tuple[int, ...]]]:
-    """Return, in each precision, the bytes of the tensors that store each tensor (`id`) of
-    ``module``."""
+    """Return per precision the bytes of the tensors for each tensor (`id`) of ``module``."""
     module_dtype: torch.dtype = getattr(torch, dtype)
     layers = {
         id(layer.weight): layer for layer in quantizable_layers(module, module_dtype).values()
@@ -98,8 +96,7 @@ def tensor_bytes(module: nn.Module, dtype: str) -> dict[str, dict[int, tuple[int
 def block_layouts(
     module: nn.Module, groups: Sequence[BlockGroup], *, by_layer: bool = False
 ) -> dict[str, BlockLayout]:
-    """Return the layouts of all blocks in ``groups`` by path; ``by_layer``: the blocks are single
-    layers."""
+    """Return the layouts of all blocks by path; ``by_layer``: blocks are single layers."""
     paths = [path for group in groups for path in group.blocks]
     return lay_out(module, paths, split_layers=by_layer)
 

@@ -178,8 +178,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.record.events.append(MemoryEvent(self._external_keys.pop(key), 0))
 
     def note_results(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Set ``record.results``: keys of the storages of ``tensors``, the results, that the call
-        allocated."""
+        """Set ``record.results``: keys of the new storages of ``tensors``, the results."""
         entries = (self._live.get(tensor.untyped_storage()._cdata) for tensor in tensors)
         self.record.results = [*dict.fromkeys(live[0] for live in entries if live is not None)]
 
@@ -633,8 +632,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value.clone() if torch.device(kwargs.get("device") or "meta").type == "cpu" else None
 
     def count(self, kernel: Kernel) -> None:
-        """Add a kernel to the last entry of ``work``, or to a new one for another block or
-        layer."""
+        """Add a kernel to ``work``: to its last entry, or to a new one for another block."""
         number = self._kernel_number(kernel)
         if not self.record.work or self.record.work[-1][0] != self._stack[-1]:
             self.record.work.append((self._stack[-1], []))

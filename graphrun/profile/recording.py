@@ -50,8 +50,7 @@ class MemoryEvent(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A matrix product of ``rows`` tokens with the weight ``name``; event ``event`` allocates the
-    result."""
+    """A product of ``rows`` tokens with the weight ``name``, allocated by event ``event``."""
 
     event: int
     name: str
@@ -214,8 +213,7 @@ class Call:
         self.hops += section.hops
 
     def renamed(self, path: str, new_path: str) -> Call:
-        """Return this section of the block at ``path`` as the equal block at ``new_path`` records
-        it."""
+        """Return this section of the block at ``path`` as recorded at ``new_path``."""
 
         def rename(name: str) -> str:
             return (

@@ -235,8 +235,7 @@ def _compute_order(
 
 
 def _block_at(positions: Mapping[str, tuple[int, int]], path: str) -> tuple[int, int]:
-    """Return (group, block) of the block that is at ``path`` or contains it; (0, 0) if there is
-    none."""
+    """Return (group, block) of the block at or around ``path``; (0, 0): unblocked."""
     while path and path not in positions:
         path = path.rpartition(".")[0]
     return positions.get(path, (0, 0))

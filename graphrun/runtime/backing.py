@@ -114,8 +114,7 @@ class BackingStore:
         raise NotImplementedError
 
     def ready(self, path: str) -> bool:
-        """Return whether a copy of block ``path``, whose read has begun, only waits for earlier
-        copies."""
+        """Return whether a copy of block ``path``, being read, only waits for earlier copies."""
         return path not in self._reads or self.device.reached(self._reads[path].marks)
 
     def copy(self, path: str, target: torch.Tensor, device: Device) -> Marks:
@@ -129,8 +128,7 @@ class BackingStore:
         return start, device.mark("copy")
 
     def _source(self, path: str, device: Device) -> torch.Tensor:
-        """Return block ``path`` in host memory. The host and the copy stream of ``device`` wait for
-        its read."""
+        """Return block ``path`` in host memory, after its read (host and copy stream wait)."""
         raise NotImplementedError
 
     def finish_reads(self) -> list[tuple[str, int, Marks]]:
@@ -150,8 +148,7 @@ class BackingStore:
     def _read(
         self, path: str, buffer: torch.Tensor, number: int = 0, awaited_marks: Sequence[Mark] = ()
     ) -> None:
-        """Begin the background read of block ``path``, after earlier reads and
-        ``awaited_marks``."""
+        """Begin the background read of block ``path``, after ``awaited_marks``."""
         block_read, device = _BlockRead(buffer, number), self.device
 
         def job() -> None:
@@ -354,8 +351,7 @@ class Disk(BackingStore):
         self._writer.close()
 
     def abandon(self) -> None:
-        """As `BackingStore.abandon`. Call at the end of a slot, whose barrier empties the bounce
-        buffer."""
+        """As `BackingStore.abandon`; at a slot's end, when the bounce buffer is empty."""
         super().abandon()
         self._ring_buffer, self._placements = RingBuffer(self.nbytes), 0
         self._copy_ends: dict[int, Mark] = {}  # by number of the placement

@@ -127,8 +127,7 @@ class SlotCursor:
         return self._slots[self._slot] if self._slot >= 0 else Slot("", "end", 0, ())
 
     def _next_phase(self, component: str) -> list[int]:
-        """Return the indices of all slots up to the "first" slot of the next phase with
-        components."""
+        """Return the indices of the slots up to the next phase's first call."""
         next_phase, uses = self._next_uses()
         self._expect(component, uses)
         last = next(

@@ -10,8 +10,7 @@ from graphrun.trace import Event
 
 @dataclass(slots=True)
 class EventRecorder:
-    """Collects the events of a run. After a barrier, `resolve_marks` turns their marks into
-    seconds.
+    """Events of a run. After a barrier, `resolve_marks` turns their marks into seconds.
 
     ``origin``: mark at the start of the run, or where the run continues after `PlanRun.load_ahead`.
     ``offset_seconds``: seconds of the slots before ``origin``. ``slot``: index of the open slot.

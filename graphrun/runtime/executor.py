@@ -55,8 +55,7 @@ def stages_for(
     host: Host,
     **stages_arguments: Any,
 ) -> Stages:
-    """Return the stages of ``graph`` on the components in ``host``, with the plan's order and
-    options.
+    """Return the stages of ``graph`` on ``host``, with the plan's order and options.
 
     ``stages_arguments``: further arguments of `Stages`.
     """

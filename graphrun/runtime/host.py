@@ -159,8 +159,7 @@ class Host:
 
     @functools.cached_property
     def held_attributes(self) -> tuple[HeldAttributes, ...]:
-        """Attributes of all modules in which stages may leave tensors on the device, as position
-        tables.
+        """Attributes of modules where stages may leave device tensors, as position tables.
 
         Attributes of bitsandbytes' layers are part of their weights and do not count.
         """
@@ -229,8 +228,7 @@ class Host:
         return host
 
     def match_layout(self, problem: Problem) -> None:
-        """Lay out again the components whose granularity differs in ``problem``, with choices
-        applied.
+        """Lay out again the components whose granularity differs in ``problem``.
 
         Called at the start of a run. Raises InputError for another graph, other blocks or variants.
         """

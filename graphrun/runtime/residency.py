@@ -244,8 +244,7 @@ class Residency:
         return tuple(path for path, block in self._blocks.items() if block.buffer is not None)
 
     def note_contents(self) -> None:
-        """Record the host copy's contents for `changed`, at the end of a run that leaves blocks
-        loaded.
+        """Record the host copy for `changed`, after a run that leaves blocks on the device.
 
         Not needed for mapped tensors: `MappedTensors` compares their writes and files.
         """
@@ -454,8 +453,7 @@ class Residency:
                 self.bind(path, block.buffer)
 
     def copy(self, path: str, buffer: torch.Tensor) -> Marks:
-        """Queue the copy of block ``path`` into ``buffer``, and return marks before and after
-        it."""
+        """Queue the copy of block ``path`` into ``buffer``; return marks around it."""
         device = self.device_of(path)
         device.annotate(block=f"{self.name} {path or 'unblocked'}")
         return self.backing_store.copy(path, buffer, device)

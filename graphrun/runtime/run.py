@@ -1,5 +1,4 @@
-"""Execute one run of a plan: calls into components open and close the slots, in the plan's
-order."""
+"""Execute one run of a plan: calls into components open and close the slots in order."""
 
 from __future__ import annotations
 
@@ -216,8 +215,7 @@ class PlanRun:
 
     @contextlib.contextmanager
     def _on_devices(self) -> Iterator[None]:
-        """Open a `Device.session` of each device with the plan's budgets, and set the clock of the
-        trace.
+        """Open a `Device.session` of each device within the budgets, and set the trace's clock.
 
         The clock continues after the slots that are done.
         """
@@ -537,8 +535,7 @@ class PlanRun:
 
 
 def _cast(proceed: Proceed, graph_dtype: torch.dtype, plan_dtype: torch.dtype) -> Proceed:
-    """Return ``proceed`` with arguments cast from ``graph_dtype`` to ``plan_dtype``, results
-    back."""
+    """Return ``proceed`` with arguments cast to ``plan_dtype``, results to ``graph_dtype``."""
 
     def cast(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = walk(

@@ -28,8 +28,7 @@ from graphrun.trace import SlotTrace
 
 
 class OpenSlot:
-    """Slot number ``index`` of a plan. Call `open`, `enter` before each call into a component,
-    `close`."""
+    """Slot ``index`` of a plan: call `open`, `enter` before each call of a component, `close`."""
 
     def __init__(
         self,

@@ -142,8 +142,7 @@ class _SpooledBlocks:
 
 
 def _key(entry: TensorEntry) -> str:
-    """Return the key of one tensor in the file. Its space makes it differ from every block's
-    path."""
+    """Return the key of a tensor in the file. Its space makes it differ from block paths."""
     return f"{entry.names[0]} {entry.field}"
 
 
@@ -167,8 +166,7 @@ def remove_stale(root: Path) -> list[Path]:
 
 
 def _is_running(name: str) -> bool:
-    """Return whether the process that created the folder ``name`` still runs; it may be about to
-    lock it."""
+    """Return whether the creator of the folder ``name`` still runs, and may yet lock it."""
     number = name.removeprefix(PREFIX).partition("-")[0]
     return number.isdigit() and psutil.pid_exists(int(number))
 

@@ -25,8 +25,7 @@ PLACEMENTS: tuple[ComponentPlacement, ...] = ("whole", "exclude", "drop", "keep"
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A directive ``placement`` on a component, or another ``variant``; both "" for the plan
-    itself.
+    """A directive ``placement`` or another ``variant``; both "" for the plan itself.
 
     ``permission``: what must be added to ``allow``; "" if nothing. ``refusal``: why the directive
     cannot be tried; "" if it can. If nothing fits: ``binding``, the budget that is too small;
@@ -113,8 +112,7 @@ def _with_placement(
 
 
 def _with_other_variants(solution: Solution, component: ComponentNumbers) -> Iterator[_Untried]:
-    """Yield every variant except the plan's, each as the only variant, with or without
-    permission."""
+    """Yield every variant but the plan's, each as the only one, permitted or not."""
     problem = solution.problem
     plan_variant = dict(solution.plan.variants).get(component.name, component.variants[0].name)
     for variant in component.variants:
@@ -130,8 +128,7 @@ def _with_other_variants(solution: Solution, component: ComponentNumbers) -> Ite
 def _as_plan(
     solution: Solution, component: str, alternative: Alternative, result: Solution
 ) -> Solution | None:
-    """Return ``result`` as a solution of the problem of ``solution``; None if that problem forbids
-    it."""
+    """Return ``result`` for the problem of ``solution``; None if the problem forbids it."""
     if alternative.permission:
         return None
     variant_names = dict(result.plan.variants) | (

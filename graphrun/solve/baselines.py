@@ -30,8 +30,7 @@ BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 
 
 def fitting(program: Program, baseline: Baseline, limit: int | None = None) -> Iterator[Choice]:
-    """Yield the choices of ``baseline`` that fit the budgets. ``program`` has one variant per
-    component.
+    """Yield the choices of ``baseline`` that fit. ``program`` has one variant per component.
 
     ``single K`` yields at most ``limit`` choices, from the largest K down: a larger K is usually
     faster.
@@ -71,8 +70,7 @@ def fitting(program: Program, baseline: Baseline, limit: int | None = None) -> I
 
 
 def _short_bytes(rows: Rows[float], component: int) -> int:
-    """Return the bytes missing for all of ``component`` in its tightest slot; 0 or less if it
-    fits."""
+    """Return the bytes missing for all of ``component`` in its tightest slot; 0 or less: none."""
     program = rows.program
     members = program.groups_of[component]
     slots = [

@@ -253,8 +253,7 @@ class Columns(Variables[Linear]):
         return self._single[t]
 
     def carry_row(self, j: int, t: int, previous: int) -> Row:
-        """Bound K of group ``j`` in ``t`` by K + d of interval ``previous`` (-1: an empty
-        device)."""
+        """Bound K of group ``j`` in ``t`` by K + d in ``previous`` (-1: an empty device)."""
         end_blocks = self.end_blocks(previous, j) if previous >= 0 else ZERO
         present = self._present[t][j]
         movable = self._program.groups[j].movable
@@ -271,8 +270,7 @@ class Columns(Variables[Linear]):
             )
 
     def _always_holds(self, number: int, t: int) -> bool:
-        """Whether host memory surely has the backing store of ``number`` in ``t``, if it is
-        chosen."""
+        """Whether host memory has backing store ``number`` in ``t`` whenever it is chosen."""
         return not self._stores[number] and t >= max(self._reads[number], default=0)
 
     def _used_before(self, t: int, j: int) -> bool:
@@ -282,8 +280,7 @@ class Columns(Variables[Linear]):
         return any(start <= use < t for use in self._uses[j])
 
     def _allowed(self, t: int, j: int) -> tuple[bool, bool]:
-        """Return whether `exclude` and `drop` directives allow blocks of group ``j`` in interval
-        ``t``.
+        """Return whether directives allow blocks of group ``j`` in interval ``t``.
 
         First at the start of the interval, then as loads during the interval.
         """

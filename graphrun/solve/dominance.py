@@ -21,8 +21,7 @@ SAME_SECONDS = 1e-9
 
 
 def undominated_variants(problem: Problem) -> tuple[tuple[int, ...], ...]:
-    """Return per component the indices of the usable variants that no other usable one
-    dominates."""
+    """Return per component the indices of the usable variants that none dominates."""
     program = program_of(problem)
     choices_by_component = [
         [program.variant_choices[n] for n in numbers if program.variant_choices[n].is_used]
@@ -100,8 +99,7 @@ def _dominates(component: ComponentNumbers, first: int, second: int, can_limit: 
 
 
 def _numbers(component: ComponentNumbers, variant: Variant) -> list[float]:
-    """Return bytes and seconds per group. Reads for every copy and the one read into RAM are
-    separate."""
+    """Return bytes and seconds per group; reads for every copy and once into RAM are separate."""
     none = (0.0,) * len(component.groups)
     on_device = variant.device != "cpu"
     numbers: list[float] = []

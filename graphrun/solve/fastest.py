@@ -222,8 +222,7 @@ def _worth_splitting(solution: Solution) -> tuple[str, Formulation] | None:
 
 
 def _with_choices_of(problem: Problem, plan: Plan) -> Problem:
-    """Return ``problem`` with only the order, options and variants of ``plan``, at any
-    granularity."""
+    """Return ``problem`` with only the order, options and variants of ``plan``."""
     names = dict(plan.variants)
 
     def only(component: ComponentNumbers) -> ComponentNumbers:
@@ -243,8 +242,7 @@ def _with_choices_of(problem: Problem, plan: Plan) -> Problem:
 def _repeated_run(
     problem: Problem, formulation: Formulation, target_seconds: float
 ) -> ProgramSolution | None:
-    """Return a session plan that repeats the plan of one run; None if its backing stores do not
-    fit.
+    """Return a session plan that repeats the plan of one run; None if it does not fit.
 
     Used with layers, where solving a whole session takes minutes. VRAM is then scarce, so few
     blocks could stay for the next run.
@@ -417,8 +415,7 @@ class _SimulatedChoice:
 
 
 def _deeper_ring_buffers(program: Program, choice: Choice) -> Iterator[Choice]:
-    """Yield choices with deeper ring buffers: ``choice`` if it then fits, and the best at that
-    depth."""
+    """Yield deeper ring buffers: ``choice`` with them if it fits, and the best choice."""
     for depth in DEEPER[:1] if many_runs(program.problem) else DEEPER:
         wider = replace(choice, depths=np.maximum(depth, choice.depths))
         if not excess_bytes(program, wider):
@@ -428,7 +425,6 @@ def _deeper_ring_buffers(program: Program, choice: Choice) -> Iterator[Choice]:
 
 
 def _baseline_choices(program: Program) -> Iterator[Choice]:
-    """Yield the baselines that fit. One may simulate faster: the program ignores event order in a
-    slot."""
+    """Yield the baselines that fit, which may simulate faster than the program predicts."""
     for baseline in BASELINES:
         yield from fitting(program, baseline, limit=MOST_SINGLE_K)

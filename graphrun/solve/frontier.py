@@ -86,8 +86,7 @@ def frontier(
     device: int = 0,
     least_bytes: int | None = None,
 ) -> Frontier:
-    """Return one point for each of ``budgets`` (bytes of VRAM of device ``device``), in their
-    order.
+    """Return a point for each of ``budgets`` (bytes of VRAM of ``device``), in their order.
 
     If the plan for a smaller budget is faster, the larger budget has it too. Budgets beyond the
     card's memory share one plan. ``solve``: returns None if nothing fits. ``least_bytes``: the
@@ -137,8 +136,7 @@ def curve(
     solution: Solution,
     solve: Callable[[Problem], Solution | None] = quickly_solved,
 ) -> Frontier:
-    """Return the points of a drawn curve: its ends, ``solution`` of ``problem``, and points
-    between.
+    """Return the points of a drawn curve: its ends, ``solution``, and points between.
 
     The middle between two points is solved if they are far apart and their seconds differ visibly.
     """
@@ -232,8 +230,7 @@ def _point(
 def sizes_between(
     text: str, *, whole_bytes: int | None = None, name: str = "vram"
 ) -> tuple[int, ...]:
-    """Return the budgets of ``text`` in bytes: ``8G`` (one) or ``4G:48G:4G`` (FROM:TO:STEP,
-    inclusive).
+    """Return the budgets of ``text`` in bytes: ``8G``, or FROM:TO:STEP as ``4G:48G:4G``.
 
     ``4G:48G`` means both ends and the usual card sizes between them: powers of two and 1.5 times
     these, from 1 MiB up. ``whole_bytes``: what 100% means. ``name``: the option, for error

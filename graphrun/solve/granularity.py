@@ -1,5 +1,4 @@
-"""Granularity of components: blocks by default, layers where blocks do not fit or layers are
-faster.
+"""Granularity of components: blocks, or layers where blocks do not fit or layers are faster.
 
     solve with blocks -> fits: done
                       -> a phase cannot fit: split its components into layers where these need less

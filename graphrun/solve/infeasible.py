@@ -134,8 +134,7 @@ def _binding(
 
 
 def refusal(problem: Problem, *, suggestions: bool = True) -> Infeasible:
-    """Explain why ``problem`` has no plan. Each suggestion takes a solve; ``suggestions`` False
-    skips them.
+    """Explain why ``problem`` has no plan, with ``suggestions`` if wanted: each takes a solve.
 
     Components of phases that do not fit are split into layers where that needs less memory.
     """

@@ -55,8 +55,7 @@ def offer(candidate: Candidate) -> None:
 
 
 def best_of(candidates: list[Candidate], problem: Problem) -> Solution | None:
-    """Return the fastest of ``candidates`` that is valid for ``problem``, with a bound; None if
-    none is."""
+    """Return the fastest candidate that is valid for ``problem``, with a bound; None if none."""
     for candidate in sorted(candidates, key=lambda candidate: candidate.seconds):
         split = split_as_candidate(problem, candidate)
         if candidate.problem.components != split.components:

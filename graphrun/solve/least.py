@@ -69,7 +69,7 @@ def smallest_tensor_budget(problem: Problem) -> int:
 
 
 def smallest_ram(problem: Problem) -> int:
-    """Return the minimum RAM in bytes; with unlimited VRAM if VRAM allows no plan at all."""
+    """Return the minimum RAM in bytes; unlimited VRAM if it allows no plan."""
     if not has_usable_variants(problem):
         return 0
     if only_blocks_to_choose(problem) and all(
@@ -101,14 +101,12 @@ def _peak(problem: Problem) -> int:
 
 
 def smallest_pinned(problem: Problem) -> int:
-    """Return the minimum page-locked RAM in bytes; with unlimited VRAM if VRAM allows no plan at
-    all."""
+    """Return the minimum page-locked RAM in bytes; unlimited VRAM if it allows no plan."""
     return _least_host(problem, "pinned") if has_usable_variants(problem) else 0
 
 
 def smallest_disk(problem: Problem) -> int:
-    """Return the minimum disk space in bytes; with the other budgets unlimited if they allow no
-    plan."""
+    """Return the minimum disk space in bytes; other budgets unlimited if they allow no plan."""
     return _least_host(problem, "disk") if has_usable_variants(problem) else 0
 
 

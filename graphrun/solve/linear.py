@@ -280,8 +280,7 @@ class MilpModel:
 
 
 class _Quiet(highspy.Highs):  # type: ignore[misc]
-    """HiGHS without output: from 1.16 on, its constructor prints two lines before options can be
-    set."""
+    """HiGHS without output: its constructor (1.16 on) prints before options can be set."""
 
     def enableCallbacks(self) -> None:
         self.setOptionValue("output_flag", False)

@@ -1,5 +1,4 @@
-"""Mixed-integer linear program (MILP) of a `Program`: goals, budgets, and the integers of the
-answer."""
+"""Mixed-integer linear program (MILP) of a `Program`: goals, budgets, and its integers."""
 
 from __future__ import annotations
 
@@ -121,8 +120,7 @@ class Formulation:
         )
 
     def _add_host_rows(self, rows: Rows[Linear]) -> Linear:
-        """Add the rows of host memory and disk where these can be the limit. Return the minimised
-        bytes."""
+        """Add the rows of host memory and disk if they may limit; return the minimised bytes."""
         program, model, goal = self.program, self.model, Linear()
         for tier in HOST_TIERS:
             limit, is_minimised = program.limit(tier), self.minimised == tier
@@ -233,8 +231,7 @@ class Formulation:
         }
 
     def compute_slot_columns(self, values: NDArray[np.float64]) -> dict[int, float]:
-        """Return K and d of each group in the intervals that compute with it, fixed to
-        ``values``."""
+        """Return K and d of each group where intervals compute with it, with their ``values``."""
         return {
             column: float(round(values[column]))
             for t, interval in enumerate(self.program.intervals)

@@ -106,8 +106,7 @@ def _preferred(problem: Problem, fast: Solution) -> Solution:
 
 
 def _may_lose(problem: Problem, fast: Solution) -> bool:
-    """Whether a plan for ``problem`` may beat ``fast`` by LEAST_LOSS; False if quick checks cannot
-    tell."""
+    """Whether a plan for ``problem`` may beat ``fast`` by LEAST_LOSS; False if unclear."""
     limit_seconds = _seconds_with(problem, fast) / (1 + LEAST_LOSS)
     programs = (
         stage_choice.program for stage_choice in stage_choices(split_as_solution(problem, fast))[0]
@@ -176,8 +175,7 @@ def smallest_budget(problem: Problem) -> int:
 
 
 def sufficient_budget(problem: Problem) -> int:
-    """Return a VRAM budget for which a plan exists, in bytes, several times faster than
-    `smallest_budget`.
+    """Return a VRAM budget for which a plan exists, in bytes, faster than `smallest_budget`.
 
     Usually the same, but without the proof that nothing fits into less.
     """
@@ -389,8 +387,7 @@ def _with_less(problem: Problem, nbytes: int) -> Problem:
 
 
 def carried_over(problem: Problem, solution: Solution, bound_seconds: float) -> Solution | None:
-    """Return the plan of ``solution`` for ``problem``, which has other budgets; None if invalid
-    there."""
+    """Return the plan of ``solution`` for ``problem``, with other budgets; None if invalid."""
     objective = solution.objective_seconds
     return checked_solution(*_plan_for(problem, solution), min(bound_seconds, objective), objective)
 

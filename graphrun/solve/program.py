@@ -225,8 +225,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Program:
-    """A problem as variant choices, block groups and intervals. The end slot, which only evicts, is
-    none.
+    """A problem as variant choices, block groups and intervals (slots but the end slot).
 
     ``run_length``: intervals of one run; the further run of a session starts at that index.
     ``part``: the run ("first" or "further") if the program has only one run of a session; "": both.
@@ -347,8 +346,7 @@ class Program:
 
     @cached_property
     def overlap_sets(self) -> list[list[list[int]]]:
-        """The groups of each overlap set, for each interval: copies of one overlap compute of the
-        others."""
+        """Groups of each overlap set, per interval: copies of one overlap compute of the others."""
         sets_by_interval = []
         for interval in self.intervals:
             sets: dict[tuple[int, str], list[int]] = {}
@@ -387,8 +385,7 @@ class Program:
         return next(uses, -1)
 
     def has_store(self, number: int) -> bool:
-        """Whether host memory has the backing store of variant choice ``number`` before the program
-        runs."""
+        """Whether host memory has the store of choice ``number`` before the program runs."""
         return self.variant_choices[number].read_seconds is None or self.part == "further"
 
     def called_on_cpu(self, number: int, t: int) -> bool:

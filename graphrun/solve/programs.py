@@ -75,8 +75,7 @@ def program_of(
 
 
 def usable(problem: Problem, number: int) -> tuple[int, ...]:
-    """Return the indices of the variants of component ``number`` that permissions and directives
-    allow.
+    """Return the indices of the variants of component ``number`` that may be chosen.
 
     A variant on the CPU has no blocks on the device, so it violates `keep` and `whole`. It needs
     its weights in RAM.
@@ -124,8 +123,7 @@ def _groups(problem: Problem, number: int, variant_choice: VariantChoice) -> Ite
 def _mirrors(
     problem: Problem, variant_choices: Sequence[VariantChoice], groups: Sequence[Group]
 ) -> Iterator[Group]:
-    """Yield a mirror group of each of ``groups`` for every device that its component may be split
-    over."""
+    """Yield a mirror group of each group for every device its component may be split over."""
     for j, group in enumerate(groups):
         component, variant_choice = (
             problem.components[group.component],
@@ -158,8 +156,7 @@ def _intervals(
     number: int,
     weight: float,
 ) -> Iterator[Interval]:
-    """Yield the intervals of phase ``number``: load, first and steady, where it has components and
-    calls."""
+    """Yield the intervals of phase ``number``: load with components, first, steady with calls."""
     phase = problem.phases[number]
     uses_by_name = {use.component: use for use in phase.uses}
     components = [
@@ -318,8 +315,7 @@ def with_variants(program: Program, variants: Sequence[int]) -> Program:
 
 
 def on_first_device(program: Program) -> Program | None:
-    """Return the program without variants on secondary devices; None if a component has no
-    other."""
+    """Return the program without variants on secondary devices; None if one has no other."""
     first_device = [
         [n for n in numbers if not program.variant_choices[n].variant.secondary]
         for numbers in program.choices_of

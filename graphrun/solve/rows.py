@@ -302,8 +302,7 @@ class Rows(Generic[Quantity]):
         return variables.total(parts + spills) + self.fixed_bytes(t)
 
     def fixed_bytes(self, t: int) -> Quantity:
-        """Return the bytes on the main device in ``t`` beside weights and ring buffers, nothing
-        spilled."""
+        """Return the main device's bytes beyond weights and ring buffers, nothing spilled."""
         return self.activation_bytes(t)[0] + self.program.intervals[t].fixed_bytes
 
     def _working_set(self, t: int, secondary: int) -> Quantity:
@@ -320,8 +319,7 @@ class Rows(Generic[Quantity]):
         return self.variables.maximum(working_sets, secondary)
 
     def activation_bytes(self, t: int) -> tuple[Quantity, Quantity]:
-        """Return the activation bytes in interval ``t`` on the main device and on the host, with
-        scratch.
+        """Return the activation bytes in ``t``, scratch included: on the device, on the host.
 
         If nothing computes on the main device, only the pipeline's own code has activation there.
         If all components of the phase compute on the CPU, their activation is on the host.

@@ -113,8 +113,7 @@ class SplitColumns:
             model.add(columns[n][0] >= (columns[n - 1][1] + columns[n + 1][1] - 1.0) * counts[n])
 
     def seconds(self, t: int) -> list[Linear]:
-        """Return the seconds of split components in interval ``t``: secondary compute and
-        transfers."""
+        """Return the seconds of split components in ``t``: secondary compute and transfers."""
         program, parts = self._program, list[Linear]()
         interval = program.intervals[t]
         uses = {use.component: use for use in program.problem.phases[interval.phase].uses}
@@ -137,8 +136,7 @@ class SplitColumns:
         return parts
 
     def saved_seconds(self, t: int, j: int) -> list[Linear]:
-        """Return minus the compute seconds that mirror groups of ``j`` save the main device in
-        ``t``."""
+        """Return minus the seconds that mirror groups of ``j`` save the main device in ``t``."""
         interval = self._program.intervals[t]
         return [
             self.blocks[mirror] * (-interval.calls[j] * interval.block_seconds[j])
@@ -146,8 +144,7 @@ class SplitColumns:
         ]
 
     def working_sets(self, t: int, secondary: int) -> list[Linear]:
-        """Return the bytes beyond weights on ``secondary`` in interval ``t``, for each possible
-        segment."""
+        """Return the bytes beyond weights on ``secondary`` in ``t``, per possible segment."""
         program, interval = self._program, self._program.intervals[t]
         uses = {use.component: use for use in program.problem.phases[interval.phase].uses}
         working_sets = list[Linear]()
@@ -192,8 +189,7 @@ class SplitColumns:
         tensors: Sequence[LiveTensor],
         has_blocks: Sequence[Linear],
     ) -> Iterator[tuple[Linear, float]]:
-        """Yield the transfers to ``secondary`` and back: a column that is 1 if it happens, and its
-        seconds.
+        """Yield the transfers to ``secondary`` and back: a column (1: it happens) and seconds.
 
         Tensors with the same producer and consumer segments share a column. ``has_blocks``: per
         segment, 1 if some of its blocks are on ``secondary``.

@@ -66,8 +66,7 @@ def is_thorough() -> bool:
 
 
 def predicted_seconds(problem: Problem, goals: Sequence[Goal] = SECONDS) -> float | None:
-    """Return the seconds of the fastest plan by the program, without simulation; None if nothing
-    fits.
+    """Return the seconds of the fastest plan by the program; None if nothing fits.
 
     ``goals``: with ROUGH_SECONDS, at most ROUGH_GAP above the least.
     """
@@ -117,8 +116,7 @@ def best_first(suggestions: Iterable[Suggestion]) -> tuple[Suggestion, ...]:
 
 
 def leading(suggestions: Iterable[Suggestion], capacity_bytes: int) -> Suggestion | None:
-    """Return the fastest suggestion that can be typed and needs no new hardware; None if there is
-    none.
+    """Return the fastest typed suggestion that needs no new hardware; None without one.
 
     A changed output counts as slower by OUTPUT_FACTOR, each option after the first by
     OPTION_FACTOR. ``capacity_bytes``: the device's memory.
@@ -166,8 +164,7 @@ def exceeds_device(option: str, value: str, capacity_bytes: int) -> bool:
 
 
 def python_arguments(suggestion: Suggestion, problem: Problem) -> str:
-    """Return ``suggestion`` as arguments of `graphrun.estimate` or `attach`, such as
-    ``vram="3.4G"``.
+    """Return ``suggestion`` as Python arguments, such as ``vram="3.4G"``.
 
     Empty if arguments do not suffice: a directive left out, a second run, a larger device.
     """
@@ -188,8 +185,7 @@ def python_arguments(suggestion: Suggestion, problem: Problem) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A suggestion to verify: each of ``problems`` must have a plan, else ``fallback`` is
-    verified."""
+    """A suggestion to verify: ``problems`` must all have plans; else try ``fallback``."""
 
     text: str
     change: tuple[tuple[str, str], ...]
@@ -401,8 +397,7 @@ def _separate_runs(problem: Problem) -> Iterator[Proposal]:
 
 
 def _subproblem(problem: Problem, stages: tuple[str, ...]) -> Problem:
-    """Return ``problem`` with only ``stages``. Values from earlier stages are there from the
-    start."""
+    """Return ``problem`` with only ``stages``; earlier values exist from the start."""
     numbers = [number for number, phase in enumerate(problem.phases) if phase.stage in stages]
     phases = tuple(problem.phases[number] for number in numbers)
     values = tuple(
@@ -483,8 +478,7 @@ def _limit_activation(phase: PhaseNumbers, activation: int | None) -> PhaseNumbe
 def setting_suggestions(
     graph: Graph, inputs: Mapping[str, Any], allow: tuple[str, ...], estimate: EstimateFunction
 ) -> tuple[Suggestion, ...]:
-    """Return changes that each suffice alone: options without permission, and the largest size that
-    fits.
+    """Return changes that each suffice alone: further permissions, the largest size that fits.
 
     ``estimate(inputs, allow)`` returns a problem. A change whose dry run fails is left out.
     """

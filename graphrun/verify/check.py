@@ -165,8 +165,7 @@ def _leaves_violations(
     resident_blocks: Mapping[str, Blocks],
     slot: int,
 ) -> Iterator[Violation]:
-    """Check that the run that ends with ``slot`` leaves the planned blocks; a single run leaves
-    none."""
+    """Check that the run that ends with ``slot`` leaves the planned blocks."""
     if applied.runs == 1:
         planned_end_blocks = _state(applied, ())
     for name, blocks in resident_blocks.items():
@@ -186,8 +185,7 @@ def _run(
     resident: dict[str, Blocks],
     host: HostRules,
 ) -> Generator[Violation, None, dict[str, Blocks]]:
-    """Check one run, whose first slot has number ``start``. Return the blocks left, per
-    component."""
+    """Check the run that begins with slot ``start``; return the blocks left, per component."""
     phases = {phase.name: (index, phase) for index, phase in enumerate(applied.phases)}
     # groups that earlier slots used
     used_groups: dict[str, set[int]] = {component.name: set() for component in applied.components}

@@ -44,8 +44,7 @@ class HostRules:
         self.previous = [0, 0]  # RAM and page-locked bytes of the previous slot
 
     def spilled_bytes(self, slot: Slot) -> int:
-        """Return the bytes of values that stay spilled throughout ``slot``. Call before
-        `actions`."""
+        """Return the bytes that stay spilled throughout ``slot``. Call before `actions`."""
         restored_values = {action.value for action in slot.actions if isinstance(action, Restore)}
         return sum(
             self.values[name].nbytes for name in self.spilled_values if name not in restored_values
@@ -194,8 +193,7 @@ class HostRules:
 
 
 def _spill_gaps(value: ValueNumbers, phases: tuple[PhaseNumbers, ...]) -> Iterator[tuple[int, int]]:
-    """Yield (phase to spill, phase to restore) for each gap in which ``value`` is live but
-    unused."""
+    """Yield (phase to spill, phase to restore) for each gap of ``value``."""
     first = None
     for number in range(max(0, value.first_phase), min(value.last_phase + 1, len(phases))):
         unused = phases[number].stage not in (*value.consumers, value.producer)

@@ -270,8 +270,7 @@ class _PlanReplay:
         return [results[key] for key in call.results]
 
     def _replay_persistent_call(self, number: int, call: CallTrace) -> list[int]:
-        """Replay a call with `CallTrace.persistent_keys`. Return the allocator's keys of its
-        results."""
+        """Replay a call that keeps tensors; return the allocator's keys of its results."""
         allocations = {
             key: allocator_key
             for (call_number, key), allocator_key in self._kept_keys.items()
@@ -390,8 +389,7 @@ class _PlanReplay:
         return self._last_key
 
     def _allocate_workspaces(self) -> None:
-        """Do the two products of `CudaDevice.before_call`, whose operands and results are
-        released."""
+        """Do the two products of `CudaDevice.before_call`; release operands and results."""
         total_bytes = self._hardware.workspace_bytes
         if not total_bytes:
             return

@@ -159,8 +159,7 @@ class SlotRules:
             yield from self.streaming(component, needed_blocks - self.resident[name])
 
     def streaming(self, component: ComponentNumbers, absent: Blocks) -> Iterator[Violation]:
-        """Check that ``absent`` blocks, which calls need and are not resident, are loaded or
-        streamable."""
+        """Check that needed but ``absent`` blocks are loaded or can be streamed."""
         variant, name = component.variants[0], component.name
         streamable = {
             k

@@ -36,8 +36,7 @@ def in_pages(solution: Solution) -> Solution:
 
 
 def broken_rules(problem: Problem, plan: Plan) -> tuple[Violation, ...]:
-    """Return the rules of `check` that ``plan`` violates; if none, violations of the rule
-    ``pages``.
+    """Return the rules of `check` that ``plan`` violates, else those of the rule ``pages``.
 
     ``pages``: the memory that a device's allocator reserves in a slot is within the budget.
     """

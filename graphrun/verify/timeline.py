@@ -200,8 +200,7 @@ class BlockWork(NamedTuple):
 
 
 class TimeSpan(NamedTuple):
-    """Time of the ``load`` or ``stream`` of block ``key``, or of the ``run`` of a call from that
-    block on."""
+    """Time of the ``load`` or ``stream`` of block ``key``, or of a call's ``run`` from there."""
 
     kind: str
     key: Key
@@ -340,8 +339,7 @@ class Timeline:
         return self._copy("stream", key, max(ready, self._disk.arrival_seconds(key)))
 
     def _issue_due_prefetch(self, at_seconds: float) -> None:
-        """Issue prefetches in proportion to the streamed bytes, up to the first block not in RAM
-        then."""
+        """Issue prefetches in proportion to streamed bytes, while their blocks are in RAM."""
         while self._prefetch:
             self._disk.start_fetch(self._prefetch[-1])
             due = (
