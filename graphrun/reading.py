@@ -165,10 +165,7 @@ def refuse_surrogates(text: str) -> None:
 def path_inside(
     folder: Path, name: Any, problem: str, location: str = "", kind: ErrorClass = InputError
 ) -> Path:
-    """Return ``folder``/``name`` for a ``name`` from a file.
-
-    Raises ``kind`` if it is not a path below ``folder``.
-    """
+    """Return ``folder``/``name`` for a file's ``name``. Raises ``kind`` if not below it."""
     parts = name.split("/") if isinstance(name, str) else [""]
     if "\0" in str(name) or any(part in ("", ".", "..") or len(part) > 255 for part in parts):
         raise kind(
@@ -194,8 +191,5 @@ def quoted(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with characters escaped that a terminal acts on, or that reorder text.
-
-    Escapes are like ``\\x1b`` and ``\\u202e``.
-    """
+    """Return ``text`` with characters escaped that a terminal acts on, or that reorder text."""
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

@@ -221,10 +221,7 @@ def solution_for(
 def fitting_for(
     problem: Problem, store: Store | None, step: Callable[[str], None] | None = None
 ) -> Solution | None:
-    """Return the plan of `solution_for`, or None if nothing fits.
-
-    ``step`` is called with the budget as text before a solve.
-    """
+    """Return the plan of `solution_for`, or None; ``step``: called with a budget to solve."""
     if (cached_plan := _stored_plan(problem, store)) is not None:
         return cached_plan
     from graphrun.solve.pages import solved
@@ -454,10 +451,7 @@ def _settings(graph: Graph, inputs: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _installed_version(package: str) -> tuple[str, int] | None:
-    """Return the version of a package and the modification time of its first file; None if unknown.
-
-    With the time, a reinstalled package counts as changed.
-    """
+    """Return a package's version and first file's time, which changes if reinstalled."""
     try:
         number, spec = version(package), find_spec(package)
         return number, Path(
@@ -469,10 +463,7 @@ def _installed_version(package: str) -> tuple[str, int] | None:
 
 @functools.cache
 def own_source() -> str:
-    """Return the digest of every Python file of graphrun at the first call.
-
-    Any change of the source invalidates all entries.
-    """
+    """Return the digest of graphrun's Python files, any change of which voids all entries."""
     return python_digest(Path(__file__).parent)[:32]
 
 

@@ -267,10 +267,7 @@ class Segments:
         self._next = 0
 
     def take(self, nbytes: int) -> tuple[tuple[int, int, int], int]:
-        """Allocate ``nbytes`` from a free block, else from a new segment.
-
-        Return the arguments for `give`, and the newly reserved bytes.
-        """
+        """Allocate ``nbytes``. Return the arguments for `give`, and the newly reserved bytes."""
         index, reserved_bytes = bisect_left(self.blocks, (nbytes, -1, -1)), 0
         if index == len(self.blocks):
             reserved_bytes = self.sizes[self._next] = segment_bytes(nbytes)

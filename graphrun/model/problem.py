@@ -498,10 +498,7 @@ class StageOption:
 
 @dataclass(frozen=True, slots=True)
 class Secondary:
-    """A further device of the machine, on which components or blocks may compute.
-
-    Nothing is streamed to it.
-    """
+    """A further device, on which components or blocks compute. Nothing is streamed to it."""
 
     hardware: Hardware
     budget_bytes: int

@@ -89,10 +89,7 @@ def pictures_input(graph: Graph) -> str:
 
 
 def options_by_stage(graph: Graph, texts: Iterable[str]) -> dict[str, str]:
-    """Return the stage options in ``texts`` (``STAGE=OPTION``) by stage.
-
-    Raises InputError for an unknown stage or option.
-    """
+    """Return the stage options in ``texts`` (``STAGE=OPTION``). Raises InputError."""
     options = {}
     stages = {stage.name: stage for stage in graph.stages}
     for text in strings(texts):

@@ -298,10 +298,7 @@ def _open(kind: CalibrationDevice) -> tuple[Hardware, Processor]:
 
 
 def _rate(target: Processor, work: Callable[[str], float], kind: str, seconds: float) -> float:
-    """Return the best amount per second of ``work(kind)``, which returns its amount.
-
-    At least three repetitions, after one warm-up.
-    """
+    """Return the best amount per second of ``work(kind)``, after one warm-up."""
     work(kind)
     best, repetitions, end = 0.0, 0, time.perf_counter() + seconds
     while repetitions < 3 or (time.perf_counter() < end and repetitions < 50):

@@ -39,10 +39,7 @@ VALUE_DEPENDENT = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_depe
 
 
 class Storages:
-    """Notes about storages, so that they apply to all views of a tensor.
-
-    A note disappears with its storage, since a new storage may have the same address.
-    """
+    """Notes about storages, for all views of a tensor; a note ends with its storage."""
 
     def __init__(self) -> None:
         self._notes: Any = WeakIdKeyDictionary(ref_type=weakref.ref)
@@ -58,10 +55,7 @@ class Storages:
 
 
 class ConstantValues:
-    """The values of meta tensors with a constant value, as CPU tensors.
-
-    Views of a tensor have values that are views of its value.
-    """
+    """Values on the CPU of meta tensors that have constant values; views stay views."""
 
     def __init__(self) -> None:
         self._values: Any = WeakTensorKeyDictionary()

@@ -1,7 +1,4 @@
-"""Check this machine for what graphrun needs: a verdict per thing, and what to type.
-
-Nothing is measured here (`calibrate` measures).
-"""
+"""Check this machine for what graphrun needs, and say what to type. Measures nothing."""
 
 from __future__ import annotations
 
@@ -106,10 +103,7 @@ class Check:
 
 
 def examine(cache: Path | None) -> dict[str, Any]:
-    """Return all findings, JSON-ready: device, versions, memory, disk, cache, checks and problems.
-
-    ``problems``: texts of the checks that are a problem.
-    """
+    """Return all findings, JSON-ready, with the texts of the checks that are ``problems``."""
     versions = [package_status(name, _version(name)) for name in WITHOUT]
     device, memory, disk = _device(), _memory(), _disk(cache)
     processor = _processor(cache)
@@ -268,10 +262,7 @@ def _card(card: Hardware) -> dict[str, Any]:
 
 
 def torch_build(versions: Any) -> str:
-    """Return what torch is built for: ``CUDA 12.8``, ``ROCm 6.4``, ``XPU 2025``, or ``the CPU``.
-
-    ``versions``: `torch.version`.
-    """
+    """Return what torch is built for: ``CUDA 12.8``, ``ROCm 6.4``, ``XPU 2025``, ``the CPU``."""
     for attribute, name in (("hip", "ROCm"), ("xpu", "XPU"), ("cuda", "CUDA")):
         if number := getattr(versions, attribute, None):
             return f"{name} {number}"
@@ -407,10 +398,7 @@ def _memory() -> dict[str, Any]:
 
 
 def memory_checks(memory: Mapping[str, Any], *, card: bool) -> Iterator[Check]:
-    """Check RAM, swap, and the limits of cgroups and of page-locked memory.
-
-    ``card``: whether there is a device that copies from locked pages.
-    """
+    """Check RAM, swap and limits; ``card``: whether a device copies from locked pages."""
     usable, budget, available, total, swap = (
         show_size(memory[f"{name}_bytes"])
         for name in ("usable", "auto", "available", "total", "swap")

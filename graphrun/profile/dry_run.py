@@ -143,10 +143,7 @@ def probe(
 
 
 def random_weights(graph: Graph) -> Callable[[str], nn.Module]:
-    """Return a function: name -> component of ``graph`` with random weights, on the CPU.
-
-    No files are read.
-    """
+    """Return a function: name -> component with random weights, without files."""
 
     def build_random(name: str) -> nn.Module:
         component = graph.components[name].without_checkpoints()

@@ -74,10 +74,7 @@ def hardware(name: str, cache: Path | None) -> Hardware:
 
 
 def detect_card(cache: Path | None, kind: DeviceKind | None = None) -> Hardware | None:
-    """Return this machine's device of ``kind``, from its most recent profile if any, or None.
-
-    Without ``kind``: its first card.
-    """
+    """Return this machine's device (default: first card) with its latest profile, or None."""
     card = devices.detect(kind)
     if card is None or card.kind.has_virtual_clock:
         return card

@@ -71,10 +71,7 @@ def _returns_new_tensors(func: Any) -> bool:
 
 
 def _cache_key(value: Any) -> Any:
-    """Return everything about an argument that a result on meta may depend on.
-
-    Raises _Uncacheable if that is unknown.
-    """
+    """Return all that a result on meta depends on. Raises _Uncacheable if unknown."""
     kind = type(value)
     if kind is torch.Tensor or kind is nn.Parameter:
         if not value.is_meta:

@@ -76,10 +76,7 @@ def parse_mode(
     pinned: bool = True,
     ram_bytes: int | None = None,
 ) -> Mode:
-    """Return the mode called ``name``, with ``ram_bytes`` of host memory for weights.
-
-    Raises InputError for an unknown mode, and for components that ``graph`` does not have.
-    """
+    """Return the mode called ``name``. Raises InputError for unknown modes and components."""
     if name not in MODES:
         raise InputError(
             f"mode {name!r} is not known{did_you_mean(name, MODES)}: it is one of "

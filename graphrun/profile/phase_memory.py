@@ -61,10 +61,7 @@ def phase_memories_of(
 def pipeline_code_of(
     recording: Recording, spans: Sequence[tuple[int, int]], hardware: Hardware
 ) -> list[int]:
-    """Return per phase the peak bytes that pipeline code allocates after its entry.
-
-    That is the peak if every component computes elsewhere.
-    """
+    """Return per phase the peak after its entry if every component computes elsewhere."""
     items = [
         replace(item, events=[], spans=[]) if isinstance(item, Call) else item
         for item in recording.items
@@ -91,10 +88,7 @@ class _TraceReplay:
         self._offset = -1
 
     def begin_phase(self) -> None:
-        """Release what components kept in the last phase, and empty pages.
-
-        The memory still live is the entry memory.
-        """
+        """Release what components kept in the last phase; the rest is the entry memory."""
         while self._persistent_keys and not self.keeps:
             self.allocator.release(self._persistent_keys.popitem()[1])
         self.allocator.trim()

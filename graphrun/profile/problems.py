@@ -240,10 +240,7 @@ def _option_phases(
     values: Sequence[ValueNumbers],
     allow: Collection[str],
 ) -> tuple[PhaseNumbers, ...]:
-    """Return the phases of ``stage`` in a dry run with one of its options.
-
-    ``values``: the values of the dry run without the option.
-    """
+    """Return the phases of ``stage`` in ``option_run``; ``values``: without the option."""
     phases, option_values = _phases(graph, option_run, components, hardware, allow)
     stage_phases = [phase for phase in phases if phase.stage == stage]
     storages = {value.name: value.storages for value in values}
@@ -270,10 +267,7 @@ def precedence_of(graph: Graph) -> tuple[tuple[str, str], ...] | None:
 
 
 def phase_spans(entries: Sequence[tuple[str, Call]]) -> list[tuple[int, int]]:
-    """Return half-open ranges of ``entries``, one for each phase.
-
-    A phase is a run of consecutive calls of one component, or a loop that alternates several.
-    """
+    """Return ranges of ``entries``: calls of one component, or a loop alternating several."""
     names = [(stage, call.component) for stage, call in entries]
     spans: list[tuple[int, int]] = []
     begin = 0

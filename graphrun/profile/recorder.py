@@ -157,10 +157,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._names.keys()
 
     def record_existing(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Record ``storages``, which exist before the call, as allocated at its start.
-
-        The call may release them.
-        """
+        """Record ``storages``, which the call may release, as allocated at its start."""
         for storage in storages:
             self._note_storage(storage)
 
@@ -349,10 +346,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
     def number_of(self, tensor: torch.Tensor) -> int:
-        """Return the number of ``tensor`` in `Hop`, a new one if it has none yet.
-
-        0 for a tensor that is empty or on the host.
-        """
+        """Return the number of ``tensor`` in `Hop`; 0 if it is empty or on the host."""
         if tensor.device.type != self._device_type or not tensor.nbytes:
             return 0
         entry = self._hop_numbers.get(id(tensor))
@@ -646,10 +640,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return number
 
     def _note_product(self, factors: Sequence[torch.Tensor], result: torch.Tensor) -> None:
-        """Record a matrix product with a weight.
-
-        Call this directly after the allocation of ``result``, which is the last event.
-        """
+        """Record a product with a weight, directly after the allocation of ``result``."""
         for factor in factors:
             name = self._names.get(factor.untyped_storage()._cdata)
             if name is not None and factor.dim() == 2:
@@ -666,10 +657,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_new(tensor)
 
     def _note_new(self, tensor: torch.Tensor) -> bool:
-        """Record the allocation of ``tensor`` if its storage is new, and return whether it is.
-
-        The allocation is then the last event.
-        """
+        """Record ``tensor`` as the last event, and return True, if its storage is new."""
         return tensor.device.type == self._device_type and self._note_storage(
             tensor.untyped_storage()
         )

@@ -195,10 +195,7 @@ def _has_foreign_hooks(module: nn.Module) -> bool:
 
 
 def _attribute_tensors(module: nn.Module) -> list[tuple[int, str, int]]:
-    """Return the tensors in attributes of ``module`` and its submodules, without weights.
-
-    Each is (module, attribute, address of the tensor).
-    """
+    """Return (module, attribute, address) of tensors in attributes, without weights."""
     return [
         (id(inner), key, id(tensor))
         for inner in modules_below(module)
@@ -209,10 +206,7 @@ def _attribute_tensors(module: nn.Module) -> list[tuple[int, str, int]]:
 
 
 def _structure(block: nn.Module) -> Any:
-    """Return a key that is equal for blocks that compute the same.
-
-    It has classes, tensors and plain attributes of all modules, without the index.
-    """
+    """Return a key that is equal for blocks that compute the same, whatever their index."""
     return tuple(
         (
             name,

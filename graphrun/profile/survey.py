@@ -119,10 +119,7 @@ def _mode(
     component_bytes: Mapping[str, int],
     phases: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Return the totals of the mode, and its seconds by stage.
-
-    ``component_bytes``: bytes of each component's weights.
-    """
+    """Return the totals of the mode, and its seconds by stage."""
     estimate = estimate_mode(graph, dry_run, hardware, mode, component_bytes)
     entries = dry_run.recording.entries()
     weights = [max(map(int, estimate.on_device[begin:end])) for begin, end in phase_spans(entries)]

@@ -286,10 +286,7 @@ def _layer_use(
 
 
 def _without_unblocked(order: Order) -> Order:
-    """Return ``order`` for calls that read no unblocked weights.
-
-    Compute outside of blocks is added to the block before it.
-    """
+    """Return ``order`` with compute outside of blocks added to the block before."""
     steps: list[tuple[int, int, float]] = []
     for number, block, seconds in order:
         if number or not steps:

@@ -206,10 +206,7 @@ class Arena(BackingStore):
         return self.memory[self._starts[path] : self._starts[path] + self.size(path)]
 
     def prepare_reads(self) -> None:
-        """Make the reads of all blocks pending; `begin_next` starts each.
-
-        Page locking runs in parallel with the reads. Copies wait for it.
-        """
+        """Make the reads of all blocks pending, and begin page locking, which copies wait for."""
         self.pending.extend(self._layouts)
         if not self._pinned or self.memory is None:
             return
@@ -297,10 +294,7 @@ class Disk(BackingStore):
         self.abandon()  # creates an empty ring buffer
 
     def request(self, path: str) -> bool:
-        """As `BackingStore.request`, for one copy of the block.
-
-        The read waits for copies of the bytes that it overwrites.
-        """
+        """As `BackingStore.request`; the read waits for copies of overwritten bytes."""
         if self.size(path) == 0:
             return True
         if path not in self._reads:

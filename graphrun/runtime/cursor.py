@@ -112,10 +112,7 @@ class SlotCursor:
         return slot_indices
 
     def finish(self) -> list[int]:
-        """Return the indices of the slots to open when all stages are done.
-
-        Raises BrokenPlan if the plan expects more calls.
-        """
+        """Return the slots to open when all stages are done. Raises BrokenPlan if too early."""
         slot_indices = list(range(self._slot + 1, len(self._slots)))
         if any(self._uses.get(self._slots[i].phase) for i in slot_indices):
             raise self._broken(f"the run ended {self._where()}, before the plan did")

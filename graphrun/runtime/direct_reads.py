@@ -164,10 +164,7 @@ def span_layout(tensors: Sequence[Stored]) -> SpanLayout:
 
 
 class SpanRead:
-    """One submitted read or write.
-
-    ``started_seconds``, ``ended_seconds``: `time.perf_counter`; 0 before.
-    """
+    """One submitted read or write; its times are of `time.perf_counter`, 0 before."""
 
     def __init__(self, reads: DirectReads) -> None:
         self.started_seconds = self.ended_seconds = 0.0

@@ -55,10 +55,7 @@ def stages_for(
     host: Host,
     **stages_arguments: Any,
 ) -> Stages:
-    """Return the stages of ``graph`` on ``host``, with the plan's order and options.
-
-    ``stages_arguments``: further arguments of `Stages`.
-    """
+    """Return the stages of ``graph`` on ``host``, with the plan's order and options."""
     order, options = plan.order, dict(plan.options)
     place = device.torch_device
     return Stages(
@@ -308,10 +305,7 @@ def refuse_unfit(solution: Solution, graph: Graph) -> None:
 
 
 def _permissions(problem: Problem, graph: Graph) -> Iterator[tuple[str, str, str | None]]:
-    """Yield each choice of ``problem`` with its permission by ``problem`` and by ``graph``.
-
-    The latter is None if the graph does not list the choice.
-    """
+    """Yield each choice with its permission by ``problem`` and ``graph`` (None: not listed)."""
     for component in problem.components:
         graph_component = graph.components.get(component.name)
         for variant in component.variants:

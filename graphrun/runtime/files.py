@@ -80,10 +80,7 @@ def file_block(
 def _placed(
     layout: BlockLayout, file_tensors: Mapping[int, Stored], spans: Sequence[Span]
 ) -> FileBlock:
-    """Return the block with only ``spans``; ``file_tensors``: by number of the entry.
-
-    Tensors outside of spans keep their files' alignment to vectors too.
-    """
+    """Return the block with only ``spans``; other tensors keep their vector alignment too."""
     in_spans = {
         number: tensor
         for number, tensor in file_tensors.items()

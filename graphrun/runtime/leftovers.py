@@ -60,10 +60,7 @@ def _holders(device: Device, modules: Mapping[str, nn.Module]) -> list[tuple[str
 
 
 def _attribute_paths(modules: Mapping[str, nn.Module]) -> dict[int, str]:
-    """Return id() of each attribute dictionary of a component -> its path.
-
-    Such as ``unet.down_blocks.0.conv`` or ``unet.to_q.state``.
-    """
+    """Return id() of each component's attribute dictionary -> path (``unet.to_q.state``)."""
     paths: dict[int, str] = {}
     for name, module in modules.items():
         for path, child in module.named_modules():

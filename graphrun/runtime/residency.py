@@ -286,10 +286,7 @@ class Residency:
         return torch.tensor(indices, dtype=torch.int64)
 
     def measured_bytes(self) -> int:
-        """Return the bytes of the module's tensors on the device, each storage once.
-
-        Includes the tensors that quantized layers add in a call.
-        """
+        """Return the bytes of the module's device tensors, also those added in a call."""
         kind, sizes = self.device.torch_device.type, dict[int, int]()
         for child in self.module.modules():
             state, statistics = (
@@ -368,10 +365,7 @@ class Residency:
             store.pin()
 
     def drop(self) -> None:
-        """Drop the backing store. Call after a barrier.
-
-        Afterwards the module's tensors are on meta, except blocks on the device.
-        """
+        """Drop the backing store, after a barrier. Tensors not on the device are then on meta."""
         for path, block in self._blocks.items():
             for entry in block.entries:
                 entry.host = entry.template

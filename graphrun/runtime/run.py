@@ -196,10 +196,7 @@ class PlanRun:
         return self._trace(self._slots, outputs=outputs, tiers=tiers, sources=host.sources)
 
     def load_ahead(self) -> None:
-        """Perform the first slot, if it is a load slot, before the run has its inputs.
-
-        `execute` then continues after this slot.
-        """
+        """Perform the first slot, if it only loads; `execute` then continues after it."""
         with self._on_devices():
             try:
                 self._advance(self._cursor.open_ahead())
@@ -369,10 +366,7 @@ class PlanRun:
     def _slots_to_open(
         self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[int]:
-        """Return the indices of the slots that this call opens.
-
-        If the current plan does not have the call, a new plan replaces it first.
-        """
+        """Return the slots that this call opens, after a replan if the plan has no such call."""
         replan = self._setting.replan
         if replan is None:
             return self._cursor.enter(component)

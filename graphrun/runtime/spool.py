@@ -111,10 +111,7 @@ class Spool:
 
 
 class _SpooledBlocks:
-    """Writer of spooled blocks.
-
-    A block with the same layout as in the file is one read, any other block one read per tensor.
-    """
+    """Writer of spooled blocks: one read per block, or per tensor if the layout differs."""
 
     reads_as_stored = True
 
@@ -147,10 +144,7 @@ def _key(entry: TensorEntry) -> str:
 
 
 def remove_stale(root: Path) -> list[Path]:
-    """Remove and return the spool folders in ``root`` of processes that no longer run.
-
-    Locked folders stay.
-    """
+    """Remove and return spool folders of processes that no longer run; locked ones stay."""
     removed_folders = []
     for folder in sorted(root.glob(f"{PREFIX}*")):
         with contextlib.suppress(OSError):

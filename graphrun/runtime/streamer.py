@@ -151,10 +151,7 @@ class Streamer:
             self._load_next()
 
     def release(self) -> None:
-        """Remove hooks, unbind the running block and release the ring buffer.
-
-        Call after a barrier or a failure.
-        """
+        """Remove hooks, unbind the block, free the ring buffer; after a barrier or failure."""
         for hook in reversed(self._hooks):
             hook.remove()
         self._hooks.clear()

@@ -58,10 +58,7 @@ def call_split(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Call ``proceed``, a call of the component of ``residency``, and return its result.
-
-    Some blocks of the component may be on secondary devices of ``device``.
-    """
+    """Call ``proceed`` with some blocks of the component on secondary devices."""
     with contextlib.ExitStack() as stack:
         for secondary, paths in residency.splits:
             _hook_transfers(

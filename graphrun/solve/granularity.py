@@ -95,10 +95,7 @@ def _phases(problem: Problem) -> tuple[PhaseNumbers, ...]:
 
 
 def _less_host_memory(problem: Problem) -> tuple[set[str], set[str]]:
-    """Return the components that need less host memory as layers.
-
-    First only components that need no more device memory, then all.
-    """
+    """Return components smaller on the host as layers: first no larger on the device, then all."""
     names = _components_with_less(problem, _host_minimum)
     return {
         name

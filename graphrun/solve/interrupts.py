@@ -22,10 +22,7 @@ from graphrun.verify.solution import checked_solution
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan for ``problem``, which may have less memory or other times than the problem to plan.
-
-    ``seconds``: simulated.
-    """
+    """A plan with its simulated seconds; ``problem`` may differ from the one to plan."""
 
     problem: Problem
     plan: Plan

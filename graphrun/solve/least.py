@@ -167,10 +167,7 @@ def _with_effective(problem: Problem, effective_bytes: int) -> Problem:
 
 
 def least_device_bytes(problem: Problem) -> tuple[int, Program, Choice] | None:
-    """Return the minimum device memory of tensors, in bytes, and a choice that needs no more.
-
-    Solves again with one byte less until nothing is found.
-    """
+    """Return the minimum device memory of tensors, in bytes, and a choice that needs no more."""
     best: tuple[int, Program, Choice] | None = None
     candidate = with_ample_device(problem)
     for _ in range(ROUNDS):

@@ -151,10 +151,7 @@ class MilpResult:
 
 
 class MilpModel:
-    """A MILP of bounded columns and rows, to minimise once or more.
-
-    ``gap``: minimum relative gap of any search.
-    """
+    """A MILP of bounded columns and rows; ``gap``: minimum relative gap of any search."""
 
     def __init__(self, gap: float) -> None:
         self._gap = gap
@@ -348,10 +345,7 @@ def _cancelled_by_ctrl_c(highs: highspy.Highs) -> Iterator[None]:
 
 
 def _arrays(rows: Sequence[Row]) -> list[NDArray[Any]]:
-    """Return ``rows`` in compressed form.
-
-    Coefficients, their columns, coefficients per row, lower and upper bounds.
-    """
+    """Return coefficients, their columns, coefficients per row, and bounds of ``rows``."""
     return [
         np.array([value for row in rows for value in row.terms.values()], dtype=float),
         np.array([column for row in rows for column in row.terms], dtype=np.int32),

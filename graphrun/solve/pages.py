@@ -273,10 +273,7 @@ def _with_budget(problem: Problem, nbytes: int) -> Problem:
 
 
 def _within_pages(problem: Problem) -> tuple[Solution | None, float | None]:
-    """Return the best plan within the budget in pages, and the bound.
-
-    The plan is None if none is found, the bound None if nothing fits.
-    """
+    """Return the best plan in pages (None: not found), and the bound (None: nothing fits)."""
     best, bound = _in_rounds(problem)
     if bound is None:
         return None, None

@@ -398,10 +398,7 @@ class Program:
 
     @property
     def reference_seconds(self) -> float:
-        """Seconds by which the MILP scales times: one run's compute plus one copy of every block.
-
-        With the first variant choice of each component.
-        """
+        """Seconds of one run's compute plus one copy of every block, by which the MILP scales."""
         first = [numbers[0] for numbers in self.choices_of if numbers]
         groups = [j for j, group in enumerate(self.groups) if group.variant_choice in first]
         compute = sum(self.compute_seconds[t][j] for t in range(self.run_length) for j in groups)

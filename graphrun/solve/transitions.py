@@ -61,10 +61,7 @@ def continued(solution: Solution, resident_paths: Mapping[str, Collection[str]])
 
 
 def _with_room(solution: Solution, candidates: BlocksByName) -> BlocksByName:
-    """Return the blocks of ``candidates`` that may stay during the further runs.
-
-    They are not moved by these runs, not excluded, and fit.
-    """
+    """Return the blocks of ``candidates`` that may stay: not moved, not excluded, with room."""
     problem, reports = solution.chosen, solution.simulation.further_slots
     limits = [solution.problem.effective_bytes]
     limits += [secondary.effective_bytes for secondary in solution.problem.secondaries]

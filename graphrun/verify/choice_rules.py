@@ -55,10 +55,7 @@ def _chosen_variant(component: ComponentNumbers, name: str | None) -> Variant | 
 
 
 def chosen_phases(problem: Problem, plan: Plan) -> tuple[PhaseNumbers, ...]:
-    """Return the phases of all stages with ``plan``'s options, in no particular order.
-
-    Without the effects of variants on bytes and seconds.
-    """
+    """Return the phases of all stages with ``plan``'s options, without variants' effects."""
     options = {(option.stage, option.name): option for option in problem.options}
     selection = [options[choice] for choice in plan.options if choice in options]
     stages = {option.stage for option in selection}

@@ -10,10 +10,7 @@ from graphrun.verify.choice_rules import chosen_phases, terms_text
 
 
 class HostRules:
-    """The host's state during a run, and its rules.
-
-    ``applied``: ``problem`` with the choices of ``plan`` applied.
-    """
+    """The host's state during a run, and its rules; ``applied``: with all choices."""
 
     def __init__(self, problem: Problem, applied: Problem, plan: Plan) -> None:
         self.applied, self.variants = applied, {c.name: c.variants[0] for c in applied.components}

@@ -234,10 +234,7 @@ class _PlanReplay:
             self._release(result)
 
     def _call(self, number: int, call: CallTrace) -> list[int]:
-        """Replay a call, and return the allocator's keys of its results.
-
-        None on a secondary device, where its results are released.
-        """
+        """Replay a call; return the allocator's keys of its results (secondary device: none)."""
         if not self._workspaces:
             self._allocate_workspaces()
         if call.component not in self._device_groups:
