@@ -99,8 +99,8 @@ __all__ = [
     "survey",
 ]
 
-# Imported on first use: these modules import torch, a solver, or more than `graphrun` needs to
-# start.
+# imported on first use: these modules import torch, a solver, or more than `graphrun` needs to
+# start
 _LAZY = {
     "Attachment": "graphrun.diffusers_.attach",
     "Batch": "graphrun.batch.queue",
@@ -118,7 +118,7 @@ _LAZY = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker would take any name for one that this returns
+if not TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> object:
         """Import a class of ``_LAZY``, or read the installed version, on first use."""
@@ -133,5 +133,4 @@ if not TYPE_CHECKING:  # a type checker would take any name for one that this re
 
 
 def __dir__() -> list[str]:
-    """List what can be imported, including what is not yet imported."""
     return sorted({*globals(), *__all__})

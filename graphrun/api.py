@@ -1,7 +1,4 @@
-"""The public functions of `graphrun`.
-
-Each imports what it needs when it is called, so that ``import graphrun`` stays fast.
-"""
+"""The public functions of `graphrun`. They import on call: ``import graphrun`` stays fast."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from graphrun.graph.values import strings
 from graphrun.notices import without_notices
 from graphrun.trace import warn_of
 
-RUNS = 100  # of a session by default: enough that the first run, which loads, counts little
+RUNS = 100  # of a session by default: the first run, which loads, counts little
 
 
 if TYPE_CHECKING:
@@ -99,8 +96,7 @@ def estimate(
     ``pin``            components whose backing store is page-locked
     ``reserve``        part of the VRAM budget left to other programs. ``keep``, ``exclude``,
                        ``pin`` and ``reserve`` add to the graph's own directives
-    ``until``          a stage: only what its outputs need is planned, and a run returns these
-                       outputs
+    ``until``          a stage: plan only what its outputs need; a run returns these outputs
     ``precomputed``    names of values (or of their stages) that a run gets ready-made, such as the
                        results of `precomputed`: their stages are not planned, and components that
                        only they use are not loaded
@@ -169,10 +165,9 @@ def precomputed(
 ) -> dict[str, Any]:
     """Return stage outputs that earlier runs with the same ``inputs`` cached, by name.
 
-    A name is like ``encode.embeds``; ``cache`` is the folder. Pass the outputs to `estimate` and
-    `run` as ``precomputed``: their stages are then neither planned nor run, and components that
-    only they use are not loaded. ``reuse``: ``encoded`` for the outputs of `encode_prompt`, ``all``
-    for latents too. A value is found only if everything it depends on is equal: weights, precision,
+    Names are like ``encode.embeds``. Pass the outputs to `estimate` and `run` as ``precomputed``.
+    ``cache``: the folder. ``reuse``: ``encoded`` for the outputs of `encode_prompt`, ``all`` for
+    latents too. A value is found only if everything it depends on is equal: weights, precision,
     code, versions, device, inputs.
     """
     from graphrun.batch.cache.reuse import reuse_for
@@ -210,8 +205,8 @@ def survey(
     These are weights by precision, activations, values, FLOPs and seconds.
 
     ``memory``     on a CPU: the memory in which it has to fit; None: all of this machine's
-    ``ram``        host memory for the weights that diffusers offloads; what it does not hold is
-                   read from disk whenever it is copied; ``"auto"``: what this machine has left;
+    ``ram``        host memory for the weights that diffusers offloads; weights beyond it are read
+                   from disk whenever they are copied; ``"auto"``: what this machine has left;
                    None: all weights
     ``mode``       how diffusers would place it: ``resident``, ``model``, ``sequential``, ``group``
                    or ``leaf`` (`profile.modes`)
@@ -259,10 +254,8 @@ def plan(
 
     ``cache``: a folder of plans; a plan found there is checked before it is used. ``on_solved`` is
     called with the seconds that solving took, unless the plan was found. Raises Infeasible, which
-    names what does not fit and which budgets are enough.
-
-    Ctrl-C raises PlanningInterrupted, a KeyboardInterrupt whose ``best()`` is the best plan so far,
-    or None.
+    names what does not fit and which budgets are enough. Ctrl-C raises PlanningInterrupted, a
+    KeyboardInterrupt whose ``best()`` is the best plan so far, or None.
     """
     from graphrun.store import solution_for
 
@@ -462,10 +455,7 @@ def planned_inputs(problem: Problem, graph: Graph, inputs: Mapping[str, Any]) ->
 
 
 def _required_values(graph: Graph, precomputed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of ``precomputed`` that ``graph`` reads.
-
-    Raises PlanError naming missing values.
-    """
+    """Return the ``precomputed`` values that ``graph`` reads. Raises PlanError."""
     names = [str(reference).removeprefix("$") for reference in graph.precomputed]
     if absent_names := [name for name in names if name not in precomputed]:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""The kinds of devices, in one table. Everything that depends on the kind of a device asks it.
+"""The kinds of devices, in one table, with everything that depends on the kind.
 
     kind   opened by                 memory      pinned memory   copies overlap compute
     cuda   devices.cuda              separate    in place        proved when it is opened
@@ -13,9 +13,9 @@ with the entry point's name:
     [project.entry-points."graphrun.devices"]
     npu = "graphrun_npu:KIND"
 
-Any other name stands for a backend of PyTorch of that name, with the rules of `DeviceKind`'s
-defaults. Nothing here imports torch: functions are named by texts, ``module:function``, and
-imported when they are called. So planning, which has no torch, asks the same table.
+Any other name stands for a backend of PyTorch of that name, with the defaults of `DeviceKind`.
+Functions are named by texts, ``module:function``, and imported when they are called, so that
+planning does not import torch.
 """
 
 from __future__ import annotations
@@ -45,30 +45,28 @@ Overlap = Literal["proved", "never", "simulated"]
 class DeviceKind:
     """A kind of device. The defaults are for a backend of PyTorch about which nothing is known.
 
-    ``name``: the name of ``--device`` and of the torch device. ``title``: for messages.
-    ``opener``: ``module:function``, called with the `Hardware`, the device's number, the main
-    device (None for itself) and ``check_ordering``; returns a `Device`. ``detector``:
-    ``module:function``, called with the kind; returns the `Hardware` of this machine's first
-    device, or None without one.
+    ``name``: the name of ``--device`` and of the torch device. ``title``: for messages. ``opener``:
+    ``module:function``, called with the `Hardware`, the device's number, the main device (None for
+    itself) and ``check_ordering``; returns a `Device`. ``detector``: ``module:function``, called
+    with the kind; returns the `Hardware` of this machine's first device, or None.
 
     ``free_memory``: what reports free memory: the ``driver``; the ``system`` (MemAvailable), where
     memory is the host's; ``none`` for a device without memory of its own. ``cap``: what refuses
     memory beyond the budget: PyTorch's ``allocator`` for all tensors of the process; the device for
     its ``own allocations``, which are weights and ring buffers; the ``process`` and its cgroup; the
-    simulated ``machine``. ``page_rules``: whether the allocator reserves ``pages``, of PyTorch's
-    sizes, or ``bytes`` of tensors. ``convolution_scratch``: whether convolutions take scratch that
-    PyTorch's dispatcher does not see. ``pinning``: how host memory is page-locked. ``overlap``:
-    whether copies overlap compute. ``unified``: whether every device of the kind shares its memory
-    with the host; `Hardware.unified` is of one device, and `graphrun.attach` plans without.
+    simulated ``machine``. ``page_rules``: the allocator reserves ``pages``, of PyTorch's sizes, or
+    ``bytes`` of tensors. ``convolution_scratch``: convolutions take scratch that PyTorch's
+    dispatcher does not see. ``pinning``: how host memory is page-locked. ``overlap``: whether
+    copies overlap compute. ``unified``: every device of the kind shares its memory with the host;
+    `Hardware.unified` is of one device, and `graphrun.attach` plans without.
 
-    ``has_virtual_clock``: whether seconds are simulated. ``is_host``: whether the processor that
-    runs Python computes. ``clock``: whose seconds a run has, for screens. ``first_run_pages``:
-    pages of the allocator's pool for small tensors that slots of a process's first run may reserve
-    beyond their plan (`graphrun.trace`). ``visibility``: environment variable that selects cards by
-    number, in a cluster; "": the kind cannot be in a cluster, unless it is simulated.
-    ``platforms``: values of ``sys.platform`` with such devices; empty: any. ``signs``: files one of
-    which exists on Linux where there is a device; empty: not known.
-    ``calibration``: whether `graphrun calibrate` measures the kind.
+    ``has_virtual_clock``: seconds are simulated. ``is_host``: the processor that runs Python
+    computes. ``clock``: whose seconds a run has, for screens. ``first_run_pages``: pages of the
+    allocator's pool for small tensors that slots of a process's first run may reserve beyond their
+    plan (`graphrun.trace`). ``visibility``: environment variable that selects cards by number, in a
+    cluster; "": no clusters, unless it is simulated. ``platforms``: values of ``sys.platform`` with
+    such devices; empty: any. ``signs``: files one of which exists on Linux where there is a device;
+    empty: not known. ``calibration``: `graphrun calibrate` measures the kind.
     """
 
     name: str
@@ -93,12 +91,10 @@ class DeviceKind:
 
     @property
     def label(self) -> str:
-        """The title, or the name with the word device."""
         return self.title or f"{self.name} device"
 
     @property
     def in_clusters(self) -> bool:
-        """Whether a cluster may have devices of this kind."""
         return bool(self.visibility) or self.has_virtual_clock
 
     @property
@@ -107,7 +103,6 @@ class DeviceKind:
         return self.is_host or self.has_virtual_clock
 
     def open(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the opener."""
         return _function(self.opener)(*args, **kwargs)
 
     def detect(self) -> Any:
@@ -115,7 +110,7 @@ class DeviceKind:
         return _function(self.detector)(self)
 
 
-# Kinds with cards first, in the order in which a device is looked for.
+# kinds with cards first, in the order in which a device is looked for
 _TABLE = (
     DeviceKind(
         "cuda",
@@ -189,7 +184,7 @@ def _added() -> dict[str, EntryPoint]:
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all kinds: those of graphrun, then those of other packages."""
+    """Return the names of all kinds: graphrun's, then those of other packages."""
     return *_BUILT_IN, *_added()
 
 

@@ -1,4 +1,4 @@
-"""The one place where devices and budgets, as typed, become `Hardware` and bytes.
+"""Devices and budgets, as typed, become `Hardware` and bytes here.
 
 --device --hardware     `cards_for`         one `Hardware` per device, the main device first
                         `devices_for`       the same opened, for an attached pipeline
@@ -70,9 +70,9 @@ class DeviceOptions(NamedTuple):
 def per_device(vram: Any, hardware: Any = None, device: Any = None) -> list[DeviceOptions]:
     """Return the options of each device, from texts with commas or from sequences.
 
-    ``--vram 24G,12G --hardware rtx4090,rtx3060 --device cuda:0,cuda:1``; a single ``hardware`` or
-    ``device`` applies to all. Raises InputError if the numbers of items differ, if budgets have no
-    units, or if devices are not numbered in order.
+    As in ``--vram 24G,12G --hardware rtx4090,rtx3060 --device cuda:0,cuda:1``; a single
+    ``hardware`` or ``device`` applies to all. Raises InputError if the numbers of items differ, if
+    budgets have no units, or if devices are not numbered in order.
     """
     budgets, profiles, names = _items(vram), _items(hardware), _items(device)
     count = max(map(len, (budgets, profiles, names)))
@@ -159,9 +159,9 @@ def _kind_of_memory(cache: Path | None) -> str:
 def in_dtype(graph: Graph, dtype: str | None, hardware: Hardware | None) -> Graph:
     """Return ``graph`` with ``dtype`` in place of its 16-bit dtypes; ``"graph"``: unchanged.
 
-    None: on a CPU, fp32 in place of those that it multiplies slower than fp32, as it does without
-    instructions for them. Graphs name the dtype of a card; diffusers computes in fp32 unless it is
-    given a ``torch_dtype``. Raises InputError for another dtype.
+    None: on a CPU, fp32 in place of the dtypes that it multiplies slower than fp32, as it does
+    without instructions for them. Graphs name the dtype of a card; diffusers computes in fp32
+    unless it is given a ``torch_dtype``. Raises InputError for another dtype.
     """
     from graphrun.graph.graph import HALF_DTYPES
     from graphrun.model.problem import ProcessorRates
@@ -188,9 +188,9 @@ def hardware_for(
     """Return the hardware to plan for, or to run on if ``to_run``.
 
     It is ``hardware``, or the profile or data-sheet estimate of that name. Without it: the device
-    of the kind ``device`` (`graphrun.device_kinds`), the card of this machine, or the default
-    data-sheet estimate. Raises InputError if the two contradict each other, for a kind that neither
-    the table nor this PyTorch has, and to run without the device.
+    of the kind ``device``, the card of this machine, or the default data-sheet estimate. Raises
+    InputError if the two contradict each other, for a kind that neither the table nor this PyTorch
+    has, and to run without the device.
     """
     from graphrun.profile import hardware as estimates
     from graphrun.profile import hardware_profiles as profiles
@@ -220,10 +220,7 @@ def hardware_for(
 
 
 def _known_kind(name: str) -> DeviceKind:
-    """Return the kind called ``name``.
-
-    Raises InputError if neither the table nor PyTorch has it.
-    """
+    """Return the kind called ``name``. Raises InputError for an unknown one."""
     if name not in device_kinds.names():
         import torch
 
@@ -238,8 +235,11 @@ def _known_kind(name: str) -> DeviceKind:
 
 
 class OpenedDevices(NamedTuple):
-    """The devices that an attached pipeline runs on. ``device``: the main one, with its secondary
-    devices. ``cards``: the hardware of each. ``limits``: of problems on them."""
+    """The devices of an attached pipeline.
+
+    ``device``: the main one, with its secondary devices. ``cards``: the hardware of each.
+    ``limits``: of problems on them.
+    """
 
     device: Device
     cards: list[Hardware]
@@ -255,10 +255,9 @@ def devices_for(
 ) -> OpenedDevices:
     """Open the devices that ``hardware`` and ``device`` name, with limits within ``budget``.
 
-    ``device``: as for `cards_for`, or an opened device. ``modules``: as for `limits_for`. What a
-    device shows when it is opened is in its hardware: whether copies overlap compute, and on a CPU
-    what the process takes. Raises InputError as `cards_for` and `limits_for` do, and if a device is
-    missing.
+    ``device``: as for `cards_for`, or an opened device. ``modules``: as for `limits_for`. The
+    hardware includes what opening shows: whether copies overlap compute, and on a CPU what the
+    process takes. Raises InputError as `cards_for` and `limits_for` do, and if a device is missing.
     """
     from graphrun.runtime.devices.cpu import CpuDevice
     from graphrun.runtime.devices.device import Device as Opened
@@ -313,7 +312,7 @@ def limits_for(
         elif vram is None:
             raise InputError("vram: give the budget of the device, such as vram='8G'")
         else:
-            # A share means nothing on a device without memory of its own.
+            # a share means nothing on a device without memory of its own
             whole_bytes = card.capacity_bytes if card.kind.free_memory != "none" else None
             sizes.append(parse_size(vram, whole_bytes=whole_bytes, name="vram"))
     ram_bytes = ram_budget(budget.ram, modules)
@@ -392,8 +391,8 @@ def resolved_in_process(
 ) -> tuple[list[Hardware], dict[str, Any]]:
     """Return the hardware that ``budgets`` name, and `resolved_budgets` without the hardware.
 
-    For what is planned and run in this process: a CPU has at least the bytes of this process as its
-    context, which may be more than those of a new one. ``modules`` as in `limits_for`.
+    For plans and runs in this process: a CPU's context has at least the bytes of this process,
+    which may be more than a new process has. ``modules`` as in `limits_for`.
     """
     named_cards = cards_for(
         budgets.get("vram"), budgets.get("memory"), budgets.get("hardware"), cache=cache

@@ -1,7 +1,4 @@
-"""Errors that graphrun raises on purpose.
-
-A message says what is wrong, where, and what to do; each class has an exit code.
-"""
+"""Errors that graphrun raises on purpose: what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -44,10 +41,9 @@ class BrokenPlan(GraphrunError):
 class OutOfMemory(BrokenPlan):
     """The device refused an allocation although the plan respects the budget.
 
-    ``phase`` and ``part`` name the slot in which it happened ("": outside of any slot).
-    ``planned_bytes`` and ``peak_bytes`` are the planned and the measured peak of that slot,
-    ``available_bytes`` is what this process could allocate in total at that moment. ``secondary``:
-    number of the secondary device that refused it; 0: the device itself.
+    ``phase``, ``part``: the open slot ("": none). ``planned_bytes``, ``peak_bytes``: its planned
+    and measured peak. ``available_bytes``: what this process could allocate in total at that
+    moment. ``secondary``: number of the secondary device that refused; 0: the main device.
     """
 
     secondary = 0

@@ -1,7 +1,4 @@
-"""The command that installs optional dependencies (``serve``, ``cluster``, ``gguf``) of graphrun.
-
-It depends on where graphrun was installed from.
-"""
+"""The command that installs optional dependencies of graphrun (``serve``, ``cluster``)."""
 
 from __future__ import annotations
 

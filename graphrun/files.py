@@ -33,10 +33,9 @@ from graphrun.units import MIB
 
 
 def write_whole(path: Path, write: Callable[[Path], Any], *, lasting: bool = False) -> None:
-    """Call ``write(temporary)``, then rename the temporary file to ``path``.
+    """Call ``write(temporary)``, then rename the temporary file to ``path``. Raises OSError.
 
     Temporary files of killed processes are removed first. ``lasting``: `os.fsync` before renaming.
-    Raises OSError.
     """
     sweep(path)
     with _locked_temporary(path) as temporary:
@@ -130,8 +129,8 @@ def digest_of(content: Any) -> str:
 class Store:
     """JSON entries by kind and key in ``folder``, which is created with the first entry.
 
-    If all entries together exceed ``limit_bytes``, the least recently used entries are removed. If
-    the folder cannot be written to, nothing is stored, without an error.
+    Beyond ``limit_bytes``, the least recently used entries are removed. If the folder cannot be
+    written to, nothing is stored, without an error.
     """
 
     def __init__(self, folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:

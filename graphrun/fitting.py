@@ -1,7 +1,4 @@
-"""What a graph takes on somebody's machine, for ``graphrun fit`` and ``graphrun list --card``.
-
-One row per choice, JSON-ready: format, seconds, VRAM, RAM, bytes to download.
-"""
+"""What a graph takes on somebody's machine, for ``graphrun fit`` and ``graphrun list --card``."""
 
 from __future__ import annotations
 
@@ -28,11 +25,11 @@ def fit(
 ) -> list[dict[str, Any]]:
     """Return the choices for ``graph`` on ``hardware`` within ``vram`` and ``ram``, best first.
 
-    Each has ``allow`` (what to allow, or nothing), ``formats`` (component -> precision, where it is
-    not the graph's own), ``sources`` (component -> published checkpoint), ``seconds`` and
-    ``seconds_range`` of one run, ``vram_bytes``, ``ram_bytes``, ``download_bytes`` (of all
-    components: published checkpoints as their pages state them, others by the number of parameters)
-    and ``changes_output``. Empty if nothing fits. Needs no weights. Raises InputError.
+    Each is a JSON-ready row: ``allow`` (what to allow, or nothing), ``formats`` (component ->
+    precision, where it is not the graph's own), ``sources`` (component -> published checkpoint),
+    ``seconds`` and ``seconds_range`` of one run, ``vram_bytes``, ``ram_bytes``, ``download_bytes``
+    (of all components: published checkpoints as their pages state them, others by the number of
+    parameters) and ``changes_output``. Empty if nothing fits. Needs no weights. Raises InputError.
     """
     from graphrun.solve.fits import fits_of
 

@@ -14,7 +14,7 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 MEMINFO = Path("/proc/meminfo")
 
-# A v1 group without a limit reports 2**63 rounded down to a page.
+# a v1 group without a limit reports 2**63 rounded down to a page
 UNLIMITED_BYTES = 1 << 62
 
 
@@ -22,9 +22,8 @@ UNLIMITED_BYTES = 1 << 62
 class Limit:
     """A cgroup's memory limit.
 
-    ``path``: the file with the limit. ``version``: of cgroups. ``nbytes``: the limit.
-    ``used_bytes``: memory in use without the page cache of files, which the kernel reclaims before
-    it refuses memory.
+    ``path``: the file with the limit. ``version``: of cgroups. ``used_bytes``: without the page
+    cache of files, which the kernel reclaims before it refuses memory.
     """
 
     path: str
@@ -34,7 +33,6 @@ class Limit:
 
     @property
     def left_bytes(self) -> int:
-        """Bytes that the group may still take."""
         return max(0, self.nbytes - self.used_bytes)
 
 
@@ -76,9 +74,9 @@ def memory_limits(root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) -> tu
 def available_bytes(meminfo: Path = MEMINFO) -> int:
     """Return the bytes that can be taken without swapping.
 
-    That is the kernel's MemAvailable, or psutil's estimate if there is none. MemTotal is not used:
-    a virtual machine may start with less memory than it gets later, and other processes use a part
-    of it.
+    That is the kernel's MemAvailable, or psutil's estimate if there is none. Not MemTotal: a
+    virtual machine may start with less memory than it gets later, and other processes use a part of
+    it.
     """
     if available_kib := _number(_read(meminfo), "MemAvailable:"):
         return available_kib * 1024
@@ -107,8 +105,7 @@ def total_ram_bytes(root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) -> 
 
 
 def _foreign_limits(root: Path, membership: Path) -> list[Limit]:
-    """Return `memory_limits` without those that graphrun made for this process, which are budgets
-    (`graphrun.memory_group`)."""
+    """Return `memory_limits` without this process's budgets (`graphrun.memory_group`)."""
     budget_group = f"graphrun-{os.getpid()}-"
     return [
         limit
@@ -151,10 +148,7 @@ def taken_bytes(modules: Iterable[Any]) -> int:
 
 
 def _number(text: str, name: str = "") -> int:
-    """Return the first number in ``text``, or the one after ``name`` at the start of a line.
-
-    0 if there is none.
-    """
+    """Return the first number in ``text``, or in the line that begins with ``name``; else 0."""
     rows = (line.split() for line in text.splitlines())
     matching_rows = (
         row[1:] if name else row for row in rows if row and (not name or row[0] == name)

@@ -70,10 +70,7 @@ def raise_limits(**values: int) -> None:
 def require(
     name: str, value: int, statement: str, location: str = "", kind: type[InputError] = InputError
 ) -> None:
-    """Raise ``kind`` if ``value`` exceeds the limit ``name``.
-
-    ``statement`` has the number, as in ``it has 4,000 stages``.
-    """
+    """Raise ``kind`` if ``value`` exceeds the limit ``name``; ``statement`` has the number."""
     if value > (maximum := getattr(LIMITS, name)):
         suggestion = (
             f"if this is meant: graphrun --limit {name}={value} ..., in Python "

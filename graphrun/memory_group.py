@@ -1,11 +1,10 @@
 """Limit the memory of processes through the kernel, and measure what the kernel counts.
 
-`process_bytes` measures a process, `enforceable` says why the kernel cannot enforce a limit here,
-and `MemoryGroup` is a cgroup with a limit. Only Linux has cgroups; both versions are supported.
+Only Linux has cgroups; both versions are supported.
 
 Counted is what cannot be reclaimed without swap: anonymous, shared and locked memory, and the
 kernel's memory for the process (page tables, stacks, descriptors). The page cache of files counts
-against a limit of the kernel, but is reclaimed before anything is killed. So it is reported apart.
+against a limit of the kernel, but is reclaimed before anything is killed, so it is reported apart.
 """
 
 from __future__ import annotations
@@ -58,43 +57,42 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class GroupFolder:
-    """A cgroup: its folder, and ``version`` of cgroups, 1 or 2."""
+    """A cgroup: its folder, the version of cgroups (1 or 2), and the kernel's files."""
 
     path: Path
     version: int
 
     @property
     def limit(self) -> Path:
-        """The file with the limit in bytes."""
+        """Limit in bytes."""
         return self.path / ("memory.max" if self.version == 2 else "memory.limit_in_bytes")
 
     @property
     def current(self) -> Path:
-        """The file with the bytes in use, page cache included."""
+        """Bytes in use, page cache included."""
         return self.path / ("memory.current" if self.version == 2 else "memory.usage_in_bytes")
 
     @property
     def peak(self) -> Path:
-        """The file with the most bytes in use, page cache included."""
+        """Most bytes in use, page cache included."""
         return self.path / ("memory.peak" if self.version == 2 else "memory.max_usage_in_bytes")
 
     @property
     def processes(self) -> Path:
-        """The file with the ids of the group's processes."""
         return self.path / "cgroup.procs"
 
     @property
     def control(self) -> Path:
-        """The file with the controllers of child groups (version 2)."""
+        """Controllers of child groups (version 2)."""
         return self.path / "cgroup.subtree_control"
 
 
 def process_bytes(process: int | None = None, proc: Path = PROC) -> MemoryUse:
-    """Return the memory of a process now; without it, of this process.
+    """Return the memory of a process now (default: this one).
 
-    Anonymous memory is exact on Linux. Kernel memory is page tables and kernel stacks only: it is
-    up to 1 MiB below what a group counts for the process. Pages shared with a forked process count
-    in both. Other systems: the process's private bytes. Raises OSError if the process has ended.
+    Anonymous memory is exact on Linux. Kernel memory is page tables and kernel stacks only: up to 1
+    MiB less than a group counts for the process. Pages shared with a forked process count in both.
+    Other systems: the process's private bytes. Raises OSError if the process has ended.
     """
     folder = proc / (str(process) if process else "self")
     if sys.platform != "linux":
@@ -121,7 +119,7 @@ class ProcessPeak:
     """The most anonymous and shared bytes of this process since `reset`, from the kernel's marks.
 
     A context manager; a thread measures every ``sample_seconds`` meanwhile. Linux keeps one mark of
-    the process's pages, those of files included (VmHWM of proc_pid_status(5)). The mark less the
+    the process's pages, including pages of files (VmHWM of proc_pid_status(5)). The mark less the
     most pages of files seen is a lower bound of the peak, and so is every sample: their maximum is
     the peak unless pages of files were dropped and read again at that moment. `reset` restarts the
     mark (proc_pid_clear_refs(5)), also for others in this process that read it. On other systems
@@ -150,7 +148,6 @@ class ProcessPeak:
             self._thread.join()
 
     def reset(self) -> None:
-        """Let the peak begin with what is in use now."""
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -163,7 +160,6 @@ class ProcessPeak:
 
     @property
     def nbytes(self) -> int:
-        """The peak since `reset` or the context's begin."""
         self._sample()
         return self._peak_bytes
 
@@ -186,9 +182,9 @@ class ProcessPeak:
 
 
 def group_bytes(group: GroupFolder) -> MemoryUse:
-    """Return the memory of a group and its children now, from its memory.stat.
+    """Return the memory of a group and its children now, from its memory.stat. Raises OSError.
 
-    The kernel may postpone counting of up to 64 pages for each CPU. Raises OSError.
+    The kernel may postpone counting of up to 64 pages for each CPU.
     """
     stat = _numbers((group.path / "memory.stat").read_text(encoding="utf-8"))
     if group.version == 2:
@@ -205,7 +201,7 @@ def group_bytes(group: GroupFolder) -> MemoryUse:
 
 
 def current_group(process: int | None = None, proc: Path = PROC) -> GroupFolder | None:
-    """Return the memory group of a process, by default this one; None if it cannot be seen.
+    """Return the memory group of a process (default: this one); None if it cannot be seen.
 
     Raises OSError if the process has ended.
     """
@@ -268,18 +264,18 @@ def enforceable(proc: Path = PROC) -> str:
 class MemoryGroup:
     """A cgroup of this process with a memory limit and without swap; a context manager.
 
-    Memory that a process has when it enters stays counted in its former group:
-    ``outside_bytes``, measured then. It is part of the limit and of each peak, also if it is freed
-    later. So enter early; before torch is imported, it is about 10 MB.
+    Memory that a process has when it enters stays counted in its former group: ``outside_bytes``,
+    measured then. It is part of the limit and of each peak, also if it is freed later. So enter
+    early; before torch is imported, it is about 10 MB.
 
-    Leaving the context, or the interpreter's end, moves the processes back and removes the group.
-    A process that is killed leaves its empty group behind: the next `create` removes it.
+    Leaving the context, or the interpreter's end, moves the processes back and removes the group. A
+    process that is killed leaves its empty group behind: the next `create` removes it.
     """
 
     def __init__(self, group: GroupFolder, parent: GroupFolder, limit_bytes: int) -> None:
         self.group, self.parent = group, parent
         self.limit_bytes, self.outside_bytes = limit_bytes, 0
-        self._former = dict[int, Path]()  # the group of each process that entered
+        self._former = dict[int, Path]()  # of each process that entered
         self._spare: Path | None = None  # the group of the parent's processes meanwhile
         self._delegates = False  # whether the parent's controllers were changed
         self._creator, self._closed = os.getpid(), False
@@ -303,12 +299,12 @@ class MemoryGroup:
         """Make a group below this process's, limited to ``limit_bytes``, in whole pages.
 
         ``name``: letters, digits, ``-`` and ``_``. ``sample_seconds``: between measurements.
-        Version 2 permits processes or limited children in a group, not both. So this process and
+        Version 2 permits processes or limited children in a group, not both, so this process and
         its descendants wait in a second child group. Raises InputError with the reason of
         `enforceable`, if the name or the limit is invalid, or if this process has a group already.
         """
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            raise InputError(f"{name!r} is no name of a group: use letters, digits, - and _")
+            raise InputError(f"{name!r} is not a valid group name: use letters, digits, - and _")
         if limit_bytes < PAGE_BYTES:
             raise InputError(f"a memory limit of {limit_bytes} bytes is less than a page")
         if reason := enforceable(proc):
@@ -384,9 +380,9 @@ class MemoryGroup:
         """The most counted bytes since `reset_peak`, ``outside_bytes`` included.
 
         The kernel's mark of the group's usage less the page cache, or a higher sample of
-        memory.stat. Without page cache the error is 64 pages for each CPU that the group runs on.
-        A peak between two samples may be wrong by the page cache that is read or dropped between
-        them. On version 2 before Linux 6.12, a peak below an earlier mark is that of samples.
+        memory.stat. Without page cache the error is 64 pages for each CPU that the group runs on. A
+        peak between two samples may be wrong by the page cache that is read or dropped between
+        them. On version 2 before Linux 6.12, a peak below an earlier mark comes from samples.
         ``usage_peak_bytes`` is an upper bound.
         """
         self._sample()
@@ -396,14 +392,14 @@ class MemoryGroup:
     def usage_peak_bytes(self) -> int:
         """The most bytes since `reset_peak`, page cache and ``outside_bytes`` included.
 
-        The kernel's mark; on version 2 before Linux 6.12, of samples below an earlier mark.
+        The kernel's mark; below an earlier mark on version 2 before Linux 6.12, the highest sample.
         """
         self._sample()
         return self.outside_bytes + self._usage_peak_bytes
 
     @property
     def kills(self) -> int:
-        """The processes of the group that the kernel killed because of the limit."""
+        """Processes of the group that the kernel killed because of the limit."""
         name = "memory.events" if self.group.version == 2 else "memory.oom_control"
         try:
             text = (self.group.path / name).read_text(encoding="utf-8")
@@ -412,16 +408,15 @@ class MemoryGroup:
         return _numbers(text).get("oom_kill", 0)
 
     def reset_peak(self) -> None:
-        """Let the peaks begin with what is in use now."""
         self._sample()
         with self._lock:
             self._peak_bytes, self._usage_peak_bytes = self._counted_bytes, self._usage_bytes
 
     def remove(self) -> None:
-        """Move the processes back and remove the group, and what was made for it.
+        """Move the processes back and remove the group, and everything made for it.
 
-        Does nothing the second time, and in a process forked from the group's creator. Memory that
-        is still in use is then counted in the parent. Raises OSError if a process cannot be moved.
+        Does nothing the second time, and in a process forked from the group's creator. Memory still
+        in use is then counted in the parent. Raises OSError if a process cannot be moved.
         """
         if self._closed or os.getpid() != self._creator:
             return
@@ -481,7 +476,7 @@ class MemoryGroup:
             self._sample()
 
     def _sample(self) -> None:
-        """Add what was in use since the sample before to the peaks."""
+        """Add what was in use since the last sample to the peaks."""
         with self._lock, contextlib.suppress(OSError):
             mark_bytes = self._mark()
             use, usage_bytes = group_bytes(self.group), _number(self.group.current)
@@ -498,7 +493,7 @@ class MemoryGroup:
             self._usage_peak_bytes = max(self._usage_peak_bytes, mark_bytes, self._usage_bytes)
 
     def _mark(self) -> int:
-        """Return the kernel's mark since the sample before in bytes; 0 if it is not known."""
+        """Return the kernel's mark since the last sample in bytes; 0 if it is not known."""
         if self._peak_file is None:
             return 0
         mark_bytes = int(os.pread(self._peak_file, 64, 0))
@@ -570,8 +565,8 @@ def _remove_stale(parent: Path, proc: Path) -> None:
 def _empty(folder: Path, homes: dict[int, Path], default: Path) -> None:
     """Move the processes of the group in ``folder`` to their ``homes``, and remove the group.
 
-    Groups in it, which its processes left, are removed too. A process that is ending leaves its
-    group later: waits for that for two seconds. Raises OSError.
+    Groups in it, which its processes left, are removed too. Waits two seconds for processes that
+    are ending, which leave their group later. Raises OSError.
     """
     for _ in _attempts(seconds=2.0):
         for path, _folders, _files in os.walk(folder, topdown=False):

@@ -8,18 +8,16 @@ from contextlib import contextmanager
 
 DROPPED = {
     # diffusers imports bitsandbytes, which looks for an optional package that multiplies 4-bit
-    # weights faster on a CPU.
+    # weights faster on a CPU
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community",
-    # diffusers imports image processors by the names of classes that need torchvision. Without
-    # torchvision these names stand for the older classes.
+    # diffusers imports image processors by the names of classes that need torchvision; without
+    # torchvision these names stand for the older classes
     "transformers.utils.import_utils": "requires torchvision (not installed); falling back to",
 }
 """Logger -> a part of the line."""
 
 
 class _Without(logging.Filter):
-    """Drops lines that contain ``part``."""
-
     def __init__(self, part: str) -> None:
         super().__init__()
         self._part = part
@@ -30,10 +28,7 @@ class _Without(logging.Filter):
 
 @contextmanager
 def without_notices() -> Iterator[None]:
-    """Drop the lines of `DROPPED` in this context, where graphrun imports libraries.
-
-    The loggers are as before at its end.
-    """
+    """Drop the lines of `DROPPED` in this context, where graphrun imports libraries."""
     filters = {name: _Without(part) for name, part in DROPPED.items()}
     for name, line_filter in filters.items():
         logging.getLogger(name).addFilter(line_filter)

@@ -1,9 +1,8 @@
-"""Read files that may be malformed or hostile.
+"""Read files that may be malformed or hostile. Errors are of the class ``kind`` and name the file.
 
 Only regular files of limited size, and JSON of limited nesting and digits, are read. Everything
-that graphrun parses itself is read here. What a library parses (pictures, safetensors) is opened
-here first, so that a named pipe or a device is refused and never waited for. Errors are of the
-class ``kind`` and name the file.
+that graphrun parses itself is read here. Files that a library parses (pictures, safetensors) are
+opened here first, so that a named pipe or a device is refused and never waited for.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _UNPRINTABLE = re.compile(
 )
 
 
-# Opening a named pipe would wait for its writer; Windows has neither flag.
+# opening a named pipe would wait for its writer; Windows has neither flag
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 
@@ -94,7 +93,7 @@ def parse_json(text: str | bytes, *, infinite: bool = False) -> Any:
     """Return the JSON value in ``text``.
 
     Raises ValueError if it is not JSON, nests too deeply, or has an unusable number or text: too
-    many digits, not finite, half of a surrogate pair. ``infinite``: infinities are read, which
+    many digits, not finite, half of a surrogate pair. ``infinite``: accept infinities, which
     diffusers writes.
     """
     constant = (
@@ -166,14 +165,12 @@ def refuse_surrogates(text: str) -> None:
 def path_inside(
     folder: Path, name: Any, problem: str, location: str = "", kind: ErrorClass = InputError
 ) -> Path:
-    """Return ``folder``/``name`` for a ``name`` from a file.
-
-    Raises ``kind`` if it is not a path below ``folder``.
-    """
+    """Return ``folder``/``name`` for a file's ``name``. Raises ``kind`` if not below it."""
     parts = name.split("/") if isinstance(name, str) else [""]
     if "\0" in str(name) or any(part in ("", ".", "..") or len(part) > 255 for part in parts):
         raise kind(
-            f"{problem} {str(name)[:100]!r}, which is no name of a file below {folder}", location
+            f"{problem} {str(name)[:100]!r}, which is not the name of a file below {folder}",
+            location,
         )
     return folder.joinpath(*parts)
 
@@ -194,8 +191,5 @@ def quoted(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with characters escaped that a terminal acts on, or that reorder text.
-
-    Escapes are like ``\\x1b`` and ``\\u202e``.
-    """
+    """Return ``text`` with characters escaped that a terminal acts on, or that reorder text."""
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

@@ -1,8 +1,8 @@
 """Run one graph many times, planned for the steady state.
 
-Weights that the plan keeps stay loaded from run to run. Runs on a device are sequential, in the
-order of submission. There is one plan per setting (image size, steps), and another one without the
-stages whose outputs are cached. The plan decides what stays loaded between two runs.
+The plan decides what stays loaded between two runs. Runs on a device are sequential, in the order
+of submission. There is one plan per setting (image size, steps), and another one without the stages
+whose outputs are cached.
 
     session.submit(a)  submit(b)  submit(c, height=512)      any thread
     device             [first run: a][b] | [first run: c]    one worker thread; a change of plan
@@ -45,8 +45,7 @@ from graphrun.systems import refuse_forked
 from graphrun.trace import Tier, Trace, warn_of
 
 LOOKAHEAD = 32  # maximum number of queued runs that are examined before a change of plan
-# Plans of a session in memory. The least recently used ones are dropped; they are planned, or read
-# from ``cache``, again.
+# in memory; the least recently used ones are dropped, and planned or read from ``cache`` again
 KEPT_PLANS = 64
 
 
@@ -72,8 +71,8 @@ class Session:
     an empty device. ``runs``: the expected number of runs; the plan weighs the first run, which
     reads and loads, once, and the steady state ``runs - 1`` times. ``modules``, ``random_weights``,
     ``cache``, ``reuse`` and ``note`` are as for `graphrun.run`. A stage whose outputs are in
-    ``cache`` is skipped once that pays for the change of plan. Raises what planning raises; weights
-    are read when the first run begins.
+    ``cache`` is skipped once that pays for the change of plan. Raises the errors of planning;
+    weights are read when the first run begins.
     """
 
     def __init__(
@@ -211,7 +210,7 @@ class Session:
     def close(self) -> tuple[Tier, ...]:
         """Wait for the current run, cancel queued runs, and free everything.
 
-        Returns bytes before and after, per tier. In a forked process it does nothing.
+        Returns bytes before and after, per tier. Does nothing in a forked process.
         """
         if os.getpid() != self._process:
             return ()
@@ -258,8 +257,7 @@ class Session:
         return trace
 
     def _choose(self, values: Mapping[str, Any], cached_values: Mapping[str, Any]) -> PlannedGraph:
-        """Return the plan for a run with ``cached_values``: for the whole graph, or without their
-        stages.
+        """Return the plan for the whole graph, or without the stages of ``cached_values``.
 
         The change to the shorter plan is made when the seconds spent on computing cached outputs
         again, by past and queued runs, reach the cost of starting with an empty device (ski
@@ -290,8 +288,7 @@ class Session:
     ) -> int:
         """Return how many of the next ``limit`` queued runs match ``values`` and ``cached_names``.
 
-        They have the same sizes and find the same cached outputs; counting stops at the first other
-        run.
+        They have the same sizes and find the same cached outputs. Stops at the first other run.
         """
         with self._state:
             next_runs = list(self._queue)[: max(0, limit)]
@@ -309,10 +306,7 @@ class Session:
         precomputed: tuple[str, ...],
         problem: Problem | None = None,
     ) -> PlannedGraph:
-        """Return the plan for the sizes in ``values``, without the stages ``precomputed``.
-
-        A plan is made once and remembered.
-        """
+        """Return the plan for the sizes in ``values`` without ``precomputed`` stages, made once."""
         settings = settings_of(self.graph, values)
         key = settings, precomputed
         if key not in self._plans:

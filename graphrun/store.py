@@ -11,8 +11,8 @@
                (`graphrun.profile.feedback`)                          is read
 
 Without a folder everything works the same and nothing is stored. Torch is imported only to make a
-dry run. The wheel contains dry runs of graphrun's own graphs at their defaults (`ship`). They are
-valid if the libraries have the versions that they were made with.
+dry run. The wheel contains dry runs of graphrun's own graphs at their defaults (`ship`), valid for
+the versions of the libraries that they were made with.
 """
 
 from __future__ import annotations
@@ -57,14 +57,13 @@ if TYPE_CHECKING:
     from graphrun.profile.recording import DryRun
     from graphrun.solve.frontier import Frontier
 
-# Entries of dry runs that come with graphrun. A checkout has none, or those of its last wheel.
+# entries of dry runs that come with graphrun; a checkout has none, or those of its last wheel
 SHIPPED = Path(__file__).parent / "dry_runs"
 
-# Packages whose code a dry run of a diffusers pipeline executes, or whose presence changes the
-# code.
+# packages whose code a dry run of a diffusers pipeline executes, or whose presence changes the code
 LIBRARIES = ("torch", "diffusers", "transformers", "tokenizers", "accelerate", "bitsandbytes")
 
-# Exceptions raised if an entry is damaged or was not written by graphrun.
+# raised if an entry is damaged or was not written by graphrun
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, PlanError)
 
 
@@ -78,10 +77,9 @@ def problem_for(
     limits: ProblemLimits,
     store: Store | None,
 ) -> Problem:
-    """Return the problem of running ``graph`` with resolved ``inputs``.
+    """Return the problem of ``graph`` with resolved ``inputs``, from ``store`` or made.
 
-    It is read from ``store``, else made and stored. Measurements of earlier runs in ``store``
-    replace traced numbers.
+    Measurements of earlier runs in ``store`` replace traced numbers.
     """
     traced = trace_key(graph, inputs) if store is not None else None
     key = ""
@@ -130,8 +128,8 @@ def dry_run(
 ) -> DryRun:
     """Return the dry run of ``graph`` with resolved ``inputs`` and the stage ``options``.
 
-    ``options``: stage -> name. The dry run is read from ``store``, else made, which takes seconds,
-    and stored.
+    ``options``: stage -> name. It is read from ``store``, else made, which takes seconds, and
+    stored.
     """
     return _dry_run(
         graph, inputs, store, trace_key(graph, inputs) if store is not None else None, options
@@ -191,10 +189,7 @@ def ship(names: Iterable[str], folder: Path = SHIPPED) -> None:
 def _stored(
     store: Store | None, kind: str, key: str, decode: Callable[[Any], _Entry]
 ) -> _Entry | None:
-    """Return the entry of ``store``, decoded by ``decode``.
-
-    None without a key, and if the entry is missing or damaged.
-    """
+    """Return the decoded entry of ``store``; None if absent or damaged, or without a key."""
     entry = store.get(kind, key) if store is not None and key else None
     try:
         return decode(entry) if entry is not None else None
@@ -225,10 +220,7 @@ def solution_for(
 def fitting_for(
     problem: Problem, store: Store | None, step: Callable[[str], None] | None = None
 ) -> Solution | None:
-    """Return what `solution_for` returns, or None if nothing fits.
-
-    ``step`` is called with the budget as text before a solve.
-    """
+    """Return the plan of `solution_for`, or None; ``step``: called with a budget to solve."""
     if (cached_plan := _stored_plan(problem, store)) is not None:
         return cached_plan
     from graphrun.solve.pages import solved
@@ -243,10 +235,10 @@ def fitting_for(
 def suggestions_for(
     problem: Problem, solution: Solution, options: Callable[[], Iterable[Any]], store: Store | None
 ) -> tuple[Any, ...]:
-    """Return `speedups` for ``solution``, the plan of ``problem``.
+    """Return `speedups` for the plan ``solution``, from ``store`` or solved for.
 
-    They are read from ``store``, else solved for and stored. ``options``: suggestions that take dry
-    runs, which are made only in the context `graphrun.solve.suggestions.thorough`.
+    ``options``: suggestions that take dry runs, which are made only in the context
+    `graphrun.solve.suggestions.thorough`.
     """
     from graphrun.solve.suggestions import (  # imports highspy
         Suggestion,
@@ -273,8 +265,8 @@ def frontier_for(
 ) -> Frontier:
     """Return `graphrun.solve.frontier.frontier`, with plans read from ``store`` and kept there.
 
-    If the plan of a smaller budget is the faster one, it is kept for the larger budget too.
-    ``step``: as for `fitting_for`.
+    If the plan of a smaller budget is faster, it is kept for the larger budget too. ``step``: as
+    for `fitting_for`.
     """
     from graphrun.solve.frontier import at_budget, frontier  # imports highspy
 
@@ -290,8 +282,8 @@ def curve_for(
 ) -> Frontier:
     """Return `graphrun.solve.frontier.curve` through ``solution``, the plan of ``problem``.
 
-    Other plans are read from ``store``, else solved for quickly and not kept. ``step`` is called
-    with the budget as text before a solve.
+    Other plans are read from ``store``, else solved for quickly and not kept. ``step``: as for
+    `fitting_for`.
     """
     from graphrun.solve.frontier import curve, quickly_solved  # imports highspy
 
@@ -336,22 +328,16 @@ class CallStore:
         self._store = store
 
     def solve(self, problem: Problem) -> Solution:
-        """Return the plan as `solution_for` does."""
         return solution_for(problem, self._store)
 
     def find(self, packages: Iterable[str], content: Any) -> Any:
-        """Return what `keep` stored for equal ``content``, or None.
-
-        Entries of other code do not count.
-        """
+        """Return what `keep` stored for equal ``content`` and the same code, or None."""
         return _stored(self._store, "call", self._key(packages, content), lambda data: data)
 
     def keep(self, packages: Iterable[str], content: Any, data: Any) -> None:
-        """Store ``data`` for a call that ``content`` describes, of a pipeline with classes of
-        ``packages``.
+        """Store ``data`` for a call described by ``content``, with classes of ``packages``.
 
-        Nothing is stored if a package is not one of the libraries, because the key has only their
-        versions.
+        Nothing is stored if a package is not one of the libraries: the key has only their versions.
         """
         if key := self._key(packages, content):
             self._store.put("call", key, data)
@@ -410,10 +396,9 @@ def _key(graph: Graph, inputs: Mapping[str, Any], versions: Any) -> str | None:
 
 
 def _sources(graph: Graph) -> list[Any] | None:
-    """Return the state of a graph's local sources.
+    """Return the state of a graph's local sources; None if a required configuration is not here.
 
-    It has contents of configurations, and sizes and modification times of weights. None if a
-    required configuration is not on this machine.
+    It has contents of configurations, and sizes and modification times of weights.
     """
     states: list[Any] = []
     for c in graph.components.values():
@@ -447,10 +432,7 @@ def _sources(graph: Graph) -> list[Any] | None:
 
 
 def _settings(graph: Graph, inputs: Mapping[str, Any]) -> dict[str, str]:
-    """Return the inputs that stages use, as text; for a prompt, only whether there is one.
-
-    Seeds are left out.
-    """
+    """Return the inputs that stages use, as text; no seeds, and only whether there are prompts."""
     uses = [
         (name, value.name)
         for stage in graph.stages
@@ -468,10 +450,7 @@ def _settings(graph: Graph, inputs: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _installed_version(package: str) -> tuple[str, int] | None:
-    """Return the version of a package and the modification time of its first file; None if unknown.
-
-    With the time, a reinstalled package counts as changed.
-    """
+    """Return a package's version and first file's time, which changes if reinstalled."""
     try:
         number, spec = version(package), find_spec(package)
         return number, Path(
@@ -483,10 +462,7 @@ def _installed_version(package: str) -> tuple[str, int] | None:
 
 @functools.cache
 def own_source() -> str:
-    """Return the digest of every Python file of graphrun at the first call.
-
-    Any change of the source invalidates all entries.
-    """
+    """Return the digest of graphrun's Python files, any change of which voids all entries."""
     return python_digest(Path(__file__).parent)[:32]
 
 

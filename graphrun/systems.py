@@ -1,7 +1,7 @@
 """Differences between Linux, macOS and Windows.
 
 All other code uses what the three systems have in common: no file is renamed or deleted while it is
-open, and text files are written and read explicitly as UTF-8.
+open, and text files are explicitly UTF-8.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from filelock import FileLock
 
 _seeking = threading.Lock()
-# Addresses of the memory of `anonymous_memory` that forked processes do not have.
+# addresses of the memory of `anonymous_memory`, which forked processes do not have
 _unforked_memory = weakref.WeakKeyDictionary[mmap.mmap, int]()
 _MAP_FIXED_NOREPLACE = 0x100000  # mmap(2), on every architecture of Linux
 
@@ -64,7 +64,7 @@ def take_lock(path: Path) -> FileLock | None:
 def read_at(file: io.FileIO, view: memoryview, offset: int) -> int:
     """Read from ``offset`` of ``file`` into ``view``, and return the number of bytes read.
 
-    It may be fewer than requested; 0 at the end. Raises OSError. Several threads may read from one
+    Maybe fewer than requested; 0 at the end. Raises OSError. Several threads may read from one
     file. Windows has no `os.preadv`.
     """
     if hasattr(os, "preadv"):
@@ -75,10 +75,7 @@ def read_at(file: io.FileIO, view: memoryview, offset: int) -> int:
 
 
 def allow_open_files(count: int) -> None:
-    """Raise this process's limit of open files to ``count``, as far as the system permits.
-
-    Windows has no such limit.
-    """
+    """Raise this process's limit of open files to ``count``, as far as the system permits."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -127,9 +124,9 @@ def reads_directly(folder: Path) -> bool:
 
 
 def file_system(handle: int, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """Return the type of the file system that has the open file ``handle``, such as "ext4".
+    """Return the file system's type for the open file ``handle``: "ext4"; "" if unknown.
 
-    "" if unknown. Only Linux lists its mounts by device number (proc_pid_mountinfo(5)).
+    Only Linux lists its mounts by device number (proc_pid_mountinfo(5)).
     """
     number = os.fstat(handle).st_dev
     try:
@@ -206,10 +203,7 @@ def spills_vram(wsl: Path = Path("/dev/dxg")) -> bool:
 
 
 def pinned_limit_bytes() -> int | None:
-    """Return RLIMIT_MEMLOCK, the bytes that this process may lock.
-
-    None without a limit, or if the system has none.
-    """
+    """Return RLIMIT_MEMLOCK, the bytes that this process may lock; None if unlimited or unknown."""
     try:
         import resource
     except ImportError:

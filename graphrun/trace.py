@@ -1,7 +1,4 @@
-"""Trace of a run: measurements per slot and per event.
-
-Bytes, and seconds of the device's clock (virtual on ``sim``).
-"""
+"""Trace of a run: bytes, and seconds of the device's clock (virtual on ``sim``)."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ from graphrun.device_kinds import kind_called
 from graphrun.units import MIB, html_table, show_seconds, show_size
 
 # Share of the plan's peak by which a slot of a run on unified memory may exceed its own. There the
-# peak is what the kernel counts for the whole process, and Python, heaps and threads take a little
-# more or less from run to run. On other devices each byte is an allocation that the plan counts.
+# kernel counts the whole process, and Python, heaps and threads take a little more or less from run
+# to run. On other devices each byte is an allocation that the plan counts.
 PROCESS_TOLERANCE = 0.03
 
 # Page of the allocator's pool for small tensors. A slot may exceed its own peak by
@@ -33,7 +30,7 @@ class Event:
     ``kind`` is one of
 
         load       copy of one block to the device, where it stays
-        stream     copy of one block into the staging ring buffer
+        stream     copy of one block into the ring buffer
         block      compute of one streamed block, without waiting for its copy
         run        one call into a component
         read       one block read from disk into its backing store; nbytes: bytes read from files
@@ -58,12 +55,11 @@ class Event:
 class SlotTrace:
     """Measurements of one slot of the plan.
 
-    ``peak_bytes``: peak on the device. ``moved_bytes``: weights copied to the device, and to
-    secondary devices. ``host_bytes``: peak of backing stores and spilled values in RAM;
-    ``locked_bytes``: peak of the page-locked part. ``calls``: the maximum number of calls into one
-    component. ``secondary_peaks``: peak on each secondary device. ``planned_peaks``: planned peak
-    on the device and on each secondary device, by the plan that opened the slot, plus the bytes on
-    that device that do not belong to the plan.
+    ``peak_bytes``: peak on the device. ``moved_bytes``: weights copied to all devices.
+    ``host_bytes``: peak of backing stores and spilled values in RAM; ``locked_bytes``: of the
+    page-locked part. ``calls``: the maximum number of calls into one component.
+    ``secondary_peaks``: peak on each secondary device. ``planned_peaks``: planned peak on each
+    device by the plan that opened the slot, plus the bytes there that do not belong to the plan.
     """
 
     phase: str
@@ -80,16 +76,13 @@ class SlotTrace:
 
     @property
     def name(self) -> str:
-        """``phase part``, as in the plan's text; ``end`` for the slot after the last phase."""
+        """As in the plan's text; ``end`` for the slot after the last phase."""
         return f"{self.phase} {self.part}".strip()
 
 
 @dataclass(frozen=True, slots=True)
 class Overrun:
-    """A slot whose measured peak exceeds the planned one.
-
-    ``device``: 0, or a secondary device's number.
-    """
+    """A slot whose measured peak exceeds its plan; ``device``: 0, or a secondary's number."""
 
     slot: str
     device: int
@@ -119,10 +112,7 @@ def verdict(overruns: Sequence[Overrun], replans: int = 0) -> str:
 
 
 def warn_of(overruns: Sequence[Overrun], stacklevel: int = 1) -> None:
-    """Issue a RuntimeWarning if there are ``overruns``.
-
-    ``stacklevel``: 1 names the caller's line.
-    """
+    """Issue a RuntimeWarning of ``overruns``; ``stacklevel`` 1 names the caller's line."""
     if overruns:
         suggestion = "plan again from a new estimate, or leave more room with reserve="
         warnings.warn(
@@ -143,7 +133,6 @@ class Tier:
 
     @property
     def left_bytes(self) -> int:
-        """Bytes that the run did not release."""
         return max(0, self.after_bytes - self.before_bytes)
 
 
@@ -254,8 +243,7 @@ class Trace:
 
     @property
     def disk_bytes_read(self) -> int:
-        """Bytes of weights read from files, in the precision of the files (before quantizing or
-        casting)."""
+        """Bytes of weights read from files, before quantizing or casting."""
         return sum(event.nbytes for event in self.events if event.kind in ("read", "fetch"))
 
     @property

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from graphrun.errors import InputError
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
-# A page of memory on x86-64 and on most arm64 systems.
+# on x86-64 and on most arm64 systems
 PAGE_BYTES = 4 * KIB
 
 _NUMBER = re.compile(r"\s*[0-9]+(?:\.[0-9]+)?\s*")
@@ -66,10 +66,7 @@ def parse_seconds(text: str, *, name: str = "time") -> float:
 
 
 def typed_size(nbytes: int, *, round_down: bool = False) -> str:
-    """Return ``nbytes`` as one types it, rounded up to two decimals: ``3.4G``, ``2.51M``, ``12B``.
-
-    ``round_down``: rounded down instead.
-    """
+    """Return ``nbytes`` as typed, rounded up to two decimals: ``3.4G``, ``2.51M``, ``12B``."""
     for unit, scale in (("G", GIB), ("M", MIB), ("K", KIB)):
         if nbytes >= scale:
             hundredths = nbytes * 100 // scale if round_down else -(-nbytes * 100 // scale)
@@ -83,10 +80,7 @@ def gib(nbytes: float) -> str:
 
 
 def show_size(nbytes: float) -> str:
-    """Return ``nbytes`` with the largest unit in which the value is at least 1.
-
-    Units are GiB, MiB, KiB and B.
-    """
+    """Return ``nbytes`` in the largest of GiB, MiB, KiB and B that gives at least 1."""
     for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(nbytes) >= scale:
             return f"{nbytes / scale:.2f} {unit}"
@@ -119,10 +113,7 @@ def roughly(seconds: float) -> str:
 
 
 def show_range(seconds: float, bounds: Sequence[float]) -> str:
-    """Return ``seconds`` with its probable range: ``24.1 s (19.3 s to 30.1 s)``.
-
-    ``bounds``: the ends of the range.
-    """
+    """Return ``seconds`` with its probable range ``bounds``: ``24.1 s (19.3 s to 30.1 s)``."""
     low, high = bounds
     return (
         show_seconds(seconds)
@@ -137,10 +128,7 @@ def round_up(nbytes: int, step: int) -> int:
 
 
 def html_table(title: str, rows: Iterable[Iterable[str]]) -> str:
-    """Return ``rows`` as an HTML table for notebooks, under the line ``title``.
-
-    The first row is its head.
-    """
+    """Return ``rows``, the head first, as an HTML table below the line ``title``."""
     head, *body = ([html.escape(cell) for cell in row] for row in rows)
     lines = [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in body]
     return (

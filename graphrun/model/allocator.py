@@ -1,15 +1,15 @@
 """Models of device allocators: the bytes that allocations, releases and trims reserve.
 
-Counting   every size rounded up to 512 bytes: the simulated accelerator
-Caching    PyTorch's caching allocator with ``expandable_segments:True``
-Native     PyTorch's caching allocator with native segments, its default
+Counting   every size rounded up to 512 bytes: the simulated accelerator Heap       the C library's
+memory on a CPU Caching    PyTorch's caching allocator with ``expandable_segments:True`` Native
+PyTorch's caching allocator with native segments, its default
 
-All three report `used_bytes` after every call. The rules of PyTorch's caching allocator are those
-of c10/cuda/CUDACachingAllocator.cpp (torch 2.11 to 2.13), for one stream and the default settings.
-Sizes round up to 512 bytes. Sizes up to 1 MiB come from a small pool, larger ones from a large
-pool. With expandable segments each pool is one address range, mapped in pages: 2 MiB in the small
-pool, 20 MiB in the large one. The search is best fit over mapped ranges; only where none has room,
-pages are mapped, at the lowest address with room. A trim unmaps all pages without an allocation.
+The rules of PyTorch's caching allocator are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.11
+to 2.13), for one stream and the default settings. Sizes up to 1 MiB come from a small pool, larger
+ones from a large pool. With expandable segments each pool is one address range, mapped in pages: 2
+MiB in the small pool, 20 MiB in the large one. The search is best fit over mapped ranges; only
+where none has room, pages are mapped, at the lowest address with room. A trim unmaps all pages
+without an allocation.
 
 Not modelled: the addresses that the driver returns. A new segment is assumed above all others.
 """
@@ -25,11 +25,11 @@ from graphrun.units import MIB, round_up
 
 ROUND_BYTES = 512
 SMALL_BYTES = MIB
-# glibc's largest M_MMAP_THRESHOLD, which the threshold reaches once such tensors were released.
+# glibc's largest M_MMAP_THRESHOLD, which the threshold reaches once such tensors are released
 HEAP_LIMIT_BYTES = 32 * MIB
-# Bytes of a heap in a call per live byte. Measured on x86-64: FLUX's transformer 3.8 at 256x256, T5
-# 3.0; one FLUX block again and again 2.5 at 256x256 and 3.1 at 1024x1024. Mapping smaller tensors
-# too needs no such factor, and takes 40 to 70 % longer, for page faults.
+# Heap bytes per live byte in a call. Measured on x86-64: FLUX's transformer 3.8 at 256x256, T5 3.0;
+# one FLUX block again and again 2.5 at 256x256 and 3.1 at 1024x1024. Mapping smaller tensors too
+# needs no such factor, but takes 40 to 70 % longer because of page faults.
 HEAP_GROWTH = 4.0
 SMALL_PAGE_BYTES, LARGE_PAGE_BYTES = 2 * MIB, 20 * MIB
 PACKED_BYTES, SEGMENT_STEP_BYTES = 10 * MIB, 2 * MIB  # native segments: kMinLargeAlloc, kRoundLarge
@@ -53,20 +53,17 @@ class Allocator(Protocol):
 
 
 class Counting:
-    """Sum of all live allocations, each rounded up to 512 bytes: the simulated accelerator. Caches
-    nothing."""
+    """Sum of all live allocations, each rounded up to 512 bytes. Caches nothing."""
 
     def __init__(self) -> None:
         self.used_bytes = 0
         self._live: dict[int, int] = {}
 
     def allocate(self, key: int, nbytes: int) -> None:
-        """Allocate ``nbytes``, rounded up to 512, as ``key``."""
         self._live[key] = rounded = round_up(nbytes, ROUND_BYTES)
         self.used_bytes += rounded
 
     def release(self, key: int) -> None:
-        """Release the allocation ``key``."""
         self.used_bytes -= self._live.pop(key)
 
     def trim(self) -> None:
@@ -74,10 +71,11 @@ class Counting:
 
 
 class Heap:
-    """The C library's memory on a CPU (glibc 2.36): sizes above 32 MiB are mapped and unmapped.
+    """The C library's memory on a CPU (glibc 2.36).
 
-    Smaller ones share a heap. It keeps what is released, and best fit scatters the next ones over
-    it, so that the heap grows to several times what is live, until it is trimmed.
+    Sizes above 32 MiB are mapped and unmapped. Smaller ones share a heap, which keeps released
+    memory. Best fit scatters new allocations over it, so the heap grows to several times the live
+    bytes until it is trimmed.
     """
 
     def __init__(self) -> None:
@@ -86,11 +84,9 @@ class Heap:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes mapped, and bytes of the heap."""
         return self._mapped_bytes + self._heap_bytes
 
     def allocate(self, key: int, nbytes: int) -> None:
-        """Allocate ``nbytes``, rounded up to 512, as ``key``."""
         self._live[key] = rounded = round_up(nbytes, ROUND_BYTES)
         if rounded > HEAP_LIMIT_BYTES:
             self._mapped_bytes += rounded
@@ -99,7 +95,6 @@ class Heap:
         self._heap_bytes = max(self._heap_bytes, int(HEAP_GROWTH * self._live_heap_bytes))
 
     def release(self, key: int) -> None:
-        """Release the allocation ``key``; the heap stays as it is."""
         nbytes = self._live.pop(key)
         if nbytes > HEAP_LIMIT_BYTES:
             self._mapped_bytes -= nbytes
@@ -107,7 +102,7 @@ class Heap:
             self._live_heap_bytes -= nbytes
 
     def trim(self) -> None:
-        """Return what is unused in the heap, as `malloc_trim` does."""
+        """Return the heap's unused bytes, as `malloc_trim` does."""
         self._heap_bytes = self._live_heap_bytes
 
 
@@ -123,7 +118,7 @@ class Pool:
 
     def __init__(self, page_bytes: int, space_bytes: int) -> None:
         self.page_bytes, self.space_bytes = page_bytes, round_up(space_bytes, page_bytes)
-        self.segments: list[int] = []  # where each begins, ascending
+        self.segments: list[int] = []  # begins, ascending
         self.free: dict[int, int] = {}  # begin -> end
         self.begins: dict[int, int] = {}  # end -> begin of the free ranges
         self.sizes: list[tuple[int, int]] = []  # (size, begin) of the free ranges, sorted
@@ -133,8 +128,8 @@ class Pool:
         """Allocate ``nbytes``. Return the arguments for `give`, and the newly mapped bytes.
 
         Takes the smallest free range that is large enough, and maps pages if there is none. A free
-        range before an unmapped range could grow. So it is replaced by the next larger free range,
-        as long as that one has less room together with its unmapped range (`get_free_block`).
+        range before an unmapped range could grow: it is replaced by the next larger free range as
+        long as that one has less room, including its unmapped range (`get_free_block`).
         """
         index = bisect_left(self.sizes, (nbytes, 0))
         if index == len(self.sizes):
@@ -148,7 +143,6 @@ class Pool:
         return (begin, nbytes), 0
 
     def copy(self) -> Pool:
-        """Return a pool in the same state."""
         other = copy.copy(self)
         other.free, other.begins = self.free.copy(), self.begins.copy()
         other.sizes, other.unmapped = self.sizes.copy(), self.unmapped.copy()
@@ -200,8 +194,7 @@ class Pool:
         return trimmed
 
     def _map(self, nbytes: int) -> tuple[tuple[int, int], int]:
-        """Allocate ``nbytes`` at the lowest address with room, and map their pages. Return as
-        `take`."""
+        """Map pages for ``nbytes`` at the lowest address with room. Return as `take`."""
         row = self._row(nbytes)
         begin, mapped_bytes = row[0][0], 0
         limit = begin + nbytes
@@ -240,8 +233,7 @@ class Pool:
         return [(begin, begin + self.space_bytes)]
 
     def _room(self, index: int) -> int:
-        """Return the bytes of free range number ``index`` of ``sizes`` and of the unmapped range
-        after it."""
+        """Return the bytes of free range ``sizes[index]`` and of the unmapped range after it."""
         size, begin = self.sizes[index]
         return self.unmapped.get(begin + size, begin + size) - begin
 
@@ -257,13 +249,12 @@ class Pool:
 
 
 class Segments:
-    """Segments returned by `cudaMalloc`, split into blocks, with a best-fit search over the free
-    blocks.
+    """Segments returned by `cudaMalloc`, split into blocks; best-fit search over the free blocks.
 
     segment 0 |##used##|..free..|##used##|      segment 1 |....free....|
 
-    Adjacent free blocks of a segment are merged. ``min_split_bytes``: a block is split only if at
-    least this many bytes are left over.
+    Adjacent free blocks of a segment are merged. A block is split only if at least
+    ``min_split_bytes`` remain.
     """
 
     def __init__(self, min_split_bytes: int) -> None:
@@ -276,8 +267,7 @@ class Segments:
         self._next = 0
 
     def take(self, nbytes: int) -> tuple[tuple[int, int, int], int]:
-        """Allocate ``nbytes`` from a free block, else from a new segment. Return the arguments for
-        `give`, and the newly reserved bytes."""
+        """Allocate ``nbytes``. Return the arguments for `give`, and the newly reserved bytes."""
         index, reserved_bytes = bisect_left(self.blocks, (nbytes, -1, -1)), 0
         if index == len(self.blocks):
             reserved_bytes = self.sizes[self._next] = segment_bytes(nbytes)
@@ -326,8 +316,7 @@ class Segments:
 
 
 class _Cached:
-    """Allocator with one pool for small and one for large allocations. `used_bytes` corresponds to
-    `torch.cuda.memory_reserved`."""
+    """A small and a large pool. `used_bytes` corresponds to `torch.cuda.memory_reserved`."""
 
     def __init__(
         self, small: Pool | Segments, large: Pool | Segments, small_bytes: int = SMALL_BYTES
@@ -338,35 +327,31 @@ class _Cached:
         self._live: dict[int, tuple[Pool | Segments, tuple[int, ...]]] = {}
 
     def allocate(self, key: int, nbytes: int) -> None:
-        """Allocate ``nbytes``, rounded up to 512, from the small or the large pool."""
         pool = self._small if self.is_small(nbytes) else self._large
         block, reserved_bytes = pool.take(max(round_up(nbytes, ROUND_BYTES), ROUND_BYTES))
         self._live[key] = pool, block
         self.used_bytes += reserved_bytes
 
     def is_small(self, nbytes: int) -> bool:
-        """Whether an allocation of ``nbytes`` comes from the small pool."""
         return round_up(nbytes, ROUND_BYTES) <= self._small_bytes
 
     def release(self, key: int) -> None:
-        """Release the allocation ``key``; its pages or segment stay reserved."""
         pool, block = self._live.pop(key)
         pool.give(*block)
 
     def place(self, key: int) -> tuple[int, ...]:
-        """Return the position of the allocation ``key`` in its pool: its range or block."""
+        """Return the range or block of the allocation ``key`` in its pool."""
         return self._live[key][1]
 
     def trim(self) -> None:
-        """Return unused pages or segments, as `torch.cuda.empty_cache` does."""
         self.used_bytes -= self._small.trim() + self._large.trim()
 
 
 class Caching(_Cached):
     """PyTorch's caching allocator with expandable segments.
 
-    ``page_scale``: factor on the sizes of pages and on the maximum size of a small allocation; for
-    tiny models. ``card_bytes``: memory of the card. A segment's address space is 9/8 of it.
+    ``page_scale``: factor on the sizes of pages and small allocations, for tiny models.
+    ``card_bytes``: memory of the card. A segment's address space is 9/8 of that.
     """
 
     def __init__(self, page_scale: float = 1.0, card_bytes: int = 1 << 50) -> None:
@@ -378,8 +363,7 @@ class Caching(_Cached):
         super().__init__(self._pools[0], self._pools[1], small_bytes)
 
     def used_bytes_with(self, sizes: Iterable[int]) -> int:
-        """Return the reserved bytes after allocations of ``sizes``, each above 0. Changes
-        nothing."""
+        """Return the reserved bytes if allocations of ``sizes`` (above 0) followed."""
         pools = [pool.copy() for pool in self._pools]
         return self.used_bytes + sum(
             pools[not self.is_small(nbytes)].take(round_up(nbytes, ROUND_BYTES))[1]
@@ -387,14 +371,13 @@ class Caching(_Cached):
         )
 
     def allocate_at(self, key: int, small: bool, place: tuple[int, ...]) -> None:
-        """Allocate as ``key`` the range that was released at ``place`` (see `place`)."""
+        """Allocate as ``key`` the range that was released at ``place``."""
         pool, (offset, nbytes) = self._pools[not small], place
         pool.take_at(offset, nbytes)
         self._live[key] = pool, place
 
     def state(self, small: bool) -> Hashable:
-        """Return the state of one pool. Equal calls in equal states have equal results. The pools
-        are independent."""
+        """Return the state of one pool. The same calls in the same state have the same results."""
         pool = self._pools[not small]
         return tuple(pool.sizes), frozenset(pool.unmapped.items()), tuple(pool.segments)
 
@@ -403,8 +386,8 @@ class Native(_Cached):
     """PyTorch's caching allocator with native segments, its default.
 
     Sizes up to 1 MiB come from segments of 2 MiB, sizes below 10 MiB from segments of 20 MiB; a
-    larger size gets a segment of that size, rounded up to 2 MiB. A small block is split if at least
-    512 bytes remain, a large one only if more than 1 MiB remains (`should_split`).
+    larger size gets its own segment, rounded up to 2 MiB. A small block is split if at least 512
+    bytes remain, a large one only if more than 1 MiB remains (`should_split`).
     """
 
     def __init__(self) -> None:
@@ -412,8 +395,7 @@ class Native(_Cached):
 
 
 def segment_bytes(nbytes: int) -> int:
-    """Return the bytes requested from `cudaMalloc` when no cached block has room for ``nbytes``
-    (`get_allocation_size`)."""
+    """Return the bytes requested from `cudaMalloc` for ``nbytes`` (`get_allocation_size`)."""
     if nbytes <= SMALL_BYTES:
         return SMALL_PAGE_BYTES
     return LARGE_PAGE_BYTES if nbytes < PACKED_BYTES else round_up(nbytes, SEGMENT_STEP_BYTES)

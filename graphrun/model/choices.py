@@ -1,5 +1,4 @@
-"""Apply a plan's choices (variants, stage options, order of stages) to a problem. Pure functions;
-the solver makes the choices.
+"""Apply a plan's choices (variants, stage options, order of stages) to a problem.
 
     problem + order + options -> reorder       -> final phases and values; every component still has
                                                   all its variants
@@ -8,8 +7,6 @@ the solver makes the choices.
 
 Executor, simulator and `check` use the problem with choices applied, in which ``variants[0]`` is
 the chosen variant.
-
-`overlap_seconds` computes the compute that copies of each block group can overlap.
 """
 
 from __future__ import annotations
@@ -29,14 +26,13 @@ from graphrun.model.problem import (
 )
 from graphrun.model.splits import arguments_bytes, with_splits
 
-# Number of blocks with room in a ring buffer, and in the bounce buffer of a backing store on disk
+# Blocks with room in a ring buffer, and in the bounce buffer of a backing store on disk
 # (`Variant.host_bytes`).
 BUFFERED_BLOCKS = 2
 
 
 def with_each_variant(problem: Problem, change: Callable[[Variant], Variant]) -> Problem:
-    """Return ``problem`` with ``change`` applied to every variant of its components and their
-    layers."""
+    """Return ``problem`` with ``change`` applied to every variant, of layers too."""
 
     def changed(component: ComponentNumbers) -> ComponentNumbers:
         layers = component.layers and changed(component.layers)
@@ -46,19 +42,18 @@ def with_each_variant(problem: Problem, change: Callable[[Variant], Variant]) ->
 
 
 def overlap_seconds(order: Sequence[tuple[int, int, float]], variant: Variant) -> list[float]:
-    """Return per block group the compute seconds that copies of that group can overlap, in one call
-    that computes in ``order``.
+    """Return per block group the compute seconds of one call that copies of the group can overlap.
 
-    ``order`` is `Use.order`: (group, block, seconds) in call order; group 0 is the unblocked
-    weights. The copy of a block overlaps the compute of its group, and the compute of the unblocked
-    weights directly before the block, during which the ring buffer is filled:
+    ``order``: as `Use.order`, where group 0 is the unblocked weights. The copy of a block overlaps
+    the compute of its group, and the unblocked compute directly before the block, during which the
+    ring buffer is filled:
 
         unblocked |  block  |  block  | unblocked |  block  | unblocked |
 
     Of the unblocked compute at most the seconds of two copies count, since the ring buffer has room
     for two blocks. With a backing store on disk at most the seconds of four reads count, two of
     them into the bounce buffer. Any excess stays with group 0. Unblocked compute after the last
-    block is added to the unblocked compute before the next call's first block.
+    block counts before the next call's first block.
     """
     group_seconds = [0.0] * len(variant.block_bytes)
     blocks = [number for number, (k, _, _) in enumerate(order) if k]
@@ -85,8 +80,7 @@ def overlap_seconds(order: Sequence[tuple[int, int, float]], variant: Variant) -
 
 
 def read_from_disk(use: Use, variant: Variant, counts: Sequence[int]) -> Use:
-    """Return ``use`` with `seconds` divided among groups by `overlap_seconds`, which counts disk
-    reads.
+    """Return ``use`` with its `seconds` divided among groups by `overlap_seconds`, for disk reads.
 
     Unchanged if the backing store of ``variant`` is not on disk, or the order of compute is
     unknown. ``counts``: blocks per group.
@@ -106,13 +100,11 @@ def stages_of(problem: Problem) -> tuple[str, ...]:
 def reorder(
     problem: Problem, order: Sequence[str] = (), options: Mapping[str, str] | None = None
 ) -> Problem:
-    """Return ``problem`` with its stages in ``order`` (empty: unchanged) and run with ``options``
-    (stage -> option name).
+    """Return ``problem`` with stages in ``order``, run with ``options`` (stage -> name).
 
     The result has no choice of order or option left. A value is live from the phase after its
-    producer to its last consumer in that order. Raises PlanError for an unknown option, for an
-    option without its permission in `Problem.allow`, and for an order that is not a permutation of
-    the stages or violates their precedence.
+    producer to its last consumer in that order. Raises PlanError for an unknown or forbidden
+    option, and for an order that is no permutation of the stages or violates their precedence.
     """
     order, options = tuple(order) or stages_of(problem), dict(options or {})
     _require_order(problem, order)
@@ -127,8 +119,7 @@ def reorder(
 
 
 def apply_choices(problem: Problem, plan: Plan) -> Problem:
-    """Return ``problem`` with all choices of ``plan``: reordered, and one variant per component,
-    with its seconds and bytes in the phases.
+    """Return ``problem`` reordered, with one variant per component and its numbers in the phases.
 
     Raises PlanError if a choice does not exist in the problem or is not allowed.
     """
@@ -163,8 +154,8 @@ def use_with(use: Use, component: ComponentNumbers, variant: Variant) -> Use:
     """Return ``use`` of ``component`` with the compute seconds of ``variant``.
 
     The seconds are divided among groups by `read_from_disk`, multiplied by `slowdown`, and
-    increased by `block_seconds` once per block and call. `block_seconds` may be negative; the sum
-    is at least 0.
+    increased by `block_seconds` once per block and call; at least 0, since `block_seconds` may be
+    negative.
     """
     use = read_from_disk(use, variant, [len(group.blocks) for group in component.groups])
     extra = variant.block_seconds or (0.0,) * len(use.seconds)
@@ -195,9 +186,8 @@ def activation_bytes(
 ) -> int:
     """Return the activation bytes on the device of a phase with ``variants``, one per component.
 
-    ``phase_bytes``: the traced activation of the phase. If all variants compute on the CPU or on
-    secondary devices: ``pipeline_code_bytes``, at most ``phase_bytes``. Otherwise: ``phase_bytes``
-    plus the largest `scratch_bytes`.
+    ``phase_bytes``, the traced activation, plus the largest `scratch_bytes`. If nothing computes on
+    the main device: ``pipeline_code_bytes``, at most ``phase_bytes``.
     """
     variant_list = list(variants)
     if variant_list and all(variant.device != "device" for variant in variant_list):
@@ -208,11 +198,10 @@ def activation_bytes(
 def secondary_bytes(
     phase_bytes: int, pairs: Iterable[tuple[Use, ComponentNumbers]], secondary: int
 ) -> int:
-    """Return the bytes beyond weights on ``secondary`` in a slot of a phase.
+    """Return the bytes beyond weights on ``secondary`` in a slot; 0 without compute there.
 
-    ``pairs``: the uses of the phase and their components, with variants chosen. 0 if none of them
-    computes there. Otherwise the traced activation ``phase_bytes``, plus the maximum of scratch and
-    transferred tensors over the components.
+    ``pairs``: the phase's uses and components, with variants chosen. The traced activation
+    ``phase_bytes``, plus the largest sum of scratch and transferred tensors of a component.
     """
     totals = [
         component.variants[0].scratch_bytes + nbytes
@@ -297,8 +286,7 @@ def _require_order(problem: Problem, order: tuple[str, ...]) -> None:
 def with_live_range(
     value: ValueNumbers, order: Sequence[str], phases: Sequence[PhaseNumbers]
 ) -> ValueNumbers:
-    """Return ``value`` with its first and last live phase for stages in ``order``; unchanged if no
-    later stage consumes it."""
+    """Return ``value`` with its live phases for ``order``; unchanged without a consumer."""
     position = {stage: number for number, stage in enumerate(order)}
     last = max((position[stage] for stage in value.consumers if stage in position), default=-1)
     begin = position.get(value.producer, -1)

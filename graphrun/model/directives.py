@@ -1,9 +1,4 @@
-"""Add directives to a problem, and refuse directives that no plan can satisfy. `problem.Directive`
-documents them.
-
-The solver satisfies directives, and `check` enforces them. `graphrun.solve.infeasible` suggests to
-drop a directive that does not fit.
-"""
+"""Add directives to a problem, and refuse directives that no plan can satisfy."""
 
 from __future__ import annotations
 
@@ -14,13 +9,15 @@ from graphrun.errors import InputError
 from graphrun.model.least_memory import streamable_groups, used_components
 from graphrun.model.problem import Directive, Problem
 
-# Pairs that no plan can satisfy together.
+# pairs that no plan can satisfy together
 _CONFLICTS = (("keep", "exclude"), ("keep", "drop"), ("exclude", "whole"))
 
 
 def directed(problem: Problem, directives: Iterable[Directive]) -> Problem:
-    """Return ``problem`` with exactly ``directives``, sorted and without duplicates. Raises
-    InputError that names each directive no plan can satisfy."""
+    """Return ``problem`` with exactly ``directives``, sorted and without duplicates.
+
+    Raises InputError that names each directive no plan can satisfy.
+    """
     sorted_directives = sorted(
         set(directives), key=lambda directive: (directive.component, directive.placement)
     )

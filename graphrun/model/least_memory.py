@@ -1,5 +1,4 @@
-"""Minimum device memory of each phase, in exact integer bytes, for one variant per component. Needs
-no solver.
+"""Minimum device memory of each phase, in exact bytes, for one variant per component. No solver.
 
 Blocks that a slot uses and that cannot be streamed must be resident. All others pass through a ring
 buffer with room for the largest of them; keeping that block resident would take as much. A load
@@ -20,7 +19,7 @@ from graphrun.model.plan import SlotPart
 from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Problem, Use
 from graphrun.units import round_up
 
-# The slots of a phase that compute.
+# slots that compute
 PARTS: tuple[SlotPart, ...] = ("first", "steady")
 
 
@@ -28,8 +27,8 @@ PARTS: tuple[SlotPart, ...] = ("first", "steady")
 class PhaseMinimum:
     """Minimum device bytes of a phase, in the slot (``part``: first or steady) that needs more.
 
-    ``weights_bytes``: blocks that must be resident because they cannot be streamed.
-    ``values_bytes``: includes the inputs of the phase. ``available_bytes``: the effective budget.
+    ``weights_bytes``: blocks that cannot be streamed. ``values_bytes``: includes the phase's
+    inputs. ``available_bytes``: the effective budget.
     """
 
     stage: str
@@ -43,7 +42,6 @@ class PhaseMinimum:
 
     @property
     def total_bytes(self) -> int:
-        """Weights, ring buffer, activation and values."""
         return (
             self.weights_bytes + self.ring_buffer_bytes + self.activation_bytes + self.values_bytes
         )
@@ -61,8 +59,7 @@ def used_components(problem: Problem) -> tuple[ComponentNumbers, ...]:
 
 
 def needed_components(problem: Problem) -> tuple[ComponentNumbers, ...]:
-    """Return the components of which some phase runs a block, in the problem's order. In a session:
-    all that some phase calls.
+    """Return the components of which some phase runs a block; in a session, all that are called.
 
     The backing store of any other component is dropped before the first slot.
     """
@@ -76,8 +73,7 @@ def needed_components(problem: Problem) -> tuple[ComponentNumbers, ...]:
 
 
 def streamable_groups(component: ComponentNumbers, number: int = 0) -> tuple[bool, ...]:
-    """Return for each block group whether it may be streamed in variant ``number``. A variant that
-    is not movable cannot be streamed."""
+    """Return for each block group whether it may be streamed in variant ``number``."""
     variant = component.variants[number]
     return tuple(
         group.streamable and variant.streamable and variant.movable for group in component.groups
@@ -85,8 +81,7 @@ def streamable_groups(component: ComponentNumbers, number: int = 0) -> tuple[boo
 
 
 def least_memory(problem: Problem) -> tuple[PhaseMinimum, ...]:
-    """Return the minimum device memory of each phase, with the first variant of every component and
-    no value spilled."""
+    """Return the minimum of each phase, with first variants and no value spilled."""
     minima, resident_groups = [], dict[str, set[int]]()
     for index, phase in enumerate(problem.phases):
         values = problem.value_bytes(index) + phase.input_bytes
@@ -131,8 +126,7 @@ def least_memory(problem: Problem) -> tuple[PhaseMinimum, ...]:
 def least_weights(
     problem: Problem, component: ComponentNumbers, phase: PhaseNumbers, use: Use, number: int
 ) -> int:
-    """Return the minimum bytes of weights, ring buffer and activation that ``phase`` needs for
-    ``use`` of ``component`` in variant ``number``."""
+    """Return the minimum bytes of weights, ring buffer and activation for ``use`` in ``phase``."""
     if component.variants[number].device != "device":
         return 0
     part_bytes = []
@@ -154,8 +148,7 @@ def _resident_and_ring_buffer(
     part: SlotPart,
     number: int = 0,
 ) -> tuple[int, int]:
-    """Return the bytes of ``component`` that must be resident for ``use`` in ``part``, and the
-    bytes of the ring buffer for the streamed blocks."""
+    """Return the bytes that ``use`` needs resident in ``part``, and as ring buffer."""
     sizes, unstreamed = (
         component.variants[number].block_bytes,
         problem.demanded(component.name) & {"keep", "whole"},
@@ -197,8 +190,7 @@ def _minimum(
 
 
 def _group_bytes(component: ComponentNumbers, groups: Iterable[int], number: int = 0) -> int:
-    """Return the bytes on the main device of all blocks of ``groups``, each block rounded up to an
-    allocation."""
+    """Return the main-device allocations of all blocks of ``groups``."""
     sizes = component.variants[number].block_bytes
     device_groups = (k for k in groups if not component.groups[k].secondary)
     return sum(

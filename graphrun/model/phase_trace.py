@@ -1,9 +1,8 @@
-"""Recording of a phase's device memory in the dry run: every allocation and release, in order. Pure
-data.
+"""Recording of a phase's device memory in the dry run: every allocation and release, in order.
 
-    prelude    before the phase's first call, if no phase came before
-    first      the first call of every component, and the code after it
-    steady     all further calls
+prelude    before the phase's first call, if no phase came before
+first      the first call of every component, and the code after it
+steady     all further calls
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from dataclasses import dataclass, replace
 from itertools import compress, count, pairwise
 from operator import ne
 
-# (key, bytes): bytes > 0 allocates, 0 releases. In a `PhaseTrace` also (index of its `CallTrace`,
-# CALL): a call.
+# (key, bytes): more than 0 bytes allocates, 0 releases. In a `PhaseTrace` also (index of its
+# `CallTrace`, CALL).
 Item = tuple[int, int]
 CALL = -1
 SCRATCH = -(2**40)  # keys of scratch are below; no recording has such keys
-# of repeats: minimum number of events, and number of distances between equal events to try
+# of repeats: fewest events, and number of distances between equal events to try
 SHORTEST, DISTANCES = (
     4,
     12,
@@ -32,10 +31,10 @@ SHORTEST, DISTANCES = (
 class CallTrace:
     """One kind of call into ``component``.
 
-    Every key is released before the end of the call, except ``persistent_keys``. The component
-    reuses these in further calls and releases them when the phase ends. ``results``: keys of the
-    returned tensors. They keep their memory: after the call, the phase allocates the same tensors,
-    with these sizes and in this order.
+    Every key is released before the call ends, except ``results`` and ``persistent_keys``. The
+    component reuses the latter in further calls and releases them when the phase ends. ``results``:
+    keys of the returned tensors, which keep their memory: after the call, the phase allocates the
+    same sizes in the same order.
     """
 
     component: str
@@ -46,8 +45,10 @@ class CallTrace:
 
 @dataclass(frozen=True, slots=True)
 class PhaseTrace:
-    """One phase; empty if nothing was recorded. Keys are unique in the whole recording: a tensor
-    may be allocated in one phase and released in a later one."""
+    """One phase; empty if nothing was recorded.
+
+    Keys are unique in the whole recording: a later phase may release a tensor.
+    """
 
     calls: tuple[CallTrace, ...] = ()
     first: tuple[Item, ...] = ()
@@ -55,8 +56,7 @@ class PhaseTrace:
     prelude: tuple[Item, ...] = ()
 
     def with_scratch(self, nbytes: Mapping[str, int]) -> PhaseTrace:
-        """Return the trace with ``nbytes`` more during every call of a component. ``nbytes``:
-        component -> bytes."""
+        """Return the trace with ``nbytes`` (by component) more during every call."""
         extra = {name: n for name, n in nbytes.items() if n}
         if not extra:
             return self
@@ -78,7 +78,7 @@ class PhaseTrace:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A sequence of ``period`` events that repeats ``times`` times, from event ``begin`` on."""
+    """``period`` events that repeat ``times`` times from event ``begin`` on."""
 
     begin: int
     period: int
@@ -92,12 +92,10 @@ class Repeat:
 
 @functools.lru_cache(maxsize=256)
 def repeats_in(events: tuple[Item, ...]) -> tuple[tuple[int, ...], tuple[Repeat, ...]]:
-    """Return for each event the number of the event that allocated its tensor, and the repeats in
-    order.
+    """Return for each event the number of its tensor's allocation, and the repeats in order.
 
-    The blocks of a transformer repeat the same events one after another. Two events are alike if
-    they allocate the same number of bytes, or if they release tensors allocated the same number of
-    events before.
+    The blocks of a transformer repeat the same events. Two events are alike if they allocate the
+    same number of bytes, or release tensors allocated the same number of events before.
     """
     born = dict[int, int]()
     numbers = list[int]()

@@ -1,7 +1,6 @@
 """A `Plan`: slots with actions, its text form, and the parser of that text.
 
-A plan stores no peak and no time; `simulate` computes them. `check` tests whether a plan is valid
-for a problem.
+A plan has no peak and no time (see `simulate`), and may be invalid (see `check`).
 
     finds vae all                            on the device when the first slot begins, if not empty
     leaves vae all                           on the device when a run of a session ends
@@ -34,11 +33,10 @@ from graphrun.units import GIB, KIB, MIB
 
 SlotPart = Literal["load", "first", "steady", "end"]
 
-# Blocks of a component by name: None means all; else (group name, block indices in ascending order)
-# per block group, in group order.
+# Blocks of a component; None: all. Otherwise (group, ascending block indices), in group order.
 BlockNames = tuple[tuple[str, tuple[int, ...]], ...] | None
 
-# A component, the number of a secondary device, and its blocks that compute there.
+# component, number of a secondary device, blocks that compute there
 Split = tuple[str, int, BlockNames]
 
 
@@ -119,9 +117,9 @@ Action = Load | Evict | Stream | Run | Spill | Restore | Read | Drop
 class Slot:
     """One part of a phase; it ends with a barrier.
 
-    ``phase``: `PhaseNumbers.name`; "" for the last slot, whose part is ``end`` and which returns
-    the device to its baseline. ``calls``: rounds in the slot; in each, every component with calls
-    left is called once. 0 in load and end, 1 in first, all other rounds in steady.
+    ``phase``: `PhaseNumbers.name`; "" for the last slot, whose part is ``end``. ``calls``: rounds
+    in the slot; in each, every component with calls left is called once. 0 in load and end, 1 in
+    first, all other rounds in steady.
     """
 
     phase: str
@@ -136,10 +134,9 @@ class Plan:
 
     ``variants``: (component, `Variant.name`) for each component that has several. ``options``:
     (stage, `StageOption.name`). ``order``: stages; empty if it is the problem's order.
-    ``further_slots``: slots of every run of a session after the first. ``finds``: (component,
-    blocks) on the device when ``slots`` begin. ``leaves``: (component, blocks) on the device when
-    any run of a session ends, and so when ``further_slots`` begin. ``splits``: (component, number
-    of the secondary device, blocks that compute there).
+    ``further_slots``: slots of every run of a session after the first. ``finds``: blocks on the
+    device when ``slots`` begin. ``leaves``: blocks on the device when any run of a session ends.
+    ``splits``: blocks on secondary devices.
     """
 
     problem: str
@@ -166,7 +163,7 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over the text form, first 16 hexadecimal digits."""
+        """SHA-256 of the text form, first 16 hexadecimal digits."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
 
@@ -174,8 +171,8 @@ class Plan:
 class Violation:
     """A rule of `check` that a plan breaks.
 
-    ``slot``, ``action``: indices; -1 means the whole plan, or the whole slot. ``detail``: what was
-    expected and found, with bytes.
+    ``slot``, ``action``: indices; -1: the whole plan, the whole slot. ``detail``: what was expected
+    and found, with bytes.
     """
 
     rule: str
@@ -184,15 +181,17 @@ class Violation:
     detail: str
 
 
-# Parts with a fixed number of calls -> that number.
+# parts with a fixed number of calls
 PART_CALLS: dict[str, int] = {"load": 0, "first": 1, "end": 0}
-# Units of sizes in a plan's text.
+# units of sizes in a plan's text
 UNITS = {"GiB": GIB, "MiB": MIB, "KiB": KIB, "B": 1}
 
 
 def blocks_text(blocks: BlockNames) -> str:
-    """Return ``all``, ``none``, or each group with its block indices: ``double[0,8] single[0-11]``.
-    Three or more consecutive indices are a range."""
+    """Return ``all``, ``none``, or groups with indices, as ``double[0,8] single[0-11]``.
+
+    Three or more consecutive indices are a range.
+    """
     if blocks is None:
         return "all"
     return " ".join(f"{name}[{_indices_text(indices)}]" for name, indices in blocks) or "none"
@@ -232,13 +231,13 @@ def action_text(action: Action) -> str:
 
 
 def slot_text(slot: Slot) -> str:
-    """Return a slot's first line: ``slot denoise/0:transformer steady x27`` or ``slot end``."""
+    """Return a slot's first line, such as ``slot denoise/0:transformer steady x27``."""
     calls = "" if PART_CALLS.get(slot.part) == slot.calls else f" x{slot.calls}"
     return f"slot {slot.phase}{' ' if slot.phase else ''}{slot.part}{calls}"
 
 
 def slot_lines(slot: Slot) -> list[str]:
-    """Return the lines of ``slot`` in a plan's text: its first line, then its actions, indented."""
+    """Return the lines of ``slot`` in a plan's text."""
     return [slot_text(slot), *(f"  {action_text(action)}" for action in slot.actions)]
 
 
@@ -268,8 +267,7 @@ def marked_text(plan: Plan, violations: Iterable[Violation]) -> str:
 
 
 def plan_text(plan: Plan) -> str:
-    """Return the text form, without a final newline: the problem's digest, the choices, then each
-    slot with its actions indented."""
+    """Return the text form of ``plan``, without a final newline."""
     lines = [f"plan {plan.problem}"]
     lines += [f"finds {component} {blocks_text(blocks)}" for component, blocks in plan.finds]
     lines += [f"leaves {component} {blocks_text(blocks)}" for component, blocks in plan.leaves]
@@ -287,12 +285,11 @@ def plan_text(plan: Plan) -> str:
 
 
 def parse(text: str, name: str = "plan", lists: BlockLists | None = None) -> Plan:
-    """Parse a plan's text form: ``parse(str(plan)) == plan``. ``#`` starts a comment; blank lines
-    and indentation are ignored.
+    """Parse a plan's text form: ``parse(str(plan)) == plan``.
 
-    Checks syntax only; `check` validates the plan. Raises PlanError with ``name:line`` and the
-    expected text, and for more blocks than the limit ``placements``. ``lists``: shared by all plans
-    of a file, which count towards that limit together.
+    ``#`` starts a comment; blank lines and indentation are ignored. Checks syntax only; `check`
+    validates the plan. Raises PlanError with ``name:line`` and the expected text, and for more
+    blocks than the limit ``placements``, which all plans with the same ``lists`` share.
     """
     digest: str | None = None
     lists = lists or BlockLists()
@@ -370,7 +367,7 @@ def _split(text: str, position: str, lists: BlockLists) -> Split:
     return component, int(device.removeprefix("device")), lists.parse(blocks, position)
 
 
-# First word of a line before the slots -> its pattern, and the form shown in errors.
+# first word of a line before the slots -> its pattern, and the form shown in errors
 CHOICE_LINES: Mapping[str, tuple[str, str]] = {
     "finds": (r"finds (\S+ .+)", "finds COMPONENT BLOCKS"),
     "leaves": (r"leaves (\S+ .+)", "leaves COMPONENT BLOCKS"),
@@ -401,7 +398,7 @@ def _parse_slot(line: str, position: str) -> tuple[str, SlotPart, int]:
     return phase, cast(SlotPart, part), int(calls) if calls else PART_CALLS[part]
 
 
-# First word of an action's line -> its type, its pattern, and the form shown in errors.
+# first word of an action's line -> its type, its pattern, and the form shown in errors
 ACTION_LINES: Mapping[str, tuple[type[Action], str, str]] = {
     "load": (
         Load,
@@ -440,8 +437,7 @@ def _parse_action(line: str, position: str, lists: BlockLists) -> Action:
 
 
 class BlockLists:
-    """Parser of the block lists in one file. Counts the blocks of all lists before it expands a
-    range."""
+    """Parser of the block lists in one file. Counts all blocks before it expands a range."""
 
     def __init__(self) -> None:
         self._count = 0

@@ -1,9 +1,8 @@
-"""Remove finished work from a problem: stages whose outputs are precomputed, and finished steps of
-a loop.
+"""Remove finished work from a problem: precomputed stages, and finished steps of a loop.
 
-    encode/0 encode/1 denoise/0 decode/0     encode precomputed ->    denoise/0 decode/0
-        embeds ----------------->                                  embeds ------>
-                                                                   live from the start
+encode/0 encode/1 denoise/0 decode/0     encode precomputed ->    denoise/0 decode/0
+    embeds ----------------->                                  embeds ------>
+                                                               live from the start
 """
 
 from __future__ import annotations
@@ -19,11 +18,9 @@ from graphrun.model.problem import PhaseNumbers, Problem, Use
 def without(
     problem: Problem, stages: Collection[str], precomputed: Collection[str], graph_digest: str
 ) -> Problem:
-    """Return ``problem`` with only ``stages``; the outputs of the stages ``precomputed`` are on the
-    device from the start.
+    """Return ``problem`` with only ``stages``, given the outputs of ``precomputed`` ones.
 
-    Drops the phases, components, options, directives and values that these stages do not need.
-    ``graph_digest``: digest of the graph reduced to the same stages.
+    Drops everything that these stages do not need. ``graph_digest``: of the graph reduced to them.
     """
     order = tuple(stage for stage in stages_of(problem) if stage in stages)
     phases = tuple(phase for phase in problem.phases if phase.stage in stages)

@@ -1,5 +1,4 @@
-"""A `Problem`: the sizes, times and limits from which a plan is computed. Pure, frozen data: no
-torch, no I/O.
+"""A `Problem`: the sizes, times and limits from which a plan is computed. Pure, frozen data.
 
 A problem is complete: its JSON form is enough to reproduce a plan, for example in a bug report.
 
@@ -35,23 +34,22 @@ Basis = Literal["measured", "traced", "graph file", "data sheet", "simulated"]
 BackingStoreKind = Literal["pinned", "pageable", "disk", "file"]
 ComponentPlacement = Literal["pin", "keep", "exclude", "whole", "drop"]
 
-# Device allocations are multiples of this many bytes (kMinBlockSize of PyTorch's CUDA caching
-# allocator; sim uses the same).
+# Device allocations are multiples of this (kMinBlockSize of PyTorch's CUDA caching allocator; sim
+# uses the same).
 ALLOCATION_BYTES = 512
-# cuBLASLt's part of `Hardware.workspace_bytes`, which PyTorch allocates apart from cuBLAS's
+# cuBLASLt's part of `Hardware.workspace_bytes`, which PyTorch allocates separately
 # (ATen/cuda/CublasHandlePool.cpp, torch 2.11). Seen on an H100.
 LT_WORKSPACE_BYTES = 1 << 20
-# On a CPU the kernel counts its own memory for a process too: eight bytes of page tables for every
-# page, stacks of threads, file objects, and charges in batches. A run of FLUX at 8 GiB took 18 MiB
-# where page tables are 16 MiB. This is four times the page tables, as a margin.
+# On a CPU the kernel's memory for a process counts too: eight bytes of page tables per page, stacks
+# of threads, file objects, and charges in batches. A run of FLUX at 8 GiB took 18 MiB where page
+# tables are 16 MiB. This is four times the page tables, as a margin.
 BYTES_PER_KERNEL_BYTE = PAGE_BYTES // 32
 
-# Relative error of seconds computed from a data-sheet estimate, for most published seconds that the
-# estimate was not fitted on (benchmarks/results/published.json).
+# Relative error of seconds from a data-sheet estimate, for most published seconds that the estimate
+# was not fitted on (benchmarks/results/published.json).
 DATA_SHEET_ERROR = 0.25
 
-# Fields that the JSON form leaves out if empty: fields of secondary devices, a rate that few
-# calibrations measure, and dtypes in place of a graph's.
+# left out of the JSON form if empty, because few problems have them
 _OPTIONAL = (
     "secondaries",
     "transfer",
@@ -66,8 +64,7 @@ _OPTIONAL = (
 
 
 def _fields_of(record: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass for `json`, which calls this for each dataclass.
-    `dataclasses.asdict` copies every number, which takes seconds."""
+    """Return a dataclass's fields for `json`; `dataclasses.asdict` slowly copies numbers."""
     pairs = (
         (record_field.name, getattr(record, record_field.name)) for record_field in fields(record)
     )
@@ -79,10 +76,10 @@ def _fields_of(record: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class KernelRates:
-    """Achieved rates of kernels on a card, by class (`graphrun.profile.costs`), in addition to
-    `Hardware.flops_per_second` and `Hardware.memory_bytes_per_second`.
+    """Achieved FLOPs per second of a card's kernels, by class (`graphrun.profile.costs`).
 
-    In FLOPs per second. As in PyTorch, convolutions in fp32 use TF32, matrix products do not.
+    They complement the rates of `Hardware`. As in PyTorch, convolutions in fp32 use TF32, matrix
+    products do not.
     """
 
     fp32_flops_per_second: float
@@ -101,7 +98,7 @@ class KernelRates:
 class ProcessorRates:
     """Achieved rates of kernels on a CPU with ``threads`` threads (`graphrun.profile.costs`).
 
-    ``rates``: pairs of a class of kernel and its rate. Classes have a dtype, as "matmul bfloat16":
+    ``rates``: (class, rate) pairs. Classes have a dtype, as "matmul bfloat16":
 
         matmul, short matmul             FLOPs per second
         convolution, attention           FLOPs per second
@@ -113,8 +110,8 @@ class ProcessorRates:
                                          operator: "elementwise gelu bfloat16"
         new memory                       without dtype: bytes per second that the system supplies
 
-    ``read_cpu_seconds``: CPU seconds of reading one byte from a file. ``amx``: whether products in
-    bfloat16 use Intel's matrix unit.
+    ``read_cpu_seconds``: CPU seconds per byte read from a file. ``amx``: products in bfloat16 use
+    Intel's matrix unit.
     """
 
     threads: int
@@ -125,8 +122,8 @@ class ProcessorRates:
     def rate(self, kind: str, dtype: str) -> float:
         """Return the rate of ``kind`` in ``dtype``.
 
-        Operators without rates have those of elementwise work. Dtypes without rates, such as
-        integers, have those of fp32.
+        Operators without rates use the elementwise rates. Dtypes without rates, such as integers,
+        use the rates of fp32.
         """
         rates = dict(self.rates)
         kinds = (kind, kind.partition(" ")[0]) if kind.startswith("elementwise ") else (kind,)
@@ -146,20 +143,19 @@ class ReadRates:
     cpu_seconds: float
 
 
-# Buffers on the host through which files are read into unified memory that is not a CPU's.
+# on the host, through which files are read into unified memory that is not a CPU's
 READ_BUFFERS, READ_BUFFER_BYTES = 2, 8 * MIB
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A device and its links to host and disk. Units: bytes, bytes per second, floating point
-    operations per second."""
+    """A device and its links to host and disk, in bytes, bytes per second and FLOPs per second."""
 
     name: str
     device: str  # name of its kind (`graphrun.device_kinds`)
     capacity_bytes: int
-    # of the driver context, before the first tensor (0 on sim); on a CPU, of the process itself:
-    # Python and its libraries
+    # of the driver context, before the first tensor (0 on sim); on a CPU, of Python and its
+    # libraries
     context_bytes: int
     workspace_bytes: int  # of cuBLAS and cuBLASLt; 0 on sim
     h2d_bytes_per_second: float  # from page-locked memory
@@ -169,17 +165,17 @@ class Hardware:
     disk_bytes_per_second: float
     # of large matrix products in 16 bits, as achieved, not from the data sheet
     flops_per_second: float
-    # whether convolutions use workspace that the dispatcher does not see (cuDNN does)
+    # convolutions use workspace that the dispatcher does not see, as cuDNN's do
     convolution_scratch: bool = True
-    caching_allocator: bool = True  # whether a caching allocator reserves more than is allocated
+    caching_allocator: bool = True  # reserves more than is allocated
     cpu_flops_per_second: float = 3e11  # of all host cores together, 16-bit
     memory_bytes_per_second: float = 1e12  # device memory, read or write
     # latency of one copy between host and device, whatever its size
     copy_start_seconds: float = 0.0
     launch_seconds: float = 0.0  # of the host, to launch a kernel or a copy
     page_lock_seconds: float = 0.0  # to page-lock one byte of host memory
-    spares_large_copies: bool = False  # whether convolutions avoid copying outputs of 2 GiB or more
-    # of a caching allocator: size of its pages, relative to those of PyTorch's
+    spares_large_copies: bool = False  # convolutions avoid copying outputs of 2 GiB or more
+    # of a caching allocator: page size relative to PyTorch's
     page_scale: float = 1.0
     # None: all FLOPs take the same time, and nothing else takes any (sim)
     kernels: KernelRates | ProcessorRates | None = None
@@ -188,12 +184,12 @@ class Hardware:
     # seconds of a transformer block divided by seconds of its compiled code; 0: not measured
     compiled_gain: float = 0.0
     basis: Basis = "data sheet"
-    # whether device and host share one memory: weights are read from files into it, and nothing is
-    # copied to a second memory; always on a CPU
+    # Device and host share one memory: files are read into it, nothing is copied to a second one.
+    # Always on a CPU.
     unified: bool = False
-    serial_copies: bool = False  # whether copies and compute take turns
-    # to write one byte of memory that nothing used for seconds: a virtual machine may have to get
-    # its pages back from its host; 0: not measured
+    serial_copies: bool = False  # copies and compute take turns
+    # To write one byte of memory that nothing used for seconds: a virtual machine may have to get
+    # its pages back from its host. 0: not measured.
     first_touch_seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -202,17 +198,15 @@ class Hardware:
 
     @property
     def kind(self) -> DeviceKind:
-        """The kind of device (`graphrun.device_kinds`)."""
         return kind_called(self.device)
 
     @property
     def budget_name(self) -> str:
-        """The name of its memory on screens: ``VRAM``, or ``memory`` where the host shares it."""
+        """Name of its memory on screens: ``VRAM``, or ``memory`` where the host shares it."""
         return "memory" if self.unified else "VRAM"
 
     @property
     def budget_option(self) -> str:
-        """The option with the budget of its memory."""
         return "--memory" if self.unified else "--vram"
 
     @property
@@ -221,22 +215,21 @@ class Hardware:
         return f"{self.device} {self.name}"
 
     def seconds_range(self, seconds: float) -> tuple[float, float]:
-        """Return the probable range of ``seconds`` computed with these rates; wider than one number
-        only for a data-sheet estimate."""
+        """Return the probable range of ``seconds``: a point, except for data-sheet estimates."""
         factor = 1 + DATA_SHEET_ERROR if self.basis == "data sheet" else 1.0
         return seconds / factor, seconds * factor
 
 
 @dataclass(frozen=True, slots=True)
 class BlockGroup:
-    """Blocks of equal size that are called one after another. In a component split into layers:
-    equal layers of one child module, whose calls may alternate with other layers of the child.
+    """Blocks of equal size that are called one after another.
 
-    ``blocks``: module paths in the order of their first calls. A tensor belongs to the block with
-    the longest path that is a prefix of the tensor's name; the path ``""`` stands for all other
-    tensors. A group that is not streamable has one block, which is either resident or absent.
-    ``secondary``: number of the secondary device on which blocks of a split component compute
-    (`graphrun.model.splits`).
+    With layers: equal layers of one child module, whose calls may alternate with its other layers.
+
+    ``blocks``: module paths in the order of first calls. A tensor belongs to the block with the
+    longest path that is a prefix of its name; the path ``""`` stands for all other tensors. A group
+    that is not streamable has one block, which is either resident or absent. ``secondary``: number
+    of the device on which blocks of a split component compute.
     """
 
     name: str
@@ -247,22 +240,21 @@ class BlockGroup:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Form of a component: precision x backing store x compute device. Tuples have one entry per
-    block group.
+    """Form of a component: precision x backing store x compute device. Tuples are per block group.
 
-    backing store   in RAM                 copy of a block to device   read from disk
-    pinned          host_bytes,            load_seconds                by a `Read` action; before
+    backing store   in RAM                 copy of a block to device   read from disk pinned
+    host_bytes,            load_seconds                by a `Read` action; before
                     page-locked                                        the run if read_seconds is ()
-    pageable        host_bytes             load_seconds (slower)       as pinned
-    disk            bounce buffer of       disk_seconds to read,       at every copy; the bounce
+    pageable        host_bytes             load_seconds (slower)       as pinned disk
+    bounce buffer of       disk_seconds to read,       at every copy; the bounce
                     host_bytes,            overlapping load_seconds    buffer exists from the start
                     page-locked            to copy
     file            nothing                load_seconds to read the    the copy is the read (only on
                                            block into device memory    unified memory)
 
     A variant on the CPU is never copied to the device; its backing store is read before the
-    component is called. A variant on a secondary device is copied there and never streamed. Its
-    seconds and rates are for that device.
+    component is called. A variant on a secondary device is copied there, with that device's seconds
+    and rates, and never streamed.
     """
 
     precision: str
@@ -287,25 +279,23 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """``precision backing_store device``, as in a plan's text."""
+        """As in a plan's text."""
         return f"{self.precision} {self.backing_store} {self.device}"
 
     @property
     def secondary(self) -> int:
-        """Number of the secondary device on which the variant computes, from 1; 0: the main device
-        or the CPU."""
+        """Number of the secondary device on which the variant computes; 0: none."""
         number = self.device.removeprefix("device")
         return int(number) if number.isdecimal() else 0
 
     @property
     def locked_bytes(self) -> int:
-        """Page-locked bytes of the backing store."""
         return 0 if self.backing_store == "pageable" else self.host_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ComponentNumbers:
-    """A component: number of parameters, block groups in call order, and the variants of the graph.
+    """A component: block groups in call order, and the variants of the graph.
 
     ``granularity``: whether the groups consist of blocks or layers. ``layers``: the same component
     split into layers; None if that is not possible.
@@ -327,11 +317,9 @@ class ComponentNumbers:
         )
 
     def stored_as(self, variant: str, *, anywhere: bool = False) -> ComponentNumbers:
-        """Return the component, and its `layers`, with only the variant of this name, which then
-        requires no permission.
+        """Return the component with only this variant, which then needs no permission.
 
-        ``anywhere``: if the variant is not on the CPU, also keep the variants that differ from it
-        only in the device (main or secondary).
+        ``anywhere``: also keep variants that differ from it only in the device (main or secondary).
         """
         names, weights = {variant}, variant.rpartition(" ")[0]
         if anywhere and not variant.endswith(" cpu"):
@@ -350,16 +338,15 @@ class ComponentNumbers:
 
     @property
     def streamable(self) -> bool:
-        """Whether at least one variant may be streamed."""
         return any(variant.streamable for variant in self.variants)
 
 
 class LiveTensor(NamedTuple):
-    """A tensor of ``nbytes`` that blocks of a call receive or return.
+    """A tensor that blocks of a call receive or return.
 
-    ``maker``: number of the block that produces the tensor; 0: other code. ``users``: numbers of
-    the blocks that receive it, sorted; starts with 0 if other code may read it. Blocks are numbered
-    from 1 in call order, without the unblocked weights. ``is_input``: it exists before the call.
+    ``maker``: number of the block that produces it; 0: other code. ``users``: sorted numbers of the
+    blocks that receive it, with 0 if other code may read it. Blocks are numbered from 1 in call
+    order, without the unblocked weights. ``is_input``: it exists before the call.
 
         block    1        2       code      3       tensor  maker  users
         a        makes -> gets                      a       1      (2,)       stays on one device
@@ -380,15 +367,13 @@ class Use:
 
     ``calls``: calls of the component. ``group_calls[k]``: calls in which the blocks of group k run;
     0: not needed in this phase. ``seconds[k]``: compute of ONE block of group k in ONE call, all
-    its passes together. ``passes[k]``: how often a block of group k runs in one call; empty: once.
-    ``order``: compute of one call in order, as (group, block within it, seconds), with compute of
-    the unblocked weights before, between and after the blocks; empty: group by group, block by
-    block. ``layers``: the same use with the component split into layers.
+    its passes together. ``passes[k]``: runs of a block in one call; empty: 1. ``order``: compute of
+    one call as (group, block within it, seconds), with the unblocked weights before, between and
+    after the blocks; empty: group by group, block by block. ``layers``: the same use with layers.
 
-    Only with secondary devices: ``transfer``: bytes of the tensors that one call receives, and of
-    the tensors it returns. They are transferred if the component computes on a secondary device.
-    ``live_tensors``: tensors passed between the blocks of a call, and between blocks and other
-    code; empty if blocks may not compute on several devices.
+    Only with secondary devices: ``transfer``, bytes of the tensors that one call on such a device
+    receives and returns; ``live_tensors``, passed between blocks of a call, and between blocks and
+    other code. No live tensors: the blocks may not compute on several devices.
     """
 
     component: str
@@ -402,7 +387,6 @@ class Use:
     live_tensors: tuple[LiveTensor, ...] = ()
 
     def passes_of(self, number: int) -> int:
-        """Return how often a block of group ``number`` runs in one call."""
         return self.passes[number] if self.passes else 1
 
     def calls_in(self, part: str) -> int:
@@ -410,8 +394,7 @@ class Use:
         return {"first": min(1, self.calls), "steady": max(0, self.calls - 1)}.get(part, 0)
 
     def group_calls_in(self, part: str) -> tuple[int, ...]:
-        """Return the calls per group in the slot ``part``: at most one in ``first``, all others in
-        ``steady``, none in other parts."""
+        """Return the calls per group: at most one in ``first``, the others in ``steady``."""
         if part == "first":
             return tuple(min(1, n) for n in self.group_calls)
         return (
@@ -423,16 +406,15 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class PhaseNumbers:
-    """A part of a stage in which the same components are called, from its first call to the first
-    call of the next phase.
+    """A part of a stage in which the same components are called.
 
-    ``input_bytes``: device bytes live at its start beyond weights and `values`: inputs and locals
-    of the op. They count in the load slot too. ``first_bytes``, ``steady_bytes``: peak bytes beyond
-    weights, values and inputs: up to the end of every component's first call, and after it.
-    ``pipeline_code_bytes``: the same peak if all components compute on the CPU: tensors of the op's
-    own code, and results of the calls. ``secondary_bytes``: per secondary device, bytes of
-    activation and of tensors transferred to it, in the first and in the steady slot;
-    `apply_choices` sets them.
+    It lasts from its first call to the next phase's first call. ``input_bytes``: device bytes live
+    at its start beyond weights and `values`: inputs and locals of the op, also in the load slot.
+    ``first_bytes``, ``steady_bytes``: peak bytes beyond weights, values and inputs, up to the end
+    of every component's first call, and after it. ``pipeline_code_bytes``: the same peak if all
+    components compute on the CPU: tensors of the op's own code, and results of the calls.
+    ``secondary_bytes``: per secondary device, activation and transferred tensors in the first and
+    the steady slot; set by `apply_choices`.
     """
 
     stage: str
@@ -448,20 +430,21 @@ class PhaseNumbers:
 
     @property
     def name(self) -> str:
-        """``stage/index:component+component``, the phase's name in a plan's text."""
         return f"{self.stage}/{self.index}:{'+'.join(use.component for use in self.uses)}"
 
     @property
     def steady_calls(self) -> int:
-        """Calls after the first, of the component with the most calls; 0 means that the phase has
-        no steady slot."""
+        """Calls after the first, of the component with the most calls; 0: no steady slot."""
         return max((use.calls - 1 for use in self.uses), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class ValueNumbers:
-    """A value that flows between stages. ``nbytes``: on the device. It is live at the start of the
-    phases ``first_phase`` to ``last_phase`` (inclusive indices into `Problem.phases`)."""
+    """A value that flows between stages.
+
+    It is live at the start of phases ``first_phase`` to ``last_phase``, indices into
+    `Problem.phases`.
+    """
 
     name: str
     nbytes: int
@@ -473,8 +456,7 @@ class ValueNumbers:
     storages: tuple[int, ...] = ()  # keys in the phases' traces
 
     def copy_seconds(self, hardware: Hardware, *, to_host: bool) -> float:
-        """Return the seconds to copy the value to the host or back: one copy for each storage, to
-        or from pageable memory."""
+        """Return the seconds to copy the value to or from pageable memory, one copy per storage."""
         rate = hardware.d2h_bytes_per_second if to_host else hardware.h2d_bytes_per_second
         return len(self.storages) * hardware.copy_start_seconds + self.nbytes / min(
             rate, hardware.pageable_bytes_per_second
@@ -485,11 +467,10 @@ class ValueNumbers:
 class Directive:
     """A placement that every plan must follow for a component, even if another one is faster.
 
-    pin       the backing store is pinned
-    keep      all blocks stay on the device from their first use to the end of the run
-    exclude   no streamable block stays on the device: all are streamed in every call
-    whole     never streamed: all blocks are on the device in every slot that uses the component
-    drop      on the device during its own phases only, and loaded again for each of them
+    pin       the backing store is pinned keep      all blocks stay on the device from their first
+    use to the end of the run exclude   no streamable block stays on the device: all are streamed in
+    every call whole     never streamed: all blocks are on the device in every slot that uses the
+    component drop      on the device during its own phases only, and loaded again for each of them
 
         phase     a        b        a
         keep      ####     ####     ####
@@ -504,8 +485,7 @@ class Directive:
 
 @dataclass(frozen=True, slots=True)
 class StageOption:
-    """An alternative way to run ``stage``: ``phases`` replace the stage's own if ``name`` (tiling,
-    slicing, ...) is chosen.
+    """An alternative way to run ``stage``, such as tiling: ``phases`` replace the stage's own.
 
     ``needs``: permission required because the output changes; "": none.
     """
@@ -518,16 +498,14 @@ class StageOption:
 
 @dataclass(frozen=True, slots=True)
 class Secondary:
-    """A further device of the machine, on which components, or blocks of one component, may
-    compute. Nothing is streamed to it."""
+    """A further device, on which components or blocks compute. Nothing is streamed to it."""
 
     hardware: Hardware
     budget_bytes: int
 
     @property
     def effective_bytes(self) -> int:
-        """Bytes for tensors: the smaller of budget and capacity, minus context and workspace; not
-        below 0."""
+        """Bytes for tensors: the smaller of budget and capacity, minus context and workspace."""
         hardware = self.hardware
         return max(
             0,
@@ -541,11 +519,10 @@ class Secondary:
 class Problem:
     """Everything a plan depends on. Equal problems have equal digests and equal plans.
 
-    A component's first variant, ``phases`` and their order are the defaults of the graph;
-    `apply_choices` replaces them by a plan's choices. ``directives``: sorted, as `directed` returns
-    them. ``runs`` above 1 makes the problem a session: a first run, and ``runs - 1`` further runs
-    that start with the device and host state of the previous run. ``secondaries``: secondary
-    devices, numbered from 1 in `Variant.device`.
+    A component's first variant, ``phases`` and their order are the graph's defaults, which
+    `apply_choices` replaces. ``directives``: as `directed` returns them. ``runs`` above 1 makes a
+    session: a first run, and ``runs - 1`` further runs that start with the device and host state of
+    the previous run. ``secondaries``: numbered from 1 in `Variant.device`.
     """
 
     graph: str
@@ -577,7 +554,6 @@ class Problem:
 
     @property
     def overhead_bytes(self) -> int:
-        """Bytes of the budget for context, workspace, the kernel and reserve."""
         hardware = self.hardware
         return (
             hardware.context_bytes
@@ -588,7 +564,7 @@ class Problem:
 
     @property
     def kernel_bytes(self) -> int:
-        """Bytes of the kernel's own memory that it counts for a process; 0 on cards.
+        """Bytes that the kernel uses for a process and counts as its memory; 0 on cards.
 
         Mostly page tables. The kernel keeps a table for each huge page too, in case it has to split
         the page.
@@ -596,28 +572,20 @@ class Problem:
         return self.budget_bytes // BYTES_PER_KERNEL_BYTE if self.hardware.unified else 0
 
     def budget_for(self, tensor_bytes: int) -> int:
-        """Return the smallest budget that leaves ``tensor_bytes`` for tensors, in bytes.
-
-        The capacity of the hardware is ignored.
-        """
+        """Return the smallest budget that leaves ``tensor_bytes``, whatever the capacity."""
         nbytes = replace(self, budget_bytes=0).overhead_bytes + tensor_bytes
         if not self.hardware.unified:
             return nbytes
-        return nbytes + (nbytes - 1) // (BYTES_PER_KERNEL_BYTE - 1)  # the kernel's part of it
+        # the kernel's part of the budget
+        return nbytes + (nbytes - 1) // (BYTES_PER_KERNEL_BYTE - 1)
 
     def with_budget(self, nbytes: int) -> Problem:
-        """Return the problem with a budget of ``nbytes`` for the device.
-
-        On a CPU it is also the budget of the host, which shares its memory.
-        """
+        """Return the problem with another device budget (and host, if memory is unified)."""
         ram_bytes = nbytes if self.hardware.unified else self.ram_bytes
         return replace(self, budget_bytes=nbytes, ram_bytes=ram_bytes)
 
     def budget_change(self, nbytes: int) -> tuple[str, str]:
-        """Return the option, and its value, that sets the device's budget to ``nbytes``.
-
-        The budgets of secondary devices are unchanged.
-        """
+        """Return the option and its value that set the device's budget to ``nbytes``."""
         if not self.secondaries:
             return self.hardware.budget_option, str(nbytes)
         sizes = (nbytes, *(secondary.budget_bytes for secondary in self.secondaries))
@@ -625,19 +593,16 @@ class Problem:
 
     @property
     def effective_bytes(self) -> int:
-        """Bytes for tensors: the smaller of budget and capacity, minus context, workspace and
-        reserve."""
+        """Bytes for tensors: the smaller of budget and capacity, minus `overhead_bytes`."""
         return min(self.budget_bytes, self.hardware.capacity_bytes) - self.overhead_bytes
 
     @property
     def counts_pages(self) -> bool:
-        """Whether peaks are counted in pages: the device's allocator reserves pages, and every
-        phase has a trace."""
+        """Whether peaks are counted in pages: an allocator with pages, and complete traces."""
         return self.hardware.caching_allocator and all(phase.trace.first for phase in self.phases)
 
     def transfer_seconds(self, secondary: int, transfer: Sequence[int]) -> tuple[float, float]:
-        """Return the seconds to transfer ``transfer[0]`` bytes to a secondary device, and
-        ``transfer[1]`` bytes back (`Use.transfer`).
+        """Return the seconds to transfer these bytes (`Use.transfer`) to a device and back.
 
         A copy between two cards without direct access to each other passes through the host, a part
         at a time, at the rate of the slower link (CUDA driver API, ``cuMemcpyPeer``).
@@ -657,33 +622,30 @@ class Problem:
     def tensor_transfer_seconds(
         self, secondary: int, to_bytes: Sequence[int], back_bytes: Sequence[int]
     ) -> tuple[float, float]:
-        """Return `transfer_seconds` of tensors with these bytes, one copy for each tensor."""
+        """Return `transfer_seconds` of tensors with these bytes, one copy each."""
         to_seconds = sum(self.transfer_seconds(secondary, (nbytes, 0))[0] for nbytes in to_bytes)
         return to_seconds, sum(
             self.transfer_seconds(secondary, (0, nbytes))[1] for nbytes in back_bytes
         )
 
     def component(self, name: str) -> ComponentNumbers:
-        """Return the component called ``name``; raises KeyError if there is none."""
+        """Return the component called ``name``; raises KeyError."""
         for numbers in self.components:
             if numbers.name == name:
                 return numbers
         raise KeyError(name)
 
     def value_bytes(self, phase: int) -> int:
-        """Return the bytes of all values that are live on the device at the start of phase number
-        ``phase``."""
+        """Return the bytes of all values that are live at the start of ``phase``."""
         return sum(v.nbytes for v in self.values if v.first_phase <= phase <= v.last_phase)
 
     def demanded(self, component: str) -> frozenset[ComponentPlacement]:
-        """Return the placements that directives demand of ``component``."""
         return frozenset(
             directive.placement for directive in self.directives if directive.component == component
         )
 
     def usable(self, component: ComponentNumbers) -> tuple[int, ...]:
-        """Return the indices of the variants that a plan may choose: permitted, and with a pinned
-        backing store if a directive demands ``pin``."""
+        """Return the indices of the variants that permissions and ``pin`` directives allow."""
         pinned = "pin" in self.demanded(component.name)
         return tuple(
             index
@@ -700,19 +662,14 @@ class Problem:
         ).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-serializable dictionary from which an equal problem can be made. With one
-        device it has no fields of secondary devices."""
+        """Return a JSON-serializable dictionary from which an equal problem can be made."""
         plain: dict[str, Any] = json.loads(json.dumps(self, default=_fields_of))
         return plain
 
 
 @dataclass(frozen=True, slots=True)
 class ProblemLimits:
-    """What a problem depends on besides graph, inputs and hardware.
-
-    Budgets in bytes (None: no limit), the number of runs in a session, the allowed output changes,
-    and further devices.
-    """
+    """Limits of a problem, which also depends on graph, inputs and hardware; None: no limit."""
 
     budget_bytes: int
     ram_bytes: int

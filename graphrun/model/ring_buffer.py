@@ -1,8 +1,6 @@
-"""Ring buffer for the streamed blocks of one component: the offset of each block, and the earlier
-blocks it overwrites.
+"""Ring buffer for streamed blocks: the offset of each block, and the blocks that it overwrites.
 
-Pure arithmetic, without time or device. Simulator and executor place the same blocks in the same
-order and get the same offsets.
+Pure arithmetic, without time or device: simulator and executor get the same offsets.
 
     capacity  |  block 3  |    block 1    |  block 2 |free|
               ^ placed after block 2, over block 0
@@ -21,10 +19,9 @@ from typing import NamedTuple
 class RingSlot(NamedTuple):
     """Position of a block: bytes ``offset .. offset + nbytes`` of the ring buffer.
 
-    ``released_numbers``: numbers (from 0, ascending) of the earlier placements whose bytes are
-    reused, and of all placements before them. Their compute must end before the new block is
-    written. If compute runs in placement order, waiting for the last number is enough. Each number
-    is released once.
+    ``released_numbers``: ascending numbers (from 0) of the earlier placements that are overwritten,
+    and of all placements before them, each released once. Their compute must end before the new
+    block is written; if compute runs in placement order, waiting for the last number is enough.
     """
 
     offset: int
@@ -32,24 +29,21 @@ class RingSlot(NamedTuple):
 
 
 class RingBuffer:
-    """A first-in first-out ring buffer of ``capacity_bytes``. Every block is contiguous. The i-th
-    call of `place` is placement number i.
+    """A first-in first-out ring buffer. Every block is contiguous; `place` call i is placement i.
 
-    If the sizes of all blocks and of the ring buffer are multiples of an alignment, so are the
-    offsets.
+    If all sizes are multiples of an alignment, so are the offsets.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self._head = 0
         self._count = 0
-        # start, end, number; oldest first, without overlaps
+        # (start, end, number), oldest first, without overlaps
         self._live: deque[tuple[int, int, int]] = deque()
         self._by_start: list[tuple[int, int, int]] = []  # the same, sorted
 
     def place(self, nbytes: int, following_bytes: int = 0) -> RingSlot:
-        """Place the next block of ``nbytes``: directly after the previous one, or at offset 0 if it
-        does not fit there.
+        """Place the next block after the previous one, or at offset 0 if it does not fit there.
 
         ``following_bytes``: size of the block after it, 0 if unknown. If that block must go to
         offset 0 and would overlap this block there, this block goes to the end of the ring buffer.

@@ -1,5 +1,4 @@
-"""Bytes and seconds of a simulated plan, per action, slot and stage. `graphrun.verify.simulate`
-computes them."""
+"""Bytes and seconds of a simulated plan, per action, slot and stage."""
 
 from __future__ import annotations
 
@@ -12,11 +11,11 @@ from graphrun.trace import Event
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """State after action number ``action`` of slot ``slot``.
+    """State after an action.
 
-    ``device_bytes``: weights, ring buffers, values and inputs; after ``run`` the activation too. A
-    load lasts from the start of its first copy to the end of its last copy, and a read likewise.
-    Slots of a session's further run are numbered after those of the first run.
+    ``device_bytes``: weights, ring buffers, values and inputs; after ``run`` the activation too.
+    Loads and reads last from the start of their first copy to the end of their last copy. Slots of
+    a session's further run are numbered after those of the first run.
     """
 
     slot: int
@@ -34,12 +33,11 @@ class SlotReport:
     rounded up to an allocation), ``ring_buffer_bytes``, ``activation_bytes``, ``values_bytes``
     (values between stages, and inputs) and ``pages_bytes`` (reserved by the allocator beyond
     tensors). ``streamed_bytes``: copied through ring buffers. ``loaded_bytes``: copied by load
-    actions, also to secondary devices. ``restored_bytes``: of restored values.
-    ``compute_seconds``: on the device or the CPU. ``host_bytes``: peak in RAM, ``pinned_bytes`` of
-    it page-locked. ``disk_bytes_read``: weights read into backing stores or for copies.
-    ``secondary_peaks``: peak bytes on each secondary device. ``secondary_pages``: bytes that its
-    allocator reserves beyond tensors. ``first_touch_seconds``: at its start, to write memory that
-    no earlier slot had.
+    actions, also to secondary devices. ``restored_bytes``: of restored values. ``compute_seconds``:
+    on the device or the CPU. ``host_bytes``: peak in RAM; ``pinned_bytes`` of it page-locked.
+    ``disk_bytes_read``: weights read into backing stores or for copies. ``secondary_peaks``,
+    ``secondary_pages``: as ``peak_bytes`` and ``pages_bytes`` of each secondary device.
+    ``first_touch_seconds``: at its start, to write memory that no earlier slot had.
     """
 
     phase: str
@@ -64,7 +62,6 @@ class SlotReport:
 
     @property
     def working_bytes(self) -> int:
-        """Activation, plus bytes that the allocator reserves beyond tensors."""
         return self.activation_bytes + self.pages_bytes
 
     @property
@@ -75,8 +72,7 @@ class SlotReport:
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """Totals of the slots of one stage: peak bytes of each kind, sums of bytes moved, seconds of
-    load slots and of the other slots."""
+    """Totals of the slots of one stage: peak bytes of each kind, sums of bytes moved, seconds."""
 
     stage: str
     peak_bytes: int
@@ -98,10 +94,9 @@ class StageReport:
 class Simulation:
     """One cold run, or a session of several runs.
 
-    ``problem``: the simulated problem, with the plan's choices applied. ``slots``: reports of the
-    first run; ``further_slots``: reports of one further run, all of which are equal. ``moments``:
-    one per action. ``events``: one per block and call, as in a `Trace`. ``seconds``: of the first
-    run; ``further_seconds``: of one further run.
+    ``problem``: with the plan's choices applied. ``slots``, ``seconds``: of the first run;
+    ``further_slots``, ``further_seconds``: of one further run, all of which are equal. ``moments``:
+    one per action. ``events``: one per block and call, as in a `Trace`.
     """
 
     problem: Problem
@@ -119,22 +114,19 @@ class Simulation:
 
     @property
     def further_moved_bytes(self) -> int:
-        """Bytes copied to the device in one further run."""
         return _moved(self.further_slots)
 
     @property
     def peak_bytes(self) -> int:
-        """The highest peak of any slot of any run."""
+        """Highest peak of any slot of any run."""
         return max((report.peak_bytes for report in (*self.slots, *self.further_slots)), default=0)
 
     @property
     def host_peak_bytes(self) -> int:
-        """The highest bytes in RAM of any slot of any run."""
         return max((report.host_bytes for report in (*self.slots, *self.further_slots)), default=0)
 
     @property
     def pinned_peak_bytes(self) -> int:
-        """The highest page-locked bytes of any slot of any run."""
         return max(
             (report.pinned_bytes for report in (*self.slots, *self.further_slots)), default=0
         )
@@ -146,17 +138,14 @@ class Simulation:
 
     @property
     def total_seconds(self) -> float:
-        """Time of all runs."""
         return self.seconds + (self.problem.runs - 1) * self.further_seconds
 
     @property
     def total_moved_bytes(self) -> int:
-        """Bytes copied to the device in all runs."""
         return self.moved_bytes + (self.problem.runs - 1) * self.further_moved_bytes
 
     def in_pages(self, reserved_bytes: Sequence[int], *on_secondaries: Sequence[int]) -> Simulation:
-        """Return the simulation with the peak of every slot as an allocator reserves it
-        (`verify.pages`).
+        """Return the simulation with peaks as the allocator reserves them (`verify.pages`).
 
         ``reserved_bytes``: in the order of slots; ``on_secondaries``: likewise, for each secondary
         device.
@@ -183,8 +172,7 @@ class Simulation:
         )
 
     def stages(self) -> tuple[StageReport, ...]:
-        """Return one report per stage of the first run, in the order of execution. The end slot
-        belongs to no stage."""
+        """Return one report per stage of the first run, in the order of execution."""
         stage_of = {phase.name: phase.stage for phase in self.problem.phases}
         stages = dict.fromkeys(
             stage_of[slot.phase] for slot in self.slots if slot.phase in stage_of

@@ -1,9 +1,4 @@
-"""Result of solving: a plan with its bound. Separate from the solver, so that loading a saved plan
-does not import the solver.
-
-``bound_seconds`` and ``objective_seconds`` are of the integer program; the seconds and bytes of the
-plan itself are in ``simulation``.
-"""
+"""Result of solving: a plan with its bound. Loading a saved plan does not import the solver."""
 
 from __future__ import annotations
 
@@ -22,11 +17,11 @@ SLOW_SHARE, SLOW_SECONDS = 2 / 3, 10.0
 class Solution:
     """A plan, its simulation, and its quality.
 
-    ``objective_seconds``: objective of the integer program for its best solution; the screen shows
-    the simulated seconds instead. ``bound_seconds``: lower bound on the objective of any plan; 0.0
-    if none is known. If ``plan`` simulates faster than that bound, it is instead a lower bound on
-    the simulated seconds of any plan. ``plan``: the best solution, or a plan that simulates faster.
-    In a session, objective and bound cover all runs.
+    ``objective_seconds``: objective of the integer program for its best solution; screens show the
+    simulated seconds. ``bound_seconds``: lower bound on the objective of any plan; 0.0 if unknown.
+    If ``plan`` simulates faster than that bound, the bound is instead on the simulated seconds of
+    any plan. ``plan``: the best solution, or a plan that simulates faster. In a session, objective
+    and bound cover all runs.
     """
 
     problem: Problem
@@ -79,13 +74,14 @@ class Solution:
 
     @property
     def chosen(self) -> Problem:
-        """``problem`` with the plan's choices applied: order, options, and one variant per
-        component."""
+        """``problem`` with the plan's choices applied."""
         return self.simulation.problem
 
     def excess_page_overheads(self) -> dict[tuple[str, str], int]:
-        """Return the bytes reserved beyond tensors in the slots that exceed the budget, by phase
-        and part. For a secondary device: the maximum over all slots, by ``deviceN`` and ""."""
+        """Return the page overhead of the slots that exceed the budget, by phase and part.
+
+        For a secondary device: the maximum over all slots, by ``deviceN`` and "".
+        """
         excess: dict[tuple[str, str], int] = {}
         for slot in (*self.simulation.slots, *self.simulation.further_slots):
             if slot.peak_bytes > self.problem.effective_bytes:

@@ -1,5 +1,4 @@
-"""One component over several devices: each of some secondary devices computes an interval of its
-blocks, and the main device computes the others. Pure.
+"""One component over several devices: secondary devices compute intervals of its blocks.
 
     call       | unblocked |  block 0  |  block 1  |  block 2  | unblocked |  block 3  | unblocked |
     device     |###########|###########|           |           |###########|###########|###########|
@@ -7,7 +6,7 @@ blocks, and the main device computes the others. Pure.
 
 The blocks of an interval form groups of their own, ``NAME@1`` on the first secondary device. They
 are not streamed. The solver decides which component is split, and how many blocks of each segment
-are on which device. Which blocks of a segment these are is fixed here.
+are on which device; this module decides which blocks.
 
 `Use.live_tensors` determine the transfers. A tensor that a block on a secondary device receives is
 transferred to it once a call, unless a block on that device produced it. A tensor that a block on a
@@ -63,10 +62,9 @@ def secondaries_for(problem: Problem, component: ComponentNumbers) -> tuple[int,
 
 
 def twin(component: ComponentNumbers, variant: Variant, secondary: int) -> Variant | None:
-    """Return the variant of ``component`` that equals ``variant`` on ``secondary``; None if it may
-    not be split.
+    """Return the same variant of ``component`` on ``secondary``; None if it may not be split.
 
-    A variant with its backing store on disk may not: its bounce buffer serves one device.
+    A backing store on disk may not: its bounce buffer serves one device.
     """
     if variant.device != "device" or variant.backing_store == "disk":
         return None
@@ -80,7 +78,7 @@ def _uses(problem: Problem) -> list[Use]:
 
 
 def slowdown_of(component: ComponentNumbers, secondary: int) -> float:
-    """Return the factor on the compute seconds of a block that computes on ``secondary``."""
+    """Return the factor on the compute seconds of a block on ``secondary``."""
     pairs = ((variant, twin(component, variant, secondary)) for variant in component.variants)
     return next(
         secondary_variant.slowdown / main_variant.slowdown
@@ -90,8 +88,7 @@ def slowdown_of(component: ComponentNumbers, secondary: int) -> float:
 
 
 class BlockSegment(NamedTuple):
-    """Blocks ``start`` to ``stop`` (half-open) of group ``group``, all with equal transfers: see
-    `segments_of`."""
+    """Blocks ``start`` to ``stop`` (half-open) of group ``group``, with equal transfers."""
 
     group: int
     start: int
@@ -118,8 +115,10 @@ def segments_of(problem: Problem, component: ComponentNumbers) -> list[BlockSegm
 
 
 class _Tensors:
-    """The tensors of a use by block. ``rows_made``, ``rows_got``: number of a block -> positions in
-    ``rows`` of the tensors that it produces and receives."""
+    """The tensors of a use by block.
+
+    ``rows_made``, ``rows_got``: block number -> positions in ``rows`` of its results and arguments.
+    """
 
     def __init__(self, rows: Sequence[LiveTensor]) -> None:
         self.rows, self.arguments = rows, block_arguments(rows)
@@ -160,9 +159,9 @@ def in_a_row(
 ) -> dict[int, BlockNames]:
     """Return for each secondary device the consecutive blocks of its interval.
 
-    ``counts[secondary]``: index of a segment -> number of its blocks on that device. An interval
-    that started in an earlier segment takes the first blocks of a segment. An interval that starts
-    in the segment takes the last blocks, or the blocks before these if it also ends there.
+    ``counts[secondary]``: index of a segment -> number of its blocks there. An interval from an
+    earlier segment takes the first blocks of a segment. An interval that starts in the segment
+    takes the last blocks, or the blocks before these if it also ends there.
     """
     segment_numbers = {
         secondary: sorted(k for k, count in block_counts.items() if count)
@@ -202,8 +201,10 @@ def in_a_row(
 
 
 class DeviceTransfer(NamedTuple):
-    """Bytes of the tensors transferred to ``secondary`` before a block there computes, and back
-    after it. ``stay``: numbers of the results of the block that only blocks there receive."""
+    """Tensors transferred to ``secondary`` before a block there computes, and back after it.
+
+    ``stay``: numbers of the block's results that only blocks there receive.
+    """
 
     secondary: int
     to_bytes: tuple[int, ...]
@@ -246,8 +247,7 @@ def transfers(use: Use, component: ComponentNumbers) -> dict[tuple[int, int], De
 
 
 def _blocks_in_order(use: Use, component: ComponentNumbers) -> list[tuple[int, int]]:
-    """Return (group, block) of each block of ``component`` in call order, without the unblocked
-    weights."""
+    """Return (group, block) of each block in call order, without the unblocked weights."""
     blocks = {k for k, group in enumerate(component.groups) if "" not in group.blocks}
     return list(dict.fromkeys((k, i) for k, i, _ in use.order if k in blocks))
 
@@ -267,11 +267,9 @@ def transfer_seconds(problem: Problem, use: Use, component: ComponentNumbers) ->
 
 
 def arguments_bytes(use: Use, component: ComponentNumbers) -> dict[int, int]:
-    """Return for each secondary device the bytes beyond weights and traced activation while
-    ``component`` computes there.
+    """Return per secondary device the bytes of tensors transferred to it for ``component``.
 
-    These are the tensors transferred to it: of the whole call, or the maximum over the blocks of a
-    split component.
+    Of the whole call, or the maximum over the blocks of a split component.
     """
     if secondary := component.variants[0].secondary:
         return {secondary: (use.transfer or (0,))[0]}
@@ -284,8 +282,7 @@ def arguments_bytes(use: Use, component: ComponentNumbers) -> dict[int, int]:
 
 
 def block_arguments(rows: Sequence[LiveTensor]) -> list[int]:
-    """Return for each block number (`LiveTensor`) the bytes of the tensors that it receives, and of
-    inputs of the call that earlier blocks received.
+    """Return per block the bytes that it receives, with earlier blocks' inputs of the call.
 
     Other tensors are part of the traced activation.
     """
@@ -304,8 +301,7 @@ def block_arguments(rows: Sequence[LiveTensor]) -> list[int]:
 
 
 def block_seconds(use: Use, component: ComponentNumbers) -> list[float]:
-    """Return for each group the seconds of one of its blocks in one call, without compute of the
-    unblocked weights that `Use.seconds` includes."""
+    """Return per group the seconds of a block in a call, without unblocked compute."""
     group_seconds = [0.0] * len(component.groups)
     for k, _, seconds in use.order:
         group_seconds[k] += seconds / len(component.groups[k].blocks)
@@ -313,8 +309,7 @@ def block_seconds(use: Use, component: ComponentNumbers) -> list[float]:
 
 
 def with_splits(problem: Problem, splits: Sequence[Split]) -> Problem:
-    """Return ``problem`` with the blocks of ``splits`` on their secondary devices. Raises PlanError
-    for an impossible split."""
+    """Return ``problem`` with the blocks of ``splits`` on their devices. Raises PlanError."""
     splits_by_component: dict[str, dict[int, BlockNames]] = {}
     for name, secondary, blocks in splits:
         if secondary in splits_by_component.setdefault(name, {}):
@@ -420,8 +415,8 @@ def _seconds(
 ) -> Iterator[float]:
     """Yield `Use.seconds` of the groups ``sources``.
 
-    Compute of the unblocked weights that counts for a group stays with its blocks on the main
-    device. If none is left there, the compute counts for the first group.
+    The unblocked compute of a group stays with its blocks on the main device. If none is left
+    there, it counts for the first group.
     """
     own_seconds, away_counts = block_seconds(use, component), Counter(k for k, _ in secondary_of)
     unblocked_seconds = [
@@ -447,8 +442,10 @@ def _seconds(
 def _secondary_of_blocks(
     component: ComponentNumbers, splits: Mapping[int, BlockNames]
 ) -> dict[tuple[int, int], int]:
-    """Return the secondary device of each block that computes on one, by (group, index). Raises
-    PlanError if these blocks are not consecutive."""
+    """Return the device of each block on a secondary device, by (group, index).
+
+    Raises PlanError if its blocks are not consecutive.
+    """
     number = {group.name: k for k, group in enumerate(component.groups) if "" not in group.blocks}
     order = [(k, i) for k in number.values() for i in range(len(component.groups[k].blocks))]
     secondary_of: dict[tuple[int, int], int] = {}
@@ -471,16 +468,13 @@ def _secondary_of_blocks(
                 " not have"
             )
         if secondary_of.keys() & set(blocks_in_order):
-            raise PlanError(
-                f"split: {component.name} has blocks that are to compute on two devices"
-            )
+            raise PlanError(f"split: {component.name} has blocks that would compute on two devices")
         secondary_of |= dict.fromkeys(blocks_in_order, secondary)
     return secondary_of
 
 
 def _variant(by_secondary: Mapping[int, Variant], sources: Iterable[tuple[int, int]]) -> Variant:
-    """Return the variant ``by_secondary[0]``, with the numbers of its twins for the groups on
-    secondary devices."""
+    """Return ``by_secondary[0]``, with its twins' numbers for groups on their devices."""
     main_variant, pairs = (
         by_secondary[0],
         [(by_secondary[secondary], k) for k, secondary in sources],
@@ -530,8 +524,10 @@ def splits_of(original: Problem, split: Problem) -> tuple[Split, ...]:
 
 
 def computing_on(problem: Problem, secondary: int) -> list[str]:
-    """Return the names of the components that compute on ``secondary``, with the number of blocks
-    for a split component. ``problem``: with a plan's choices applied."""
+    """Return the components that compute on ``secondary``, with block counts if split.
+
+    ``problem``: with a plan's choices applied.
+    """
     texts = []
     for component in problem.components:
         blocks = sum(

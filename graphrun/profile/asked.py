@@ -18,12 +18,12 @@ DTYPES = {
     **{name: name for name in ("bfloat16", "float16", "float32")},
 }
 # Weight-only formats of other libraries, which `graphrun.survey` estimates and graphrun does not
-# run: bytes of scales per output feature, in addition to one byte per weight. torchao's
-# int8_weight_only (16-bit scale, 64-bit zero point), float8_weight_only and
-# float8_dynamic_activation (fp32 scale), quanto's qint8 and qfloat8 (16-bit scale).
+# run: bytes of scales per output feature, next to one byte per weight. torchao's int8_weight_only
+# (16-bit scale, 64-bit zero point), float8_weight_only and float8_dynamic_activation (fp32 scale),
+# quanto's qint8 and qfloat8 (16-bit scale).
 FORMATS = {"int8wo": 10, "fp8wo": 4, "fp8dq": 4, "quanto": 2}
 
-# Op -> argument with the number of pictures.
+# op -> argument with the number of pictures
 COUNTS = {"encode_prompt": "num_images", "call": "num_images_per_prompt"}
 
 
@@ -31,10 +31,10 @@ def with_precisions(graph: Graph, texts: Iterable[str]) -> tuple[Graph, dict[str
     """Return ``graph`` in the precisions of ``texts``, and formats by component.
 
     Each text is ``PRECISION`` or ``COMPONENT=PRECISION``. The formats of other libraries
-    (`FORMATS`) are returned separately, since graphrun does not run them. Without a component, a
-    16-bit dtype applies to all components that the graph has in 16 bits, fp32 to all components,
-    and a quantized precision or a format to all components for which the graph lists a quantized
-    precision. Raises InputError for anything else.
+    (`FORMATS`) are returned separately. Without a component, a 16-bit dtype applies to all
+    components that the graph has in 16 bits, fp32 to all components, and a quantized precision or a
+    format to all components for which the graph lists a quantized precision. Raises InputError for
+    anything else.
     """
     components, formats = dict(graph.components), dict[str, str]()
     for text in strings(texts):
@@ -77,10 +77,7 @@ def _applies_to(graph: Graph, name: str, precision: str) -> bool:
 
 
 def pictures_input(graph: Graph) -> str:
-    """Return the name of the input with the number of pictures.
-
-    Raises InputError if the graph has none.
-    """
+    """Return the name of the input with the number of pictures. Raises InputError."""
     for stage in graph.stages:
         value = stage.arguments.get(COUNTS.get(stage.op, ""))
         if isinstance(value, Reference) and value.kind == "input":
@@ -92,10 +89,7 @@ def pictures_input(graph: Graph) -> str:
 
 
 def options_by_stage(graph: Graph, texts: Iterable[str]) -> dict[str, str]:
-    """Return the stage options in ``texts``, ``STAGE=OPTION`` each, by stage.
-
-    Raises InputError for an unknown stage or option.
-    """
+    """Return the stage options in ``texts`` (``STAGE=OPTION``). Raises InputError."""
     options = {}
     stages = {stage.name: stage for stage in graph.stages}
     for text in strings(texts):

@@ -35,25 +35,25 @@ from graphrun.modules.trees import (
 from graphrun.profile.recorder import layer_paths
 from graphrun.profile.recording import Call
 
-# A group of blocks with a smaller share of its component is not worth a ring buffer: its blocks are
-# unblocked weights.
+# A group with a smaller share of its component is not worth a ring buffer: its blocks are unblocked
+# weights.
 MIN_GROUP_SHARE = 1 / 8
 
-# Largest size ratio within one group: T5's first block also has the table of relative positions.
+# Largest size ratio within a group: T5's first block also has the table of relative positions.
 SIZE_TOLERANCE = 1.1
 
 UNBLOCKED = BlockGroup("unblocked", ("",), False)
 
 
 def block_paths(module: nn.Module, routed: Collection[str] = ()) -> list[str]:
-    """Return paths of the modules of ``module`` that may be streamed as blocks, in creation order.
+    """Return paths of the modules that may be streamed as blocks, in creation order.
 
     A block is an element of a `torch.nn.ModuleList` of at least two modules of one class. All but
     at most one element must have another element of about equal bytes (SD3's last block has fewer
-    parts; the second half of HunyuanDiT has skip connections). If the elements contain such lists
-    themselves, and these make up most of their bytes, then the elements of the inner lists are the
-    blocks (a UNet's attention: ten transformer blocks each). Lists in ``routed`` (see
-    `routed_lists`) and lists inside compiled modules are skipped.
+    parts; the second half of HunyuanDiT has skip connections). If the elements consist mostly of
+    such lists, the elements of the inner lists are the blocks (a UNet's attention: ten transformer
+    blocks each). Lists in ``routed`` (see `routed_lists`) and lists inside compiled modules are
+    skipped.
     """
     return [path for path, _ in _nested_blocks(module, "", routed)]
 
@@ -61,9 +61,8 @@ def block_paths(module: nn.Module, routed: Collection[str] = ()) -> list[str]:
 def routed_lists(units: Iterable[str], entered_blocks: Collection[str]) -> set[str]:
     """Return paths of the module lists of which one call enters some elements and not others.
 
-    The data selects such elements (mixture-of-experts layers), so they run in no fixed order and
-    cannot be streamed. ``units``: candidate blocks. ``entered_blocks``: blocks that the call
-    entered.
+    Data selects such elements (mixture-of-experts layers), so they run in no fixed order and cannot
+    be streamed. ``units``: candidate blocks. ``entered_blocks``: blocks that the call entered.
     """
     lists: dict[str, set[bool]] = defaultdict(set)
     for path in units:
@@ -98,7 +97,7 @@ def _element_blocks(
 
 
 def _sizes_if_alike(modules: nn.ModuleList) -> list[int]:
-    """Return the bytes of each of ``modules``, or [] if they cannot be blocks (`block_paths`)."""
+    """Return the bytes of each of ``modules``; [] if they cannot be blocks (`block_paths`)."""
     if (
         len(modules) < 2
         # CogView4's VAE has a None where it omits attention
@@ -115,7 +114,7 @@ def _sizes_if_alike(modules: nn.ModuleList) -> list[int]:
 
 
 def _written_class(module: nn.Module) -> str:
-    """Return the name of the class, equal whether or not the module is compiled.
+    """Return the name of the class, whether or not the module is compiled.
 
     Classes of compiled modules are not intercepted.
     """
@@ -126,18 +125,18 @@ def _written_class(module: nn.Module) -> str:
 def group_blocks(
     module: nn.Module, calls: Sequence[Call], routed: Collection[str] = ()
 ) -> tuple[BlockGroup, ...]:
-    """Return the block groups of ``module`` in the order of their first calls.
+    """Return the block groups of ``module`` in call order, unblocked weights first.
 
-    The group of unblocked weights is first. ``calls``: the distinct calls of the component. Blocks
-    that run several times in one call (a video decoder processes frames one by one) cannot be
-    streamed in one order, so they are unblocked weights.
+    ``calls``: the distinct calls of the component. Blocks that run several times in one call (a
+    video decoder processes frames one by one) cannot be streamed in one order, so they are
+    unblocked weights.
 
     Blocks are in one group if they are under the same child of the component and have about equal
     bytes. A child outside of all groups becomes a group of one, named after the child, if other
-    calls read it than read the unblocked weights (a VAE's encoder where only `decode` is called).
-    So does a loose module: one inside a block that other code reads or calls while the block does
-    not run (DiT's last layer calls the first block's timestep embedding). A block is unblocked if
-    its own tensors are loose, or if all of its modules are.
+    calls read it than the unblocked weights (a VAE's encoder where only `decode` is called). So
+    does a loose module: one inside a block that other code reads or calls while the block does not
+    run (DiT's last layer calls the first block's timestep embedding). A block is unblocked if its
+    own tensors are loose, or if all of its modules are.
     """
     repeated = {
         path for call in calls for path, times in Counter(call.entered_blocks).items() if times > 1
@@ -190,7 +189,7 @@ def group_blocks(
 
 
 def _loose_modules(module: nn.Module, path: str, loose: Collection[str]) -> list[str]:
-    """Return paths of the largest modules at ``path`` or below whose tensors are all ``loose``."""
+    """Return paths of the largest modules at or below ``path`` whose tensors are all ``loose``."""
     inner_paths = [
         f"{path}.{name}" if name else path
         for name, child in named_modules_below(module)
@@ -208,14 +207,13 @@ def _loose_modules(module: nn.Module, path: str, loose: Collection[str]) -> list
 def group_layers(
     module: nn.Module, calls: Sequence[Call], routed: Collection[str] = ()
 ) -> tuple[BlockGroup, ...]:
-    """Return the layer groups of ``module`` in the order of their first calls.
+    """Return the layer groups of ``module`` in call order, unblocked weights first.
 
-    The group of unblocked weights is first. () if no layer can be a block, or if blocks are
-    compiled. A layer can be a block if its tensors are read only during its own calls, in all of
-    ``calls``. Layers are in one group if they are under the same child of the component, have equal
-    bytes, and are called equally often in each of ``calls``. Layers of a child that no call reads
-    form groups that no call uses. Layers in ``routed`` lists, and other layers that are not called,
-    are unblocked weights.
+    () if no layer can be a block, or if blocks are compiled. A layer can be a block if its tensors
+    are read only during its own calls, in all of ``calls``. Layers are in one group if they are
+    under the same child of the component, have equal bytes, and are called equally often in each of
+    ``calls``. Layers of a child that no call reads form groups that no call uses. Layers in
+    ``routed`` lists, and other layers that are not called, are unblocked weights.
     """
     if any(map(is_compiled, modules_below(module))):
         return ()
@@ -260,10 +258,7 @@ def _paths_with_tied_tensors(module: nn.Module) -> frozenset[str]:
 def _split_where_interrupted(
     units: Sequence[str], groups: Sequence[Sequence[str]]
 ) -> list[list[str]]:
-    """Split ``groups`` where a block of another group is called in between.
-
-    A group's blocks must run one after another.
-    """
+    """Split ``groups`` where another group's block is called: blocks must be consecutive."""
     group_numbers = {path: n for n, group in enumerate(groups) for path in group}
     grouped_paths = [path for path in units if path in group_numbers]
     return [list(run) for _, run in groupby(grouped_paths, key=group_numbers.__getitem__)]
@@ -290,10 +285,7 @@ def _unique_name(top: str, group_names: set[str]) -> str:
 def _differently_read_children(
     module: nn.Module, blocks: Sequence[str], calls: Sequence[Call]
 ) -> list[str]:
-    """Return names of the children that are read by other calls than most unblocked weights.
-
-    "Other weights" are the bytes outside of ``blocks``.
-    """
+    """Return the children that other calls read than most weights outside of ``blocks``."""
     block_prefixes = tuple(f"{path}." for path in blocks)
     patterns: dict[str, set[int]] = defaultdict(set)
     weights = Counter[str]()

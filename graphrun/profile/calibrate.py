@@ -1,7 +1,5 @@
 """Measure this machine: bandwidths to a device and to the disk, and the compute rate.
 
-The figures do not depend on any graph.
-
     cuda   the card                              wall clock, with the card synchronized before and
                                                  after
     sim    the simulated accelerator             virtual clock, so the result equals its settings
@@ -10,7 +8,7 @@ The figures do not depend on any graph.
 Every figure is the best of several repetitions within a share of the allowed time, since
 disturbances only make a measurement worse. The compute rate weights operations as FLUX's
 transformer does at 1024 x 1024: 59.5 TFLOP in matrix products of [4608 3072] with [3072 12288], and
-14.9 TFLOP in attention over 4608 tokens.
+14.9 TFLOP in attention over 4608 tokens. No figure depends on a graph.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from graphrun.profile.recording import Kernel
 from graphrun.systems import forget_cached
 from graphrun.units import MIB
 
-CalibrationDevice = str  # the name of a kind whose `DeviceKind.calibration` is true
+CalibrationDevice = str  # name of a kind whose `DeviceKind.calibration` is true
 
 LINEAR_SHARE = 59.5 / (59.5 + 14.9)
 ALLOWED_SECONDS, CPU_SECONDS = 20.0, 60.0
@@ -48,10 +46,10 @@ MEASURED_CPU = "cpu-measured"
 CHUNK_BYTES = 4 * MIB
 DISK_BYTES = 256 * MIB
 LAUNCHED = 128  # operators in the chain that measures launches
-SMALL_BYTES, SMALL_COPIES = 512, 256  # small copies measure the start-up time of a copy
+SMALL_BYTES, SMALL_COPIES = 512, 256  # measure the start-up time of a copy
 
-# Plausible size of a CUDA context. A figure outside of this range means that another process
-# started or ended meanwhile, or that NVML read another card.
+# Plausible size of a CUDA context. Outside of this range, another process started or ended
+# meanwhile, or NVML read another card.
 CONTEXT_BYTES = range(32 * MIB, 2048 * MIB)
 
 
@@ -66,10 +64,10 @@ def calibrate(
 ) -> tuple[Hardware, dict[str, float]]:
     """Measure this machine, and return a `Hardware` with basis ``measured`` and single figures.
 
-    The measurement takes about ``allowed_seconds``, plus imports. ``folder``: a folder on the disk
-    to measure; not for a CPU, whose rates of direct reads are ``reads`` (None: not measured).
-    ``compiled``: also measure the gain of compiling blocks (`compiled_gain`), after the compiler is
-    done. Raises InputError if there is no such device, or no compiler for it.
+    Takes about ``allowed_seconds``, plus imports. ``folder``: on the disk to measure; not for a
+    CPU, whose rates of direct reads are ``reads`` (None: not measured). ``compiled``: also measure
+    `compiled_gain`, after the compiler is done. Raises InputError if there is no such device, or no
+    compiler for it.
     """
     device_kind = kind_called(kind)
     if compiled and device_kind.has_virtual_clock:
@@ -79,7 +77,7 @@ def calibrate(
         )
     if device_kind.is_host:
         return _calibrate_processor(name, allowed_seconds, reads, compiled=compiled)
-    # Read before torch initializes the driver.
+    # read before torch initializes the driver
     has_card = not device_kind.has_virtual_clock
     initial_used_bytes = _cards_used_bytes() if has_card else {}
     base, target = _open(kind)
@@ -200,10 +198,10 @@ _RATES = {
 
 
 def _with_rate(hardware: Hardware, kernel: Kernel, seconds: float, field: str) -> Hardware:
-    """Return ``hardware`` whose rate ``field`` is such that ``kernel`` takes ``seconds``.
+    """Return ``hardware`` whose rate ``field`` makes ``kernel`` take ``seconds``.
 
-    A kernel takes x + y / rate. A measured time close to x would give any rate: it changes by a
-    factor of 4 at most.
+    A kernel takes x + y / rate. A measured time close to x would give any rate, so the rate changes
+    by a factor of 4 at most.
     """
     rates = hardware.kernels
     assert isinstance(rates, KernelRates)
@@ -221,10 +219,9 @@ def _with_rate(hardware: Hardware, kernel: Kernel, seconds: float, field: str) -
 def compiled_gain(target: Processor, seconds: float) -> float:
     """Return how many times faster compiled blocks are than uncompiled ones.
 
-    The measured block is FLUX's single transformer block: plain code, and code compiled by
-    `torch.compile` with default settings, ``seconds`` each. The compiler fuses elementwise work, so
-    blocks of other architectures gain more if more of their time is elementwise work. Raises
-    InputError if blocks cannot be compiled.
+    Measured with FLUX's single transformer block, plain and compiled by `torch.compile` with
+    default settings, ``seconds`` each. The compiler fuses elementwise work, so blocks with more
+    elementwise work gain more. Raises InputError if blocks cannot be compiled.
     """
     if torch._dynamo.config.disable:
         raise InputError(
@@ -254,10 +251,9 @@ def measure_and_keep(
     """Calibrate, write the hardware profile to ``cache``, and return the results, JSON-ready.
 
     ``kind`` None: the card, else the processor. ``allowed_seconds`` None: `ALLOWED_SECONDS`, on a
-    CPU `CPU_SECONDS`. ``measure_reads``: measures the direct reads of a
-    run on the CPU in a folder, within seconds. ``compiled``: as for `calibrate`. Raises InputError
-    if ``name`` is the name of a data-sheet estimate (`hardware.data_sheet_estimates`), or if the
-    device cannot be measured.
+    CPU `CPU_SECONDS`. ``measure_reads``: measures the direct reads of a run on the CPU, in a folder
+    and within seconds. ``compiled``: as for `calibrate`. Raises InputError if ``name`` is the name
+    of a data-sheet estimate, or if the device cannot be measured.
     """
     device_kind = kind_called(kind) if kind else _kind_here()
     kind, is_host = device_kind.name, device_kind.is_host
@@ -283,7 +279,7 @@ def measure_and_keep(
 
 
 def _kind_here() -> DeviceKind:
-    """Return the kind to calibrate: the first of which there may be a card here, else the CPU."""
+    """Return the first kind of which there may be a card here, else the CPU."""
     kinds = [kind for kind in built_in() if kind.calibration and not kind.has_virtual_clock]
     return next(kind for kind in kinds if kind.is_host or hardware.has_signs(kind))
 
@@ -302,10 +298,7 @@ def _open(kind: CalibrationDevice) -> tuple[Hardware, Processor]:
 
 
 def _rate(target: Processor, work: Callable[[str], float], kind: str, seconds: float) -> float:
-    """Return the best amount per second of ``work(kind)``, which returns its amount.
-
-    At least three repetitions, after one warm-up.
-    """
+    """Return the best amount per second of ``work(kind)``, after one warm-up."""
     work(kind)
     best, repetitions, end = 0.0, 0, time.perf_counter() + seconds
     while repetitions < 3 or (time.perf_counter() < end and repetitions < 50):
@@ -345,10 +338,9 @@ def disk_rate(folder: Path, seconds: float) -> float:
 
 
 class Processor:
-    """A device to measure: this processor.
+    """A device to measure: this processor, where host and device are both RAM.
 
-    Host and device are both RAM, so pinned and pageable memory are the same. ``nbytes``: bytes of
-    one copy. Work may be queued; `now` waits until it is done.
+    ``nbytes``: bytes of one copy. Work may be queued; `now` waits until it is done.
     """
 
     nbytes = 64 * MIB
@@ -371,7 +363,7 @@ class Processor:
 
         ``kind``: ``h2d``, ``d2h``, ``pageable``, ``fresh pages`` (to newly allocated pageable
         memory), or ``both`` (one in each direction at the same time; here one after the other).
-        ``small``: ``SMALL_COPIES`` copies of ``SMALL_BYTES`` from pinned memory to the device.
+        ``small``: `SMALL_COPIES` copies of `SMALL_BYTES` from pinned memory to the device.
         """
         if kind == "fresh pages":
             self._source.clone()
@@ -391,8 +383,8 @@ class Processor:
     def blocks(self) -> dict[str, Callable[[], Any]]:
         """FLUX's single transformer block with random weights, plain and compiled.
 
-        The block has the width and the token count of the tensors of `compute`. A ninth of the
-        tokens are text, as at 1024 x 1024.
+        It has the width and the token count of the tensors of `compute`. A ninth of the tokens are
+        text, as at 1024 x 1024.
         """
         from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
 
@@ -418,9 +410,8 @@ class Processor:
     def compute(self, kind: str) -> float:
         """Run one kernel and return its FLOPs. Tensors are smaller than a card's.
 
-        matmul                   [m k] [k n], 2 m k n
-        attention                fused, [b h s d], 4 b h s s d
-        convolution              [b h s d] with 3 x 3 filters, h to h channels, 18 b h h s d
+        matmul                   [m k] [k n], 2 m k n attention                fused, [b h s d], 4 b
+        h s s d convolution              [b h s d] with 3 x 3 filters, h to h channels, 18 b h h s d
         block, compiled block    one of `blocks`; returns 1
         """
         if kind.endswith("block"):
@@ -442,7 +433,7 @@ class Processor:
 
 
 class _Sim(Processor):
-    """The simulated accelerator, on its own clock."""
+    """The simulated accelerator, on its own clock and with a single copy engine."""
 
     nbytes = MIB
 
@@ -458,12 +449,10 @@ class _Sim(Processor):
             )
 
     def now(self) -> float:
-        """Return seconds on the virtual clock."""
         self._machine.synchronize()
         return self._machine.seconds()
 
     def copy(self, kind: str) -> None:
-        """Copy with the single copy engine of the simulated accelerator."""
         with self._machine, self._machine.on_copy_stream():
             if kind == "fresh pages":
                 self._on_sim.cpu()
@@ -474,7 +463,6 @@ class _Sim(Processor):
                 _transfer(self._destination, self._on_sim)
 
     def compute(self, kind: str) -> float:
-        """Run a kernel, timed by the virtual clock."""
         with self._machine:
             return super().compute(kind)
 
@@ -521,10 +509,7 @@ class _Cuda(Processor):
         return super().now()
 
     def copy(self, kind: str) -> None:
-        """Copy between pinned memory and the card on side streams.
-
-        Copies from pageable memory run on the current stream.
-        """
+        """Copy between pinned memory and the card on side streams, else on the current one."""
         if kind == "pageable":
             _transfer(self._device[0], self._pageable)
         if kind == "fresh pages":
@@ -569,7 +554,7 @@ class _Cuda(Processor):
 
     @torch.no_grad()
     def load_kernels(self) -> None:
-        """See `Processor.load_kernels`: a card loads a kernel's code when it first runs."""
+        """As `Processor.load_kernels`: a card loads a kernel's code when it first runs."""
         functional = torch.nn.functional
         for picture, filters, matrix in (
             (self._picture, self._filters, self._left_matrix),
@@ -594,7 +579,6 @@ class _Cuda(Processor):
             functional.embedding(torch.arange(8, device=matrix.device), matrix)
 
     def kernels(self) -> dict[str, Kernel]:
-        """Return the kernels that `compute` runs, by kind."""
         rows, inner, columns = *self._left_matrix.shape, self._right_matrix.shape[1]
         heads, tokens, features = self._heads.shape[1:]
         channels, pixels = self._picture.shape[1], self._picture.shape[2] * self._picture.shape[3]
@@ -634,12 +618,11 @@ def _transfer(
 def _with_context(
     base: Hardware, initial_used_bytes: Mapping[str, int], target: Processor
 ) -> Hardware:
-    """Return ``base`` with the measured size of the CUDA context.
+    """Return ``base`` with the measured size of the CUDA context, at least the size in ``base``.
 
     The size is the growth of the card's used memory since ``initial_used_bytes``, before the driver
     was initialized, without what torch reserved. It is measured after kernels of many kinds, since
-    kernels are loaded at their first run and stay loaded. It is at least the value in ``base``,
-    since a run may load further kernels.
+    kernels are loaded at their first run and stay loaded. A run may load further kernels.
     """
     target.compute("convolution")
     target.load_kernels()
@@ -658,7 +641,7 @@ def context_bytes_taken(
 ) -> int | None:
     """Return the growth of the used memory of the card ``uuid``, without ``reserved_bytes``.
 
-    A card is identified by its UUID, or is the only one. NVML numbers cards differently than torch
+    A card is identified by its UUID, or is the only one: NVML numbers cards differently than torch
     and ignores CUDA_VISIBLE_DEVICES. None if the card cannot be identified, or if the figure is
     outside of `CONTEXT_BYTES`.
     """
@@ -690,10 +673,7 @@ class _Memory(ctypes.Structure):
 
 
 def _cards_used_bytes() -> dict[str, int]:
-    """Return UUID -> bytes in use on the card by all processes, from the driver's library NVML.
-
-    {} without that library.
-    """
+    """Return UUID -> bytes in use on the card by all processes, by NVML; {} without it."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

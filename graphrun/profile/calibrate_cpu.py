@@ -1,9 +1,9 @@
 """Measure the CPU: rates of kernels by class (`costs.cpu_work`), with PyTorch's number of threads.
 
-Probes are operators of the sizes that models have. Each is recorded as in a dry run, and timed. The
-rates are those with which `costs` gives the probes their measured seconds: of all non-negative
-rates, the ones with the least sum of squared relative errors. So a class is measured by several
-probes, and a probe measures several classes.
+Probes are operators of the sizes that models have. Each is recorded as in a dry run, and timed. Of
+all non-negative rates, those count with which `costs` predicts the measured seconds with the least
+sum of squared relative errors. So a class is measured by several probes, and a probe measures
+several classes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from graphrun.profile.recording import Kernel
 from graphrun.systems import anonymous_memory
 from graphrun.units import GIB, MIB, PAGE_BYTES, round_up
 
-# A class that takes no measurable time has this rate.
+# rate of a class that takes no measurable time
 FASTEST = 1e14
 DTYPES = ("bfloat16", "float32", "float16")
 # Tensors are read again after this many bytes of others, as in a model: caches have up to 500 MB.
 POOL_BYTES = GIB
-# A block counts as much as this many operators: what operators take next to each other is what runs
-# take.
+# A block counts as much as this many operators: in runs, too, operators are next to each other.
 BLOCK_WEIGHT = 6.0
 TOUCH_BYTES = 64 * MIB  # written at once to measure new memory
 LAUNCHED = 128  # operators in the chain that measures launches
@@ -55,7 +54,6 @@ class Probe:
     is_block: bool = False
 
     def tensors(self, device: str) -> list[torch.Tensor]:
-        """Return new tensors on ``device``."""
         dtype = getattr(torch, self.dtype)
         return [torch.ones(size, dtype=dtype, device=device) for size in self.sizes]
 
@@ -74,8 +72,8 @@ class Probe:
 class ColdPool:
     """Memory larger than caches, in pages as the runtime's, from which probes take tensors.
 
-    In a model other weights and tensors have passed through the caches since. An operator that is
-    called with the same tensors again and again takes half as long.
+    In a model other weights and tensors pass through the caches between two uses. An operator that
+    is called with the same tensors again and again takes half as long.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -239,8 +237,8 @@ def first_touch_seconds(seconds: float) -> float:
     """Return the seconds to write one byte of memory that nothing used for a while.
 
     Writes new memory for at most ``seconds``, and at most half of what is available. Call it before
-    other memory is used: what a process has just freed takes a tenth of the time. So the result is
-    that of the slowest tenth of all chunks.
+    other memory is used: memory that a process has just freed takes a tenth of the time. So the
+    slowest tenth of all chunks counts.
     """
     chunks, durations = list[torch.Tensor](), list[float]()
     most_chunks = available_bytes() // 2 // TOUCH_BYTES
@@ -296,8 +294,8 @@ def fitted_rates(
 ) -> tuple[dict[str, float], list[float]]:
     """Return the rate of each class, and the relative error of each probe.
 
-    ``work``: the amounts of each probe by class. ``seconds``: what each probe took. ``blocks``:
-    which probes are blocks, and count `BLOCK_WEIGHT` times.
+    ``work``: the amounts of each probe by class. ``seconds``: of each probe. ``blocks``: which
+    probes are blocks, and count `BLOCK_WEIGHT` times.
     """
     names = sorted({name for amounts in work for name in amounts})
     weights = numpy.array(
@@ -339,7 +337,8 @@ def measured_cpu(
         work.append(work_of(kernels))
         duration = typical_seconds(probe, share, pool)
         durations.append(max(0.1 * duration, duration - len(kernels) * launch))
-    # Of an operator that only blocks have, with few bytes, a rate would be what others left over.
+    # The rate of an operator that only blocks have, with few bytes, would absorb the errors of
+    # others.
     measured_names = {
         name
         for probe, amounts in zip(probe_list, work, strict=True)
@@ -351,7 +350,7 @@ def measured_cpu(
         for amounts in work
     ]
     rates, errors = fitted_rates(work, durations, [probe.is_block for probe in probe_list])
-    for dtype in DTYPES:  # operators that no probe has
+    for dtype in DTYPES:  # for operators that no probe has
         operator_rates = [
             rate
             for name, rate in rates.items()

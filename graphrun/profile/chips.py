@@ -23,10 +23,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """A chip. ``gibs``: GiB of memory that it comes with. ``tensor``, ``fp32``: TFLOP/s in 16 bits
-    and in fp32. ``cores``: multiprocessors, compute units or GPU cores. ``memory``: GB/s.
-    ``device``: the kind. ``other_names``: parts of names that a driver gives to its GPU, in lower
-    case without spaces."""
+    """A chip.
+
+    ``gibs``: GiB of memory that it comes with. ``tensor``, ``fp32``: TFLOP/s in 16 bits and in
+    fp32. ``cores``: multiprocessors, compute units or GPU cores. ``memory``: GB/s. ``device``: the
+    kind. ``other_names``: parts of names that a driver gives its GPU, in lower case without spaces.
+    """
 
     gibs: tuple[int, ...]
     tensor: float

@@ -26,9 +26,9 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from graphrun.profile.operands import tensors_of
 
-# Tensors with more elements hold data, not sizes.
+# tensors with more elements are data, not sizes
 MAX_ELEMENTS = 64
-# The same where a call's arguments are constant: positions of the tokens of a picture.
+# the same where a call's arguments are constant: positions of the tokens of a picture
 MAX_NOTED_ELEMENTS = 1 << 22
 
 aten = torch.ops.aten
@@ -39,10 +39,7 @@ VALUE_DEPENDENT = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_depe
 
 
 class Storages:
-    """Notes about storages, so that they apply to all views of a tensor.
-
-    A note disappears with its storage, since a new storage may have the same address.
-    """
+    """Notes about storages, for all views of a tensor; a note ends with its storage."""
 
     def __init__(self) -> None:
         self._notes: Any = WeakIdKeyDictionary(ref_type=weakref.ref)
@@ -54,15 +51,11 @@ class Storages:
         return tensor.untyped_storage() in self._notes
 
     def get(self, tensor: torch.Tensor) -> Any:
-        """Return the note about ``tensor``'s storage, None if there is none."""
         return self._notes.get(tensor.untyped_storage())
 
 
 class ConstantValues:
-    """The values of meta tensors with a constant value, as CPU tensors.
-
-    Views of a tensor have values that are views of its value.
-    """
+    """Values on the CPU of meta tensors that have constant values; views stay views."""
 
     def __init__(self) -> None:
         self._values: Any = WeakTensorKeyDictionary()
@@ -71,7 +64,7 @@ class ConstantValues:
         self._max_elements = MAX_ELEMENTS
 
     def note(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Store that the meta tensor ``tensor`` has ``value`` if those are integers or a mask."""
+        """Store ``value`` of the meta tensor ``tensor`` if it consists of integers or is a mask."""
         self._max_elements = MAX_NOTED_ELEMENTS
         if tensor.is_meta and _is_whole(value) and value.numel() <= self._max_elements:
             self._values[tensor] = value.to("cpu", copy=True)
@@ -83,12 +76,12 @@ class ConstantValues:
         return result
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the value of ``tensor`` on the CPU, None if it is not constant."""
+        """Return the value of ``tensor`` on the CPU; None if it is not constant."""
         value: torch.Tensor | None = self._values.get(tensor)
         return value
 
     def content(self, leaf: Any) -> tuple[Any, ...] | None:
-        """Return a key that is equal for equal constant values, None if ``leaf`` has none."""
+        """Return a key that is equal for equal constant values; None if ``leaf`` has none."""
         value = self.value(leaf) if isinstance(leaf, torch.Tensor) else None
         return None if value is None else tuple(value.flatten().tolist())
 
@@ -171,10 +164,10 @@ class ConstantValues:
         return columns
 
     def worst_bincount(self, indices: torch.Tensor) -> torch.Tensor | None:
-        """Return ``indices.bincount()`` on meta with the largest memory.
+        """Return the largest possible ``indices.bincount()`` on meta, for top-k indices.
 
-        None unless ``indices`` come from a top-k selection. All tokens select the same experts,
-        which makes the largest single call. The total work is the same for every selection.
+        All tokens select the same experts, which makes the largest single call. The total work is
+        the same for every selection. None for other indices.
         """
         if (topk := self._topk.get(indices)) is None:
             return None

@@ -1,9 +1,8 @@
 """Device memory that a card takes beyond what the dispatcher sees, as named rules with sources.
 
-Pure arithmetic, no torch. All amounts are bytes unless stated otherwise. Rules about a component's
-own tensors are applied where the tensors are created: T5's ``wo`` in fp32, persistent buffers and
-tied weights in `graphrun.modules.build` and `graphrun.modules.blocks`. An fp32 VAE is a VAE with
-dtype float32 in the graph file.
+Pure arithmetic, in bytes, no torch. Rules about a component's own tensors are applied where the
+tensors are created: T5's ``wo`` in fp32, persistent buffers and tied weights in
+`graphrun.modules.build` and `graphrun.modules.blocks`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from graphrun.model.problem import Hardware, ProcessorRates
 from graphrun.profile.recording import FLEX, RMS_NORM, Call, ConvolutionShape, Kernel, MemoryEvent
 from graphrun.units import GIB, MIB, round_up
 
-# Tensors of this size or more exceed 32-bit signed byte offsets.
+# tensors of this size or more exceed 32-bit signed byte offsets
 LARGE_BYTES = 1 << 31
 
 # Tensor cores take channels in multiples of 8 (16 bit). For fewer, as in a network's first layer,
@@ -114,9 +113,9 @@ CORRECTIONS = (
     Correction(
         "fused attention",
         (
-            "the fp32 logsumexp [b h s] beside the output (on compute capability 9.0 none); no S x "
-            "S tensor. The output has the order of the query in memory, with a mask or more than "
-            "256 features [b s h d]"
+            "the fp32 logsumexp [b h s] next to the output (on compute capability 9.0 none); no "
+            "S x S tensor. The output has the order of the query in memory, with a mask or more "
+            "than 256 features [b s h d]"
         ),
         "PyTorch's flash, memory-efficient and cuDNN attention; 70 calls on an H100",
     ),
@@ -133,7 +132,7 @@ CORRECTIONS = (
     Correction(
         "RMS norm",
         (
-            "one fp32 figure for each row beside the result, and a contiguous copy of an input "
+            "one fp32 figure for each row next to the result, and a contiguous copy of an input "
             "that is not; no fp32 copies"
         ),
         (
@@ -259,10 +258,10 @@ CORRECTIONS = (
 class Convolution:
     """One convolution: bytes of its tensors and of one element, its channels, taps and stride.
 
-    ``taps``: number of weights per filter and channel. ``strided``: whether the stride is more than
-    1. ``pixels``: of one channel of the result. ``channels_last``: whether the strides of the input
-    are in this order. ``sparse``: whether its elements are not adjacent in memory. ``chooses``:
-    whether cuDNN may choose a kernel with scratch of its own.
+    ``taps``: weights per filter and channel. ``strided``: stride above 1. ``pixels``: of one
+    channel of the result. ``channels_last``: order of the input's strides. ``sparse``: the input's
+    elements are not adjacent in memory. ``chooses``: cuDNN may choose a kernel with scratch of its
+    own.
     """
 
     input_bytes: int
@@ -282,7 +281,7 @@ class Convolution:
 
 
 def convolution_scratch(convolution: Convolution) -> int:
-    """Return bytes of scratch of a convolution on cards other than of compute capability 9.0."""
+    """Return the scratch of a convolution on cards other than of compute capability 9.0."""
     if convolution.inputs < FEW_CHANNELS:
         return 0
     if convolution.element_bytes > 2:
@@ -298,7 +297,7 @@ def convolution_scratch(convolution: Convolution) -> int:
 
 
 def hopper_convolution_scratch(convolution: Convolution) -> int:
-    """Return bytes of scratch of a convolution on compute capability 9.0."""
+    """Return the scratch of a convolution on compute capability 9.0."""
     copied_bytes = convolution.input_bytes if convolution.sparse else 0
     if 1 < convolution.groups == convolution.inputs:
         return copied_bytes
@@ -324,8 +323,7 @@ def hopper_convolution_scratch(convolution: Convolution) -> int:
 def _part(nbytes: int) -> int:
     """Return the bytes of a tensor that are processed at a time.
 
-    A tensor up to 1 GiB is processed whole; otherwise as many quarters as fit into 1 GiB, at least
-    1 GiB.
+    All up to 1 GiB; otherwise as many quarters as fit into 1 GiB, at least 1 GiB.
     """
     if nbytes <= PART_BYTES:
         return nbytes
@@ -335,7 +333,7 @@ def _part(nbytes: int) -> int:
 def attention_scratch(
     rows: int, keys: int, width: int, element_bytes: int, *, fused: bool, wide: bool = False
 ) -> int:
-    """Return bytes of scratch of one attention.
+    """Return the scratch of one attention.
 
     ``rows``: query rows, b h s_q, of ``width`` elements. ``keys``: keys per row, s_k. ``wide``:
     more features than FlashAttention and cuDNN take.
@@ -346,7 +344,7 @@ def attention_scratch(
 
 
 def flex_scratch(kernel: Kernel) -> int:
-    """Return bytes of scratch of flex attention that is not compiled.
+    """Return the scratch of flex attention that is not compiled.
 
     Per score it has three numbers in fp32 at once: before and after the mask, and their softmax.
     The same operators took 12.1 bytes per score on the simulated accelerator.
@@ -357,10 +355,10 @@ def flex_scratch(kernel: Kernel) -> int:
 def int8_scratch(rows: int, inputs: int, outputs: int, half: bool = False) -> tuple[int, int]:
     """Return scratch of one int8 layer: (bytes before its result, bytes next to the result).
 
-    ``rows``: tokens of ``inputs`` features. ``half``: the layer computes in fp16. The first figure
-    has the input in fp16 (unless it is already), its absolute values, which determine the outliers,
-    and the input in int8. The second has the input in int8, the product in int32 and, unless that
-    is the result, the product in fp16.
+    ``rows``: tokens of ``inputs`` features. ``half``: the layer computes in fp16. Before: the input
+    in fp16 (unless it is already), its absolute values, which determine the outliers, and the input
+    in int8. Next to: the input in int8, the product in int32 and, unless that is the result, in
+    fp16.
     """
     int8_bytes = rows * (inputs + 4)
     first_bytes = int8_bytes + rows * inputs * (3 if half else 5)
@@ -378,11 +376,11 @@ def cpu_int8_scratch(
     return first_bytes, rows * (inputs + 4) + rows * outputs * (16 - element_bytes)
 
 
-# oneDNN stores the channels of convolutions in blocks of this many.
+# oneDNN stores the channels of convolutions in blocks of this many
 CHANNEL_BLOCK = 16
-# PyTorch computes a convolution in fp32 of one picture with at most this many inputs by itself.
+# PyTorch computes a convolution in fp32 of one picture with at most this many inputs by itself
 SMALL_CONVOLUTION = 20480
-# Attention on a CPU: most keys that a thread processes at a time.
+# attention on a CPU: most keys that a thread processes at a time
 KEYS_AT_ONCE = 512
 
 
@@ -419,7 +417,7 @@ def cpu_scratch(kernel: Kernel, processor: ProcessorRates) -> int:
 
 
 def cpu_rms_norm_scratch(rows: int, elements: int, element_bytes: int, has_weight: int) -> int:
-    """Return bytes of scratch of an RMS norm on a CPU, next to the result and one figure per row.
+    """Return the scratch of an RMS norm on a CPU, next to the result and one figure per row.
 
     PyTorch's ``rms_norm_composite`` has an fp32 copy of an input of 16 bits, the scaled input, and
     with a weight also its fp32 copy and the product before it is cast; without one, a second figure
@@ -435,7 +433,7 @@ def cpu_rms_norm_scratch(rows: int, elements: int, element_bytes: int, has_weigh
 def cpu_convolution_scratch(
     shape: ConvolutionShape, element_bytes: int, processor: ProcessorRates
 ) -> int:
-    """Return bytes of scratch of a convolution that oneDNN computes on a CPU."""
+    """Return the scratch of a convolution that oneDNN computes on a CPU."""
     # PyTorch's condition multiplies the first four sizes, so without the last of three dimensions
     pixels = shape.input_pixels if shape.dimensions < 3 else shape.input_rows
     is_single = shape.batch == shape.groups == 1
@@ -470,7 +468,7 @@ def _unfolded_bytes(shape: ConvolutionShape, element_bytes: int) -> int:
 def cpu_attention_scratch(
     rows: int, queries: int, keys: int, features: int, element_bytes: int, processor: ProcessorRates
 ) -> int:
-    """Return bytes of scratch of PyTorch's flash attention on a CPU.
+    """Return the scratch of PyTorch's flash attention on a CPU.
 
     ``rows``: ``queries`` of all heads and pictures, of ``features`` elements.
     """

@@ -44,13 +44,13 @@ from graphrun.units import KIB, MIB, round_up
 
 TILE = 128
 
-# glibc keeps freed memory of up to this size for the next allocation; larger tensors get new pages
+# glibc keeps freed memory up to this size for the next allocation; larger tensors get new pages
 # from the kernel (DEFAULT_MMAP_THRESHOLD_MAX in malloc.c, 64-bit).
 REUSED_BYTES = 32 * MIB
 # Products that add up fewer numbers per output compute faster: their weights stay in the cache.
 LONG_SUMS = 1024
-# Sizes of channels up to which they are copied to blocks of 16 channels at one rate: the larger,
-# the fewer lines of 16 channels stay in a cache.
+# Sizes of channels up to which they are copied to blocks of 16 channels at one rate: fewer lines of
+# 16 larger channels stay in a cache.
 SMALL_PLANE_BYTES, LARGE_PLANE_BYTES = 16 * KIB, 64 * KIB
 
 # Rate of the memory-efficient attention kernel with wide heads over the rate of flash attention.
@@ -68,9 +68,9 @@ MASKED_ATTENTION = 0.27
 NORM_SECONDS = 0.523e-9
 NORM_BLOCKS = 4  # blocks of 512 threads that a multiprocessor runs at once
 
-# Seconds that a multiprocessor takes for one row of an RMS norm (vectorized_layer_norm_kernel),
-# one block per row. On an H100, 608 norms of FLUX.1-dev, with 50.4 million rows of 128 features,
-# took 35.8 ms (benchmarks/results/card-flux.json), 4.6 times what their bytes take.
+# Seconds that a multiprocessor takes for one row of an RMS norm (vectorized_layer_norm_kernel), one
+# block per row. On an H100, 608 norms of FLUX.1-dev, with 50.4 million rows of 128 features, took
+# 35.8 ms (benchmarks/results/card-flux.json), 4.6 times what their bytes take.
 ROW_SECONDS = 94e-9
 
 # bitsandbytes' int8 layers (LLM.int8): bytes that MatMul8bitLt's kernels move per element of input
@@ -132,7 +132,7 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware) -> float:
         return moving + kernel.scores / kernel.tiles * blocks_per_place * NORM_SECONDS
     half = kernel.dtype == "float16" or (kernel.dtype == "bfloat16" and rates.bfloat16)
     waves = -(-kernel.tiles // rates.multiprocessors)
-    # FLOPs of full waves over FLOPs of the kernel.
+    # FLOPs of full waves over FLOPs of the kernel
     full = waves * rates.multiprocessors / kernel.tiles
     if kernel.kind == "matmul":
         rate = hardware.flops_per_second if half else rates.fp32_flops_per_second
@@ -160,7 +160,7 @@ def cpu_seconds(kernel: Kernel, rates: ProcessorRates) -> float:
 
 
 def cpu_work(kernel: Kernel) -> dict[str, float]:
-    """Return the amounts of ``kernel``'s work on a CPU, by the class that `ProcessorRates` has."""
+    """Return the amounts of ``kernel``'s work on a CPU, by class of `ProcessorRates`."""
     if kernel.operator == RMS_NORM:
         return _rms_norm_work(*kernel.shape[1:])
     if kernel.kind == "elementwise":
@@ -183,7 +183,7 @@ def cpu_work(kernel: Kernel) -> dict[str, float]:
         plane_bytes = element_bytes * max(shape.input_pixels, shape.output_pixels)
         sizes = {"small": SMALL_PLANE_BYTES, "large": LARGE_PLANE_BYTES}
         kind = next((name for name, nbytes in sizes.items() if plane_bytes <= nbytes), "huge")
-        # the input and the output in blocks, the output in between (`corrections`), the result
+        # the input in blocks, the output in blocks twice (`corrections`), the result
         copies = (
             kernel.nbytes - weight_bytes - shape.outputs * pixel_bytes,
             *[outputs * pixel_bytes] * 2,
@@ -211,7 +211,7 @@ def _rms_norm_work(elements: int, element_bytes: int, has_weight: int) -> dict[s
 
 
 def _new_bytes(*sizes: int) -> dict[str, float]:
-    """Return the bytes of tensors of ``sizes`` bytes that get memory from the system each time."""
+    """Return the bytes of tensors of ``sizes`` that get new memory from the system each time."""
     total_bytes = sum(nbytes for nbytes in sizes if nbytes > REUSED_BYTES)
     return {"new memory": float(total_bytes)} if total_bytes else {}
 
@@ -238,10 +238,9 @@ def extra_seconds(
 def quantized_seconds(
     kernel: Kernel, shape: tuple[int, int], precision: str, hardware: Hardware
 ) -> float:
-    """Return the additional seconds of ``kernel`` in ``precision``.
+    """Return the additional seconds of a layer's product in ``precision``.
 
-    ``kernel``: the product of a layer with a weight [outputs inputs]. 0 on `sim`, whose clock
-    charges FLOPs and copies only.
+    0 on `sim`, whose clock charges FLOPs and copies only.
     """
     rates, bandwidth = hardware.kernels, hardware.memory_bytes_per_second
     if rates is None:
@@ -278,8 +277,7 @@ def _simulated_seconds(
 ) -> list[float]:
     """Return the seconds of each entry on `sim`, whose clock charges every launch.
 
-    The host launches ahead. The device waits for the host where kernels take less time than their
-    launches.
+    The host launches ahead. The device waits where kernels take less time than their launches.
     """
     durations = []
     host_seconds = device_seconds = 0.0

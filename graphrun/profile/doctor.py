@@ -1,8 +1,4 @@
-"""Check this machine for what graphrun needs: a verdict per thing, and what to type.
-
-Nothing is measured here (`calibrate` measures). The result is plain data;
-`graphrun.report.machine_screens` formats it.
-"""
+"""Check this machine for what graphrun needs, and say what to type. Measures nothing."""
 
 from __future__ import annotations
 
@@ -31,10 +27,7 @@ from graphrun.units import GIB, show_size
 
 
 class Rule(NamedTuple):
-    """A feature of a package from a version on.
-
-    ``provides``: the feature. ``limitation``: what applies to versions before ``first_version``.
-    """
+    """A feature of a package; ``limitation``: what applies before ``first_version``."""
 
     package: str
     first_version: str
@@ -44,7 +37,7 @@ class Rule(NamedTuple):
 
 # Sources: bitsandbytes' release notes 0.43.2 (4-bit modules move between devices) and 0.48 (8-bit
 # modules move; accelerate and transformers blocked that on some paths). The others are the versions
-# that graphrun needs and is tested with.
+# that graphrun is tested with.
 RULES = (
     Rule(
         "torch",
@@ -110,10 +103,7 @@ class Check:
 
 
 def examine(cache: Path | None) -> dict[str, Any]:
-    """Return all findings, JSON-ready: device, versions, memory, disk, cache, checks and problems.
-
-    ``checks``: a `Check` for each thing. ``problems``: texts of the checks that are a problem.
-    """
+    """Return all findings, JSON-ready, with the texts of the checks that are ``problems``."""
     versions = [package_status(name, _version(name)) for name in WITHOUT]
     device, memory, disk = _device(), _memory(), _disk(cache)
     processor = _processor(cache)
@@ -180,10 +170,9 @@ def _checks(findings: Mapping[str, Any]) -> Iterator[Check]:
 
 
 def package_status(name: str, installed: str | None) -> dict[str, Any]:
-    """Return what version ``installed`` of the package ``name`` supports, and what it does not.
+    """Return what version ``installed`` of a package supports and does not; None: absent.
 
-    ``allows``: supported. ``breaks``: unsupported. ``needs``: the version that supports everything.
-    ``installed`` None: not installed.
+    ``needs``: the version that supports everything.
     """
     rules = [rule for rule in RULES if rule.package == name]
     needs = rules[-1].first_version
@@ -273,10 +262,7 @@ def _card(card: Hardware) -> dict[str, Any]:
 
 
 def torch_build(versions: Any) -> str:
-    """Return what torch is built for: ``CUDA 12.8``, ``ROCm 6.4``, ``XPU 2025``, or ``the CPU``.
-
-    ``versions``: `torch.version`.
-    """
+    """Return what torch is built for: ``CUDA 12.8``, ``ROCm 6.4``, ``XPU 2025``, ``the CPU``."""
     for attribute, name in (("hip", "ROCm"), ("xpu", "XPU"), ("cuda", "CUDA")):
         if number := getattr(versions, attribute, None):
             return f"{name} {number}"
@@ -284,11 +270,7 @@ def torch_build(versions: Any) -> str:
 
 
 def device_check(device: Mapping[str, Any]) -> Check:
-    """Return whether torch opens a device.
-
-    If it does not although there are signs of a card, the check says why, and what to install or
-    try.
-    """
+    """Check whether torch opens a device. If not, say why, and what to install or try."""
     build, card, signs = device["build"], device["card"], device["signs"]
     if card is not None:
         free = f"{show_size(card['free_bytes'])} of {show_size(card['total_bytes'])} free"
@@ -324,7 +306,7 @@ def device_check(device: Mapping[str, Any]) -> Check:
 
 def _builds_for(signs: Sequence[str]) -> tuple[str, ...]:
     """Return the builds of torch that open the card with these ``signs``, the best card's first."""
-    # The Windows Subsystem for Linux does not say which vendor's card it is.
+    # the Windows Subsystem for Linux does not say which vendor's card it is
     vendor_signs = [sign for sign in signs if sign != "/dev/dxg"]
     if not vendor_signs:
         return "CUDA", "ROCm", "XPU"
@@ -346,8 +328,8 @@ def driver(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
 def _processor(cache: Path | None) -> dict[str, Any]:
     """Return what the device ``cpu`` can do here.
 
-    ``direct_reads``: whether the file systems of the folders have reads past the page cache, None
-    where that cannot be tried. ``unenforceable``: why ``run --enforce`` cannot limit memory, or "".
+    ``direct_reads``: whether the folders' file systems have reads past the page cache; None where
+    that cannot be tried. ``unenforceable``: why ``run --enforce`` cannot limit memory, or "".
     """
     cpu = profiles.detect_cpu(cache)
     folders = [Path(HF_HUB_CACHE), *([cache] if cache is not None else [])]
@@ -416,10 +398,7 @@ def _memory() -> dict[str, Any]:
 
 
 def memory_checks(memory: Mapping[str, Any], *, card: bool) -> Iterator[Check]:
-    """Check RAM, swap, and the limits of cgroups and of page-locked memory.
-
-    ``card``: whether there is a device that copies from locked pages.
-    """
+    """Check RAM, swap and limits; ``card``: whether a device copies from locked pages."""
     usable, budget, available, total, swap = (
         show_size(memory[f"{name}_bytes"])
         for name in ("usable", "auto", "available", "total", "swap")

@@ -84,7 +84,7 @@ from graphrun.sim.dry import PLANNED, DryMachine, without_planned_device
 from graphrun.sim.tensor import SimTensor
 from graphrun.units import MIB, round_up, show_size
 
-# Larger tensors are output images or videos; no code depends on their values, so they are not
+# Larger tensors are output images or videos. No code depends on their values, so they are not
 # computed.
 HOLLOW_BYTES = 64 * MIB
 
@@ -100,9 +100,8 @@ def probe(
     """Return the dry run of ``graph`` for resolved ``inputs``.
 
     ``options``: stage -> name of its stage option. ``on_built``: called when all components and
-    parts exist, before the graph's ops run. Raises what the pipeline's own code raises for
-    these inputs, and GraphError if a component's local files are damaged or belong to another
-    model.
+    parts exist, before the graph's ops run. Raises the errors of the pipeline's own code, and
+    GraphError if a component's local files are damaged or belong to another model.
     """
     meta_modules = {
         name: meta_module(component, graph.trust) for name, component in graph.components.items()
@@ -144,10 +143,7 @@ def probe(
 
 
 def random_weights(graph: Graph) -> Callable[[str], nn.Module]:
-    """Return a function: name -> component of ``graph`` with random weights, on the CPU.
-
-    No files are read.
-    """
+    """Return a function: name -> component with random weights, without files."""
 
     def build_random(name: str) -> nn.Module:
         component = graph.components[name].without_checkpoints()
@@ -161,8 +157,8 @@ class Prober:
 
     Every call appends an item to ``recording``. Later dry runs with the same prober reuse the
     traces. A call whose code reads numbers cannot be traced on meta. It is computed once on the
-    CPU, with the module from ``weights(component)``, which has the structure of the meta module.
-    Without ``weights``, or without enough RAM, the error on meta is raised.
+    CPU, with the module from ``weights(component)``. Without ``weights``, or without enough RAM,
+    the error on meta is raised.
 
     ``host_type``: the type of torch's device for the host; "" if the planned device is the host.
     """
@@ -183,7 +179,7 @@ class Prober:
         )
         self.routed: dict[str, set[str]] = defaultdict(set)  # component -> `routed_lists`
         self._traces: dict[Any, tuple[Call, Returned]] = {}
-        # Component -> tensors that its hooks hold between calls.
+        # component -> tensors that its hooks keep between calls
         self._hook_state: dict[str, list[torch.Tensor]] = {}
 
     def signature(
@@ -198,8 +194,8 @@ class Prober:
     ) -> Any:
         """Return a key that is equal for calls that share one trace.
 
-        Such calls have the same component, entry point, argument shapes and autocast for
-        ``device_type``. Without ``texts``, calls that differ only in texts have equal keys.
+        They have the same component, entry point, argument shapes and autocast for ``device_type``.
+        Without ``texts``, calls that differ only in texts have equal keys.
         """
         host = self.host_type if device_type != "cpu" else ""  # in tests the device may be the CPU
         return (
@@ -260,10 +256,9 @@ class Prober:
         return recording
 
     def profiles(self, graph: Graph | None = None) -> dict[str, ComponentProfile]:
-        """Return the profile of every component.
+        """Return the profile of every component, with ``graph`` in every precision that it allows.
 
-        Block groups are in the order in which the blocks were entered. With ``graph``, profiles
-        cover every precision that it allows.
+        Block groups are in the order in which the blocks were entered.
         """
         profiles = {}
         for name in self.meta_modules:
@@ -272,7 +267,7 @@ class Prober:
         return profiles
 
     def as_traced(self, name: str) -> AbstractContextManager[None]:
-        """A context with the meta module ``name`` in the state in which its calls were traced.
+        """Context with the meta module ``name`` in the state in which its calls were traced.
 
         Overridden for dtype variants.
         """
@@ -391,7 +386,7 @@ class Prober:
                 call, result, leftover_storages = record(
                     module, units, proceed, args, kwargs, device
                 )
-            # A second call shows whether the next call reuses the tensors or replaces them.
+            # a second call shows whether the next call reuses the tensors or replaces them
             if call.persistent_keys and _holds_tensors(module) and not stateful_hooks(module):
                 repeated_call, *_ = record(
                     module, units, proceed, args, kwargs, device, leftover_storages
@@ -430,8 +425,7 @@ class Prober:
     ) -> tuple[Call, Returned, list[torch.UntypedStorage]]:
         """Return the call, its result, and the storages that it leaves in the component.
 
-        ``earlier_storages``: storages that an earlier call left there. ``with_values``: as for
-        `_trace_on`.
+        ``earlier_storages``: left there by an earlier call. ``with_values``: as for `_trace_on`.
         """
         on_meta = device == META
         self.interceptor.device = device
@@ -497,7 +491,7 @@ class Prober:
 class _HookListener:
     """A listener of `sim` that records tensors made by hooks' callbacks as part of the call.
 
-    ``outer``: the listener for storages from before the call and for those that outlive it.
+    ``outer``: the listener for storages that exist before or after the call.
     """
 
     def __init__(self, recorder: Recorder, outer: Any) -> None:
@@ -516,7 +510,7 @@ class _HookListener:
 
 @contextmanager
 def _record_hook_tensors(recorder: Recorder) -> Iterator[None]:
-    """A context in which ``recorder`` records tensors on `sim` (see `_HookListener`)."""
+    """Context in which ``recorder`` records tensors on `sim` (see `_HookListener`)."""
     machine = active.get()
     outer = machine.listener if machine is not None else None
     if outer is None:
@@ -573,9 +567,8 @@ def _holds_tensors(module: nn.Module) -> bool:
 def _with_state_before(call: Call, repeated_call: Call) -> Call:
     """Return ``call`` with the state that it replaces: tensors that the call before it left.
 
-    ``repeated_call``: the same call once more. What it keeps too is replaced state, such as the
-    frames that causal convolutions see in the next piece. Position tables are reused instead, so
-    ``repeated_call`` keeps none of them.
+    State that ``repeated_call``, the same call once more, keeps too is replaced: frames that causal
+    convolutions see in the next piece. Position tables are reused, so ``repeated_call`` keeps none.
     """
     sizes = {event.key: event.nbytes for event in repeated_call.events if event.nbytes}
     first = 1 + max((event.key for event in call.events), default=0)
@@ -610,7 +603,7 @@ def _in_every_precision(
 
     ``layouts``: the `block_layouts` of its groups and, if it can be split into layers, of those.
     Which tensors stay in fp32 depends on the dtype in which the module is created. Where the files
-    are quantized, the bytes are those of the files.
+    are quantized, the bytes come from the files.
     """
     profiles = (
         [block_profile, block_profile.layer_split]
@@ -677,11 +670,10 @@ def _in_every_precision(
 def expected_rows(
     component: Component, precision: str, layers: Mapping[str, tuple[int, int]]
 ) -> dict[str, tuple[str, int]]:
-    """Return what a published GGUF file is expected to hold: weight -> its type, bytes of a row.
+    """Return the expected contents of a published GGUF file: weight -> its type, bytes of a row.
 
-    Until the file is on this machine: each of ``layers`` ((outputs, inputs) by name) has the type
-    of most weights of its mix, except those that the graph names as plain and those whose rows are
-    not whole blocks.
+    For a file that is not here: each of ``layers`` ((outputs, inputs) by name) has the type of most
+    weights of its mix, except plain ones by the graph and those whose rows are not whole blocks.
     """
     checkpoint, kind = component.checkpoint(precision), GGUF_MIXES[precision]
     assert checkpoint is not None
@@ -697,7 +689,7 @@ def expected_rows(
 def _at_least(
     block_bytes: tuple[int, ...], groups: Sequence[BlockGroup], total_bytes: int
 ) -> tuple[int, ...]:
-    """Return ``block_bytes`` enlarged alike to ``total_bytes`` in all; unchanged if they have more.
+    """Return ``block_bytes`` scaled up to at least ``total_bytes`` in all.
 
     A published file that is larger than expected has more of its weights in larger types.
     """
@@ -719,10 +711,7 @@ def _dequantization(
 
 
 def _device_zeros(component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return zeros on the device for a weight that the pipeline's own code reads.
-
-    The code copies the weight there, which takes memory.
-    """
+    """Return zeros on the device for a weight that the pipeline's code copies there."""
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=PLANNED)
 
 

@@ -9,8 +9,8 @@ Everything but the activation is known exactly (except for blocks smaller than t
 group). So the difference of the peaks is the difference of the activations.
 
 Activations: the largest of several runs counts, and at least the traced one. A plan counts every
-block with the bytes of its group's largest. A run of many blocks therefore takes less than planned.
-That is not due to the activation, and does not apply to a plan that keeps few blocks.
+block with the bytes of its group's largest. A run of many blocks therefore takes less than planned,
+which does not apply to a plan that keeps few blocks.
 
 Seconds are measured for streamed blocks, group by group, and for calls without block copies in the
 slot, since a streamed call also waits for copies. The seconds of a call are divided among its
@@ -23,9 +23,8 @@ by the graph:
     seconds      device, versions, component (class, config, dtype), its distinct calls in the phase
     activation   device, versions, components of the phase with their calls, traced activation
 
-Another graph with the same component at the same size has the same keys and uses the same
-measurements. If the dry run is no longer available, keys are derived from the graph, and nothing is
-shared.
+Another graph with the same component at the same size uses the same measurements. If the dry run is
+no longer available, keys are derived from the graph, and nothing is shared.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ if TYPE_CHECKING:
 TOLERANCE = 0.02
 PARTS = ("first_bytes", "steady_bytes")
 
-# Largest plausible ratio between measured and expected seconds, either way. Figures beyond it are
-# not used.
+# largest plausible ratio between measured and expected seconds, either way; others are not used
 PLAUSIBLE = 100.0
 
 
@@ -108,10 +106,7 @@ def store_measurement_keys(graph: Graph, dry_run: DryRun, problem: Problem, stor
 
 
 def _measurement_keys(problem: Problem, store: Store) -> dict[str, MeasurementKeys]:
-    """Return the measurement keys of each phase: those stored for ``problem``, or derived ones.
-
-    Derived keys are unique to this graph with these settings.
-    """
+    """Return the measurement keys of each phase: those stored for ``problem``, or derived ones."""
     graph_key = _graph_key(problem)
     try:
         stored_keys = TypeAdapter(dict[str, MeasurementKeys]).validate_python(
@@ -135,7 +130,7 @@ def _component_digest(component: Component, calls: Sequence[Call], allow: Collec
     component_calls = {
         id(call): call for call in calls if call.component == component.name
     }.values()
-    # The name is left out, since it depends on the graph.
+    # without the name, which depends on the graph
     kinds = {digest_of(replace(call, component="").plain()) for call in component_calls}
     origin = component.config if component.has_config else component.source
     compile_settings = [component.compile] if component.is_compiled(allow) else []
@@ -185,10 +180,7 @@ def remember(solution: Solution, trace: Trace, store: Store) -> None:
 
 
 def with_measurements(problem: Problem, store: Store | None) -> Problem:
-    """Return ``problem`` with measured figures in place of traced ones where they exist.
-
-    Phases with measurements have basis ``measured``.
-    """
+    """Return ``problem`` with measured figures in place of traced ones where they exist."""
     measurements_by_phase = measurements(problem, store) if store is not None else {}
     phases = (
         _measured_phase(problem, phase, measurements_by_phase[phase.name])
@@ -200,11 +192,7 @@ def with_measurements(problem: Problem, store: Store | None) -> Problem:
 
 
 def measurements(problem: Problem, store: Store) -> dict[str, Measurements]:
-    """Return the measurements stored for ``problem``'s phases, by phase.
-
-    They may come from any graph with the same components at the same shapes, on the same device
-    with the same versions. Invalid entries are ignored.
-    """
+    """Return the valid measurements stored for ``problem``, by phase."""
     measurements_by_phase: dict[str, Measurements] = {}
     for phase, keys in zip(problem.phases, _measurement_keys(problem, store).values(), strict=True):
         items = _items(store.get("activation", keys.activation))
@@ -270,8 +258,7 @@ def measure_phases(solution: Solution, trace: Trace) -> dict[str, Measurements]:
 def _phases_as_traced(solution: Solution) -> set[str]:
     """Return the names of the phases that ran as traced.
 
-    Such phases have no stage option, and all components on the device in the precision of the
-    trace.
+    Without stage options, and with all components on the device in the precision of the trace.
     """
     problem, options = solution.problem, dict(solution.plan.options)
     variants = {component.name: component.variants[0] for component in solution.chosen.components}
@@ -333,7 +320,6 @@ def _measured_use(problem: Problem, use: Use, measured_seconds: Mapping[str, flo
 
 
 def _scaled(use: Use, factors: Sequence[float]) -> Use:
-    """Return ``use`` with the seconds of each group multiplied by the group's factor."""
     order = tuple(
         (number, block, seconds * factors[number]) for number, block, seconds in use.order
     )
@@ -349,7 +335,7 @@ def _scaled(use: Use, factors: Sequence[float]) -> Use:
 def _ratio(measured_seconds: float | None, expected_seconds: float) -> float:
     """Return the factor for expected seconds.
 
-    The factor is 1 if nothing plausible was measured, or if the difference is only clock rounding.
+    1 if nothing plausible was measured, or if the difference is only clock rounding.
     """
     if (
         measured_seconds is None

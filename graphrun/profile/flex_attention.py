@@ -14,9 +14,9 @@ from graphrun.sim import flex
 
 
 def flex_results(args: Any, *, on_meta: bool) -> tuple[torch.Tensor, ...]:
-    """Return the output, and the logarithm of the sum and the maximum of each query's scores.
+    """Return the output, and per query the logarithm of the sum and the maximum of its scores.
 
-    ``args``: of the operator. The output has the order of dimensions in memory that queries have.
+    ``args``: of the operator. The output has the queries' order of dimensions in memory.
     """
     if not on_meta:
         return tuple(flex.dense(*args))

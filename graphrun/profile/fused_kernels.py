@@ -114,8 +114,8 @@ class FusedKernels(Moves):
     ) -> torch.Tensor:
         """Record `torch.rms_norm` as a GPU computes it, with one kernel.
 
-        It allocates a contiguous copy of an input that is not, the result, and one fp32 figure for
-        each row. With a weight of another dtype, and under autocast, it consists of its operators.
+        It allocates a contiguous copy of an input that is not, the result, and one fp32 figure per
+        row. With a weight of another dtype, and under autocast, it consists of its operators.
         """
         casts = dtype_on(AUTOCAST_DEVICE_TYPE) is not None
         if casts or (weight is not None and weight.dtype != input.dtype):

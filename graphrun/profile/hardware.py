@@ -1,6 +1,6 @@
 """Built-in hardware descriptions (data-sheet estimates), and detection of this machine's card.
 
-An estimate is a card's data sheet (`SHEETS`) times the share that kernels reach of it (`SHARES`,
+An estimate is a card's data sheet (`SHEETS`) times the share that kernels reach (`SHARES`,
 `MEMORY_SHARE`), by class of kernel (`costs`). Data sheets: NVIDIA's architecture papers GA102, Ada
 and RTX Blackwell (dense tensor rates with fp32 accumulation), data sheets of V100, T4, A100, H100,
 H200, B200, A10, L4, L40S and RTX A6000; AMD's of MI300X, RX 7900 XT and XTX and RX 9070 XT; Intel's
@@ -10,16 +10,16 @@ the highest power limit. Chips whose processor and GPU share memory are in `chip
 Shares: fitted by ``benchmarks/fit_costs.py`` on published seconds
 (``benchmarks/data/published.csv``), like the constants marked "Fitted" in `costs`. Errors of rows
 whose source was left out of the fit are in ``benchmarks/results/published.json``. V100 uses the
-shares of A100; B200 and MI300X use those of H100. Exponentials: 16 per multiprocessor and clock
+shares of A100; B200 and MI300X those of H100. Exponentials: 16 per multiprocessor and clock
 (CUDA programming guide, throughput of native arithmetic instructions); softmax costs about three of
 them per score.
 
 Launches: from PyTorch's dispatch to the driver, a kernel takes the host about 5 us (2 to 9 us are
 measured for the driver's part). `sim` charges this (`DISPATCH_SECONDS`). `LAUNCH_SECONDS`, fitted
-to times of whole pipelines, includes diffusers' Python code around an operator. On `sim`, tools are
-compared that each have code of their own around an operator and a copy, and `sim` does not time
-that code. A flat 17 us for it would charge nothing for a tool's hooks, and as much for its copies
-as for an operator of diffusers.
+to times of whole pipelines, includes diffusers' Python code around an operator. `sim` compares
+tools that each have code of their own around an operator and a copy, and does not time that code. A
+flat 17 us for it would charge nothing for a tool's hooks, and as much for its copies as for an
+operator of diffusers.
 
 Copies: pinned rates (GB/s) are what PCIe reaches: 3.0 x16 12, 4.0 x8 12, x16 25, 5.0 x8 25, x16 50
 to 55. Pageable copies to the device reach `PAGEABLE_SHARE` of that. Page faults limit copies to
@@ -62,23 +62,23 @@ from graphrun.profile import chips
 from graphrun.profile.chips import Chip
 from graphrun.units import GIB, KIB, MIB
 
-# Bytes of a card that a process takes beside PyTorch's allocator: the CUDA context, and kernels,
+# Bytes of a card that a process takes outside PyTorch's allocator: the CUDA context, and kernels,
 # which are loaded at their first run and stay. Hopper: a run of FLUX.1-dev on an H100 with torch
 # 2.11 and CUDA 13.0 took 882 MB (552 MB after the start of the context, 727 MB after a product, a
 # convolution and attention, 802 MB after small pipelines). Other architectures: not measured.
 CONTEXT_BYTES = {"hopper": 885_000_000}
 OTHER_CONTEXT_BYTES = 667_000_000
-# Of cuBLAS (8 MiB and 128 KiB, or 32 MiB from compute capability 9.0) and of cuBLASLt.
+# of cuBLAS (8 MiB and 128 KiB, or 32 MiB from compute capability 9.0) and of cuBLASLt
 WORKSPACE_BYTES = 8 * MIB + 128 * KIB + LT_WORKSPACE_BYTES
 HOPPER_WORKSPACE_BYTES = 32 * MIB + LT_WORKSPACE_BYTES
 COPY_START_SECONDS = 7e-6
 DISPATCH_SECONDS = 5e-6
 PAGE_LOCK_SECONDS = 0.2e-9
-# Weights of tiny graphs (flux-tiny, wan-tiny) over the weights of the models that they represent.
+# weights of tiny graphs (flux-tiny, wan-tiny) over the weights of the models that they represent
 SMALL = 0.0005
 DEFAULT = "rtx4090"
 
-# Host seconds for one operator in eager PyTorch, with the Python code of diffusers around it.
+# host seconds for one operator in eager PyTorch, with the Python code of diffusers around it
 LAUNCH_SECONDS = 22.5e-6
 WAVE_SECONDS = 6.44e-6
 MEMORY_SHARE = 0.917
@@ -96,14 +96,14 @@ class Shares:
     convolution: float
 
 
-# A100; H100; GeForce and workstation cards.
+# A100; H100; GeForce and workstation cards
 SHARES = {
     "ampere": Shares(0.8135, 0.6851, 0.7897),
     "hopper": Shares(0.5727, 0.6738, 0.4757),
     "geforce": Shares(0.9894, 1.042, 0.9341),
 }
-# Cards whose power limit (72, 70 and 150 W) is far below the draw of their tensor cores: the
-# assumed share of the sheet's clock. No published row is of these cards.
+# Cards whose power limit (72, 70 and 150 W) is far below the draw of their tensor cores: assumed
+# share of the sheet's clock. No published row is of these cards.
 THROTTLED = {"l4": 0.55, "t4": 0.6, "a10": 0.7}
 
 
@@ -165,13 +165,12 @@ SHEETS = {
     "arc-a770": Sheet(16, 137.6, 17.2, 32, 560, 25, "xe", device="xpu"),
     "arc-b580": Sheet(12, 116.5, 13.7, 20, 456, 12, "xe2", device="xpu"),
 }
-# Architectures that multiply and convolve in fp32 at the rate of fp32: the others have TF32.
+# architectures that multiply and convolve in fp32 at the rate of fp32; the others have TF32
 WITHOUT_TF32 = ("volta", "turing", "rdna3", "rdna4", "xe", "xe2", "apple")
 HOPPER = ("h100", "h200")  # compute capability 9.0
 
 
 def _card(name: str, sheet: Sheet) -> Hardware:
-    """Return the data-sheet estimate of a card."""
     tera, shares, clock_share = 1e12, SHARES[sheet.shares], THROTTLED.get(name, 1.0)
     tensor, fp32 = clock_share * sheet.tensor * tera, clock_share * sheet.fp32 * tera
     old = sheet.architecture in ("volta", "turing")
@@ -224,8 +223,8 @@ def _card(name: str, sheet: Sheet) -> Hardware:
 def _chip(name: str, chip: Chip, gib: int) -> Hardware:
     """Return the data-sheet estimate of a chip with one memory of ``gib`` GiB.
 
-    A copy reads and writes the memory. What the process takes beside tensors is counted in the same
-    budget, and so are the buffers through which files are read.
+    A copy reads and writes the memory. The process's memory without tensors, and the buffers
+    through which files are read, count in the same budget.
     """
     sheet = Sheet(
         gib,
@@ -263,7 +262,7 @@ def data_sheet_estimates() -> dict[str, Hardware]:
     }
 
 
-# Prefix of the name of a simulated accelerator that counts in pages; the scale of pages follows.
+# prefix of the name of a simulated accelerator that counts in pages; their scale follows
 PAGES = "sim:pages="
 
 
@@ -275,8 +274,8 @@ def simulated(page_scale: float | None = None) -> Hardware:
     bytes of tensors.
 
     Copies and launches start faster than on an rtx4090, so that they take a similar share of a run
-    of a small graph. During the start time of a copy, a card copies a certain number of bytes;
-    `sim` copies ``page_scale`` (None: `SMALL`) times as many, as its pages are smaller.
+    of a small graph: in the start time of a copy, `sim` copies ``page_scale`` (None: `SMALL`) times
+    the bytes that the card does, as its pages are smaller.
     """
     h2d_bytes_per_second = 1e9
     scale = (page_scale or SMALL) * SHEETS["rtx4090"].pcie * 1e9 / h2d_bytes_per_second
@@ -320,18 +319,18 @@ CPU_SHARE = 0.65
 # FLOPs per second of convolutions in 16 bits without AVX-512, by oneDNN's reference kernel on one
 # thread: 0.3e9 to 1.7e9 were measured on an EPYC with AVX2, falling with the number of pixels.
 REFERENCE_CONVOLUTION = 0.5e9
-# x86 and ARM instructions for products in bfloat16.
+# x86 and ARM instructions for products in bfloat16
 FAST_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 CLOCK = 2.6e9
-# Bytes per second that one core reads or writes, and up to how many cores add to it.
+# bytes per second that one core reads or writes, and up to how many cores add to it
 CORE_BYTES_PER_SECOND, MEMORY_CORES = 5e9, 8
-# Bytes of new memory per second and core: the kernel clears 4 KiB pages at their first use.
+# bytes of new memory per second and core: the kernel clears 4 KiB pages at their first use
 NEW_BYTES_PER_SECOND = 1.2e9
-# Bytes per second of direct reads of an NVMe disk: 1.6e9 to 1.9e9 measured with two threads.
+# bytes per second of direct reads of an NVMe disk: 1.6e9 to 1.9e9 measured with two threads
 DIRECT_READ_RATE = 1.6e9
-# CPU seconds of a direct read of one byte into huge pages.
+# CPU seconds of a direct read of one byte into huge pages
 READ_CPU_SECONDS = 0.02e-9
-# Seconds of PyTorch's and diffusers' code around an operator on a CPU.
+# seconds of PyTorch's and diffusers' code around an operator on a CPU
 CPU_LAUNCH_SECONDS = 8e-6
 # Anonymous and kernel memory of a process that imported torch, diffusers and transformers; code
 # that oneDNN generates for kernels, and heaps of threads.
@@ -448,8 +447,8 @@ def cpu_estimate() -> Hardware:
 def hardware(name: str, profiles: Mapping[str, Hardware] | None = None) -> Hardware:
     """Return the device called ``name``, from ``profiles`` or the data-sheet estimates.
 
-    ``sim:pages=FACTOR``: the simulated accelerator, counting in pages. For an unknown name, raises
-    InputError with the most similar name.
+    ``sim:pages=FACTOR``: the simulated accelerator, counting in pages. Raises InputError with the
+    most similar name for an unknown one.
     """
     if name.startswith(PAGES):
         return simulated(_page_scale(name))
@@ -487,8 +486,10 @@ def _page_scale(name: str) -> float:
 
 
 def has_signs(kind: DeviceKind) -> bool:
-    """Return whether this machine may have a device of ``kind``: it has the right platform, and on
-    Linux one of the ``signs`` of such devices, if any are known."""
+    """Return whether this machine may have a device of ``kind``.
+
+    It has the right platform, and on Linux one of the ``signs`` of such devices, if any are known.
+    """
     if kind.platforms and sys.platform not in kind.platforms:
         return False
     return (
@@ -511,8 +512,10 @@ def detect_card() -> Hardware | None:
 
 
 def default_of(kind: DeviceKind | None) -> Hardware:
-    """Return the data-sheet estimate to plan for without a device: `DEFAULT`, or the first of
-    ``kind``; where no data sheet is of the kind, `DEFAULT` as a device of it."""
+    """Return the data-sheet estimate to plan for without a device: `DEFAULT`, or one of ``kind``.
+
+    Where no data sheet is of the kind: `DEFAULT` as a device of it.
+    """
     estimates = data_sheet_estimates()
     if kind is None or estimates[DEFAULT].device == kind.name:
         return estimates[DEFAULT]
@@ -601,8 +604,8 @@ def detect(kind: DeviceKind | None = None) -> Hardware | None:
 def detect_mps(kind: DeviceKind) -> Hardware | None:
     """Return this machine's Apple GPU, or None.
 
-    It has this machine's RAM, and the rates of the data-sheet estimate of its chip, which the
-    system names (``machdep.cpu.brand_string``, such as Apple M4 Max).
+    It has this machine's RAM, and the rates of its chip's data-sheet estimate. The system names the
+    chip (``machdep.cpu.brand_string``, such as Apple M4 Max).
     """
     if not has_signs(kind):
         return None
@@ -618,8 +621,10 @@ def detect_mps(kind: DeviceKind) -> Hardware | None:
 
 
 def _identity(backend: Any, kind: DeviceKind) -> tuple[str, int]:
-    """Return the name of a backend's first device, and its bytes; without a function for them, the
-    kind's name and this machine's RAM."""
+    """Return the name of a backend's first device, and its bytes.
+
+    Without a function for them: the kind's name and this machine's RAM.
+    """
     name, total_bytes = kind.name, 0
     if (properties_of := getattr(backend, "get_device_properties", None)) is not None:
         properties: Any = properties_of(0)
@@ -631,10 +636,10 @@ def _identity(backend: Any, kind: DeviceKind) -> tuple[str, int]:
 
 
 def _sheet_of(name: str, kind: DeviceKind) -> tuple[Hardware, str]:
-    """Return the data-sheet estimate whose name the device's ``name`` contains, and the name in
-    lower case without spaces.
+    """Return the data-sheet estimate for a device called ``name``, and the plain name.
 
-    The longest such name of the kind counts. Without one: `DEFAULT` as a device of the kind.
+    The estimate has the longest name of the kind that ``name`` contains; without one, it is
+    `DEFAULT` as a device of the kind. The plain name is in lower case without spaces.
     """
     plain = name.lower()
     for text in (" ", "-", "(r)", "(tm)"):
@@ -697,8 +702,7 @@ def available_memory() -> int:
 
 
 def free_bytes(kind: DeviceKind | None = None) -> int | None:
-    """Return the free bytes of this machine's device of ``kind``, or of the one that is detected;
-    None without a device, or if its backend does not report them.
+    """Return the free bytes of the device of ``kind``, or of the first card; None: unknown.
 
     Rounded down to whole 256 MiB, so that the next plan gets the same number.
     """

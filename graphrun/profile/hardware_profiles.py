@@ -4,7 +4,7 @@
                                      "figures": {...}, ...}
 
 A profile is found by its name, or for this machine's device. A file that cannot be read as a
-profile is ignored. Nothing is measured here: see `calibrate`.
+profile is ignored.
 """
 
 from __future__ import annotations
@@ -35,10 +35,8 @@ def stored_profiles(cache: Path | None) -> dict[str, Hardware]:
 def keep(cache: Path, hardware: Hardware, device: str, record: Mapping[str, Any]) -> Path:
     """Write a profile that was measured on the card called ``device``, and return its path.
 
-    ``device``: for a CPU its `hardware.cpu_key`.
-
-    Raises InputError for a name that is taken or not valid as a file name, or if the file cannot be
-    written.
+    ``device``: for a CPU its `hardware.cpu_key`. Raises InputError for a name that is taken or not
+    valid as a file name, or if the file cannot be written.
     """
     refuse_taken(hardware.name)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", hardware.name):
@@ -76,10 +74,7 @@ def hardware(name: str, cache: Path | None) -> Hardware:
 
 
 def detect_card(cache: Path | None, kind: DeviceKind | None = None) -> Hardware | None:
-    """Return this machine's device of ``kind``, from its most recent profile if any, or None.
-
-    Without ``kind``: its first card.
-    """
+    """Return this machine's device (default: first card) with its latest profile, or None."""
     card = devices.detect(kind)
     if card is None or card.kind.has_virtual_clock:
         return card

@@ -3,7 +3,7 @@
 For most operators, torch's meta implementation is Python and takes ten times as long as a cache
 lookup. A result may be cached if it is new: the operator's schema writes to no argument and returns
 no view, the arguments are plain meta tensors and plain values, and the returned tensors have
-storages of their own, exactly as large as needed. The cache does not depend on what is recorded.
+storages of their own, exactly as large as needed.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _KEYABLE = frozenset(
 
 
 class _Uncacheable(Exception):
-    """Raised for an argument whose effect on the result does not follow from its shape."""
+    """An argument whose effect on the result does not follow from its shape."""
 
 
 def on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run ``func(*args, **kwargs)`` on meta; the result may come from the cache.
 
-    The result has the same shapes, strides, dtypes and storage sizes either way.
+    It has the same shapes, strides, dtypes and storage sizes either way.
     """
     if _returns_new_tensors(func):
         try:
@@ -71,10 +71,7 @@ def _returns_new_tensors(func: Any) -> bool:
 
 
 def _cache_key(value: Any) -> Any:
-    """Return everything about an argument that a result on meta may depend on.
-
-    Raises _Uncacheable if that is unknown.
-    """
+    """Return all that a result on meta depends on. Raises _Uncacheable if unknown."""
     kind = type(value)
     if kind is torch.Tensor or kind is nn.Parameter:
         if not value.is_meta:
@@ -98,10 +95,10 @@ def _empty_argument(key: Any) -> Any:
 def _cached_result(
     func: Any, key: Any, default_dtype: torch.dtype
 ) -> tuple[type | None, list[Any]] | None:
-    """Return the container type and the tensor layouts of the result of ``func``.
+    """Return the result's container type (None: one tensor) and tensor layouts.
 
-    The container type is None for a single tensor. Returns None unless all tensors are new.
-    ``default_dtype`` is part of the cache key, since mixing with integers depends on it.
+    None unless all tensors are new. ``default_dtype`` is part of the cache key, since mixing with
+    integers depends on it.
     """
     args, kwargs = (
         [_empty_argument(argument) for argument in key[0]],
@@ -135,7 +132,6 @@ def _cached_result(
 
 
 def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
-    """Return shape, stride and dtype."""
     return tensor.shape, tensor.stride(), tensor.dtype
 
 

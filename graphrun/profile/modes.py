@@ -1,6 +1,4 @@
-"""Estimate diffusers' own ways of placing a pipeline.
-
-An estimate has bytes on the device, bytes copied, and seconds of a warm call.
+"""Estimate diffusers' own ways of placing a pipeline: bytes, and seconds of a warm call.
 
     resident     ``pipe.to("cuda")``
     model        ``enable_model_cpu_offload()``: a component is copied to the device when it is
@@ -16,11 +14,11 @@ An estimate has bytes on the device, bytes copied, and seconds of a warm call.
 In group and leaf, blocks are in page-locked memory; with ``pinned=False`` in pageable memory. Hooks
 are those of accelerate 1.15 and diffusers 0.42.
 
-All modes but resident keep all weights in host memory. Where the RAM does not hold them, the page
-cache evicts the least recently used ones, and these are read from their files again when they are
-copied: a copy waits for its read. A component larger than the RAM is read whole in every call,
-since a cyclic scan of a least-recently-used cache finds nothing of it. Page-locked blocks that the
-RAM does not hold are counted in the same way, though such a run may fail.
+All modes but resident keep all weights in host memory. Where RAM is too small for them, the page
+cache evicts the least recently used ones, and a copy waits until they are read from their files
+again. A component larger than RAM is read whole in every call, since a cyclic scan of a
+least-recently-used cache never hits. Page-locked blocks beyond RAM are counted in the same
+way, though such a run may fail.
 """
 
 from __future__ import annotations
@@ -55,9 +53,9 @@ class Mode:
     """A way of placing a pipeline.
 
     ``formats``: component -> format of another library. ``keep``: components that stay on the
-    device, as ``exclude_modules``. ``cpu``: components that compute on the CPU. ``pinned``: whether
-    blocks of group offloading are page-locked. ``ram_bytes``: host memory for weights; None: enough
-    for all.
+    device, as ``exclude_modules``. ``cpu``: components that compute on the CPU. ``pinned``: blocks
+    of group offloading are page-locked. ``ram_bytes``: host memory for weights; None: enough for
+    all.
     """
 
     name: ModeName = "resident"
@@ -78,10 +76,7 @@ def parse_mode(
     pinned: bool = True,
     ram_bytes: int | None = None,
 ) -> Mode:
-    """Return the mode called ``name``, with ``ram_bytes`` of host memory for weights.
-
-    Raises InputError for an unknown mode, and for components that ``graph`` does not have.
-    """
+    """Return the mode called ``name``. Raises InputError for unknown modes and components."""
     if name not in MODES:
         raise InputError(
             f"mode {name!r} is not known{did_you_mean(name, MODES)}: it is one of "
@@ -98,10 +93,7 @@ def parse_mode(
 
 
 def weight_bytes(graph: Graph, name: str, module: nn.Module, formats: Mapping[str, str]) -> int:
-    """Return the allocated bytes of a component's weights.
-
-    The weights are in the component's first precision, or in a format of another library.
-    """
+    """Return the allocated bytes of a component's weights, in its precision or format."""
     component = graph.components[name]
     sizes = weights_by_precision(module, component.dtype, allocated=True)
     if name not in formats:
@@ -117,8 +109,7 @@ def weight_bytes(graph: Graph, name: str, module: nn.Module, formats: Mapping[st
 
 @dataclass(slots=True)
 class Estimate:
-    """An estimate of a warm call: seconds by stage, copied bytes, bytes read from disk, weight
-    bytes on the device.
+    """An estimate of a warm call: seconds by stage, copied bytes, bytes read from disk.
 
     ``on_device``: bytes of weights on the device for each call, in order.
     """
@@ -133,10 +124,7 @@ class Estimate:
 def estimate_mode(
     graph: Graph, dry_run: DryRun, hardware: Hardware, mode: Mode, weights: Mapping[str, int]
 ) -> Estimate:
-    """Estimate a warm call of ``graph``'s pipeline, placed as in ``mode``.
-
-    ``weights``: component -> bytes.
-    """
+    """Estimate a warm call of ``graph``'s pipeline in ``mode``. ``weights``: component -> bytes."""
     return _Walk(graph, dry_run, hardware, mode, weights).walk()
 
 
@@ -162,7 +150,7 @@ class _Walk:
         # components whose weights are in host memory, least recently used first
         self.in_ram = dict.fromkeys(self.weights)
         self.estimate = Estimate()
-        # By the id of a call, since a loop repeats calls.
+        # by the id of a call, since a loop repeats calls
         self._call_seconds: dict[int, float] = {}
         self._read_sizes: dict[int, tuple[list[float], float, float]] = {}
 
@@ -183,7 +171,6 @@ class _Walk:
         return self.estimate
 
     def _call(self, call: Call) -> float:
-        """Return the seconds of one call with its copies."""
         name = call.component
         resident_bytes = sum(self.weights[other] for other in self.resident)
         if name in self.mode.cpu:
@@ -254,8 +241,7 @@ class _Walk:
         return self._call_seconds[id(call)]
 
     def _host_seconds(self, name: str) -> float:
-        """Return the seconds to read the weights of ``name`` from disk before they are copied; 0 if
-        they are in host memory."""
+        """Return the seconds to read ``name``'s weights from disk; 0 if they are in RAM."""
         if self.mode.ram_bytes is None:
             return 0.0
         nbytes = self.weights[name]

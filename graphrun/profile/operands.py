@@ -1,4 +1,4 @@
-"""What a recorder notes of the tensors of an operator."""
+"""Facts about an operator's tensors that a recorder notes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def touched_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of device memory that a kernel reads or writes for ``tensor``.
-
-    An expanded tensor is smaller in memory.
-    """
+    """Return the bytes in memory that a kernel touches: expanded tensors are smaller."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 

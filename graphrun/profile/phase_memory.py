@@ -31,7 +31,6 @@ class PhaseMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The peak of the whole phase."""
         return max(self.entry_bytes, self.first_bytes, self.steady_bytes)
 
 
@@ -43,9 +42,8 @@ def phase_memories_of(
 ) -> list[PhaseMemory]:
     """Return the memory of each phase, replayed through ``allocator``.
 
-    By default that is the C library's on a CPU, and else the sum of what is live.
-    ``spans``: half-open ranges of ``recording.entries()``, one for each phase
-    (`problems.phase_spans`).
+    Default: on a CPU the C library's, else the sum of live bytes. ``spans``: half-open ranges of
+    ``recording.entries()``, one for each phase (`problems.phase_spans`).
     """
     allocator = allocator or (Heap if hardware.kind.is_host else Counting)
     traces = phase_traces_of(recording, spans, hardware)
@@ -63,10 +61,7 @@ def phase_memories_of(
 def pipeline_code_of(
     recording: Recording, spans: Sequence[tuple[int, int]], hardware: Hardware
 ) -> list[int]:
-    """Return, for each phase, the peak bytes that pipeline code allocates after its entry.
-
-    That is the peak if every component computes elsewhere.
-    """
+    """Return per phase the peak after its entry if every component computes elsewhere."""
     items = [
         replace(item, events=[], spans=[]) if isinstance(item, Call) else item
         for item in recording.items
@@ -80,7 +75,7 @@ class _TraceReplay:
 
     ``keeps``: components keep tensors from phase to phase. ``trims``: the executor returns empty
     pages before each call. Keys inside calls get a running offset, so they differ from the
-    recording's own keys.
+    recording's own.
     """
 
     def __init__(self, allocator: Allocator, keeps: bool, trims: bool) -> None:
@@ -93,10 +88,7 @@ class _TraceReplay:
         self._offset = -1
 
     def begin_phase(self) -> None:
-        """Release what components kept in the last phase, and empty pages.
-
-        The memory still live is the entry memory.
-        """
+        """Release what components kept in the last phase; the rest is the entry memory."""
         while self._persistent_keys and not self.keeps:
             self.allocator.release(self._persistent_keys.popitem()[1])
         self.allocator.trim()
@@ -106,12 +98,10 @@ class _TraceReplay:
         self.is_steady = False
 
     def begin_steady(self) -> None:
-        """End the first part of the phase."""
         self.phases[-1].steady_bytes = self.allocator.used_bytes
         self.is_steady = True
 
     def apply(self, trace: PhaseTrace, items: Iterable[Item]) -> None:
-        """Replay ``items`` of ``trace``."""
         for key, nbytes in items:
             if nbytes == CALL:
                 self._enter(trace.calls[key])

@@ -6,8 +6,7 @@
                                  where they happen
     quantizing_bytes             host bytes while layers are quantized
 
-Pure: plain values in and out, no quantization library imported. Bytes of weights:
-`graphrun.profile.quantized`.
+Plain values in and out; imports no quantization library.
 """
 
 from __future__ import annotations
@@ -42,20 +41,20 @@ MOVES: Mapping[str, tuple[tuple[str, str], ...]] = {
 # indices).
 QUANTIZING_BYTES: Mapping[str, float] = {"int8": 10 + 1 / 64, "nf4": 14 + 1 / 8, "fp8": 1}
 
-# Precisions that are streamed by blocks and never by layers. A 4-bit weight is a tensor with
-# separate statistics, which code that moves single tensors leaves behind (accelerate's
-# `cpu_offload`: "Cannot copy out of meta tensor").
+# Streamed by blocks and never by layers. A 4-bit weight is a tensor with separate statistics, which
+# code that moves single tensors leaves behind (accelerate's `cpu_offload`: "Cannot copy out of meta
+# tensor").
 BLOCK_GRANULARITY_ONLY = frozenset({"nf4"})
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-# A weight: (outputs, inputs).
+# of a weight: (outputs, inputs)
 MatrixShape = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """What can be done with a component in a precision, and why something cannot.
+    """What can be done with a component in a precision.
 
     ``available``: the required packages are installed. ``movable``: it can leave the device and
     come back. ``streamable``: block by block. ``leaf_streamable``: layer by layer. ``disk_able``:
@@ -72,11 +71,10 @@ class Flags:
 
 
 def flags(precision: str, versions: Mapping[str, str | None]) -> Flags:
-    """Return the flags of ``precision`` with these versions of packages.
+    """Return the flags of ``precision`` with these versions of packages; None: not installed.
 
-    A version of None, or an absent one, means that the package is not installed. Components that
-    are quantized while they are read cannot be on disk: they would be quantized again for every
-    copy.
+    Components that are quantized while they are read cannot be on disk: they would be quantized
+    again for every copy.
     """
     needs = NEEDS.get("gguf" if is_gguf(precision) else precision, ())
     if unmet_needs := _missing(needs, versions):
@@ -113,10 +111,7 @@ def _missing(needs: tuple[tuple[str, str], ...], versions: Mapping[str, str | No
 
 
 def new_enough(installed: str | None, first: str) -> bool:
-    """Return whether version ``installed`` is at least ``first``.
-
-    False for None, and for text that is not a version.
-    """
+    """Return whether version ``installed`` is valid and at least ``first``."""
     try:
         return installed is not None and Version(installed) >= Version(first)
     except InvalidVersion:
@@ -135,8 +130,8 @@ def with_quantization_scratch(
     """Return ``call`` with the scratch of quantized layers in ``precision``.
 
     ``shapes``: [outputs inputs] of each quantized weight. ``dtype``: the compute dtype. ``on_cpu``:
-    whether the layers compute on a CPU, with bitsandbytes' kernels for it. The scratch of a
-    quantized layer is allocated at its matrix product:
+    the layers compute on a CPU, with bitsandbytes' kernels for it. The scratch of a quantized layer
+    is allocated at its matrix product:
 
         nf4     | weight in 16 bit ............. |
                          | product
@@ -191,18 +186,15 @@ def _scratch(
 
 
 def dequantization_seconds(nbytes: int, bytes_per_second: float) -> float:
-    """Return the seconds to dequantize weights that then have ``nbytes``: written once, read once.
-
-    ``bytes_per_second``: the memory bandwidth.
-    """
+    """Return the seconds to dequantize weights to ``nbytes``: written once, read once."""
     return 2 * nbytes / bytes_per_second
 
 
 def quantizing_bytes(shapes: Collection[MatrixShape], precision: str, source_bytes: int = 2) -> int:
     """Return the peak of host bytes while layers are quantized one after another on the CPU.
 
-    That is the maximum over the layers of: the weight as read (``source_bytes`` per element), the
-    copies that bitsandbytes makes, and the result.
+    The maximum over the layers of: the weight as read (``source_bytes`` per element), the copies
+    that bitsandbytes makes, and the result.
     """
     return int(
         max(

@@ -1,7 +1,4 @@
-"""Turn a dry run into a `Problem` for one device.
-
-The problem has phases, activations, blocks, values and seconds, each with its basis.
-"""
+"""Turn a dry run into a `Problem` for one device."""
 
 from __future__ import annotations
 
@@ -101,7 +98,7 @@ def problem_of(
         commits=commits_of(graph.components[name] for name in sorted(component_names)),
     )
     placements: tuple[ComponentPlacement, ...] = ("keep", "exclude", "pin")
-    if hardware.unified:  # has no copies to page-lock; a graph may name some for cards
+    if hardware.unified:  # no copies to page-lock; a graph may name some for cards
         placements = ("keep", "exclude")
     return directed(
         problem,
@@ -159,7 +156,7 @@ def _components(
 def option_phases_of(graph: Graph, allow: Collection[str]) -> tuple[tuple[str, str], ...]:
     """Return (stage, option) for each stage option of ``graph`` that a plan may choose.
 
-    Such an option does not change the output, or its change is in ``allow``.
+    It does not change the output, or its change is in ``allow``.
     """
     stage_options = [
         (stage.name, name, stage.operation.options[name])
@@ -243,10 +240,7 @@ def _option_phases(
     values: Sequence[ValueNumbers],
     allow: Collection[str],
 ) -> tuple[PhaseNumbers, ...]:
-    """Return the phases of ``stage`` in a dry run with one of its options.
-
-    ``values``: the values of the dry run without the option.
-    """
+    """Return the phases of ``stage`` in ``option_run``; ``values``: without the option."""
     phases, option_values = _phases(graph, option_run, components, hardware, allow)
     stage_phases = [phase for phase in phases if phase.stage == stage]
     storages = {value.name: value.storages for value in values}
@@ -264,10 +258,7 @@ def _option_phases(
 
 
 def precedence_of(graph: Graph) -> tuple[tuple[str, str], ...] | None:
-    """Return pairs of stages of which the first must run before the second.
-
-    None if only one order of the stages is possible.
-    """
+    """Return pairs of stages (earlier, later); None if only one order is possible."""
     pairs = tuple(
         (producer, stage.name) for stage in graph.stages for producer in graph.producers(stage.name)
     )
@@ -276,10 +267,7 @@ def precedence_of(graph: Graph) -> tuple[tuple[str, str], ...] | None:
 
 
 def phase_spans(entries: Sequence[tuple[str, Call]]) -> list[tuple[int, int]]:
-    """Return half-open ranges of ``entries``, one for each phase.
-
-    A phase is a run of consecutive calls of one component, or a loop that alternates several.
-    """
+    """Return ranges of ``entries``: calls of one component, or a loop alternating several."""
     names = [(stage, call.component) for stage, call in entries]
     spans: list[tuple[int, int]] = []
     begin = 0

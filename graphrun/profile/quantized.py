@@ -8,8 +8,8 @@ CPU:
     fp8    one byte per element, no statistics
 
 For files that are already quantized (GGUF, fp8 with scales) there is no formula: the layers are
-created on meta, and their bytes are summed. `graphrun.modules.quantize` decides which layers are
-quantized: linear layers only. Biases are not quantized.
+created on meta, and their bytes are summed. Only linear layers are quantized
+(`graphrun.modules.quantize`), without their biases.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ CODE_BYTES = 16 * 4
 
 
 def layer_tensors(outputs: int, inputs: int, precision: str) -> tuple[int, ...]:
-    """Return the bytes of each tensor of a linear layer's weight in fp8, int8 or nf4.
+    """Return the bytes of each tensor of a weight [outputs inputs] in fp8, int8 or nf4.
 
-    The weight is [outputs inputs]. The order is elements, then statistics. Raises ValueError for
-    other precisions.
+    Elements first, then statistics. Raises ValueError for other precisions.
     """
     count = outputs * inputs
     match precision:
@@ -56,9 +55,9 @@ def weights_by_precision(
 ) -> dict[str, int]:
     """Return the bytes of ``module``'s distinct tensors in each of `PRECISIONS`.
 
-    ``dtype``: the dtype that the module was created in. Tensors of another dtype are the same in
-    every precision: T5's ``wo`` in fp32, integer buffers, position tables. ``allocated``: round
-    each tensor up to the size of its allocation.
+    ``dtype``: in which the module was created. Tensors of another dtype are the same in every
+    precision: T5's ``wo`` in fp32, integer buffers, position tables. ``allocated``: round each
+    tensor up to the size of its allocation.
     """
     step = ROUND_BYTES if allocated else 1
     return {
@@ -70,10 +69,7 @@ def weights_by_precision(
 
 
 def tensor_bytes(module: nn.Module, dtype: str) -> dict[str, dict[int, tuple[int, ...]]]:
-    """Return, in each precision, the bytes of the tensors that store each tensor of ``module``.
-
-    Tensors are distinct, by their `id`.
-    """
+    """Return per precision the bytes of the tensors for each tensor (`id`) of ``module``."""
     module_dtype: torch.dtype = getattr(torch, dtype)
     layers = {
         id(layer.weight): layer for layer in quantizable_layers(module, module_dtype).values()
@@ -100,10 +96,7 @@ def tensor_bytes(module: nn.Module, dtype: str) -> dict[str, dict[int, tuple[int
 def block_layouts(
     module: nn.Module, groups: Sequence[BlockGroup], *, by_layer: bool = False
 ) -> dict[str, BlockLayout]:
-    """Return the layouts of all blocks in ``groups`` by path.
-
-    ``by_layer``: the blocks are single layers (``split_layers`` of `lay_out`).
-    """
+    """Return the layouts of all blocks by path; ``by_layer``: blocks are single layers."""
     paths = [path for group in groups for path in group.blocks]
     return lay_out(module, paths, split_layers=by_layer)
 

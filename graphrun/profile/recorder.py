@@ -1,8 +1,7 @@
 """Record what one call into a component would allocate, read and compute.
 
-The call runs on the meta device. If that is impossible, it runs on the CPU with real weights.
-`Recorder` sees every operator that PyTorch dispatches. Three operators allocate differently on meta
-than on a GPU:
+The call runs on the meta device. If that is impossible, it runs on the CPU with real weights. Three
+operators allocate differently on meta than on a GPU:
 
     attention      On meta the math backend runs and allocates the scores, S x S for S tokens.
                    Fused kernels do not allocate them. `FusedKernels` intercepts attention before
@@ -62,21 +61,21 @@ from graphrun.units import round_up
 aten = torch.ops.aten
 MATRIX_PRODUCTS = (aten.mm.default, aten.addmm.default)
 
-# Operators whose result `_host_value` may return: they copy values from the device to the host, or
-# their output's size depends on values.
+# Operators that `_host_value` may answer: they copy values from the device to the host, or their
+# output's size depends on values.
 _HOST_READS = frozenset(
     {aten._local_scalar_dense.default, aten._to_copy.default, aten.bincount.default}
 )
 
-# Operators that copy, and the name in `Kernel.operator` of copies that change the order of
-# dimensions in memory.
+# Operators that copy; TRANSPOSING: `Kernel.operator` of copies that change the order of dimensions
+# in memory.
 _COPIES = frozenset({aten.clone, aten.copy_, aten._to_copy})
 _JOINS = frozenset({aten.cat, aten.stack})
 TRANSPOSING = "transpose"
 STRIDED = "strided"  # reads every other number, or fewer, whatever it computes
 APPROXIMATING = "gelu_tanh"  # by the formula with tanh, which takes a CPU longer
 
-# Operators that read as many elements of their first argument as they return.
+# operators that read as many elements of their first argument as they return
 _GATHERS = frozenset({aten.embedding, aten.index, aten.index_select, aten.gather})
 
 
@@ -108,10 +107,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.constants = ConstantValues()
         self._last_key = 0  # storages are numbered by their keys in events
         self._external_keys: dict[int, int] = {}  # key given to `allocated` -> key in events
-        # ``cdata``: the address of a storage's C++ object, which identifies a live storage.
+        # ``cdata``: the address of a storage's C++ object, which identifies a live storage
         self._live: dict[int, tuple[int, Any]] = {}  # cdata -> (key, weak reference)
         self._stack = [""]  # paths of the blocks and layers that are running, innermost last
-        # cdata of a weight -> its first name (tied weights have several).
+        # cdata of a weight -> its first name (tied weights have several)
         self._names: dict[int, str] = {}
         # first name of a weight -> paths of the modules that have it
         self._owners: dict[str, set[str]] = defaultdict(set)
@@ -123,13 +122,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for name, tensor in getattr(child, kind).items()
             if tensor is not None
         ]
-        # Weights may share a storage, so which ones are read is unknown: all count as read.
+        # weights may share a storage, so which ones are read is unknown: all count as read
         if self._device_type != "meta":
             self.record.read_weights |= {name for name, _ in named_weights}
             # layers with a tensor that is read outside of the layers' own calls
             self.record.externally_read_layers |= set(layer_paths(module))
-        # Storages that exist before the call. Holding them keeps new storages from reusing their
-        # addresses.
+        # storages that exist before the call, held so that new storages do not reuse their
+        # addresses
         self._existing: dict[int, torch.UntypedStorage] = {}
         self.ignore(tensor for _, tensor in named_weights)
         for name, tensor in named_weights:
@@ -158,10 +157,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._names.keys()
 
     def record_existing(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Record ``storages``, which exist before the call, as allocated at its start.
-
-        The call may release them.
-        """
+        """Record ``storages``, which the call may release, as allocated at its start."""
         for storage in storages:
             self._note_storage(storage)
 
@@ -176,22 +172,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.record.events.append(MemoryEvent(self._last_key, nbytes))
 
     def freed(self, key: int) -> None:
-        """Record the release of a storage from `allocated`."""
         self.record.events.append(MemoryEvent(self._external_keys.pop(key), 0))
 
     def note_results(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Set ``record.results``: keys of the results' storages that the call allocated.
-
-        ``tensors``: the results of the call.
-        """
+        """Set ``record.results``: keys of the new storages of ``tensors``, the results."""
         entries = (self._live.get(tensor.untyped_storage()._cdata) for tensor in tensors)
         self.record.results = [*dict.fromkeys(live[0] for live in entries if live is not None)]
 
     def end(self, excluded_storages: Iterable[torch.UntypedStorage] = ()) -> None:
-        """Set ``record.persistent_keys``: keys of the storages that are still live.
+        """Set ``record.persistent_keys`` to the live storages, except ``excluded_storages``.
 
         Call this after the call has returned and its results are released: the component keeps what
-        is still live, except ``excluded_storages``.
+        is still live.
         """
         excluded_addresses = {storage._cdata for storage in excluded_storages}
         self.record.persistent_keys = [
@@ -208,19 +200,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def ignore(
         self, tensors: Iterable[torch.Tensor], storages: Iterable[torch.UntypedStorage] = ()
     ) -> None:
-        """Leave out storages that exist before the call, and their release.
-
-        ``tensors``: inputs or weights of the call, whose storages are left out. ``storages``:
-        further ones.
-        """
+        """Leave out the storages of ``tensors`` and ``storages``, which exist before the call."""
         existing_storages = (*(tensor.untyped_storage() for tensor in tensors), *storages)
         self._existing |= {storage._cdata: storage for storage in existing_storages}
 
     def close(self) -> None:
-        """Remove the hooks, and record the release of everything that is still live.
-
-        Outputs and tensors that the component keeps are still live here.
-        """
+        """Remove the hooks, and record the release of everything that is still live."""
         for hook in self._hooks:
             hook.remove()
         for cdata in list(self._live):
@@ -245,7 +230,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def repeatable(self, section: Call, results: Sequence[torch.Tensor]) -> Call | None:
         """Return ``section`` in the form that `replay` needs, or None if it cannot be replayed.
 
-        It can be replayed if the storages that it allocated and that are still live are those of
+        It can be replayed if the storages that it allocated and that are still live belong to
         ``results``, one for each result. The returned section has no releases of older storages,
         and ``persistent_keys`` are the keys of ``results``.
         """
@@ -285,10 +270,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results. ``base_number``: the last tensor number before the section.
         """
         allocated = [event.key for event in section.events if event.nbytes and not event.scratch]
-        # Keys are numbered in the order of allocation.
+        # keys are numbered in the order of allocation
         shift = self._last_key + 1 - allocated[0] if allocated else 0
         self._last_key += len(allocated)
-        # `_replace` would take twice as long, and a section may have thousands of events.
+        # `_replace` would take twice as long, and a section may have thousands of events
         events = [
             MemoryEvent(key if scratch else key + shift, nbytes, scratch, hopper_bytes)
             for key, nbytes, scratch, hopper_bytes in section.events
@@ -327,7 +312,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_hop("gets", path, (args, kwargs))
             self._stack.append(path)
             self.record.entered_blocks.append(path)
-            # A block without kernels gets an entry too, since the order of blocks matters.
+            # a block without kernels gets an entry too, since the order of blocks matters
             self.record.work.append((path, []))
 
         def end(_: Any, __: Any, results: Any) -> None:
@@ -361,10 +346,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
     def number_of(self, tensor: torch.Tensor) -> int:
-        """Return the number of ``tensor`` in `Hop`, a new one if it has none yet.
-
-        0 for a tensor that is empty or on the host.
-        """
+        """Return the number of ``tensor`` in `Hop`; 0 if it is empty or on the host."""
         if tensor.device.type != self._device_type or not tensor.nbytes:
             return 0
         entry = self._hop_numbers.get(id(tensor))
@@ -432,7 +414,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             nonlocal first_event
             first_event, self._current_layer = len(self.record.events), path
             self._note_loose_modules((path,))
-            # For a layer that is also a block, `_watch` has added the entry.
+            # for a layer that is also a block, `_watch` has added the entry
             if self._stack[-1] != path:
                 self.record.work.append((path, []))
             self._stack.append(path)
@@ -445,7 +427,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return layer.register_forward_pre_hook(begin), layer.register_forward_hook(end)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Otherwise `FusedKernels` intercepts every attribute access of a tensor.
+        # or else `FusedKernels` intercepts every attribute access of a tensor
         with torch._C.DisableTorchFunction():
             if getattr(func, "_schema", None) is None:
                 return self._higher_order(func, args)
@@ -501,7 +483,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         else:
             result = on_meta(func, args, kwargs)
-            # ``mask.sum() == number`` has no constant value: it goes to ``_all_true`` below.
+            # ``mask.sum() == number`` has no constant value: it goes to ``_all_true`` below
             if func is not aten.eq.Scalar or args[0] not in self._mask_sums:
                 self.constants.propagate(func, args, kwargs, result)
         argument_tensors, result_tensors = [*tensors_of(args)], [*tensors_of((result,))]
@@ -549,7 +531,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         argument_tensors: Sequence[torch.Tensor],
         result_tensors: Sequence[torch.Tensor],
     ) -> Kernel | None:
-        """Return the kernel that ``func`` launches, or None on the host.
+        """Return the kernel that ``func`` launches; None on the host.
 
         A copy to the host is a launch without work.
         """
@@ -619,7 +601,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Add ``owners`` to `Call.loose_modules` if their block does not run and was not entered.
 
         ``owners``: paths of the modules that have one weight. A weight that several blocks share is
-        skipped: it belongs to the unblocked weights (outside of all blocks) in any case.
+        skipped: it is an unblocked weight in any case.
         """
         blocks = {_block_at(owner, self._blocks) for owner in owners}
         if (
@@ -644,11 +626,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value.clone() if torch.device(kwargs.get("device") or "meta").type == "cpu" else None
 
     def count(self, kernel: Kernel) -> None:
-        """Add a kernel to the running block or layer.
-
-        The kernel goes to the last entry of ``work`` if that is of the same block or layer, else to
-        a new entry.
-        """
+        """Add a kernel to ``work``: to its last entry, or to a new one for another block."""
         number = self._kernel_number(kernel)
         if not self.record.work or self.record.work[-1][0] != self._stack[-1]:
             self.record.work.append((self._stack[-1], []))
@@ -662,10 +640,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return number
 
     def _note_product(self, factors: Sequence[torch.Tensor], result: torch.Tensor) -> None:
-        """Record a matrix product with a weight.
-
-        Call this directly after the allocation of ``result``, which is the last event.
-        """
+        """Record a product with a weight, directly after the allocation of ``result``."""
         for factor in factors:
             name = self._names.get(factor.untyped_storage()._cdata)
             if name is not None and factor.dim() == 2:
@@ -682,17 +657,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_new(tensor)
 
     def _note_new(self, tensor: torch.Tensor) -> bool:
-        """Record the allocation of ``tensor`` if its storage is new, and return whether it is.
-
-        The allocation is then the last event.
-        """
+        """Record ``tensor`` as the last event, and return True, if its storage is new."""
         return tensor.device.type == self._device_type and self._note_storage(
             tensor.untyped_storage()
         )
 
     def _note_storage(self, storage: torch.UntypedStorage) -> bool:
         cdata = storage._cdata
-        # In events, 0 bytes mean a release.
+        # in events, 0 bytes mean a release
         if cdata in self._live or cdata in self._existing or not storage.nbytes():
             return False
         self._last_key += 1

@@ -1,7 +1,7 @@
 """The recording of a dry run: every allocation and release, calls into components, ends of stages.
 
-The recording does not depend on hardware. What a card adds (kernel scratch, reserved memory,
-seconds) is computed from the recording afterwards.
+It does not depend on hardware. What a card adds (kernel scratch, reserved memory, seconds) is
+computed from the recording afterwards.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class MemoryEvent(NamedTuple):
 
     ``scratch``: instead, kernel number ``key`` of the call takes ``nbytes`` of a card while it
     runs, possibly 0, and ``hopper_bytes`` of one of compute capability 9.0
-    (`Hardware.spares_large_copies`). A CPU takes `graphrun.profile.corrections.cpu_scratch`
-    instead.
+    (`Hardware.spares_large_copies`); of a CPU `graphrun.profile.corrections.cpu_scratch`.
     """
 
     key: int
@@ -51,10 +50,7 @@ class MemoryEvent(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A matrix product of ``rows`` tokens with the weight ``name``.
-
-    Event number ``event`` of the call allocates the result.
-    """
+    """A product of ``rows`` tokens with the weight ``name``, allocated by event ``event``."""
 
     event: int
     name: str
@@ -64,12 +60,11 @@ class Product(NamedTuple):
 class Kernel(NamedTuple):
     """An operator's work on the device, which `graphrun.profile.costs` turns into seconds.
 
-    ``dtype``: of the output. ``nbytes``: bytes of the tensors that the kernel reads and writes.
-    ``tiles``: tiles of 128 x 128 outputs (attention: of 128 queries), one at a time per
-    multiprocessor; group norm: groups of all pictures; 0 for other elementwise work. ``scores``:
-    exponentials that attention computes, one per query and key; group norm: elements.
-    ``operator``: name of elementwise work, such as "gelu". ``shape``: sizes that
-    a CPU's bytes and seconds depend on:
+    ``dtype``: of the output. ``nbytes``: read and written. ``tiles``: tiles of 128 x 128 outputs
+    (attention: of 128 queries), one at a time per multiprocessor; group norm: groups of all
+    pictures; 0 for other elementwise work. ``scores``: exponentials that attention computes, one
+    per query and key; group norm: elements. ``operator``: name of elementwise work, such as "gelu".
+    ``shape``: sizes that a CPU's bytes and seconds depend on:
 
         matmul        batch, rows, inner size, columns
         convolution   the fields of `ConvolutionShape`
@@ -109,10 +104,7 @@ class ConvolutionShape(NamedTuple):
 
 
 class LayerSpan(NamedTuple):
-    """A call of the layer ``path`` during a call of its component: events ``begin`` to ``end``.
-
-    The range is half-open.
-    """
+    """A call of the layer ``path`` during a call of its component: half-open range of events."""
 
     path: str
     begin: int
@@ -123,9 +115,9 @@ class Hop(NamedTuple):
     """Device tensors, except weights, that pass into or out of a block or are read or written.
 
     ``path``: the block; "" for operators, in blocks and in other code. ``tensors``: (number, bytes)
-    of each tensor. One tensor object has one number, negative if the tensor exists before the call.
-    An operator that reads a tensor's storage, also through a view, reads the tensor. Operators that
-    read none of the numbered tensors are recorded too.
+    of each tensor. One tensor object has one number, negative if it exists before the call. An
+    operator that reads a tensor's storage, also through a view, reads the tensor. Operators that
+    read no numbered tensor are recorded too.
     """
 
     kind: Literal["gets", "gives", "reads", "writes"]
@@ -133,7 +125,6 @@ class Hop(NamedTuple):
     tensors: tuple[tuple[int, int], ...]
 
     def numbered(self, new_number: Callable[[int], int]) -> Hop:
-        """Return the hop with other tensor numbers."""
         return Hop(
             self.kind,
             self.path,
@@ -197,19 +188,17 @@ class Call:
 
     @property
     def flops(self) -> float:
-        """FLOPs of the whole call."""
         return sum(self.kernels[number].flops for _, numbers in self.work for number in numbers)
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the allocated bytes, without scratch."""
         return max(self.levels())
 
     def extend(self, section: Call) -> None:
         """Append the recording of ``section``, which shares this call's ``kernels``."""
         start = len(self.events)
         self.events += section.events
-        # Copies, since the recorder appends to the last entry.
+        # copies, since the recorder appends to the last entry
         self.work += [(path, [*numbers]) for path, numbers in section.work]
         self.products += [
             Product(start + event, name, rows) for event, name, rows in section.products
@@ -224,10 +213,7 @@ class Call:
         self.hops += section.hops
 
     def renamed(self, path: str, new_path: str) -> Call:
-        """Return this section as the equal block at ``new_path`` would record it.
-
-        The section is of the block at ``path``. Names of modules and tensors change.
-        """
+        """Return this section of the block at ``path`` as recorded at ``new_path``."""
 
         def rename(name: str) -> str:
             return (
@@ -249,7 +235,6 @@ class Call:
         )
 
     def plain(self) -> Any:
-        """Return the call as JSON-ready data."""
         return TypeAdapter(Call).dump_python(self, mode="json")
 
 
@@ -263,9 +248,9 @@ class StageEnd(NamedTuple):
 class Recording:
     """Allocations, releases, calls into components and ends of stages of a whole dry run, in order.
 
-    ``values``: stage output -> keys of the storages that it contains when its stage ends.
-    ``keeps_tensors``: components keep the tensors in `Call.persistent_keys` until the end, as in a
-    live pipeline, and not for one phase.
+    ``values``: stage output -> keys of its storages when its stage ends. ``keeps_tensors``:
+    components keep the tensors in `Call.persistent_keys` until the end, as in a live pipeline, and
+    not for one phase.
     """
 
     items: list[MemoryEvent | Call | StageEnd] = field(default_factory=list)
@@ -295,13 +280,12 @@ class Recording:
 class ComponentProfile:
     """Facts about a component from its structure and its traced calls.
 
-    ``parameters``: their number. ``groups``: the block groups. ``block_bytes``: for each group,
-    bytes of its largest block in the dtype from the graph file. ``precisions``: the same in every
-    precision. ``layers``: (outputs, inputs) of each weight that int8, nf4 and fp8 quantize.
-    ``widened``: GGUF precision -> for each of its quantized weights, (peak bytes before its
-    dequantized form exists, bytes written while it is dequantized). ``as_stored``: the quantized
-    precisions in which the source files already store the component. ``layer_split``: the profile
-    with the component split into layers, None where it cannot be split.
+    ``block_bytes``: for each group, bytes of its largest block in the dtype from the graph file.
+    ``precisions``: the same in every precision. ``layers``: (outputs, inputs) of each weight that
+    int8, nf4 and fp8 quantize. ``widened``: GGUF precision -> for each of its quantized weights,
+    (peak bytes before its dequantized form exists, bytes written while it is dequantized).
+    ``as_stored``: the quantized precisions of the source files. ``layer_split``: the profile with
+    layers, None where the component cannot be split.
     """
 
     parameters: int

@@ -1,10 +1,9 @@
 """Replay repeated calls inside a component, such as equal blocks and tiles of one shape.
 
-This module decides which calls are equal. `graphrun.profile.recorder` records them. Two calls are
-equal if their tensors have the same shapes, strides and dtypes, and all other arguments are equal.
-A call is replayed only if the first call has no side effects besides its result. Wan's decoder
-stores frames for its next call in a list argument, and a causal convolution may keep its input in
-an attribute, so these always run.
+Two calls are equal if their tensors have the same shapes, strides and dtypes, and all other
+arguments are equal. A call is replayed only if the first call has no side effects besides its
+result. Wan's decoder stores frames for its next call in a list argument, and a causal convolution
+may keep its input in an attribute, so these always run.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from graphrun.profile.recording import Call
 
 PLAIN_TYPES = (bool, int, float, str, type(None))
 
-# Attributes that are not compared between blocks: the block's index, and attributes of `nn.Module`.
+# not compared between blocks: the block's index, and attributes of `nn.Module`
 INDEX_ATTRIBUTES = frozenset({"layer_idx", "layer_index", *vars(nn.Module())})
 
-# Methods that diffusers' autoencoders call once for each tile.
+# methods that diffusers' autoencoders call once for each tile
 TILE_METHODS = re.compile(r"blend_[a-z]|_?(temporal_)?tiled_decode")
 
 
@@ -44,9 +43,9 @@ class ReturnedArgument:
 class Repeatable:
     """A call that can be replayed.
 
-    ``section``: what it recorded for the module at ``path``. ``results``: its result with empty
-    tensors, flattened by pytree as in ``spec``. ``numbers``: numbers of the tensors in its
-    arguments and results (`Hop`). ``base_number``: the last number before the call.
+    ``section``: its recording for the module at ``path``. ``results``: its result with empty
+    tensors, flattened by pytree as in ``spec``. ``numbers``: of the tensors in its arguments and
+    results (`Hop`). ``base_number``: the last number before the call.
     """
 
     path: str
@@ -58,7 +57,7 @@ class Repeatable:
 
 
 class Repeats:
-    """A context that replays repeated calls into children and tile methods of ``module``."""
+    """Context that replays repeated calls into children and tile methods of ``module``."""
 
     def __init__(self, module: nn.Module, recorder: Recorder) -> None:
         self.module = module
@@ -196,10 +195,7 @@ def _has_foreign_hooks(module: nn.Module) -> bool:
 
 
 def _attribute_tensors(module: nn.Module) -> list[tuple[int, str, int]]:
-    """Return the tensors in attributes of ``module`` and its submodules, without weights.
-
-    Each is (module, attribute, address of the tensor).
-    """
+    """Return (module, attribute, address) of tensors in attributes, without weights."""
     return [
         (id(inner), key, id(tensor))
         for inner in modules_below(module)
@@ -210,10 +206,7 @@ def _attribute_tensors(module: nn.Module) -> list[tuple[int, str, int]]:
 
 
 def _structure(block: nn.Module) -> Any:
-    """Return a key that is equal for blocks that compute the same.
-
-    It has classes, tensors and plain attributes of all modules, without the index.
-    """
+    """Return a key that is equal for blocks that compute the same, whatever their index."""
     return tuple(
         (
             name,

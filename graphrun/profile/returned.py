@@ -1,11 +1,9 @@
 """The result of a traced call: tensors, shared storages, and storages of the arguments.
 
-Works on tensors only; knows no components.
-
-    encode(x) -> mean, logvar = moments.chunk(2)    one storage of the size of `moments`, two views:
-                                                    keeping `mean` keeps all of it
-    forward(x) -> x[:, 1:]                          a view of the first tensor argument: takes no
-                                                    memory, and keeps all of x
+encode(x) -> mean, logvar = moments.chunk(2)    one storage of the size of `moments`, two views:
+                                                keeping `mean` keeps all of it
+forward(x) -> x[:, 1:]                          a view of the first tensor argument: takes no
+                                                memory, and keeps all of x
 """
 
 from __future__ import annotations
@@ -123,7 +121,7 @@ def capture_result(
 
     ``arguments``: the tensors in the call's arguments. ``argument_contents``: as in `Returned`.
     ``weights``: addresses of storages whose views are returned as separate tensors. Tensors on
-    other devices than ``device`` are on the host, and are cloned.
+    other devices are on the host, and are cloned.
     """
     argument_of = {
         tensor.untyped_storage()._cdata: number

@@ -1,7 +1,6 @@
 """The data of ``graphrun estimate``: sizes and times of a graph on a device, without any budget.
 
-Combines the dry run, the configurations and the allocator models into JSON-ready data, each figure
-with its basis. `graphrun.report.estimate_screen` formats it.
+JSON-ready, each figure with its basis.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def survey(
     """Return the estimate of ``graph`` on ``hardware``, JSON-ready.
 
     It has components (weights by precision, host bytes), phases (activation, values, FLOPs,
-    seconds), the totals with everything resident, and the totals of ``mode`` (by default the same).
+    seconds), the totals with everything resident, and the totals of ``mode`` (default: the same).
     Per phase, ``allocated_bytes`` is the peak of allocated bytes without weights,
     ``reserved_bytes`` the same as reserved with expandable segments, and ``reserved_native_bytes``
     with native segments. All three include storages that are live at the phase's entry.
@@ -120,10 +119,7 @@ def _mode(
     component_bytes: Mapping[str, int],
     phases: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Return the totals of the mode, and its seconds by stage.
-
-    ``component_bytes``: bytes of each component's weights.
-    """
+    """Return the totals of the mode, and its seconds by stage."""
     estimate = estimate_mode(graph, dry_run, hardware, mode, component_bytes)
     entries = dry_run.recording.entries()
     weights = [max(map(int, estimate.on_device[begin:end])) for begin, end in phase_spans(entries)]
@@ -203,7 +199,7 @@ def _phases(problem: Problem, dry_run: DryRun, hardware: Hardware) -> list[dict[
         if hardware.caching_allocator
         else counting
     )
-    # Scratch of quantized layers, in the components' first precision.
+    # scratch of quantized layers, in the components' first precision
     scratch = [
         max(problem.component(use.component).variants[0].scratch_bytes for use in phase.uses)
         for phase in problem.phases

@@ -1,7 +1,7 @@
 """How a phase uses a component: calls and seconds per block group, and execution order.
 
-These numbers come from the traced calls and do not depend on where weights are placed. For a
-component split into layers they include how often a layer runs in a call.
+These numbers come from the traced calls, wherever weights are placed. With layers they include how
+often a layer runs in a call.
 
     call     | unblocked |  block  |  block  | unblocked |  block  | unblocked |
 
@@ -21,10 +21,8 @@ from graphrun.profile.costs import work_seconds
 from graphrun.profile.recording import Call
 
 Order = tuple[tuple[int, int, float], ...]
-"""The compute of a call in order: (group, block in the group, seconds).
-
-Group 0 is the unblocked weights.
-"""
+"""The compute of a call in order: (group, block in the group, seconds); group 0: unblocked
+weights."""
 
 
 def use_of(
@@ -35,11 +33,11 @@ def use_of(
     transfer: bool = False,
     compiled: bool = False,
 ) -> Use:
-    """Return how ``calls``, the calls of one phase, use ``component``.
+    """Return how ``calls``, the calls of one phase, use ``component``, with layers where possible.
 
-    The use includes the split into layers where it is possible. ``transfer``: include the bytes
-    transferred to a secondary device and back, the maximum over the calls. ``compiled``: blocks run
-    as compiled code, so their seconds are divided by `Hardware.compiled_gain` if that was measured.
+    ``transfer``: include the bytes transferred to a secondary device and back, the maximum over the
+    calls. ``compiled``: blocks run as compiled code, so their seconds are divided by
+    `Hardware.compiled_gain` if that was measured.
     """
     use = _block_use(component, calls, hardware, hardware.compiled_gain or 1.0 if compiled else 1.0)
     layers = _layer_use(component.layers, calls, hardware) if component.layers is not None else None
@@ -96,7 +94,7 @@ def live_tensors_of(call: Call, block_numbers: Mapping[str, int]) -> tuple[LiveT
         dict[int, int](),
         defaultdict[int, set[int]](set),
     )
-    # The block that runs (0: none), the last block that began, blocks before which operators run.
+    # the block that runs (0: none), the last block that began, blocks before which operators run
     active_block, last_block, gap_blocks = 0, 0, set[int]()
     for hop in call.hops:
         block = block_numbers.get(hop.path, 0)
@@ -164,8 +162,8 @@ def _block_use(
         sum(number in read_groups[id(call)] for call in calls)
         for number in range(len(component.groups))
     ]
-    # `Use` counts a group's first call in the component's first call, since the group must be
-    # loaded by then.
+    # A group's first call counts in the component's first call, since the group must be loaded by
+    # then.
     group_calls = [
         count + (count > 0 and number not in read_groups[id(calls[0])])
         for number, count in enumerate(read_counts)
@@ -188,10 +186,7 @@ def _block_seconds(
     orders: Mapping[int, Order],
     group_calls: Sequence[int],
 ) -> tuple[float, ...]:
-    """Return, for each group, seconds of one block in one call.
-
-    ``orders``: `id` of a call -> its compute in order.
-    """
+    """Return, for each group, seconds of one block in one call; ``orders``: by `id` of the call."""
     overlaps = {key: overlap_seconds(order, component.variants[0]) for key, order in orders.items()}
     totals = map(sum, zip(*(overlaps[id(call)] for call in calls), strict=True))
     rows = zip(totals, component.groups, group_calls, strict=True)
@@ -240,10 +235,7 @@ def _compute_order(
 
 
 def _block_at(positions: Mapping[str, tuple[int, int]], path: str) -> tuple[int, int]:
-    """Return (group, block) of the block at ``path`` or of the block that contains it.
-
-    (0, 0), the unblocked weights, if there is none.
-    """
+    """Return (group, block) of the block at or around ``path``; (0, 0): unblocked."""
     while path and path not in positions:
         path = path.rpartition(".")[0]
     return positions.get(path, (0, 0))
@@ -254,8 +246,8 @@ def _layer_use(
 ) -> Use | None:
     """Return how ``calls`` use the layers of ``component``.
 
-    None if the calls of the phase call different layers or in different orders, since layers could
-    then not be streamed in one order.
+    None if the calls of the phase call different layers or in different orders: layers could then
+    not be streamed in one order.
     """
     orders = {
         id(call): _compute_order(component, call, hardware)
@@ -294,10 +286,7 @@ def _layer_use(
 
 
 def _without_unblocked(order: Order) -> Order:
-    """Return ``order`` for calls that read no unblocked weights.
-
-    Compute outside of blocks is added to the block before it.
-    """
+    """Return ``order`` with compute outside of blocks added to the block before."""
     steps: list[tuple[int, int, float]] = []
     for number, block, seconds in order:
         if number or not steps:

@@ -1,7 +1,7 @@
 """The variants of a component: precision x backing store x device, each with bytes and seconds.
 
-The module decides which variants exist and what must be allowed for each, without regard to
-budgets. The first variant is the graph's own: its first precision in page-locked memory.
+Budgets do not matter here. The first variant is the graph's own: its first precision in page-locked
+memory.
 
     precision          those in the graph's list; all but the first change the output and must be
                        allowed
@@ -62,9 +62,9 @@ def variants_of(
 ) -> tuple[Variant, ...]:
     """Return all variants of ``component``, the graph's own first.
 
-    ``calls``: its distinct calls. ``backing_stores``: those to consider here. ``allow``: only
-    determines whether computing on the CPU is offered. ``granularity``: whether ``profile`` is
-    split into blocks or layers. ``secondaries``: further devices that the component may compute on.
+    ``calls``: its distinct calls. ``backing_stores``: those to consider. ``allow``: only determines
+    whether computing on the CPU is offered. ``granularity``: of ``profile``. ``secondaries``:
+    further devices that the component may compute on.
     """
     if hardware.unified:
         backing_stores = ("file",)
@@ -127,7 +127,7 @@ def _in_backing_stores(
     file_block_bytes = block_bytes if is_stored else profile.block_bytes
     checkpoint = component.checkpoint(precision)
     if checkpoint is not None and checkpoint.nbytes and weight_bytes:
-        # Files may have tensors in another dtype than the device, such as T5's output projections.
+        # files may have tensors in another dtype than the device, such as T5's output projections
         file_block_bytes = tuple(
             nbytes * checkpoint.nbytes // weight_bytes for nbytes in block_bytes
         )
@@ -200,8 +200,7 @@ def _extra_block_seconds(
 ) -> tuple[float, ...]:
     """Return, for each group, the additional seconds of a block's products in ``precision``.
 
-    Taken from the call with the most FLOPs. () on `sim`, whose clock charges FLOPs and copies, but
-    no memory bandwidth.
+    From the call with the most FLOPs. () on `sim`, whose clock charges no memory bandwidth.
     """
     if hardware.kernels is None or not calls:
         return ()
@@ -260,9 +259,8 @@ def _read_seconds(
 ) -> tuple[float, ...]:
     """Return, for each group, the seconds to read one block into its backing store.
 
-    () without a source, since such weights are created before the run. The files' bytes are read.
-    Quantized weights are then quantized, unless the files are already in that precision
-    (``is_stored``). On a virtual clock quantizing takes no time: it is not the host's clock.
+    () without a source: such weights are created before the run. Weights that the files do not have
+    in that precision are then quantized, which takes no time on a virtual clock.
     """
     if component.source_in(precision) is None:
         return ()
@@ -273,10 +271,7 @@ def _read_seconds(
 
 
 def _seconds(calls: Sequence[Call], hardware: Hardware) -> float:
-    """Return the seconds of one call of each kind on ``hardware``.
-
-    The simulated clock charges FLOPs at one rate; launches do not count.
-    """
+    """Return the seconds of one call of each kind on ``hardware``, on `sim` without launches."""
     if hardware.kernels is None:
         return sum(call.flops for call in calls) / hardware.flops_per_second
     return sum(sum(work_seconds(call, hardware)) for call in calls)

@@ -5,7 +5,7 @@ pinned, pageable    | block 0 | block 1 | block 2 |   one flat buffer in RAM, re
 disk                files --read--> | bounce buffer | twice the largest block; a read waits for the
                                          |copy        copies of the bytes that it overwrites
 
-The plan decides when to read, copy and drop, not this module.
+The plan decides when to read, copy and drop.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Marks = tuple[Mark, Mark]
 
 
 class BlockWriter(Protocol):
-    """Source of a component's weights: writes the bytes of a block into a buffer."""
+    """Source of a component's weights, block by block."""
 
     def write(
         self, layout: BlockLayout, buffer: torch.Tensor, count: Callable[[torch.Tensor], None]
@@ -50,9 +50,8 @@ class BlockWriter(Protocol):
 class _BlockRead:
     """A background job: the read of one block into ``buffer``, or the page locking of ``buffer``.
 
-    For a read into a bounce buffer, ``buffer`` is placement ``number`` there. ``join`` waits for
-    the end of the job. Afterwards, ``marks`` are the start and end of a read, or the end of page
-    locking. ``nbytes`` are the bytes read from files.
+    In a bounce buffer, ``buffer`` is placement ``number``. After ``join``, ``marks`` are the start
+    and end of the read, or the end of page locking; ``nbytes`` were read from files.
     """
 
     buffer: torch.Tensor
@@ -63,10 +62,9 @@ class _BlockRead:
 
 
 class BackingStore:
-    """Host memory of ``nbytes`` that background reads fill and that blocks are copied from.
+    """Host memory of ``nbytes`` that ``writer`` fills and that blocks are copied from.
 
-    ``writer`` provides the bytes, block by block. ``memory`` is None until allocated. ``pacer``
-    paces the reads of the open slot.
+    ``memory`` is None until allocated. ``pacer`` paces the reads of the open slot.
     """
 
     def __init__(
@@ -86,7 +84,7 @@ class BackingStore:
         self._writer: Any = writer
         self.memory: torch.Tensor | None = None
         self.pacer: PacedReads | None = None
-        # reads that have begun; for a store on disk, only blocks that are not copied yet
+        # reads that have begun; for a store on disk, only blocks not yet copied
         self._reads: dict[str, _BlockRead] = {}
         self._finished: list[tuple[str, int, Marks]] = []
         self._is_dropped = False
@@ -97,11 +95,10 @@ class BackingStore:
         return not self._pinned
 
     def allocate(self) -> None:
-        """Allocate the memory. Its contents are undefined."""
+        """Allocate the memory; its contents are undefined."""
         self.memory, self._is_dropped = self.device.arena(self.nbytes, pinned=self._pinned), False
 
     def pin(self) -> None:
-        """Page-lock the memory, if this backing store is pinned."""
         if self._pinned and self.memory is not None:
             self.device.pin(self.memory)
 
@@ -112,15 +109,12 @@ class BackingStore:
     def request(self, path: str) -> bool:
         """Begin the read of block ``path`` unless it has begun.
 
-        Returns whether a copy of the block can be queued without making the host wait for the read.
+        Return whether its copy can be queued without making the host wait for the read.
         """
         raise NotImplementedError
 
     def ready(self, path: str) -> bool:
-        """Return whether a copy of block ``path`` would only wait for earlier copies.
-
-        The read of the block must have begun.
-        """
+        """Return whether a copy of block ``path``, being read, only waits for earlier copies."""
         return path not in self._reads or self.device.reached(self._reads[path].marks)
 
     def copy(self, path: str, target: torch.Tensor, device: Device) -> Marks:
@@ -134,10 +128,7 @@ class BackingStore:
         return start, device.mark("copy")
 
     def _source(self, path: str, device: Device) -> torch.Tensor:
-        """Return the bytes of block ``path`` in host memory, after its read.
-
-        The copy stream of ``device`` waits for the read.
-        """
+        """Return block ``path`` in host memory, after its read (host and copy stream wait)."""
         raise NotImplementedError
 
     def finish_reads(self) -> list[tuple[str, int, Marks]]:
@@ -148,7 +139,7 @@ class BackingStore:
     def drop(self) -> None:
         """Release the memory and cancel pending reads. Call after a barrier.
 
-        The memory is freed when no views of it are left.
+        The memory is freed when no views are left.
         """
         self._is_dropped = True
         self.abandon()
@@ -157,10 +148,7 @@ class BackingStore:
     def _read(
         self, path: str, buffer: torch.Tensor, number: int = 0, awaited_marks: Sequence[Mark] = ()
     ) -> None:
-        """Begin the background read of block ``path`` into ``buffer``.
-
-        The read comes after earlier reads and after the marks ``awaited_marks``.
-        """
+        """Begin the background read of block ``path``, after ``awaited_marks``."""
         block_read, device = _BlockRead(buffer, number), self.device
 
         def job() -> None:
@@ -169,7 +157,7 @@ class BackingStore:
             for mark in awaited_marks:
                 device.wait("disk", mark)
             start = device.mark("disk")
-            # The writer's temporary tensors count as RAM of backing stores (the tier "arenas").
+            # temporary tensors count as RAM of backing stores (the tier "arenas")
             block_read.nbytes = self._writer.write(
                 self._layouts[path], buffer, lambda tensor: device.arenas.count("arenas", tensor)
             )
@@ -193,10 +181,7 @@ class BackingStore:
 
 
 class Arena(BackingStore):
-    """A backing store in RAM: all blocks in one buffer, in the order of ``layouts``.
-
-    It is page-locked if ``pinned``.
-    """
+    """A backing store in RAM: all blocks in one buffer, in the order of ``layouts``."""
 
     def __init__(
         self,
@@ -213,18 +198,15 @@ class Arena(BackingStore):
         self._starts = starts
         # page locking, until a copy has waited for it
         self._locking: _BlockRead | None = None
-        self.pending: deque[str] = deque()  # blocks whose reads are not yet begun, in order
+        self.pending: deque[str] = deque()  # blocks whose reads have not begun, in order
 
     def block(self, path: str) -> torch.Tensor:
-        """Return the bytes of block ``path`` in RAM, flat."""
+        """Return block ``path`` in RAM, flat."""
         assert self.memory is not None, f"the backing store of block {path!r} is not allocated"
         return self.memory[self._starts[path] : self._starts[path] + self.size(path)]
 
     def prepare_reads(self) -> None:
-        """Make the reads of all blocks pending; `begin_next` starts each.
-
-        Page locking runs in parallel with the reads. Copies wait for it.
-        """
+        """Make the reads of all blocks pending, and begin page locking, which copies wait for."""
         self.pending.extend(self._layouts)
         if not self._pinned or self.memory is None:
             return
@@ -238,14 +220,14 @@ class Arena(BackingStore):
         self._locking = page_lock
 
     def begin_next(self) -> None:
-        """Start the next pending read in the background, after the reads before it."""
+        """Start the next pending read in the background."""
         path = self.pending.popleft()
         self._read(path, self.block(path))
         if not self.pending:
             self.device.background(self._writer.close)
 
     def request(self, path: str) -> bool:
-        """As `BackingStore.request`; also begins the slot's reads that precede block ``path``."""
+        """As `BackingStore.request`, after the slot's reads that precede block ``path``."""
         while path in self.pending:
             (self.begin_next if self.pacer is None else self.pacer.begin_next)()
         awaited = [
@@ -253,7 +235,7 @@ class Arena(BackingStore):
             for block_read in (self._locking, self._reads.get(path))
             if block_read is not None
         ]
-        # A copy that is queued now starts on the copy stream after these jobs.
+        # a copy that is queued now starts on the copy stream after these jobs
         return all(self.device.queues_behind(block_read.marks) for block_read in awaited)
 
     def ready(self, path: str) -> bool:
@@ -278,7 +260,7 @@ class Arena(BackingStore):
         return self.block(path)
 
     def finish_reads(self) -> list[tuple[str, int, Marks]]:
-        """As `BackingStore.finish_reads`, after starting all pending reads and waiting for them."""
+        """As `BackingStore.finish_reads`, after all pending reads."""
         while self.pending:
             self.begin_next()
         for path, block_read in self._reads.items():
@@ -290,7 +272,6 @@ class Arena(BackingStore):
         return super().finish_reads()
 
     def abandon(self) -> None:
-        """As `BackingStore.abandon`."""
         self.pending.clear()
         if self._locking is not None:
             with contextlib.suppress(GraphrunError, RuntimeError):
@@ -300,10 +281,7 @@ class Arena(BackingStore):
 
 
 class Disk(BackingStore):
-    """A backing store on disk: each copy of a block reads the block through a bounce buffer.
-
-    The bounce buffer has ``bounce_bytes``.
-    """
+    """A backing store on disk: each copy of a block reads it through a bounce buffer."""
 
     def __init__(
         self,
@@ -316,20 +294,17 @@ class Disk(BackingStore):
         self.abandon()  # creates an empty ring buffer
 
     def request(self, path: str) -> bool:
-        """As `BackingStore.request`, for one copy of the block.
-
-        The read waits for copies of the bytes that it overwrites.
-        """
+        """As `BackingStore.request`; the read waits for copies of overwritten bytes."""
         if self.size(path) == 0:
             return True
         if path not in self._reads:
             assert self.memory is not None, f"the bounce buffer of block {path!r} is not allocated"
-            # ``slot``: of the bounce buffer
+            # in the bounce buffer
             slot = self._ring_buffer.place(self.size(path))
             if self.pacer is not None:
                 self.pacer.before_fetch(self.size(path), full=bool(slot.released_numbers))
-            # A block that its call skipped was read but not copied. The new read overwrites such a
-            # block, which is read again when it is needed.
+            # A call may skip a block that was read. A new read may overwrite it; it is read again
+            # when needed.
             self._reads = {
                 name: block_read
                 for name, block_read in self._reads.items()
@@ -366,37 +341,33 @@ class Disk(BackingStore):
         return block_read.buffer
 
     def drop(self) -> None:
-        """As `BackingStore.drop`; closes files."""
         super().drop()
         self._writer.close()
 
     def abandon(self) -> None:
-        """As `BackingStore.abandon`.
-
-        Call at the end of a slot, whose barrier empties the bounce buffer.
-        """
+        """As `BackingStore.abandon`; at a slot's end, when the bounce buffer is empty."""
         super().abandon()
         self._ring_buffer, self._placements = RingBuffer(self.nbytes), 0
-        self._copy_ends: dict[int, Mark] = {}  # number of a placement -> end of its copy
+        self._copy_ends: dict[int, Mark] = {}  # by number of the placement
 
 
 class PacedReads:
-    """Reads of backing stores from disk during a slot, in step with fetches.
+    """Reads of backing stores during a slot, in step with fetches.
 
-    A read fills a block of a backing store in RAM; it is the plan's `Read` action. A fetch reads
-    one block from a backing store on disk into its bounce buffer, for one copy to the device. Both
+    A read fills a block of a backing store in RAM, for the plan's `Read` action. A fetch reads one
+    block from a backing store on disk into its bounce buffer, for one copy to the device. Both
     share the disk:
 
         disk     | fetch 1 | fetch 2 | read a | fetch 3 | read b |
 
-    A read is inserted before a fetch that overwrites earlier blocks of the bounce buffer, because
-    such a fetch must wait. Reads are inserted until their share of all bytes to read exceeds the
-    fetches' share of all bytes to fetch. If a copy needs a block that is not read yet, this read
-    and all reads before it start at once. Without fetches, all reads start at once. The simulator
-    (`graphrun.verify.simulate`) follows the same rules.
+    A fetch that overwrites earlier blocks of the bounce buffer must wait, so reads are inserted
+    before it, until their share of all bytes to read exceeds the fetches' share of all bytes to
+    fetch. If a copy needs a block that is not read yet, this read and all reads before it start at
+    once. Without fetches, all reads start at once. The simulator (`graphrun.verify.simulate`)
+    follows the same rules.
 
-    ``stores``: the stores that the slot reads, in order, and the stores on disk from which it
-    fetches ``fetch_bytes`` in total.
+    ``stores``: the stores to read, in order, and the stores on disk from which ``fetch_bytes`` are
+    fetched.
     """
 
     def __init__(self, stores: Iterable[BackingStore], fetch_bytes: int) -> None:
@@ -414,12 +385,10 @@ class PacedReads:
             self.finish()
 
     def finish(self) -> None:
-        """Start all pending reads."""
         while self._pending:
             self.begin_next()
 
     def begin_next(self) -> None:
-        """Start the next pending read."""
         store, nbytes = self._pending.popleft()
         self._begun_bytes += nbytes
         store.begin_next()

@@ -16,15 +16,12 @@ from graphrun.errors import BrokenPlan
 from graphrun.model.plan import Plan, Restore, Slot, slot_lines, slot_text
 from graphrun.model.problem import Problem
 
-# suggestion at the end of the errors of `SlotCursor`
+# suggestion at the end of errors
 AGAIN = "plan again with the inputs of this run"
 
 
 class SlotCursor:
-    """The position in ``plan``: which slots a call into a component opens.
-
-    Only counts calls; uses neither device nor bytes.
-    """
+    """The position in ``plan``. Only counts calls; uses neither device nor bytes."""
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self._stages = {phase.name: phase.stage for phase in problem.phases}
@@ -37,21 +34,17 @@ class SlotCursor:
         self._excluded_stages: frozenset[str] = frozenset()
 
     def leave_out(self, stages: Collection[str]) -> None:
-        """Declare that the run makes no call of ``stages``.
-
-        Their slots are opened on the way to other slots, and only move weights.
-        """
+        """Declare that the run makes no call of ``stages``. Their slots then only move weights."""
         self._excluded_stages = frozenset(stages)
         self._uses |= {phase: {} for phase, stage in self._stages.items() if stage in stages}
 
     def enter(self, component: str) -> list[int]:
         """Return the indices of the slots that a call into ``component`` opens, in order.
 
-        The result is empty if the call belongs to the open slot. The first slot lasts until every
-        component of the phase has been called. The call belongs to the current phase if that phase
-        uses ``component``. If the next phase uses ``component`` too, the call belongs to the next
-        phase once ``component`` has had all calls that the plan has for the current phase. Raises
-        BrokenPlan if the plan does not have this call.
+        Empty if the call belongs to the open slot. The first slot lasts until every component of
+        the phase has been called. If two consecutive phases use ``component``, the call belongs to
+        the second once ``component`` has had all planned calls of the first. Raises BrokenPlan if
+        the plan does not have this call.
         """
         uses, part = self._uses.get(self._open_slot.phase, {}), self._open_slot.part
         if part == "load" and uses:  # opened by `begin`
@@ -78,7 +71,7 @@ class SlotCursor:
     def open_ahead(self) -> list[int]:
         """Return the indices of the slots to open before the run has its inputs.
 
-        This is the first slot, if it is a load slot that restores no value.
+        The first slot, if it is a load slot that restores no value.
         """
         first = next(iter(self._slots), None)
         if (
@@ -93,8 +86,8 @@ class SlotCursor:
     def begin(self, stage: str) -> list[int]:
         """Return the indices of the slots to open when ``stage`` starts, before it reads values.
 
-        If the load slot of ``stage`` restores a value, these are the slots up to that load slot.
-        Otherwise the result is empty, and the stage's first call opens the load slot.
+        If the load slot of ``stage`` restores a value: all slots up to that one. Otherwise none:
+        the stage's first call opens the load slot.
         """
         indices = range(self._slot + 1, len(self._slots))
         load_index = next(
@@ -119,10 +112,7 @@ class SlotCursor:
         return slot_indices
 
     def finish(self) -> list[int]:
-        """Return the indices of the slots to open when all stages are done.
-
-        Raises BrokenPlan if the plan expects more calls.
-        """
+        """Return the slots to open when all stages are done. Raises BrokenPlan if too early."""
         slot_indices = list(range(self._slot + 1, len(self._slots)))
         if any(self._uses.get(self._slots[i].phase) for i in slot_indices):
             raise self._broken(f"the run ended {self._where()}, before the plan did")
@@ -134,8 +124,7 @@ class SlotCursor:
         return self._slots[self._slot] if self._slot >= 0 else Slot("", "end", 0, ())
 
     def _next_phase(self, component: str) -> list[int]:
-        """Return the indices of the slots to open before a call in the next phase that uses a
-        component: all slots up to the one with the part "first" of that phase."""
+        """Return the indices of the slots up to the next phase's first call."""
         next_phase, uses = self._next_uses()
         self._expect(component, uses)
         last = next(

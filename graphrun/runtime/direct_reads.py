@@ -4,10 +4,9 @@
     spans    |---------span 0-------------|     |-span 1-|   from page to page; small gaps are read
     memory   |---------span 0-------------|-span 1-|         tensors are views
 
-`span_layout` computes spans and offsets, `MappedArena` is the memory, and `DirectReads` is the
-threads that read. On Linux reads are direct (O_DIRECT): the disk writes to the arena, and no core
-copies. Elsewhere, and on file systems that refuse direct reads, a read copies through the page
-cache and removes its pages from the cache. Plans are no concern of this module.
+On Linux reads are direct (O_DIRECT): the disk writes to the arena, and no core copies. Elsewhere,
+and on file systems that refuse direct reads, a read copies through the page cache and removes its
+pages from the cache.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from graphrun.systems import anonymous_memory, forget_cached, open_direct, read_
 from graphrun.units import MIB, PAGE_BYTES, round_up
 
 # Direct reads need offsets, sizes and addresses that are multiples of the disk's logical block, 512
-# or 4096 bytes: here, of a page. A smaller gap between tensors is read too: a span of its own for
-# each would need as many bytes.
+# or 4096 bytes: here, of a page. A smaller gap is read too, since one more span needs as many
+# bytes.
 GAP_BYTES = 2 * PAGE_BYTES
 
 
@@ -43,7 +42,7 @@ def _page_start(offset: int) -> int:
 
 
 class MappedArena:
-    """Memory of ``nbytes``, rounded up to pages of 4096 bytes; its start is page-aligned.
+    """Page-aligned memory of ``nbytes``, rounded up to pages of 4096 bytes.
 
     ``huge_pages``: in pages of 2 MiB if the kernel has them, which the disk fills with a third of
     the CPU time. Pages count as used from the first write on. Raises InputError if the system
@@ -77,7 +76,7 @@ class MappedArena:
         )
 
     def close(self) -> None:
-        """Unmap the memory. Raises RuntimeError while a tensor uses it; may be called again."""
+        """Unmap the memory; may be called again. Raises RuntimeError while a tensor uses it."""
         try:
             self._memory.close()
         except BufferError as error:
@@ -91,8 +90,8 @@ class MappedArena:
 class Span:
     """Bytes ``start .. stop`` of ``file``, both multiples of 4096, which contain whole tensors.
 
-    ``stop`` may exceed the file's end. Tensors need the bytes before ``needed_stop``. ``stamp``:
-    `file_stamp` of the file for which the span was laid out, if it is known.
+    ``stop`` may exceed the file's end; tensors end at ``needed_stop``. ``stamp``: of the file for
+    which the span was laid out, if known.
     """
 
     file: str
@@ -103,7 +102,6 @@ class Span:
 
     @property
     def nbytes(self) -> int:
-        """Size in the file and in memory."""
         return self.stop - self.start
 
     def contains(self, tensor: Stored) -> bool:
@@ -113,10 +111,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class SpanLayout:
-    """Spans of a block's tensors, one behind another in the block's memory.
+    """Spans of a block's tensors, one behind another in the block's page-aligned memory.
 
-    Span i is read to ``span_offsets[i]``, a multiple of 4096. The memory must start at a page.
-    ``tensor_offsets``: of the tensors, in the order of `span_layout`'s argument.
+    ``span_offsets``: multiples of 4096. ``tensor_offsets``: in the order of `span_layout`'s
+    argument.
     """
 
     spans: tuple[Span, ...]
@@ -125,7 +123,6 @@ class SpanLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all spans, a multiple of 4096."""
         return sum(span.nbytes for span in self.spans)
 
 
@@ -133,7 +130,7 @@ def span_layout(tensors: Sequence[Stored]) -> SpanLayout:
     """Return the spans that contain ``tensors``, and each tensor's offset in the block's memory.
 
     Spans are ordered by file, in the order of the files' first tensors, then by offset. Two tensors
-    less than `GAP_BYTES` apart are in one span. Tensors may overlap, as tied weights do. A tensor
+    less than `GAP_BYTES` apart share a span. Tensors may overlap, as tied weights do. A tensor
     keeps its alignment in the file, up to 4096 bytes.
     """
     by_file: dict[str, list[Stored]] = {}
@@ -167,11 +164,7 @@ def span_layout(tensors: Sequence[Stored]) -> SpanLayout:
 
 
 class SpanRead:
-    """One submitted read or write, in the order of submission.
-
-    ``started_seconds``, ``ended_seconds``: `time.perf_counter` when it begins and at its end; 0
-    before.
-    """
+    """One submitted read or write; its times are of `time.perf_counter`, 0 before."""
 
     def __init__(self, reads: DirectReads) -> None:
         self.started_seconds = self.ended_seconds = 0.0
@@ -179,13 +172,13 @@ class SpanRead:
 
     @property
     def is_done(self) -> bool:
-        """Whether it is in memory, and all that was submitted before it."""
+        """Whether this and everything submitted before is in memory."""
         return self.ended_seconds > 0
 
     def wait(self) -> None:
-        """Wait until it is in memory, and all that was submitted before it.
+        """Wait until this and everything submitted before is in memory.
 
-        Raises InputError if a file cannot be opened or read, is truncated, or was changed since its
+        Raises InputError if a file cannot be opened or read, is truncated, or changed since its
         span was laid out or it was opened; the error of a write; RuntimeError if the reads were
         closed. Nothing is read any more then.
         """
@@ -217,8 +210,7 @@ class _Chunk:
 class _OpenFile:
     """A file that is open for reads, and its stamp when it was opened.
 
-    ``handle`` is for direct reads if ``is_direct``. ``refused_handle`` is the one whose file system
-    refused them; a thread may still use it.
+    ``refused_handle``: for direct reads that the file system refused; a thread may still use it.
     """
 
     handle: io.FileIO
@@ -230,15 +222,14 @@ class _OpenFile:
 class DirectReads:
     """Threads that read spans of files into memory, in the order of submission.
 
-    A span is read in chunks of at most ``chunk_bytes``, a multiple of 4096, by ``threads`` threads
-    at once; they start at the first span. A chunk waits for earlier ones into the same memory, and
-    a write for earlier writes. Reads end in the order of submission too: a read is done when all
-    reads before it are. After an error, the read that failed and all later ones raise it, threads
-    end and files are closed. Files stay open until then, or until `close`. A context manager closes
-    too.
+    ``threads`` threads read chunks of at most ``chunk_bytes``, a multiple of 4096; they start at
+    the first span. A chunk waits for earlier ones into the same memory, and a write for earlier
+    writes. A read is done when all reads before it are. After an error, the read that failed and
+    all later ones raise it, threads end and files are closed. Files stay open until then, or until
+    `close`. A context manager closes too.
 
-    ``bytes_read``: from all files, including gaps. ``wait_seconds``: time that `SpanRead.wait`
-    blocked.
+    ``bytes_read``: from all files, including gaps. ``wait_seconds``: time blocked in
+    `SpanRead.wait`.
     """
 
     def __init__(self, threads: int = 2, chunk_bytes: int = 8 * MIB) -> None:
@@ -264,11 +255,11 @@ class DirectReads:
         return dict(self._is_direct)
 
     def submit(self, span: Span, view: torch.Tensor) -> SpanRead:
-        """Queue the read of ``span`` into ``view``, and return it; does not wait.
+        """Queue the read of ``span`` into ``view``, and return it.
 
-        ``view``: flat, uint8, of the span's size, on the CPU at a page's start. Nothing else may
-        use it until the read is done. Bytes behind the file's end are undefined. Raises ValueError
-        for another view, the error of an earlier read, and RuntimeError after `close`.
+        ``view``: flat, uint8, of the span's size, on the CPU at a page's start, unused until the
+        read is done. Bytes behind the file's end are undefined. Raises ValueError for another view,
+        the error of an earlier read, and RuntimeError after `close`.
         """
         refuse_forked(self._process, "this reader of files", "make a new one")
         if (
@@ -297,9 +288,9 @@ class DirectReads:
         return span_read
 
     def submit_write(self, write: Callable[[], None], view: torch.Tensor) -> SpanRead:
-        """Queue ``write``, which fills the flat ``view`` by other means, and return it.
+        """Queue ``write``, which a thread calls to fill ``view``, and return it.
 
-        A thread calls it. Raises the error of an earlier read, and RuntimeError after `close`.
+        Raises the error of an earlier read, and RuntimeError after `close`.
         """
         refuse_forked(self._process, "this reader of files", "make a new one")
         span_read, start = SpanRead(self), view.data_ptr()
@@ -320,8 +311,7 @@ class DirectReads:
     def close(self) -> None:
         """End the threads and close the files; may be called again.
 
-        Requests to the disk that are under way end before. Reads that are not done raise
-        RuntimeError.
+        Requests to the disk that are under way end before. Unfinished reads raise RuntimeError.
         """
         if self._process != os.getpid():
             return  # the threads are in the process that this one was forked from
@@ -351,7 +341,7 @@ class DirectReads:
             finally:
                 self.wait_seconds += time.perf_counter() - start
         if not span_read.is_done:
-            self.close()  # waits for the requests of other threads, which write to memory
+            self.close()  # waits for other threads' requests, which write to memory
             if not span_read.is_done:
                 self._refuse_ended()
 
@@ -361,7 +351,7 @@ class DirectReads:
 
     def _refuse_ended(self) -> None:
         if self._error is not None:
-            raise copy.copy(self._error)  # whose traceback keeps no memory in this object
+            raise copy.copy(self._error)  # a copy, whose traceback keeps no memory in this object
         if self._is_closed:
             raise RuntimeError("the reader of files is closed: make a new one")
 
@@ -375,7 +365,7 @@ class DirectReads:
             self._active_threads += 1
 
     def _read_chunks(self) -> None:
-        """Read chunks until an error or `close`; what each thread does."""
+        """Read chunks until an error or `close`: the function of each thread."""
         try:
             while (chunk := self._next_chunk()) is not None:
                 self._read_chunk(chunk)
@@ -398,7 +388,7 @@ class DirectReads:
             return chunk
 
     def _may_begin(self) -> bool:
-        """Return whether there is a chunk, and its memory is not written by another thread."""
+        """Return whether there is a chunk whose memory no other thread writes."""
         return bool(self._chunks) and not any(
             self._chunks[0].excludes(chunk) for chunk in self._active_chunks
         )
@@ -412,7 +402,7 @@ class DirectReads:
                 count = self._fill(chunk)
         except BaseException as error:  # noqa: BLE001 (raised by whoever waits)
             failure = _without_frames(error)
-        chunk.target.release()  # after the read, no thread keeps the memory mapped
+        chunk.target.release()  # or else the thread keeps the memory mapped
         chunk.write = None
         with self._changed_state:
             self.bytes_read += count
@@ -428,7 +418,7 @@ class DirectReads:
     def _end_reads(self) -> None:
         """End the first unfinished reads that have no chunks left.
 
-        A read that failed keeps its chunk, so that no later read ends.
+        A failed read keeps its chunk, so that no later read ends.
         """
         while self._unfinished and not self._unfinished[0]._chunks_left:
             span_read, seconds = self._unfinished.popleft(), time.perf_counter()
@@ -487,9 +477,9 @@ class DirectReads:
             return self._files[file]
 
     def _refuse_direct(self, open_file: _OpenFile, handle: io.FileIO, file: str) -> bool:
-        """Return whether ``handle`` was for direct reads; ``open_file`` has another one now.
+        """Return whether ``handle`` was for direct reads, which ``open_file`` then no longer uses.
 
-        It is opened for reads through the page cache, unless another thread has opened it.
+        Reads through the page cache replace them, unless another thread has done so.
         """
         with self._opening:
             if not open_file.is_direct:

@@ -1,4 +1,4 @@
-"""Collects the events of a run for its trace."""
+"""Events of a run for its trace."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from graphrun.trace import Event
 
 @dataclass(slots=True)
 class EventRecorder:
-    """Collects the events of a run.
-
-    Their times are marks of the device. After a barrier, `resolve_marks` turns marks into seconds.
+    """Events of a run. After a barrier, `resolve_marks` turns their marks into seconds.
 
     ``origin``: mark at the start of the run, or where the run continues after `PlanRun.load_ahead`.
     ``offset_seconds``: seconds of the slots before ``origin``. ``slot``: index of the open slot.
-    ``moved_bytes``: weights copied to the device in this slot. ``events``: events with known
-    seconds.
+    ``moved_bytes``: weights copied to the device in this slot. ``events``: with known seconds.
     """
 
     device: Device

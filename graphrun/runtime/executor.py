@@ -55,10 +55,7 @@ def stages_for(
     host: Host,
     **stages_arguments: Any,
 ) -> Stages:
-    """Return the stages of ``graph`` with the order and options of ``plan``.
-
-    They run on the components in ``host``. ``stages_arguments``: further arguments of `Stages`.
-    """
+    """Return the stages of ``graph`` on ``host``, with the plan's order and options."""
     order, options = plan.order, dict(plan.options)
     place = device.torch_device
     return Stages(
@@ -87,10 +84,9 @@ def follow(
 ) -> Trace:
     """Run ``work`` once by ``solution`` and return the trace.
 
-    The calls of ``work`` into ``host.modules`` advance the plan. ``work`` computes on
-    ``device.torch_device``. If it makes a call that the plan does not have, ``replan`` supplies the
-    next plan. Without ``replan``, or if the run ends before the plan, BrokenPlan is raised.
-
+    Calls of ``work`` into ``host.modules`` advance the plan. ``work`` computes on
+    ``device.torch_device``. For a call that the plan does not have, ``replan`` supplies the next
+    plan. Without ``replan``, or if the run ends before the plan, BrokenPlan is raised.
     ``handed_out`` returns the bytes of the outputs that the caller receives on the device.
     ``checked``: the caller has checked the solution (`refuse_broken`).
 
@@ -114,9 +110,8 @@ class PlanSession:
     """Consecutive runs of one plan: first its ``slots``, then its further slots in each later run.
 
     Blocks that the plan keeps on the device, and backing stores that it has read, stay from run to
-    run. Leaving the context returns the device and the host to their baselines. So does a failed
-    run; the next run is a first run again. The caller has checked the plan (`refuse_unfit`,
-    `refuse_broken`).
+    run. Leaving the context, or a failed run, returns the device and the host to their baselines;
+    the next run is a first run. The caller has checked the plan (`refuse_unfit`, `refuse_broken`).
 
         with PlanSession(solution, host, device) as session:
             for prompt in prompts:
@@ -157,7 +152,7 @@ class PlanSession:
         )
         _refuse_drop(plan, host)
         self._has_begun = False
-        self._next_run: PlanRun | None = None  # the next run, whose first slot is done
+        self._next_run: PlanRun | None = None  # whose first slot is done
         self._baseline_bytes = self._allocated_bytes
 
     @property
@@ -229,7 +224,6 @@ class PlanSession:
             raise failure from None
 
     def _first(self) -> PlanRun:
-        """Prepare the host and return a first run."""
         problem, host = self._setting.problem, self._setting.host
         self._baseline_bytes = self._allocated_bytes
         host.match_layout(problem)
@@ -311,10 +305,7 @@ def refuse_unfit(solution: Solution, graph: Graph) -> None:
 
 
 def _permissions(problem: Problem, graph: Graph) -> Iterator[tuple[str, str, str | None]]:
-    """Return each choice of ``problem`` with its permission by ``problem`` and by ``graph``.
-
-    The latter is None if the graph does not list the choice.
-    """
+    """Yield each choice with its permission by ``problem`` and ``graph`` (None: not listed)."""
     for component in problem.components:
         graph_component = graph.components.get(component.name)
         for variant in component.variants:

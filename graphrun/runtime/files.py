@@ -1,8 +1,8 @@
 """The backing store of unified memory: files. A copy of a block is its read into device memory.
 
-file      |header|--a--|--b--|........|--c--|       tensors of a block, and of other blocks
-spans     |----- span 0 -----|     |- span 1 -|     whole pages, read past the page cache
-block     |----- span 0 -----|- span 1 -|- d -|     parameters are views; d is written: no file
+file      |header|--a--|--b--|........|--c--|       tensors of a block, and of other blocks spans
+|----- span 0 -----|     |- span 1 -|     whole pages, read past the page cache block     |-----
+span 0 -----|- span 1 -|- d -|     parameters are views; d is written: no file
                                                     has its bytes as they are, or its span would
                                                     need more room than the plan has
 """
@@ -23,8 +23,8 @@ from graphrun.runtime.devices.device import Device
 from graphrun.runtime.direct_reads import Span, span_layout
 from graphrun.units import PAGE_BYTES, round_up
 
-# Products of one row in fp32 have other bits where the weights' address, modulo 16, is another. A
-# tensor keeps its address in the file, modulo 64, the width of a vector: so outputs are those of
+# Products of one row in fp32 have other bits where the weights' address differs modulo 16. A tensor
+# keeps its address in the file, modulo 64, the width of a vector. So outputs equal those of
 # diffusers with weights that safetensors maps.
 VECTOR_BYTES = 64
 
@@ -80,10 +80,7 @@ def file_block(
 def _placed(
     layout: BlockLayout, file_tensors: Mapping[int, Stored], spans: Sequence[Span]
 ) -> FileBlock:
-    """Return the block with ``spans`` alone. ``file_tensors``: by number of the entry.
-
-    Tensors outside of spans keep their files' alignment to vectors, like tensors in spans.
-    """
+    """Return the block with only ``spans``; other tensors keep their vector alignment too."""
     in_spans = {
         number: tensor
         for number, tensor in file_tensors.items()
@@ -143,6 +140,5 @@ class FileStore(BackingStore):
         return marks
 
     def drop(self) -> None:
-        """As `BackingStore.drop`; closes files."""
         super().drop()
         self._writer.close()

@@ -34,10 +34,9 @@ from graphrun.runtime.spool import Spool
 class Host:
     """``modules`` in their backing stores, for ``device``.
 
-    ``problem`` has its choices applied: every component has one variant. ``modules`` has all
-    components of ``problem``. A component in ``writers`` has its parameters on meta and gets its
-    weights from the writer when its backing store is read. The other components bring their
-    weights. Their tensors are replaced by views of an arena, with the same contents. ``spool``
+    ``problem``: with choices applied. ``modules``: all its components. A component in ``writers``
+    has its parameters on meta and gets its weights when its backing store is read. The other
+    components bring their weights, whose tensors are replaced by views of an arena. ``spool``
     writes temporary files, for components that the plan reads from disk but whose weights no file
     contains in the needed form.
 
@@ -57,7 +56,7 @@ class Host:
         self.residencies: dict[str, Residency] = {}
         # dtype variants of modules that a pipeline may cast during a run
         self.dtype_variants: DtypeVariants | None = None
-        self.parts: dict[str, Any] = {}  # objects built for the graph's ``parts``, by name
+        self.parts: dict[str, Any] = {}  # built for the graph's ``parts``, by name
         self.meta_modules: dict[str, nn.Module] = {}
         # component -> (dtype in the graph, dtype in the plan), where they differ
         self.casts: dict[str, tuple[torch.dtype, torch.dtype]] = {}
@@ -65,7 +64,7 @@ class Host:
         self._spool, self._device = spool or Spool(), device
         self._variants: dict[str, Variant] = {}
         self._writers: dict[str, BlockWriter | None] = {}
-        self._leases = ExitStack()  # returns the meta modules to the graph when closed
+        self._leases = ExitStack()  # return the meta modules to the graph when closed
         self._layout = _layout_key(problem)
         writers = writers or {}
         refuse_movers({name: module for name, module in modules.items() if name not in writers})
@@ -147,7 +146,6 @@ class Host:
         return memos(self.modules)
 
     def clear_memos(self) -> None:
-        """Free tensors that modules cache on the device (see `graphrun.modules.memos`)."""
         for memo in self.memos:
             memo.cache_clear()
 
@@ -161,8 +159,7 @@ class Host:
 
     @functools.cached_property
     def held_attributes(self) -> tuple[HeldAttributes, ...]:
-        """Attributes of all modules in which stages may leave tensors on the device, such as
-        position tables.
+        """Attributes of modules where stages may leave device tensors, as position tables.
 
         Attributes of bitsandbytes' layers are part of their weights and do not count.
         """
@@ -173,10 +170,9 @@ class Host:
         )
 
     def prepare(self, used_components: Collection[str] | None = None) -> None:
-        """Read the backing stores that are in RAM before the run, and allocate bounce buffers.
+        """Read the backing stores that must be in RAM before the run, and allocate bounce buffers.
 
-        No action of the plan reads these backing stores. ``used_components``: the components that
-        the run uses; None: all.
+        ``used_components``: the components that the run uses; None: all.
         """
         for name, residency in self.residencies.items():
             if (
@@ -193,10 +189,7 @@ class Host:
             residency.release()
 
     def finish(self) -> None:
-        """Drop the backing stores that the plan has read, to restore the state before the run.
-
-        Call after a barrier.
-        """
+        """Drop the backing stores that the plan has read. Call after a barrier."""
         for name, residency in self.residencies.items():
             if self._variants[name].read_seconds and not residency.caller_owned:
                 residency.drop()
@@ -217,11 +210,10 @@ class Host:
         return _layout_key(problem) == self._layout
 
     def part(self, problem: Problem) -> Host:
-        """Return a host with only the components of ``problem``.
+        """Return a host with only the components of ``problem``, a part of this host's graph.
 
-        ``problem`` is the problem of a part of this host's graph, with choices applied. Both hosts
-        share the backing stores: use one at a time. Raises InputError if ``problem`` lays out
-        a component in another way.
+        ``problem``: with choices applied. Both hosts share the backing stores: use one at a time.
+        Raises InputError if ``problem`` lays out a component in another way.
         """
         layout = _layout_key(problem)
         if not layout[1].items() <= self._layout[1].items():
@@ -236,10 +228,9 @@ class Host:
         return host
 
     def match_layout(self, problem: Problem) -> None:
-        """Lay out again the components whose granularity (block or layer) differs in ``problem``.
+        """Lay out again the components whose granularity differs in ``problem``.
 
-        ``problem`` has its choices applied. Called at the start of a run. Raises InputError if
-        ``problem`` differs in graph, blocks or variants.
+        Called at the start of a run. Raises InputError for another graph, other blocks or variants.
         """
         layout = _layout_key(problem)
         for numbers in problem.components:
@@ -309,7 +300,6 @@ def layout_of(numbers: ComponentNumbers) -> StoreLayout:
 
 
 def _layout_key(problem: Problem) -> _LayoutKey:
-    """Return the digest of the graph, and the layout of each component."""
     return problem.graph_digest, {c.name: layout_of(c) for c in problem.components}
 
 

@@ -1,9 +1,9 @@
-"""Find what holds device memory after a run, and keep exceptions from holding device memory.
+"""Find references to device memory after a run, and remove those of exceptions.
 
 An exception keeps its traceback, a traceback its frames, and a frame its locals and the closure of
 its function. Activations of the block that failed would thus stay on the device as long as the
-caller keeps the error (clearing frames does not empty closures). Tracebacks are therefore removed.
-Tracebacks of unforeseen errors are kept as text in a note.
+caller keeps the error (clearing frames does not empty closures). Tracebacks are therefore removed;
+those of unforeseen errors are kept as text in a note.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ SHOWN = 5  # allocations and holders that a message lists
 
 
 def leftovers(device: Device, modules: Mapping[str, nn.Module]) -> str:
-    """Return text for an error: the largest allocations on ``device`` and their holders.
-
-    Changes nothing.
-    """
+    """Return text for an error: the largest allocations on ``device`` and their holders."""
     allocations, holders = device.holders(), _holders(device, modules)
     rest = f" and {len(allocations) - SHOWN} more" if len(allocations) > SHOWN else ""
     holder_text = ", ".join(f"{holder} ({show_size(nbytes)})" for holder, nbytes in holders[:SHOWN])
@@ -63,10 +60,7 @@ def _holders(device: Device, modules: Mapping[str, nn.Module]) -> list[tuple[str
 
 
 def _attribute_paths(modules: Mapping[str, nn.Module]) -> dict[int, str]:
-    """Return id() of each attribute dictionary of a component -> its path.
-
-    Paths are such as ``unet.down_blocks.0.conv`` or ``unet.to_q.state``.
-    """
+    """Return id() of each component's attribute dictionary -> path (``unet.to_q.state``)."""
     paths: dict[int, str] = {}
     for name, module in modules.items():
         for path, child in module.named_modules():
@@ -85,7 +79,7 @@ def _name(
     """Return the name of ``referrer``, which refers to tensor ``number``; "" if it is no holder.
 
     The name starts with "a " if only the type of ``referrer`` is known. The tensor is passed as
-    list and index: a local variable of this module that refers to it would count as a holder.
+    list and index, because a local variable that refers to it would count as a holder.
     """
     if referrer is tensor_list or isinstance(referrer, torch.Tensor):
         return ""
@@ -109,9 +103,8 @@ def _name(
 def error_to_raise(error: BaseException, device: Device, place: str) -> BaseException:
     """Return the error to raise in place of ``error``, which happened in ``place``.
 
-    This is a GraphrunError if ``error`` or one of its causes is a GraphrunError or a device error.
-    Otherwise it is ``error`` itself, with its traceback as a note. Removes the tracebacks of
-    ``error`` and its causes.
+    A GraphrunError if ``error`` or one of its causes is one, or a device error. Otherwise ``error``
+    itself, with its traceback as a note. Removes the tracebacks of ``error`` and its causes.
     """
     chain = list(_chain(error))
     graphrun_error = _graphrun_error(chain, device, place) if isinstance(error, Exception) else None
@@ -133,7 +126,7 @@ def _graphrun_error(chain: list[BaseException], device: Device, place: str) -> G
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Return ``error`` with its causes, contexts and group members, each once."""
+    """Yield ``error`` with its causes, contexts and group members, each once."""
     queue, visited = [error], set[int]()
     while queue:
         link = queue.pop(0)

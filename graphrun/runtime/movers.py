@@ -1,13 +1,13 @@
 """Refuse modules whose weights another library moves or casts: two movers break each other.
 
-Only inspects the attributes that other libraries set on modules; imports none of these libraries.
-
     accelerate   ``_hf_hook`` on a module (enable_model_cpu_offload, cpu_offload, dispatch_model),
                  ``hf_device_map`` on the model
     diffusers    ``_diffusers_hook``, a registry of hooks by name (group offloading, layerwise
                  casting)
     peft         layers with ``lora_A`` around a ``base_layer``
     torch        a component that is compiled as a whole: hooks of its blocks would be compiled too
+
+Only inspects these attributes; imports none of the libraries.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import nn
 from graphrun.errors import InputError
 from graphrun.modules.compiled import is_compiled
 
-# accelerate.hooks that move or cast weights. A user's own hook that does neither is allowed.
+# accelerate.hooks that move or cast weights; a user's own hook that does neither is allowed
 MOVING_HOOKS = frozenset({"CpuOffload", "AlignDevicesHook", "LayerwiseCastingHook"})
-# Substrings of the names under which such hooks of diffusers.hooks are registered.
+# substrings of the names under which such hooks of diffusers.hooks are registered
 MOVING_NAMES = ("offload", "layerwise_casting")
 
 
@@ -75,7 +75,7 @@ def _accelerate_hook(module: nn.Module) -> str | None:
 
 
 def _nested(hook: Any) -> Iterator[Any]:
-    """Return ``hook``, and the hooks inside it if it is accelerate's SequentialHook."""
+    """Yield ``hook``, and the hooks inside it if it is accelerate's SequentialHook."""
     if hook is not None:
         yield hook
         for inner in getattr(hook, "hooks", ()):

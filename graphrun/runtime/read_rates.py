@@ -38,7 +38,7 @@ def measure_reads(folder: Path, seconds: float, file_bytes: int = FILE_BYTES) ->
                 start_cpu_seconds = time.process_time()
                 alone_rate, nbytes = _rate(reads, file.name, file_bytes, seconds)
                 cpu_seconds = (time.process_time() - start_cpu_seconds) / nbytes
-                # a product of milliseconds at most, so that the next span is soon submitted
+                # a product takes milliseconds at most, so that the next span is soon submitted
                 matrix = torch.ones(256, 256, device="cpu")
                 computing_rate, _ = _rate(
                     reads, file.name, file_bytes, seconds, lambda: torch.mm(matrix, matrix)
@@ -57,7 +57,7 @@ def _rate(
 ) -> tuple[float, int]:
     """Return bytes per second, and the bytes read; ``compute`` is called until a read is done."""
     memory = MappedArena(RING_SPANS * SPAN_BYTES)
-    memory.view(0, memory.nbytes).zero_()  # pages get used
+    memory.view(0, memory.nbytes).zero_()  # touches every page
     unfinished, nbytes, start = list[SpanRead](), 0, time.perf_counter()
     while nbytes == 0 or (time.perf_counter() < start + seconds):
         offset = nbytes % file_bytes

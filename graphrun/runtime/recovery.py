@@ -1,7 +1,5 @@
 """Recover from running out of memory: plan the remaining stages with measured bytes, and continue.
 
-The failed stage is undone first.
-
     encode | denoise t0 t1 t2 | -- out of memory --> | copy values and the state after t1 to the
                                                      | host, plan t2 .. and decode, run t2 ..
                                                      | no plan fits: save them to a file, and stop
@@ -65,7 +63,7 @@ def execute(
 ) -> Trace:
     """Run ``graph`` on resolved ``inputs`` by ``solution``, which fits it (`refuse_unfit`).
 
-    Returns the trace, with the graph's outputs on the host.
+    Return the trace, with the graph's outputs on the host.
 
     ``modules``: components that already exist. ``host``: backing stores of an earlier run, in place
     of ``modules``; otherwise backing stores are created for this run and dropped at its end.
@@ -105,12 +103,10 @@ def run_to_the_end(
 ) -> Trace:
     """Run ``stages`` by ``solution``, planning the remaining stages again when memory runs out.
 
-    This happens when the device has less memory than planned, or a stage needs more.
-
     ``session``: an open session of ``solution``; this is its next run. After a replan, the
-    session's next run is a first run. ``tell`` is called with one line per replan. The trace has
-    the slots of all attempts, of each failed attempt only those of the stages that it finished. It
-    has the lines of replans as ``notes``.
+    session's next run is a first run. ``tell`` is called with one line per replan, which the trace
+    has as ``notes``. The trace has the slots of all attempts; of a failed attempt only those of the
+    stages that it finished.
 
     Raises OutOfMemory if no plan fits. The outputs of finished stages are then saved in the folder
     ``keep`` (default: a new temporary folder), which the error names.
@@ -178,7 +174,7 @@ def _without_done_steps(
 ) -> tuple[Problem, dict[str, tuple[int, int]]]:
     """Return ``problem`` without the steps done by now, and these steps (see `_steps_done`).
 
-    ``problem`` already lacks the ``previous`` steps. A loop whose calls cannot be assigned to steps
+    The ``previous`` steps are already removed. A loop whose calls cannot be assigned to steps
     restarts from its first step.
     """
     steps_done = _steps_done(stages)
@@ -247,8 +243,8 @@ def remaining_problem(
 def _increase(problem: Problem, error: OutOfMemory) -> dict[str, tuple[str, int]]:
     """Return phase -> (part, additional bytes) for the phase that ran out of memory.
 
-    The additional bytes are its measured peak plus the refused allocation minus the planned bytes,
-    and at least 1/MIN_INCREASE_DIVISOR of the budget.
+    Its measured peak plus the refused allocation minus the planned bytes, and at least
+    1/MIN_INCREASE_DIVISOR of the budget.
     """
     if not error.phase:
         return {}
@@ -269,8 +265,8 @@ def _missing_bytes(error: OutOfMemory) -> int:
 def _less_of(secondary: Secondary, error: OutOfMemory) -> Secondary:
     """Return ``secondary`` with less memory, so that components move elsewhere if they do not fit.
 
-    The new memory is what ``error`` measured as available, and at most the planned memory minus the
-    bytes that a call needed beyond the plan.
+    At most the memory that ``error`` measured as available, and the planned memory minus the bytes
+    that a call needed beyond the plan.
     """
     missing_bytes = max(_missing_bytes(error), secondary.effective_bytes // MIN_INCREASE_DIVISOR, 1)
     limit_bytes = min(error.available_bytes, secondary.effective_bytes - missing_bytes)
@@ -340,10 +336,7 @@ def _no_plan_fits(
 
 
 def _save(tensors: Mapping[str, torch.Tensor], keep: Path | None) -> Path:
-    """Write ``tensors`` to a file in ``keep`` and return its path.
-
-    The file is complete or absent.
-    """
+    """Write ``tensors`` to a file in ``keep``, complete or not at all, and return its path."""
     file = (keep or Path(tempfile.mkdtemp(prefix="graphrun-values-"))) / "values.safetensors"
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(

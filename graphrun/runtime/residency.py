@@ -3,7 +3,7 @@
 Tensors are moved by replacing entries of ``module._parameters`` and ``module._buffers``, and the
 extra tensors of quantized layers. (``module.to`` and ``param.data = ...`` fail across some devices,
 and untie tied weights.) A tied tensor stays one tensor at all of its locations. The plan decides
-when to move blocks, not this module.
+when to move blocks.
 
     backing store    | block 0 | block 1 | block 2 |   in RAM or on disk (backing.py); in RAM, the
                           |copy     |copy              module's tensors are views of it
@@ -41,9 +41,9 @@ from graphrun.units import round_up
 class _Entry:
     """One distinct tensor of a block.
 
-    ``host``: the tensor at ``locations`` while the block is not on the device. ``template``: a
-    tensor with its dtype and shape, on meta if the weights come from a writer. ``host`` is
-    ``template`` while there is no backing store.
+    ``host``: the tensor at ``locations`` while the block is not on the device; ``template`` without
+    a backing store. ``template``: a tensor with its dtype and shape, on meta if a writer has the
+    weights.
     """
 
     offset: int
@@ -80,7 +80,6 @@ class _Entry:
             parameter: Any = nn.Parameter(view, requires_grad=has_gradient)
         else:
             # `nn.Parameter` does the same for tensors of other classes, but with one more operator
-            # to detach them
             parameter = view
             parameter._is_param = True
             if has_gradient:
@@ -101,7 +100,7 @@ class _Block:
     def views_in(self, buffer: torch.Tensor) -> Iterator[tuple[_Entry, torch.Tensor]]:
         """Return each entry with its view in ``buffer`` (flat uint8, one block).
 
-        Uses only two operators per tensor, because streamed blocks are bound at every step.
+        Only two operators per tensor, because streamed blocks are bound at every step.
         """
         flat = {
             dtype: buffer.view(dtype)
@@ -115,9 +114,9 @@ class Residency:
 
     Without ``writer``, the module brings its weights. Its tensors become views of one arena, block
     after block, so that at most one block is in memory twice. With ``writer``, its tensors are on
-    meta until its backing store is read. With a `MappedWriter`, blocks are the module's mapped
-    tensors alone, which stay the host tensors; its other tensors are not touched. Raises InputError
-    if the module does not match ``numbers`` or is not on the CPU.
+    meta until its backing store is read. With a `MappedWriter`, blocks are only the module's mapped
+    tensors, which stay the host tensors. Raises InputError if the module does not match ``numbers``
+    or is not on the CPU.
     """
 
     def __init__(
@@ -177,28 +176,27 @@ class Residency:
         self._planned_bytes = {
             path: nbytes for group, nbytes in group_bytes for path in group.blocks
         }
-        # A pipeline may cast the module during a run. Each dtype variant of the module
-        # (`graphrun.modules.dtype_variants`) has its own residency, and one of them is active: the
-        # module has its tensors.
+        # A pipeline may cast the module during a run. Each dtype variant
+        # (`graphrun.modules.dtype_variants`) has its own residency; the module has the tensors of
+        # the active one.
         self.is_active = True
         self.last_use = 0  # number of the last run that used the component
         self._noted_contents: tuple[int, torch.Tensor] | None = (
             None  # `_contents` at the end of a run
         )
-        # block -> mark after its copy to the device, until compute has been made to wait for it
+        # block -> mark after its copy to the device, until compute waits for it
         self._arrivals: dict[str, Mark] = {}
         if writer is None and isinstance(self.backing_store, Arena):
             self._move_into_arena(self.backing_store, layouts)
 
     def place(self, numbers: ComponentNumbers, device: Device) -> None:
-        """Set the target device of every block.
+        """Set the target device of every block. Call while no block is being read.
 
         ``numbers`` has the device number of the component and of its block groups: 0 is ``device``,
-        others are its secondary devices. Evicts all blocks if any target changes. Call while no
-        block is being read.
+        others are its secondary devices. Evicts all blocks if any target changes.
         """
         main, secondary_devices = _devices(numbers, device)
-        # `Device.memory` is equal for devices that share a memory
+        # equal for devices that share a memory
         previous_memory = (
             self.device.memory,
             {path: secondary.memory for path, secondary in self._secondary_devices.items()},
@@ -212,7 +210,6 @@ class Residency:
             self._secondary_devices = secondary_devices
 
     def device_of(self, path: str) -> Device:
-        """Return the device of block ``path``."""
         return self._secondary_devices.get(path, self.device)
 
     @property
@@ -247,10 +244,9 @@ class Residency:
         return tuple(path for path, block in self._blocks.items() if block.buffer is not None)
 
     def note_contents(self) -> None:
-        """Record the contents of the host copy for `changed`.
+        """Record the host copy for `changed`, after a run that leaves blocks on the device.
 
-        Call at the end of a run after which loaded blocks stay on the device. Does nothing for
-        mapped tensors, whose writes and files `MappedTensors` compares.
+        Not needed for mapped tensors: `MappedTensors` compares their writes and files.
         """
         if isinstance(self.backing_store, Arena):
             self._noted_contents = self._contents()
@@ -290,10 +286,7 @@ class Residency:
         return torch.tensor(indices, dtype=torch.int64)
 
     def measured_bytes(self) -> int:
-        """Return the bytes of the module's tensors on the device, each storage once.
-
-        Includes the tensors that quantized layers add in a call.
-        """
+        """Return the bytes of the module's device tensors, also those added in a call."""
         kind, sizes = self.device.torch_device.type, dict[int, int]()
         for child in self.module.modules():
             state, statistics = (
@@ -319,8 +312,8 @@ class Residency:
     def holds_module(self, mapped_tensors: MappedTensors | None = None) -> bool:
         """Return whether the module's tensors are still views of the backing store.
 
-        Loading other weights into the module replaces them. ``mapped_tensors``: what is mapped now,
-        if the module's tensors are mapped; then these must be the same tensors of the same files.
+        Loading other weights into the module replaces them. ``mapped_tensors``: the current
+        mapping, if the tensors are mapped; they must then be the same tensors of the same files.
         """
         if isinstance(writer := self._writer, MappedWriter):
             return mapped_tensors is not None and all(
@@ -372,10 +365,7 @@ class Residency:
             store.pin()
 
     def drop(self) -> None:
-        """Drop the backing store. Call after a barrier.
-
-        The module's tensors are on meta afterwards, except blocks on the device.
-        """
+        """Drop the backing store, after a barrier. Tensors not on the device are then on meta."""
         for path, block in self._blocks.items():
             for entry in block.entries:
                 entry.host = entry.template
@@ -384,7 +374,7 @@ class Residency:
         self.backing_store.drop()
 
     def allocate(self, path: str) -> None:
-        """Allocate the device buffer of block ``path``. Its contents are undefined."""
+        """Allocate the device buffer of block ``path``; its contents are undefined."""
         self._blocks[path].buffer = self.device_of(path).allocate(self.buffer_bytes(path))[
             : self.nbytes(path)
         ]
@@ -392,7 +382,7 @@ class Residency:
     def load(self, path: str) -> Marks:
         """Queue the copy of block ``path`` into its buffer and bind its tensors to the buffer.
 
-        Returns marks before and after the copy. Call `wait_copy` before computing with the block,
+        Return marks before and after the copy. Call `wait_copy` before computing with the block,
         unless a barrier came in between.
         """
         block = self._blocks[path]
@@ -450,36 +440,26 @@ class Residency:
         self.is_active = False
 
     def activate(self) -> None:
-        """Bind loaded blocks to their device buffers.
-
-        Call when the module has the host tensors of these blocks again.
-        """
+        """Bind loaded blocks to their buffers, once the module has its host tensors again."""
         self.is_active = True
         for path, block in self._blocks.items():
             if block.buffer is not None:
                 self.bind(path, block.buffer)
 
     def copy(self, path: str, buffer: torch.Tensor) -> Marks:
-        """Queue the copy of block ``path`` into ``buffer`` without binding its tensors.
-
-        Returns marks before and after the copy.
-        """
+        """Queue the copy of block ``path`` into ``buffer``; return marks around it."""
         device = self.device_of(path)
         device.annotate(block=f"{self.name} {path or 'unblocked'}")
         return self.backing_store.copy(path, buffer, device)
 
     def evict(self, path: str) -> None:
-        """Release the device copy of block ``path``. Call after a barrier.
-
-        Copies no bytes back, because weights are read-only.
-        """
+        """Release the device copy of block ``path``. Call after a barrier."""
         if self._blocks[path].bound:
             self.unbind(path)
         self._arrivals.pop(path, None)
         self._blocks[path].buffer, self._blocks[path].views = None, ()
 
     def release(self) -> None:
-        """Evict every block, also after a failure."""
         for path in self._blocks:
             self.evict(path)
 
@@ -549,7 +529,7 @@ def _refuse_other_module(
             block = f"{numbers.name}: block {layout.path or 'unblocked'!r}"
             if (layout_bytes := round_up(layout.nbytes, ALLOCATION_BYTES)) > block_bytes:
                 raise InputError(
-                    f"{block} has {layout_bytes} bytes, but the problem says {block_bytes}: "
+                    f"{block} has {layout_bytes} bytes, but {block_bytes} in the problem: "
                     "this is not the module that the plan was made for"
                 )
             other_device = next(

@@ -1,10 +1,4 @@
-"""Execute one run of a plan: calls into components open and close the slots, in the plan's order.
-
-PlanRun         intercepts every call into a component and executes the slots
-SlotCursor      finds which slots a call opens (cursor.py)
-OpenSlot        performs the actions of one slot (slot.py)
-EventRecorder   collects the events of the trace (events.py)
-"""
+"""Execute one run of a plan: calls into components open and close the slots in order."""
 
 from __future__ import annotations
 
@@ -38,8 +32,8 @@ from graphrun.trace import SlotTrace, Tier, Trace
 from graphrun.units import show_size
 
 ProgressCallback = Callable[[int, int, int], None]
-"""Called at each call with three numbers: index of the slot, number of the call in the slot (0: the
-slot opens), and planned calls of the slot."""
+"""Called at each call with the index of the slot, the number of the call in the slot (0: the slot
+opens), and the planned calls of the slot."""
 
 Proceed = Callable[..., Any]
 """Runs the component's own code for an intercepted call (see `CallInterceptor`)."""
@@ -69,7 +63,7 @@ class Replan(Protocol):
     ) -> Solution:
         """Return a plan that starts with this call.
 
-        The device then holds no weights, and ``live_bytes`` of other tensors.
+        The device then has no weights, and ``live_bytes`` of other tensors.
         """
 
 
@@ -82,10 +76,8 @@ def planned_peaks(slots: Sequence[SlotReport]) -> list[tuple[int, ...]]:
 class Setting:
     """The parts that all runs of a session share.
 
-    ``problem``: the plan's problem with the plan's choices applied (`apply_choices`).
-    ``slowdowns``: component on the CPU -> factor on its compute time. ``limits``: for each device,
-    the smallest limit with which PyTorch's allocator can serve the plan
-    (`verify.pages.limit_bytes`), in bytes; 0 where memory is not counted in pages.
+    ``problem``: with the plan's choices applied. ``slowdowns``: component on the CPU -> factor on
+    its compute time. ``limits``: `verify.pages.limit_bytes` of each device.
     """
 
     problem: Problem
@@ -103,7 +95,7 @@ class PlanRun:
 
     ``peaks``: planned peak bytes of each slot, by device. ``progress`` is called at each call.
 
-    No attribute refers to a tensor. The traceback of an error may keep this object alive, and must
+    No attribute refers to a tensor: the traceback of an error may keep this object alive, and must
     not keep device memory allocated.
     """
 
@@ -118,14 +110,14 @@ class PlanRun:
         self.progress = progress
         self._recorder = EventRecorder(self._device)
         self._values = RunValues(self._device, None)
-        self._measured_components: set[str] = set()  # quantized components whose size was measured
+        self._measured_components: set[str] = set()  # quantized, and their size was measured
         self._slots: list[SlotTrace] = []
         self._open: OpenSlot | None = None
         self._closed = False  # whether the slot in `_open` is closed
         self._follow(setting.problem, plan, peaks)
-        # bytes of tensors that modules cached on the device in earlier phases or runs
+        # of tensors that modules cached on the device in earlier phases or runs
         self._cached_bytes = setting.host.cached_bytes
-        self._bytes_before_run = self._tiers()  # bytes by memory tier
+        self._bytes_before_run = self._tiers()  # by memory tier
         # for each device, at a failure: peak bytes of the open slot, and bytes that this process
         # can allocate in total
         self._failure_bytes = [(0, 0)] * len(self._device.all_devices)
@@ -137,7 +129,7 @@ class PlanRun:
 
     @property
     def where(self) -> str:
-        """Text for error messages: the open slot."""
+        """The open slot, for error messages."""
         return "the run before its first slot" if self._open is None else slot_text(self._open.slot)
 
     def execute(self, work: PipelineCode | Stages, *, keep: bool) -> Trace:
@@ -155,8 +147,8 @@ class PlanRun:
                     device.torch_device,
                     handle_call=self._on_call,
                     reads=self._read_weight,
-                    # `dtypes`: for components that the plan runs in another dtype than the
-                    # graph's. `casts`: for modules that the pipeline itself casts.
+                    # `dtypes`: for components that the plan runs in another dtype than the graph's.
+                    # `casts`: for modules that the pipeline itself casts.
                     dtypes={
                         name: dtype_in_graph for name, (dtype_in_graph, _) in host.casts.items()
                     },
@@ -182,8 +174,8 @@ class PlanRun:
         output_bytes = setting.handed_out(outputs) if setting.handed_out is not None else 0
         usage = self._tiers(output_bytes)
         if any(usage[name] > before_bytes for name, before_bytes in self._bytes_before_run.items()):
-            # frees reference cycles from the ops' code; only if needed, since it takes 0.1 s or
-            # more
+            # frees reference cycles from the ops' code; only if needed, since it takes at least 0.1
+            # s
             gc.collect()
             self._release_cached()
             usage = self._tiers(output_bytes)
@@ -204,10 +196,7 @@ class PlanRun:
         return self._trace(self._slots, outputs=outputs, tiers=tiers, sources=host.sources)
 
     def load_ahead(self) -> None:
-        """Perform the first slot, if it is a load slot, before the run has its inputs.
-
-        `execute` then continues after this slot.
-        """
+        """Perform the first slot, if it only loads; `execute` then continues after it."""
         with self._on_devices():
             try:
                 self._advance(self._cursor.open_ahead())
@@ -223,20 +212,19 @@ class PlanRun:
 
     @contextlib.contextmanager
     def _on_devices(self) -> Iterator[None]:
-        """Open a `Device.session` of each device with the plan's budgets, and set the clock of the
-        trace.
+        """Open a `Device.session` of each device within the budgets, and set the trace's clock.
 
         The clock continues after the slots that are done.
         """
         device = self._device
-        # Tensors of other code, such as the caller's, are allocated on the device too. The reserve,
-        # which is not part of `effective_bytes`, is for them.
-        # On unified memory the device counts them with the process.
+        # Tensors of other code, such as the caller's, are on the device too. The reserve, which is
+        # not part of `effective_bytes`, is for them. On unified memory the device counts them with
+        # the process.
         foreign_bytes = self._host.outside_bytes
         if not device.unified:
             foreign_bytes += min(self._problem.reserve_bytes, self._bytes_before_run["device"])
-        # Limits of the allocator's reserved pages; ``tensor_limit_bytes`` is the budget for
-        # tensors. `Device.session` takes both.
+        # ``limits``: of the allocator's reserved pages; ``tensor_limit_bytes``: the budget for
+        # tensors
         page_limit_bytes, *limits = self._setting.limits
         with contextlib.ExitStack() as stack:
             for secondary, numbers, limit in zip(
@@ -325,10 +313,7 @@ class PlanRun:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run a call into a component: the interceptor calls this in place of the component.
-
-        Returns the result of the call.
-        """
+        """Run a call into a component, for the interceptor, and return its result."""
         self._advance(self._slots_to_open(component, entry, args, kwargs))
         assert self._open is not None
         start = self._open.enter(component)
@@ -360,9 +345,8 @@ class PlanRun:
     def _staying_outputs(self, component: str) -> dict[str, frozenset[int]]:
         """Return which outputs of ``component`` stay on secondary devices in the open slot's phase.
 
-        Keys: paths of blocks on secondary devices. Values: numbers of the output tensors of such a
-        block that only blocks on the same device receive
-        (`graphrun.runtime.transfer.StayingOutputs`).
+        Path of a block on a secondary device -> numbers of its output tensors that only blocks on
+        the same device receive.
         """
         assert self._open is not None
         numbers, phase_name = self._problem.component(component), self._open.slot.phase
@@ -382,10 +366,7 @@ class PlanRun:
     def _slots_to_open(
         self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[int]:
-        """Return the indices of the slots that this call opens.
-
-        If the current plan does not have the call, a new plan replaces it first.
-        """
+        """Return the slots that this call opens, after a replan if the plan has no such call."""
         replan = self._setting.replan
         if replan is None:
             return self._cursor.enter(component)
@@ -405,7 +386,6 @@ class PlanRun:
         return tensor.to(self._device.torch_device, copy=True)
 
     def _finish(self) -> None:
-        """Open and close the slots after the last call."""
         try:
             self._advance(self._cursor.finish())
         except BrokenPlan:
@@ -434,10 +414,7 @@ class PlanRun:
     def _run_on_secondary(
         self, secondary: Device, proceed: Proceed, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run the component on ``secondary``.
-
-        Its inputs are copied there, each once, and its results are copied back.
-        """
+        """Run the component on ``secondary``: copy its inputs there and its results back."""
         assert self._interceptor is not None
         device, target = self._device.torch_device, secondary.torch_device
         arguments = with_device_arguments(target, *move_tensors((args, kwargs), device, target))
@@ -511,8 +488,8 @@ class PlanRun:
     def _release(self) -> None:
         """Wait for copies under way, remove hooks and free ring buffers, also after a failure."""
         try:
-            # A device in an error state cannot be synchronized. The original error is already
-            # raised.
+            # a device in an error state cannot be synchronized; the original error is already
+            # raised
             with contextlib.suppress(RuntimeError):
                 for accelerator in reversed(self._device.all_devices):
                     accelerator.barrier()
@@ -538,8 +515,8 @@ class PlanRun:
     def _tiers(self, output_bytes: int = 0) -> dict[str, int]:
         """Return the bytes in use by memory tier.
 
-        On the device, loaded blocks and caches do not count, because a session keeps them. Neither
-        do ``output_bytes``, which the caller received.
+        Not counted: loaded blocks and caches on the device, which a session keeps, and
+        ``output_bytes``, which the caller received.
         """
         usage = self._device.tiers()
         usage["device"] -= output_bytes + self._host.cached_bytes
@@ -552,10 +529,7 @@ class PlanRun:
 
 
 def _cast(proceed: Proceed, graph_dtype: torch.dtype, plan_dtype: torch.dtype) -> Proceed:
-    """Return ``proceed`` with tensors cast between the dtypes of the graph and the plan.
-
-    Arguments are cast from ``graph_dtype`` to ``plan_dtype``, results back.
-    """
+    """Return ``proceed`` with arguments cast to ``plan_dtype``, results to ``graph_dtype``."""
 
     def cast(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = walk(

@@ -5,10 +5,9 @@
     calls run    a block waits for its copy; a component on the CPU waits for its backing store
     slot closes  issue the remaining prefetch | barrier | release ring buffers and hooks | measure
 
-Prefetch means loads for a later slot. Every copy is in the plan. The loads that the slot computes
-with are issued before the prefetch. If a component is streamed, prefetch is issued in step with its
-streamed blocks, whenever its ring buffer is full. Prefetch thus uses time in which the copy stream
-would be idle.
+Prefetch means loads for a later slot. The loads that the slot computes with are issued before the
+prefetch. If a component is streamed, prefetch is issued in step with its streamed blocks, whenever
+its ring buffer is full. Prefetch thus uses time in which the copy stream would be idle.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ from graphrun.trace import SlotTrace
 
 
 class OpenSlot:
-    """Executes slot number ``index`` of a plan.
-
-    Call `open`, then `enter` before each call into a component, then `close`.
-    """
+    """Slot ``index`` of a plan: call `open`, `enter` before each call of a component, `close`."""
 
     def __init__(
         self,
@@ -67,10 +63,7 @@ class OpenSlot:
         self._reads: PacedReads | None = None
 
     def open(self) -> None:
-        """Perform or begin the slot's actions; calls into components may follow.
-
-        Call after a barrier.
-        """
+        """Perform or begin the slot's actions. Call after a barrier."""
         recorder, device, residencies = self._recorder, self._device, self._residencies
         recorder.slot, recorder.moved_bytes = self.index, 0
         device.annotate(slot=f"slot {self.slot.phase} {self.slot.part}")
@@ -131,15 +124,14 @@ class OpenSlot:
         ]
         self._begin_reads(residencies_to_read, loads, streamings)
         # Components whose backing store this slot reads come late: their blocks must be read before
-        # they are copied. Copies from pageable memory make the host wait. They come last: when the
-        # slot closes, all compute of the slot is queued, so the device computes while the host
-        # waits.
+        # they are copied. Copies from pageable memory come last, because they make the host wait:
+        # when the slot closes, all its compute is queued, so the device computes meanwhile.
         prefetch = sorted(
             (block for block in loads if block[0].name not in self._uses),
             key=lambda block: (block[0].backing_store.pageable, block[0] in residencies_to_read),
         )
         # On a card, allocating maps pages, which takes the host 0.07 ms for 20 MiB. In a slot that
-        # only loads, the card copies meanwhile. The order of allocations is that of the plan.
+        # only loads, the card copies meanwhile. The order of allocations is the plan's.
         pageable = any(residency.backing_store.pageable for residency, _ in loads)
         self._allocates_late = prefetch == loads and not streamings and not pageable
         if not self._allocates_late:
@@ -259,13 +251,10 @@ class OpenSlot:
         )
 
     def _streaming(self, component: str, loads: list[tuple[Residency, str]]) -> Streaming:
-        """Return the copies of the slot for ``component``, with which the slot computes.
-
-        These are the blocks of ``component`` in ``loads``, and the blocks that its `Stream` copies.
-        """
+        """Return the copies of the slot for ``component``, with which the slot computes."""
         numbers, use = self._problem.component(component), self._uses[component]
-        # ``order`` has a layer once for each time that it runs in a call, and does not have the
-        # weights outside of layers, which are never streamed.
+        # has a layer for each of its runs in a call, and not the weights outside of layers, which
+        # are never streamed
         if numbers.granularity == "layers":
             order = [
                 (k, numbers.groups[k].blocks[i])

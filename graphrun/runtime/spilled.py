@@ -28,10 +28,7 @@ class NamedValues(Protocol):
 
 
 class RunValues:
-    """Moves the values in ``stages`` (None: a run without values).
-
-    The originals are released at the end of the slot.
-    """
+    """Moves the values in ``stages`` (None: a run without values)."""
 
     def __init__(self, device: Device, stages: NamedValues | None) -> None:
         self._device, self._stages = device, stages

@@ -1,5 +1,4 @@
-"""Temporary files for weights that a plan reads from disk but that no file contains in the needed
-form.
+"""Temporary files for weights that a plan reads from disk but no file contains in the needed form.
 
 Such weights are random, quantized or fused with a LoRA. They are written once and then read like
 any other file. Each process has one folder, named after its id and locked by it. The next process
@@ -37,10 +36,7 @@ MARGIN_BYTES = 16 << 20  # stays free on the disk
 
 
 class Spool:
-    """A folder in ``root``, created on first use and deleted by `close`.
-
-    The default ``root`` is the system's temporary folder.
-    """
+    """A folder in ``root`` (default: the system's temporary folder), created on first use."""
 
     def __init__(self, root: Path | None = None) -> None:
         self._root = root
@@ -93,7 +89,6 @@ class Spool:
         return _SpooledBlocks(FileSource(file_tensors), layouts)
 
     def remove_stale(self) -> None:
-        """Remove the folders of killed processes."""
         remove_stale(self._root or Path(tempfile.gettempdir()))
 
     def close(self) -> None:
@@ -116,10 +111,7 @@ class Spool:
 
 
 class _SpooledBlocks:
-    """Writer of spooled blocks.
-
-    A block whose layout is as in the file is one read. Any other block is one read for each tensor.
-    """
+    """Writer of spooled blocks: one read per block, or per tensor if the layout differs."""
 
     reads_as_stored = True
 
@@ -140,7 +132,6 @@ class _SpooledBlocks:
         )
 
     def stored(self, entry: TensorEntry) -> Stored | None:
-        """See `Writer.stored`."""
         return self._source.stored(_key(entry), torch.uint8)
 
     def close(self) -> None:
@@ -148,18 +139,12 @@ class _SpooledBlocks:
 
 
 def _key(entry: TensorEntry) -> str:
-    """Return the key of one tensor in the file.
-
-    It contains a space, so it never equals the path of a block.
-    """
+    """Return the key of a tensor in the file. Its space makes it differ from block paths."""
     return f"{entry.names[0]} {entry.field}"
 
 
 def remove_stale(root: Path) -> list[Path]:
-    """Remove the spool folders in ``root`` of processes that no longer run, and return them.
-
-    Locked folders stay.
-    """
+    """Remove and return spool folders of processes that no longer run; locked ones stay."""
     removed_folders = []
     for folder in sorted(root.glob(f"{PREFIX}*")):
         with contextlib.suppress(OSError):
@@ -175,10 +160,7 @@ def remove_stale(root: Path) -> list[Path]:
 
 
 def _is_running(name: str) -> bool:
-    """Return whether the process that created the folder ``name`` still runs.
-
-    It may be about to lock the folder.
-    """
+    """Return whether the creator of the folder ``name`` still runs, and may yet lock it."""
     number = name.removeprefix(PREFIX).partition("-")[0]
     return number.isdigit() and psutil.pid_exists(int(number))
 

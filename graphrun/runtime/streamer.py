@@ -1,8 +1,7 @@
 """Copy the blocks of one component to the device while it runs.
 
-Streamed blocks pass through a staging ring buffer. Other blocks are loaded by the slot and stay.
-The plan decides which blocks, and the size of the ring buffer. A pass is one copy of a block into
-the ring buffer and one run of the block.
+Streamed blocks pass through a ring buffer. Other blocks are loaded by the slot and stay. A pass is
+one copy of a block into the ring buffer and one run of the block.
 
     queue         load 0   pass 1   load 2   pass 3   pass 1   pass 3 ...
     ring buffer        | 1      | 3   |
@@ -45,8 +44,7 @@ from graphrun.runtime.residency import Residency
 class _Pass:
     """A pass whose copy was issued.
 
-    ``number``: running number of its placement in the ring buffer, from 0. ``copy_end``: the mark
-    after its copy.
+    ``number``: of its placement in the ring buffer, from 0. ``copy_end``: the mark after its copy.
     """
 
     number: int
@@ -57,23 +55,20 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """Copies of one slot for a component that the slot computes with.
-
-    Paths of blocks are in call order.
-    """
+    """Copies of one slot for a component that the slot computes with, by path in call order."""
 
     order: Sequence[str]  # all blocks
-    loads: Sequence[str]  # blocks that the slot loads and keeps, already allocated
+    loads: Sequence[str]  # that the slot loads and keeps, already allocated
     # (block, calls of the slot in which it runs); a layer that runs twice in a call is here twice
     streamed: Sequence[tuple[str, int]]
     ring_buffer_bytes: int
 
 
 class Streamer:
-    """Copies the blocks of a component for one slot.
+    """Copies the blocks of a component for one slot. Raises the errors of the device.
 
     ``idle`` is called when no further copy can be issued, and before a copy that has to wait for
-    compute: other copies can be issued then. Raises the errors of the device.
+    compute: other copies can be issued then.
     """
 
     def __init__(
@@ -94,12 +89,12 @@ class Streamer:
         self._loads = _loads_before(streaming)
         self._ring_buffer = RingBuffer(streaming.ring_buffer_bytes)
         self._buffer = self._device.allocate(streaming.ring_buffer_bytes) if self._paths else None
-        self.streamed_bytes = 0  # bytes issued so far
-        self.is_waiting = False  # whether the next copy waits for the read of its block
+        self.streamed_bytes = 0  # issued so far
+        self.is_waiting = False  # the next copy waits for the read of its block
         self._issued: deque[_Pass] = deque()
         # the pass that compute runs next; pass p is of block paths[p % len(paths)]
         self._due_pass = 0
-        self._due_reached = False  # whether compute has reached the due pass
+        self._due_reached = False  # compute has reached the due pass
         self._next_pass = 0  # the pass whose copy is issued next
         self._placements = 0
         # ring buffer slot of the next pass; blocks in it may still have to finish
@@ -129,11 +124,11 @@ class Streamer:
     def issue_ahead(self) -> None:
         """Issue copies until the next copy must wait.
 
-        The next copy waits if it would overwrite a block that compute has not run yet, if it would
-        make the host wait, or if its block is not in RAM.
+        It waits if it would overwrite a block that compute has not run yet, would make the host
+        wait, or if its block is not in RAM.
         """
         while True:
-            # whether compute waits for the next copy
+            # compute waits for the next copy
             due = self._due_reached and self._next_pass == self._due_pass
             if self._residency.backing_store.pageable and not due:
                 self.is_waiting = False
@@ -152,15 +147,11 @@ class Streamer:
         self._idle()
 
     def finish(self) -> None:
-        """Issue the loads that are still queued."""
         while self._loads:
             self._load_next()
 
     def release(self) -> None:
-        """Remove hooks, unbind the running block and release the ring buffer.
-
-        Call after a barrier or a failure.
-        """
+        """Remove hooks, unbind the block, free the ring buffer; after a barrier or failure."""
         for hook in reversed(self._hooks):
             hook.remove()
         self._hooks.clear()
@@ -182,7 +173,7 @@ class Streamer:
     def _place(self) -> bool:
         """Reserve the ring buffer slot of the next pass.
 
-        Returns False if its copy would overwrite a block that compute has not run yet.
+        Return False if its copy would overwrite a block that compute has not run yet.
         """
         path, next_path = (
             self._paths[number % len(self._paths)]
@@ -278,8 +269,8 @@ class Streamer:
     def _advance_to(self, path: str) -> None:
         """Advance to the pass of ``path``, and discard the passes that this call skips.
 
-        An entry point may use only some blocks, and may run them again from the first. Raises
-        BrokenPlan if the blocks of a call do not run in the plan's order.
+        A call may use only some blocks, and may run them again from the first. Raises BrokenPlan if
+        the blocks of a call do not run in the plan's order.
         """
         index = next(
             (n for n in range(self._last_index + 1, len(self._paths)) if self._paths[n] == path), -1
@@ -305,8 +296,8 @@ class Streamer:
         """Skip the due pass, whose copy was not issued.
 
         Its ring buffer slot, if reserved, stays empty. The copy stream must wait now for compute
-        with the earlier blocks that the slot overlaps: the ring buffer names these blocks only
-        once. They may reach beyond the slot, to the bytes that the next pass overwrites.
+        with the earlier blocks that the slot overlaps, because the ring buffer names these blocks
+        only once. They may reach beyond the slot, to the bytes that the next pass overwrites.
         """
         if self._reserved_slot is not None:
             self._wait_for(self._reserved_slot)
@@ -318,8 +309,8 @@ class Streamer:
 def _loads_before(streaming: Streaming) -> deque[tuple[int, str]]:
     """Return (number of a pass, load needed before it), in call order.
 
-    The number of a load after the last streamed block is the count of passes in a call: the first
-    pass of the second call. Loads that no call runs have the same number and come last.
+    A load after the last streamed block has the number of the second call's first pass. Loads that
+    no call runs have the same number and come last.
     """
     pass_numbers: dict[str, int] = {}
     number, streamed_paths, loads = (

@@ -5,8 +5,9 @@
     secondary device            >|#####|#####| >       >|#####| >
 
 An input of a block on the secondary device is copied there once per call, at the first block there
-that receives it. An output that only further blocks there receive stays there (`Transfer.stay`).
-All other outputs are copied back. PyTorch orders the streams of both devices around each copy.
+that receives it. An output that only further blocks there receive stays there
+(`DeviceTransfer.stay`). All other outputs are copied back. PyTorch orders the streams of both
+devices around each copy.
 """
 
 from __future__ import annotations
@@ -57,10 +58,7 @@ def call_split(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Call ``proceed``, a call of the component of ``residency``, and return its result.
-
-    Some blocks of the component may be on secondary devices of ``device``.
-    """
+    """Call ``proceed`` with some blocks of the component on secondary devices."""
     with contextlib.ExitStack() as stack:
         for secondary, paths in residency.splits:
             _hook_transfers(

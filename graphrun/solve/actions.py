@@ -1,7 +1,7 @@
-"""Plan from the integers of a solution: names of blocks, and the order of actions in a slot.
+"""Plan from the integers of a solution: block names, and the order of actions in a slot.
 
-Actions of a slot are sorted by kind: drop, evict, spill, restore, read, stream, load, run. Loads
-are sorted by the next use of their components.
+Order of actions: drop, evict, spill, restore, read, stream, load, run. Loads are sorted by the next
+use of their components.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ def plan_of(
     options: Sequence[tuple[str, str]] = (),
     order: Sequence[str] = (),
 ) -> Plan:
-    """Return the plan for ``choice``. The resident blocks of a group are the first of its
-    `keep_order`.
+    """Return the plan for ``choice`` of ``program``, which has one variant per component.
 
-    ``program`` has one variant per component. ``original``: the problem before stage ``options``
-    and stage ``order`` were applied.
+    The first blocks of each group's `keep_order` stay resident. ``original``: the problem before
+    the stage ``options`` and the stage ``order`` were applied.
     """
     original, zero_counts = (
         original or program.problem,
@@ -84,8 +83,10 @@ def plan_of(
 def _run(
     program: Program, choice: Choice, intervals: range, resident: Counts, stay: Counts
 ) -> tuple[Slot, ...]:
-    """Return the slots of ``intervals`` and the end slot. Blocks per group on the device:
-    ``resident`` before them, ``stay`` after them."""
+    """Return the slots of ``intervals`` and the end slot.
+
+    ``resident``, ``stay``: blocks per group on the device before and after these slots.
+    """
     components, slots = program.problem.components, list[Slot]()
     rows = rows_of(program, choice)
     for t in intervals:
@@ -127,7 +128,7 @@ def _run(
             for next_phase in program.problem.phases[interval.phase :]
             for use in next_phase.uses
         ]
-        # in the order of next use; components without a use last
+        # components without a later use come last
         for c in dict.fromkeys((*use_order, *numbers.values())):
             if c in loads:
                 actions.append(
@@ -147,9 +148,9 @@ def _run(
 
 
 def _at(program: Program, component_intervals: Sequence[int], t: int) -> list[int]:
-    """Return the used components whose entry in ``component_intervals`` is interval ``t``.
+    """Return the used components that ``component_intervals`` assigns to interval ``t``.
 
-    ``component_intervals``: one interval per component, as `Choice.reads` and `Choice.drops`.
+    ``component_intervals``: an interval per component, as in `Choice.reads` and `Choice.drops`.
     """
     return [
         c
@@ -161,10 +162,9 @@ def _at(program: Program, component_intervals: Sequence[int], t: int) -> list[in
 
 
 def _blocks(program: Program, first: Counts, last: Counts) -> dict[int, BlockNames]:
-    """Return the blocks from position ``first`` up to ``last`` of the `keep_order` of each group.
+    """Return the blocks at positions ``first`` to ``last`` in the `keep_order` of each group.
 
-    Keys are numbers of components. Values name blocks as plans do; None: all blocks of the
-    component.
+    Keys are component numbers. Values name blocks as plans do; None: all blocks.
     """
     blocks_by_component: dict[int, BlockNames] = {}
     for c, component in enumerate(program.problem.components):

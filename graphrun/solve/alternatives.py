@@ -1,8 +1,7 @@
-"""Alternatives to a plan: the same problem solved again with another directive on one component, or
-with another of its variants.
+"""Alternatives to a plan: the problem solved again with one component placed or stored differently.
 
-They explain why the plan was chosen. The search has tolerances, so an alternative may be a faster
-plan of the same problem. Then it replaces the plan.
+They explain why the plan was chosen. Because the search has tolerances, an alternative may be
+faster. It then replaces the plan.
 """
 
 from __future__ import annotations
@@ -20,20 +19,19 @@ from graphrun.solve.infeasible import refusal
 from graphrun.solve.pages import carried_over, solved
 
 SolveOrNone = Callable[[Problem], Solution | None]
-# the directives to try; `Directive` explains them
+# to try, in this order
 PLACEMENTS: tuple[ComponentPlacement, ...] = ("whole", "exclude", "drop", "keep")
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A directive on the component (``placement``), or the name of another ``variant``. Both are ""
-    for the plan itself.
+    """A directive ``placement`` or another ``variant``; both "" for the plan itself.
 
-    ``permission``: what ``allow`` would have to contain, "" if nothing. ``refusal``: why the
-    directive cannot be tried, "" if it can. If it does not fit: ``binding``, the budget that is too
-    small; ``needs``, the minimum memory of each phase that does not fit; ``smallest_budget_bytes``,
-    the minimum VRAM budget. If it fits: seconds and bytes of all runs from `simulate`;
-    ``is_same_plan``, whether its plan is the plan itself.
+    ``permission``: what must be added to ``allow``; "" if nothing. ``refusal``: why the directive
+    cannot be tried; "" if it can. If nothing fits: ``binding``, the budget that is too small;
+    ``needs``, the phases that do not fit; ``smallest_budget_bytes``, the minimum VRAM. Otherwise:
+    simulated seconds and bytes of all runs, and whether the plan ``is_same_plan`` as the chosen
+    one.
     """
 
     placement: ComponentPlacement | str
@@ -50,7 +48,6 @@ class Alternative:
 
     @property
     def fits(self) -> bool:
-        """Whether there is a plan."""
         return not self.refusal and not self.binding
 
 
@@ -62,13 +59,12 @@ def alternatives(
 ) -> tuple[Solution, tuple[Alternative, ...]]:
     """Solve and simulate the alternatives for ``component``.
 
-    Return the plan and the alternatives. The plan is ``solution``, or a faster alternative that
-    satisfies the directives and permissions of its problem. The alternatives are the plan itself,
-    each of `PLACEMENTS`, then each of the other variants.
+    Return the best plan and the alternatives: the plan itself, each of `PLACEMENTS`, each other
+    variant. The best plan is ``solution``, or a faster alternative that its problem permits.
 
-    Other components keep their directives; the solver may choose other variants for them.
-    ``solve``: returns a solution, or None if nothing fits. ``step``: called with the name of each
-    alternative before it is solved. Raises InputError for an unknown component.
+    Other components keep their directives, but may change variants. ``solve``: returns None if
+    nothing fits. ``step``: called with the name of each alternative before it is solved. Raises
+    InputError for an unknown component.
     """
     problem, names = solution.problem, [numbers.name for numbers in solution.problem.components]
     if component not in names:
@@ -116,8 +112,7 @@ def _with_placement(
 
 
 def _with_other_variants(solution: Solution, component: ComponentNumbers) -> Iterator[_Untried]:
-    """Yield every variant except the plan's, each as the only variant. A variant without permission
-    is tried as if it had it."""
+    """Yield every variant but the plan's, each as the only one, permitted or not."""
     problem = solution.problem
     plan_variant = dict(solution.plan.variants).get(component.name, component.variants[0].name)
     for variant in component.variants:
@@ -133,10 +128,7 @@ def _with_other_variants(solution: Solution, component: ComponentNumbers) -> Ite
 def _as_plan(
     solution: Solution, component: str, alternative: Alternative, result: Solution
 ) -> Solution | None:
-    """Return ``result`` as a solution of the problem of ``solution``.
-
-    None if ``result`` breaks a permission or a directive of that problem.
-    """
+    """Return ``result`` for the problem of ``solution``; None if the problem forbids it."""
     if alternative.permission:
         return None
     variant_names = dict(result.plan.variants) | (

@@ -1,21 +1,15 @@
-"""Fixed strategies for running a pipeline, as integers of the program. A plan must not be slower
-than any of them. Uses no solver.
+"""Fixed strategies for running a pipeline, as integers of the program. No plan may be slower.
 
     resident     Every component is loaded before its first phase and stays to the end.
     one by one   Before each phase, components that it does not use are evicted, and components that
                  it uses are loaded whole.
     streamed     No streamable block stays: all of them pass through the ring buffer in every call.
+                 Other blocks are loaded for each phase.
     single K     As one by one, but K blocks of each group of the largest component stay and the
                  others are streamed. Components that do not fit are streamed.
+    device map   Fixed numbers of blocks stay for the whole run; the others are streamed.
 
-A ring buffer has room for two of the largest streamed block, or for one if otherwise nothing fits.
-
-A device map is another strategy: given numbers of blocks stay for the whole run, and the others are
-streamed.
-
-    resident   # # # # # # # #    from the first slot to the last
-    streamed     ~ ~       ~ ~    through the ring buffer in every call; loaded for a phase where
-                                  they cannot be streamed
+The ring buffer has room for two of the largest streamed block, or for one if nothing else fits.
 """
 
 from __future__ import annotations
@@ -36,10 +30,10 @@ BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 
 
 def fitting(program: Program, baseline: Baseline, limit: int | None = None) -> Iterator[Choice]:
-    """Yield the choices of ``baseline`` that fit the budgets.
+    """Yield the choices of ``baseline`` that fit. ``program`` has one variant per component.
 
-    ``single K`` yields one choice per K, at most ``limit``, from the largest K down: a larger K is
-    usually faster. ``program`` has one variant per component.
+    ``single K`` yields at most ``limit`` choices, from the largest K down: a larger K is usually
+    faster.
     """
     weights = [
         sum(program.counts[members] * [program.groups[j].block_bytes for j in members])
@@ -76,8 +70,7 @@ def fitting(program: Program, baseline: Baseline, limit: int | None = None) -> I
 
 
 def _short_bytes(rows: Rows[float], component: int) -> int:
-    """Return the bytes missing for all of ``component`` in the tightest slot that uses it; 0 or
-    less if it fits."""
+    """Return the bytes missing for all of ``component`` in its tightest slot; 0 or less: none."""
     program = rows.program
     members = program.groups_of[component]
     slots = [
@@ -94,10 +87,10 @@ def _short_bytes(rows: Rows[float], component: int) -> int:
 
 
 def mapped(program: Program, resident_counts: Mapping[str, Sequence[int]]) -> Choice:
-    """Return the choice that keeps ``resident_counts`` (component -> number of blocks per group) on
-    the device for the whole run.
+    """Return the choice of a device map. ``program`` has one variant per component.
 
-    Other components are loaded for their phases. ``program`` has one variant per component.
+    ``resident_counts``: component -> resident blocks per group. Other components are loaded for
+    their phases.
     """
     names = [program.problem.components[group.component].name for group in program.groups]
     pairs = list(zip(names, program.groups, strict=True))
@@ -112,8 +105,7 @@ def mapped(program: Program, resident_counts: Mapping[str, Sequence[int]]) -> Ch
 
 
 def _needed(program: Program) -> NDArray[np.int64]:
-    """Return for each interval and group 1 if the phase of the interval runs blocks of the group,
-    else 0."""
+    """Return per interval and group 1 if the interval's phase runs blocks of the group, else 0."""
     phases = np.array([interval.phase for interval in program.intervals])
     runs = [(program.calls[phases == phase] > 0).any(axis=0) for phase in phases]
     return np.array(runs, dtype=np.int64).reshape(program.calls.shape)
@@ -123,7 +115,7 @@ def _reaching(program: Program, target_counts: NDArray[np.int64], *, evict: bool
     """Return the choice with ``target_counts[t, j]`` blocks of group j on the device in interval t.
 
     Missing blocks are loaded in load slots. With ``evict``, blocks beyond the target are evicted.
-    Backing stores are read at first use, and dropped as in `with_drops`.
+    Backing stores are read at first use.
     """
     present, loads = np.zeros((2, *target_counts.shape), dtype=np.int64)
     resident = np.zeros(len(program.groups), dtype=np.int64)

@@ -1,13 +1,12 @@
-"""The variables of a `Program` as columns of a MILP, with the rows that `graphrun.solve.program`
-lists: all but those of seconds and bytes.
+"""The variables of a `Program` as MILP columns, with all rows but the seconds and bytes.
 
-Every variant of a component has its own integers, bounded by whether the variant is chosen. That
-keeps the relaxation tight.
+Every variant has its own integers, bounded by whether the variant is chosen. That keeps the
+relaxation tight.
 
-Bytes are scaled so that a budget is 1000. Seconds are scaled so that all compute plus one copy of
-every block is 100. HiGHS tolerates row violations and fractions of 1e-6. In scaled units that is
-1e-9 of the budget, less than the rounding of one allocation on any card. With unscaled byte
-coefficients HiGHS reported 18.25 s as optimal where 15.99 s was.
+Bytes are scaled so that a budget is 1000, and seconds so that all compute plus one copy of every
+block is 100. HiGHS tolerates errors of 1e-6 in rows and integers: in scaled units 1e-9 of the
+budget, less than the rounding of one allocation. With unscaled bytes, HiGHS reported 18.25 s as
+optimal where 15.99 s was.
 
 Host memory:
 
@@ -40,9 +39,8 @@ ZERO, ONE = Linear(), Linear({}, 1.0)
 class Columns(Variables[Linear]):
     """The variables of ``program`` as columns of ``model``.
 
-    K, d, s and r of an interval exist once `add_interval` has added them; intervals are added in
-    order. ``stores_may_drop``: whether backing stores may be dropped before the end of the run.
-    ``depth``: blocks in a ring buffer, unless it is single-buffered.
+    Call `add_interval` for every interval, in order. ``stores_may_drop``: backing stores may be
+    dropped before the end of the run. ``depth``: blocks in a double-buffered or deeper ring buffer.
     """
 
     def __init__(
@@ -56,7 +54,7 @@ class Columns(Variables[Linear]):
         self._program, self._model, self._depth = program, model, depth
         self._present: list[list[Linear]] = []
         self._loads: list[list[Linear]] = []
-        # per interval, by group that may be streamed: s and r
+        # per interval: group -> s, group -> r
         self._streamed: list[dict[int, Linear]] = []
         self._single: list[dict[int, Linear]] = []
         # (interval, variant choice with layers) -> r
@@ -79,27 +77,23 @@ class Columns(Variables[Linear]):
         self._spills = [model.binary() for _ in program.spill_gaps]
 
     def bytes_unit(self, device: int) -> float:
-        """Return the bytes of ``device`` that are 1 in rows."""
         return max(1, self._program.limit(device) or 0) / MEMORY_SCALE
 
     @cached_property
     def seconds_unit(self) -> float:
-        """The seconds that are 1 in rows."""
+        """Seconds per unit of the rows."""
         return max(self._program.reference_seconds, 1e-9) / TIME_SCALE
 
     # ---- Variables
 
     def present(self, t: int, j: int) -> Linear:
-        """Return K."""
         return self._present[t][j]
 
     def loads(self, t: int, j: int) -> Linear:
-        """Return d."""
         return self._loads[t][j]
 
     def blocks(self, j: int) -> Linear:
-        """Return the blocks of group ``j``: 0 if its variant is not chosen, and without the blocks
-        of its mirror groups."""
+        """Return the blocks of group ``j`` without its mirror groups; 0 if not chosen."""
         group, splits = self._program.groups[j], self.splits
         if group.mirror >= 0:
             return splits.blocks[j]
@@ -108,27 +102,21 @@ class Columns(Variables[Linear]):
         return total([count, *mirrors]) if mirrors else count
 
     def streamed(self, t: int, j: int) -> Linear:
-        """Return s."""
         return self._streamed[t].get(j, ZERO)
 
     def single(self, t: int, j: int) -> Linear:
-        """Return r."""
         return self._single[t].get(j, ZERO)
 
     def further_blocks(self, t: int, j: int) -> Linear:
-        """Return the room in the ring buffer next to its largest block, in blocks of the group."""
         return (self.streamed(t, j) - self.single(t, j)) * float(self._depth - 1)
 
     def chosen(self, n: int) -> Linear:
-        """Return y."""
         return self.selections[n]
 
     def reads(self, t: int, n: int) -> Linear:
-        """Return F."""
         return self._reads[n].get(t, ZERO)
 
     def holds(self, t: int, n: int) -> Linear:
-        """Return h."""
         if self._stores[n]:
             return self._stores[n][t]
         if self._reads[n]:
@@ -136,23 +124,19 @@ class Columns(Variables[Linear]):
         return self.selections[n] if self._program.has_store(n) else ZERO
 
     def spilled(self, g: int) -> Linear:
-        """Return 1 if the value is spilled."""
         return self._spills[g]
 
     def split_seconds(self, t: int) -> list[Linear]:
-        """Return `SplitColumns.seconds`."""
         return self.splits.seconds(t)
 
     def saved_seconds(self, t: int, j: int) -> list[Linear]:
-        """Return `SplitColumns.saved_seconds`."""
         return self.splits.saved_seconds(t, j)
 
     def split_working_sets(self, t: int, secondary: int) -> list[Linear]:
-        """Return `SplitColumns.working_sets`."""
         return self.splits.working_sets(t, secondary)
 
     def maximum(self, parts: Iterable[Linear], scale: int | Literal["seconds"]) -> Linear:
-        """Return a column that is no less than any of ``parts``. It is before their columns."""
+        """Return a column no less than any of ``parts``, added before the columns of ``parts``."""
         unit = self.seconds_unit if scale == "seconds" else self.bytes_unit(scale)
         column, minimum = self._model.column(), 0.0
         for part in parts:
@@ -163,7 +147,6 @@ class Columns(Variables[Linear]):
         return column * unit
 
     def any_of(self, flags: Sequence[Linear]) -> Linear:
-        """Return an expression that is 1 if one of ``flags`` is 1, and 0 if all of them are 0."""
         if any(not flag.terms and flag.constant for flag in flags):
             return ONE
         variable_flags = [flag for flag in flags if flag.terms]
@@ -176,17 +159,14 @@ class Columns(Variables[Linear]):
         return column
 
     def number(self, value: float) -> Linear:
-        """Return the constant ``value``."""
         return Linear({}, value)
 
     def total(self, parts: Iterable[Linear]) -> Linear:
-        """Return the sum of ``parts``."""
         return total(parts)
 
     # ---- Rows
 
     def _add_store(self, number: int, may_drop: bool) -> None:
-        """Add the columns F and h of the backing store of variant choice ``number``."""
         program, model = self._program, self._model
         variant_choice, selection = program.variant_choices[number], self.selections[number]
         first = program.first_use(number) if variant_choice.read_seconds is not None else -1
@@ -205,7 +185,6 @@ class Columns(Variables[Linear]):
         self._stores.append(store)
 
     def add_interval(self, t: int) -> None:
-        """Add the columns of interval ``t`` and their rows."""
         for columns in (self._present, self._loads):
             columns.append([])
         for flags in (self._streamed, self._single):
@@ -254,16 +233,16 @@ class Columns(Variables[Linear]):
             self._add_streaming(t, j, block_count - end_blocks)
 
     def _add_streaming(self, t: int, j: int, missing_blocks: Linear) -> None:
-        """Add s and r of group ``j``; blocks that are not on the device are streamed."""
+        """Add s and r of group ``j``. Blocks that are not on the device are streamed."""
         group, model = self._program.groups[j], self._model
         resident = bool(group.demanded & {"keep", "whole"})  # directives demand all blocks
         streamed = model.binary(upper=0.0 if resident else 1.0)
-        # Counts of layers are rounded down, and the missing layers are streamed.
+        # Counts of layers are rounded down later, so some layers are always streamed.
         if group.by_layer and not resident:
             model.add(streamed >= self.selections[group.variant_choice])
         model.add(streamed * float(group.count) >= missing_blocks)
         self._streamed[t][j] = streamed
-        # Layers form many groups: one binary column r for all groups of a variant.
+        # One r for all groups of a variant: layers form many groups.
         single = self._layer_singles.get((t, group.variant_choice)) or model.binary()
         self._single[t][j] = single
         if group.by_layer:
@@ -274,17 +253,13 @@ class Columns(Variables[Linear]):
         return self._single[t]
 
     def carry_row(self, j: int, t: int, previous: int) -> Row:
-        """Return the row that bounds K of group ``j`` in ``t`` by K + d of interval ``previous``.
-
-        ``previous`` -1: the device is empty before.
-        """
+        """Bound K of group ``j`` in ``t`` by K + d in ``previous`` (-1: an empty device)."""
         end_blocks = self.end_blocks(previous, j) if previous >= 0 else ZERO
         present = self._present[t][j]
         movable = self._program.groups[j].movable
         return present <= end_blocks if movable else present.equals(end_blocks)
 
     def end_blocks(self, t: int, j: int) -> Linear:
-        """Return K + d."""
         return self._present[t][j] + self._loads[t][j]
 
     def _require_store(self, t: int, group: Group, copied_blocks: Linear) -> None:
@@ -305,10 +280,9 @@ class Columns(Variables[Linear]):
         return any(start <= use < t for use in self._uses[j])
 
     def _allowed(self, t: int, j: int) -> tuple[bool, bool]:
-        """Return whether directives allow blocks of group ``j`` on the device at the start of
-        interval ``t``, and loads of these blocks in the interval.
+        """Return whether directives allow blocks of group ``j`` in interval ``t``.
 
-        Two directives forbid some of that: `exclude` (`Group.excluded`) and `drop`.
+        First at the start of the interval, then as loads during the interval.
         """
         program = self._program
         group, interval, problem = program.groups[j], program.intervals[t], program.problem

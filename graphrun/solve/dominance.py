@@ -1,10 +1,9 @@
-"""Variants worth solving for, and the simplest of equally good variants. Exact: no optimal solution
-is lost.
+"""Variants worth solving for, and the simplest of equally good variants. No optimum is lost.
 
-    dominated   Another variant is no worse in any number, or worse only in a budget that cannot be
-                the limit. Removed before solving.
-    simplest    The earliest variant that does the same at no cost in seconds, bytes moved or
-                memory. Chosen after solving.
+dominated   Another variant is no worse in any number, or worse only in a budget that cannot be
+            the limit. Removed before solving.
+simplest    The earliest variant that does the same at no cost in seconds, bytes moved or
+            memory. Chosen after solving.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ from graphrun.solve.program import HOST_TIERS, Choice, Program
 from graphrun.solve.programs import program_of, usable
 from graphrun.solve.rows import excess_bytes, rows_of
 
-# relative difference of seconds due to the order of additions
+# Relative tolerance: sums differ with the order of additions.
 SAME_SECONDS = 1e-9
 
 
 def undominated_variants(problem: Problem) -> tuple[tuple[int, ...], ...]:
-    """Return per component the indices of the usable variants that no other usable variant
-    dominates."""
+    """Return per component the indices of the usable variants that none dominates."""
     program = program_of(problem)
     choices_by_component = [
         [program.variant_choices[n] for n in numbers if program.variant_choices[n].is_used]
@@ -61,15 +59,15 @@ def _dominates(component: ComponentNumbers, first: int, second: int, can_limit: 
     """Whether variant ``first`` is no worse than ``second`` in anything.
 
     ``can_limit``: whether RAM, page-locked RAM and disk can be the limit. Callers test the last
-    variant first, so that the earlier of two equal variants stays.
+    variant first, so of two equal variants the earlier one stays.
     """
     a, b = component.variants[first], component.variants[second]
     if a.device != b.device or (
         b.read_seconds == () and a.read_seconds != () and a.backing_store != "disk"
     ):
         return False
-    # An evictable variant (`Variant.movable`) or a streamable group allows more plans, so ``first``
-    # needs it where ``second`` has it.
+    # A movable variant or a streamable group allows more plans: ``first`` needs it where ``second``
+    # has it.
     flags = [
         (b.movable, a.movable),
         *zip(
@@ -101,8 +99,7 @@ def _dominates(component: ComponentNumbers, first: int, second: int, can_limit: 
 
 
 def _numbers(component: ComponentNumbers, variant: Variant) -> list[float]:
-    """Return the bytes and seconds per block group. Disk reads for every copy and the single read
-    into RAM count separately."""
+    """Return bytes and seconds per group; reads for every copy and once into RAM are separate."""
     none = (0.0,) * len(component.groups)
     on_device = variant.device != "cpu"
     numbers: list[float] = []
@@ -120,8 +117,7 @@ def _numbers(component: ComponentNumbers, variant: Variant) -> list[float]:
 def simplest_variants(
     problem: Problem, variants: tuple[int, ...], choice: Choice
 ) -> tuple[tuple[int, ...], Choice]:
-    """Return ``variants`` and ``choice`` with the earliest variants for which the same integers
-    cost no more."""
+    """Return the earliest variants for which the integers of ``choice`` cost no more."""
     program = program_of(problem, tuple((v,) for v in variants))
     for number, component in enumerate(problem.components):
         for candidate in usable(problem, number):
@@ -164,8 +160,11 @@ def _no_worse(candidate_program: Program, program: Program, choice: Choice) -> b
 
 
 def only_blocks_to_choose(problem: Problem) -> bool:
-    """Whether the only choice is which blocks are resident when: one usable variant per component,
-    no reads of backing stores, one stage order, no options, nothing to spill."""
+    """Whether a plan only chooses which blocks are resident when.
+
+    That is: one usable variant per component, no reads of backing stores, one stage order, no
+    options, nothing to spill.
+    """
     if problem.precedence is not None or any(
         not option.needs or option.needs in problem.allow for option in problem.options
     ):
@@ -188,9 +187,8 @@ def only_blocks_to_choose(problem: Problem) -> bool:
 def restrict_variants(problem: Problem, variants: tuple[int, ...]) -> Problem:
     """Return ``problem`` with one variant per component, given by index.
 
-    Phases keep their seconds and bytes without variants; the variants keep the slowdown,
-    block_seconds and scratch_bytes that programs add. `apply_choices` instead adds these to the
-    phases.
+    The numbers that a variant adds to phases (slowdown, block_seconds, scratch_bytes) stay in the
+    variant. `apply_choices` adds them to the phases.
     """
     components = tuple(
         replace(c, variants=(c.variants[v],))

@@ -1,5 +1,4 @@
-"""Find the plan of least predicted time within all budgets, with a bound on how far it is from
-optimal. Uses only the numbers of the problem.
+"""The plan of least predicted time within all budgets, and a bound on its gap to the optimum.
 
     orders, options -> programs -> HiGHS -> plan -> simulation -> slower than predicted?
                           ^                                              |
@@ -39,32 +38,29 @@ from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
 from graphrun.verify.solution import checked_solution
 
-ROUNDS = 3  # of refinement; one in large programs and in sessions of many runs
-# ring buffer depths to try where compute waits for a ring buffer of two blocks; only the first in
-# sessions of many runs
+ROUNDS = 3  # of refinement; large programs and sessions of many runs get one
+# Ring buffer depths to try where compute waits for double buffering. Sessions of many runs try only
+# the first.
 DEEPER = (
     3,
     4,
 )
-# ratio of simulated to predicted seconds above which a plan is refined; minimum gain of splitting
-# into layers
+# Ratio of simulated to predicted seconds above which a plan is refined; also the minimum gain of
+# layers.
 TOLERANCE = 1.001
-# number of values of K to try for the baseline single K, from the largest that fits: a smaller K is
-# hardly ever faster
+# Values of K to try for single K, from the largest that fits: smaller ones are hardly ever faster.
 MOST_SINGLE_K = 6
 
 
 def fastest(
     problem: Problem, *, layers: bool = True, target_seconds: float = 0.0
 ) -> Solution | None:
-    """Return the fastest plan within the budgets, with memory counted in bytes of tensors; None if
-    nothing fits.
+    """Return the fastest plan within the budgets, in bytes of tensors; None if nothing fits.
 
-    Equally fast plans are compared by bytes moved, then by peak. The solution's problem is
-    ``problem`` with components split into layers as needed, and with ``layers`` also where that is
-    faster. Deterministic: equal problems give plans that are equal byte for byte.
-
-    ``target_seconds``: a plan within TOLERANCE of them is not refined further.
+    Ties are broken by bytes moved, then by peak. The solution's problem is ``problem`` with
+    components split into layers as needed; with ``layers`` also where that is faster.
+    Deterministic: equal problems give equal plans, byte for byte. A plan within TOLERANCE of
+    ``target_seconds`` is not refined.
     """
     result = find(problem, layers=layers, target_seconds=target_seconds)
     return None if result is None else result.solution
@@ -72,7 +68,7 @@ def fastest(
 
 @dataclass(frozen=True, slots=True)
 class ProgramSolution:
-    """A solution, and the integers of its program; None if its plan repeats a plan of one run."""
+    """A solution and the integers of its program; None if its plan repeats the plan of one run."""
 
     solution: Solution
     choice: Choice | None
@@ -87,8 +83,7 @@ def find(
 ) -> ProgramSolution | None:
     """Return the solution of `fastest` with its integers, for `find_near`.
 
-    ``template``: a result for a larger budget. The first attempt splits the same components into
-    layers as ``template``.
+    ``template``: a result for a larger budget. The same components are split into layers first.
     """
     split = (
         split_as_solution(problem, template.solution)
@@ -130,12 +125,11 @@ def find(
 def find_near(problem: Problem, previous: ProgramSolution) -> ProgramSolution | None:
     """Return a plan close to ``previous``, at most TOLERANCE times as slow; None if none is found.
 
-    The plan has the same stage order, options, variants, granularity and ring buffer depth, and
-    nearly as many resident blocks in every slot. Takes a fraction of the time of `find`.
-    ``problem``: the problem of ``previous`` with other budgets, or with other bytes kept free
+    It differs only in the resident blocks of each slot, and little. Takes a fraction of the time of
+    `find`. ``problem``: the problem of ``previous`` with other budgets or other bytes kept free
     (`graphrun.solve.pages.with_reserve`).
     """
-    # Sessions of many runs are solved run by run; that cannot start from ``previous``.
+    # Sessions of many runs are solved run by run, which cannot start from ``previous``.
     if previous.choice is None or many_runs(problem) or previous.solution.plan.splits:
         return None
     plan, split = previous.solution.plan, split_as_solution(problem, previous.solution)
@@ -168,8 +162,8 @@ def find_near(problem: Problem, previous: ProgramSolution) -> ProgramSolution | 
 def faster_baselines(solution: Solution) -> Iterator[Solution]:
     """Yield the baselines that simulate faster than ``solution`` and fit in bytes of tensors.
 
-    They have its order, options, variants and granularity. For single K: from the largest K down,
-    until one is not faster.
+    They share its order, options, variants and granularity. Single K stops at the first K that is
+    not faster.
     """
     problem, plan = solution.problem, solution.plan
     program = program_of(_with_choices_of(problem, plan))
@@ -206,18 +200,16 @@ def _seconds(result: ProgramSolution) -> float:
 
 
 def _worth_splitting(solution: Solution) -> tuple[str, Formulation] | None:
-    """Return the largest component that can be split into layers, and the formulation with layers;
-    None if no faster plan with the choices of ``solution`` is then possible.
+    """Return the largest component that layers may make faster, and its formulation; None if none.
 
     Layers can be faster for two reasons. Smaller ring buffers leave more memory for resident
-    blocks. Weights outside of blocks need not be loaded all at once before a slot.
+    blocks. Unblocked weights need not be loaded all at once before a slot.
     """
     problem = solution.problem
     if not (names := smaller_as_layers(problem)):
         return None
     name = max(sorted(names), key=lambda name: problem.component(name).weight_bytes())
-    # In a session: the seconds of a single run with layers, against the average seconds per run of
-    # ``solution``.
+    # A session's average run is compared with a single run with layers.
     single_run = split_into_layers(
         replace(_with_choices_of(problem, solution.plan), runs=1), {name}
     )
@@ -230,8 +222,7 @@ def _worth_splitting(solution: Solution) -> tuple[str, Formulation] | None:
 
 
 def _with_choices_of(problem: Problem, plan: Plan) -> Problem:
-    """Return ``problem`` with only the order, options and variants of ``plan``. Components can
-    still be split into layers."""
+    """Return ``problem`` with only the order, options and variants of ``plan``."""
     names = dict(plan.variants)
 
     def only(component: ComponentNumbers) -> ComponentNumbers:
@@ -251,12 +242,10 @@ def _with_choices_of(problem: Problem, plan: Plan) -> Problem:
 def _repeated_run(
     problem: Problem, formulation: Formulation, target_seconds: float
 ) -> ProgramSolution | None:
-    """Return a session plan that repeats the plan of one run.
+    """Return a session plan that repeats the plan of one run; None if it does not fit.
 
-    A session keeps all backing stores to its end. None if they do not fit without drops.
-
-    Used with layers: solving a session with layers takes minutes. Components are split where VRAM
-    is scarce, so few blocks can stay for the next run.
+    Used with layers, where solving a whole session takes minutes. VRAM is then scarce, so few
+    blocks could stay for the next run.
     """
     result = _solve_as_split(replace(problem, runs=1), formulation, target_seconds / problem.runs)
     if result is None:
@@ -289,8 +278,7 @@ def _solve_as_split(
 ) -> ProgramSolution | None:
     """Return the best plan at the granularity of ``problem``; None if nothing fits.
 
-    ``formulation``: reused if it has the only program of the problem. ``baselines``: whether to try
-    `BASELINES` too.
+    ``formulation``: reused if it has the only program of the problem.
     """
     if surely_infeasible(problem):
         return None
@@ -304,7 +292,7 @@ def _solve_as_split(
     if first is None:
         return None
     pairs = [(first, choices[first.number])]
-    # a large program is solved within a gap, where a plan for the main device may be faster
+    # A large program is solved within a gap, where a plan for the main device may be faster.
     if first.large and problem.secondaries and has("main device"):
         main_choices = [
             replace(stage_choice, program=main_program)
@@ -321,9 +309,8 @@ def _solve_as_split(
     ]
     program, best = min(refined, key=lambda result: result[1].rank())
     objective, bound = rows_of(program, best.choice).seconds(), first.bound
-    # In the program, copies overlap compute of their own overlap set only. In the simulation they
-    # may overlap more, so the plan can be faster than the program's bound. The minimum with
-    # `Program.full_overlap` bounds every plan.
+    # The simulation may overlap more copies with compute than the program does, so the plan can
+    # beat the program's bound. The minimum with `Program.full_overlap` bounds every plan.
     if best.simulation.total_seconds < bound * (1 - SLACK):
         bound = least_seconds(
             [Formulation(replace(candidate, full_overlap=True)) for candidate in programs]
@@ -349,8 +336,8 @@ def _refined(
 ) -> tuple[Program, _SimulatedChoice]:
     """Return the best plan for the chosen stage order, options and variants.
 
-    While the simulated plan is slower than predicted and than ``target_seconds``: solve again with
-    longer copy times in the slower slots. Then try deeper ring buffers and baselines.
+    Solve again with longer copy times in the slower slots while the simulated plan is slower than
+    predicted and than ``target_seconds``. Then try deeper ring buffers and baselines.
     """
     variants, choice = simplest_variants(
         first.program.problem,
@@ -415,8 +402,6 @@ def _refined(
 
 @dataclass(frozen=True, slots=True)
 class _SimulatedChoice:
-    """Integers of the program, their plan, and its simulation."""
-
     choice: Choice
     plan: Plan
     simulation: Simulation
@@ -430,8 +415,7 @@ class _SimulatedChoice:
 
 
 def _deeper_ring_buffers(program: Program, choice: Choice) -> Iterator[Choice]:
-    """Yield choices with deeper ring buffers: ``choice`` if it then fits, and the best choice with
-    that depth."""
+    """Yield deeper ring buffers: ``choice`` with them if it fits, and the best choice."""
     for depth in DEEPER[:1] if many_runs(program.problem) else DEEPER:
         wider = replace(choice, depths=np.maximum(depth, choice.depths))
         if not excess_bytes(program, wider):
@@ -441,7 +425,6 @@ def _deeper_ring_buffers(program: Program, choice: Choice) -> Iterator[Choice]:
 
 
 def _baseline_choices(program: Program) -> Iterator[Choice]:
-    """Yield the baselines that fit. The program does not model the order of events within a slot,
-    so a baseline may simulate faster."""
+    """Yield the baselines that fit, which may simulate faster than the program predicts."""
     for baseline in BASELINES:
         yield from fitting(program, baseline, limit=MOST_SINGLE_K)

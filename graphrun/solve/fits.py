@@ -1,11 +1,9 @@
-"""The choices of a problem for one machine: for each class of precisions that may be allowed, the
-fastest plan by the program, without simulation.
+"""The fastest plan of a problem by the program, without simulation, for each class of precisions.
 
     ()        the output as in 16 bits
     8bit ...  published checkpoints, or weights quantized when they are read, of about so many bits
 
-Each takes a fraction of a plan's time, since the program is solved to ROUGH_GAP and for seconds
-only.
+Solved for seconds only and to ROUGH_GAP, which takes a fraction of a plan's time.
 """
 
 from __future__ import annotations
@@ -28,9 +26,9 @@ from graphrun.solve.suggestions import ATTEMPTS, NODES, OUTPUT_FACTOR, ROUGH_SEC
 class Fit:
     """A choice that runs within the budgets.
 
-    ``allow``: what to allow: a class of precisions or nothing. ``precisions``: the precision of
-    each component. ``seconds``: predicted, of one run. ``device_bytes``, ``ram_bytes``: the most in
-    use at a time, with the device's own overhead.
+    ``allow``: the class of precisions to allow, if any. ``precisions``: (component, precision)
+    pairs. ``seconds``: predicted, of one run. ``device_bytes``, ``ram_bytes``: peaks; on the device
+    with its own overhead.
     """
 
     allow: tuple[str, ...]
@@ -41,16 +39,15 @@ class Fit:
 
     @property
     def rank(self) -> float:
-        """The seconds by which choices are compared: more where the output changes
-        (OUTPUT_FACTOR)."""
+        """Seconds for ranking; a changed output counts OUTPUT_FACTOR times."""
         return self.seconds * (OUTPUT_FACTOR if self.allow else 1.0)
 
 
 def fits_of(problem: Problem) -> tuple[Fit, ...]:
-    """Return the choices for ``problem`` that run within its budgets, best first.
+    """Return the choices that run within the budgets of ``problem``, best first.
 
-    Each class of `CLASSES` of which the problem has precisions is allowed alone. A class whose best
-    plan uses none of its precisions is left out. The search has the budget of suggestions.
+    Each class of `CLASSES` is allowed alone. A class that gives the same precisions as another is
+    left out. The search has the budget of suggestions.
     """
     fits, budget = list[Fit](), SearchBudget(ATTEMPTS, NODES)
     for allow, variant in _permitted(problem):
@@ -68,7 +65,7 @@ def fits_of(problem: Problem) -> tuple[Fit, ...]:
 
 
 def _permitted(problem: Problem) -> Iterator[tuple[tuple[str, ...], Problem]]:
-    """Yield ``problem`` without and with each class of precisions allowed."""
+    """Yield ``problem`` unchanged, then with each class of precisions allowed."""
     yield (), problem
     names = {variant.needs for component in problem.components for variant in component.variants}
     for name, formats in CLASSES.items():

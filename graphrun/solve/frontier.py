@@ -1,5 +1,4 @@
-"""Time against budget: one problem solved for several VRAM budgets of one device, everything else
-unchanged. No graph, no dry run.
+"""Time against budget: one problem solved for several VRAM budgets of one device.
 
 seconds
   |x           a plan for a smaller budget is also one for a larger budget,
@@ -22,10 +21,10 @@ from graphrun.solve.pages import carried_over, solved, sufficient_budget
 from graphrun.solve.strategies import without
 from graphrun.units import MIB, html_table, parse_size, show_seconds, show_size
 
-# Limit of `sizes_between` and `values_between`. Each budget is one solve, each value of an input
-# one dry run of seconds; a table shows far fewer.
+# Limit of `sizes_between` and `values_between`. A budget is one solve, a value of an input one dry
+# run of seconds; a table shows far fewer.
 MOST_POINTS = 1000
-VISIBLE = 1 / 100  # of a curve's height: a smaller difference of seconds is 3 pixels at most
+VISIBLE = 1 / 100  # of a curve's height: a smaller difference is 3 pixels at most
 WIDE = 1 / 8  # of a curve's width: a narrower part is not halved
 
 
@@ -33,10 +32,10 @@ WIDE = 1 / 8  # of a curve's width: a narrower part is not halved
 class FrontierPoint:
     """The result for one budget of device number ``device``.
 
-    ``solution`` is None if nothing fits. Seconds and bytes are from `simulate`, of all runs
-    together; 0 without a plan. ``peak_bytes``: on that device. ``smallest_budget_bytes``,
-    ``smallest_ram_bytes``: the minimum VRAM and RAM for which a plan exists. The minimum VRAM is 0
-    for a secondary device, and the minimum RAM for a plan of a `curve`: they are not computed.
+    ``solution``: None if nothing fits. Seconds and bytes are simulated, of all runs together; 0
+    without a plan. ``peak_bytes``: on that device. ``smallest_budget_bytes``,
+    ``smallest_ram_bytes``: minimum VRAM and RAM for which a plan exists; 0 if not computed (VRAM of
+    a secondary device, RAM of a `curve`).
     """
 
     budget_bytes: int
@@ -54,7 +53,6 @@ class FrontierPoint:
 
     @property
     def fits(self) -> bool:
-        """Whether there is a plan."""
         return self.solution is not None
 
     @property
@@ -88,13 +86,11 @@ def frontier(
     device: int = 0,
     least_bytes: int | None = None,
 ) -> Frontier:
-    """Return one point for each of ``budgets`` (bytes of VRAM of device number ``device``), in
-    their order, infeasible budgets included.
+    """Return a point for each of ``budgets`` (bytes of VRAM of ``device``), in their order.
 
-    If the plan for a smaller budget is faster than the plan for a larger one, both points have it.
-    ``solve``: returns a solution, or None if nothing fits. Budgets beyond the card's memory share
-    one plan. ``least_bytes``: the minimum VRAM of the points, whose minimum RAM is not computed;
-    None: both are.
+    If the plan for a smaller budget is faster, the larger budget has it too. Budgets beyond the
+    card's memory share one plan. ``solve``: returns None if nothing fits. ``least_bytes``: the
+    minimum VRAM of the points, whose minimum RAM is then not computed.
     """
     budget_list, counts_ram = list(budgets), least_bytes is None
     if least_bytes is None:
@@ -130,7 +126,7 @@ def frontier(
 
 
 def quickly_solved(problem: Problem) -> Solution | None:
-    """Return a plan as `solved` does, faster. The plan may be a few per cent slower."""
+    """Return a plan as `solved` does, in less time. The plan may be a few per cent slower."""
     with without("refinement", "deeper ring buffers", "baselines", "layers", "paged baselines"):
         return solved(problem)
 
@@ -140,10 +136,9 @@ def curve(
     solution: Solution,
     solve: Callable[[Problem], Solution | None] = quickly_solved,
 ) -> Frontier:
-    """Return the points of a drawn curve: its ends, ``solution`` (the plan of ``problem``, not
-    solved again), and points between them.
+    """Return the points of a drawn curve: its ends, ``solution``, and points between.
 
-    The middle between two points is solved if their seconds differ visibly and they are far apart.
+    The middle between two points is solved if they are far apart and their seconds differ visibly.
     """
     budget = min(problem.budget_bytes, problem.hardware.capacity_bytes)
     minimum, maximum = curve_ends(problem)
@@ -172,8 +167,11 @@ def curve(
 
 
 def curve_ends(problem: Problem) -> tuple[int, int]:
-    """Return the first and last budget of a curve of ``problem``, in bytes: `sufficient_budget`,
-    and the budget with room for all components at once, at most the card's memory."""
+    """Return the first and last budget of a curve of ``problem``, in bytes.
+
+    First is `sufficient_budget`; last has room for all components at once, at most the card's
+    memory.
+    """
     minimum = sufficient_budget(problem)
     weights = sum(
         max(component.weight_bytes(n) for n in problem.usable(component))
@@ -232,12 +230,11 @@ def _point(
 def sizes_between(
     text: str, *, whole_bytes: int | None = None, name: str = "vram"
 ) -> tuple[int, ...]:
-    """Return the budgets of ``text`` in bytes: ``8G`` is one budget, ``4G:48G:4G`` is FROM:TO:STEP,
-    both ends included.
+    """Return the budgets of ``text`` in bytes: ``8G``, or FROM:TO:STEP as ``4G:48G:4G``.
 
     ``4G:48G`` means both ends and the usual card sizes between them: powers of two and 1.5 times
-    these, from 1 MiB up (4, 6, 8, 12, 16, 24, 32, 48 GiB). ``whole_bytes``: what 100% means;
-    ``name``: the option, for error messages. Raises InputError.
+    these, from 1 MiB up. ``whole_bytes``: what 100% means. ``name``: the option, for error
+    messages. Raises InputError.
     """
     ends = [parse_size(part, whole_bytes=whole_bytes, name=name) for part in text.split(":")]
     if len(ends) == 1:
@@ -254,8 +251,10 @@ def sizes_between(
 
 
 def values_between(text: str) -> tuple[str, tuple[int, ...]]:
-    """Return an input's name and values from ``text``: ``height=512:2048:256`` is
-    NAME=FROM:TO:STEP, both ends included. Raises InputError."""
+    """Return an input's name and values from ``text``, such as ``height=512:2048:256`` (inclusive).
+
+    Raises InputError.
+    """
     name, equals, range_ = text.partition("=")
     try:
         low, high, step = (int(part) for part in range_.split(":"))

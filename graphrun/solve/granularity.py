@@ -1,13 +1,11 @@
-"""Granularity of components: blocks by default, layers where blocks do not fit. The only module
-that decides it.
+"""Granularity of components: blocks, or layers where blocks do not fit or layers are faster.
 
     solve with blocks -> fits: done
                       -> a phase cannot fit: split its components into layers where these need less
                          memory, and solve again
                       -> no component needs less memory as layers: infeasible
 
-Layers are many small copies, each with its own overhead. So blocks are used where they fit and
-layers are not faster. Independent of how a plan is found.
+Layers are many small copies, each with its own overhead. Independent of how a plan is found.
 """
 
 from __future__ import annotations
@@ -25,11 +23,10 @@ def splittable(problem: Problem) -> tuple[str, ...]:
 
 
 def smaller_as_layers(problem: Problem) -> set[str]:
-    """Return the components whose minimum device memory is smaller as layers than as blocks, over
-    the usable variants.
+    """Return the components whose minimum device memory is smaller as layers, over usable variants.
 
-    As layers a component may also need more memory than as blocks. Which experts run may depend on
-    data; layers of such experts are never streamed but belong to the unblocked weights.
+    Layers may also need more memory: if data decide which experts run, their layers are never
+    streamed but are unblocked weights.
     """
     return _components_with_less(problem, _device_minimum)
 
@@ -37,7 +34,7 @@ def smaller_as_layers(problem: Problem) -> set[str]:
 def granularities(problem: Problem) -> Iterator[Problem]:
     """Yield ``problem`` at every granularity that may minimise a budget, each finer than the last.
 
-    First ``problem`` unchanged. Each next problem splits more components into layers:
+    First ``problem`` itself, then with more components as layers:
 
     - components that need less device memory as layers
     - components that need less host memory, and no more device memory
@@ -78,10 +75,10 @@ def split_into_layers(problem: Problem, names: Collection[str]) -> Problem:
 def finer(problem: Problem, needs: Sequence[PhaseMinimum]) -> Problem | None:
     """Return ``problem`` with more components split into layers; None if that gains nothing.
 
-    ``needs``: the minimum memory of each phase. If phases do not fit, their components are split if
-    they need less device memory as layers. If every phase fits by itself, directives or the host
-    budgets are the limit. Then components that need less host memory as layers are split, because
-    they are read from disk through a smaller buffer: first those that need no more device memory.
+    ``needs``: the minimum memory of each phase. If phases do not fit, their components that need
+    less device memory as layers are split. If all fit, directives or host budgets are the limit:
+    components that need less host memory as layers are split, because layers are read from disk
+    through a smaller buffer. Components that need no more device memory come first.
     """
     short = {need.phase for need in needs if need.short_bytes > 0}
     short_components = {
@@ -98,8 +95,7 @@ def _phases(problem: Problem) -> tuple[PhaseNumbers, ...]:
 
 
 def _less_host_memory(problem: Problem) -> tuple[set[str], set[str]]:
-    """Return the components that need less host memory as layers: first only those that need no
-    more device memory, then all."""
+    """Return components smaller on the host as layers: first no larger on the device, then all."""
     names = _components_with_less(problem, _host_minimum)
     return {
         name
@@ -108,14 +104,14 @@ def _less_host_memory(problem: Problem) -> tuple[set[str], set[str]]:
     }, names
 
 
-# returns the minimum bytes per usable variant; the flag: as layers
+# minimum bytes per usable variant; the flag: as layers
 Least = Callable[[Problem, ComponentNumbers, bool], list[int]]
 
 
 def _components_with_less(problem: Problem, minimum_bytes: Least) -> set[str]:
-    """Return the components with smaller ``minimum_bytes`` as layers than as blocks.
+    """Return the components whose ``minimum_bytes`` are smaller as layers.
 
-    Smaller in at least one variant, while the minimum over all variants is not larger.
+    Smaller in at least one variant, and not larger in the minimum over all variants.
     """
     candidates = (
         c
@@ -144,9 +140,11 @@ def _is_no_larger_as_layers(
 
 
 def _device_minimum(problem: Problem, component: ComponentNumbers, by_layer: bool) -> list[int]:
-    """Return per usable variant the minimum device memory with which every phase can use
-    ``component``: blocks that cannot be streamed, a ring buffer for the largest other block,
-    activation."""
+    """Return per usable variant the device memory that ``component`` needs in its largest phase.
+
+    It has blocks that cannot be streamed, a ring buffer for the largest other block, and
+    activation.
+    """
     component_or_layers = (
         component.layers if by_layer and component.layers is not None else component
     )

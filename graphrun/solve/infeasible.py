@@ -1,5 +1,4 @@
-"""Explanation why no plan exists: the phases that do not fit, the budget that is the limit, the
-minimum budgets, and verified suggestions."""
+"""Why no plan exists: phases that do not fit, minimum budgets, and verified suggestions."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class BudgetTier:
-    """A budget: its name, its size, and the minimum size for which a plan exists; in bytes."""
+    """A budget, and its minimum for which a plan exists."""
 
     name: str
     have_bytes: int
@@ -40,7 +39,6 @@ class BudgetTier:
 
     @property
     def short(self) -> bool:
-        """Whether the budget is too small."""
         return self.least_bytes > self.have_bytes
 
 
@@ -51,9 +49,8 @@ class Infeasible(GraphrunError):
     the budget that is too small. ``tiers``: all budgets, the device's first. ``suggestions``:
     changes that each suffice alone, best first.
 
-    If one budget is too small: with its minimum, and the other budgets unchanged, a plan exists;
-    with one byte less none is found. If several budgets are too small: each minimum holds if the
-    other budgets are unlimited.
+    If one budget is too small, a plan exists with its minimum, and none is found with one byte
+    less. If several are too small, each minimum assumes that the others are unlimited.
     """
 
     exit_code = 3
@@ -116,7 +113,6 @@ class Infeasible(GraphrunError):
         )
 
     def _suggestion(self, suggestion: Suggestion) -> str:
-        """Return a suggestion in words, after its Python arguments if it has any."""
         arguments = python_arguments(suggestion, self.problem)
         return f"{arguments}: {suggestion}" if arguments else str(suggestion)
 
@@ -137,10 +133,9 @@ def _binding(
 
 
 def refusal(problem: Problem, *, suggestions: bool = True) -> Infeasible:
-    """Explain why ``problem`` has no plan.
+    """Explain why ``problem`` has no plan, with ``suggestions`` if wanted: each takes a solve.
 
-    ``suggestions``: whether to search for suggestions, each of which is a solve. Components are
-    split into layers where the phases that do not fit then need less.
+    Components of phases that do not fit are split into layers where that needs less memory.
     """
     smallest_bytes = smallest_budget(problem)
     problem = with_page_overhead_of_minimum(problem)
@@ -168,5 +163,4 @@ def refusal(problem: Problem, *, suggestions: bool = True) -> Infeasible:
 
 
 def _short(problem: Problem) -> tuple[PhaseMinimum, ...]:
-    """Return the phases that do not fit on the device."""
     return tuple(need for need in least_memory_of(problem) if need.short_bytes > 0)

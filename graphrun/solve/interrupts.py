@@ -1,8 +1,7 @@
-"""Best plan so far when planning is interrupted, and a bound on how much faster another plan may
-be.
+"""Best plan so far when planning is interrupted, with a bound.
 
-While `collecting`, the solver `offer`s its candidates, at almost no cost: they are checked only
-after the interrupt.
+While `collecting`, the solver `offer`s candidates. They are checked only after the interrupt, so
+offering is almost free.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from graphrun.verify.solution import checked_solution
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan for ``problem``, which may have less memory or other times than the problem to plan.
-    ``seconds``: simulated."""
+    """A plan with its simulated seconds; ``problem`` may differ from the one to plan."""
 
     problem: Problem
     plan: Plan
@@ -54,8 +52,7 @@ def offer(candidate: Candidate) -> None:
 
 
 def best_of(candidates: list[Candidate], problem: Problem) -> Solution | None:
-    """Return the fastest of ``candidates`` that is a valid plan for ``problem``, with a bound on
-    any plan; None if none is valid."""
+    """Return the fastest candidate that is valid for ``problem``, with a bound; None if none."""
     for candidate in sorted(candidates, key=lambda candidate: candidate.seconds):
         split = split_as_candidate(problem, candidate)
         if candidate.problem.components != split.components:
@@ -79,8 +76,8 @@ def split_as_candidate(problem: Problem, candidate: Candidate) -> Problem:
 def _bound_seconds(candidates: list[Candidate], problem: Problem) -> float:
     """Return a lower bound on the seconds of any plan for ``problem``.
 
-    The bound of a search with layers if there was one, else the minimum over the relaxed programs
-    at every granularity. 0.0 if not every order of the stages is considered.
+    The bound of a search with layers, if there was one; else the minimum over the relaxed programs
+    at every granularity. 0.0 if some orders of stages are left out.
     """
     if not stage_choices(problem)[1]:
         return 0.0

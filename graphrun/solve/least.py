@@ -1,9 +1,4 @@
-"""Minimum budgets for which a plan exists, one at a time with the others unchanged. Exact to the
-byte.
-
-    smallest_tensor_budget   the VRAM budget: context, workspace, reserve, and bytes of tensors
-                             (not of allocator pages)
-    smallest_ram, smallest_pinned, smallest_disk
+"""Minimum budgets for which a plan exists: one at a time, the others unchanged. Exact to the byte.
 
 Closed form if the only choice is which blocks are resident. Otherwise a MILP that minimises the
 budget, with sums checked in integers.
@@ -31,7 +26,7 @@ ROUNDS = 4  # solves for the minimum device memory, each one byte below the last
 
 
 def smallest_tensor_budget(problem: Problem) -> int:
-    """Return the minimum VRAM budget for which a plan exists, in bytes.
+    """Return the minimum VRAM budget in bytes of tensors, without allocator pages.
 
     It includes context, workspace and reserve, and ignores the card's capacity. Components are
     split into layers if layers need less. If the host budgets allow no plan at all: the minimum
@@ -74,8 +69,7 @@ def smallest_tensor_budget(problem: Problem) -> int:
 
 
 def smallest_ram(problem: Problem) -> int:
-    """Return the minimum RAM for which a plan exists, in bytes; with unlimited VRAM if VRAM allows
-    no plan at all."""
+    """Return the minimum RAM in bytes; unlimited VRAM if it allows no plan."""
     if not has_usable_variants(problem):
         return 0
     if only_blocks_to_choose(problem) and all(
@@ -94,7 +88,7 @@ def smallest_ram(problem: Problem) -> int:
 
 
 def backing_store_bytes(problem: Problem) -> int:
-    """Return the bytes of all backing stores. `only_blocks_to_choose` must hold for ``problem``."""
+    """Return the bytes of all backing stores. Needs `only_blocks_to_choose`."""
     return sum(
         component.variants[0].host_bytes
         for component in needed_components(with_only_variants(problem))
@@ -102,20 +96,17 @@ def backing_store_bytes(problem: Problem) -> int:
 
 
 def _peak(problem: Problem) -> int:
-    """Return the minimum device memory of the largest phase. `only_blocks_to_choose` must hold for
-    ``problem``."""
+    """Return the minimum device memory of the largest phase. Needs `only_blocks_to_choose`."""
     return max((need.total_bytes for need in least_memory(with_only_variants(problem))), default=0)
 
 
 def smallest_pinned(problem: Problem) -> int:
-    """Return the minimum page-locked RAM for which a plan exists, in bytes; with unlimited VRAM if
-    VRAM allows no plan at all."""
+    """Return the minimum page-locked RAM in bytes; unlimited VRAM if it allows no plan."""
     return _least_host(problem, "pinned") if has_usable_variants(problem) else 0
 
 
 def smallest_disk(problem: Problem) -> int:
-    """Return the minimum disk space for which a plan exists, in bytes; with the other budgets
-    unlimited if these allow no plan at all."""
+    """Return the minimum disk space in bytes; other budgets unlimited if they allow no plan."""
     return _least_host(problem, "disk") if has_usable_variants(problem) else 0
 
 
@@ -137,9 +128,9 @@ def with_ample_host(problem: Problem) -> Problem:
 
 
 def with_ample_device(problem: Problem) -> Problem:
-    """Return ``problem`` with VRAM that is never the limit.
+    """Return ``problem`` with VRAM that is never the limit, and no larger than that needs.
 
-    The VRAM is not arbitrarily large, because the solver scales memory by the budget.
+    The solver scales memory by the budget.
     """
     weights = sum(
         max((c.weight_bytes(v) for v in range(len(c.variants))), default=0)
@@ -176,10 +167,7 @@ def _with_effective(problem: Problem, effective_bytes: int) -> Problem:
 
 
 def least_device_bytes(problem: Problem) -> tuple[int, Program, Choice] | None:
-    """Return the minimum device memory of tensors, in bytes, and a choice that needs no more.
-
-    Solves again with one byte less until nothing is found.
-    """
+    """Return the minimum device memory of tensors, in bytes, and a choice that needs no more."""
     best: tuple[int, Program, Choice] | None = None
     candidate = with_ample_device(problem)
     for _ in range(ROUNDS):
@@ -224,8 +212,10 @@ def _least_host(problem: Problem, tier: Literal["ram", "pinned", "disk"]) -> int
 def _least_usage(
     problem: Problem, memory: Memory, count_bytes: Callable[[Program, Choice], int]
 ) -> tuple[int, Program, Choice] | None:
-    """Return the minimum bytes of ``memory`` (0: VRAM) over all stage orders and options, and the
-    choice. ``count_bytes`` counts in integers."""
+    """Return the minimum bytes of ``memory`` over all stage orders and options, and the choice.
+
+    ``count_bytes`` counts in integers.
+    """
     formulations = [
         Formulation(stage_choice.program, minimised=memory)
         for stage_choice in stage_choices(problem, dominated=memory != 0)[0]
@@ -260,7 +250,7 @@ def surely_infeasible(problem: Problem) -> bool:
 def least_memory_of(problem: Problem) -> tuple[PhaseMinimum, ...]:
     """Return the minimum device memory of each phase, ignoring host budgets.
 
-    It is for the variants and the stage order that need the least memory.
+    For the variants and the stage order that need the least memory.
     """
     if not has_usable_variants(problem):
         return ()
@@ -282,8 +272,7 @@ def least_memory_of(problem: Problem) -> tuple[PhaseMinimum, ...]:
 
 
 def ever_finer(problem: Problem) -> Iterator[Problem]:
-    """Yield ``problem``, then with more and more components split into layers (see `finer`), while
-    that reduces memory."""
+    """Yield ``problem``, then with more and more components as layers while `finer` finds some."""
     candidate: Problem | None = problem
     while candidate is not None:
         yield candidate

@@ -31,8 +31,7 @@ class Row(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Linear:
-    """A linear expression over the columns of a `MilpModel`: ``terms`` (column -> coefficient) and
-    a constant.
+    """A linear expression over columns of a `MilpModel`; ``terms``: column -> coefficient.
 
     Sums, differences and multiples are expressions; comparisons are rows for `MilpModel.add`.
     """
@@ -77,12 +76,10 @@ class Linear:
         return Row(difference.terms, -difference.constant, np.inf)
 
     def equals(self, other: Linear | float) -> Row:
-        """Return the row ``self == other``."""
         difference = self - other
         return Row(difference.terms, -difference.constant, -difference.constant)
 
     def at(self, values: NDArray[np.float64]) -> float:
-        """Return the value of the expression for these ``values`` of the columns."""
         return self.constant + sum(
             float(values[column]) * value for column, value in self.terms.items()
         )
@@ -107,14 +104,14 @@ GAP = 1e-6
 INTEGRALITY, ROUNDING_GAP = 1e-6, 3e-4
 ROUNDING_RANGE = 4.0  # layers: how far rounding may move a column from its fractional value
 OPTIONS = {"threads": 1}
-# Heuristics of HiGHS for a first solution. They take half of its time where solutions are easy to
-# find, a quarter where they are not.
+# Heuristics of HiGHS for a first solution: half of its time where solutions are easy to find, a
+# quarter where they are not.
 SEARCHES = (
     "mip_heuristic_run_feasibility_jump",
     "mip_heuristic_run_rens",
     "mip_heuristic_run_rins",
 )
-ROUGH_GAP = 0.02  # relative gap of a first solution where one is hard to find
+ROUGH_GAP = 0.02  # relative, of a first solution where one is hard to find
 
 
 class SearchEnded(Exception):
@@ -123,10 +120,9 @@ class SearchEnded(Exception):
 
 @dataclass(slots=True)
 class SearchBudget:
-    """The work that searches may still do: ``attempts``, each a call of HiGHS, and ``nodes`` of
-    branch and bound times columns of the program (as for NODES_TIMES_COLUMNS).
+    """The work left for searches: ``attempts`` (calls of HiGHS) and ``nodes`` (times columns).
 
-    Counts work and not seconds, so that what is searched does not depend on the machine.
+    Counts work and not seconds, so that results do not depend on the machine.
     """
 
     attempts: int
@@ -134,8 +130,7 @@ class SearchBudget:
 
     @contextmanager
     def limiting(self) -> Iterator[None]:
-        """Context in which every search takes from this budget, and raises `SearchEnded` if it is
-        used up."""
+        """Context in which every search takes from this budget; `SearchEnded` if it is used up."""
         token = _search_budget.set(self)
         try:
             yield
@@ -148,7 +143,7 @@ _search_budget: ContextVar[SearchBudget | None] = ContextVar("search_budget", de
 
 @dataclass(frozen=True, slots=True)
 class MilpResult:
-    """The solver's answer: a value per column, the value of the objective and the bound on it."""
+    """A value per column, the value of the objective, and the bound on it."""
 
     values: NDArray[np.float64]
     value: float
@@ -156,14 +151,13 @@ class MilpResult:
 
 
 class MilpModel:
-    """A MILP of columns with bounds and rows with bounds. It may be minimised several times.
-    ``gap``: minimum relative gap of any search."""
+    """A MILP of bounded columns and rows; ``gap``: minimum relative gap of any search."""
 
     def __init__(self, gap: float) -> None:
         self._gap = gap
         self._columns: list[tuple[float, float, bool]] = []
         self._rows: list[Row] = []
-        self._arrays: list[NDArray[Any]] = []  # of all rows, built when first needed
+        self._arrays: list[NDArray[Any]] = []  # of all rows, built on first use
 
     def column(self, lower: float = 0.0, upper: float = np.inf, integer: bool = False) -> Linear:
         """Add a column, and return it as an expression."""
@@ -171,7 +165,6 @@ class MilpModel:
         return Linear({self.size - 1: 1.0})
 
     def raise_lower(self, column: Linear, lower: float) -> None:
-        """Let the lower bound of ``column`` be at least ``lower``."""
         (number,) = column.terms
         old, upper, integer = self._columns[number]
         self._columns[number] = max(old, lower), upper, integer
@@ -181,12 +174,10 @@ class MilpModel:
         return self.column(0.0, upper, True)
 
     def add(self, *rows: Row) -> None:
-        """Add ``rows``."""
         self._rows += rows
 
     @property
     def size(self) -> int:
-        """The number of columns."""
         return len(self._columns)
 
     def minimise(
@@ -200,13 +191,12 @@ class MilpModel:
         start: MilpResult | None = None,
         nodes: int = NODES,
     ) -> MilpResult | None:
-        """Minimise ``goal`` subject to all rows and to ``limits``. Return None without a solution.
+        """Minimise ``goal`` subject to all rows and ``limits``. Return None without a solution.
 
         ``whole`` False relaxes integers to fractions, which gives a bound. ``gap``: relative
-        optimality gap; with ROUGH_GAP, HiGHS runs its heuristics (SEARCHES), which find a first
-        solution in hard cases. ``fixed``: column -> value. ``start``: a solution within the limits
-        to start from. ``nodes``: maximum number of nodes. Deterministic: HiGHS with one thread and
-        without a time limit.
+        optimality gap; ROUGH_GAP turns on the heuristics (SEARCHES), which find a first solution in
+        hard cases. ``fixed``: column -> value. ``start``: a solution within the limits. ``nodes``:
+        maximum number of nodes. Deterministic: one thread, no time limit.
         """
         ranges = {column: (value, value) for column, value in (fixed or {}).items()}
         return self._solved(
@@ -227,7 +217,7 @@ class MilpModel:
         Columns that are integers in ``relaxed`` stay fixed, the others stay within ROUNDING_RANGE.
         If that is infeasible, or costs more than ROUNDING_GAP, all ``columns`` may move.
         """
-        # Columns this close to an integer are fixed; -1.0: none is.
+        # columns this close to an integer are fixed; -1.0: none
         for fixed_distance in (INTEGRALITY, -1.0):
             ranges = {}
             for column in columns:
@@ -287,11 +277,7 @@ class MilpModel:
 
 
 class _Quiet(highspy.Highs):  # type: ignore[misc]
-    """HiGHS without any output.
-
-    From version 1.16 on, its constructor prints two lines when it enables callbacks, before a
-    caller can set options.
-    """
+    """HiGHS without output: its constructor (1.16 on) prints before options can be set."""
 
     def enableCallbacks(self) -> None:
         self.setOptionValue("output_flag", False)
@@ -333,8 +319,8 @@ def _run(
 def _cancelled_by_ctrl_c(highs: highspy.Highs) -> Iterator[None]:
     """Context in which Ctrl-C stops ``highs`` soon, and then raises KeyboardInterrupt.
 
-    Otherwise Python would raise it after `run`, which may take minutes. A handler that the process
-    has installed is called after `run`, as usual.
+    Otherwise Python would raise it only after `run`, which may take minutes. A handler that the
+    process has installed is left alone.
     """
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -352,15 +338,14 @@ def _cancelled_by_ctrl_c(highs: highspy.Highs) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        # Otherwise a reference cycle keeps its memory until garbage collection.
+        # or else a reference cycle keeps its memory until garbage collection
         highs.HandleUserInterrupt = False
     if interrupts:
         raise KeyboardInterrupt
 
 
 def _arrays(rows: Sequence[Row]) -> list[NDArray[Any]]:
-    """Return ``rows`` in compressed form: coefficients, their columns, the number of coefficients
-    per row, and the lower and upper bounds of the rows."""
+    """Return coefficients, their columns, coefficients per row, and bounds of ``rows``."""
     return [
         np.array([value for row in rows for value in row.terms.values()], dtype=float),
         np.array([column for row in rows for column in row.terms], dtype=np.int32),

@@ -1,5 +1,4 @@
-"""Mixed-integer linear program (MILP) of a `Program`: its goals and budgets, and the integers of
-the answer. `graphrun.solve.columns` and `graphrun.solve.rows` have its columns and rows."""
+"""Mixed-integer linear program (MILP) of a `Program`: goals, budgets, and its integers."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ from graphrun.solve.rows import Rows, with_drops
 Margins = Mapping[Memory, NDArray[np.int64]]  # bytes to keep free per interval
 
 BLOCK_TOLERANCE = 1e-5  # blocks by which the solver may miss an integer
-# Relative gap with components split into layers: their many small groups make far more plans
-# equally good.
+# Relative gap with layers: their many small groups make far more plans equally good.
 COARSE_GAP = 1e-3
 NEAR = 3.0  # blocks by which a group may differ from the neighbour choice
 
@@ -30,15 +28,14 @@ class Formulation:
     """Rows and columns of ``program``.
 
     ``factors[t]`` multiplies the copy times of interval t; empty: 1. ``margins``: bytes to keep
-    free. ``minimised``: a memory other than a device's to minimise. ``depth``: blocks in a ring
-    buffer, unless it is single-buffered. ``leaves``: what the program leaves on the device: for
-    each group, the number of blocks at the end. ``neighbour``: a choice of a program with the same
-    groups and intervals. K and d differ from that choice by at most NEAR. It is ignored if a
-    component is split into layers.
+    free. ``minimised``: a memory to minimise, other than a device's. ``depth``: blocks in a ring
+    buffer, unless it is single-buffered. ``leaves``: blocks per group on the device at the end.
+    ``neighbour``: a choice of a program with the same groups and intervals, from which K and d
+    differ by at most NEAR; ignored if a component is split into layers.
 
     Goals, in scaled units: ``seconds``; ``copying``, seconds of copying blocks; ``moved_bytes``,
     bytes copied; ``memory``, the peak plus a little of the mean, so that no block is loaded earlier
-    than useful; ``peak`` alone; ``minimised_bytes``, of the minimised memory, not scaled.
+    than useful; ``peak``; ``minimised_bytes``, not scaled.
     """
 
     def __init__(
@@ -96,12 +93,11 @@ class Formulation:
         return int(self.margins[memory][t]) if memory in self.margins else 0
 
     def _add_transitions(self, is_by_layer: bool) -> None:
-        """Add the rows of what the program begins and ends with, and those of a neighbour."""
+        """Add the rows of the program's first and last interval, and of the neighbour."""
         program, columns, model = self.program, self.columns, self.model
         end, groups = len(program.intervals) - 1, range(len(program.groups))
         # A further run starts with the blocks that the previous run leaves. Its first interval is
-        # ``run_length`` in a program of both runs, and 0 in a program of the further run alone
-        # (`Program.part`).
+        # ``run_length`` in a program of both runs, 0 in a program of one (`Program.part`).
         if program.session and program.part != "first":
             start = 0 if program.part else program.run_length
             model.add(*(columns.carry_row(j, start, end) for j in groups if start != end))
@@ -124,10 +120,7 @@ class Formulation:
         )
 
     def _add_host_rows(self, rows: Rows[Linear]) -> Linear:
-        """Add the rows of RAM, page-locked RAM and disk where these can be the limit.
-
-        Return the bytes of the memory to minimise.
-        """
+        """Add the rows of host memory and disk if they may limit; return the minimised bytes."""
         program, model, goal = self.program, self.model, Linear()
         for tier in HOST_TIERS:
             limit, is_minimised = program.limit(tier), self.minimised == tier
@@ -151,10 +144,7 @@ class Formulation:
     # ---- The solver's answer
 
     def choice(self, values: NDArray[np.float64]) -> tuple[Program, Choice]:
-        """Return the program with the chosen variants, and its integers.
-
-        Backing stores are dropped as in `Program.with_drops`.
-        """
+        """Return the program with the chosen variants, and its integers."""
         numbers = self.chosen_in(values)
         program = self._program_in(values, numbers)
         numbered_groups = enumerate(self.program.groups)
@@ -178,7 +168,7 @@ class Formulation:
                     columns.present(t, j).at(values),
                     columns.loads(t, j).at(values),
                 )
-                # Fractions are rounded down: the missing layers are streamed.
+                # fractions are rounded down: the missing layers are streamed
                 if group.by_layer:
                     present[t, n] = int(present_blocks + BLOCK_TOLERANCE)
                     loads[t, n] = (
@@ -216,14 +206,13 @@ class Formulation:
         return with_variants(replace(program, problem=problem), indices)
 
     def _has_blocks(self, j: int, values: NDArray[np.float64]) -> bool:
-        """Whether group ``j`` has any blocks on its own device."""
         splits = self.columns.splits
         may_be_split = j in splits.blocks or j in splits.mirrors
         return not may_be_split or self.columns.blocks(j).at(values) > 0.5
 
     @property
     def layer_columns(self) -> list[int]:
-        """Columns that count layers. They are continuous in the program and rounded afterwards."""
+        """Columns that count layers: continuous in the program, rounded afterwards."""
         return [
             column
             for t in range(len(self.program.intervals))
@@ -234,7 +223,7 @@ class Formulation:
         ]
 
     def variant_columns(self, numbers: Collection[int]) -> dict[int, float]:
-        """Return the columns y with the values that choose the variant choices ``numbers``."""
+        """Return the columns y and the values that choose the variant choices ``numbers``."""
         return {
             column: float(n in numbers)
             for n, selection in enumerate(self.columns.selections)
@@ -242,8 +231,7 @@ class Formulation:
         }
 
     def compute_slot_columns(self, values: NDArray[np.float64]) -> dict[int, float]:
-        """Return the columns K and d of each group, in the intervals that compute with the group,
-        with ``values``."""
+        """Return K and d of each group where intervals compute with it, with their ``values``."""
         return {
             column: float(round(values[column]))
             for t, interval in enumerate(self.program.intervals)
@@ -255,11 +243,10 @@ class Formulation:
 
     @property
     def first_choices(self) -> list[int]:
-        """The first variant choice of each component."""
         return [numbers[0] for numbers in self.program.choices_of]
 
     def chosen_in(self, values: NDArray[np.float64]) -> list[int]:
-        """Return for each component the variant choice with the largest y in ``values``."""
+        """Return for each component the variant choice with the largest y."""
         return [
             max(numbers, key=lambda n: self.columns.selections[n].at(values))
             for numbers in self.program.choices_of

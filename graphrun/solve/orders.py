@@ -1,5 +1,4 @@
-"""Programs to solve for a problem: every order of the stages with every combination of stage
-options."""
+"""Programs to solve for a problem: every stage order with every combination of stage options."""
 
 from __future__ import annotations
 
@@ -14,18 +13,16 @@ from graphrun.solve.milp import Formulation
 from graphrun.solve.program import Program
 from graphrun.solve.programs import program_of
 
-# Limit of orders times options. Graphs of stages are nearly chains: four independent encoders make
+# Limit of orders times options. Graphs of stages are nearly chains; four independent encoders make
 # 24 orders.
 MOST_STAGE_CHOICES = 512
-# Limit of columns of all programs together, which take about 10 s. FEW_STAGE_CHOICES are always
-# solved.
+# Limit of columns of all programs, about 10 s. FEW_STAGE_CHOICES are always solved.
 MOST_STAGE_COLUMNS, FEW_STAGE_CHOICES = 2**16, 24
 
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
-    """The program of a problem with its stages in ``order`` (empty: unchanged) and run with
-    ``options``."""
+    """A program, its stage ``order`` (empty: the problem's order) and its stage ``options``."""
 
     program: Program
     order: tuple[str, ...]
@@ -35,9 +32,8 @@ class StageChoice:
 def stage_choices(problem: Problem, *, dominated: bool = False) -> tuple[list[StageChoice], bool]:
     """Return the candidate programs of ``problem`` at its granularity, and whether they are all.
 
-    They are every order with every combination of options, the problem's order first, up to
-    `MOST_STAGE_CHOICES` and `MOST_STAGE_COLUMNS`. ``dominated``: with all usable variants, not only
-    those worth solving for.
+    The problem's order comes first. At most `MOST_STAGE_CHOICES` and `MOST_STAGE_COLUMNS`.
+    ``dominated``: include variants that are not worth solving for.
     """
     original_order = stages_of(problem)
     option_names = [
@@ -85,10 +81,9 @@ def stage_choices(problem: Problem, *, dominated: bool = False) -> tuple[list[St
 
 
 def topological_orders(problem: Problem) -> Iterator[tuple[str, ...]]:
-    """Yield the orders of stages that the precedence allows, at most `MOST_STAGE_CHOICES` + 1.
+    """Yield the stage orders that the precedence allows, at most `MOST_STAGE_CHOICES` + 1.
 
-    They are sorted by the positions of stages in the problem's order. networkx is not imported if
-    that is the only order.
+    Sorted by the stages' positions in the problem. A single order needs no import of networkx.
     """
     stages, pairs = stages_of(problem), problem.precedence
     places = {stage: place for place, stage in enumerate(stages)}
@@ -100,7 +95,7 @@ def topological_orders(problem: Problem) -> Iterator[tuple[str, ...]]:
     import networkx
 
     order = networkx.DiGraph()
-    order.add_nodes_from(reversed(stages))  # networkx begins with the last stage that is ready
+    order.add_nodes_from(reversed(stages))  # networkx begins with the last ready stage
     order.add_edges_from(pairs)
     orders = islice(map(tuple, networkx.all_topological_sorts(order)), MOST_STAGE_CHOICES + 1)
     other_orders = sorted(

@@ -1,24 +1,18 @@
-"""Plans within a budget counted as the device's allocator reserves memory: in pages, not in bytes
-of tensors.
+"""Plans within a budget counted in the pages that the device's allocator reserves.
 
-A replay (`graphrun.verify.pages`) runs a plan through a model of the allocator, and counts the
-pages that each slot reserves. The page overhead of a slot is the reserved bytes beyond tensors.
+A replay (`graphrun.verify.pages`) runs a plan through a model of the allocator. The page overhead
+of a slot is its reserved bytes beyond tensors.
 
     fastest -> replay -> over the budget?
         round 2     fastest, with the page overhead of each slot set aside in that slot
         rounds 3-5  fastest, with the budget reduced in all slots by the excess of earlier plans
         then        fastest within 15/16, 7/8, 3/4 of the budget
 
-The program counts bytes of tensors. If the replay of its plan exceeds the budget in a slot, the
-page overhead is set aside in that slot, and the problem is solved again. That may not help, because
-pages from earlier slots of a phase stay reserved, whatever is set aside later in the phase. From
-round 3 on, the budget is therefore reduced in all slots.
+Round 2 may not help: pages from earlier slots of a phase stay reserved, whatever is set aside later
+in the phase. Later rounds therefore reduce the budget in all slots.
 
 The bound on seconds is the bound of the program with nothing set aside. A plan farther from it than
 `OPTIMAL_GAP` is compared with the baselines.
-
-If the disk rate is not measured, the plan is compared with the plans for a slower and a faster
-disk.
 """
 
 from __future__ import annotations
@@ -49,14 +43,14 @@ from graphrun.verify.simulate import simulate
 from graphrun.verify.solution import checked_solution, in_pages
 
 ROUNDS = 5
-# Rounds are numbered from 0 in the code, from 1 in the table above. `find_near` sets page overhead
-# aside by slot up to this number; `find` does so in number 1 only.
+# Rounds are numbered from 0 in code. `find_near` sets page overhead aside by slot up to this
+# number, `find` in number 1 only.
 LAST_RESERVED_ROUND = 2
 SHARES = (1 / 16, 1 / 8, 1 / 4)  # of the budget, left free
 # If the disk rate is not measured, reads may take DISK_ERRORS times the assumed seconds, as in
-# `benchmarks/regret.py`. A plan that would lose LEAST_LOSS on such a disk may be replaced by the
-# plan for that disk, if it is at most MOST_PRICE slower on the assumed disk. The plan with the
-# smallest worst loss is chosen; losses on the assumed disk count ASSUMED_COUNTS times.
+# `benchmarks/regret.py`. If the plan would lose LEAST_LOSS on such a disk, the plan with the
+# smallest worst loss is chosen, also from the plans for these disks that are at most MOST_PRICE
+# slower on the assumed disk. Losses on the assumed disk count ASSUMED_COUNTS times.
 DISK_ERRORS = (1.3, 1 / 1.3)
 LEAST_LOSS, MOST_PRICE, ASSUMED_COUNTS = 0.03, 0.03, 4
 
@@ -64,12 +58,10 @@ Reserve = Mapping[tuple[str, str], int]  # (phase, part) -> bytes
 
 
 def solved(problem: Problem) -> Solution | None:
-    """Return the fastest plan found within the budgets; None if nothing fits.
-
-    As `fastest`, with peaks in pages on a device whose allocator reserves pages.
+    """Return the fastest plan found within the budgets, with peaks in pages; None if nothing fits.
 
     On one device with an assumed disk rate, prefer a nearly equal plan that loses less on a slower
-    or faster disk. The fastest plan stays if its gap to the bound is more than LEAST_LOSS.
+    or faster disk, unless the fastest plan's gap to the bound exceeds LEAST_LOSS.
     """
     solution = _fastest_in_pages(problem)
     keeps_fastest = problem.hardware.basis != "data sheet" or problem.secondaries
@@ -81,10 +73,7 @@ def solved(problem: Problem) -> Solution | None:
 
 
 def _preferred(problem: Problem, fast: Solution) -> Solution:
-    """Return ``fast``, or a nearly as fast plan for another disk whose worst loss is smaller.
-
-    Losses on the assumed disk count ASSUMED_COUNTS times.
-    """
+    """Return ``fast``, or a nearly as fast plan for another disk whose worst loss is smaller."""
     candidates, disk_problems = [fast], [with_other_disk(problem, error) for error in DISK_ERRORS]
     for disk_problem in disk_problems:
         if (
@@ -117,8 +106,7 @@ def _preferred(problem: Problem, fast: Solution) -> Solution:
 
 
 def _may_lose(problem: Problem, fast: Solution) -> bool:
-    """Whether a plan for ``problem`` may beat ``fast`` there by LEAST_LOSS. Only quick checks;
-    False if they cannot decide."""
+    """Whether a plan for ``problem`` may beat ``fast`` by LEAST_LOSS; False if unclear."""
     limit_seconds = _seconds_with(problem, fast) / (1 + LEAST_LOSS)
     programs = (
         stage_choice.program for stage_choice in stage_choices(split_as_solution(problem, fast))[0]
@@ -129,7 +117,6 @@ def _may_lose(problem: Problem, fast: Solution) -> bool:
 
 
 def _seconds_with(problem: Problem, solution: Solution) -> float:
-    """Return the seconds of the plan of ``solution`` with the times of ``problem``."""
     return simulate(*_plan_for(problem, solution)).total_seconds
 
 
@@ -147,8 +134,7 @@ def with_other_disk(problem: Problem, error: float) -> Problem:
 
 
 def _fastest_in_pages(problem: Problem) -> Solution | None:
-    """Return the fastest plan found for these disk rates, with peaks in pages; None if nothing
-    fits.
+    """Return the fastest plan found for these disk rates; None if nothing fits.
 
     If no search finds a plan: the plan of least memory, if it fits.
     """
@@ -166,8 +152,7 @@ def _fastest_in_pages(problem: Problem) -> Solution | None:
 
 
 def _on_first_device(problem: Problem, reference: Solution) -> Solution | None:
-    """Return the plan without secondary devices. It may be faster than ``reference``, which is only
-    optimal within a gap."""
+    """Return the plan without secondary devices: ``reference`` is only optimal within a gap."""
     solution, _ = _within_pages(
         replace(
             problem,
@@ -183,17 +168,17 @@ def smallest_budget(problem: Problem) -> int:
     """Return the minimum VRAM budget for which `solved` finds a plan, in bytes.
 
     It includes context, workspace and reserve, and ignores the card's capacity. With one byte less
-    `solved` finds no plan. Where memory is counted in bytes of tensors, none exists.
-
-    If the host budgets allow no plan at all: the minimum with unlimited host budgets. 0 if a
-    component has no usable variant.
+    `solved` finds no plan; where memory is counted in bytes of tensors, none exists. If the host
+    budgets allow no plan: the minimum with unlimited host budgets. 0 without usable variants.
     """
     return _budget_of(problem, _least(_without_budget(problem)) if problem.counts_pages else None)
 
 
 def sufficient_budget(problem: Problem) -> int:
-    """Return a VRAM budget for which a plan exists, in bytes: usually `smallest_budget`, and
-    without the proof that nothing fits into less, which takes several times as long."""
+    """Return a VRAM budget for which a plan exists, in bytes, faster than `smallest_budget`.
+
+    Usually the same, but without the proof that nothing fits into less.
+    """
     small = _small(_without_budget(problem))[0] if problem.counts_pages else None
     return _budget_of(problem, small)
 
@@ -206,8 +191,7 @@ def _budget_of(problem: Problem, solution: Solution | None) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _least(problem: Problem) -> Solution | None:
-    """Return the plan of least memory found: solve one byte below the peak of `_small` and of
-    every plan that is found then, until there is none."""
+    """Return the plan of least memory: solve one byte below the last peak until there is none."""
     minimum, floor_bytes = _small(problem)
     while minimum is not None:
         budget = problem.budget_for(_peak_bytes(minimum))
@@ -226,8 +210,7 @@ def _least(problem: Problem) -> Solution | None:
 def _small(problem: Problem) -> tuple[Solution | None, int]:
     """Return a plan of little memory, and the minimum budget of the program, in bytes.
 
-    Solves at that minimum with the page overhead of the replay set aside, until a plan fits its
-    budget.
+    Solves at that minimum with the replay's page overhead set aside, until a plan fits its budget.
     """
     if not has_usable_variants(problem):
         return None, 0
@@ -239,7 +222,7 @@ def _small(problem: Problem) -> tuple[Solution | None, int]:
         if solutions and floors[-1] >= problem.budget_for(min(map(_peak_bytes, solutions))):
             break
         budget_problem = _with_budget(problem, floors[-1])
-        # Only the peak of this plan matters, not its time.
+        # only the peak of this plan matters, not its time
         candidate = fastest(with_reserve(budget_problem, reserve), layers=False, target_seconds=inf)
         if candidate is None and (ample := with_ample_host(problem)) != problem:
             problem = ample
@@ -251,8 +234,8 @@ def _small(problem: Problem) -> tuple[Solution | None, int]:
         ):
             break
         overheads = solution.excess_page_overheads()
-        # Keys of the main device are (phase, part), keys of secondary devices ("deviceN", ""). So
-        # this holds if no secondary device exceeds its budget.
+        # Keys of the main device are (phase, part), of secondary devices ("deviceN", ""). So no
+        # secondary device exceeds its budget.
         if all(part for _, part in overheads):
             solutions.append(solution)
         if not overheads:
@@ -262,7 +245,7 @@ def _small(problem: Problem) -> tuple[Solution | None, int]:
 
 
 def forget_least() -> None:
-    """Forget the plans of least memory that were found before."""
+    """Forget the plans of least memory."""
     _least.cache_clear()
     _small.cache_clear()
 
@@ -276,11 +259,7 @@ def _peak_bytes(solution: Solution) -> int:
 
 
 def _without_budget(problem: Problem) -> Problem:
-    """Return ``problem`` without its own budget: budget 0 and a very large capacity.
-
-    `_least` ignores the budget and sets its own. Problems that differ in budget and capacity only
-    become equal, so `_least` is computed once for all of them.
-    """
+    """Return ``problem`` without its own budget, so that `_least` runs once for all budgets."""
     return replace(
         problem, budget_bytes=0, hardware=replace(problem.hardware, capacity_bytes=1 << 50)
     )
@@ -294,10 +273,7 @@ def _with_budget(problem: Problem, nbytes: int) -> Problem:
 
 
 def _within_pages(problem: Problem) -> tuple[Solution | None, float | None]:
-    """Return the best plan found within the budget in pages, and the bound.
-
-    The plan may be a baseline. It is None if none is found. The bound is None if nothing fits.
-    """
+    """Return the best plan in pages (None: not found), and the bound (None: nothing fits)."""
     best, bound = _in_rounds(problem)
     if bound is None:
         return None, None
@@ -316,12 +292,11 @@ def _within_pages(problem: Problem) -> tuple[Solution | None, float | None]:
 
 
 def _in_rounds(problem: Problem) -> tuple[Solution | None, float | None]:
-    """Return the first plan within the budget in pages, and the bound.
+    """Return the first plan within the budget in pages, and the bound, as `_within_pages`.
 
-    The plan is None if no round finds one. The bound is None if nothing fits. A round first
-    searches near the plan of the previous full search, which was made for more memory. A full
-    search stops refining when its plan is as fast as that plan. The page overhead of secondary
-    devices is set aside in every round.
+    A round first searches near the plan of the previous full search, which was made for more
+    memory. A full search stops refining when it is as fast as that plan. The page overhead of
+    secondary devices is set aside in every round.
     """
     first: Solution | None = None
     previous: ProgramSolution | None = None
@@ -374,10 +349,9 @@ def _in_rounds(problem: Problem) -> tuple[Solution | None, float | None]:
 def _total_reduction(solution: Solution, reduction_bytes: int) -> int:
     """Return the bytes by which to reduce the budget in the next round.
 
-    The budget was reduced by ``reduction_bytes`` for ``solution``, whose slots still exceed the
-    budget in pages. The new reduction adds the largest excess of a slot. If the tensors of
-    ``solution`` would fit even then, the solver could return the same plan. The reduction is then
-    at least the smallest page overhead of these slots.
+    ``reduction_bytes``, the reduction for ``solution``, grows by the largest excess of a slot in
+    pages. If the tensors of ``solution`` would fit even then, the solver could return the same
+    plan: the reduction is then at least the smallest page overhead of these slots.
     """
     budget = solution.problem.effective_bytes
     exceeding_slots = [
@@ -399,7 +373,6 @@ def _total_reduction(solution: Solution, reduction_bytes: int) -> int:
 
 
 def _with_less(problem: Problem, nbytes: int) -> Problem:
-    """Return ``problem`` with ``nbytes`` less for tensors."""
     return (
         replace(
             problem,
@@ -411,17 +384,13 @@ def _with_less(problem: Problem, nbytes: int) -> Problem:
 
 
 def carried_over(problem: Problem, solution: Solution, bound_seconds: float) -> Solution | None:
-    """Return the plan of ``solution`` as a solution of ``problem``; None if it is not valid there.
-
-    The problems differ in budgets and in bytes set aside.
-    """
+    """Return the plan of ``solution`` for ``problem``, with other budgets; None if invalid."""
     objective = solution.objective_seconds
     return checked_solution(*_plan_for(problem, solution), min(bound_seconds, objective), objective)
 
 
 def _plan_for(problem: Problem, solution: Solution) -> tuple[Problem, Plan]:
-    """Return ``problem`` split into layers as in ``solution``, and the plan of ``solution`` for
-    it."""
+    """Return ``problem`` split into layers as in ``solution``, and its plan for that problem."""
     split = split_as_solution(problem, solution)
     return split, replace(solution.plan, problem=split.digest)
 
@@ -445,8 +414,8 @@ def with_page_overhead_of_minimum(problem: Problem) -> Problem:
 def with_reserve(problem: Problem, reserve: Reserve) -> Problem:
     """Return ``problem`` with ``reserve`` set aside.
 
-    The reserve of a first or steady slot is added to the activation bytes, the reserve of a load
-    slot to the input bytes. The reserve of a secondary device reduces its budget.
+    Of a first or steady slot it is added to the activation bytes, of a load slot to the input
+    bytes; of a secondary device it is taken from the budget.
     """
     if not reserve:
         return problem

@@ -6,16 +6,14 @@ and `graphrun.solve.milp` solves the program.
 Terms:
 
     slot           A part of the run, within one phase: a load slot (no compute), a first slot (the
-                   first call) or a steady slot (the further calls). Slots of the program are called
-                   intervals.
-    block group    Equal blocks of a component. A component may instead be split into layers, which
-                   are smaller than blocks. What is said of blocks holds for layers.
+                   first call) or a steady slot (the further calls). In code: interval.
+    block group    Equal blocks of a component. If a component is split into layers, which are
+                   smaller, "block" means a layer.
     mirror group   The blocks of a group that are on one secondary device, if a component is split
                    over devices. The group itself has its blocks on the main device.
     gap            Consecutive phases in which a value is on the device, but no stage reads it.
 
-Variables of slot t and block group j. Each variant that computes on the device has its own block
-groups.
+Variables of slot t and block group j. Each variant that computes on the device has its own groups.
 
     y     1 for the chosen variant of a component; exactly one is chosen
     K     blocks on the device at the start of the slot
@@ -34,7 +32,7 @@ Constants:
     b     device bytes of one block
     R     runs of the session
 
-Constraints other than those of seconds and bytes:
+Constraints, without seconds and bytes:
 
     blocks          K + d <= nb
                     a group that the slot runs, not streamable: K = nb, d = 0
@@ -57,9 +55,8 @@ Constraints other than those of seconds and bytes:
                     back in the load slot of the phase after the gap.
     split           A component on a secondary device is a variant whose groups are not streamable.
 
-A single-buffered ring buffer is faster where copies take much longer than compute: the bytes it
-saves make room for one more resident block, which needs no copy. It is also used where memory does
-not allow more.
+A single buffer is also faster where copies take much longer than compute: the bytes it saves make
+room for one more resident block.
 """
 
 from __future__ import annotations
@@ -76,19 +73,19 @@ from graphrun.model.plan import SlotPart
 from graphrun.model.problem import ComponentPlacement, Problem, Variant
 
 HostTier = Literal["ram", "pinned"]
-# A memory that may have a budget: the number of a device (0: the main device), or a host tier
+# number of a device (0: the main device), a host tier, or the disk
 Memory = int | Literal["ram", "pinned", "disk"]
 HOST_TIERS: tuple[HostTier, ...] = get_args(HostTier)
 
 
 @dataclass(frozen=True, slots=True)
 class VariantChoice:
-    """A variant that may be chosen for a component; y = 1 if it is.
+    """A variant that may be chosen for a component.
 
-    ``component``: index of the component in the problem. ``index``: index of the variant in the
-    component. ``read_seconds``: time to read the whole backing store from disk; None if no `Read`
-    action of a plan reads the store, because it stays on disk or is in RAM before the run.
-    ``is_used``: whether any phase calls the component; without calls it takes no memory.
+    ``component``: index in the problem. ``index``: of the variant in the component.
+    ``read_seconds``: to read the whole backing store from disk; None if no `Read` action reads it,
+    because it stays on disk or is in RAM before the run. ``is_used``: whether any phase calls the
+    component; else it takes no memory.
     """
 
     component: int
@@ -99,7 +96,7 @@ class VariantChoice:
 
     @property
     def computes(self) -> bool:
-        """Whether the component computes on the device or a secondary device, not on the CPU."""
+        """Whether the component computes on a device, not on the CPU."""
         return self.variant.device != "cpu"
 
 
@@ -107,17 +104,15 @@ class VariantChoice:
 class Group:
     """A block group of one variant.
 
-    ``variant_choice``, ``component``: indices in `Program.variant_choices` and in the problem.
-    ``index``: index of the group in its component. ``count``: number of blocks. ``block_bytes``:
-    weights of one block; ``held_bytes``: their device allocation, rounded up to `ALLOCATION_BYTES`.
-    ``load_seconds``: to copy one block to the device. ``disk_seconds``: to read one block from disk
-    for that copy; 0 if the backing store is not on disk. ``movable``: as in `Variant`.
-    ``demanded``: placements that directives demand of the component. ``overlap_key``: groups of the
-    variant with equal keys form one overlap set. ``by_layer``: the blocks are layers. ``excluded``:
-    the directive `exclude` keeps the blocks off the device. A variant that cannot stream them is
-    then infeasible. ``secondary``: number of the secondary device with these blocks; 0: the main
-    device.
-    ``mirror``: index of the main-device group that this group takes blocks from; -1 if none.
+    ``variant_choice``, ``component``, ``index``: in `Program.variant_choices`, the problem and the
+    component. ``block_bytes``: weights of one block; ``held_bytes``: their allocation, rounded up
+    to `ALLOCATION_BYTES`. ``load_seconds``: to copy one block to the device; ``disk_seconds``: to
+    read it from disk for that copy, 0 if the backing store is not on disk. ``demanded``: placements
+    that directives demand of the component. ``overlap_key``: groups of the variant with equal keys
+    form an overlap set. ``by_layer``: the blocks are layers. ``excluded``: `exclude` keeps the
+    blocks off the device; if they cannot be streamed, the variant is infeasible. ``secondary``:
+    number of the device with these blocks; 0: the main device. ``mirror``: index of the main-device
+    group that this group takes blocks from; -1 if none.
     """
 
     variant_choice: int
@@ -140,12 +135,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class SpillGap:
-    """Consecutive phases in which a value is on the device but not read. The value may be spilled
-    to the host during the gap.
+    """A gap of a value, during which it may be spilled to the host.
 
-    ``value``: index of the value in the problem. ``spill_slot``, ``restore_slot``: indices of the
-    intervals (load slots) that spill and restore the value. ``spill_seconds``,
-    ``restore_seconds``: of the two copies.
+    ``value``: index in the problem. ``spill_slot``, ``restore_slot``: the load slots that copy it.
 
         phases        encode   | denoise          | decode
         value         produced | not read         | read
@@ -176,25 +168,24 @@ class SpillGap:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A slot t of the program, before it has actions. In a session: a slot of the first run, or of
-    the one further run.
+    """A slot t of the program, before it has actions.
 
-    ``rounds``: the largest number of calls of one component in the slot; 0 in a load slot.
-    ``weight``: number of runs that execute the slot.
+    ``rounds``: the most calls of one component in the slot; 0 in a load slot. ``weight``: number of
+    runs that execute the slot.
 
-    For each group j: ``calls[j]`` (n), calls that run its blocks. ``seconds[j]``, compute of one
-    block in one call. ``passes[j]`` (p), how often a block runs in one call. ``block_seconds[j]``,
-    the part of ``seconds[j]`` that the main device saves if the block is on a secondary device.
+    Per group: ``calls`` (n), that run its blocks; ``seconds``, compute of one block in one call;
+    ``passes`` (p), runs of a block in one call; ``block_seconds``, the part of ``seconds`` that the
+    main device saves if the block is on a secondary device.
 
-    For each variant choice: ``off_device_seconds``, seconds of compute on the CPU, or of compute on
-    a secondary device and transfers to that device and back. ``secondary_bytes``, bytes beyond
-    weights on each secondary device.
+    Per variant choice: ``off_device_seconds``, compute on the CPU, or on a secondary device with
+    transfers to that device and back; ``secondary_bytes``, bytes beyond weights on each secondary
+    device.
 
-    ``computing_components``: indices of the components that compute on the device or a secondary
-    device in the slot. ``phase_components``: all components of the phase; empty in a load slot.
-    ``fixed_bytes``: bytes of values and inputs. ``activation_bytes``: as traced, without the
-    scratch of variants. If no component of the phase computes on the main device, the activation
-    there is only ``pipeline_code_bytes``: tensors of the op's own code and results of the calls.
+    ``computing_components``: components (indices) that compute on a device in the slot.
+    ``phase_components``: all components of the phase; empty in a load slot. ``fixed_bytes``: values
+    and inputs. ``activation_bytes``: as traced, without the scratch of variants. If nothing
+    computes on the main device, only ``pipeline_code_bytes`` remain there: tensors of the op's own
+    code and results of calls.
     """
 
     phase: int
@@ -218,10 +209,10 @@ class Interval:
 class Choice:
     """The integers of one solution of a program that has one variant per component.
 
-    ``present[t, j]``, ``loads[t, j]``: K and d. ``depths[t, j]``: number of blocks with room in the
-    ring buffer where group j is streamed; 1: single-buffered (r = 1). ``reads``, ``drops``: for
-    each component, the intervals in which its backing store is read and dropped; -1: never.
-    ``spills``: for each spill gap, whether the value is spilled.
+    ``present[t, j]``, ``loads[t, j]``: K and d. ``depths[t, j]``: blocks with room in the ring
+    buffer where group j is streamed; 1: single-buffered. ``reads``, ``drops``: per component, the
+    intervals in which its backing store is read and dropped; -1: never. ``spills``: whether each
+    gap is used.
     """
 
     present: NDArray[np.int64]
@@ -234,14 +225,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Program:
-    """A problem as variant choices, block groups and intervals. The end slot is not an interval,
-    because it only evicts.
+    """A problem as variant choices, block groups and intervals (slots but the end slot).
 
-    ``run_length``: number of intervals of one run. In a session, the intervals of the further run
-    start at that index. ``part``: which run of a session the program consists of, if it is only
-    one ("first" or "further", see `single_run`); "": both. ``full_overlap``: relax the program. Its
-    minimum is then a lower bound on the simulated seconds of any plan. Every copy overlaps all
-    compute of its slot, and blocks on secondary devices need not be consecutive.
+    ``run_length``: intervals of one run; the further run of a session starts at that index.
+    ``part``: the run ("first" or "further") if the program has only one run of a session; "": both.
+    ``full_overlap``: relaxed, so that the minimum is a lower bound on the simulated seconds of any
+    plan: every copy overlaps all compute of its slot, and blocks on secondary devices need not be
+    consecutive.
 
     Arrays have a row per interval and a column per group.
     """
@@ -257,14 +247,13 @@ class Program:
 
     @property
     def session(self) -> bool:
-        """Whether the problem is a session: a first run and further runs."""
         return self.problem.runs > 1
 
     def single_run(self, part: Literal["", "first", "further"]) -> Program:
         """Return the program of one run of a session, executed once; "" returns both runs.
 
-        A single further run is a steady state: it starts with blocks that are on the device at its
-        own end. All backing stores are read before it.
+        A single further run is a steady state: it starts with the blocks at its own end, and all
+        backing stores are read before it.
         """
         if not part:
             return self
@@ -283,7 +272,7 @@ class Program:
 
     @cached_property
     def choices_of(self) -> list[list[int]]:
-        """For each component, the numbers of its variant choices."""
+        """Numbers of the variant choices of each component."""
         components = range(len(self.problem.components))
         return [
             [
@@ -296,7 +285,7 @@ class Program:
 
     @cached_property
     def groups_of(self) -> list[list[int]]:
-        """For each component, the numbers of its groups."""
+        """Numbers of the groups of each component."""
         return [
             [j for j, group in enumerate(self.groups) if group.component == c]
             for c in range(len(self.problem.components))
@@ -307,7 +296,7 @@ class Program:
 
     @cached_property
     def calls(self) -> NDArray[np.int64]:
-        """n: calls that run the blocks of a group."""
+        """n, calls that run the blocks of a group."""
         return self._table([interval.calls for interval in self.intervals])
 
     @cached_property
@@ -322,12 +311,11 @@ class Program:
 
     @property
     def devices(self) -> range:
-        """The numbers of the devices: 0, the main device, then the secondary devices."""
+        """Numbers of the devices; 0: the main device."""
         return range(len(self.problem.secondaries) + 1)
 
     @property
     def memories(self) -> tuple[Memory, ...]:
-        """All memories that may have a budget."""
         return *self.devices, *HOST_TIERS, "disk"
 
     def limit(self, memory: Memory) -> int | None:
@@ -345,8 +333,7 @@ class Program:
 
     @cached_property
     def compute_seconds(self) -> list[list[float]]:
-        """For each interval and group, the seconds of compute of all of its blocks; 0 on a
-        secondary device."""
+        """Seconds of compute of all blocks, per interval and group; 0 on a secondary device."""
         return [
             [
                 calls * group.count * seconds
@@ -359,8 +346,7 @@ class Program:
 
     @cached_property
     def overlap_sets(self) -> list[list[list[int]]]:
-        """For each interval, the overlap sets of the groups that it runs. Copies of one group
-        overlap compute of all groups in its set."""
+        """Groups of each overlap set, per interval: copies of one overlap compute of the others."""
         sets_by_interval = []
         for interval in self.intervals:
             sets: dict[tuple[int, str], list[int]] = {}
@@ -390,7 +376,6 @@ class Program:
         return total + sum(gap.nbytes for gap in self.spill_gaps)
 
     def first_use(self, number: int) -> int:
-        """Return the first interval that uses variant choice ``number``; -1 if none does."""
         groups = [j for j, group in enumerate(self.groups) if group.variant_choice == number]
         uses = (
             t
@@ -400,13 +385,11 @@ class Program:
         return next(uses, -1)
 
     def has_store(self, number: int) -> bool:
-        """Whether host memory has the backing store of variant choice ``number`` without a read in
-        the program."""
+        """Whether host memory has the store of choice ``number`` before the program runs."""
         return self.variant_choices[number].read_seconds is None or self.part == "further"
 
     def called_on_cpu(self, number: int, t: int) -> bool:
-        """Whether interval ``t`` calls the component of variant choice ``number``, which computes
-        on the CPU."""
+        """Whether interval ``t`` calls the component of variant choice ``number`` on the CPU."""
         variant_choice = self.variant_choices[number]
         return (
             not variant_choice.computes
@@ -415,8 +398,7 @@ class Program:
 
     @property
     def reference_seconds(self) -> float:
-        """Seconds of one run's compute plus one copy of every block, with the first variant choice
-        of each component. The MILP scales its times by this number."""
+        """Seconds of one run's compute plus one copy of every block, by which the MILP scales."""
         first = [numbers[0] for numbers in self.choices_of if numbers]
         groups = [j for j, group in enumerate(self.groups) if group.variant_choice in first]
         compute = sum(self.compute_seconds[t][j] for t in range(self.run_length) for j in groups)

@@ -1,4 +1,4 @@
-"""Programs of problems: their variant choices, block groups, intervals and spill gaps."""
+"""Programs of problems: variant choices, block groups, intervals and spill gaps."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from graphrun.units import round_up
 def program_of(
     problem: Problem, variants: Sequence[Sequence[int]] | None = None, *, split: bool = False
 ) -> Program:
-    """Return the program of ``problem``, with the stage order and the options of stages applied.
+    """Return the program of ``problem``, whose stage order and options are already applied.
 
-    ``variants``: for each component, indices of the variants that may be chosen; None: all usable
-    variants. ``split``: blocks of a component may be on a secondary device (`Group.mirror`); only
-    `graphrun.solve.columns` can use such a program.
+    ``variants``: per component, indices of the variants to choose from; None: all usable.
+    ``split``: blocks may be on a secondary device (`Group.mirror`), which only
+    `graphrun.solve.columns` supports.
     """
     components = used_components(problem)
     variant_choices: list[VariantChoice] = []
@@ -50,7 +50,7 @@ def program_of(
         for group in _groups(problem, number, variant_choice)
     )
     groups += tuple(_mirrors(problem, variant_choices, groups)) if split else ()
-    # number of runs that the first and the further run stand for
+    # runs that the first and the further run stand for
     run_weights = (1.0, float(problem.runs - 1))[: min(2, problem.runs)]
     intervals = tuple(
         interval
@@ -75,8 +75,7 @@ def program_of(
 
 
 def usable(problem: Problem, number: int) -> tuple[int, ...]:
-    """Return the indices of the variants of component ``number`` that are allowed and compatible
-    with its directives.
+    """Return the indices of the variants of component ``number`` that may be chosen.
 
     A variant on the CPU has no blocks on the device, so it violates `keep` and `whole`. It needs
     its weights in RAM.
@@ -112,8 +111,8 @@ def _groups(problem: Problem, number: int, variant_choice: VariantChoice) -> Ite
             streamable=streamable,
             movable=variant.movable,
             demanded=demanded,
-            # Block groups run one after another, so each is its own overlap set. Calls of layers
-            # in one child module alternate.
+            # Block groups run one after another, so each is its own overlap set. Calls of layers in
+            # one child module alternate.
             overlap_key=block_group.blocks[0].split(".")[0] if by_layer else f"{index}",
             by_layer=by_layer,
             excluded=block_group.streamable and "exclude" in demanded,
@@ -124,8 +123,7 @@ def _groups(problem: Problem, number: int, variant_choice: VariantChoice) -> Ite
 def _mirrors(
     problem: Problem, variant_choices: Sequence[VariantChoice], groups: Sequence[Group]
 ) -> Iterator[Group]:
-    """Yield for each of ``groups`` a mirror group for every secondary device that its component may
-    be split over."""
+    """Yield a mirror group of each group for every device its component may be split over."""
     for j, group in enumerate(groups):
         component, variant_choice = (
             problem.components[group.component],
@@ -136,7 +134,7 @@ def _mirrors(
             if variant_choice.is_used and "" not in component.groups[group.index].blocks
             else ()
         ):
-            # `twin`: the same variant on the secondary device
+            # the same variant on the secondary device
             if (
                 secondary_variant := twin(component, variant_choice.variant, secondary)
             ) is not None:
@@ -158,17 +156,13 @@ def _intervals(
     number: int,
     weight: float,
 ) -> Iterator[Interval]:
-    """Yield the intervals of phase ``number``.
-
-    These are a load slot (if the phase uses a component), a first slot, and a steady slot (if there
-    are further calls).
-    """
+    """Yield the intervals of phase ``number``: load with components, first, steady with calls."""
     phase = problem.phases[number]
     uses_by_name = {use.component: use for use in phase.uses}
     components = [
         problem.components[variant_choice.component] for variant_choice in variant_choices
     ]
-    # per variant choice, the phase's use with the seconds of the variant; None without a use
+    # per variant choice, the phase's use with the seconds of the variant
     uses = [
         use_with(uses_by_name[component.name], component, variant_choice.variant)
         if component.name in uses_by_name
@@ -254,8 +248,10 @@ def _seconds(
     use: Use,
     uses_by_name: Mapping[str, Use],
 ) -> float:
-    """Return the seconds of one block of ``group`` in one call; 0 if `Interval.off_device_seconds`
-    counts them. ``use`` has the seconds of the variant, ``uses_by_name`` has not."""
+    """Return the seconds of one block in one call; 0 if `Interval.off_device_seconds` counts them.
+
+    ``use`` includes the seconds of the variant, ``uses_by_name`` does not.
+    """
     if group.mirror < 0:
         return 0.0 if group.secondary else use.seconds[group.index]
     component, main_variant = (
@@ -278,11 +274,11 @@ def _seconds(
 def spill_gaps_of(
     problem: Problem, load_slots: Mapping[int, int], run_length: int, count: int
 ) -> tuple[SpillGap, ...]:
-    """Return the spill gaps of all values in each run (see `SpillGap`).
+    """Return the spill gaps of all values in each run.
 
-    The first phase of a gap and the phase after the gap must both have a load slot. ``load_slots``:
-    index of a phase -> index of its load slot in the first run. ``count``: number of intervals of
-    the program, ``run_length`` of them in each run.
+    The first phase of a gap and the phase after it must have load slots. ``load_slots``: phase
+    index -> its load slot in the first run. ``count``: intervals of the program, ``run_length`` per
+    run.
     """
     gaps = []
     for number, value in enumerate(problem.values):
@@ -312,15 +308,14 @@ def spill_gaps_of(
 
 
 def with_variants(program: Program, variants: Sequence[int]) -> Program:
-    """Return the program in which each component has one variant, given by its index."""
+    """Return the program with one variant per component, given by index."""
     return program_of(program.problem, tuple((variant,) for variant in variants)).single_run(
         program.part
     )
 
 
 def on_first_device(program: Program) -> Program | None:
-    """Return the program without variants on secondary devices: only the main device and the
-    CPU compute. Return None if a component has no such variant."""
+    """Return the program without variants on secondary devices; None if one has no other."""
     first_device = [
         [n for n in numbers if not program.variant_choices[n].variant.secondary]
         for numbers in program.choices_of

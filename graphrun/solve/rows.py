@@ -1,8 +1,8 @@
 """The constraints of a program: seconds and bytes of its slots, in the terms of its variables.
 
-`Rows` states each of them once. The variables are columns of a MILP (`graphrun.solve.columns`), and
-the results are expressions for its rows; or the variables are the integers of a `Choice`, and the
-results are exact numbers. `graphrun.solve.program` names the variables and the constants.
+`Rows` states each of them once, for two kinds of variables: columns of a MILP
+(`graphrun.solve.columns`) give expressions for its rows, the integers of a `Choice` give exact
+numbers. `graphrun.solve.program` names the variables and the constants.
 
     x         blocks copied to the device during the slot. It follows from K and d:
                   group that the slot does not run       x = d: loaded for a later slot (prefetch)
@@ -54,8 +54,7 @@ Quantity = TypeVar("Quantity", Linear, float)
 
 
 class Variables(ABC, Generic[Quantity]):
-    """The variables of a program. t: number of an interval, j: of a group, n: of a variant choice,
-    g: of a spill gap."""
+    """Variables of a program by number of interval t, group j, variant choice n and spill gap g."""
 
     @abstractmethod
     def present(self, t: int, j: int) -> Quantity:
@@ -79,8 +78,7 @@ class Variables(ABC, Generic[Quantity]):
 
     @abstractmethod
     def further_blocks(self, t: int, j: int) -> Quantity:
-        """Return the number of blocks of the group that have room next to the largest block in the
-        ring buffer."""
+        """Return the blocks of the group with room in the ring buffer next to the largest block."""
 
     @abstractmethod
     def chosen(self, n: int) -> Quantity:
@@ -100,8 +98,7 @@ class Variables(ABC, Generic[Quantity]):
 
     @abstractmethod
     def maximum(self, parts: Iterable[Quantity], scale: int | Literal["seconds"]) -> Quantity:
-        """Return the largest of ``parts``, at least 0. ``scale``: what they are, the
-        bytes of a device or seconds."""
+        """Return the largest of ``parts``, at least 0; ``scale``: bytes of a device, or seconds."""
 
     @abstractmethod
     def any_of(self, flags: Sequence[Quantity]) -> Quantity:
@@ -115,15 +112,14 @@ class Variables(ABC, Generic[Quantity]):
     def total(self, parts: Iterable[Quantity]) -> Quantity:
         """Return the sum of ``parts``."""
 
-    # Of components whose split over devices is not chosen yet; otherwise it is in the program.
+    # for components whose split over devices is not chosen yet; else it is in the program
 
     def split_seconds(self, t: int) -> Sequence[Quantity]:
         """Return the seconds of split components on secondary devices, and of transfers."""
         return ()
 
     def saved_seconds(self, t: int, j: int) -> Sequence[Quantity]:
-        """Return, as negative numbers, the seconds of compute that the main device saves by blocks
-        of the group on secondary devices."""
+        """Return minus the seconds of compute that the main device saves by mirror groups."""
         return ()
 
     def split_working_sets(self, t: int, secondary: int) -> Sequence[Quantity]:
@@ -155,7 +151,7 @@ class Rows(Generic[Quantity]):
     # ---- Copies
 
     def copied_blocks(self, t: int, j: int) -> Quantity:
-        """Return x, the number of copies of blocks of group ``j`` to the device in ``t``."""
+        """Return x of group ``j`` in ``t``."""
         interval, variables = self.program.intervals[t], self.variables
         calls, passes = interval.calls[j], interval.passes[j]
         if not calls:
@@ -174,16 +170,14 @@ class Rows(Generic[Quantity]):
         return groups_by_choice
 
     def ring_buffer_bytes(self, t: int, members: Sequence[int]) -> Quantity:
-        """Return L + M, the bytes of the ring buffer of the groups ``members``; 0 without streamed
-        blocks."""
+        """Return L + M of the groups ``members``; 0 without streamed blocks."""
         variables, groups = self.variables, self.program.groups
         largest = (variables.streamed(t, j) * groups[j].held_bytes for j in members)
         rooms = (variables.further_blocks(t, j) * groups[j].held_bytes for j in members)
         return variables.maximum(largest, 0) + variables.maximum(rooms, 0)
 
     def moved_bytes(self) -> Quantity:
-        """Return the bytes copied to the device in all runs: every copy of a block, and restored
-        values."""
+        """Return the bytes copied to the device in all runs: blocks and restored values."""
         program, parts = self.program, list[Quantity]()
         for t, interval in enumerate(program.intervals):
             parts += [
@@ -206,18 +200,17 @@ class Rows(Generic[Quantity]):
     # ---- Seconds
 
     def seconds(self: Rows[float]) -> float:
-        """Return the seconds of all runs together. The variables are numbers."""
+        """Return the seconds of all runs."""
         seconds = self.first_touch_seconds(self.peak_bytes(0))
         for t, interval in enumerate(self.program.intervals):
             seconds += self.slot_seconds(t) * interval.weight
         return seconds
 
     def first_touch_seconds(self, peak_bytes: Quantity) -> Quantity:
-        """Return the seconds of all runs in which memory is written for the first time, if the most
-        bytes on the device are ``peak_bytes``.
+        """Return the seconds of first writes to memory in all runs, with a peak of ``peak_bytes``.
 
-        Memory that was freed is used again, so each byte up to the peak takes its time once. A
-        single further run has the memory of the first run.
+        Freed memory is used again, so each byte up to the peak counts once. A single further run
+        has the memory of the first run.
         """
         is_further = self.program.part == "further"
         seconds = 0.0 if is_further else self.program.problem.hardware.first_touch_seconds
@@ -228,8 +221,7 @@ class Rows(Generic[Quantity]):
         return self.variables.maximum(self._channel_seconds(t), "seconds")
 
     def _channel_seconds(self, t: int) -> Iterator[Quantity]:
-        """Yield the seconds of compute in interval ``t``, of the copies to each device, and of the
-        disk."""
+        """Yield the seconds of interval ``t``: compute, the copies to each device, the disk."""
         program, variables, factor = self.program, self.variables, self._factors[t]
         interval, groups = program.intervals[t], program.groups
         copies = [self.copied_blocks(t, j) for j in range(len(groups))]
@@ -262,8 +254,7 @@ class Rows(Generic[Quantity]):
     def _set_seconds(
         self, t: int, members: Sequence[int], load: Sequence[Quantity], disk: Sequence[Quantity]
     ) -> Quantity:
-        """Return the seconds of the overlap set ``members`` in interval ``t``, with the seconds of
-        copies ``load`` and of disk reads ``disk`` of all groups."""
+        """Return the seconds of one overlap set; ``load``, ``disk``: seconds of all groups."""
         variables, seconds = self.variables, self.program.compute_seconds[t]
         choice = variables.chosen(self.program.groups[members[0]].variant_choice)
         savings = [part for j in members for part in variables.saved_seconds(t, j)]
@@ -291,8 +282,7 @@ class Rows(Generic[Quantity]):
         return self._host_bytes(t, memory)
 
     def peak_bytes(self: Rows[float], memory: Memory) -> float:
-        """Return the most bytes in ``memory`` in any interval; 0 without intervals. The variables
-        are numbers."""
+        """Return the most bytes in ``memory`` in any interval."""
         return max((self.bytes(t, memory) for t in range(len(self.program.intervals))), default=0)
 
     def _device_bytes(self, t: int, device: int) -> Quantity:
@@ -312,8 +302,7 @@ class Rows(Generic[Quantity]):
         return variables.total(parts + spills) + self.fixed_bytes(t)
 
     def fixed_bytes(self, t: int) -> Quantity:
-        """Return the bytes on the main device in interval ``t`` other than weights and ring
-        buffers, if no value is spilled."""
+        """Return the main device's bytes beyond weights and ring buffers, nothing spilled."""
         return self.activation_bytes(t)[0] + self.program.intervals[t].fixed_bytes
 
     def _working_set(self, t: int, secondary: int) -> Quantity:
@@ -330,11 +319,10 @@ class Rows(Generic[Quantity]):
         return self.variables.maximum(working_sets, secondary)
 
     def activation_bytes(self, t: int) -> tuple[Quantity, Quantity]:
-        """Return the activation bytes in interval ``t``, with the scratch of variants: on the main
-        device, and on the host; 0 in a load slot.
+        """Return the activation bytes in ``t``, scratch included: on the device, on the host.
 
-        If nothing computes on the main device, the activation there is that of the pipeline's own
-        code. If all components of the phase compute on the CPU, their activation is on the host.
+        If nothing computes on the main device, only the pipeline's own code has activation there.
+        If all components of the phase compute on the CPU, their activation is on the host.
         """
         if t not in self._activations:
             self._activations[t] = self._activation_bytes(t)
@@ -373,7 +361,7 @@ class Rows(Generic[Quantity]):
             ]
             parts.append(traced + variables.total(scratch))
             # Scratch of a component that computes elsewhere counts too, if another one computes on
-            # the device. Of one component, y and ``is_used`` exclude each other.
+            # the device: for one component, y and ``is_used`` exclude each other.
             parts += [
                 traced + (y + is_used - 1) * variant.scratch_bytes
                 for variant, y in pairs
@@ -403,7 +391,6 @@ class Rows(Generic[Quantity]):
         return variables.total(parts)
 
     def _stored_bytes(self) -> Quantity:
-        """Return the bytes that the variants write to disk."""
         return self.variables.total(
             self.variables.chosen(n) * variant_choice.variant.stored_bytes
             for n, variant_choice in enumerate(self.program.variant_choices)
@@ -422,34 +409,27 @@ class Integers(Variables[float]):
         self._rooms: dict[tuple[int, int], int] = {}
 
     def present(self, t: int, j: int) -> int:
-        """Return K."""
         return int(self._present[t][j])
 
     def loads(self, t: int, j: int) -> int:
-        """Return d."""
         return int(self._loads[t][j])
 
     def blocks(self, j: int) -> int:
-        """Return nb."""
         return self._program.groups[j].count
 
     def streamed(self, t: int, j: int) -> int:
-        """Return s: 1 if any blocks of the group run in the interval without being present."""
         is_run = bool(self._program.intervals[t].calls[j])
         return int(is_run and self.present(t, j) + self.loads(t, j) < self.blocks(j))
 
     def further_blocks(self, t: int, j: int) -> int:
-        """Return the depth less one of a streamed group."""
         return self.streamed(t, j) * int(self._depths[t][j] - 1)
 
     def single(self, t: int, j: int) -> int:
-        """Return r: whether the ring buffer has no room for a block of the streamed group next to
-        the largest block."""
         group = self._program.groups[j]
         return int(bool(self.streamed(t, j)) and self._room(t, group.component) < group.held_bytes)
 
     def _room(self, t: int, component: int) -> int:
-        """Return M, the bytes of the ring buffer next to the largest block."""
+        """Return M."""
         key = t, component
         if key not in self._rooms:
             groups, members = self._program.groups, self._program.groups_of[component]
@@ -459,37 +439,29 @@ class Integers(Variables[float]):
         return self._rooms[key]
 
     def chosen(self, n: int) -> int:
-        """Return 1: it is the only variant."""
         return 1
 
     def reads(self, t: int, n: int) -> int:
-        """Return 1 if the backing store is read from disk in the interval, else 0."""
         return int(self._choice.reads[n] == t)
 
     def holds(self, t: int, n: int) -> int:
-        """Return 1 if host memory has the backing store in the interval, else 0."""
         read_slot, drop_slot = self._choice.reads[n], self._choice.drops[n]
         is_read = 0 <= read_slot <= t or self._program.has_store(n)
         return int(is_read and not 0 <= drop_slot <= t)
 
     def spilled(self, g: int) -> int:
-        """Return 1 if the value is spilled, else 0."""
         return int(self._choice.spills[g])
 
     def maximum(self, parts: Iterable[float], scale: int | Literal["seconds"]) -> float:
-        """Return the largest of ``parts``, at least 0."""
         return max([0, *parts])
 
     def any_of(self, flags: Sequence[float]) -> float:
-        """Return the largest of ``flags``."""
         return max(flags)
 
     def number(self, value: float) -> float:
-        """Return ``value``."""
         return value
 
     def total(self, parts: Iterable[float]) -> float:
-        """Return the sum of ``parts``."""
         return sum(parts)
 
 
@@ -501,7 +473,7 @@ def rows_of(
 
 
 def excess_bytes(program: Program, choice: Choice) -> dict[Memory, NDArray[np.int64]]:
-    """Return for each exceeded budget the exact bytes above it, per interval."""
+    """Return the exact bytes above each exceeded budget, per interval."""
     rows, excess = rows_of(program, choice), dict[Memory, NDArray[np.int64]]()
     for memory in program.memories:
         if (limit := program.limit(memory)) is None:
@@ -514,10 +486,9 @@ def excess_bytes(program: Program, choice: Choice) -> dict[Memory, NDArray[np.in
 
 
 def with_drops(program: Program, choice: Choice, *, force: bool = False) -> Choice:
-    """Return ``choice`` with every backing store dropped after its last use.
+    """Return ``choice`` with every backing store dropped after its last use, where RAM needs that.
 
-    Only where RAM has no room for all of them to the end of the run, or with ``force``. Sessions
-    keep all backing stores.
+    ``force``: everywhere. Sessions keep all backing stores.
     """
     if program.session:
         return choice

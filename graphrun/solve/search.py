@@ -1,14 +1,10 @@
-"""Solve one or several programs of the same problem: minimise seconds, then bytes moved, then
-memory. The result is a `Choice`, the values of a program's integer variables, and not yet a plan.
+"""Solve programs of the same problem: minimise seconds, then bytes moved, then memory.
 
-`graphrun.solve.program` defines programs, `graphrun.solve.milp` writes each as a MILP, a
-`Formulation`.
-
-    for each goal:
-        relaxations of all programs
-        -> exact programs in the order of their bounds, while the bound is no worse than the best
-           value found
-        -> programs that reach the best value go on to the next goal
+for each goal:
+    relaxations of all programs
+    -> exact programs in the order of their bounds, while the bound is no worse than the best
+       value found
+    -> programs that reach the best value go on to the next goal
 """
 
 from __future__ import annotations
@@ -23,31 +19,31 @@ from graphrun.solve.program import Choice, Program
 from graphrun.solve.rows import Rows, excess_bytes, rows_of
 from graphrun.solve.strategies import has
 
-# A choice may exceed a budget by a few bytes, because HiGHS tolerates 1e-6. In a memory row, whose
-# budget is scaled to 1000, that is 8 bytes of 8 GiB. In a number of blocks of 400 MB, it is 400
-# bytes. `choose` then solves again with the excess kept free. In each further round the excess is
-# multiplied by another MARGIN_GROWTH: by 65,536 before the last round.
+# HiGHS tolerates 1e-6, so a choice may exceed a budget: in a memory row, scaled to 1000, by 8 bytes
+# of 8 GiB; in a number of blocks of 400 MB, by 400 bytes. `choose` then solves again with the
+# excess kept free, multiplied by another MARGIN_GROWTH in each further round: by 65,536 in the
+# last.
 ROUNDS = 4
 MARGIN_GROWTH = 256
 # Columns of one program, and of all equally fast programs. Above either, the first fastest solution
-# fixes the variants, the stage order and the options of stages, even if others are as fast.
-# LARGE_GAPS: relative gaps of seconds, bytes moved and memory in a large program.
+# fixes variants, stage order and options, even if others are as fast. LARGE_GAPS: relative gaps of
+# seconds, bytes moved and memory in a large program.
 LARGE, MOST_LARGE = 850, 4000
 LARGE_GAPS = (1e-4, 1e-3, 1e-3)
-# Branch-and-bound nodes: to break ties in a large program by bytes moved and memory; and with
-# REFINE_GOALS or for `least_seconds` of a large program.
+# Branch-and-bound nodes: for ties in a large program; and with REFINE_GOALS or for `least_seconds`
+# of a large program.
 TIE_NODES, REFINE_NODES = (
     200,
     500,
 )
-# Above HUGE columns, more than any reference graph has, the gap of seconds is HUGE_GAP.
+# More columns than any reference graph has. Above, the gap of seconds is HUGE_GAP.
 HUGE, HUGE_GAP = 8000, 1e-3
 # gaps when counts of layers are rounded; the second above MOST_LARGE columns
 ROUNDING_GAPS = (
     2e-4,
     3e-3,
 )
-# weight of a second of copying relative to a second of the plan, where both are in one goal
+# weight of a second of copying relative to a second of the plan, in a common goal
 COPY_WEIGHT = 0.01
 # relative loss of a goal allowed for the next goal; HiGHS warns on stdout about tighter rows
 SLACK = 1e-6
@@ -55,8 +51,11 @@ SLACK = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Goal to minimise. ``objective``: returns a linear expression and the value of its unit.
-    ``gap``: relative optimality gap. ``nodes``: maximum number of nodes."""
+    """A goal to minimise.
+
+    ``objective``: returns a linear expression and the value of its unit. ``gap``: relative
+    optimality gap. ``nodes``: maximum number of nodes.
+    """
 
     objective: Callable[[Formulation], tuple[Linear, float]]
     gap: float = GAP
@@ -79,12 +78,11 @@ def _refine_goal(formulation: Formulation) -> tuple[Linear, float]:
     )
 
 
-# Goal when a program is solved again, with longer copy times, because its plan simulated slower
-# than predicted: nearly as fast plans are compared by copy time, then by memory. The result is
-# simulated again.
+# For solving again with longer copy times: nearly as fast plans are compared by copy time, then by
+# memory. The result is simulated again.
 REFINE_GOALS = (Goal(_refine_goal, 1e-4, REFINE_NODES),)
-# Goals if a component is split into layers, which are smaller than blocks: the programs count
-# layers as fractions, which are rounded afterwards.
+# If a component is split into layers, which programs count as fractions that are rounded
+# afterwards.
 LAYER_GOALS = (
     *SECONDS,
     *REFINE_GOALS,
@@ -93,9 +91,11 @@ LAYER_GOALS = (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Best choice found. ``number``: index of its program; ``program``: that program with one
-    variant per component; ``bound``: lower bound on seconds over all programs; ``large``: whether
-    the program is slow to solve again."""
+    """The best choice found.
+
+    ``number``: index of its program. ``program``: that program with one variant per component.
+    ``bound``: lower bound on seconds over all programs. ``large``: slow to solve again.
+    """
 
     number: int
     program: Program
@@ -105,16 +105,14 @@ class Answer:
 
     @property
     def rows(self) -> Rows[float]:
-        """Seconds and bytes of the choice."""
         return rows_of(self.program, self.choice)
 
 
 def choose(formulations: Sequence[Formulation], goals: Sequence[Goal] = GOALS) -> Answer | None:
-    """Return the best choice over the programs of ``formulations``, with the bound in seconds; None
-    if nothing fits. ``goals``: in order of priority.
+    """Return the best choice over ``formulations``; None if nothing fits. ``goals``: by priority.
 
-    Budgets are checked in integers. If rounding lets a slot exceed its budget, the excess is kept
-    free and the programs are solved again. Raises BrokenPlan if that does not help.
+    Budgets are checked in integers. Where rounding exceeds a budget, the excess is kept free and
+    the programs are solved again. Raises BrokenPlan if that does not help.
     """
     formulations = list(formulations)
     for trial in range(ROUNDS):
@@ -158,8 +156,7 @@ def choose(formulations: Sequence[Formulation], goals: Sequence[Goal] = GOALS) -
 
 
 def can_reach(formulation: Formulation, seconds: float) -> bool:
-    """Whether the program has a solution within ``seconds``. Only quick checks: the relaxation
-    first, and False for programs with many columns."""
+    """Whether the program has a solution within ``seconds``; False if quick checks cannot tell."""
     model, objective, limits = (
         formulation.model,
         formulation.seconds,
@@ -171,7 +168,7 @@ def can_reach(formulation: Formulation, seconds: float) -> bool:
 
 
 def least_seconds(formulations: Sequence[Formulation]) -> float:
-    """Return a lower bound on the seconds of all programs of ``formulations``."""
+    """Return a lower bound on the seconds of all ``formulations``."""
     large = any(formulation.model.size > LARGE for formulation in formulations)
     goal = replace(SECONDS[0], gap=LARGE_GAPS[0], nodes=REFINE_NODES) if large else SECONDS[0]
     return minimise_over(formulations, range(len(formulations)), goal, staged=large)[2]
@@ -180,7 +177,7 @@ def least_seconds(formulations: Sequence[Formulation]) -> float:
 def _minimise_in_order(
     formulations: list[Formulation], goals: Sequence[Goal]
 ) -> tuple[int, MilpResult, float] | None:
-    """Minimise ``goals`` in order of priority; each result limits the search for the next goal.
+    """Minimise ``goals`` by priority; each result limits the search for the next goal.
 
     Return the index of the formulation, its result and the bound of the first goal.
     """
@@ -216,9 +213,8 @@ def _minimise_in_order(
                     {number: candidates[number]},
                     formulations[number].variant_columns(variant_numbers),
                 )
-        # The last goal, memory, is then a small search in large programs and in single runs of a
-        # session: K and d are fixed in the slots that compute with the blocks. What remains is when
-        # blocks are loaded for later use.
+        # The last goal, memory, is then a small search: K and d are fixed in the slots that compute
+        # with the blocks, and only the loads for later use remain.
         elif large or formulations[min(candidates)].program.part:
             number = min(candidates)
             candidates = {number: candidates[number]}
@@ -242,9 +238,8 @@ def minimise_over(
 ) -> tuple[dict[int, MilpResult], float, float]:
     """Minimise ``goal`` over the formulations ``candidates``.
 
-    Return the results that reach the best value, by index; the best value; and the bound on it, in
-    seconds or bytes. ``limits``: earlier goals and their values. ``starts``: solutions within these
-    limits.
+    Return the results that reach the best value, by index; that value; and its bound, in seconds or
+    bytes. ``limits``: earlier goals and their values. ``starts``: solutions within these limits.
     """
     objectives = {n: goal.objective(formulations[n]) for n in candidates}
     rows: dict[int, list[Row]] = {n: [] for n in candidates}
@@ -274,10 +269,10 @@ def minimise_over(
         if answer is None:
             continue
         answers[n] = answer
-        # HiGHS may return -1e-15 for 0. As a limit of later searches it would exclude the answer.
+        # HiGHS may return -1e-15 for 0, which as a later limit would exclude the answer.
         best = min(best, max(0.0, answer.value * unit))
         lower_bound = min(lower_bound, answer.bound * unit)
-    limit_value = best * (1 + 2 * SLACK)  # HiGHS may violate the cutoff row by its tolerance
+    limit_value = best * (1 + 2 * SLACK)  # the cutoff row may be violated too
     good = {
         n: answer
         for n, answer in sorted(answers.items())
@@ -297,8 +292,8 @@ def _minimise_staged(
 ) -> MilpResult | None:
     """Minimise ``objective``.
 
-    ``staged``, for large programs: minimise with one variant per component, and then start from
-    that solution to minimise over all variants. The variants for the start are, in this order:
+    ``staged``, for large programs: first with one variant per component, then from that solution
+    over all variants. The variants for the start are, in this order:
 
     - the first variant of each component, if the relaxation is no worse with them
     - otherwise the variants with the largest share in the relaxation

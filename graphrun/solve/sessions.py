@@ -1,12 +1,10 @@
-"""Best integers of a session. In a session of many runs, the further run is solved first, then the
-first run.
+"""Best integers of a session. Of many runs, the further run is solved first, then the first run.
 
     single further run   starts with the blocks that it leaves        seconds, bytes moved, memory
     single first run     ends with the blocks the further run needs   the same goals
 
 Each has half the columns of a program of both runs, which takes several times as long to solve. The
-loss is known: the relaxation of the first run and the bound of the further run give a bound on both
-together.
+relaxation of the first run and the bound of the further run together bound the loss.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ from graphrun.solve.programs import program_of
 from graphrun.solve.rows import excess_bytes, rows_of
 from graphrun.solve.search import GOALS, Answer, Goal, choose
 
-# From here on, the first run is about a hundredth of the session or less. Its seconds would decide
-# little more than which of several equally fast further runs is best.
+# From here on, the first run is at most about a hundredth of the session. Its seconds would only
+# decide between equally fast further runs.
 MANY_RUNS = 100
 MOST_GAP = 1e-2  # relative, of all runs
 
@@ -41,8 +39,7 @@ def choose_for(
     goals: Sequence[Goal] = GOALS,
     depth: int = BUFFERED_BLOCKS,
 ) -> Answer | None:
-    """Return `choose` over formulations of ``programs`` with copy times ``factors`` and ring buffer
-    ``depth``.
+    """Return `choose` over formulations of ``programs``.
 
     In a session of many runs, the further run is the best by ``goals``, and all runs together are
     within MOST_GAP of the best.
@@ -58,8 +55,8 @@ def _in_turn(
 ) -> Answer | None:
     """Solve the further run, then the first run.
 
-    Return None if one of them has no answer, if they exceed a budget together, or if the first run
-    may be much longer than the best one, for example with a variant that is slow to read.
+    None if one has no answer, if they exceed a budget together, or if the first run may be much
+    longer than the best one, for example with a variant that is slow to read.
     """
     length = programs[0].run_length
     further_answer = choose(

@@ -1,5 +1,4 @@
-"""Entry point of the planner: the fastest plan within all budgets, or the reasons why none
-exists."""
+"""Entry point of the planner."""
 
 from __future__ import annotations
 

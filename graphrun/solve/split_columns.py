@@ -28,9 +28,8 @@ ZERO = Linear()
 class SplitColumns:
     """The split columns of ``program`` in ``model``; ``selections``: y of each variant choice.
 
-    The blocks on one secondary device are consecutive, except with `Program.full_overlap`.
-    ``blocks``: for each mirror group, its number of blocks. ``mirrors``: the mirror groups of each
-    group on the main device that has any.
+    Blocks on one secondary device are consecutive, except with `Program.full_overlap`. ``blocks``:
+    number of blocks per mirror group. ``mirrors``: main-device group -> its mirror groups.
     """
 
     def __init__(self, program: Program, model: MilpModel, selections: Sequence[Linear]) -> None:
@@ -39,7 +38,8 @@ class SplitColumns:
         self.mirrors: dict[int, list[int]] = {}
         # variant choice that may be split -> its segments
         self._segments: dict[int, list[BlockSegment]] = {}
-        # (variant choice, secondary device) -> per segment: number of blocks, and 1 if not 0
+        # (variant choice, secondary device) -> per segment: number of blocks, and 1 if there are
+        # any
         self._columns: dict[tuple[int, int], list[tuple[Linear, Linear]]] = {}
         for j, group in enumerate(program.groups):
             if group.mirror < 0:
@@ -59,7 +59,6 @@ class SplitColumns:
         self._limit_sums()
 
     def _segment_columns(self, number: int, selection: Linear) -> list[tuple[Linear, Linear]]:
-        """Add the columns of variant choice ``number`` on one secondary device."""
         model = self._model
         counts = [float(segment.stop - segment.start) for segment in self._segments[number]]
         columns = [(model.column(0.0, count, True), model.binary()) for count in counts]
@@ -70,8 +69,11 @@ class SplitColumns:
         return columns
 
     def _limit_sums(self) -> None:
-        """Add the rows over several secondary devices: they have at most all blocks of a segment,
-        and at most one of two devices has blocks on both sides of a segment boundary."""
+        """Limit the blocks of all secondary devices together.
+
+        They have at most all blocks of a segment. At most one of two devices has blocks on both
+        sides of a segment boundary.
+        """
         model = self._model
         for number, segments in self._segments.items():
             column_lists = [columns for (n, _), columns in self._columns.items() if n == number]
@@ -96,11 +98,10 @@ class SplitColumns:
     def _add_consecutive_rows(
         self, columns: Sequence[tuple[Linear, Linear]], counts: Sequence[float]
     ) -> None:
-        """Add the rows that make the blocks on a secondary device consecutive.
+        """Make the blocks on a secondary device consecutive.
 
-        At most one segment has blocks on the device while the segment before it has none. If both
-        neighbours of a segment have blocks on the device, the device has all blocks of the segment.
-        ``counts``: blocks per segment.
+        At most one segment has blocks there while the segment before it has none. A segment between
+        two segments with blocks there is there as a whole. ``counts``: blocks per segment.
         """
         model, starts = self._model, list[Linear]()
         for (_, previous), (_, has_blocks) in pairwise(columns) if len(columns) > 2 else ():
@@ -112,8 +113,7 @@ class SplitColumns:
             model.add(columns[n][0] >= (columns[n - 1][1] + columns[n + 1][1] - 1.0) * counts[n])
 
     def seconds(self, t: int) -> list[Linear]:
-        """Return the seconds of split components on secondary devices in interval ``t``: compute,
-        and transfers to these devices and back."""
+        """Return the seconds of split components in ``t``: secondary compute and transfers."""
         program, parts = self._program, list[Linear]()
         interval = program.intervals[t]
         uses = {use.component: use for use in program.problem.phases[interval.phase].uses}
@@ -124,7 +124,7 @@ class SplitColumns:
             for j, blocks in self.blocks.items():
                 group = program.groups[j]
                 if (group.variant_choice, group.secondary) == (number, secondary):
-                    # for a mirror group, `Interval.seconds` are seconds on the secondary device
+                    # of a mirror group, `Interval.seconds` are seconds on the secondary device
                     parts.append(blocks * (interval.calls[j] * interval.seconds[j]))
             has_blocks = [flag for _, flag in columns]
             parts += [
@@ -136,8 +136,7 @@ class SplitColumns:
         return parts
 
     def saved_seconds(self, t: int, j: int) -> list[Linear]:
-        """Return, as negative numbers, the seconds of compute that the main device saves in
-        interval ``t`` by the mirror groups of group ``j``."""
+        """Return minus the seconds that mirror groups of ``j`` save the main device in ``t``."""
         interval = self._program.intervals[t]
         return [
             self.blocks[mirror] * (-interval.calls[j] * interval.block_seconds[j])
@@ -145,8 +144,7 @@ class SplitColumns:
         ]
 
     def working_sets(self, t: int, secondary: int) -> list[Linear]:
-        """Return the bytes beyond weights on ``secondary`` in interval ``t``, one expression for
-        each segment that may have blocks there."""
+        """Return the bytes beyond weights on ``secondary`` in ``t``, per possible segment."""
         program, interval = self._program, self._program.intervals[t]
         uses = {use.component: use for use in program.problem.phases[interval.phase].uses}
         working_sets = list[Linear]()
@@ -163,7 +161,6 @@ class SplitColumns:
         return working_sets
 
     def chosen_in(self, values: NDArray[np.float64], numbers: Collection[int]) -> tuple[Split, ...]:
-        """Return the splits of the variant choices ``numbers`` in a solution."""
         splits, problem = list[Split](), self._program.problem
         for number in numbers:
             counts = {
@@ -192,15 +189,13 @@ class SplitColumns:
         tensors: Sequence[LiveTensor],
         has_blocks: Sequence[Linear],
     ) -> Iterator[tuple[Linear, float]]:
-        """Yield the transfers of tensors to ``secondary`` and back: a column that is 1 if the
-        transfer happens, and its seconds.
+        """Yield the transfers to ``secondary`` and back: a column (1: it happens) and seconds.
 
-        Tensors with the same producer and consumer segments share a column. Between two blocks of
-        one segment there is no transfer. ``has_blocks``: per segment, 1 if some of its blocks are
-        on ``secondary``.
+        Tensors with the same producer and consumer segments share a column. ``has_blocks``: per
+        segment, 1 if some of its blocks are on ``secondary``.
         """
         problem = self._program.problem
-        # number of a block (`LiveTensor`: from 1; 0: other code) -> its segment; -1: other code
+        # block number (`LiveTensor`: from 1; 0: other code) -> its segment; -1: other code
         segment_numbers = [
             -1,
             *(

@@ -1,15 +1,15 @@
-"""Heuristics of the search, each with a switch.
+"""Heuristics of the search, each with a switch. A plan is valid without any of them.
 
-A plan is valid without any of them. `benchmarks/ablation.py` measures what each buys in seconds of
-plans, and costs in seconds of planning.
+`benchmarks/ablation.py` measures the seconds of plans that each saves, and the seconds of planning
+that it costs.
 
     refinement           solve again with longer copy times in the slots that simulate slower
     deeper ring buffers  try ring buffers of three and four blocks
     baselines            try fixed strategies for running a pipeline
     layers               split a component into layers where that is faster
-    near plans           if pages exceed the budget, search near the last plan before everywhere
-    reserved pages       set the page overhead aside in its own slot before reducing the budget
-    paged baselines      try the baselines too where a plan in pages is not proven
+    near plans           if pages exceed the budget, search near the last plan first
+    reserved pages       reserve the page overhead in its own slot before reducing the budget
+    paged baselines      try the baselines too where a plan in pages is not proven optimal
     other disks          prefer a nearly equal plan that loses less on another disk
     likely variants      solve large programs with one variant per component first
     main device          solve large programs of several devices for the main device too
@@ -40,7 +40,7 @@ _OFF: ContextVar[frozenset[Strategy]] = ContextVar("off", default=frozenset())
 
 
 def has(strategy: Strategy) -> bool:
-    """Whether the search uses ``strategy``."""
+    """Return whether the search uses ``strategy``."""
     return strategy not in _OFF.get()
 
 

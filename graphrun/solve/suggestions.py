@@ -5,9 +5,9 @@
     speedups              after which a plan that mostly waits for copies or the disk is faster:
                           permissions, all of the card, RAM for all weights, a session
 
-Changes that leave the output unchanged come first, then those with the least predicted time.
-`leading` is the one that a screen names first. All suggestions of a problem share one budget of the
-solver's work (`SearchBudget`), so that they take no longer than a plan; `thorough` lifts it.
+Changes that leave the output unchanged come first, then the fastest. All suggestions of a problem
+share a budget of the solver's work (`SearchBudget`), so that they take no longer than a plan;
+`thorough` lifts it.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from graphrun.solve.search import SECONDS, Goal, choose
 from graphrun.units import GIB, typed_size
 
 INPUT_SIZES = ("height", "width", "num_frames", "frames")
-# sizes to try, in eighths of the original size; each is a dry run of some seconds
+# in eighths of the original size; each is a dry run of some seconds
 EIGHTHS = (7, 6, 5, 4, 3, 2)
 
 EstimateFunction = Callable[[Mapping[str, Any], tuple[str, ...]], Problem]
 LEAST_GAIN = 0.1  # minimum share of a run's time that a suggestion saves
 SESSION = 8  # runs
-# Work of the solver for all suggestions of a problem: calls, and nodes times columns. The seven
-# suggestions for FLUX.1-dev within 8 GiB of VRAM and 16 GiB of RAM take 21 calls and 34,000.
+# Solver calls, and nodes times columns, for all suggestions of a problem. The seven suggestions for
+# FLUX.1-dev within 8 GiB of VRAM and 16 GiB of RAM take 21 calls and 34,000.
 ATTEMPTS, NODES = 60, 100_000
 ROUGH_SECONDS = (replace(SECONDS[0], gap=ROUGH_GAP),)
-# A change of the output leads the suggestions if it is faster than any other by this factor, and
-# each further option to type counts as slower by the second one.
+# A change of the output must be this much faster to lead the suggestions; each further option to
+# type counts as slower by the second factor.
 OUTPUT_FACTOR, OPTION_FACTOR = 1.25, 1.05
 
 _is_thorough: ContextVar[bool] = ContextVar("thorough", default=False)
@@ -52,7 +52,7 @@ _is_thorough: ContextVar[bool] = ContextVar("thorough", default=False)
 
 @contextmanager
 def thorough() -> Iterator[None]:
-    """Context in which suggestions are searched for without a limit of work."""
+    """Context in which the search for suggestions has no limit of work."""
     token = _is_thorough.set(True)
     try:
         yield
@@ -66,8 +66,10 @@ def is_thorough() -> bool:
 
 
 def predicted_seconds(problem: Problem, goals: Sequence[Goal] = SECONDS) -> float | None:
-    """Return the seconds of the fastest plan for ``problem`` by the program, without simulation;
-    None if nothing fits. ``goals``: with ROUGH_SECONDS, at most ROUGH_GAP above the least."""
+    """Return the seconds of the fastest plan by the program; None if nothing fits.
+
+    ``goals``: with ROUGH_SECONDS, at most ROUGH_GAP above the least.
+    """
     for split in ever_finer(problem) if has_usable_variants(problem) else ():
         answer = choose(
             [Formulation(stage_choice.program) for stage_choice in stage_choices(split)[0]], goals
@@ -81,8 +83,8 @@ def predicted_seconds(problem: Problem, goals: Sequence[Goal] = SECONDS) -> floa
 class Suggestion:
     """A change after which a plan exists.
 
-    ``change``: pairs of a command-line option and its value, "" for an option without a value.
-    ``seconds``: predicted total of all runs. ``changes_output``: whether generated images differ.
+    ``change``: command-line options with values; "" for an option without a value. ``seconds``:
+    predicted total of all runs. ``changes_output``: whether generated images differ.
     """
 
     text: str
@@ -95,15 +97,13 @@ class Suggestion:
 
     @property
     def typed(self) -> bool:
-        """Whether options of the same command make the change: it leaves out no directive, and
-        needs no second command."""
+        """Whether adding options to the same command makes the change."""
         return bool(self.change) and all(
             value and option != "--until" for option, value in self.change
         )
 
     def needs_hardware(self, capacity_bytes: int) -> bool:
-        """Return whether the change needs more RAM than was given, or a device with more than
-        ``capacity_bytes``."""
+        """Return whether the change needs more RAM, or a device larger than ``capacity_bytes``."""
         return any(
             option == "--ram" or (value and exceeds_device(option, value, capacity_bytes))
             for option, value in self.change
@@ -111,17 +111,15 @@ class Suggestion:
 
 
 def best_first(suggestions: Iterable[Suggestion]) -> tuple[Suggestion, ...]:
-    """Return ``suggestions``, first those without changes of the output, then by time."""
+    """Return ``suggestions`` sorted: unchanged outputs first, then by time."""
     return tuple(sorted(suggestions, key=lambda item: (item.changes_output, item.seconds)))
 
 
 def leading(suggestions: Iterable[Suggestion], capacity_bytes: int) -> Suggestion | None:
-    """Return the best of ``suggestions`` that needs no new hardware and can be typed; None if there
-    is none.
+    """Return the fastest typed suggestion that needs no new hardware; None without one.
 
-    It is the fastest, where a change of the output counts as slower by OUTPUT_FACTOR, and each
-    option after the first by OPTION_FACTOR.
-    ``capacity_bytes``: the device's memory.
+    A changed output counts as slower by OUTPUT_FACTOR, each option after the first by
+    OPTION_FACTOR. ``capacity_bytes``: the device's memory.
     """
     candidates = [
         suggestion
@@ -136,7 +134,7 @@ def leading(suggestions: Iterable[Suggestion], capacity_bytes: int) -> Suggestio
     return min(candidates, key=rank, default=None)
 
 
-# options with a size that may be larger than suggested
+# options whose size may be larger than suggested
 SIZES = (
     "--vram",
     "--memory",
@@ -147,8 +145,7 @@ SIZES = (
 
 
 def typed_value(option: str, value: str) -> str:
-    """Return ``value`` of ``option`` as a user types it. Sizes are rounded so that they still
-    suffice."""
+    """Return ``value`` of ``option`` as a user types it. Rounded sizes still suffice."""
     if option not in (*SIZES, "--reserve"):
         return value
     return ",".join(
@@ -157,7 +154,7 @@ def typed_value(option: str, value: str) -> str:
 
 
 def sizes_in(value: str) -> list[int]:
-    """Return the bytes in the value of an option, one number for each device."""
+    """Return the bytes in the value of an option, one number per device."""
     return [int(size.removesuffix("B")) for size in value.split(",")]
 
 
@@ -167,10 +164,9 @@ def exceeds_device(option: str, value: str, capacity_bytes: int) -> bool:
 
 
 def python_arguments(suggestion: Suggestion, problem: Problem) -> str:
-    """Return the arguments of `graphrun.estimate` or `graphrun.attach` for ``suggestion``, such as
-    ``vram="3.4G"``.
+    """Return ``suggestion`` as Python arguments, such as ``vram="3.4G"``.
 
-    Empty if arguments alone do not suffice: a directive left out, a second run, a larger device.
+    Empty if arguments do not suffice: a directive left out, a second run, a larger device.
     """
     values: dict[str, list[str]] = {}
     for option, value in suggestion.change:
@@ -189,8 +185,7 @@ def python_arguments(suggestion: Suggestion, problem: Problem) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A suggestion to verify: each of ``problems`` must have a plan. Otherwise ``fallback`` is
-    verified."""
+    """A suggestion to verify: ``problems`` must all have plans; else try ``fallback``."""
 
     text: str
     change: tuple[tuple[str, str], ...]
@@ -199,8 +194,7 @@ class Proposal:
     fallback: Proposal | None = None
 
     def verified(self, goals: Sequence[Goal] = SECONDS) -> Suggestion | None:
-        """Return the suggestion with its seconds as `predicted_seconds` gives them; None if it does
-        not help."""
+        """Return the suggestion with its predicted seconds; None if it does not help."""
         seconds = [predicted_seconds(problem, goals) for problem in self.problems]
         if None in seconds:
             return self.fallback.verified(goals) if self.fallback is not None else None
@@ -213,8 +207,7 @@ def suggestions_of(
 ) -> tuple[Suggestion, ...]:
     """Return the changes that each suffice alone, best first.
 
-    ``needs``: the phases that do not fit in VRAM. ``minimum_bytes``: name of a tier -> its minimum
-    budget.
+    ``needs``: the phases that do not fit in VRAM. ``minimum_bytes``: tier -> its minimum budget.
     """
     proposals = _proposals(problem, needs, minimum_bytes)
     return best_first(suggestion for _, suggestion in _verified(proposals))
@@ -223,8 +216,7 @@ def suggestions_of(
 def _verified(
     proposals: Iterable[Proposal], goals: Sequence[Goal] = SECONDS
 ) -> Iterator[tuple[Proposal, Suggestion]]:
-    """Yield the ``proposals`` that help, each with its suggestion, until the solver's work for
-    suggestions is done."""
+    """Yield the ``proposals`` that help, with their suggestions, while the work budget lasts."""
     budget = SearchBudget(ATTEMPTS, NODES)
     for proposal in proposals:
         try:
@@ -305,7 +297,6 @@ def _device_text(problem: Problem, device: int) -> str:
 
 
 def _raise_text(tier: str, have: int, want: int) -> str:
-    """Return the suggestion to raise the budget ``tier``, in words."""
     return f"raise the {tier} budget from {typed_size(have, round_down=True)} to {typed_size(want)}"
 
 
@@ -379,8 +370,7 @@ def _directives(problem: Problem, needs: Sequence[PhaseMinimum]) -> Iterator[Pro
 def _separate_runs(problem: Problem) -> Iterator[Proposal]:
     """Run the leading stages separately, and the other stages with their saved outputs.
 
-    If the leading stages do not fit even so, they may run on another machine or with a larger
-    budget, because embeddings can be saved.
+    If the leading stages do not fit even so, they may run on a larger machine.
     """
     stages = stages_of(problem)
     for count in range(1, len(stages)):
@@ -407,8 +397,7 @@ def _separate_runs(problem: Problem) -> Iterator[Proposal]:
 
 
 def _subproblem(problem: Problem, stages: tuple[str, ...]) -> Problem:
-    """Return ``problem`` with only ``stages``. Values from earlier stages are on the device from
-    its first phase on."""
+    """Return ``problem`` with only ``stages``; earlier values exist from the start."""
     numbers = [number for number, phase in enumerate(problem.phases) if phase.stage in stages]
     phases = tuple(problem.phases[number] for number in numbers)
     values = tuple(
@@ -489,11 +478,9 @@ def _limit_activation(phase: PhaseNumbers, activation: int | None) -> PhaseNumbe
 def setting_suggestions(
     graph: Graph, inputs: Mapping[str, Any], allow: tuple[str, ...], estimate: EstimateFunction
 ) -> tuple[Suggestion, ...]:
-    """Return the changes that each suffice alone: options of the graph without permission, and the
-    largest size of `EIGHTHS` that fits.
+    """Return changes that each suffice alone: further permissions, the largest size that fits.
 
-    ``estimate(inputs, allow)`` returns the problem for these. A change whose dry run fails is left
-    out.
+    ``estimate(inputs, allow)`` returns a problem. A change whose dry run fails is left out.
     """
     return (
         *options_of(graph, inputs, allow, estimate),
@@ -504,7 +491,7 @@ def setting_suggestions(
 def options_of(
     graph: Graph, inputs: Mapping[str, Any], allow: tuple[str, ...], estimate: EstimateFunction
 ) -> Iterator[Suggestion]:
-    """Yield the options of the graph without permission, each with its predicted seconds."""
+    """Yield the options of the graph without permission, with predicted seconds."""
     stages_by_permission: dict[str, list[str]] = {}
     for stage in graph.stages:
         for name in stage.options:
@@ -559,10 +546,7 @@ def _seconds_or_none(problem: Callable[[], Problem]) -> float | None:
 
 
 def speedups(problem: Problem, options: Iterable[Suggestion]) -> Iterator[Suggestion]:
-    """Yield changes of ``problem``, then ``options``: suggestions of other stage options.
-
-    All have the predicted seconds of one run.
-    """
+    """Yield changes of ``problem``, then ``options``, with the predicted seconds of one run."""
     for proposal, suggestion in _verified(_speedup_proposals(problem), ROUGH_SECONDS):
         runs = proposal.problems[0].runs
         yield replace(suggestion, seconds=suggestion.seconds / runs)
@@ -572,8 +556,7 @@ def speedups(problem: Problem, options: Iterable[Suggestion]) -> Iterator[Sugges
 
 
 def worthwhile(suggestions: Iterable[Suggestion], solution: Solution) -> tuple[Suggestion, ...]:
-    """Return the ``suggestions`` that save at least LEAST_GAIN: first those without changes of the
-    output, then by time."""
+    """Return the ``suggestions`` that save at least LEAST_GAIN, best first."""
     limit_seconds = (1 - LEAST_GAIN) * solution.simulation.total_seconds / solution.problem.runs
     return best_first(item for item in suggestions if item.seconds <= limit_seconds)
 
@@ -598,9 +581,9 @@ def _speedup_proposals(problem: Problem) -> Iterator[Proposal]:
 
 
 def _ample_ram(problem: Problem) -> int:
-    """Return the RAM for the backing stores of all components, in bytes, rounded up to GiB.
+    """Return the RAM for all backing stores, in bytes, rounded up to GiB.
 
-    Each component in the first usable variant whose backing store is in RAM.
+    Each component in its first usable variant with a backing store in RAM.
     """
     in_ram = [
         [v for v in (c.variants[n] for n in problem.usable(c)) if v.backing_store != "disk"]

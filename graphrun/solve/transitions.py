@@ -5,9 +5,8 @@
     the run          evicts transformer[8-11], loads te in the slot that first computes with it;
                      otherwise as every further run
 
-A block that the plan keeps stays if it is on the device. A block that the plan neither keeps nor
-moves stays too, as long as the slot with the largest peak has room: the plan that left it may need
-it.
+Blocks that the plan keeps stay on the device. Blocks that it neither keeps nor moves stay while the
+slot with the largest peak has room: the plan that left them may need them.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from graphrun.model.problem import ComponentNumbers, Problem, Use
 from graphrun.model.solution import Solution
 from graphrun.verify.simulate import simulate
 
-# Component -> its blocks; every component of the problem has an entry
+# component -> its blocks, for every component of the problem
 BlocksByName = dict[str, Blocks]
 
 
 def continued(solution: Solution, resident_paths: Mapping[str, Collection[str]]) -> Solution:
     """Adapt the session plan of ``solution`` to blocks that are already on the device.
 
-    ``resident_paths``: component -> module paths of these blocks. If none of them is of use to the
-    plan, all are evicted and the first run stays unchanged.
+    ``resident_paths``: component -> module paths of these blocks. If the plan can use none of them,
+    all are evicted and the first run stays unchanged.
     """
     problem, plan = solution.chosen, solution.plan
     leaves = dict(plan.leaves)
@@ -62,8 +61,7 @@ def continued(solution: Solution, resident_paths: Mapping[str, Collection[str]])
 
 
 def _with_room(solution: Solution, candidates: BlocksByName) -> BlocksByName:
-    """Return the blocks of ``candidates`` that may stay during the further runs: not moved by them,
-    not excluded, and with room."""
+    """Return the blocks of ``candidates`` that may stay: not moved, not excluded, with room."""
     problem, reports = solution.chosen, solution.simulation.further_slots
     limits = [solution.problem.effective_bytes]
     limits += [secondary.effective_bytes for secondary in solution.problem.secondaries]
@@ -92,7 +90,7 @@ def _with_room(solution: Solution, candidates: BlocksByName) -> BlocksByName:
 
 
 def _evicting(slots: tuple[Slot, ...], evicted: BlocksByName) -> tuple[Slot, ...]:
-    """Return ``slots`` with ``evicted`` blocks evicted at the start of the first slot."""
+    """Return ``slots`` with ``evicted`` blocks evicted at the start."""
     evicts = [Evict(name, blocks) for name, blocks in _names(evicted)]
     return (_with_actions(slots[0], evicts), *slots[1:])
 
@@ -136,7 +134,7 @@ def _loading(problem: Problem, slots: tuple[Slot, ...], absent: BlocksByName) ->
 
 
 def _streamable_groups(component: ComponentNumbers, use: Use) -> set[int]:
-    """Return the groups whose blocks the phase of ``use`` runs, and may copy meanwhile."""
+    """Return the groups whose blocks the phase of ``use`` runs and may copy during compute."""
     variant = component.variants[0]
     return {
         k
@@ -146,7 +144,7 @@ def _streamable_groups(component: ComponentNumbers, use: Use) -> set[int]:
 
 
 def _with_kept(slot: Slot, extra: BlocksByName) -> Slot:
-    """Return ``slot`` with the blocks ``extra`` also on the device."""
+    """Return ``slot`` with the blocks ``extra`` kept on the device."""
 
     def kept(action: Action) -> Action:
         if not isinstance(action, Stream) or not extra[action.component]:
@@ -166,5 +164,5 @@ def _with_actions(slot: Slot, actions: Collection[Evict | Load]) -> Slot:
 
 
 def _names(blocks_by_name: BlocksByName) -> tuple[tuple[str, BlockNames], ...]:
-    """Return the components that have blocks, and these as a plan names them."""
+    """Return the components that have blocks, with the blocks as a plan names them."""
     return tuple((name, blocks.names) for name, blocks in blocks_by_name.items() if blocks)

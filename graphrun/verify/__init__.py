@@ -1,2 +1,1 @@
-"""Checks of a plan that are independent of the solver: `check` validates it, `simulate` computes
-its bytes and seconds."""
+"""Validation and simulation of a plan, independent of the solver."""

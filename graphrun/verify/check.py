@@ -1,18 +1,17 @@
-"""Check a plan against every rule that plans must follow.
+"""Check a plan against every rule that plans must follow, named as in each `Violation`.
 
-Shares no code with the solver or the simulator. Each rule has a name, which its `Violation`
-carries.
+Shares no code with the solver or the simulator.
 
 Choices of the plan:
 
-digest           The plan is for this problem.
-problem          The numbers of the problem are consistent (`coherence`).
-variant, option  Each choice exists, is permitted and is made once. A component with several
+digest           The plan is for this problem. problem          The numbers of the problem are
+consistent (`coherence`). variant, option  Each choice exists, is permitted and is made once. A
+component with several
                  variants has a choice.
 split            The chosen variant of a split component computes on the main device. The blocks of
                  the component on a secondary device are consecutive.
-pin              The backing store is pinned if a directive demands it.
-order            `Problem.precedence` allows the order of stages. Actions follow the order of
+pin              The backing store is pinned if a directive demands it. order
+`Problem.precedence` allows the order of stages. Actions follow the order of
                  `KINDS`. First and steady slots have one run action, other slots have none.
 disk             The variants write no more to disk than the limit.
 
@@ -21,23 +20,22 @@ Slots and blocks on the device:
 structure        The slots are load, first and steady of every phase in order, then end, with the
                  planned numbers of calls. A session repeats them for its further runs; a plan of
                  one run does not.
-unknown          Components, block groups, blocks and values exist.
-load-present     No loaded block is already on the device.
-backing-store    Each load names the component's backing store.
-evict-absent     Every evicted block is on the device.
-immovable        A block that cannot be moved is evicted in the end slot only; in a session never.
-cpu              No block of a component on the CPU is loaded, evicted or streamed.
-missing          Every block that the slot computes with is resident, streamed, or (in a first slot)
+unknown          Components, block groups, blocks and values exist. load-present     No loaded block
+is already on the device. backing-store    Each load names the component's backing store.
+evict-absent     Every evicted block is on the device. immovable        A block that cannot be moved
+is evicted in the end slot only; in a session never. cpu              No block of a component on the
+CPU is loaded, evicted or streamed. missing          Every block that the slot computes with is
+resident, streamed, or (in a first slot)
                  loaded.
-not-streamable   Blocks that cannot be streamed are resident when the slot starts.
-steady-load      A steady slot loads no block of a component that it uses.
-stream           A slot streams only components that it uses, each once. The field `Stream.keep` is
+not-streamable   Blocks that cannot be streamed are resident when the slot starts. steady-load
+A steady slot loads no block of a component that it uses. stream           A slot streams only
+components that it uses, each once. The field `Stream.keep` is
                  exactly the resident and loaded blocks.
-ring_buffer      A ring buffer has room for the largest block that passes through it.
-vram             Every slot fits the budget of the device, in bytes of tensors. `verify.solution`
+ring_buffer      A ring buffer has room for the largest block that passes through it. vram
+Every slot fits the budget of the device, in bytes of tensors. `verify.solution`
                  adds the rule ``pages``, which counts allocator pages.
-secondary        Every slot fits the budget of each secondary device, in bytes of tensors.
-baseline         The device is empty after the run. In a session, every run leaves exactly the
+secondary        Every slot fits the budget of each secondary device, in bytes of tensors. baseline
+The device is empty after the run. In a session, every run leaves exactly the
                  blocks in `Plan.leaves`.
 
 Backing stores and values:
@@ -46,17 +44,17 @@ read             A backing store is read from disk once, before the end slot of 
                  not read if its kind is disk or if it is in RAM before the run.
 host-missing     The backing store of a component that is copied to the device or called on the CPU
                  has been read, in the same slot at the latest, and not dropped.
-drop             A backing store is dropped only after it was read, and never in a session.
-spill, restore   A value is spilled and restored in load slots, around a gap between its consumers.
-ram, pinned      RAM and page-locked RAM are within their limits. Reported in slots where the use
+drop             A backing store is dropped only after it was read, and never in a session. spill,
+restore   A value is spilled and restored in load slots, around a gap between its consumers. ram,
+pinned      RAM and page-locked RAM are within their limits. Reported in slots where the use
                  rises.
 
 Directives (`problem.Directive`):
 
 keep             From its first use on, the whole component is resident, and it is not streamed.
-exclude          None of its streamable blocks is on the device.
-whole            It is not streamed, and it computes on the device.
-drop             It is on the device in its own phases only, and absent when one begins.
+exclude          None of its streamable blocks is on the device. whole            It is not
+streamed, and it computes on the device. drop             It is on the device in its own phases
+only, and absent when one begins.
 
 A gap is a sequence of phases in which a value is on the device, but not consumed. The value may be
 spilled in the load slot of the gap's first phase, and restored in the load slot of the next phase
@@ -87,11 +85,11 @@ from graphrun.verify.slot_rules import SlotRules, listing, unknown_blocks
 
 
 def check(problem: Problem, plan: Plan) -> tuple[Violation, ...]:
-    """Return the violations of the rules by ``plan``, in slot order; empty if the plan may be run.
+    """Return the rules that ``plan`` violates, in slot order; empty if the plan may be run.
 
-    Returns at most `LIMITS.problems` violations. The slots of a session's further run
-    (`Plan.further_slots`) are numbered after the slots of the first run. Invalid choices hide all
-    other violations. So does an invalid structure, or unknown blocks in ``finds`` or ``leaves``.
+    At most `LIMITS.problems` violations. The slots of a session's further run are numbered after
+    the first run. Invalid choices, an invalid structure and unknown blocks in ``finds`` or
+    ``leaves`` hide all other violations.
     """
     return tuple(
         replace(violation, detail=shortened(violation.detail))
@@ -144,7 +142,6 @@ def _check(problem: Problem, plan: Plan) -> Iterator[Violation]:
 def _state(
     applied: Problem, blocks_by_component: Iterable[tuple[str, BlockNames]]
 ) -> dict[str, Blocks]:
-    """Return the blocks of every component."""
     state = {component.name: named(component, ()) for component in applied.components}
     for name, names in blocks_by_component:
         state[name] |= named(applied.component(name), names)
@@ -168,10 +165,7 @@ def _leaves_violations(
     resident_blocks: Mapping[str, Blocks],
     slot: int,
 ) -> Iterator[Violation]:
-    """Check that the run that ends with ``slot`` leaves the planned blocks on the device.
-
-    A plan of one run leaves none.
-    """
+    """Check that the run that ends with ``slot`` leaves the planned blocks."""
     if applied.runs == 1:
         planned_end_blocks = _state(applied, ())
     for name, blocks in resident_blocks.items():
@@ -191,10 +185,7 @@ def _run(
     resident: dict[str, Blocks],
     host: HostRules,
 ) -> Generator[Violation, None, dict[str, Blocks]]:
-    """Check one run, whose first slot has number ``start``.
-
-    Returns the blocks on the device after the run, per component.
-    """
+    """Check the run that begins with slot ``start``; return the blocks left, per component."""
     phases = {phase.name: (index, phase) for index, phase in enumerate(applied.phases)}
     # groups that earlier slots used
     used_groups: dict[str, set[int]] = {component.name: set() for component in applied.components}

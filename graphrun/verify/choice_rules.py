@@ -12,8 +12,7 @@ from graphrun.model.splits import with_splits
 
 
 def choice_violations(problem: Problem, plan: Plan) -> Iterator[Violation]:
-    """Return violations of the rules about the whole plan: variant, pin, option, order, split and
-    disk."""
+    """Yield violations of the rules variant, pin, option, order, split and disk."""
     yield from _repeated_choices("variant", [name for name, _ in plan.variants])
     yield from _repeated_choices("option", [stage for stage, _ in plan.options])
     variant_names, components = (
@@ -49,20 +48,14 @@ def choice_violations(problem: Problem, plan: Plan) -> Iterator[Violation]:
 
 
 def _chosen_variant(component: ComponentNumbers, name: str | None) -> Variant | None:
-    """Return the variant called ``name``, or None if there is no such variant.
-
-    If ``name`` is None, return the component's only variant.
-    """
+    """Return the variant ``name`` (None: the only variant); None if there is no such variant."""
     if name is None:
         return component.variants[0] if len(component.variants) == 1 else None
     return next((variant for variant in component.variants if variant.name == name), None)
 
 
 def chosen_phases(problem: Problem, plan: Plan) -> tuple[PhaseNumbers, ...]:
-    """Return the phases of every stage with ``plan``'s options, in no particular order.
-
-    Their bytes and seconds are those of the problem, without the effects of variants.
-    """
+    """Return the phases of all stages with ``plan``'s options, without variants' effects."""
     options = {(option.stage, option.name): option for option in problem.options}
     selection = [options[choice] for choice in plan.options if choice in options]
     stages = {option.stage for option in selection}
@@ -150,7 +143,7 @@ def _repeated_choices(rule: str, names: Sequence[str]) -> Iterator[Violation]:
 
 
 def terms_text(terms: dict[str, int]) -> str:
-    """Return a sum of bytes in words: ``100 te + 200 vae``."""
+    """Return a sum of bytes in words, such as ``100 te + 200 vae``."""
     return " + ".join(f"{nbytes} {name}" for name, nbytes in terms.items())
 
 

@@ -1,8 +1,7 @@
 """Check that the numbers of a problem are consistent.
 
-Names are unique and known, and blocks exist. Lists of numbers per block group (`_PER_GROUP`) have
-one number for each group. A problem from a dry run is always consistent; a problem from a plan file
-may contain anything.
+Names are unique and known, blocks exist, and lists per block group (`_PER_GROUP`) have one number
+for each group. Dry runs make consistent problems; a plan file may contain anything.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from graphrun.model.phase_trace import CALL, PhaseTrace
 from graphrun.model.problem import ComponentNumbers, Hardware, PhaseNumbers, Problem, Use, Variant
 from graphrun.reading import printable
 
-# Larger numbers of bytes, seconds and calls overflow 64 bits when they are added up.
+# Larger bytes, seconds and calls overflow 64 bits when added up.
 _MOST = 2.0**53
 _PER_GROUP = ("block_bytes", "load_seconds")
 _PER_GROUP_OR_EMPTY = ("read_seconds", "disk_seconds", "block_seconds", "read_bytes")
 
 
 def incoherent(problem: Problem) -> Iterator[str]:
-    """Return each inconsistency as text."""
+    """Yield each inconsistency as text."""
     yield from _invalid_numbers("problem", problem)
     if problem.runs < 1:
         yield f"problem.runs is {problem.runs}"
@@ -43,7 +42,7 @@ def incoherent(problem: Problem) -> Iterator[str]:
     for name in (*names, *(phase.stage for phase in problem.phases)):
         # names may be written into a script or the text of a plan
         if printable(name) != name or set(name) & set('\n\t"\\'):
-            yield f"{name!r} is no name"
+            yield f"{name!r} is not a valid name"
     yield from _twice("components", [component.name for component in problem.components])
     yield from _twice("phases", [phase.name for phase in problem.phases])
     yield from _twice("values", [value.name for value in problem.values])
@@ -96,10 +95,9 @@ def _hardware(hardware: Hardware) -> Iterator[str]:
 
 
 def _invalid_numbers(path: str, value: Any) -> Iterator[str]:
-    """Report numbers inside ``value`` that are negative, not finite or too large.
+    """Yield numbers inside ``value`` that are negative, not finite or too large.
 
-    `Variant.block_seconds` may be negative. `incoherent` itself checks the fields of values whose
-    names end in ``_phase``.
+    `Variant.block_seconds` may be negative. `incoherent` checks fields that end in ``_phase``.
     """
     if isinstance(value, tuple):
         for item in value:
@@ -116,7 +114,7 @@ def _invalid_numbers(path: str, value: Any) -> Iterator[str]:
 
 def _twice(kind: str, names: Sequence[str]) -> Iterator[str]:
     for name in (name for name, count in Counter(names).items() if count > 1):
-        yield f"{kind}: {name} is there twice"
+        yield f"{kind}: {name} appears twice"
 
 
 def _component(component: ComponentNumbers, devices: Sequence[str]) -> Iterator[str]:
@@ -159,7 +157,7 @@ def _phase(phase: PhaseNumbers, components: dict[str, ComponentNumbers]) -> Iter
     yield from _trace(phase.name, phase.trace, components)
     for use in phase.uses:
         if use.component not in components:
-            yield f"{phase.name} uses {use.component}, which is no component"
+            yield f"{phase.name} uses {use.component}, which is not a component"
             continue
         yield from _use(phase.name, use, components[use.component])
         layers = components[use.component].layers
@@ -168,8 +166,7 @@ def _phase(phase: PhaseNumbers, components: dict[str, ComponentNumbers]) -> Iter
 
 
 def _trace(phase: str, trace: PhaseTrace, components: dict[str, ComponentNumbers]) -> Iterator[str]:
-    """Check the calls of a recording: each is into a component, and releases everything that it
-    allocates. Sizes are valid."""
+    """Check recorded calls: known components, valid sizes, and a release of every allocation."""
     for call in trace.calls:
         kept_keys = {*call.persistent_keys}
         live, allocation_counts = set[int](), Counter(key for key, nbytes in call.events if nbytes)
@@ -195,7 +192,7 @@ def _trace(phase: str, trace: PhaseTrace, components: dict[str, ComponentNumbers
                 "once, or that are also among its persistent tensors"
             )
             return
-    # ``key``: index of a call if ``nbytes`` is CALL, otherwise a storage
+    # ``key``: index of a call if ``nbytes`` is CALL, else a storage
     for key, nbytes in (*trace.prelude, *trace.first, *trace.steady):
         if not (0 <= key < len(trace.calls) if nbytes == CALL else 0 <= nbytes <= _MOST):
             yield f"{phase}: the trace has an item of {nbytes} bytes with key {key}"
@@ -256,8 +253,8 @@ def _use(phase: str, use: Use, component: ComponentNumbers) -> Iterator[str]:
     ):
         yield f"{label}: order has block {odd[0][1]} of group {odd[0][0]}, which does not exist"
         return
-    # A component split into layers is streamed in this order, so none of the layers may be missing.
-    # An order of blocks is from one call only, and other calls may run other blocks.
+    # A component is streamed as layers in this order, so all layers must be in it. An order of
+    # blocks is from one call only; other calls may run other blocks.
     layered = component.granularity == "layers" and bool(use.order)
     streamed = [
         k

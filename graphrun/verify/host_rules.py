@@ -10,11 +10,7 @@ from graphrun.verify.choice_rules import chosen_phases, terms_text
 
 
 class HostRules:
-    """Rules about backing stores, values and RAM.
-
-    Tracks the state of the host, starting before the run. ``applied`` is ``problem`` with the
-    choices of ``plan`` applied.
-    """
+    """The host's state during a run, and its rules; ``applied``: with all choices."""
 
     def __init__(self, problem: Problem, applied: Problem, plan: Plan) -> None:
         self.applied, self.variants = applied, {c.name: c.variants[0] for c in applied.components}
@@ -35,7 +31,7 @@ class HostRules:
             value.name: dict(_spill_gaps(value, applied.phases)) for value in applied.values
         }
         self.numbers = {phase.name: number for number, phase in enumerate(applied.phases)}
-        # phases with their activation in the dry run; in `applied` it depends on the variants
+        # with their activation of the dry run; in `applied` it depends on the variants
         dry_run_phases = {phase.name: phase for phase in chosen_phases(problem, plan)}
         self.on_cpu = {
             phase.name: dry_run_phases[phase.name]
@@ -45,15 +41,14 @@ class HostRules:
         self.previous = [0, 0]  # RAM and page-locked bytes of the previous slot
 
     def spilled_bytes(self, slot: Slot) -> int:
-        """Return the bytes of values that stay spilled throughout ``slot``. Call before
-        `actions`."""
+        """Return the bytes that stay spilled throughout ``slot``. Call before `actions`."""
         restored_values = {action.value for action in slot.actions if isinstance(action, Restore)}
         return sum(
             self.values[name].nbytes for name in self.spilled_values if name not in restored_values
         )
 
     def actions(self, index: int, slot: Slot, is_further_run: bool) -> Iterator[Violation]:
-        """Check the slot's host actions, and apply them to the state of the host."""
+        """Check the slot's host actions and apply them."""
         for number, action in enumerate(slot.actions):
             fault = None
             if isinstance(action, Drop):
@@ -78,8 +73,8 @@ class HostRules:
     ) -> Iterator[Violation]:
         """Check that every backing store needed in the slot is available.
 
-        ``copies``: component -> first action that copies its blocks. ``phase``: its calls on the
-        CPU need backing stores in RAM; None if the slot computes nothing.
+        ``copies``: component -> first action that copies its blocks. ``phase``: components that it
+        calls on the CPU need backing stores in RAM; None if the slot computes nothing.
         """
         cpu_components = (
             [use.component for use in phase.uses if self.variants[use.component].device == "cpu"]
@@ -102,10 +97,7 @@ class HostRules:
             )
 
     def budgets(self, index: int, slot: Slot) -> Iterator[Violation]:
-        """Check the limits of RAM and page-locked RAM in slots where the use rises.
-
-        Call last for a slot.
-        """
+        """Check RAM and page-locked RAM where the use rises. Call last for a slot."""
         reading = [
             action.component
             for action in slot.actions
@@ -184,7 +176,7 @@ class HostRules:
         phase_number = self.numbers[slot.phase]
         if isinstance(action, Restore):
             if self.spilled_values.get(name) != phase_number:
-                return verb, f"{name} is not to be restored in this slot"
+                return verb, f"{name} must not be restored in this slot"
             del self.spilled_values[name]
             self.restored_values.add(name)
             return None
@@ -198,8 +190,7 @@ class HostRules:
 
 
 def _spill_gaps(value: ValueNumbers, phases: tuple[PhaseNumbers, ...]) -> Iterator[tuple[int, int]]:
-    """Return (phase to spill, phase to restore) for each gap in which ``value`` is live but
-    unused."""
+    """Yield (phase to spill, phase to restore) for each gap of ``value``."""
     first = None
     for number in range(max(0, value.first_phase), min(value.last_phase + 1, len(phases))):
         unused = phases[number].stage not in (*value.consumers, value.producer)
@@ -212,5 +203,5 @@ def _spill_gaps(value: ValueNumbers, phases: tuple[PhaseNumbers, ...]) -> Iterat
 
 
 def activation_bytes(phase: PhaseNumbers, slot: Slot) -> int:
-    """Return the peak bytes of activation in ``slot``; 0 without compute."""
+    """Return the peak activation in ``slot``; 0 without compute."""
     return {"first": phase.first_bytes, "steady": phase.steady_bytes}.get(slot.part, 0)

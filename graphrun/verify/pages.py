@@ -1,8 +1,7 @@
 """Replay a whole plan through a model of the device's allocator.
 
-The replay covers weights, ring buffers, values and activations together. A GPU must hold the pages
-that its allocator reserves. `simulate` adds up bytes of tensors; the replay also counts pages and
-fragmentation.
+A GPU must have room for the pages that its allocator reserves. `simulate` adds up bytes of tensors;
+the replay also counts pages and fragmentation.
 
     slot     load           first                steady
              evict, trim    load, ring buffer    load, ring buffer    in the executor's order
@@ -37,14 +36,12 @@ POOLS = (True, False)  # pools of the allocator: small, large
 def reserved_bytes(problem: Problem, plan: Plan, secondary: int = 0) -> tuple[int, ...]:
     """Return the most bytes that the allocator reserves in each slot of ``plan``.
 
-    The slots are those of the first run and then, in a session, of a further run. A further run
-    begins with the pages that the previous run left.
+    First the slots of the first run, then of a session's further run, which begins with the
+    pages of the run before. ``problem``: with the plan's choices applied, and with a trace for each
+    phase. ``secondary``: number of a device (0: the main device). A secondary device has the blocks
+    and calls of its components and the arguments of each call, but no values.
 
-    ``problem``: the problem with the plan's choices applied. Each phase has a `PhaseNumbers.trace`.
-    ``secondary``: number of a secondary device; 0 is the main device. A secondary device has the
-    blocks and calls of its components and the arguments of each call, but no values.
-
-    Raises KeyError for a plan that `check` refuses, and PlanError for more steps than the limit
+    Raises KeyError for a plan that `check` refuses, and PlanError for more steps than
     ``replay_steps``.
     """
     return _replayed(problem, plan, secondary)[0]
@@ -53,16 +50,15 @@ def reserved_bytes(problem: Problem, plan: Plan, secondary: int = 0) -> tuple[in
 def limit_bytes(problem: Problem, plan: Plan, secondary: int = 0) -> int:
     """Return the smallest limit, in bytes, with which PyTorch's allocator can serve ``plan``.
 
-    Before the allocator maps pages for a request, it compares the limit with the reserved bytes
-    plus the segment that it would request from `cudaMalloc` without page mapping (`segment_bytes`),
-    though it may map fewer bytes (`alloc_block`). The workspace of cuBLAS does not count. Returns 0
-    where memory is not counted in pages. Arguments and errors are those of `reserved_bytes`.
+    Before the allocator maps pages, it compares the limit with the reserved bytes plus the segment
+    that it would request from `cudaMalloc` without page mapping (`segment_bytes`), though it may
+    map fewer bytes (`alloc_block`). The workspace of cuBLAS does not count. 0 where memory is not
+    counted in pages. Arguments and errors as in `reserved_bytes`.
     """
     return _replayed(problem, plan, secondary)[1] if problem.counts_pages else 0
 
 
 def _replayed(problem: Problem, plan: Plan, secondary: int) -> tuple[tuple[int, ...], int]:
-    """Return the results of `reserved_bytes` and `limit_bytes`."""
     replay = _PlanReplay(problem, secondary)
     for component, blocks in plan.finds:
         replay.load(component, blocks)
@@ -74,8 +70,6 @@ def _replayed(problem: Problem, plan: Plan, secondary: int) -> tuple[tuple[int, 
 
 
 class _PlanReplay:
-    """The allocator and its live allocations."""
-
     def __init__(self, problem: Problem, secondary: int) -> None:
         self._hardware = (
             problem.secondaries[secondary - 1].hardware if secondary else problem.hardware
@@ -104,19 +98,19 @@ class _PlanReplay:
         self._live: dict[int, int] = {}  # key of the recording -> the allocator's key
         # the allocator's key -> bytes of the allocation
         self._bytes: dict[int, int] = {}
-        # tensors of `CallTrace.persistent_keys`:
-        # (index in `PhaseTrace.calls`, key of the recording) -> the allocator's key
+        # tensors of `CallTrace.persistent_keys`: (index in `PhaseTrace.calls`, key of the
+        # recording) -> the allocator's key
         self._kept_keys: dict[tuple[int, int], int] = {}
         self._spilled_bytes: dict[str, int] = {}  # by value
         self._filler: int | None = None
         # id of a call's trace -> its events in each pool
         self._events_in: dict[int, tuple[tuple[Item, ...], ...]] = {}
-        # Results of calls by id of their events and state of the pool, if the events leave that
-        # state unchanged. Values: key of each result -> its bytes and its place in the pool.
+        # Results of calls, by id of their events and state of the pool, if the events leave that
+        # state unchanged: key of each result -> its bytes and its place in the pool
         self._cached_results: dict[
             tuple[int, Hashable], dict[int, tuple[int, tuple[int, ...]]]
         ] = {}
-        # the allocator's keys of cuBLAS's workspaces, from the first call after a trim on
+        # the allocator's keys; empty until the first call after a trim
         self._workspaces: list[int] = []
         self.limit_bytes = 0
         self._last_key = self._steps = 0
@@ -139,7 +133,7 @@ class _PlanReplay:
             self._trim()
         for action in slot.actions:
             if isinstance(action, Restore) and not self._secondary:
-                # A restored value is one allocation, under the first of its keys in the recording.
+                # one allocation, under the first of the value's keys in the recording
                 key = self._allocate(self._spilled_bytes.pop(action.value))
                 self._live |= dict.fromkeys(self._storages[action.value][:1], key)
         for action in slot.actions:
@@ -163,7 +157,7 @@ class _PlanReplay:
         return self._allocator.used_bytes - sum(self._bytes[key] for key in self._workspaces)
 
     def load(self, component: str, blocks: BlockNames) -> None:
-        """Allocate the ``blocks`` that belong on this device."""
+        """Allocate those of ``blocks`` that belong on this device."""
         sizes = self._components[component].variants[0].block_bytes
         self._blocks |= {
             block: self._allocate(sizes[block[1]])
@@ -182,8 +176,8 @@ class _PlanReplay:
     def _begin_phase(self, name: str | None) -> None:
         """Release the tensors that calls of the previous phase kept, and begin phase ``name``.
 
-        The recording may lack inputs of the phase, because the stages before it did not run. One
-        tensor of the missing size is allocated for all of them.
+        The recording may have no inputs of the phase, because the stages before it did not run. One
+        tensor of the missing size then stands for all of them.
         """
         self._phase = name
         uses = self._phases[name][1].uses if name in self._phases else ()
@@ -214,10 +208,10 @@ class _PlanReplay:
     def _items(self, items: Iterable[Item], calls: tuple[CallTrace, ...]) -> None:
         """Replay ``items`` of a phase.
 
-        After a call, the recording allocates the call's results again (`CallTrace.results`). Such
-        an item gets the memory of the result instead of new memory.
+        After a call, the recording allocates the call's results again (`CallTrace.results`). These
+        items get the memory of the results.
         """
-        # bytes -> results of the last call whose memory no item has got yet
+        # bytes -> results of the last call whose memory no item has yet
         results = dict[int, deque[int]]()
         for key, nbytes in items:
             if nbytes > 0 and results.get(nbytes):
@@ -240,10 +234,7 @@ class _PlanReplay:
             self._release(result)
 
     def _call(self, number: int, call: CallTrace) -> list[int]:
-        """Replay a call, and return the allocator's keys of its results.
-
-        A call on a secondary device returns no keys: its results are released there.
-        """
+        """Replay a call; return the allocator's keys of its results (secondary device: none)."""
         if not self._workspaces:
             self._allocate_workspaces()
         if call.component not in self._device_groups:
@@ -276,8 +267,7 @@ class _PlanReplay:
         return [results[key] for key in call.results]
 
     def _replay_persistent_call(self, number: int, call: CallTrace) -> list[int]:
-        """Replay a call with `CallTrace.persistent_keys`. Return the allocator's keys of its
-        results."""
+        """Replay a call that keeps tensors; return the allocator's keys of its results."""
         allocations = {
             key: allocator_key
             for (call_number, key), allocator_key in self._kept_keys.items()
@@ -302,10 +292,10 @@ class _PlanReplay:
     ) -> dict[int, int]:
         """Replay the events in one pool of a call that keeps no tensor after it returns.
 
-        Returns the allocator's keys of its ``results`` in this pool. If an earlier call with the
-        same events found and left the pool in this state, only the results are placed.
+        Return the allocator's keys of its ``results`` there. If an earlier call with the same
+        events found and left the pool in this state, only the results are placed.
         """
-        # steps to read the state, which lists free ranges: one per live tensor other than weights
+        # reading the state lists free ranges: one step per live tensor other than weights
         self._count(1 + len(self._bytes) - len(self._blocks))
         state_key = id(events), self._allocator.state(small)
         if (placements := self._cached_results.get(state_key)) is None:
@@ -331,8 +321,8 @@ class _PlanReplay:
     ) -> dict[int, int]:
         """Replay ``events`` except releases of ``results``.
 
-        Repetitions are replayed until the pool and the tensors in it are in the same state as
-        before an earlier repetition. All further repetitions would do the same and are skipped.
+        Repetitions are replayed until the pool and its tensors are in the state before an earlier
+        repetition. The further ones would do the same and are skipped.
         """
         # number of each event -> number of the event that allocated its tensor
         allocation_numbers, repeats = repeats_in(events)
@@ -396,8 +386,7 @@ class _PlanReplay:
         return self._last_key
 
     def _allocate_workspaces(self) -> None:
-        """Do what `CudaDevice.before_call` does: two products, whose operands and results are
-        released."""
+        """Do the two products of `CudaDevice.before_call`; release operands and results."""
         total_bytes = self._hardware.workspace_bytes
         if not total_bytes:
             return
@@ -422,7 +411,6 @@ class _PlanReplay:
     def _blocks_on_device(
         self, component: str, blocks: BlockNames
     ) -> Iterator[tuple[str, int, int]]:
-        """Return those of ``blocks`` that belong on this device."""
         device_groups = self._device_groups.get(component, set())
         numbers = named(self._components[component], blocks).in_groups(device_groups)
         return ((component, k, i) for k, i in numbers)

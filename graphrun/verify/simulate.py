@@ -1,12 +1,9 @@
-"""Simulate a plan: bytes and seconds of every slot and block.
-
-This is the only source of a plan's peak and time. The simulation works on the problem with the
-plan's choices applied (`apply_choices`).
+"""Simulate a plan: bytes and seconds of every slot and block. The only source of its peak and time.
 
 Three channels run concurrently: copies, compute and the disk. Each processes one block after
 another, and a barrier ends every slot. With `Hardware.serial_copies`, copies to the main device and
-compute take turns. The bytes on the device are weights (resident or loaded by
-the slot), ring buffers, activation, values and inputs. The peak of a slot is their highest sum.
+compute take turns. The peak of a slot is the highest sum of weights (resident or loaded by the
+slot), ring buffers, activation, values and inputs.
 
 Each secondary device has its own copy channel. The slot's loads are issued in one order for all
 devices, but a copy waits only for earlier copies to the same device. All devices share the compute
@@ -70,9 +67,8 @@ from graphrun.verify.timeline import (
 class HostMemory:
     """RAM in use, starting before the run.
 
-    ``applied``: the problem with all choices applied. ``reordered``: with order and options only. A
-    phase on the CPU has its whole activation only there: in ``applied`` it is the part on the
-    device.
+    ``applied``: the problem with all choices applied. ``reordered``: with order and options only,
+    where a phase on the CPU has its whole activation.
     """
 
     def __init__(self, applied: Problem, reordered: Problem) -> None:
@@ -124,8 +120,8 @@ def _exists_before_run(variant: Variant) -> bool:
 def simulate(problem: Problem, plan: Plan) -> Simulation:
     """Return the bytes and seconds of ``plan``, which should be valid by `check`.
 
-    Raises PlanError if the plan cannot be executed at all: a needed block is unavailable or does
-    not fit its ring buffer, a name is unknown, or the problem does not have or allow a choice.
+    Raises PlanError if the plan cannot be executed: a needed block is unavailable or does not fit
+    its ring buffer, a name is unknown, or a choice does not exist or is not allowed.
     """
     applied = apply_choices(problem, plan)
     state = _State(
@@ -133,7 +129,7 @@ def simulate(problem: Problem, plan: Plan) -> Simulation:
     )
     first_slots = tuple(state.slot(index, slot) for index, slot in enumerate(plan.slots))
     seconds = state.now_seconds
-    # one further run, if the plan is of a session
+    # one further run of a session
     further_slots = tuple(
         state.slot(index, slot)
         for index, slot in enumerate(plan.further_slots, start=len(plan.slots))
@@ -150,10 +146,7 @@ def simulate(problem: Problem, plan: Plan) -> Simulation:
 
 
 class _State:
-    """State of the simulation: blocks on the device, host memory and time.
-
-    ``start_blocks``: blocks on the device at the start. `slot` advances the state by one slot.
-    """
+    """Blocks on the device, host memory and time; `slot` advances them by one slot."""
 
     def __init__(
         self, problem: Problem, host: HostMemory, start_blocks: Iterable[tuple[str, BlockNames]]
@@ -287,8 +280,7 @@ class _State:
         return report
 
     def _first_touch_seconds(self, peak_bytes: int) -> float:
-        """Return the seconds in which a slot with ``peak_bytes`` writes memory that no slot before
-        it had."""
+        """Return the seconds in which a slot with ``peak_bytes`` writes new memory."""
         new_bytes = max(0, peak_bytes - self.touched_bytes)
         self.touched_bytes += new_bytes
         return new_bytes * self.problem.hardware.first_touch_seconds
@@ -322,10 +314,7 @@ class _State:
         return copies, clock_seconds
 
     def _disk(self, slot: Slot, copied_keys: Iterable[Key]) -> DiskChannel:
-        """Return the slot's disk channel.
-
-        It serves the slot's `Read` actions, and fetches for copies from backing stores on disk.
-        """
+        """Return the slot's disk channel: `Read` actions, and fetches for copies."""
         reads = [
             key
             for action in slot.actions
@@ -383,7 +372,7 @@ class _State:
         return works, activation, values + phase.input_bytes
 
     def _blocks_in_order(self, phase: PhaseNumbers, slot: Slot) -> Iterator[tuple[Key, float, int]]:
-        """Return (block, seconds, call) in order: in each call all components in turn.
+        """Yield (block, seconds, call) in order: in each call all components in turn.
 
         A group with fewer calls than its component runs in the first calls of the component.
         """
@@ -412,10 +401,7 @@ class _State:
         slot_events: list[Event],
         start: float,
     ) -> None:
-        """Append a `Moment` for each action: when it begins and ends, and the bytes on the device.
-
-        ``device_bytes``: bytes on the device before the first action.
-        """
+        """Append a `Moment` for each action; ``device_bytes``: before the first action."""
         # key: kind, component, and the block or value
         events_by_move = defaultdict[tuple[str, str, str], list[Event]](list)
         for event in slot_events:
@@ -460,15 +446,11 @@ class _State:
         return [(component, k, i) for k, i in named(self._component(component), blocks)]
 
     def _device_bytes(self, keys: Iterable[Key], secondary: int = 0) -> int:
-        """Return the bytes of the blocks in ``keys`` that belong on device number ``secondary``.
-
-        0 is the main device.
-        """
+        """Return the bytes of ``keys`` that belong on device ``secondary``."""
         device_keys = (key for key in keys if self.secondaries.get(key[:2], 0) == secondary)
         return sum(round_up(self.sizes[key].nbytes, ALLOCATION_BYTES) for key in device_keys)
 
     def _secondary_peaks(self, slot: Slot, keys: Collection[Key]) -> tuple[int, ...]:
-        """Return the peak bytes on each secondary device."""
         compute_bytes = [0] * len(self.problem.secondaries)
         if slot.part in ("first", "steady"):
             compute_bytes = [
@@ -483,10 +465,10 @@ class _State:
     def _transfers(
         self, slot: Slot
     ) -> tuple[dict[str, tuple[float, float, int]], dict[Key, tuple[float, float]]]:
-        """Return the transfers of the slot, as `Timeline` takes them: per component and per block.
+        """Return the transfers of the slot, as `Timeline` takes them.
 
-        The first are of components that compute on a secondary device as a whole, the second of
-        split components' blocks on secondary devices.
+        Per component that computes on a secondary device as a whole, and per block there of split
+        components.
         """
         call_transfers, hops = (
             dict[str, tuple[float, float, int]](),

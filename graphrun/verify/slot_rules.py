@@ -24,15 +24,12 @@ from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumb
 from graphrun.units import round_up
 from graphrun.verify.host_rules import activation_bytes
 
-# Types of actions, in the order that a slot must follow.
+# types of actions, in the order that a slot must follow
 KINDS = (Drop, Evict, Spill, Restore, Read, Stream, Load, Run)
 
 
 class SlotRules:
-    """Rules about one slot.
-
-    ``resident``: blocks on the device when the slot begins. `actions` removes the evicted blocks.
-    """
+    """The rules about one slot; ``resident``: blocks on the device when it begins."""
 
     def __init__(
         self, problem: Problem, index: int, slot: Slot, resident: dict[str, Blocks]
@@ -52,7 +49,7 @@ class SlotRules:
         return {name: blocks | self.loaded_blocks[name] for name, blocks in self.resident.items()}
 
     def actions(self) -> Iterator[Violation]:
-        """Check each action, and the order of actions."""
+        """Check each action and their order. Evicted blocks leave ``resident``."""
         runs = [
             number for number, action in enumerate(self.slot.actions) if isinstance(action, Run)
         ]
@@ -135,10 +132,7 @@ class SlotRules:
         self.copies.setdefault(name, number)
 
     def required_blocks(self, phase: PhaseNumbers | None) -> Iterator[Violation]:
-        """Check that all blocks that the slot's calls need are available.
-
-        ``phase`` is None if the slot computes nothing.
-        """
+        """Check that all blocks that the calls need are available; ``phase`` None: no calls."""
         used_groups = {use.component: self.groups(use) for use in phase.uses} if phase else {}
         for name, (number, stream) in self.streams.items():
             component = self.problem.component(name)
@@ -165,10 +159,7 @@ class SlotRules:
             yield from self.streaming(component, needed_blocks - self.resident[name])
 
     def streaming(self, component: ComponentNumbers, absent: Blocks) -> Iterator[Violation]:
-        """Check that the ``absent`` blocks are loaded or can be streamed.
-
-        The slot's calls need these blocks, and they are not resident when the slot starts.
-        """
+        """Check that needed but ``absent`` blocks are loaded or can be streamed."""
         variant, name = component.variants[0], component.name
         streamable = {
             k
@@ -203,13 +194,12 @@ class SlotRules:
             )
 
     def groups(self, use: Use) -> set[int]:
-        """Return the numbers of the groups whose blocks the slot runs."""
         return {k for k, calls in enumerate(use.group_calls_in(self.slot.part)) if calls}
 
     def directives(self, phase: PhaseNumbers, groups: dict[str, set[int]]) -> Iterator[Violation]:
         """Check that the slot follows the directives.
 
-        ``groups``: the groups used so far, per component. The groups that this slot uses are added.
+        ``groups``: the groups used so far, per component; this slot's groups are added.
         """
         uses = {use.component: use for use in phase.uses}
         for component in self.problem.components:
@@ -256,7 +246,6 @@ class SlotRules:
                 groups[name] |= self.groups(uses[name])
 
     def weight_bytes(self) -> list[int]:
-        """Return the bytes of weights on each device."""
         weights = [0] * (1 + len(self.problem.secondaries))
         for component in self.problem.components:
             variant = component.variants[0]

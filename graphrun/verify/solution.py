@@ -16,7 +16,7 @@ from graphrun.verify.simulate import simulate
 def solution_of(
     problem: Problem, plan: Plan, bound_seconds: float = 0.0, objective_seconds: float = 0.0
 ) -> Solution:
-    """Return the solution with ``plan``, simulated once and not checked.
+    """Return the solution with ``plan``, simulated and not checked.
 
     By default, nothing is known about how good the plan is.
     """
@@ -26,10 +26,7 @@ def solution_of(
 
 
 def in_pages(solution: Solution) -> Solution:
-    """Return ``solution`` with peaks of the memory that the device's allocator reserves.
-
-    Without `Problem.counts_pages`, ``solution`` is returned unchanged.
-    """
+    """Return ``solution`` with peaks in allocator pages, if `Problem.counts_pages`."""
     if not solution.problem.counts_pages:
         return solution
     devices = range(len(solution.problem.secondaries) + 1)
@@ -39,11 +36,9 @@ def in_pages(solution: Solution) -> Solution:
 
 
 def broken_rules(problem: Problem, plan: Plan) -> tuple[Violation, ...]:
-    """Return the violations by ``plan`` of the rules of `check`. If it breaks none of them, return
-    the violations of the rule ``pages``.
+    """Return the rules of `check` that ``plan`` violates, else those of the rule ``pages``.
 
-    The rule ``pages``: the memory that a device's allocator reserves in a slot is within the
-    budget.
+    ``pages``: the memory that a device's allocator reserves in a slot is within the budget.
     """
     violations = check(problem, plan)
     if violations or not problem.counts_pages:

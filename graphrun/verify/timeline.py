@@ -7,12 +7,12 @@ Copy channel and compute (`Timeline`):
              ^ start                                 d  loaded by the slot that computes with it
                                                      f  prefetch: loaded for a later slot
 
-Blocks that are streamed, or loaded for the slot's own compute, are copied in the order in which the
-calls compute with them. A prefetch is copied when the ring buffer is full, in proportion to the
-streamed bytes, and only once its block is in RAM. If the backing store is on disk, the block is
-fetched while the prefetch waits. The rule depends on bytes and not on copy times, because the
-executor follows it too and cannot know copy times in advance. Remaining prefetches come after all
-other copies; those whose backing store is read in the same slot come last of these.
+Blocks that are streamed, or loaded for the slot's own compute, are copied in the order of compute.
+A prefetch is copied when the ring buffer is full, in proportion to the streamed bytes, and only
+once its block is in RAM. If the backing store is on disk, the block is fetched while the prefetch
+waits. The rule depends on bytes because the executor follows it too and cannot know copy times in
+advance. Remaining prefetches come after all other copies; those whose backing store is read in the
+same slot come last of these.
 
 A copy from pageable memory makes the host wait. Prefetches from pageable memory therefore come at
 the very end, when all of the slot's compute is queued. A streamed or loaded block is copied from
@@ -25,8 +25,7 @@ copies from backing stores on disk (d, s):
     disk   |d3  |d8  |r a|s1  |r b|r b|      one after another
     copy        |d3  |d8    |s1  |           a copy waits for the fetch or read of its block
 
-The memory of a backing store is page-locked while blocks are read into it. A copy waits until its
-block is read and the memory is page-locked.
+A copy waits until its block is read and the memory is page-locked. Both happen at the same time.
 
 A fetched block occupies the bounce buffer of its component until it is copied. A fetch waits for
 room there. Reads into backing stores take place when a bounce buffer is full, in proportion to the
@@ -54,8 +53,8 @@ Key = tuple[str, int, int]  # component, block group, block within the group
 class BlockSize:
     """Bytes and seconds of a block.
 
-    ``nbytes``: bytes on the device. ``seconds``: time to copy the block there. ``disk_seconds``:
-    time to read its ``read_bytes`` from disk, into its backing store or for its copy.
+    ``nbytes``, ``seconds``: on the device, and of the copy there. ``disk_seconds``: to read its
+    ``read_bytes`` from disk, into its backing store or for its copy.
     """
 
     nbytes: int
@@ -70,8 +69,7 @@ class DiskChannel:
     ``reads``: blocks to read into backing stores, in order. ``bounce_bytes``: size of the bounce
     buffer of each component whose backing store is on disk. ``fetch_bytes``: bytes that the slot
     will fetch for copies. ``locked_seconds``: component -> time at which its memory is page-locked;
-    copies wait for page locking, reads do not. ``spans``: (``read`` or ``fetch``, block, start,
-    end).
+    copies wait for that, reads do not. ``spans``: (``read`` or ``fetch``, block, start, end).
     """
 
     def __init__(
@@ -111,8 +109,8 @@ class DiskChannel:
     def arrival_seconds(self, key: Key) -> float:
         """Return the time at which the block is in RAM for a copy.
 
-        This is the end of its fetch (one per copy), or of its read and page locking. It is the
-        slot's start if there is neither. Starts the fetch, or the reads up to the block, if needed.
+        The end of its fetch (one per copy), or of its read and page locking; else the slot's start.
+        Starts the fetch, or the reads up to the block, if needed.
         """
         if key[0] not in self._bounce_ring_buffers:
             return max(self._read_until(key), self._lock_end_seconds.get(key[0], self._start))
@@ -120,10 +118,7 @@ class DiskChannel:
         return self._fetch_ends.pop(key)
 
     def start_fetch(self, key: Key) -> None:
-        """Start the fetch for the block's next copy, unless it was started.
-
-        No effect if the backing store is not on disk.
-        """
+        """Start the fetch for the block's next copy, if its backing store is on disk."""
         if key[0] in self._bounce_ring_buffers and key not in self._fetch_ends:
             self._fetch_ends[key] = self._fetch(key)
 
@@ -135,21 +130,19 @@ class DiskChannel:
         return is_read and self._lock_end_seconds.get(key[0], at_seconds) <= at_seconds
 
     def has_reads_of(self, component: str) -> bool:
-        """Return whether the component's backing store is read in this slot."""
         return component in self._read_components
 
     def record_copy_end(self, key: Key, end_seconds: float) -> None:
-        """Record the end of the block's copy, which frees its bytes in the bounce buffer."""
+        """Free the block's bytes in the bounce buffer from the end of its copy on."""
         if key[0] in self._bounce_ring_buffers:
             self._copy_ends[key[0]].append(end_seconds)
 
     def finish(self) -> None:
-        """Do all remaining reads into backing stores."""
         while self._reads:
             self._read_next()
 
     def _read_until(self, key: Key) -> float:
-        """Return the end of the block's read; the slot's start if there is no read in this slot."""
+        """Return the end of the block's read; the slot's start without a read in this slot."""
         if key[0] not in self._read_components:
             return self._start
         while key not in self._read_end:
@@ -197,7 +190,7 @@ BlockOrigin = Literal["resident", "load", "stream", "host"]
 class BlockWork(NamedTuple):
     """Compute of one block in call number ``call`` of its component.
 
-    ``source``: how the block gets to the device. ``host``: the component computes on the CPU.
+    ``source``: how the block gets to the device; ``host``: the component computes on the CPU.
     """
 
     key: Key
@@ -207,10 +200,7 @@ class BlockWork(NamedTuple):
 
 
 class TimeSpan(NamedTuple):
-    """Time interval of the ``load`` or ``stream`` of a block, or the ``run`` of a call.
-
-    ``key``: the block; for a call, its first block.
-    """
+    """Time of the ``load`` or ``stream`` of block ``key``, or of a call's ``run`` from there."""
 
     kind: str
     key: Key
@@ -223,13 +213,13 @@ class Timeline:
     """Copies and compute of one slot, from ``start_seconds`` on.
 
     ``works``: all compute in order. ``prefetch``: blocks loaded for later slots, in order.
-    ``ring_buffer_bytes``: per streamed component. ``copies_from_seconds``: when copies may begin,
-    after spills and restores. ``pageable``: components whose backing stores are pageable.
-    ``secondaries``: (component, block group) -> number of its secondary device. ``transfers``:
-    component on a secondary device -> (seconds to transfer the arguments of a call there, seconds
-    to transfer the results back, number of calls). ``hops``: block of a split component on a
-    secondary device -> (seconds to transfer its inputs there, seconds to transfer its outputs
-    back). ``serial_copies``: compute waits for every copy to the main device, and copies for it.
+    ``ring_buffer_bytes``: per streamed component. ``copies_from_seconds``: end of spills and
+    restores. ``pageable``: components with pageable backing stores. ``secondaries``: (component,
+    block group) -> its secondary device. ``transfers``: component on a secondary device -> (seconds
+    to transfer the arguments of a call, seconds to transfer its results back, number of calls).
+    ``hops``: block of a split component on a secondary device -> (seconds to transfer its inputs,
+    seconds to transfer its outputs back). ``serial_copies``: copies to the main device and compute
+    exclude each other.
     """
 
     def __init__(
@@ -256,7 +246,7 @@ class Timeline:
         if serial_copies:
             self._compute_free = copies_from_seconds
         self._secondaries, self._transfers, self._hops = secondaries, transfers, hops
-        # times at which the copy channels of the device and the secondary devices are free
+        # times at which the copy channels are free, by device
         self._copy_frees = {
             0: copies_from_seconds,
             **dict.fromkeys(secondaries.values(), start_seconds),
@@ -277,18 +267,18 @@ class Timeline:
         # end of compute with each placed block
         self._compute_ends: dict[str, list[float]] = {name: [] for name in ring_buffer_bytes}
         streamed_works = [work for work in works if work.source == "stream"]
-        # bytes of the streamed blocks of each component, in order
+        # sizes of the streamed blocks of each component, in order
         stream_sizes = {name: list[int]() for name in ring_buffer_bytes}
         for work in streamed_works:
             stream_sizes[work.key[0]].append(sizes[work.key].nbytes)
-        # bytes of the block after each streamed block
+        # size of the block after each streamed block
         self._next_block_bytes = {
             name: iter(block_sizes[1:]) for name, block_sizes in stream_sizes.items()
         }
         for (name, call), call_works in groupby(works, key=lambda work: (work.key[0], work.call)):
             self._call(name, call, list(call_works))
         ran = Counter(name for name, _ in self.calls)
-        # Calls that run no block transfer their tensors too.
+        # calls that run no block transfer their tensors too
         for name, (to_secondary_seconds, back_seconds, calls) in transfers.items():
             self._compute_free += (calls - ran[name]) * (to_secondary_seconds + back_seconds)
         while self._prefetch:
@@ -297,7 +287,6 @@ class Timeline:
         self.end_seconds = max(*self._copy_frees.values(), self._compute_free, disk.end_seconds)
 
     def _call(self, name: str, call: int, works: Sequence[BlockWork]) -> None:
-        """Simulate one call of a component, with the copies that it waits for."""
         begin_seconds: float | None = None
         to_secondary_seconds, back_seconds, _ = self._transfers.get(name, (0.0, 0.0, 0))
         self._compute_free += to_secondary_seconds
@@ -342,7 +331,7 @@ class Timeline:
             if placement.released_numbers
             else self._start
         )
-        # first prefetches that may start at once, then those that are in RAM while the copy waits
+        # first prefetches that may start at once, then blocks that are in RAM while the copy waits
         if placement.released_numbers:
             self._issue_due_prefetch(self._copy_frees[0])
             self._issue_due_prefetch(max(self._copy_frees[0], ready))
@@ -350,10 +339,7 @@ class Timeline:
         return self._copy("stream", key, max(ready, self._disk.arrival_seconds(key)))
 
     def _issue_due_prefetch(self, at_seconds: float) -> None:
-        """Issue prefetches in proportion to the streamed bytes.
-
-        Stop at the first block that is not in RAM at that time.
-        """
+        """Issue prefetches in proportion to streamed bytes, while their blocks are in RAM."""
         while self._prefetch:
             self._disk.start_fetch(self._prefetch[-1])
             due = (

@@ -186,7 +186,7 @@ def test_names_of_a_plan_are_no_code(make_problem: Callable[..., Any]) -> None:
     option = replace(problem, options=(StageOption(phases[0].stage, "x\nprint(1)", phases),))
     assert not list(incoherent(problem))
     for forged in (renamed, option):
-        assert [text for text in incoherent(forged) if "is no name" in text]
+        assert [text for text in incoherent(forged) if "is not a valid name" in text]
 
 
 def test_a_trace_returns_what_its_call_allocates_once(make_problem: Callable[..., Any]) -> None:

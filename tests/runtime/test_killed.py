@@ -166,7 +166,7 @@ def test_s3_4_a_group_with_less_ram_than_the_plan_holds_is_refused_before_anythi
     device = open_device(problem)
     with pytest.raises(
         PlanError,
-        match=r"holds .* in RAM, and this machine, or this process's cgroup, has .*"
+        match=r"needs .* of RAM, and this machine, or this process's cgroup, has .*"
         r"plan again with --ram",
     ):
         execute(solution_of(problem, plan), whole.graph, whole.inputs, device, ram_bytes=has)
