@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 def work_on_a_cluster(connection: Connection, settings: Settings) -> None:
+    """Run requests, like `graphrun.serve.worker.work_forever`."""
     work_forever(connection, settings, ClusterWorker)
 
 

@@ -25,6 +25,7 @@ def escape_log() -> None:
 
 
 def note(line: str) -> None:
+    """Write an entry of the log."""
     sys.stderr.write(f"graphrun: {line}\n")
     sys.stderr.flush()
 

@@ -26,8 +26,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@\\'\"]+")
 
 
 class Guarded:
-    """ASGI middleware that answers 403 to pages with other ``origins`` and to calls by other
-    ``names``.
+    """ASGI middleware that answers 403 to pages of other ``origins``, calls by other ``names``.
 
     A request without ``Origin`` passes: no page sent it. The server's own pages pass: their origin
     equals ``Host``.
