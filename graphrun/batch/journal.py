@@ -57,8 +57,8 @@ class Journal:
     def require(self, entries: Mapping[str, str], kind: str = DEPENDENCIES) -> None:
         """Save ``entries`` as ``<kind>.json``, or compare them with the saved ones.
 
-        New entries are added. Raises InputError that lists each changed entry, and if requests have state but no
-        dependencies.
+        New entries are added. Raises InputError that lists each changed entry, and if requests have
+        state but no dependencies.
         """
         path = self.folder / f"{kind}.json"
         data = _read(path)

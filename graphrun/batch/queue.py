@@ -125,9 +125,10 @@ class RequestWork:
 def run_requests(graph: Graph, requests: Sequence[Request], context: BatchContext) -> Batch:
     """Run every request that has no error.
 
-    Requests with equal settings share plans and loaded weights. A request whose run fails on the device gets an error, and the others run, unless
-    ``context.strict``. Raises planning errors, and InputError if the journal belongs to another
-    batch or cannot be written; finished outputs have reached the sink by then. Closes the journal.
+    Requests with equal settings share plans and loaded weights. A request whose run fails on the
+    device gets an error, and the others run, unless ``context.strict``. Raises planning errors, and
+    InputError if the journal belongs to another batch or cannot be written; finished outputs have
+    reached the sink by then. Closes the journal.
     """
     batch, device = Batch(), context.device
     with (
@@ -365,7 +366,8 @@ class _Runner(Works):
     ) -> None:
         """Run ``segment`` as a session, once for each list of requests in ``todo``.
 
-        The requests of a list share the outputs. An error of a type in ``failures`` is recorded for the whole list; others are raised.
+        The requests of a list share the outputs. An error of a type in ``failures`` is recorded for
+        the whole list; others are raised.
         """
         watcher = self.context.watcher
         watcher.segment(segment, len(todo))
