@@ -1,2 +1,1 @@
-"""Run graphs many times: lists of requests, their schedules, the cache of stage outputs, and
-resuming after a kill."""
+"""Lists of requests: schedules, the cache of stage outputs, and resuming after a kill."""

@@ -1,5 +1,4 @@
-"""Split requests whose input is a list that stages take item by item (``for_each``): each item
-becomes a request. Collect the outputs of the items as lists.
+"""Split requests by an input that stages take item by item (``for_each``), and join the outputs.
 
     request 1: seeds [3, 5, 8]     items 1, 2, 3 run like any requests
     request 2: seeds [4]           item 4
@@ -26,17 +25,18 @@ from graphrun.graph.graph import Graph
 class Items:
     """The items of ``whole``, resolved requests for ``graph``, as ``requests`` of their own.
 
-    Items are numbered from 1 through all lists. A broken request is one item. `sink` takes their
-    outputs; once it has all items of a request, ``sink`` gets the outputs as lists.
+    Items are numbered from 1 through all lists. A broken request is one item. The method `sink`
+    takes an item's outputs; after the last item of a request, the argument ``sink`` gets them as
+    lists.
     """
 
     def __init__(
         self, graph: Graph, whole: Sequence[Request], sink: Sink | None, journal: Journal | None
     ) -> None:
         self._graph, self._sink, self._journal = graph, sink, journal
-        self._request_of: dict[int, Request] = {}  # the request of each item
-        self._item_outputs: dict[int, Mapping[str, Any]] = {}  # by item, where there is no journal
-        self._outputs: dict[int, Mapping[str, Any]] = {}  # by request, where there is no sink
+        self._request_of: dict[int, Request] = {}  # by item
+        self._item_outputs: dict[int, Mapping[str, Any]] = {}  # by item, if there is no journal
+        self._outputs: dict[int, Mapping[str, Any]] = {}  # by request, if there is no sink
         self.requests = [*self._split(whole)]
         self._items = {
             request.number: [item for item, source in self._request_of.items() if source is request]
@@ -70,8 +70,8 @@ class Items:
         )
 
     def finish(self, batch: Batch) -> Batch:
-        """Return the batch of the requests; ``batch`` is the batch of the items. A request's error
-        is the first error of its items."""
+        """Return the batch of the requests from that of the items; the first error of an item
+        counts."""
         for number in batch.done_before:  # killed before their outputs were collected
             if number == self._items[self._request_of[number].number][0]:
                 self._gather(self._request_of[number])
@@ -87,8 +87,8 @@ class Items:
         return replace(batch, outputs=self._outputs, errors=errors, done_before=finished_requests)
 
     def _gather(self, request: Request) -> list[Path] | None:
-        """Deliver the outputs of ``request``. Return the written files; None if outputs of an item
-        are missing."""
+        """Deliver the outputs of ``request``. Return the files; None if outputs of an item are
+        missing."""
         item_outputs = list[Mapping[str, Any]]()
         for item in reversed(self._items[request.number]):  # the last item finishes last
             outputs = (
@@ -122,6 +122,5 @@ class Items:
         return files
 
     def _item_journal(self, item: int) -> RequestJournal:
-        """Return the state with the outputs of ``item``."""
         assert self._journal is not None
         return RequestJournal(self._journal.folder / f"{item}.made")

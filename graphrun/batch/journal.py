@@ -1,7 +1,6 @@
 """The state of a batch on disk, from which the batch resumes after a kill at any moment.
 
-A batch resumes only with the same graph, files, versions and inputs. This module handles neither
-plans nor devices.
+A batch resumes only with the same graph, files, versions and inputs.
 
     dependencies.json     what the outputs depend on: graph, weight files, versions, inputs
     3/encode.value        outputs of a stage of request 3 that later stages read
@@ -37,10 +36,8 @@ SHOWN = 6  # the most changes that an error message lists
 
 
 class Journal:
-    """The state of a batch in ``folder``.
-
-    Raises InputError if the folder cannot be written, or another process runs the same batch.
-    """
+    """The state of a batch in ``folder``. Raises InputError if the folder cannot be written, or
+    another process runs the same batch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,15 +52,13 @@ class Journal:
         self._lock = lock
 
     def close(self) -> None:
-        """Release the lock."""
         self._lock.release()
 
     def require(self, entries: Mapping[str, str], kind: str = DEPENDENCIES) -> None:
-        """Save ``entries`` as ``<kind>.json``, or compare them with the saved ones. New entries are
-        added.
+        """Save ``entries`` as ``<kind>.json``, or compare them with the saved ones.
 
-        Raises InputError that lists each changed entry, and if there is state of requests without
-        their dependencies.
+        New entries are added. Raises InputError that lists each changed entry, and if requests have
+        state but no dependencies.
         """
         path = self.folder / f"{kind}.json"
         data = _read(path)
@@ -98,13 +93,11 @@ class Journal:
             _write(path, json.dumps(dict(entries), indent=0, sort_keys=True).encode())
 
     def request(self, number: int) -> RequestJournal:
-        """Return the state of request ``number``."""
         return RequestJournal(self.folder / str(number))
 
 
 class RequestJournal:
-    """The state of one request in ``folder``. Implements `graphrun.ops.steps.Journal` for its
-    loops."""
+    """The state of one request in ``folder``, a `graphrun.ops.steps.StepJournal` for its loops."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -131,7 +124,7 @@ class RequestJournal:
                 path.unlink(missing_ok=True)
 
     def values(self, stage: str) -> dict[str, Any] | None:
-        """Return the saved outputs of ``stage``; None if there are none or they are damaged."""
+        """Return the saved outputs of ``stage``; None if absent or damaged."""
         return _unpack(self.folder / f"{stage}.value", dict)
 
     def keep(self, stage: str, outputs: Mapping[str, Any]) -> None:
@@ -140,23 +133,21 @@ class RequestJournal:
         self.forget(stage)
 
     def state(self, stage: str) -> StepState | None:
-        """Return the saved state of the loop of ``stage``; None if there is none or it is
-        damaged."""
+        """Return the saved state of the loop of ``stage``; None if absent or damaged."""
         return _unpack(self.folder / f"{stage}.steps", _step_state)
 
     def wants(self, stage: str, step: int, steps: int) -> bool:
-        """Whether to save after ``step``: always."""
+        """Return True: save every step."""
         return True
 
     def save(self, stage: str, state: StepState) -> None:
-        """Save the state of the loop of ``stage``."""
         _write(
             self.folder / f"{stage}.steps",
             pack({attribute.name: getattr(state, attribute.name) for attribute in fields(state)}),
         )
 
     def forget(self, stage: str) -> None:
-        """Delete the state of the loop of ``stage``, so that the loop starts at its first step."""
+        """Delete the state of the loop of ``stage``, so that it starts at its first step."""
         (self.folder / f"{stage}.steps").unlink(missing_ok=True)
 
 
@@ -178,7 +169,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _read(path: Path) -> bytes | None:
-    """Return what `_write` wrote; None if there is nothing or it is damaged."""
+    """Return the bytes that `_write` wrote; None if absent or damaged."""
     with contextlib.suppress(OSError, InputError):
         with open_regular(path) as file:
             check, _, data = file.read().partition(b"\n")

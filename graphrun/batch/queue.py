@@ -1,5 +1,4 @@
-"""Run a list of requests by the schedule with the least predicted time. A batch resumes where an
-earlier process was killed.
+"""Run a list of requests by the fastest schedule; resume where an earlier process was killed.
 
     requests -> skip finished ones -> group by settings (equal sizes: one problem)
              -> fastest schedule -> groups of requests that fit RAM and disk -> segments -> runs
@@ -54,7 +53,7 @@ class Batch:
     errors: dict[int, str] = field(default_factory=dict)
     done_before: tuple[int, ...] = ()
     schedules: list[Schedule] = field(default_factory=list)
-    # stages, request number, trace
+    # (stages, request number, trace)
     traces: list[tuple[tuple[str, ...], int, Trace]] = field(default_factory=list)
     # by stage: runs saved, because outputs are cached or equal to another request's
     shared: dict[str, int] = field(default_factory=dict)
@@ -86,10 +85,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class BatchContext:
-    """What a batch runs with.
+    """Everything that a batch runs with.
 
     ``estimate(values)`` returns the problem for input values, and ``solve`` a plan for it.
-    ``reuse(values)`` returns the output cache for them; None: no cache. ``device_name`` is part of
+    ``reuse(values)`` returns the output cache for them; None: no cache. ``device_name``: part of
     the cache keys, since outputs may differ between devices. ``device``: None opens the device of
     the first problem. ``strict``: raise the error of the first request that fails. ``segments``: as
     for `schedules`. ``host``: backing stores of the whole graph, used instead of ``modules``; each
@@ -114,8 +113,7 @@ class BatchContext:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestWork:
-    """A request that is not finished, with the places for its outputs. ``ready``: the outputs of
-    the graph so far."""
+    """An unfinished request, with its journal and cache. ``ready``: the graph's outputs so far."""
 
     request: Request
     keys: StageKeys
@@ -125,12 +123,12 @@ class RequestWork:
 
 
 def run_requests(graph: Graph, requests: Sequence[Request], context: BatchContext) -> Batch:
-    """Run every request that has no error. Requests with equal settings share plans and loaded
-    weights.
+    """Run every request that has no error.
 
-    A request whose run fails on the device gets an error, and the others run, unless
-    ``context.strict``. Raises planning errors, and InputError if the journal belongs to another
-    batch or cannot be written; the sink has the outputs finished by then. Closes the journal.
+    Requests with equal settings share plans and loaded weights. A request whose run fails on the
+    device gets an error, and the others run, unless ``context.strict``. Raises planning errors, and
+    InputError if the journal belongs to another batch or cannot be written; finished outputs have
+    reached the sink by then. Closes the journal.
     """
     batch, device = Batch(), context.device
     with (
@@ -156,7 +154,7 @@ def run_requests(graph: Graph, requests: Sequence[Request], context: BatchContex
             batch.done_before = tuple(finished)
             for stage, reason in restarting_loops(graph):
                 context.watcher.restarts(stage, reason)
-        by_settings: dict[Any, list[Request]] = {}  # the inputs that sizes and times depend on
+        by_settings: dict[Any, list[Request]] = {}  # by the inputs that sizes and times depend on
         for request in good:
             if request.number not in batch.done_before:
                 by_settings.setdefault(settings_of(graph, request.inputs), []).append(request)
@@ -171,8 +169,7 @@ def run_requests(graph: Graph, requests: Sequence[Request], context: BatchContex
 
 
 def restarting_loops(graph: Graph) -> list[tuple[str, str]]:
-    """Return the stages whose loops cannot resume at a step, each with the reason. They restart at
-    their first step."""
+    """Return the stages whose loops cannot resume, only restart, each with the reason."""
     loops = []
     for stage in graph.stages:
         if stage.op == "denoise":
@@ -189,8 +186,7 @@ def _fingerprint(request: Request) -> str:
 
 
 class Works:
-    """Requests with equal settings: their known values, and how they end. ``ram_bytes``: RAM for
-    values that wait."""
+    """Requests with equal settings: known values, and how they end. ``ram_bytes``: for values."""
 
     def __init__(
         self,
@@ -208,10 +204,8 @@ class Works:
         )
 
     def _work(self, request: Request) -> RequestWork:
-        """Return ``request`` with its keys, which tell which requests have equal outputs.
-
-        Without a cache, files are not read: they are equal for all requests.
-        """
+        """Return ``request`` with its keys; requests with equal keys have equal outputs. Without a
+        cache, files are not read: they are equal for all requests."""
         context = self.context
         reuse = context.reuse(request.inputs) if context.reuse is not None else None
         keys = (
@@ -227,8 +221,8 @@ class Works:
         )
 
     def _load_values(self, work: RequestWork) -> set[str]:
-        """Store the outputs of ``work`` from the journal and the cache in ``values``. Return the
-        names of their stages."""
+        """Load the outputs of ``work`` from journal and cache into ``values``. Return their
+        stages."""
         values: dict[str, Any] = {}
         for stage in self.graph.stages:
             if work.journal is not None and stage.name not in self.last:
@@ -241,7 +235,7 @@ class Works:
         return {name.partition(".")[0] for name in values}
 
     def _finish(self, work: RequestWork, outputs: Mapping[str, Any]) -> None:
-        """Store the ``outputs`` of a run. Values for later segments wait. The sink gets all outputs
+        """Store the ``outputs`` of a run. Values for later segments wait; the sink gets all outputs
         of the graph together."""
         number = work.request.number
         for name, value in outputs.items():
@@ -263,15 +257,15 @@ class Works:
         self.context.watcher.done(work.request, files)
 
     def _fail(self, work: RequestWork, error: GraphrunError) -> None:
-        """Record ``error``. The journal stays, so that the same batch can run the request again."""
+        """Record ``error``. The journal stays, so that the batch can run the request again."""
         self.batch.errors[work.request.number] = str(error)
         self.context.watcher.left_out(replace(work.request, error=str(error)))
         self.values.drop(work.request.number)
         self.todo.remove(work)
 
     def _require_choices(self, schedule: Schedule) -> None:
-        """Save the plans' choices in the journal, or compare them with the saved ones. Another
-        precision would give other outputs."""
+        """Save the plans' choices in the journal, or compare: other precisions give other
+        outputs."""
         problem = schedule.segments[0].solution.problem
         if self.context.journal is None or not problem.allow:
             return
@@ -304,7 +298,6 @@ class _Runner(Works):
         self.problem, self.device = problem, device
 
     def run(self) -> None:
-        """Run all requests."""
         with self.values:
             for work, stage_names in [(work, self._load_values(work)) for work in self.todo]:
                 self._resume_loop(work, stage_names)
@@ -371,10 +364,10 @@ class _Runner(Works):
         todo: Sequence[Sequence[RequestWork]],
         failures: tuple[type[GraphrunError], ...],
     ) -> None:
-        """Run ``segment`` as a session, once for each list in ``todo``. The requests of a list
-        share the outputs.
+        """Run ``segment`` as a session, once for each list of requests in ``todo``.
 
-        An error of a type in ``failures`` is recorded for the whole list; others are raised.
+        The requests of a list share the outputs. An error of a type in ``failures`` is recorded for
+        the whole list; others are raised.
         """
         watcher = self.context.watcher
         watcher.segment(segment, len(todo))
@@ -399,8 +392,8 @@ class _Runner(Works):
     def _arguments(
         self, graph: Graph, works: Sequence[RequestWork], solution: Solution
     ) -> dict[str, Any]:
-        """Return further arguments of `stages_for`: precomputed values, the journal, and the
-        callback after each stage."""
+        """Return further arguments of `stages_for`: precomputed values, journal, callback after a
+        stage."""
         first, names = works[0], [str(reference)[1:] for reference in graph.precomputed]
         choices = choices_of(solution)
 
@@ -417,8 +410,8 @@ class _Runner(Works):
     def _group_equal(
         self, stages: Sequence[str], works: Sequence[RequestWork]
     ) -> list[list[RequestWork]]:
-        """Return the requests whose outputs of ``stages`` are missing. Requests with equal outputs
-        share one list."""
+        """Return the requests that lack outputs of ``stages``, those with equal outputs in one
+        list."""
         names = [str(reference)[1:] for reference in self.graph.part(stages).outputs.values()]
         groups: dict[Any, list[RequestWork]] = {}
         for work in works:

@@ -1,10 +1,9 @@
-"""Read lists of requests (one set of inputs each) from files or from Python, and report what is
-wrong with a broken request. This module handles neither plans nor devices.
+"""Read lists of requests (one set of inputs each) from files or from Python.
 
-    prompts.jsonl   {"prompt": "a lighthouse", "seed": 3}
-                    one object per line; a plain string is the prompt
-    prompts.csv     prompt,seed
-                    a header, then one row per request; an empty cell is the default
+prompts.jsonl   {"prompt": "a lighthouse", "seed": 3}
+                one object per line; a plain string is the prompt
+prompts.csv     prompt,seed
+                a header, then one row per request; an empty cell is the default
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ def read_requests(path: Path) -> list[Request]:
 def requests_from(
     inputs: str | Mapping[str, Any] | Iterable[Mapping[str, Any] | str | Request],
 ) -> list[Request]:
-    """Return requests from Python values. Each of ``inputs`` is a mapping of inputs, a prompt, or a
-    `Request`, which is returned unchanged. A single mapping or prompt is one request."""
+    """Return requests from Python values: each a mapping of inputs, a prompt, or a `Request`, which
+    is returned unchanged. A single mapping or prompt is one request."""
     return [
         entry
         if isinstance(entry, Request)
@@ -72,8 +71,7 @@ def refuse_broken(requests: Iterable[Request]) -> None:
 
 
 def resolved(requests: Iterable[Request], graph: Graph, common: Mapping[str, Any]) -> list[Request]:
-    """Return ``requests`` with a value for every input of ``graph``: from the request, else from
-    ``common``, else the default.
+    """Return ``requests`` with every input of ``graph``: from itself, ``common`` or the default.
 
     A request whose inputs the graph refuses gets an ``error``. Raises InputError if ``common`` has
     an unknown input.

@@ -1,5 +1,4 @@
-"""Run some stages of a graph on one device, with a session plan for them. The values of other
-stages are arguments."""
+"""Run some stages of a graph on one device by a session plan, with given values of the others."""
 
 from __future__ import annotations
 
@@ -17,11 +16,10 @@ from graphrun.trace import Trace
 
 
 class Running(contextlib.ExitStack):
-    """A session of ``segment`` on ``device``. A context manager. Raises PlanError if the plan is
-    not for the segment.
+    """A session of ``segment`` on ``device``. A context manager.
 
     ``host``: backing stores of the whole graph, used instead of ``modules``; the segment uses its
-    part.
+    part. Raises PlanError if the plan is not for the segment.
     """
 
     def __init__(
@@ -48,8 +46,7 @@ class Running(contextlib.ExitStack):
         return self._session.loaded_ahead
 
     def load_ahead(self) -> None:
-        """Load the blocks that a first run starts with, if the next run is a first run
-        (`graphrun.runtime.executor.Session.load_ahead`)."""
+        """Load the blocks of a first run ahead (`graphrun.runtime.executor.Session.load_ahead`)."""
         self._session.load_ahead()
 
     def run(
@@ -61,8 +58,8 @@ class Running(contextlib.ExitStack):
     ) -> Trace:
         """Run once with resolved ``inputs``.
 
-        ``options``: arguments of `graphrun.ops.Stages`, such as ``precomputed`` values and
-        ``inputs_of`` some stages; other stages are skipped then. Raises the errors of
+        ``options``: arguments of `graphrun.ops.Stages`, such as ``precomputed`` values, and
+        ``inputs_of`` some stages, which skips the others. Raises the errors of
         `graphrun.runtime.recovery.run_to_the_end`; the next run then starts with an empty device.
         """
         solution, session = self.segment.solution, self._session

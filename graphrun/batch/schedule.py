@@ -1,5 +1,4 @@
-"""Schedules of a batch: how its stages are split into segments. Each segment runs for all requests
-before the next segment starts.
+"""Schedules of a batch: its stages in segments, each of which runs all requests before the next.
 
     request by request    (encode denoise decode)1 (encode denoise decode)2 ...
                           one segment with all stages
@@ -30,19 +29,16 @@ SolveFunction = Callable[[Problem], Solution]
 
 @dataclass(frozen=True, slots=True)
 class StageSegment:
-    """Consecutive stages, planned as a session.
-
-    ``graph`` has only these stages: values of earlier stages are precomputed, values that later
-    stages read are outputs.
-    """
+    """Consecutive stages, planned as a session. ``graph`` has only these stages: values of earlier
+    stages are precomputed, values that later stages read are outputs."""
 
     stages: tuple[str, ...]
     graph: Graph
     solution: Solution
 
     def total(self, runs: int) -> tuple[float, int]:
-        """Return the predicted seconds, and the bytes of weights copied to the device, of a session
-        of ``runs`` runs; 0 for no runs."""
+        """Return the predicted seconds, and the bytes copied to the device, of a session of
+        ``runs`` runs."""
         simulation = self.solution.simulation
         seconds, nbytes = (
             (simulation.further_seconds, simulation.further_moved_bytes)
@@ -63,9 +59,9 @@ class StageSegment:
 class Schedule:
     """Segments in order, run for groups of ``group`` requests.
 
-    ``seconds`` and ``moved_bytes`` are predicted for all requests. ``waiting_bytes``: the most that
-    waits between two segments; ``room_bytes``: the RAM for it, on a CPU what plans leave of the
-    budget.
+    ``seconds`` and ``moved_bytes``: predicted, for all requests. ``waiting_bytes``: the most that
+    waits between two segments; ``room_bytes``: the RAM for it, on a CPU the budget less the plans'
+    use.
     """
 
     segments: tuple[StageSegment, ...]
@@ -78,8 +74,8 @@ class Schedule:
 
     @property
     def name(self) -> str:
-        """``request by request``, ``stage by stage``, ``one run``, else the segments: ``encode |
-        denoise decode``."""
+        """``request by request``, ``stage by stage``, ``one run``, or as in ``encode | denoise
+        decode``."""
         if len(self.segments) == 1:
             return (
                 "request by request"
@@ -99,10 +95,9 @@ def schedules(
     solve: SolveFunction,
     segments: Sequence[tuple[str, ...]] | None = None,
 ) -> list[Schedule]:
-    """Return every schedule of ``requests`` requests that fits, ordered by predicted seconds, then
-    bytes moved, then number of segments.
+    """Return every schedule that fits, by predicted seconds, then bytes moved, then segments.
 
-    ``segments``: the stages of each, if they are fixed; else every split is tried. ``counts``: the
+    ``segments``: the stages of each, if fixed; by default every split is tried. ``counts``: the
     distinct runs that each stage needs (equal requests share outputs); a stage with 0 is
     precomputed. Raises Infeasible if no schedule fits the budgets.
     """
@@ -205,8 +200,7 @@ def _transfer_bytes(
     earlier_segments: Sequence[StageSegment],
     later_segments: Sequence[StageSegment],
 ) -> int:
-    """Return the bytes of one request's values that ``earlier_segments`` make and
-    ``later_segments`` read."""
+    """Return the bytes of a request's values that earlier segments make and later ones read."""
     producers, consumers = (
         {name for segment in segments for name in segment.stages}
         for segments in (earlier_segments, later_segments)
@@ -219,8 +213,8 @@ def _transfer_bytes(
 
 
 def _partitions(order: Sequence[str]) -> Iterator[list[tuple[str, ...]]]:
-    """Yield every partition of ``order`` into consecutive parts: few parts first, then long first
-    parts."""
+    """Yield every partition of ``order`` into consecutive parts, few parts and long first parts
+    first."""
     for count in range(len(order)):
         for cuts in sorted(combinations(range(1, len(order)), count), reverse=True):
             yield [tuple(order[begin:end]) for begin, end in pairwise((0, *cuts, len(order)))]

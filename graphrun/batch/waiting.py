@@ -1,5 +1,4 @@
-"""Stage outputs that wait between two segments of a schedule: in RAM up to a limit, then on
-disk."""
+"""Stage outputs that wait between two segments: in RAM up to a limit, then on disk."""
 
 from __future__ import annotations
 
@@ -12,11 +11,8 @@ from graphrun.batch.cache.pack import pack, unpack
 
 
 class WaitingValues(contextlib.ExitStack):
-    """Stage outputs by request, on the host. A context manager.
-
-    At most ``ram_bytes`` stay in RAM. The others are written to a temporary folder, which is
-    deleted on exit.
-    """
+    """Stage outputs by request, on the host. A context manager. At most ``ram_bytes`` stay in RAM;
+    the rest is in a temporary folder, deleted on exit."""
 
     def __init__(self, ram_bytes: int) -> None:
         super().__init__()
@@ -28,7 +24,6 @@ class WaitingValues(contextlib.ExitStack):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes in RAM."""
         return sum(nbytes for _, nbytes in self._in_ram.values())
 
     def put(self, request: int, name: str, value: Any) -> None:
@@ -46,7 +41,6 @@ class WaitingValues(contextlib.ExitStack):
         path.write_bytes(pack(value))
 
     def has(self, request: int, name: str) -> bool:
-        """Whether output ``name`` of ``request`` is stored."""
         return (request, name) in self._in_ram or (request, name) in self._on_disk
 
     def get(self, request: int, name: str) -> Any:
@@ -56,14 +50,13 @@ class WaitingValues(contextlib.ExitStack):
         return unpack(self._on_disk[request, name].read_bytes())
 
     def drop(self, request: int) -> None:
-        """Delete all outputs of ``request``."""
         for key in [key for key in (*self._in_ram, *self._on_disk) if key[0] == request]:
             if self._in_ram.pop(key, None) is None:
                 self._on_disk.pop(key).unlink()
 
 
 def _nbytes(value: Any, counted_storages: set[int]) -> int:
-    """Return the bytes of the storages in ``value``. Each storage is counted once."""
+    """Return the bytes of the storages in ``value``, each counted once."""
     if hasattr(value, "untyped_storage"):
         storage = value.untyped_storage()
         is_known = storage.data_ptr() in counted_storages

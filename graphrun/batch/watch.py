@@ -1,5 +1,4 @@
-"""Callbacks for the progress of a batch. Imports nothing heavy, so that the command line starts
-fast."""
+"""Callbacks for the progress of a batch. Imports nothing heavy: the command line starts fast."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LeftOut(GraphrunError):
-    """Raised by `Watcher.run`, or by the callback that it returned: skip this request, and run the
+    """Raised by `Watcher.run`, or the callback that it returned: skip this request, run the
     others."""
 
 
@@ -24,8 +23,8 @@ class Watcher:
     """Receives the progress of a batch. These methods do nothing; override the ones you need."""
 
     def schedule(self, schedule: Schedule, counts: Mapping[str, int]) -> None:
-        """Requests with equal settings are about to run by ``schedule``, with ``counts[stage]``
-        runs of each stage."""
+        """Requests with equal settings are about to run, with ``counts[stage]`` runs of each
+        stage."""
 
     def segment(self, segment: StageSegment, runs: int) -> None:
         """A session of ``runs`` runs of ``segment`` begins."""
@@ -33,11 +32,11 @@ class Watcher:
     def run(
         self, segment: StageSegment, request: Request
     ) -> Callable[[int, int, int], None] | None:
-        """A run of ``segment`` for ``request`` begins. Returns the run's ``progress`` callback, or
+        """A run of ``segment`` for ``request`` begins. Return its ``progress`` callback, or
         None."""
 
     def ran(self, segment: StageSegment, requests: Sequence[Request], trace: Trace) -> None:
-        """A run of ``segment`` has ended, whose outputs all of ``requests`` share."""
+        """A run of ``segment`` has ended; all of ``requests`` share its outputs."""
 
     def planned_again(self, line: str) -> None:
         """The rest of the current run was planned again; ``line`` is the message about it."""
@@ -49,17 +48,16 @@ class Watcher:
         """``request`` cannot be run, or its run failed; ``request.error`` is the reason."""
 
     def restarts(self, stage: str, reason: str) -> None:
-        """The loop of ``stage`` restarts (or would restart) at its first step after an
-        interruption; ``reason`` says why."""
+        """The loop of ``stage`` (re)starts at its first step after an interruption, for this
+        reason."""
 
     def waits(self) -> None:
-        """Called at least every second while devices of a cluster work; may raise
-        KeyboardInterrupt."""
+        """Called at least every second while cluster devices work; may raise KeyboardInterrupt."""
 
     def begins_on(self, device: str, stages: Sequence[str], request: Request) -> None:
         """A ``device`` of a cluster is about to run ``stages`` for ``request``. May raise
         LeftOut."""
 
     def ran_on(self, device: str, stages: Sequence[str], request: Request, share: float) -> None:
-        """A ``device`` of a cluster ran ``stages`` for ``request``. ``share``: the finished part of
-        the batch."""
+        """A ``device`` of a cluster ran ``stages`` for ``request``. ``share``: finished part of the
+        batch."""

@@ -54,8 +54,8 @@ def run_batch(
 ) -> None:
     """Run ``graph`` for the requests in the file ``inputs``, and show the results.
 
-    Without ``inputs`` there is one request. ``run_options`` are passed to `graphrun.run_many`.
-    Exits with 2 if requests were left out, with 4 if a run took more than planned.
+    Without ``inputs`` there is one request. ``run_options``: for `graphrun.run_many`. Exits with 2
+    if requests were left out, with 4 if a run took more than planned.
     """
     requests = (
         read_requests(inputs) if inputs is not None else [Request(1, {}, location="the inputs")]
@@ -94,7 +94,7 @@ def run_batch(
         and not run_options["random_weights"]
         and chooses_checkpoints(graph, options)
     ):
-        # The plan of the first request tells which files the requests need.
+        # the plan of the first request tells which files the requests need
         first = next(request for request in resolved_requests if not request.error)
         with solving():
             problem = api.estimate(graph, **arguments, inputs=first.inputs, cache=cache)
@@ -163,10 +163,8 @@ def _count(requests: Sequence[Request], graph: Graph) -> int:
 
 
 def _places(target: Files, requests: Sequence[Request], graph: Graph) -> dict[int, Files]:
-    """Return the output files of each resolved request that can be run.
-
-    Raises InputError if two requests have the same file.
-    """
+    """Return the output files of each resolved request that can be run. Raises InputError if two
+    requests have the same file."""
     request_targets, owners = dict[int, Files](), dict[Path, int]()
     for request in requests:
         if not request.error:

@@ -93,9 +93,8 @@ class Planned:
     None until the graph is planned. ``solve_seconds``: None if the plan came from the cache, or
     from a file without this number. ``precomputed``: cached stage outputs by name; their stages are
     not planned. ``downloads``: files from the hub that a run needs and that are missing here.
-    ``problem``: the solved problem; None if a saved plan was read. ``suggestions``: `Suggestion`s
-    that would make a slow plan faster. ``interrupted``: the step at which Ctrl-C stopped planning;
-    empty without an interrupt.
+    ``problem``: the solved problem; None if a saved plan was read. ``suggestions``: that would make
+    a slow plan faster. ``interrupted``: the step at which Ctrl-C stopped planning; "": none.
     """
 
     graph: Graph
@@ -111,10 +110,10 @@ class Planned:
 
 
 def open_graph(path: Path, options: PlanOptions, *, to_run: bool = False) -> Planned:
-    """Return the graph at ``path``, or the saved plan at ``path`` with its graph.
+    """Return the graph at ``path``, or the saved plan, checked and simulated, with its graph.
 
-    A plan is checked and simulated. ``to_run``: ``options`` must allow what the plan may choose,
-    since a file allows nothing by itself.
+    ``to_run``: ``options`` must allow what the plan may choose, since a file allows nothing by
+    itself.
     """
     if path.suffix != ".json":
         return Planned(load(path, options), path)
@@ -157,9 +156,9 @@ def plan_graph(
 
     ``reuse``: which cached stage outputs replace their stages (``encoded``, ``all``, ``none``). If
     weights are missing it is ``none``, since outputs are cached by the content of the weights.
-    ``advise``: whether to search for suggestions for a slow plan; Ctrl-C then returns the best plan
-    so far. ``thorough``: whether suggestions are searched for without a limit, with dry runs.
-    Raises Interrupted if ``advise`` is false, or there is no plan yet.
+    ``advise``: search for suggestions for a slow plan; Ctrl-C then returns the best plan so far.
+    ``thorough``: search for suggestions without a limit, with dry runs. Raises Interrupted if
+    ``advise`` is false, or there is no plan yet.
     """
     if thorough:
         from graphrun.solve.suggestions import thorough as thorough_search
@@ -224,12 +223,12 @@ def plan_graph(
         graph.resolve(inputs)
     hardware, *_ = cards = cards_for(options, cache, to_run=to_run)
     options = with_budget(options, hardware)
-    # Which files are needed is known before planning, unless a plan may choose checkpoints.
+    # the files are known before planning, unless a plan may choose checkpoints
     chooses_files = chooses_checkpoints(graph, options)
     downloads = [] if chooses_files else missing_sources(graph)
     if downloads or (chooses_files and to_run):
         reuse = "none"
-    # Planning compiles nothing; without dynamo the libraries import a second faster.
+    # planning compiles nothing; without dynamo the libraries import a second faster
     if not to_run:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     precomputed = cached_outputs(graph, inputs, hardware, reuse, options.allow or ())
@@ -266,7 +265,7 @@ def plan_graph(
                 setting_suggestions,
             )
 
-            # Other suggestions need further dry runs, which take longer than a plan.
+            # other suggestions need further dry runs, which take longer than a plan
             if isinstance(error, Infeasible) and (
                 is_thorough() or leading(error.suggestions, error.capacity_bytes) is None
             ):
@@ -302,10 +301,8 @@ def plan_graph(
 
 
 def _best_so_far(interrupt: PlanningInterrupted, name: str, *, is_accepted: bool) -> Solution:
-    """Return the best plan for the graph ``name`` when planning was interrupted.
-
-    Raises Interrupted if there is no plan yet, or ``is_accepted`` is false.
-    """
+    """Return the best plan for the graph ``name`` when planning was interrupted. Raises Interrupted
+    if there is none yet, or ``is_accepted`` is false."""
     activity = f"interrupted while planning {name}"
     if interrupt.infeasible:
         raise Interrupted(
@@ -420,8 +417,8 @@ def look(
     """Return how the screen of ``graph_plan`` is shown, with the command that runs the plan.
 
     The command runs the plan file, which is ``output_file`` if the plan is saved there. Without a
-    plan file, it plans again. It has the options that were given, ``reuse`` included. For a slow
-    plan, the command that plans its best suggestion comes first.
+    plan file, it plans again with the given options and ``reuse``. For a slow plan, the command
+    that plans its best suggestion comes first.
     """
     from graphrun.profile import hardware as estimates
     from graphrun.report.screen import Look
@@ -493,10 +490,8 @@ def precisions_of(solution: Solution) -> dict[str, str]:
 
 
 def checkpoint_lines(graph: Graph, precisions: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a line for each component that a plan reads from a published checkpoint.
-
-    ``precisions``: the precision of each component. Bytes are as the checkpoint's page states them.
-    """
+    """Return a line for each component that a plan, with these ``precisions``, reads from a
+    published checkpoint. Bytes are as the checkpoint's page states them."""
     lines = []
     for name, precision in precisions.items():
         if (checkpoint := graph.components[name].checkpoint(precision)) is not None:
@@ -507,19 +502,15 @@ def checkpoint_lines(graph: Graph, precisions: Mapping[str, str]) -> tuple[str, 
 
 
 def say(line: str) -> None:
-    """Print ``line`` to stderr as `echo` does, above a progress bar.
-
-    `typer.echo` would write to the stream behind the stream that rich puts in its place.
-    """
+    """Print ``line`` to stderr as `echo` does, above a progress bar. `typer.echo` would write to
+    the stream behind the stream that rich puts in its place."""
     sys.stderr.write(f"{printable(line)}\n")
     sys.stderr.flush()
 
 
 def cache_folder(is_off: bool) -> Path | None:
-    """Return the cache folder of the commands; None if ``is_off``.
-
-    It is ``$XDG_CACHE_HOME/graphrun``, or else ``~/.cache/graphrun``.
-    """
+    """Return the cache folder: ``$XDG_CACHE_HOME/graphrun``, or else ``~/.cache/graphrun``; None if
+    ``is_off``."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (
         None
@@ -536,10 +527,8 @@ def cards_for(options: PlanOptions, cache: Path | None, *, to_run: bool = False)
 
 
 def load(path: Path, options: PlanOptions) -> Graph:
-    """Load the graph at ``path`` with the options that change graphs, such as ``--until``.
-
-    Raises InputError for a plan.
-    """
+    """Load the graph at ``path`` with the options that change graphs, such as ``--until``. Raises
+    InputError for a plan."""
     if path.suffix == ".json":
         raise InputError(f"{path} is a plan; give the graph (YAML) that it was made from")
     hardware = cards_for(options, cache_folder(options.no_cache))[0]
@@ -570,10 +559,8 @@ def show(summary: Any, as_json: bool, screen: str) -> None:
 
 
 def json_text(summary: Mapping[str, Any]) -> str:
-    """Return what a command prints with ``--json``.
-
-    docs/json.md lists the keys. The version grows when a key is removed or changes its meaning.
-    """
+    """Return the text of ``--json`` (keys: docs/json.md). The version grows when a key is removed
+    or changes its meaning."""
     return json.dumps({"version": JSON_VERSION, **summary}, indent=1)
 
 
@@ -588,10 +575,8 @@ def write_or_print(text: str, output_file: Path | None) -> None:
 
 @contextlib.contextmanager
 def native_stdout_to_stderr() -> Iterator[None]:
-    """Redirect file descriptor 1 to stderr.
-
-    The solver's native code may print, and stdout of --json must stay JSON.
-    """
+    """Redirect file descriptor 1 to stderr: the solver's native code may print, and stdout of
+    --json must stay JSON."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)

@@ -1,7 +1,5 @@
-"""Downloads from the hub for a run.
-
-The hub is asked before planning, which takes seconds. The files are downloaded after planning.
-"""
+"""Downloads from the hub for a run. The hub is asked before planning, which takes seconds; the
+files are downloaded after planning."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ Told = Callable[[str], None] | None
 def required_downloads(
     graph: Graph, notify: Told, precisions: Mapping[str, str] | None = None
 ) -> list[Download]:
-    """Ask the hub for the files that ``graph`` needs to run, and return what is missing here.
+    """Ask the hub for the files that ``graph`` needs to run, and return those missing here.
 
     ``precisions``: as for `graphrun.modules.needs.find_missing`. Raises GraphError if a run would
     fail: a source is missing or may not be read, or the disk is full.
@@ -45,7 +43,7 @@ def required_downloads(
 
 
 def download_all(downloads: Sequence[Download], notify: Told) -> None:
-    """Download ``downloads``, from `required_downloads`, and show bytes and the remaining time."""
+    """Download ``downloads``, and show bytes and the remaining time."""
     from graphrun.modules.needs import download
     from graphrun.report.progress import DownloadProgress
 

@@ -25,8 +25,8 @@ from graphrun.units import show_size
 def enforced(graph: Path, options: PlanOptions) -> Iterator[tuple[PlanOptions, MemoryGroup | None]]:
     """Provide a context in which the kernel enforces the memory budget on this process.
 
-    Yields the options with the budget in bytes, and the group; None, after a line that says why,
-    where no group can be made. Only a forked child gets here; the parent leaves with its exit code.
+    Yields the options with the budget in bytes, and the group; None, after a line that says why, if
+    no group can be made. Only a forked child gets here; the parent leaves with its exit code.
     Raises InputError without a memory budget, OutOfMemory in the parent if the kernel killed the
     child.
     """
@@ -53,7 +53,7 @@ def enforced(graph: Path, options: PlanOptions) -> Iterator[tuple[PlanOptions, M
 
 
 def kernel_line(group: MemoryGroup) -> str:
-    """Return what the kernel counted for the run, next to the limit that it enforced."""
+    """Return the kernel's count for the run, next to the limit that it enforced."""
     return (
         f"the kernel counted at most {show_size(group.peak_bytes)} of the enforced "
         f"{show_size(group.limit_bytes)}, without the page cache"

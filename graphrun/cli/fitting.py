@@ -115,10 +115,8 @@ def fit_command(
 
 @contextmanager
 def _graph_file(model: str, trust: list[str] | None) -> Iterator[Path]:
-    """Provide the graph file of ``model``; for a folder or a repository, one that is imported.
-
-    Of a repository only configurations are fetched.
-    """
+    """Provide the graph file of ``model``, importing a folder or repository by its
+    configurations."""
     path = Path(model)
     if model in shipped_graphs() or path.suffix in (".yaml", ".yml"):
         yield path

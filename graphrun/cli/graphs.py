@@ -28,7 +28,7 @@ from graphrun.graph.shipped import graph_file, graphs_folder, shipped_graphs
 from graphrun.report import plan_files as planfile
 from graphrun.report.table import table
 
-# In the folder of graphs: what benchmarks/graph_table.py measured for each graph.
+# in the folder of graphs: benchmarks/graph_table.py's measurements of each graph
 FIGURES = "figures.json"
 KINDS = ("mermaid", "dot", "svg")
 
@@ -73,7 +73,7 @@ def graph(
                 " ".join(f"{name}={value}" for name, value in estimate["settings"].items()),
             )
         )
-    # The pipeline's own code may raise anything; a graph can be drawn without the dry run.
+    # the pipeline's own code may raise anything; a graph can be drawn without the dry run
     except Exception as error:  # noqa: BLE001
         reason = (
             str(error) if isinstance(error, GraphrunError) else f"{type(error).__name__}: {error}"

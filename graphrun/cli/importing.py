@@ -136,9 +136,7 @@ def imported_screen(imported: Imported, path: Path) -> str:
 
 def _value(name: str, text: str) -> Any:
     """Return ``text`` parsed as YAML: 512, 0.5, true, [1, 2], or a string, which may be empty.
-
-    Raises InputError.
-    """
+    Raises InputError."""
     import yaml
 
     try:

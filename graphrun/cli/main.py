@@ -1,7 +1,5 @@
-"""The entry point of the ``graphrun`` command. Errors become messages with an exit code.
-
-Exit codes: 0 done, 1 over a limit, 2 bad input, 3 no plan fits, 4 the run broke its plan.
-"""
+"""The entry point of the ``graphrun`` command. Exit codes: 0 done, 1 over a limit, 2 bad input, 3
+no plan fits, 4 the run broke its plan."""
 
 from __future__ import annotations
 
@@ -79,11 +77,8 @@ def about(
 
 
 def main() -> NoReturn:
-    """Run the ``graphrun`` command.
-
-    A `GraphrunError` becomes a message and an exit code, without a traceback.
-    """
-    # A pipe is UTF-8 on Windows too. Other terminals may have no block characters: replace them.
+    """Run the ``graphrun`` command. A `GraphrunError` becomes a message and an exit code."""
+    # a pipe is UTF-8 on Windows too; other terminals may have no block characters: replace them
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="replace")
@@ -101,11 +96,8 @@ def main() -> NoReturn:
 
 
 def _interrupt_again(dropped_error: sys.UnraisableHookArgs) -> None:
-    """Repeat an interrupt that Python dropped.
-
-    Python drops an interrupt inside ``__del__``, for example of the tokenizers' regular
-    expressions.
-    """
+    """Repeat an interrupt that Python dropped inside ``__del__``, for example of the tokenizers'
+    regular expressions."""
     if isinstance(dropped_error.exc_value, KeyboardInterrupt):
         threading.Timer(0.1, _thread.interrupt_main).start()
     else:

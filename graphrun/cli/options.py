@@ -237,16 +237,14 @@ class PlanOptions:
 
     @property
     def flags_with_plan(self) -> str:
-        """The options among `flags` that the command for a saved plan takes too."""
+        """The `flags` that the command for a saved plan also takes."""
         return replace(
             PlanOptions(), **{name: getattr(self, name) for name in _FREE_WITH_PLAN}
         ).flags
 
     def refuse_for_plan(self, path: Any, *, to_run: bool) -> None:
         """Raise InputError if an option is set that the plan at ``path`` has already fixed.
-
-        ``to_run``: --allow may be set, to confirm what the plan may choose.
-        """
+        ``to_run``: --allow may be set, to confirm what the plan may choose."""
         free_names = (*_FREE_WITH_PLAN, *(["allow"] if to_run else []))
         fixed_names = [field.name for field in fields(self) if field.name not in free_names]
         if set_names := [name for name in fixed_names if getattr(self, name) != _DEFAULTS[name]]:
@@ -265,7 +263,7 @@ def with_typed_budget(options: PlanOptions, option: str, text: str) -> PlanOptio
 def merge_options(arguments: Sequence[str], options: Sequence[str]) -> str:
     """Return the command line of ``arguments`` with ``options``, alternating names and values.
 
-    ``options`` replace budgets, and inputs of the same name. --allow may be repeated, so it is
+    ``options`` replace budgets, and inputs of the same name; --allow, which may be repeated, is
     added.
     """
     words, pairs = list(arguments), list(zip(options[::2], options[1::2], strict=True))
@@ -282,10 +280,8 @@ def merge_options(arguments: Sequence[str], options: Sequence[str]) -> str:
 
 
 def pair(option: str, text: str, *, may_be_empty: bool = False) -> tuple[str, str]:
-    """Return the name and the value in ``text``, name=value, typed after ``option``.
-
-    Raises InputError for another form.
-    """
+    """Return the name and the value in ``text``, name=value, typed after ``option``. Raises
+    InputError for another form."""
     name, equals, value = text.partition("=")
     if not equals or not name.strip() or not (value or may_be_empty):
         raise InputError(f"{option} {text!r} is not name=value")
@@ -304,11 +300,8 @@ _OPTIONS = [
 
 
 def shared(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace the parameter ``options`` of a command by the options ``names`` of `PlanOptions`.
-
-    Without ``names``, the command gets all of them. They are in the signature that typer reads,
-    after the command's arguments.
-    """
+    """Replace the parameter ``options`` of a command by the options ``names`` (default: all) of
+    `PlanOptions`, in the signature that typer reads, after the command's arguments."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(command, include_extras=True)

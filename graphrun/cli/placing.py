@@ -45,10 +45,8 @@ ItemsOption = Annotated[
 
 
 def open_cluster(path: Path, options: PlanOptions) -> Cluster:
-    """Return the cluster in the file ``path``.
-
-    Raises InputError for options that the file replaces.
-    """
+    """Return the cluster in the file ``path``. Raises InputError for options that the file
+    replaces."""
     from graphrun.cluster.machines import read_cluster
 
     defaults = {

@@ -107,7 +107,7 @@ def plan(
     screen = plan_screen(graph_plan.solution, graph_plan.solve_seconds, style)
     suggestions = list[Any]()
     if graph_plan.suggestions:
-        # Imported only here, since it imports highspy.
+        # imported only here, since it imports highspy
         from graphrun.report.whatif_screens import suggestions_json, suggestions_screen
 
         screen += f"\n\n{suggestions_screen(graph_plan.solution, graph_plan.suggestions, style)}"
@@ -338,7 +338,7 @@ def frontier(
         ("", options.inputs)
     ]
     for _, inputs in sweep_inputs:
-        # Refuse bad values before minutes of planning; each value needs its own dry run.
+        # refuse bad values before minutes of planning; each value needs its own dry run
         pipeline_graph.for_planning(inputs)
     cards = cards_for(options, cache)
     refuse_wrong_budgets(cards[0], options)

@@ -223,7 +223,7 @@ def run(
         sys.stdout.flush()  # before the progress on stderr
     download_all(graph_plan.downloads, notify)
     while pipeline_graph is not None and _is_expected(graph_plan):
-        # Only the header of a GGUF file tells the type of each tensor: plan for what is in it.
+        # only the header of a GGUF file tells the type of each tensor: plan for its content
         graph_plan = plan_graph(
             replace(graph_plan, solution=None, downloads=[]),
             options,
@@ -291,8 +291,8 @@ def run(
 
 
 def _is_expected(graph_plan: Planned) -> bool:
-    """Return whether the plan has a published GGUF file that was not here when it was made, so that
-    its bytes are expected from the graph and not read from its header."""
+    """Return whether the plan has a published GGUF file that is to be downloaded, whose bytes are
+    expected from the graph and not read from its header."""
     return bool(graph_plan.downloads) and any(
         component.variants[0].precision in GGUF_MIXES
         for component in graph_plan.solution.chosen.components

@@ -1,7 +1,5 @@
-"""Interrupts and output files of a single run and of a batch.
-
-The first interrupt (Ctrl-C) stops a run at the end of the current step, a second one immediately.
-"""
+"""Interrupts and output files of a single run and of a batch. The first interrupt (Ctrl-C) stops a
+run at the end of the current step, a second one immediately."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Stop:
-    """A record of whether an interrupt was received."""
+    """Whether an interrupt was received."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -36,10 +34,8 @@ class Stop:
     def watch(
         self, progress: Callable[[int, int, int], None] | None
     ) -> Callable[[int, int, int], None]:
-        """Return ``progress``, extended to raise KeyboardInterrupt after an interrupt.
-
-        The error is raised at the start of a call, which is the end of a step.
-        """
+        """Return ``progress``, extended to raise KeyboardInterrupt after an interrupt, at the start
+        of a call, which is the end of a step."""
 
         def called(slot: int, call: int, calls: int) -> None:
             if self.requested:
@@ -106,11 +102,8 @@ def state_folder(files: Files) -> Path:
 
 
 def refuse_rate(files: Files, graph: Graph, inputs: Mapping[str, Any]) -> None:
-    """Raise InputError if ``files`` has a video and no video file supports the frame rate.
-
-    The frame rate comes from ``inputs``.
-    """
-    # An input that is not a number is refused later, with the other inputs.
+    """Raise InputError if ``files`` has a video and no video file supports its frame rate."""
+    # an input that is not a number is refused later, with the other inputs
     with contextlib.suppress(TypeError, ValueError):
         require_rate(files, _rate(files, graph, inputs))
 
@@ -132,10 +125,7 @@ def save(
 
 
 def _rate(files: Files, graph: Graph, inputs: Mapping[str, Any]) -> float | None:
-    """Return the frame rate of the videos among ``files``.
-
-    Returns None if there is no video, or the graph has no rate.
-    """
+    """Return the frame rate of the videos among ``files``; None without videos or a rate."""
     if not any(path.suffix.lower() in VIDEOS for path in files.values()):
         return None
     from graphrun.ops.pipeline import frames_per_second

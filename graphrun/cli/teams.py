@@ -1,7 +1,5 @@
-"""Commands for plans in a repository: ``check``, ``diff``, and the limits of ``plan``.
-
-The limits are ``--fail-over`` and ``--fail-peak``.
-"""
+"""Commands for plans in a repository: ``check``, ``diff``, and the limits of ``plan``,
+``--fail-over`` and ``--fail-peak``."""
 
 from __future__ import annotations
 
@@ -102,10 +100,7 @@ def diff(
 
 
 class FailLimits:
-    """The limits of ``--fail-over`` and ``--fail-peak``.
-
-    Raises InputError for an invalid time or size.
-    """
+    """The limits of ``--fail-over`` and ``--fail-peak``. Raises InputError for an invalid one."""
 
     def __init__(self, time_limit: str | None, peak_limit: str | None) -> None:
         self._seconds = (
@@ -116,7 +111,7 @@ class FailLimits:
     def check(self, solution: Solution) -> None:
         """Exit with code 1 if ``solution`` is over a limit, and print both numbers."""
         problem, simulation = solution.problem, solution.simulation
-        # The part of a budget that is not for tensors: context, workspace and reserve.
+        # the part of a budget that is not for tensors: context, workspace and reserve
         overhead_bytes = (
             min(problem.budget_bytes, problem.hardware.capacity_bytes) - problem.effective_bytes
         )

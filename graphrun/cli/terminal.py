@@ -17,7 +17,7 @@ from graphrun.reading import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Styles of rich, and the words of plain-text screens that get them.
+# styles of rich, and the words of plain-text screens that get them
 COLOURS = (
     ("bold green", r"(?m)^(?:fits: yes|done|ok|ready)\b"),
     ("bold red", r"(?m)^(?:fits: no|infeasible)\b|more than planned|does not fit\b"),
@@ -38,11 +38,8 @@ def width() -> int:
 
 
 def print_coloured(screen: str, *, err: bool = False) -> None:
-    """Print ``screen`` to stdout, or to stderr.
-
-    It is coloured on a terminal, and plain in a pipe or with $NO_COLOR. Control characters are
-    escaped: names in it may come from a file.
-    """
+    """Print ``screen`` to stdout, or to stderr. Coloured on a terminal, plain in a pipe or with
+    $NO_COLOR. Control characters are escaped: names in it may come from a file."""
     if not (sys.stderr if err else sys.stdout).isatty():
         typer.echo(printable(screen), err=err)
         return

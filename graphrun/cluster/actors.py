@@ -1,8 +1,7 @@
-"""Workers as Ray actors in a placement group: one actor per device, or per team of devices that run
-stages together. Values go through Ray's object store.
+"""Workers as Ray actors in a placement group: one actor per device, or per team of devices.
 
-Ray restarts an actor that dies in the same place, and repeats its runs. Ray sends no usage
-statistics from here, and a cluster started here has no dashboard.
+Values pass through Ray's object store. Ray restarts a dead actor in the same place and repeats its
+runs. Ray sends no usage statistics from here, and a cluster started here has no dashboard.
 """
 
 from __future__ import annotations
@@ -31,23 +30,22 @@ from graphrun.extras import install_command
 from graphrun.graph.graph import Graph
 from graphrun.graph.settings import settings_of
 
-RETRIES = 8  # of a run after its actor died
+RETRIES = 8  # attempts to repeat a run after its actor died
 READY_SECONDS = 60  # to wait for the placement group
-# bounds of the object store of a cluster started here
+# limits of the object store of a cluster started here
 STORE_BYTES = (
     256 << 20,
     2 << 30,
 )
-CPUS = 0.001  # per actor, in Ray's accounting: the cores of the machine set no limit
+CPUS = 0.001  # per actor, in Ray's accounting; nominal, so the machine's cores set no limit
 
 
 @contextlib.contextmanager
 def ray_connection(cluster: Cluster) -> Iterator[Any]:
-    """Connect to the Ray cluster at ``cluster.address``; without an address, start one here and
-    stop it at the end.
+    """Connect to the Ray cluster at ``cluster.address``, or start one here and stop it at the end.
 
-    An existing connection of the process is reused. Raises InputError if Ray is not installed or
-    not at the address.
+    Reuses the process's connection. Raises InputError if Ray is not installed or not at the
+    address.
     """
     ray = _import_ray()
     if ray.is_initialized():
@@ -96,7 +94,7 @@ def _gpus(cluster: Cluster) -> int:
 
 
 class _Ticket(NamedTuple):
-    """References to the result of each visit of a run, and to the run's report."""
+    """References to the result of each visit of a run, and to its report."""
 
     values: tuple[Any, ...]
     report: Any
@@ -106,13 +104,13 @@ class _Actor:
     """A `StageWorker` in a process of its own."""
 
     def __init__(self, name: str, threads: int) -> None:
-        torch.set_num_threads(threads)  # CPU results depend on it
+        torch.set_num_threads(threads)  # CPU results depend on the thread count
         self._name = name
         self._worker: StageWorker | None = None
 
     def run(self, segment: Sequence[Any], visits: Sequence[Visit]) -> tuple[Any, ...]:
         """Run the worker of ``segment``. Return the result of each visit, then the report.
-        ``segment`` and values are references."""
+        ``segment`` and the visits' values are references."""
         local_visits = [
             visit._replace(
                 values=[functools.partial(_value, reference) for reference in visit.values]
@@ -123,7 +121,6 @@ class _Actor:
         return *values, report
 
     def load_ahead(self, segment: Sequence[Any]) -> Report:
-        """Load ahead with the worker of ``segment``, a reference."""
         return self._open_worker(segment).load_ahead()
 
     def _open_worker(self, segment: Sequence[Any]) -> StageWorker:
@@ -134,7 +131,7 @@ class _Actor:
         return self._worker
 
     def release(self) -> None:
-        """Free the device and the host memory. The next run may be of another segment."""
+        """Free device and host memory. The next run may use another segment."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None
@@ -162,11 +159,8 @@ class Actors(contextlib.ExitStack):
         self.switch_to(segments, placement)
 
     def switch_to(self, segments: Sequence[StageSegment], placement: Placement) -> None:
-        """Run ``placement``, on the same cluster, from now on.
-
-        All actors first empty their devices and memory. They end instead if the teams of devices
-        change.
-        """
+        """Use ``placement`` from now on, on the same cluster. Empties every actor's devices and
+        memory, or restarts the actors if the teams change."""
         team_of_device = {
             device.name: assignment.name
             for assignment in placement.assignments
@@ -192,7 +186,6 @@ class Actors(contextlib.ExitStack):
         self._segments = [self._ray.put(segment) for segment in segments]
 
     def _start(self, assignments: Sequence[Assignment], cluster: Cluster) -> None:
-        """Start the actors of ``assignments``."""
         ray, nodes = self._ray, _nodes(self._ray, cluster)
         bundles = [_bundle(assignment.devices, nodes) for assignment in assignments]
         places = ray.util.placement_group(bundles, strategy="PACK")
@@ -220,18 +213,17 @@ class Actors(contextlib.ExitStack):
             self.callback(ray.kill, self._actors_by_name[assignment.name])
 
     def load_ahead(self, worker: int) -> _Ticket:
-        """Start loading the blocks that the first run of actor number ``worker`` starts with."""
+        """Start loading the blocks that actor number ``worker`` needs first."""
         return _Ticket((), self._actors[worker].load_ahead.remote([self._segments[worker]]))
 
     def begin(self, worker: int, visits: Sequence[Visit]) -> _Ticket:
-        """Start a run of actor number ``worker``, after its earlier runs."""
+        """Queue a run of actor number ``worker`` after its earlier runs."""
         run = self._actors[worker].run.options(num_returns=1 + len(visits))
         *values, report = run.remote([self._segments[worker]], list(visits))
         return _Ticket(tuple(values), report)
 
     def finished(self, tickets: Collection[_Ticket], *, wait_for_all: bool) -> Collection[_Ticket]:
-        """Return the finished ones of ``tickets``, as soon as there is one, or all with
-        ``wait_for_all``; return none after a second."""
+        """Wait up to a second for one of ``tickets``, or for all. Return the finished ones."""
         count = len(tickets) if wait_for_all else 1
         ready, _ = self._ray.wait(
             [ticket.report for ticket in tickets], num_returns=count, timeout=1.0
@@ -250,15 +242,12 @@ class Actors(contextlib.ExitStack):
             raise DeviceLost(f"its process died {RETRIES + 1} times: {error}") from None
 
     def result(self, ticket: _Ticket, visit: int) -> Any:
-        """Return the reference to the result of visit number ``visit``."""
         return ticket.values[visit]
 
     def keep(self, values: Mapping[str, Any]) -> Any:
-        """Put values into the object store."""
         return self._ray.put(pack(dict(values)))
 
     def fetch(self, handle: Any) -> dict[str, Any]:
-        """Return the values of a reference. Raises LostValue."""
         return dict(unpack(_value(handle)))
 
 
@@ -270,8 +259,7 @@ def _bundle(devices: Sequence[ClusterDevice], nodes: Mapping[str, str]) -> dict[
 
 
 def _visible(devices: Sequence[ClusterDevice]) -> dict[str, str]:
-    """Return the environment in which ``devices`` are the only ones of their kind, in this
-    order."""
+    """Return the environment that makes only ``devices`` visible, in this order."""
     if not (variable := devices[0].hardware.kind.visibility):
         return {}
     numbers = ",".join(device.torch.partition(":")[2] or "0" for device in devices)
@@ -279,11 +267,8 @@ def _visible(devices: Sequence[ClusterDevice]) -> dict[str, str]:
 
 
 def _nodes(ray: Any, cluster: Cluster) -> dict[str, str]:
-    """Return the address of the Ray node of each host, by host name.
-
-    Empty if the cluster is one node and all hosts are simulated on it or are one host. Raises
-    InputError for a host without a node.
-    """
+    """Return the address of each host's Ray node, by host name. Empty on a single node if all hosts
+    are simulated or there is only one. Raises InputError for a host without a node."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     if len(alive) == 1 and (len(cluster.hosts) == 1 or not _gpus(cluster)):
         return {}
@@ -302,12 +287,12 @@ def _nodes(ray: Any, cluster: Cluster) -> dict[str, str]:
 
 
 class ClusterRunner(contextlib.ExitStack):
-    """Runs requests of equal settings on ``cluster``
-    (`graphrun.batch.queue.BatchContext.dispatch`). A context manager.
+    """Runs requests of equal settings on ``cluster``. A context manager.
 
-    ``objective``, ``cache`` and ``budgets`` are as for `graphrun.cluster.place.place`. ``items``:
-    the number to plan for, instead of the number of requests. ``placement``: the placement of the
-    latest requests, whose weights stay loaded. Raises InputError without Ray.
+    Implements `graphrun.batch.queue.BatchContext.dispatch`. ``objective``, ``cache`` and
+    ``budgets``: as for `graphrun.cluster.place.place`. ``items``: the number to plan for, instead
+    of the number of requests. ``placement``: of the latest requests, whose weights stay loaded.
+    Raises InputError without Ray.
     """
 
     def __init__(
@@ -327,13 +312,12 @@ class ClusterRunner(contextlib.ExitStack):
         self.placement: Placement | None = None
 
     def join(self) -> Any:
-        """Connect to Ray, once, and return it."""
         if self._ray is None:
             self._ray = self.enter_context(ray_connection(self._cluster))
         return self._ray
 
     def place(self, graph: Graph, requests: Sequence[Request]) -> Placement:
-        """Return the placement for ``requests``. Each placement is made once."""
+        """Return the placement for ``requests``, cached."""
         inputs, items = requests[0].inputs, self._items or len(requests)
         key = graph.name, graph.digest, settings_of(graph, inputs), items
         if key not in self._placements:

@@ -1,5 +1,6 @@
-"""Device assignments, the columns of the master program: stages on a kind of device, or on several
-devices of one host. The planner prices an assignment when a bound shows that it may be chosen.
+"""Device assignments, the columns of the master program: stages on a device or a team of a host.
+
+The planner prices an assignment only when its lower bound shows that it may be chosen.
 
     share of the host's memory    1      whole plan: its RAM and its seconds
                                   1/2    the largest of SHARES below the used share: less RAM,
@@ -35,16 +36,16 @@ SHARES = (
     1 / 8,
 )
 TOGETHER = 4  # most devices of a host in one device assignment
-MOST_APART = 5  # stages of a graph; with more, each device gets consecutive stages
-# devices of a cluster; with more, too: among many devices, some run the first stages and some the
-# last
+MOST_APART = 5  # stages of a graph; with more, a device gets consecutive stages only
+# devices of a cluster; with more, a device gets consecutive stages only: with many devices,
+# separate ones can run the first and the last stages
 MOST_DEVICES_APART = 32
-MOST_KINDS = 40  # of devices and teams of a host; with more, teams are smaller, but of two at least
+MOST_KINDS = 40  # of devices and teams of a host; with more, teams are smaller, but at least pairs
 
 
 class DeviceClass(NamedTuple):
-    """Devices that are alike: hardware, VRAM budget, and what the host has of RAM and page-locked
-    RAM (None: as RAM). ``secondaries``: of one with further devices of its host."""
+    """Equal devices: hardware, VRAM budget, and RAM and page-locked RAM (None: as RAM) of the host.
+    ``secondaries``: the further devices of a team."""
 
     hardware: Hardware
     vram_bytes: int
@@ -54,7 +55,7 @@ class DeviceClass(NamedTuple):
 
     @property
     def members(self) -> tuple[DeviceClass, ...]:
-        """The kind of each of its devices, the main one first."""
+        """The class of each device of the team, the main one first."""
         secondary_kinds = (
             self._replace(
                 hardware=secondary.hardware, vram_bytes=secondary.budget_bytes, secondaries=()
@@ -65,10 +66,8 @@ class DeviceClass(NamedTuple):
 
 
 def kinds_with_teams(counts: Mapping[DeviceClass, int], max_size: int) -> list[DeviceClass]:
-    """Return the kinds of single devices in a host, and of teams of up to ``max_size`` devices.
-
-    ``counts``: how many devices of each kind the host has.
-    """
+    """Return the classes of single devices in a host, and of teams of up to ``max_size`` devices.
+    ``counts``: the host's devices of each class."""
     kinds = list(counts)
     for size in range(2, max_size + 1):
         teams = [kind for main in counts for kind in _teams(main, counts, size)]
@@ -96,7 +95,7 @@ def _teams(
 
 
 def kinds_of(cluster: Cluster) -> dict[str, DeviceClass]:
-    """Return the kind of each device of ``cluster``, by the device's name."""
+    """Return the class of each device of ``cluster``, by the device's name."""
     return {
         device.name: DeviceClass(
             device.hardware, device.vram_bytes, host.ram_bytes, host.pinned_bytes
@@ -108,11 +107,10 @@ def kinds_of(cluster: Cluster) -> dict[str, DeviceClass]:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The ``parts`` of a device assignment on a kind of device, within a ``share`` of the host's
-    memory.
+    """A device assignment of ``parts`` to a device class, within a ``share`` of the host's memory.
 
-    A run takes ``seconds`` once the values have arrived, and starts after ``ahead_seconds``.
-    Without a ``column`` the seconds are lower bounds, and the bytes are 0.
+    A run starts after ``ahead_seconds`` and takes ``seconds`` once its values have arrived. Without
+    a ``column`` the seconds are lower bounds, and the bytes are 0.
     """
 
     parts: tuple[StageSpan, ...]
@@ -123,23 +121,21 @@ class Option:
 
     @property
     def ram_bytes(self) -> int:
-        """Lower bound of the RAM."""
         return self.column.ram_bytes if self.column is not None else 0
 
     @property
     def pinned_bytes(self) -> int:
-        """Lower bound of the page-locked RAM."""
         return self.column.pinned_bytes if self.column is not None else 0
 
 
 class Pricing:
-    """The options of each kind of device for ``stages``.
+    """The options of each device class for ``stages``.
 
     ``price(kind, stages, share)`` returns the device assignment of the best plan within a share of
     the host's memory; None if nothing fits. ``lower_bound(kind, stage)`` returns seconds that no
-    plan can undercut. ``cold``: the seconds of an item are those of a first item. ``whole``: the
-    only choice is all stages together. ``max_team``: the most devices of a host in one assignment.
-    ``has_gaps``: a device may hold parts that are not consecutive, if ``values`` allow it
+    plan can undercut. ``cold``: an item costs as much as a first item. ``whole``: all stages
+    together are the only choice. ``max_team``: the most devices of a host in one assignment.
+    ``has_gaps``: a device may run parts that are not consecutive, if ``values`` allow it
     (`graphrun.cluster.placement.separable`).
     """
 
@@ -183,17 +179,16 @@ class Pricing:
         self._options: dict[DeviceClass, dict[tuple[StageSpan, ...], list[Option]]] = {}
 
     def least_seconds(self, kind: DeviceClass, stage: str) -> float:
-        """Return seconds of ``stage`` that no plan for ``kind`` undercuts."""
+        """Return the lower bound of ``stage`` on ``kind``, in seconds."""
         return self._lower_bound(kind, stage)
 
     def options(self, kind: DeviceClass) -> list[Option]:
-        """Return the priced options. For each choice of stages that may have a better one, add an
-        option with bounds only."""
+        """Return the priced options, and bounds for each choice of stages that may improve."""
         return [option for chain in self._chains(kind).values() for option in chain]
 
     def refine(self, kind: DeviceClass, option: Option) -> None:
-        """Price ``option``, which has only bounds. If it covers a part of the host's memory, also
-        price all smaller shares."""
+        """Price ``option``, which has only bounds, and if its share is below 1, all smaller
+        shares."""
         chain = self._chains(kind)[option.parts]
         chain.remove(option)
         next_option = self._priced(kind, option, chain)
@@ -203,8 +198,8 @@ class Pricing:
             chain.append(next_option)
 
     def _priced(self, kind: DeviceClass, option: Option, chain: list[Option]) -> Option | None:
-        """Add ``option`` with its plan to ``chain``, if a plan fits. Return bounds for the next
-        smaller share."""
+        """Price ``option`` into ``chain`` if a plan fits. Return bounds for the next smaller
+        share."""
         column = self._price(
             kind, tuple(stage for a, b in option.parts for stage in self.stages[a:b]), option.share
         )
@@ -227,7 +222,7 @@ class Pricing:
         smaller = next((share for share in SHARES if share < memory_share), None)
         if smaller is None:
             return None
-        if self.cold:  # the cold seconds do not fall, but more of them may pass ahead
+        if self.cold:  # cold seconds do not fall, but more of them may be spent ahead
             return replace(
                 option,
                 share=smaller,
@@ -248,9 +243,7 @@ class Pricing:
 
 class Planner:
     """Prices device assignments of ``graph`` with the planner, as sessions of ``items`` runs.
-
-    ``arguments``: of `api.estimate`. ``cache``: the folder for plans; None: plans are not stored.
-    """
+    ``arguments``: of `api.estimate`. ``cache``: the folder for plans, or None."""
 
     def __init__(self, graph: Graph, items: int, cache: Any, arguments: Mapping[str, Any]) -> None:
         self._graph, self._items, self._arguments, self._cache = graph, items, arguments, cache
@@ -260,7 +253,6 @@ class Planner:
         self._columns: dict[tuple[DeviceClass, tuple[str, ...], float], Column | None] = {}
 
     def problem(self, kind: DeviceClass) -> Problem:
-        """Return the problem of all stages on ``kind``."""
         if kind not in self._problems:
             limits = {
                 "ram": kind.ram_bytes,
@@ -277,7 +269,7 @@ class Planner:
         return self._problems[kind]
 
     def price(self, kind: DeviceClass, stages: tuple[str, ...], share: float) -> Column | None:
-        """Return the device assignment, as `Pricing` describes. Each is priced once."""
+        """Return the device assignment as `Pricing` describes, cached."""
         key = kind, stages, share
         if key not in self._columns:
             self._columns[key] = self._plan(kind, stages, share)
@@ -285,7 +277,7 @@ class Planner:
 
     @property
     def price_count(self) -> int:
-        """The number of device assignments that were requested."""
+        """The number of device assignments priced so far."""
         return len(self._columns)
 
     def _plan(self, kind: DeviceClass, stages: tuple[str, ...], share: float) -> Column | None:
@@ -301,9 +293,8 @@ class Planner:
         )
 
     def lower_bound_seconds(self, kind: DeviceClass, stage: str) -> float:
-        """Return the compute seconds of ``stage`` with the fastest variants and options of any
-        plan, each component on its fastest device. Teams of more than two devices are bounded by
-        their pairs."""
+        """Return the least compute seconds of ``stage``, each component on its fastest device.
+        Teams of more than two devices are bounded by their pairs."""
         pairs = [
             kind._replace(secondaries=(secondary,)) for secondary in dict.fromkeys(kind.secondaries)
         ] or [kind]
@@ -315,8 +306,7 @@ class Planner:
         return min(map(sum, ways))
 
     def _uses(self, kind: DeviceClass, stage: str) -> list[list[float]]:
-        """Return the least seconds of each use of a component in ``stage``, for each way to run the
-        stage."""
+        """Return the least seconds of each use of a component, for each way to run ``stage``."""
         if (kind, stage) in self._ways:
             return self._ways[kind, stage]
         problem = self.problem(kind)
@@ -339,7 +329,6 @@ class Planner:
 
 
 def _compute_seconds(use: Use, groups: Sequence[Any]) -> float:
-    """Return the compute seconds of all calls of ``use``."""
     by_group = [
         len(group.blocks) * seconds for group, seconds in zip(groups, use.seconds, strict=True)
     ]

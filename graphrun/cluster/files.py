@@ -1,8 +1,7 @@
-"""Read and write the plan file of a placement: one section per device. Each section is checked and
-simulated as a plan by itself.
+"""Plan files of placements: one section per device, each checked and simulated as a plan by itself.
 
-    {"graphrun": 3, "graph_file": ..., "cluster": {...}, "actions": [the placement's text],
-     "problems": {digest: problem}, ...figures}
+{"graphrun": 3, "graph_file": ..., "cluster": {...}, "actions": [the placement's text],
+ "problems": {digest: problem}, ...figures}
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def is_placement(data: Any) -> bool:
 
 
 def save(path: Path, graph: Path, placement: Placement, summary: dict[str, Any]) -> None:
-    """Write ``placement`` of the graph in the file ``graph`` to ``path``. Raises InputError."""
+    """Write ``placement`` of the graph file ``graph`` to ``path``. Raises InputError."""
     solutions = [
         assignment.column.solution
         for assignment in placement.assignments
@@ -54,7 +53,7 @@ def save(path: Path, graph: Path, placement: Placement, summary: dict[str, Any])
 
 
 def read(path: Path) -> tuple[Placement, dict[str, Any]]:
-    """Return the placement in the plan file ``path``, checked and simulated, and all entries of the
+    """Return the placement in the file ``path``, checked and simulated, and all entries of the
     file. Raises PlanError, and InputError for a cluster beyond a limit."""
     data = read_json(path, PlanError)
     hint = "plan again: graphrun plan GRAPH --cluster FILE -o FILE"

@@ -1,5 +1,4 @@
-"""Run requests on the devices of a placement: which item goes where and when, and how a lost value
-or a lost device is handled.
+"""Run requests on the devices of a placement: dispatch items, and recover lost values and devices.
 
     before stage 0    a/0 [encode]    before stage 1    b/0 [denoise decode]    in order
     o o o o o o o ->  o >###> o o  ->       o o     ->       o >###>        ->  o o o
@@ -8,17 +7,16 @@ or a lost device is handled.
     >###>  the run of a device (a/0: device 0 of host a), between items before and behind it
 
 An idle device takes the oldest item whose values have arrived. At most WAITING items wait before a
-device, and at most WAITING results behind it. A device gets no item where the other devices with
-the same stages finish all items that are left earlier: the last items go to fast devices. If a
-device has several parts (`graphrun.cluster.placement`), each part has its own queues. A run takes
-one item through each part of the device that has an item ready. So a part with full queues does not
-stop the later parts of its device. Their runs take items onward, and then the full queues get room.
+device, and at most WAITING results behind it. A device gets no item if the other devices with the
+same stages finish all remaining items earlier: the last items go to fast devices. If a device has
+several parts (`graphrun.cluster.placement`), each part has its own queues, and a run takes one item
+through each part that has one ready. So a full part does not stop the later parts of its device,
+whose runs make room.
 
 The crew stores the results of a run until all items that read them are done. Requests with equal
 inputs of a stage share its run, by the keys of the output cache. If values of an item are lost, the
-item returns to the stage that makes them. The same inputs make the same bits, and an item counts as
-done once, when its outputs are delivered. The next item to deliver, and what it depends on, ignore
-queue limits.
+item returns to the stage that makes them; the same inputs make the same bits. The next item to
+deliver, and its dependencies, ignore queue limits.
 
 Simulated devices share one virtual clock: a run starts when its device is free and its values have
 arrived over the planned links, and takes the time that the device measured. Otherwise the clock is
@@ -62,7 +60,7 @@ from graphrun.errors import BrokenPlan, GraphrunError, OutOfMemory, PlanError, T
 from graphrun.graph.graph import Graph
 from graphrun.trace import Lane
 
-LOSSES = 8  # times that values of an item may be lost before it fails
+LOSSES = 8  # how often values of an item may be lost before it fails
 
 
 class Flow(Works):
@@ -77,7 +75,7 @@ class Flow(Works):
         placement: Placement,
         crew: Crew,
     ) -> None:
-        # the devices use the RAM: known values wait on disk
+        # the devices use the RAM: results from earlier runs wait on disk
         super().__init__(graph, requests, context, batch, ram_bytes=0)
         self.placement, self.crew, self.names = placement, crew, placement.stages
         self.virtual = all(
@@ -95,12 +93,12 @@ class Flow(Works):
                 for span in placement.spans(worker.assignment)
             ]
         self.posts = [post for worker in self.workers for post in worker.posts]
-        # bytes of the values that an item carries before each stage
+        # bytes that an item carries before each stage
         self.nbytes = bytes_before(self.names, placement.values)
         self.output_names: dict[tuple[int, int], list[str]] = {}
         self.request_count = len(self.todo)
         self.queues: dict[int, list[FlowItem]] = defaultdict(list)  # by stage, in order
-        self.order = deque[FlowItem]()  # not delivered yet
+        self.order = deque[FlowItem]()  # items not yet delivered
         self.shared: weakref.WeakValueDictionary[Any, FlowResult] = weakref.WeakValueDictionary()
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.active_runs: dict[Ticket, tuple[list[ItemRun], float]] = {}
@@ -111,7 +109,6 @@ class Flow(Works):
         self.before_seconds = batch.seconds if batch.lanes else 0.0
 
     def run(self) -> None:
-        """Run all requests."""
         with self.values:
             schedule = self._schedule()
             self._require_choices(schedule)
@@ -129,10 +126,8 @@ class Flow(Works):
                     self._advance()
 
     def _load_ahead(self) -> None:
-        """Let devices load weights while they wait for values of other devices.
-
-        Devices that no item will reach do not load. On the virtual clock, wait for all loads.
-        """
+        """Let devices load weights while they wait for values of other devices. Devices that no
+        item will reach load nothing. On the virtual clock, wait for all loads."""
         loads, downstream_workers = (
             dict[Ticket, FlowWorker](),
             [
@@ -146,8 +141,7 @@ class Flow(Works):
             workers = [
                 candidate for candidate in downstream_workers if candidate.posts[0].span == span
             ]
-            # the fastest first; ``column``: a column of the placement's integer program, which has
-            # the costs of the device
+            # the fastest first
             for worker in sorted(
                 workers, key=lambda late_worker: late_worker.assignment.column.steady_seconds
             )[:count]:
@@ -173,8 +167,7 @@ class Flow(Works):
     # -- items between devices
 
     def _move(self) -> bool:
-        """Deliver finished items, send items to devices, and start idle devices. Return whether
-        anything changed."""
+        """Deliver and send items, and start idle devices. Return whether anything changed."""
         has_moved = self._deliver()
         for begin in sorted(self.queues, reverse=True):
             has_moved |= begin < len(self.names) and self._pull(begin)
@@ -185,7 +178,7 @@ class Flow(Works):
         return has_moved
 
     def _startable_runs(self, worker: FlowWorker) -> list[ItemRun]:
-        """Take from each part of ``worker`` the next item that it can run."""
+        """Take the next runnable item from each part of ``worker``."""
         runs = list[ItemRun]()
         for post in worker.posts:
             item = next(
@@ -204,8 +197,8 @@ class Flow(Works):
         return runs
 
     def _is_awaited(self, item: FlowItem) -> bool:
-        """Whether the next item to deliver needs ``item``. Queue limits do not apply then, because
-        all other items may wait for it behind full devices."""
+        """Whether the next item to deliver needs ``item``. Queue limits do not apply then: every
+        other item may wait for this one behind full devices."""
         return bool(self.order) and (
             item is self.order[0]
             or any(
@@ -216,8 +209,8 @@ class Flow(Works):
         )
 
     def _pull(self, begin: int) -> bool:
-        """Send items that wait before stage ``begin`` to the devices with the fewest items. Return
-        whether any was sent."""
+        """Send items that wait before stage ``begin`` to the least loaded devices; whether any
+        moved."""
         has_moved, queue = False, self.queues[begin]
         for item in list(queue):
             helping_posts = self._helping_posts(begin)
@@ -255,15 +248,18 @@ class Flow(Works):
         return has_moved
 
     def _helping_posts(self, begin: int) -> list[Post]:
-        """Return the parts with stages from ``begin`` on that finish one more item before the other
-        parts with the same stages have finished all items that are left."""
+        """Return the parts from stage ``begin`` on where one more item ends early enough to help.
+
+        It helps if the part finishes it before the other parts with these stages finish all that
+        remain.
+        """
         item_count = sum(item.stage <= begin for item in self.order) - sum(
             post.queued for post in self.posts if post.span[0] == begin
         )
         helping_posts = []
         for span in {post.span for post in self.posts if post.span[0] == begin}:
             posts = [post for post in self.posts if post.span == span]
-            # when a part has finished the items that it has, and the seconds of one more
+            # when a part has finished its items, and the seconds of one more
             times = [(self._ready_seconds(p), p.assignment.column.steady_seconds) for p in posts]
             for number, (post, (ready, seconds)) in enumerate(zip(posts, times, strict=True)):
                 earlier_count = sum(
@@ -278,8 +274,8 @@ class Flow(Works):
         return helping_posts
 
     def _ready_seconds(self, post: Post) -> float:
-        """Return when ``post`` has finished the items that it has, by plan; before its first run,
-        as if that took the seconds of a later one and began that much later."""
+        """Return when ``post`` has finished its items, by plan. Before its first run: as if that
+        run took a later run's seconds and started that much later."""
         column, end = post.assignment.column, post.worker.end_seconds
         ready = max(self.clock, end or 0.0)
         if end is None:
@@ -288,8 +284,7 @@ class Flow(Works):
         return ready + (post.coming + len(post.inbox)) * column.steady_seconds
 
     def _skips(self, item: FlowItem) -> bool:
-        """Whether ``item`` need not run its next stages, because their result exists or another
-        item makes it."""
+        """Whether ``item`` skips its next stages: their result exists or another item makes it."""
         previous = item.results.get(self.names[item.stage])
         if previous is not None and previous.is_done:
             self._advance_item(item, previous)
@@ -314,23 +309,20 @@ class Flow(Works):
         return False
 
     def _is_known(self, item: FlowItem, span: tuple[int, int]) -> bool:
-        """Whether an earlier run saved the result of the stages ``span`` for ``item``.
-
-        Stages in ``last``, which make outputs of the graph, always run.
-        """
+        """Whether an earlier run saved the result of the stages ``span`` for ``item``. Stages in
+        ``last``, which make outputs of the graph, always run."""
         stages = self.names[slice(*span)]
         return not self.last & set(stages) and all(
             self.values.has(item.number, name) for name in self._outputs(span)
         )
 
     def _key(self, item: FlowItem, stages: Sequence[str]) -> Any:
-        """Return a key that is equal for items with the same result of ``stages``; None if that is
+        """Return a key that is equal for items with equal results of ``stages``; None if
         unknown."""
         keys = tuple(item.work.keys.key(name) for name in stages)
         return keys if all(keys) else None
 
     def _advance_item(self, item: FlowItem, result: FlowResult) -> None:
-        """Move ``item`` past the stages of ``result``."""
         if item in self.queues[item.stage]:
             self.queues[item.stage].remove(item)
         item.results |= dict.fromkeys(self.names[slice(*result.span)], result)
@@ -338,11 +330,8 @@ class Flow(Works):
         bisect.insort(self.queues[item.stage], item, key=lambda other: other.number)
 
     def _arrival(self, item: FlowItem, post: Post, link: Link) -> float:
-        """Return when the values of ``item`` arrive at the host of ``post``. Items take turns on a
-        link.
-
-        Values that are already there arrive now. On the wall clock, the crew moves values later.
-        """
+        """Return when the values of ``item`` arrive at the host of ``post``; items take turns on a
+        link. Values already there arrive now. On the wall clock, the crew moves values later."""
         if not self.virtual or not item.host:
             return self.clock
         way = item.host, post.assignment.device.host
@@ -365,16 +354,15 @@ class Flow(Works):
     # -- runs
 
     def _promise(self, item: FlowItem, post: Post) -> None:
-        """Record that ``post`` will run its stages for ``item``, so that equal items wait for the
-        result."""
+        """Record that ``post`` will run its stages for ``item``, so that equal items wait."""
         result = FlowResult(post.span)
         item.results |= dict.fromkeys(post.stages, result)
         if (key := self._key(item, post.stages)) is not None:
             self.shared[key] = result
 
     def _start(self, worker: FlowWorker, runs: Sequence[ItemRun]) -> None:
-        """Start one run of ``worker`` with the items of ``runs``, except for the requests that the
-        watcher leaves out."""
+        """Start one run of ``worker`` with ``runs``, without the requests that the watcher
+        stops."""
         started_runs, visits = list[ItemRun](), list[Visit]()
         for run in runs:
             try:
@@ -427,7 +415,7 @@ class Flow(Works):
         return self.output_names[span]
 
     def _advance(self) -> None:
-        """Go to the next event. On the virtual clock, that needs the reports of all runs."""
+        """Go to the next event. The virtual clock needs the reports of all active runs for that."""
         while self.active_runs and (self.virtual or not self.events):
             self.context.watcher.waits()
             for ticket in self.crew.finished(self.active_runs.keys(), wait_for_all=self.virtual):
@@ -474,7 +462,7 @@ class Flow(Works):
             if self.context.strict or isinstance(error, (OutOfMemory, TransferFailed)):
                 raise
             for post, item, result in runs:
-                if len(runs) > 1:  # run each alone, to see which one fails
+                if len(runs) > 1:  # run each item alone, to see which one fails
                     item.is_solo = True
                     self._requeue(post, item)
                     continue
@@ -482,7 +470,7 @@ class Flow(Works):
                     self._drop(sharer, error)
             return
         if report.trace is not None:
-            # the trace begins with loads that the worker did in advance, ``ahead_seconds`` long
+            # the trace begins with ``ahead_seconds`` of loads that the worker did in advance
             begin, end = (
                 self.before_seconds + max(0.0, start - report.ahead_seconds),
                 self.before_seconds + self.clock,
@@ -520,14 +508,14 @@ class Flow(Works):
             )
 
     def _requeue(self, post: Post, item: FlowItem) -> None:
-        """Let ``item``, whose values are still there, wait for ``post`` again."""
+        """Put ``item``, whose values still exist, back into the inbox of ``post``."""
         bisect.insort(post.inbox, item, key=lambda other: other.number)
 
     def _save(self, sharers: Sequence[FlowItem], post: Post, result: FlowResult) -> None:
         """Save the outputs of stages in the journal and in the output cache.
 
-        Outputs that only the same device reads are not in the store of the crew. A stage with such
-        an output is not saved, because a saved stage needs all its outputs.
+        A saved stage needs all its outputs. Outputs that only the same device reads are not in the
+        crew's store, so a stage with such an output is not saved.
         """
         names = [name for name in post.stages if name not in self.last]
         if not names or all(
@@ -557,7 +545,7 @@ class Flow(Works):
         failed: FlowResult | None = None,
     ) -> None:
         """Send ``items`` back to the stages that make ``lost_results``. ``failed``: the result that
-        was not made because of that."""
+        could not be made without them."""
         invalid = [*lost_results, *([failed] if failed is not None else [])]
         for key in [key for key, result in self.shared.items() if result in invalid]:
             del self.shared[key]
@@ -576,8 +564,7 @@ class Flow(Works):
     # -- finished items
 
     def _deliver(self) -> bool:
-        """Deliver, in order, the outputs of items that passed all stages. Return whether there was
-        one."""
+        """Deliver, in order, the outputs of finished items. Return whether there was one."""
         finished_items, has_moved = self.queues[len(self.names)], False
         while self.order and self.order[0] in finished_items:
             item = self.order[0]

@@ -1,4 +1,4 @@
-"""What moves through `graphrun.cluster.flow`: items and their results, and the workers' posts."""
+"""Types of `graphrun.cluster.flow`: the crew, items and their results, and the workers' posts."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ class Crew(Protocol):
     """The workers, one for each assignment of a placement, and the store of their values."""
 
     def load_ahead(self, worker: int) -> Ticket:
-        """Start loading the blocks that the first run of worker number ``worker`` starts with."""
+        """Start loading the blocks that worker number ``worker`` needs first."""
 
     def begin(self, worker: int, visits: Sequence[Visit]) -> Ticket:
-        """Start a run of worker number ``worker``, after its earlier runs. ``visits``: one `Visit`
-        for each item of the run, with handles of its values."""
+        """Queue a run of worker number ``worker`` with a `Visit`, whose values are handles, per
+        item."""
 
     def finished(self, tickets: Collection[Ticket], *, wait_for_all: bool) -> Collection[Ticket]:
-        """Wait, at most a second, until one of ``tickets`` is finished, or with ``wait_for_all``
-        until all are. Return the finished tickets; after a second, none."""
+        """Wait up to a second for one of ``tickets``, or for all. Return the finished ones."""
 
     def report(self, ticket: Ticket) -> Report:
-        """Return the report of a finished run. Raises BrokenPlan if its worker died in every
-        attempt."""
+        """Return the report of a finished run. Raises BrokenPlan if all attempts lost the
+        worker."""
 
     def result(self, ticket: Ticket, visit: int) -> ValueHandle:
         """Return the handle of the result of visit number ``visit``."""
@@ -49,9 +48,9 @@ class Crew(Protocol):
 class FlowResult:
     """The result of the stages ``span`` of the graph, for one or more items.
 
-    ``handle``: of the values in the crew's store; None while they are not in the store. Either the
-    result does not exist yet, or this process has the values and no worker has needed them.
-    ``followers``: other items that need the same result.
+    ``handle``: of the values in the crew's store. None: the result does not exist yet, or only this
+    process has it and no worker has needed it. ``followers``: other items that need the same
+    result.
     """
 
     span: tuple[int, int]
@@ -64,9 +63,9 @@ class FlowResult:
 class FlowItem:
     """A request on its way.
 
-    ``stage``: number of the next stage. ``host``: the location of its values. ``holder``: the
-    `Post` that made its latest values, while they count in the post's ``outbox``. ``results``: by
-    stage. ``is_solo``: run it without other items, after a run with others failed.
+    ``stage``: number of the next stage. ``host``: where its values are. ``holder``: the `Post` that
+    made its latest values, while they count in the post's ``outbox``. ``results``: by stage.
+    ``is_solo``: run alone, because a run with other items failed.
     """
 
     work: RequestWork
@@ -79,7 +78,6 @@ class FlowItem:
 
     @property
     def number(self) -> int:
-        """The request's number."""
         return self.work.request.number
 
 
@@ -88,8 +86,8 @@ class FlowWorker:
     """A worker with its ``posts``, one for each part.
 
     ``active_posts``: the parts in the current run. ``loaded_seconds``: the virtual time when the
-    blocks loaded before its first run are on the device. ``end_seconds``: when the last run that
-    was started ends by plan; None before the first one.
+    blocks of its first run are on the device. ``end_seconds``: planned end of the latest run; None
+    before the first.
     """
 
     number: int
@@ -103,11 +101,8 @@ class FlowWorker:
 
 @dataclass(slots=True, eq=False)
 class Post:
-    """A part of a worker and its items.
-
-    ``coming``: items on their way. ``inbox``: items that have arrived. ``outbox``: number of
-    results that have neither gone on to a next part nor been delivered.
-    """
+    """A part of a worker and its items. ``coming``: number of items on their way. ``inbox``: items
+    that have arrived. ``outbox``: number of results neither sent on nor delivered."""
 
     worker: FlowWorker
     span: StageSpan
@@ -118,12 +113,11 @@ class Post:
 
     @property
     def assignment(self) -> Assignment:
-        """The worker's assignment."""
         return self.worker.assignment
 
     @property
     def queued(self) -> int:
-        """The number of items that it has, in total."""
+        """The number of its items: arriving, waiting and running."""
         return len(self.inbox) + self.coming + (self in self.worker.active_posts)
 
 

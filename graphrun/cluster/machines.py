@@ -1,4 +1,4 @@
-"""Hosts, their devices and the links between hosts, as ``cluster.yaml`` declares them.
+"""Hosts, their devices and the links between hosts, as ``cluster.yaml`` describes them.
 
 graphrun: 1
 hosts:
@@ -37,7 +37,7 @@ from graphrun.units import parse_size
 
 
 def _nbytes(size: Any) -> Any:
-    """Return the bytes of a size, which is a text or an int. Pydantic refuses other types."""
+    """Return the bytes of a size given as text or int. Pydantic refuses other types."""
     try:
         return (
             parse_size(size)
@@ -51,8 +51,7 @@ def _nbytes(size: Any) -> Any:
 
 
 def _number(text: Any) -> Any:
-    """Convert a number that YAML 1.1 reads as text, such as 1.2e9: it demands a sign after the
-    e."""
+    """Convert a number that YAML 1.1 reads as text: 1.2e9 has no sign after the e."""
     return (
         float(text)
         if isinstance(text, str) and re.fullmatch(r"[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]{1,3})?", text)
@@ -133,8 +132,8 @@ class ClusterDevice:
 
 @dataclass(frozen=True, slots=True)
 class ClusterHost:
-    """A machine. ``pinned_bytes``: limit of page-locked RAM of all its devices; None: the limit of
-    RAM."""
+    """A machine. ``pinned_bytes``: page-locked RAM of all its devices; None: up to
+    ``ram_bytes``."""
 
     name: str
     ram_bytes: int
@@ -144,8 +143,8 @@ class ClusterHost:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A network between any two of ``hosts``: ``bytes_per_second`` in each direction, ``seconds``
-    of latency."""
+    """A network between any two of ``hosts``: rate in each direction, and latency in
+    ``seconds``."""
 
     hosts: tuple[str, ...]
     bytes_per_second: float
@@ -162,17 +161,15 @@ class Cluster:
 
     @property
     def devices(self) -> tuple[ClusterDevice, ...]:
-        """The devices of all hosts, in order."""
         return tuple(device for host in self.hosts for device in host.devices)
 
     @property
     def label(self) -> str:
-        """Kinds of the devices, as the keys of cached outputs contain them."""
+        """The classes of its devices, as part of the keys of cached outputs."""
         return ", ".join(sorted({device.hardware.label for device in self.devices}))
 
     def link(self, host: str, other: str) -> Link | None:
-        """Return the link between two hosts; from a host to itself, a link that takes no time.
-        None: the hosts exchange nothing."""
+        """Return the link between two hosts, or None. From a host to itself, it takes no time."""
         if host == other:
             return Link((host, other), float("inf"), 0.0)
         return next(
@@ -181,11 +178,8 @@ class Cluster:
 
 
 def read_cluster(path: Path, cache: Path | None = None) -> Cluster:
-    """Return the cluster in the YAML file ``path``. ``cache``: a folder with profiles of measured
-    hardware.
-
-    Raises GraphError with one line per problem: ``file:line: entry: what is wrong``.
-    """
+    """Return the cluster in the YAML file ``path``. ``cache``: a folder with measured profiles.
+    Raises GraphError with one line per problem: ``file:line: entry: what is wrong``."""
     document = read_document(path)
     spec = spec_of(ClusterSpec, document)
     hosts = tuple(_host(name, host_spec, document, cache) for name, host_spec in spec.hosts.items())
@@ -199,8 +193,7 @@ def read_cluster(path: Path, cache: Path | None = None) -> Cluster:
 
 
 def refuse_large(cluster: Cluster, location: str) -> None:
-    """Raise InputError if ``cluster``, from the file ``location``, exceeds the limit ``devices`` or
-    ``entries``."""
+    """Raise InputError if ``cluster``, from file ``location``, exceeds a limit."""
     for count, noun in ((len(cluster.hosts), "hosts"), (len(cluster.devices), "devices")):
         require("devices", count, f"it has {count:,} {noun}", location)
     names = sum(len(link.hosts) for link in cluster.links)
@@ -252,7 +245,7 @@ def _host(name: str, spec: HostSpec, document: Document, cache: Path | None) -> 
 def _shared(hardware: Hardware, count: int, pcie: float | None) -> Hardware:
     """Return ``hardware`` as one of ``count`` devices of a host.
 
-    The device gets a fixed, equal share of the disk's rate and of the host's ``pcie``, so that the
+    Each gets a fixed, equal share of the disk's rate and of the host's ``pcie``, so that the
     duration of a plan does not depend on the other devices.
     """
     share = (pcie or float("inf")) / count

@@ -1,8 +1,7 @@
-"""The master program: which devices run which stages, for the most items per second or the shortest
-time of one item. Exact.
+"""The master program: which devices run which stages. Exact, for throughput or for latency.
 
-Throughput. Items flow from stage 0 to the last stage through the parts of device assignments. A
-device assignment passes 1 / seconds items in each of its parts:
+Throughput, in items per second. Items flow from stage 0 to the last stage through the parts of
+device assignments. A device assignment passes 1 / seconds items in each of its parts:
 
     0 --[encode]--> 1 --[denoise]--> 2 --[decode]--> 3
     0 --[encode denoise]-----------> 2
@@ -13,17 +12,17 @@ device assignment passes 1 / seconds items in each of its parts:
     the flow out of it. Maximise the flow out of 0, by the number of hosts with each configuration
     (device assignments within the host's RAM and page-locked RAM).
 
-If a host's memory suffices for any assignments of its devices, it has no memory row. Its device
-assignments are then counted one by one, within the ways to combine its devices into teams. Equal
-hosts are counted, not named, unless a link between hosts could limit the rate. A host with very
-many configurations has one row for its memory and one for its devices of each kind.
+If a host's memory suffices for any assignments of its devices, it has no memory row: its device
+assignments are counted one by one, within the ways to combine its devices into teams. Equal hosts
+are counted, not named, unless a link between hosts could limit the rate. A host with very many
+configurations has one row for its memory and one for its devices of each class.
 
-Latency. A search over chains of device assignments with consecutive stages. It cuts a chain if the
-time so far plus the lower bound of the remaining stages is no better than the best known chain.
+Latency, of one item. A search over chains of device assignments with consecutive stages. It cuts a
+chain if the time so far plus the lower bound of the remaining stages is no better than the best
+known chain.
 
-Both start with lower bounds instead of plans (`Pricing`). Chosen options are priced, and the
-program is solved again, until all chosen options have plans. The options without a price cannot be
-better then.
+Both start with lower bounds instead of plans (`Pricing`). Chosen options are priced and the program
+is solved again, until all chosen options have plans. No unpriced option can be better then.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ SAME = 1e-5  # relative difference below which rates, or seconds, count as equal
 
 
 class PlacedOption(NamedTuple):
-    """An option on devices of one host, the main one first. ``kind``: of these devices."""
+    """An option on devices of one host, the main one first. ``kind``: their device class."""
 
     devices: tuple[ClusterDevice, ...]
     kind: DeviceClass
@@ -64,7 +63,7 @@ Configuration = tuple[tuple[DeviceClass, Option], ...]  # of a host
 class Unplaceable(GraphrunError):
     """No set of devices of the cluster can run all stages of the graph."""
 
-    exit_code = 3  # the same as for a single device
+    exit_code = 3  # as when nothing fits a single device
 
 
 def assignments_for(
@@ -100,12 +99,10 @@ def _order(choice: tuple[DeviceClass, Option]) -> tuple[object, ...]:
 
 
 def _counts(host: ClusterHost) -> Counter[DeviceClass]:
-    """Return the number of devices of each kind in ``host``."""
     return Counter(kinds_of(Cluster((host,))).values())
 
 
 def _kinds(host: ClusterHost, pricing: Pricing) -> list[DeviceClass]:
-    """Return the kinds of single devices and teams in ``host``."""
     return kinds_with_teams(_counts(host), pricing.max_team)
 
 
@@ -129,11 +126,11 @@ def _why_none(pricing: Pricing, kinds: Iterable[DeviceClass]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Equal ``hosts``, or a single one. ``kinds``: of devices and teams, with their options.
+    """Equal ``hosts``, or a single one. ``kinds``: their device classes, with their options.
 
     ``configurations``: of a host, within its memory. None: device assignments are counted one by
-    one, and each host's devices are combined in one of ``ways`` (kinds of devices and teams, for
-    all devices). Without ``ways`` the group is one host, with rows for its devices and its memory.
+    one, and each host's devices are combined in one of ``ways`` (device classes for all devices).
+    Without ``ways`` the group is one host, with rows for its devices and its memory.
     """
 
     hosts: tuple[ClusterHost, ...]
@@ -151,7 +148,7 @@ def _most_items(cluster: Cluster, pricing: Pricing, nbytes: Sequence[int]) -> Ch
     slowest = min(
         (link.bytes_per_second if link is not None else 0.0 for link in pairs), default=0.0
     )
-    if rate * sum(nbytes) <= slowest:  # even if all items took one link
+    if rate * sum(nbytes) <= slowest:  # true even if all items used one link
         return selection
     result = _Throughput(cluster, pricing, nbytes, by_host=True).solve()
     return result[1] if result is not None else None
@@ -188,8 +185,7 @@ class _Throughput:
     def _group(
         self, group: _Group, host: str
     ) -> tuple[list[tuple[Configuration, Linear]], list[Linear]]:
-        """Return the number of hosts with each configuration, and combined in each way, as
-        variables."""
+        """Return the numbers of hosts with each configuration, and in each way, as variables."""
         host_count = len(group.hosts)
         if group.configurations is not None:
             choices = [
@@ -252,8 +248,7 @@ class _Throughput:
         )
 
     def _conserve(self, cluster: Cluster, nbytes: Sequence[int], *, by_host: bool) -> None:
-        """Add the constraint that the flow into each boundary equals the flow out of it. By host,
-        the flow uses links that carry its values."""
+        """Make the flow into each boundary equal the flow out of it; by host, over the links."""
         loads: dict[tuple[str, str], list[Linear]] = defaultdict(list)
         names = [host.name for host in cluster.hosts] if by_host else []
         for stage in range(1, self.last):
@@ -282,11 +277,8 @@ class _Throughput:
             self.model.add(total(parts) / (link.bytes_per_second * self.unit) <= 1.0)
 
     def solve(self) -> tuple[float, Chosen] | None:
-        """Return the items per second and the options of devices; None if no item can pass.
-
-        Among the best solutions, choose one with the fewest options without a price, on the fewest
-        devices.
-        """
+        """Return the items per second and the options of devices; None if no item can pass. Among
+        the best solutions, choose one with the fewest unpriced options, on the fewest devices."""
         throughput = self._flow(begin=0)
         if not throughput.terms:
             return None
@@ -327,8 +319,8 @@ def _deal(
     hosts: Sequence[int],
     config_counts: Iterable[tuple[Configuration, int]],
 ) -> Iterator[Configuration]:
-    """Yield the configuration of each host. The counted options are dealt to ``hosts``, which are
-    combined in each of ``ways``."""
+    """Yield the configuration of each host, dealing out the counted options. ``hosts[i]`` hosts
+    combine their devices as ``ways[i]``."""
     pools: dict[DeviceClass, list[Option]] = defaultdict(list)
     for ((kind, option),), count in config_counts:
         pools[kind] += [option] * count
@@ -343,7 +335,7 @@ def _deal(
 
 
 def _on_devices(host: ClusterHost, config: Configuration) -> Iterator[PlacedOption]:
-    """Yield ``config`` on the devices of ``host``, each kind in the devices' order."""
+    """Yield ``config`` on the devices of ``host``; equal devices are taken in order."""
     kinds, free = kinds_of(Cluster((host,))), defaultdict[DeviceClass, list[ClusterDevice]](list)
     for device in host.devices:
         free[kinds[device.name]].append(device)
@@ -364,7 +356,7 @@ def _groups(cluster: Cluster, pricing: Pricing, *, by_host: bool) -> list[_Group
 
 
 def _group_hosts(hosts: tuple[ClusterHost, ...], pricing: Pricing) -> Iterator[_Group]:
-    """Yield ``hosts``, which are equal, as one group or one by one."""
+    """Yield equal ``hosts`` as one group, or one by one."""
     host, counts = hosts[0], _counts(hosts[0])
     kinds = {kind: _undominated(pricing.options(kind)) for kind in _kinds(host, pricing)}
     ways = _ways(counts, kinds)
@@ -402,8 +394,7 @@ def _group_hosts(hosts: tuple[ClusterHost, ...], pricing: Pricing) -> Iterator[_
 def _ways(
     counts: Mapping[DeviceClass, int], kinds: Mapping[DeviceClass, Sequence[Option]]
 ) -> list[Mapping[DeviceClass, int]]:
-    """Return every way to combine the devices of a host into single devices and teams; none if
-    there are more than MOST_WAYS."""
+    """Return every way to combine a host's devices into teams; none if there are over MOST_WAYS."""
     usable_kinds = [
         (kind, Counter(kind.members))
         for kind, options in kinds.items()
@@ -434,8 +425,8 @@ def _configurations(
     kinds: Mapping[DeviceClass, Sequence[Option]],
     ways: Iterable[Mapping[DeviceClass, int]],
 ) -> Iterator[Configuration]:
-    """Yield every choice of assignments for the devices of ``host``, or none for some devices, that
-    fits its memory. Equal devices have one order."""
+    """Yield every choice of assignments within the memory of ``host``; devices may stay unused.
+    Equal devices are not permuted."""
     configs = set[Configuration]()
     for way in ways:
         kind_choices = [

@@ -1,5 +1,5 @@
-"""Plan a graph for a cluster: price device assignments, choose devices, and compute the gain of
-further devices."""
+"""Plan a graph for a cluster: price device assignments, choose devices, and value a further
+device."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class PlacedGraph:
     """A placement and its alternatives.
 
     ``replicas``: the best placement where each device runs all stages; None if no device can.
-    ``gains``: one per kind of device in the cluster. ``priced``: device assignments that the
-    planner was asked for. ``problem``: of all stages on the first device.
+    ``gains``: one per device class in the cluster. ``priced``: number of device assignments that
+    the planner was asked for. ``problem``: of all stages on the first device.
     """
 
     placement: Placement
@@ -54,12 +54,11 @@ def place(
     last_stage: str | None = None,
     **budgets: Any,
 ) -> PlacedGraph:
-    """Return the best placement of ``graph`` on ``cluster`` for ``items`` items: with the most
-    items per second, or with the shortest time of one item.
+    """Return the best placement of ``graph`` on ``cluster`` for ``items`` items.
 
-    ``gains``: also compute the gain of one more device of each kind. ``budgets``: further arguments
-    of `graphrun.estimate` that the cluster does not define. Raises Unplaceable if no devices can
-    run all stages.
+    ``objective``: most items per second, or shortest time of one item. ``gains``: also compute the
+    gain of one more device of each class. ``budgets``: further arguments of `graphrun.estimate`
+    that the cluster does not define. Raises Unplaceable if no devices can run all stages.
     """
     graph, inputs = graph.until(last_stage).for_first(inputs or {})
     planner = Planner(graph, items, cache, {**budgets, "inputs": inputs})
@@ -111,8 +110,7 @@ def place(
 
 
 def with_spare(cluster: Cluster, example: ClusterDevice) -> Cluster:
-    """Return ``cluster`` with one more device like ``example`` in its host. The new device has the
-    same shares of the host's shared resources."""
+    """Return ``cluster`` with one more device like ``example``, with equal shares, in its host."""
     host = next(host for host in cluster.hosts if host.name == example.host)
     number = 1 + max(device.id for device in host.devices)
     larger_host = replace(

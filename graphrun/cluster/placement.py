@@ -1,5 +1,6 @@
-"""A placement: which devices of a cluster run which stages, with a plan for each device. Its text
-form, and its checker.
+"""A placement: which devices of a cluster run which stages, with a plan for each device.
+
+Its text form, which has no times, and its checker:
 
     place throughput items 100
     device a/0+a/1 stages denoise decode     devices of one host that run these stages as a team,
@@ -12,9 +13,8 @@ form, and its checker.
 The stages of a device form one or more *parts* of consecutive stages of the graph. A run of the
 device takes one item through each part, and these items differ. Example: a device with encode and
 decode encodes one item and decodes an earlier item, which another device denoised. An item passes
-to any device with a part that starts with the item's next stage. An idle device takes the next
-items. Like a plan, the text has no times. `Column` has the times of its plan, and
-`graphrun.cluster.stream` computes the times of items.
+to any idle device with a part that starts with the item's next stage. `Column` has the times of a
+device's plan, and `graphrun.cluster.stream` computes the times of items.
 """
 
 from __future__ import annotations
@@ -38,19 +38,18 @@ from graphrun.verify.solution import broken_rules
 
 Objective = Literal["throughput", "latency"]
 StageSpan = tuple[int, int]  # of a part: its first stage, and the stage after its last
-WAITING = 2  # most items whose values wait in RAM before a device, and behind it
+WAITING = 2  # most items that wait in RAM before a device, and most results behind it
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A device assignment, and a column of the master program: stages on one device, or on a team
-    of devices of one host, and their costs.
+    """A device assignment: stages on one device or a team of one host, with their costs.
 
     ``cold_seconds``: of the first run, which loads weights; its first ``ahead_seconds`` need no
-    values. ``steady_seconds``: of each further run. Both include copies of received
-    and sent values between device and RAM. ``part_seconds``: of a further run of only one of
-    several parts. ``ram_bytes``: includes values that wait; ``pinned_bytes`` of it are page-locked.
-    ``solution``: the session plan; None if the assignment has numbers only.
+    values. ``steady_seconds``: of each further run. Both include copies of received and sent values
+    between device and RAM. ``part_seconds``: of a further run of only one of several parts.
+    ``ram_bytes``: includes waiting values; ``pinned_bytes`` of it are page-locked. ``solution``:
+    the session plan; None if the assignment has numbers only.
     """
 
     stages: tuple[str, ...]
@@ -64,14 +63,13 @@ class Column:
 
     @property
     def first_seconds(self) -> float:
-        """Of the first run, from when its values are needed."""
+        """Seconds of the first run, from when its values are needed."""
         return self.cold_seconds - self.ahead_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A device and its device assignment, ``column``. ``secondaries``: further devices of the host
-    in its team, as `graphrun.model.problem.Secondary`."""
+    """A device and its assignment, ``column``. ``secondaries``: the further devices of its team."""
 
     device: ClusterDevice
     column: Column
@@ -79,32 +77,27 @@ class Assignment:
 
     @property
     def devices(self) -> tuple[ClusterDevice, ...]:
-        """The device and its secondary devices."""
         return self.device, *self.secondaries
 
     @property
     def name(self) -> str:
-        """``HOST/ID``; for a team of devices joined by ``+``."""
+        """``HOST/ID``; of a team, joined by ``+``."""
         return "+".join(device.name for device in self.devices)
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The stages that the device runs."""
         return self.column.stages
 
     @property
     def plan(self) -> Plan:
-        """The plan of the device: a session of its stages."""
+        """The session plan of the device's stages."""
         assert self.column.solution is not None
         return self.column.solution.plan
 
 
 class StageTransfer(NamedTuple):
-    """A value sent from devices with earlier stages to devices with ``reader_stages``, and its
-    seconds on the slowest link between two of them; 0 within a host.
-
-    Values that only later stages read travel with the item.
-    """
+    """A value sent to devices with ``reader_stages``. ``seconds``: on the slowest link, 0 in a
+    host. Values that only later stages read travel with the item."""
 
     value: str
     reader_stages: tuple[str, ...]
@@ -114,13 +107,13 @@ class StageTransfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Assignments of a cluster's devices for ``objective``. ``stages``: of the graph, in order.
-    ``values``: the values between them.
+    """Assignments of a cluster's devices for ``objective``.
 
-    ``items_per_second``: the highest sustainable rate, however items are dispatched.
-    ``latency_seconds``: of a single item, with nothing loaded if ``items`` is 1, else as a later
-    item. ``seconds``: of ``items`` items, simulated. ``bottleneck``: the stages of the device
-    assignment that limits them. `graphrun.cluster.stream.with_figures` computes these four.
+    ``stages``: of the graph, in order. ``values``: between stages. ``items_per_second``: the
+    highest sustainable rate, however items are dispatched. ``latency_seconds``: of a single item;
+    cold if ``items`` is 1, else warm. ``seconds``: of ``items`` items, simulated. ``bottleneck``:
+    the stages of the device assignment that limits them. `graphrun.cluster.stream.with_figures`
+    computes these four.
     """
 
     objective: Objective
@@ -142,15 +135,13 @@ class Placement:
         return "\n".join(lines)
 
     def spans(self, assignment: Assignment) -> tuple[StageSpan, ...]:
-        """Return the parts of ``assignment`` that get items: other devices continue after them, or
-        they end the graph."""
+        """Return the parts of ``assignment`` that get items: those that lead to the graph's end."""
         passable = _through(self.stages, frozenset(other.stages for other in self.assignments))
         return tuple(
             span for span in parts_of(self.stages, assignment.stages) if span[1] in passable
         )
 
     def transfers(self) -> tuple[StageTransfer, ...]:
-        """Return the values that are sent between devices."""
         seconds_of: dict[tuple[ValueNumbers, tuple[str, ...]], float] = {}
         ends = {
             (end, assignment.device.host)
@@ -196,8 +187,7 @@ def parts_of(stages: Sequence[str], subset: Collection[str]) -> tuple[StageSpan,
 
 @lru_cache
 def _through(stages: tuple[str, ...], stage_sets: frozenset[tuple[str, ...]]) -> frozenset[int]:
-    """Return the stage numbers from which items can reach the end, with devices that run
-    ``stage_sets``."""
+    """Return the stage numbers from which devices that run ``stage_sets`` can finish an item."""
     passable = {len(stages)}
     for begin, end in sorted(
         (span for stage_set in stage_sets for span in parts_of(stages, stage_set)), reverse=True
@@ -210,8 +200,8 @@ def _through(stages: tuple[str, ...], stage_sets: frozenset[tuple[str, ...]]) ->
 def separable(
     stages: Sequence[str], values: Iterable[ValueNumbers], parts: Sequence[StageSpan]
 ) -> bool:
-    """Whether one device may run ``parts``: no value is made or read in two of them, because the
-    parts handle different items."""
+    """Whether one device may run ``parts``: no value is made or read in two of them. Parts of one
+    run handle different items."""
     place = {stage: number for number, stage in enumerate(stages)}
     uses = ([place[name] for name in (value.producer, *value.consumers)] for value in values)
     return not any(
@@ -223,7 +213,7 @@ def separable(
 def transfer(
     stages: Sequence[str], values: Iterable[ValueNumbers], boundary: int
 ) -> list[ValueNumbers]:
-    """Return the values that are made before stage number ``boundary`` and read from there on."""
+    """Return the values made before stage number ``boundary`` and read from there on."""
     place = {stage: number for number, stage in enumerate(stages)}
     return [
         value
@@ -241,8 +231,8 @@ def bytes_before(stages: Sequence[str], values: Sequence[ValueNumbers]) -> list[
 
 
 def parse_placement(text: str) -> tuple[Objective, int, list[tuple[str, tuple[str, ...], Plan]]]:
-    """Return the objective, the items, and (name, stages, plan) of each section of a placement's
-    text. Raises PlanError with the line."""
+    """Return the objective, the items, and (name, stages, plan) of each section of ``text``. Raises
+    PlanError with the line."""
     head: tuple[Objective, int] | None = None
     sections: list[tuple[str, tuple[str, ...], int, list[str]]] = []
     for number, raw in enumerate(text.splitlines(), start=1):
@@ -284,8 +274,8 @@ def parse_placement(text: str) -> tuple[Objective, int, list[tuple[str, tuple[st
 
 
 def column_of(stages: Sequence[str], values: Sequence[ValueNumbers], solution: Solution) -> Column:
-    """Return the device assignment of ``solution``, a session plan for some of ``stages``
-    (`graphrun.batch.schedule.segment_of`). ``values``: of all stages."""
+    """Return the device assignment of ``solution``, a session plan for some of ``stages``.
+    ``values``: of all stages."""
     hardware, simulation, own_stages = (
         solution.problem.hardware,
         solution.simulation,
@@ -348,8 +338,7 @@ def _part_seconds(simulation: Simulation, stages: Sequence[str]) -> float:
 
 
 def violations(placement: Placement) -> list[str]:
-    """Return the rules that ``placement`` breaks, as messages: devices, coverage of stages, memory
-    of hosts, and each section's own plan."""
+    """Return the rules that ``placement`` breaks, as messages; also for each section's plan."""
     faults, hosts = list[str](), {host.name: host for host in placement.cluster.hosts}
     names = [device.name for assignment in placement.assignments for device in assignment.devices]
     faults += [

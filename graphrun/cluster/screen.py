@@ -73,8 +73,7 @@ def summary(result: PlacedGraph, plan_seconds: float) -> dict[str, Any]:
 
 
 def placement_screen(result: PlacedGraph, look: Look) -> str:
-    """Return the screen of ``graphrun plan --cluster``: rates, the stages and start of each device,
-    the bottleneck, transfers, and the gain of further devices."""
+    """Return the screen of ``graphrun plan --cluster``."""
     placement, replicas = result.placement, result.replicas
     active_devices, device_count = (
         sum(len(assignment.devices) for assignment in placement.assignments),
@@ -182,7 +181,7 @@ def _devices(placement: Placement, look: Look) -> str:
 
 
 def _each(texts: Iterable[str]) -> str:
-    """Join texts, such as ``24.00 GiB+12.00 GiB``. Equal texts appear once, with their number."""
+    """Join texts, such as ``24.00 GiB+12.00 GiB``; equal texts become ``2 x 24.00 GiB``."""
     parts = list(texts)
     return (
         "+".join(parts) if len(set(parts)) > 1 or len(parts) == 1 else f"{len(parts)} x {parts[0]}"

@@ -1,16 +1,15 @@
-"""What a placement does with items: an event simulator of a stream of items, the sustainable rate,
-and the latency of one item. Shares no code with the program that chooses placements.
+"""Simulate a stream of items through a placement: sustainable rate and latency.
+
+Shares no code with the program that chooses placements.
 
     before stage 0    a/0 [encode]    before stage 1    b/0 [denoise decode]    done
     o o o o o o o ->  o >###> o o  ->       o o     ->       o >###>        ->  o o o
                       inbox   outbox                         inbox
 
-An idle device takes the next item of its inbox. The inbox is filled with the oldest items that wait
-before the device's first stage, until WAITING items are in it or on their way, but only with items
-that devices with the same stages would not all finish earlier. A device starts nothing while
-WAITING results wait behind it. If a device has several parts, each part has its own
-queues; one run takes an item through each part that has one, and takes the time of a run of all
-parts. Values take turns on the link between two hosts, item by item in each direction.
+Items and devices follow the rules of `graphrun.cluster.flow`: the oldest items fill an inbox up to
+WAITING, a device starts nothing while WAITING results wait behind it, and a run takes one item
+through each part that has one. Here a run of any parts takes the time of a run of all parts. Values
+take turns on the link between two hosts, item by item in each direction.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ import networkx
 from graphrun.cluster.machines import Link
 from graphrun.cluster.placement import WAITING, Assignment, Placement, bytes_before, parts_of
 
-WARM_ITEMS = 500  # least number of items before a rate is measured, over as many items
+WARM_ITEMS = 500  # fewest items before a rate is measured, over as many items
 
 
 @dataclass(slots=True, eq=False)
 class _Machine:
-    """A device: its ``parts``, and the parts in the current run, which ends at ``end_seconds``."""
+    """A device with its ``parts``, and those in the current run, which ends at ``end_seconds``."""
 
     warm: bool
     name: str
@@ -45,11 +44,8 @@ class _Machine:
 
 @dataclass(slots=True, eq=False)
 class _StreamWorker:
-    """A part of a device.
-
-    ``inbox``: items whose values have arrived. ``coming``: items on their way. ``outbox``: results
-    that wait.
-    """
+    """A part of a device. ``inbox``: items whose values have arrived. ``coming``: items on their
+    way. ``outbox``: results that wait."""
 
     assignment: Assignment
     begin: int
@@ -61,26 +57,23 @@ class _StreamWorker:
 
     @property
     def queued(self) -> int:
-        """The number of items that it has, in total."""
+        """The number of its items: arriving, waiting and running."""
         return self.inbox + self.coming + (self in self.machine.active_parts)
 
 
 @dataclass(frozen=True, slots=True)
 class _StreamItem:
-    """An item that has waited since ``clock``. ``maker`` has its values; None for a new item."""
+    """An item that has waited since ``clock``. ``maker``: who has its values; None: a new item."""
 
     clock: float
     maker: _StreamWorker | None
 
     @property
     def host(self) -> str:
-        """The host of its values."""
         return self.maker.assignment.device.host if self.maker is not None else ""
 
 
 class _Stream:
-    """A simulation of items on their way through a placement."""
-
     def __init__(self, placement: Placement, items: int, warm: bool) -> None:
         self.last, self.link = len(placement.stages), cache(placement.cluster.link)
         # by stage, then host
@@ -101,7 +94,7 @@ class _Stream:
         self.free_seconds: dict[tuple[str, str], float] = defaultdict(float)
         self.events: list[tuple[float, int, Callable[[_StreamWorker], None], _StreamWorker]] = []
         self.order, self.clock, self.finish_times = count(), 0.0, list[float]()
-        # items that are not sent to a part, by its first stage
+        # items not yet sent to a part, by its first stage
         self.unsent_items = dict.fromkeys(self.workers, items)
 
     def run(self) -> list[float]:
@@ -119,7 +112,7 @@ class _Stream:
         heapq.heappush(self.events, (seconds, next(self.order), happens, worker))
 
     def _pull(self, begin: int) -> None:
-        """Send items that wait before stage ``begin`` to the devices with the fewest items."""
+        """Send items that wait before stage ``begin`` to the least loaded devices."""
         while choice := self._next(begin):
             host, worker, link = choice
             self.unsent_items[begin] -= 1
@@ -138,8 +131,8 @@ class _Stream:
             self._schedule_event(arrives, self._receive, worker)
 
     def _next(self, begin: int) -> tuple[str, _StreamWorker, Link] | None:
-        """Return the host of the item that has waited longest and can be sent, its next device, and
-        the link."""
+        """Return the host of the longest waiting item that can be sent, its next device, the
+        link."""
         free = [
             worker
             for worker in self.workers[begin]
@@ -167,20 +160,20 @@ class _Stream:
         return None
 
     def _helps(self, worker: _StreamWorker) -> bool:
-        """Return whether ``worker`` finishes one more item before the other devices with the same
-        stages have finished all that are left."""
+        """Whether one more item on ``worker`` ends before its peers can finish all remaining
+        items."""
         finish = self._ready_seconds(worker) + worker.assignment.column.steady_seconds
         item_count = self.unsent_items[worker.begin]
         for peer in self.workers[worker.begin]:
             if peer is worker or peer.end != worker.end:
                 continue
             runs = (finish - self._ready_seconds(peer)) / peer.assignment.column.steady_seconds
-            item_count -= max(0, ceil(runs * (1 - 1e-9)) - 1)  # which end earlier
+            item_count -= max(0, ceil(runs * (1 - 1e-9)) - 1)  # those that end earlier
         return item_count > 0
 
     def _ready_seconds(self, worker: _StreamWorker) -> float:
-        """Return when ``worker`` has finished the items that it has; before its first run, a later
-        run before the end of the first one."""
+        """Return when ``worker`` has finished its items. Before its first run: as if that run took
+        a later run's seconds and started that much later."""
         machine, column = worker.machine, worker.assignment.column
         seconds = max(self.clock, machine.end_seconds)
         if not machine.warm:
@@ -227,22 +220,20 @@ class _Stream:
 
 
 def finish_seconds(placement: Placement, items: int, *, warm: bool = False) -> list[float]:
-    """Return when each of ``items`` items is done, in order, if all are there at time 0. ``warm``:
-    with weights loaded."""
+    """Return when each of ``items`` items is done, in order, if all exist at time 0. ``warm``:
+    weights are loaded."""
     return _Stream(placement, items, warm).run()
 
 
 def idle_devices(placement: Placement) -> list[str]:
-    """Return the names of assignments that get none of the placement's items, since the others
-    finish them all earlier."""
+    """Return the names of assignments without items: the others finish all items earlier."""
     stream = _Stream(placement, placement.items, warm=False)
     stream.run()
     return [machine.name for machine in stream.machines if not machine.run_count]
 
 
 def steady_rate(placement: Placement) -> float:
-    """Return the items per second of a long stream, measured after WARM_ITEMS items or ten per
-    device."""
+    """Return the items per second of a long stream, after WARM_ITEMS items or ten per device."""
     first = max(WARM_ITEMS, 10 * len(placement.assignments))
     times = finish_seconds(placement, 3 * first, warm=True)[first : 2 * first]
     return (len(times) - 1) / (times[-1] - times[0])
@@ -273,11 +264,8 @@ def with_figures(placement: Placement) -> Placement:
 
 
 def _rate(placement: Placement, *, by_host: bool) -> tuple[float, tuple[str, ...]]:
-    """Return the largest flow of items, and the stages of the devices that limit it; no stages if
-    links limit it.
-
-    ``by_host``: links between hosts also limit the flow, separately for each boundary.
-    """
+    """Return the largest flow of items, and the stages of the devices that limit it, if any do.
+    ``by_host``: include links between hosts, separately for each boundary."""
     network, nbytes, last = (
         networkx.DiGraph(),
         bytes_before(placement.stages, placement.values),
@@ -323,8 +311,7 @@ def _rate(placement: Placement, *, by_host: bool) -> tuple[float, tuple[str, ...
 
 
 def taken_seconds(assignment: Assignment, items: int, part: int = 0) -> float:
-    """Return the seconds of one item in part number ``part`` of a device: as the first item if
-    ``items`` is 1, else as a later item."""
+    """Return the seconds of one item in part number ``part``: of a first item if ``items`` is 1."""
     column = assignment.column
     if items == 1:
         return column.first_seconds
@@ -332,10 +319,10 @@ def taken_seconds(assignment: Assignment, items: int, part: int = 0) -> float:
 
 
 def alone(placement: Placement) -> tuple[float, tuple[Assignment, ...]]:
-    """Return the seconds of a single item, and the devices that run it. Among devices with the same
-    stages, the one that finishes first runs it.
+    """Return the seconds of a single item, and the devices that run it.
 
-    A device starts when the values have arrived and its weights are loaded.
+    Of devices with the same stages, the first to finish runs it. A device starts when the values
+    have arrived and its weights are loaded.
     """
     cold, stages, nbytes = (
         placement.items == 1,

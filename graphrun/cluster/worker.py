@@ -1,5 +1,4 @@
-"""One device of a placement: it runs its stages with values from other devices. Values come and go
-as bytes."""
+"""One device of a placement: run its stages with values from other devices, exchanged as bytes."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ class LostValue(Exception):
 
 
 class Visit(NamedTuple):
-    """An item in a run: it goes through ``stages``, one part of the device's stages, with resolved
-    ``inputs``. ``values``: results of other workers for the item, as handles of the crew."""
+    """An item in a run: it passes ``stages``, one part of the device, with resolved ``inputs``.
+    ``values``: results of other workers for the item, as handles of the crew."""
 
     stages: tuple[str, ...]
     inputs: Mapping[str, Any]
@@ -36,9 +35,9 @@ class Visit(NamedTuple):
 class Report:
     """The report of a run: ``seconds`` of the device's clock, and the ``trace`` without outputs.
 
-    The run starts with the blocks that were loaded ahead in another ``ahead_seconds``.
-    ``lost_values``: (number of the visit, number of its value) of each lost value. ``error``: type
-    and text of the error. A run with lost values or an error has no results.
+    Before it, blocks were loaded ahead in ``ahead_seconds``. ``lost_values``: (visit number, value
+    number) of each lost value. ``error``: type and text. A run with lost values or an error has no
+    results.
     """
 
     seconds: float = 0.0
@@ -48,7 +47,6 @@ class Report:
     error: tuple[str, str] | None = None
 
     def require(self) -> None:
-        """Raise the run's error, if any."""
         if self.error is not None:
             kind = getattr(errors, self.error[0], errors.GraphrunError)
             raise kind(self.error[1])
@@ -59,10 +57,8 @@ def _is_given(reference: Reference, stages: Collection[str]) -> bool:
 
 
 class StageWorker:
-    """A session of ``segment`` on the devices of its plan. No other process may use them.
-
-    ``name``: the devices' name in messages. Nothing is built before the first run.
-    """
+    """A session of ``segment`` on the devices of its plan, which no other process may use.
+    ``name``: of the devices, in messages. Nothing is built before the first run."""
 
     def __init__(
         self, segment: StageSegment, name: str, modules: Mapping[str, Any] | None = None
@@ -72,10 +68,8 @@ class StageWorker:
         self._ahead_seconds = 0.0
 
     def load_ahead(self) -> Report:
-        """Load the blocks of the first run before its values arrive. Do nothing after a run.
-
-        Errors are ignored here: the first run starts with an empty device and may plan again.
-        """
+        """Load the blocks of the first run before its values arrive. Do nothing after a run. Errors
+        are ignored: the first run starts with an empty device and may plan again."""
         try:
             segment_run = self._open()
             begin = self._clock(segment_run)
@@ -86,10 +80,9 @@ class StageWorker:
             return Report()
 
     def run(self, visits: Sequence[Visit]) -> tuple[list[bytes], Report]:
-        """Run ``visits`` once. Their values are functions that return results of other workers, or
-        raise LostValue.
+        """Run ``visits`` once. Their values are functions that return results or raise LostValue.
 
-        Returns the outputs of each visit's stages, for `graphrun.batch.cache.pack.unpack`, and the
+        Return the outputs of each visit's stages, for `graphrun.batch.cache.pack.unpack`, and the
         report.
         """
         nothing = [b""] * len(visits)
@@ -152,7 +145,6 @@ class StageWorker:
             return nothing, Report(error=(type(error).__name__, f"device {self._name}: {error}"))
 
     def close(self) -> None:
-        """Empty the device."""
         if self._segment_run is not None:
             self._segment_run.close()
             self._segment_run = None
@@ -166,8 +158,8 @@ class StageWorker:
 
     @staticmethod
     def _clock(segment_run: Running) -> float:
-        """Return the seconds after all started work is done. On the simulated device they are
-        virtual."""
+        """Return the device's clock once all started work is done; virtual on the simulated
+        device."""
         if not kind_called(segment_run.device.name).has_virtual_clock:
             return time.perf_counter()  # a run ends with a barrier
         segment_run.device.barrier()

@@ -1,2 +1,2 @@
-"""diffusers pipelines as live objects: attaching to them, planning their calls, and importing them
-as graph files."""
+"""Live diffusers pipelines: attaching to them, planning their calls, importing them as graph
+files."""

@@ -1,7 +1,6 @@
 """Attach graphrun to a live pipeline, whose components have weights: every call follows a plan.
 
-This module decides when to make a plan and which plan a call uses. The executor
-(`graphrun.runtime`) runs the plan.
+This module decides when to make a plan and which plan a call uses; `graphrun.runtime` runs it.
 
     pipe(...)         is there a plan for this call (see `CallKey`)?
                         | yes   | no: dry run on the meta pipeline -> problem -> solve -> store plan
@@ -17,8 +16,8 @@ device when the call begins, and stay there. If another call left other blocks o
 `graphrun.solve.transitions` adapts the plan to them.
 
 Terms: a *dry run* executes a whole call of the pipeline without weights and yields a `Recording`.
-The dry run *traces* each kind of call into a component once, to get its numbers. The executor's
-`Trace` is different: the measurements of a run.
+It *traces* each kind of call into a component once, to get its numbers. The executor's `Trace` is
+different: the measurements of a run.
 """
 
 from __future__ import annotations
@@ -88,12 +87,12 @@ class Attachment:
 
     ``hardware``, ``limits``, ``demands``: what to plan for. With ``limits.runs`` above 1, weights
     stay on the device between calls. ``budget``: any object; attachments with the same object share
-    the budget in ``limits``. ``tell``: called with one line when a call is planned; the line is
-    also logged. ``store``: dry runs and plans on disk. ``components``, ``entries``: the components
-    and the methods to plan of an object that is not a diffusers pipeline.
+    the budget in ``limits``. ``tell``: called with one line, which is also logged, when a call is
+    planned. ``store``: dry runs and plans on disk. ``components``, ``entries``: the components and
+    the methods to plan of an object that is not a diffusers pipeline.
 
-    Attributes of the last call: ``solution`` is its plan. ``trace`` is its measurements, with peaks
-    that exclude the caller's own bytes on the device. ``replans`` lists the calls into components
+    Attributes of the last call: ``solution``, its plan; ``trace``, its measurements, with peaks
+    that exclude the caller's own bytes on the device; ``replans``, the calls into components
     (``component.method``) that the plan did not contain and that were planned on arrival.
     """
 
@@ -123,9 +122,9 @@ class Attachment:
         # whether a method that changes the pipeline runs, with all weights on the CPU
         self._at_rest = False
         self._detached = self._detach_pending = self._release_pending = False
-        # `state_of` of the pipeline before the last call: what calls do not change themselves
+        # `state_of` the pipeline before the last call: what calls do not change themselves
         self._state: State = []
-        # `settings_of` of the pipeline after the last call: what a call may change itself
+        # `settings_of` the pipeline after the last call: what a call may change itself
         self._settings: State = []
         # `state_of` and `settings_of` at the last change of the pipeline
         self._stored_state: tuple[State, State] = ([], [])
@@ -187,10 +186,7 @@ class Attachment:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes on the device of the pipeline's weights and of its modules' cached tables.
-
-        Qwen-Image, for example, caches position tables.
-        """
+        """Bytes on the device of the pipeline's weights and of its modules' cached tables."""
         return (
             sum(residency.loaded_bytes() for residency in self._host.residencies.values())
             + self._host.cached_bytes
@@ -205,7 +201,7 @@ class Attachment:
 
     @functools.cached_property
     def _meta_pipeline(self) -> MetaPipeline:
-        """The copy of the pipeline in its present state, for dry runs."""
+        """A copy of the pipeline in its present state, for dry runs."""
         return MetaPipeline(self.pipe, self._modules, unified=self._device.unified)
 
     def __enter__(self) -> Attachment:
@@ -226,16 +222,13 @@ class Attachment:
         return f"<pre>{html.escape(self.report() if self.trace is not None else repr(self))}</pre>"
 
     def say(self, line: str) -> None:
-        """Log ``line`` and call ``tell`` with it."""
         _LOG.info(line)
         if self._tell is not None:
             self._tell(line)
 
     def report(self, *, full: bool = False) -> str:
         """Return a text table of the last call: planned and measured numbers, one row per phase.
-
-        ``full``: the plan, and one row per slot. Raises InputError before the first call.
-        """
+        ``full``: the plan, and one row per slot. Raises InputError before the first call."""
         solution, trace = self._last()
         if not solution.problem.phases:
             return f"{solution.problem.graph}: the call used no component"
@@ -295,10 +288,8 @@ class Attachment:
     def _on_call(
         self, path: str, name: str, method: Callable[..., Any], owner: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Plan and run a call of method ``name`` of ``owner``.
-
-        ``owner``: the pipeline, or a pipeline inside it at the attribute ``path``.
-        """
+        """Plan and run a call of method ``name`` of ``owner``: the pipeline, or a pipeline inside
+        it at the attribute ``path``."""
         if self._in_call():
             return method(owner, *args, **kwargs)
 
@@ -314,7 +305,7 @@ class Attachment:
     def _on_change(
         self, path: str, name: str, method: Callable[..., Any], owner: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Run a method that changes the pipeline or saves it, with all weights on the CPU."""
+        """Run a method that changes or saves the pipeline, with all weights on the CPU."""
         if name == "to":
             dtype = dtype_of_to(args, kwargs, self._device.torch_device)
             if dtype is None:
@@ -327,7 +318,7 @@ class Attachment:
         with self._exclusive(at_rest=True):
             self._host.release()
             if name == "save_pretrained":
-                # safetensors refuses tensors that share memory, and arena tensors do
+                # safetensors refuses tensors that share memory, as arena tensors do
                 self._host.restore()
             return method(owner, *args, **kwargs)
 
@@ -386,10 +377,8 @@ class Attachment:
                     self.detach()
 
     def _run(self, call: AttachedCall) -> Any:
-        """Run ``call`` by its plan, making the plan if there is none, and return the call's result.
-
-        An error empties the device.
-        """
+        """Run ``call`` by its plan, made now if there is none; return its result. Errors empty the
+        device."""
         try:
             return self._run_planned(call)
         except BaseException:
@@ -474,8 +463,9 @@ class Attachment:
     def _caller_bytes(self) -> int:
         """Return the caller's own bytes on the device, the arguments of a call among them.
 
-        On unified memory this is what the process took since the pipeline was attached, in steps of
-        at least a 64th of the budget: not every picture that a program keeps needs another plan.
+        On unified memory these are the bytes that the process took since the pipeline was attached,
+        in steps of at least a 64th of the budget: not every picture that a program keeps needs
+        another plan.
         """
         device = self._device
         if not isinstance(device, CpuDevice):
@@ -505,19 +495,17 @@ class Attachment:
         return self._continuations[key]
 
     def make_room(self, solution: Solution, component_names: Collection[str]) -> None:
-        """Evict weights of other plans so that the first run of ``solution`` fits.
-
-        ``component_names``: the components that ``solution`` uses.
-        """
+        """Evict weights of other plans so that the first run of ``solution``, with
+        ``component_names``, fits."""
         slots, problem = solution.simulation.slots, solution.problem
         peak_bytes = max((report.peak_bytes for report in slots), default=0)
         page_bytes = (
             int(problem.hardware.page_scale * LARGE_PAGE_BYTES) if problem.counts_pages else 0
         )
         keeps_weights = bool(solution.plan.further_slots) and not problem.secondaries
-        # Results that methods cache may stay on the device only if weights stay there too: then
-        # further calls by this plan follow. `page_bytes` is None where nothing may stay. With
-        # secondary devices, nothing stays either: nobody counts what is cached on each of them.
+        # Results that methods cache may stay on the device only if weights stay there too, for
+        # further calls by this plan. `page_bytes` is None if nothing may stay. With secondary
+        # devices nothing stays either: nobody counts what is cached on each of them.
         self._host.make_room(
             peak_bytes,
             problem.effective_bytes,
@@ -529,7 +517,7 @@ class Attachment:
             self._host.make_room(peak_bytes, secondary.effective_bytes, component_names, number)
 
     def _refresh_components(self) -> None:
-        """Take over components replaced since the last call (``pipe.vae = other``)."""
+        """Adopt components replaced since the last call (``pipe.vae = other``)."""
         modules = merge_shared(
             components_of(self.pipe, self._named_components), self._modules.values()
         )
@@ -554,10 +542,8 @@ class Attachment:
         reinstall([other for other in interceptors if other is not self._interceptor])
 
     def _detect_changes(self, modules: list[Owned]) -> bool:
-        """Return whether the pipeline changed since the last call; if so, drop all its plans.
-
-        Changes are, for example, VAE tiling, a LoRA, or another scheduler.
-        """
+        """Return whether the pipeline changed (VAE tiling, a LoRA, another scheduler) since the
+        last call; if so, drop all its plans."""
         state, settings = state_of(self.pipe, modules), settings_of(self.pipe, modules)
         has_changed = (state, settings) != (self._state, self._settings)
         if self._host.find_mapped():
@@ -569,7 +555,8 @@ class Attachment:
         return has_changed
 
     def _say_unmapped(self) -> None:
-        """Say which components are not read from files but stay in memory, on unified memory."""
+        """Say which components stay in memory instead of being read from files, on unified
+        memory."""
         if sizes := self._host.unmapped_bytes():
             self.say(
                 f"{own_class(self.pipe).__name__}: {show_size(sum(sizes.values()))} of "
@@ -625,7 +612,7 @@ class Attachment:
         """Return the dry run of ``call`` and the signatures of its calls into components.
 
         The returned dry run has no profiles: `problem` takes them from the meta pipeline, which
-        collects profiles over all its dry runs. The stored dry run has the profiles so far.
+        collects them over all its dry runs. The stored dry run has the profiles so far.
         """
         kind = own_class(self.pipe).__name__
         self.say(
@@ -676,8 +663,8 @@ class Attachment:
         """Return the problem for the call in ``recording``.
 
         ``reserve_bytes``: the caller's own bytes on the device. ``single_run``: plan one run that
-        leaves nothing on the device. ``stored_profiles``: component profiles of a recording from
-        the store. A directive for a component applies to all its dtype variants in the call.
+        leaves nothing on the device. ``stored_profiles``: of a recording from the store. A
+        directive for a component applies to all its dtype variants in the call.
         """
         variants = self._dtype_variants()
         component_names = dict.fromkeys(call.component for _, call in recording.entries())
@@ -699,10 +686,8 @@ class Attachment:
         )
 
     def solve(self, problem: Problem) -> Solution:
-        """Return the plan for ``problem``.
-
-        A call that reaches no component has no phases; its plan is the end slot alone.
-        """
+        """Return the plan for ``problem``. A call that reaches no component has no phases; its plan
+        is the end slot alone."""
         if problem.phases:
             return self._store.solve(problem) if self._store is not None else solve(problem)
         return solution_of(problem, Plan(problem.digest, (Slot("", "end", 0, ()),)))

@@ -1,7 +1,7 @@
 """Arguments of a pipeline call: their signature, the key of a plan, and their copy for a dry run.
 
-The signature leaves out texts and seeds, since pipelines pad most texts to a fixed length. A dry
-run on the copy does not change the caller's generators, tensors and callbacks.
+The signature omits texts and seeds, since pipelines pad most texts to a fixed length. A dry run on
+the copy does not change the caller's generators, tensors and callbacks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from graphrun.modules.trees import walk
 
 def signature_of(value: Any, texts: bool = False) -> Any:
     """Return a hashable signature of ``value``: shapes, sizes, types, counts and plain numbers.
-
-    ``texts``: include the content of strings. Arguments with equal signatures share a plan.
-    """
+    ``texts``: include the content of strings. Arguments with equal signatures share a plan."""
     if isinstance(value, torch.Tensor):
         return "tensor", tuple(value.shape), str(value.dtype), value.device.type
     if isinstance(value, str):
@@ -54,10 +52,10 @@ def copy_for_dry_run(
 ) -> Any:
     """Return a copy of ``value`` for a dry run on ``device``.
 
-    Tensors are copied: those on an accelerator to ``device``, and if the planned device is the CPU
-    (``unified``), those on the CPU too. CPU generators are copied with their state. A module is
-    replaced by its meta module (``meta_modules_by_id``: by the id of the live module), a callback
-    by `no_op_callback`.
+    Tensors on an accelerator go to ``device``; if the planned device is the CPU (``unified``),
+    tensors on the CPU too. CPU generators are copied with their state. A module is replaced by its
+    meta module (``meta_modules_by_id``: by the id of the live module), a callback by
+    `no_op_callback`.
     """
 
     def copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -94,10 +92,8 @@ def no_op_callback(*args: Any, **kwargs: Any) -> Any:
 
 
 def describe_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Return the arguments of a call as text for error messages.
-
-    Tensors appear as dtype and shape, other objects as type names.
-    """
+    """Return the arguments of a call as text for error messages: tensors as dtype and shape, other
+    objects as type names."""
     texts = [_argument_text(value) for value in args] + [
         f"{name}={_argument_text(value)}" for name, value in kwargs.items()
     ]

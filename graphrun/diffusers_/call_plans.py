@@ -21,10 +21,8 @@ class CallRecords(Protocol):
         """Return the data stored for equal ``content``; None if there is none."""
 
     def keep(self, packages: Iterable[str], content: Any, data: Any) -> None:
-        """Store ``data`` for a call described by ``content``.
-
-        ``packages``: the packages that define the pipeline's classes.
-        """
+        """Store ``data`` for a call described by ``content``. ``packages``: the packages that
+        define the pipeline's classes."""
 
 
 class CallKey(NamedTuple):
@@ -33,7 +31,7 @@ class CallKey(NamedTuple):
     ``name``: the called method. ``arguments``: the autocast dtype, the signature of the arguments
     (`signature_of`) without the content of texts, and the tensors that earlier calls left for this
     one (`kept_signatures`). ``texts``: the signature with the content of texts, for calls whose
-    shapes depend on them; else empty. ``reserve_bytes``: the caller's own bytes on the device.
+    shapes depend on them; otherwise empty. ``reserve_bytes``: the caller's own bytes on the device.
     """
 
     name: str
@@ -43,7 +41,6 @@ class CallKey(NamedTuple):
 
     @property
     def without_texts(self) -> tuple[Any, ...]:
-        """The key without texts and without the caller's bytes."""
         return self.name, self.arguments
 
     @property
@@ -56,9 +53,9 @@ class CallKey(NamedTuple):
 class PlannedCall:
     """The plan for calls with one `CallKey`.
 
-    ``call_signatures``: signatures of the calls into components in the dry run. ``traced_calls``:
-    how many calls into components the attachment had traced when the plan was made. A trace made
-    later may change the numbers of a component, so the plan is then made again.
+    ``call_signatures``: of the calls into components in the dry run. ``traced_calls``: how many
+    calls into components were traced when the plan was made; a later trace may change the numbers
+    of a component, so the plan is then made again.
     """
 
     call_signatures: frozenset[str]

@@ -19,11 +19,11 @@ from graphrun.units import MIB, round_up
 
 
 class CallPlanning(NamedTuple):
-    """What planning inside a call needs of the attachment.
+    """The part of the attachment that planning inside a call uses.
 
     ``pipeline_name``: for messages. ``meta_pipeline``, ``autocast``: return the meta pipeline and
     the dtype of the active autocast. ``problem``, ``solve``: a recording as a problem, and its
-    plan. ``make_room``: releases what a plan has no room for. ``say``: prints a line.
+    plan. ``make_room``: evicts weights so that a plan fits. ``say``: prints a line.
     """
 
     pipeline_name: str
@@ -40,9 +40,8 @@ class CallPlanning(NamedTuple):
 class CallReplan:
     """The executor's `Replan`: plans calls into components that the plan does not contain.
 
-    ``call_signatures``: signatures of the calls into components that the current plan contains.
-    ``reserve_bytes``: the caller's own bytes on the device. ``component_calls``: the newly planned
-    calls, as ``component.method``.
+    ``call_signatures``: of the calls into components in the current plan. ``reserve_bytes``: the
+    caller's own bytes on the device. ``component_calls``: newly planned, as ``component.method``.
     """
 
     def __init__(
@@ -55,10 +54,8 @@ class CallReplan:
     def expects(
         self, component: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Return whether the current plan contains this call into a component.
-
-        A call with another text counts if the component computes the same for both.
-        """
+        """Return whether the current plan contains this call into a component. A call with another
+        text counts if the component computes the same for both."""
         if self._signature(component, method, args, kwargs) in self._call_signatures:
             return True
         planning = self._planning
@@ -80,9 +77,7 @@ class CallReplan:
         live_bytes: int,
     ) -> Solution:
         """Return a plan for this call into a component and later ones of the same signature.
-
-        ``live_bytes``: bytes allocated on the device.
-        """
+        ``live_bytes``: bytes allocated on the device."""
         planning, dtype_variants = self._planning, self._dtype_variants()
         planning.say(
             f"{planning.pipeline_name}: {component}.{method} is not in the plan of the call: "
@@ -98,8 +93,8 @@ class CallReplan:
             else max(0, live_bytes - self._reserve_bytes - planning.host.held_bytes())
         )
         # One stage that calls the component twice, so that the plan has a first and a steady slot;
-        # later calls use the steady slot. Event keys: 1 is what is live before, 2 and 3 are what
-        # the two calls return.
+        # later calls use the steady slot. Event keys: 1 is live before, 2 and 3 are the results of
+        # the two calls.
         recording = Recording(
             [
                 MemoryEvent(1, input_bytes),

@@ -1,7 +1,4 @@
-"""Plan a live pipeline without running it, for any hardware and budget.
-
-Its weights may be in memory or on meta.
-"""
+"""Plan a live pipeline, with weights in memory or on meta, without running it, for any hardware."""
 
 from __future__ import annotations
 
@@ -45,10 +42,8 @@ class LivePipeline:
         limits: ProblemLimits,
         demands: Directives,
     ) -> Problem:
-        """Return the problem of ``pipe(**inputs)``, from a dry run.
-
-        Raises ProbeError if the dry run fails. Errors of the pipeline about its arguments pass.
-        """
+        """Return the problem of ``pipe(**inputs)``, from a dry run. Raises ProbeError if the dry
+        run fails. Errors of the pipeline about its arguments pass."""
         recording = self._meta_pipeline.probe(
             AttachedCall(
                 "call", self.pipe, lambda meta_pipeline: meta_pipeline.pipe, (), dict(inputs)

@@ -6,8 +6,8 @@ A device map assigns each block to one device for the whole run. Converting a pl
     streamed block                                               "cpu"; "disk" if stored there
     component that computes on a secondary device                number of that device
 
-A plan made from a map can be checked and simulated before anything runs: does the map fit, and what
-does it cost?
+A plan made from a map can be checked and simulated before anything runs: whether the map fits, and
+what it costs.
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ Maps = Mapping[str, Mapping[str, DevicePlacement]]
 
 def device_maps(graph: Graph, solution: Solution) -> dict[str, dict[str, DevicePlacement]]:
     """Return {component: {path of a module or bare parameter: ``0``, ``"cpu"`` or ``"disk"``}}.
-
-    Pass each map to ``dispatch_model(module, map, main_device=0)``. ``graph``: the graph that
-    ``solution`` was made for.
-    """
+    Pass each map to ``dispatch_model(module, map, main_device=0)``. ``graph``: of ``solution``."""
     maps: dict[str, dict[str, DevicePlacement]] = {}
     for numbers in solution.chosen.components:
         streams = [
@@ -77,8 +74,8 @@ def plan_for(problem: Problem, maps: Maps) -> Solution:
     Device 1 is the first secondary device. Components without a map are loaded for their phases.
     `check` and `simulate` report whether the plan fits and what it costs.
 
-    Raises InputError for a map that leaves out a block, names no component of the problem, or puts
-    part of a component on a device other than 0.
+    Raises InputError for a map that omits a block, names no component of the problem, or puts part
+    of a component on a device other than 0.
     """
     resident_counts: dict[str, tuple[int, ...]] = {}
     variant_numbers: dict[str, int] = {}
@@ -162,10 +159,8 @@ def _placement_of(
 def _complete(
     module: nn.Module, path: str, placements: Mapping[str, DevicePlacement]
 ) -> list[tuple[str, DevicePlacement]]:
-    """Return ``placements`` with device 0 added for all other tensors.
-
-    A map must name every tensor once, by its module or by its own path.
-    """
+    """Return ``placements`` with device 0 added for all other tensors: a map must name every tensor
+    once, by its module or by its own path."""
     if path in placements:
         return [(path, placements[path])]
     if not any(key.startswith(f"{path}.") if path else True for key in placements):

@@ -1,6 +1,6 @@
 """Dry run of one call of a live pipeline: its own code on meta, on a simulated accelerator.
 
-The accelerator has unlimited memory. A dry run does not depend on budgets, plans or the device.
+The accelerator has unlimited memory; budgets, plans and the device do not matter.
 
     live pipeline   pipe(prompt, image=..., generator=...)     text_encoder, unet, vae with weights
     meta pipeline   pipe(prompt, image=copy, generator=copy)   the same on meta; each signature of a
@@ -67,7 +67,7 @@ class MetaPipeline:
     """A meta copy of a pipeline, in the state of the pipeline at that time, with all its traces.
 
     If a dry run leaves tensors in the copy, or a call leaves tensors in the pipeline, the pipeline
-    is copied again. ``unified``: whether the planned device shares its memory with the host.
+    is copied again. ``unified``: the planned device shares its memory with the host.
     """
 
     @on_host()
@@ -79,7 +79,7 @@ class MetaPipeline:
         self._copy()
 
     def _copy(self, previous_prober: LiveProber | None = None) -> None:
-        """Copy the pipeline. ``previous_prober``: the prober of an earlier copy."""
+        """Copy the pipeline. ``previous_prober``: of an earlier copy."""
         self.pipe, self.meta_modules = meta_module_of(self._live_pipe, PLANNED, self._modules)
         self.prober = LiveProber(
             self.meta_modules, self._modules, previous_prober, unified=self._unified
@@ -215,9 +215,8 @@ class MetaPipeline:
     ) -> Problem:
         """Return the problem for ``recording``.
 
-        ``profiles``: component profiles; None: the profiles from all traces so far.
-        ``mapped_tensors``: on unified memory, the tensors that are mapped from files, which alone
-        are blocks.
+        ``profiles``: of components; None: from all traces so far. ``mapped_tensors``: on unified
+        memory, the tensors that are mapped from files, which alone are blocks.
         """
         graph = graph_of(self._live_pipe, self._modules, self.dtype_variants.variants.values())
         graph = graph.directed(demands.keep, demands.exclude, demands.reserve_bytes, demands.pin)
@@ -243,10 +242,8 @@ class MetaPipeline:
         *,
         by_layer: bool = False,
     ) -> ComponentProfile:
-        """Return ``profile`` with the bytes of the mapped tensors of each block.
-
-        A cast of a component (`DtypeVariant`) is no file's content.
-        """
+        """Return ``profile`` with the bytes of the mapped tensors of each block. No file contains a
+        cast of a component (`DtypeVariant`)."""
         variant = self.dtype_variants.variants[component.name]
         is_cast = variant.name != variant.component
         layouts = lay_out(
@@ -274,9 +271,7 @@ class MetaPipeline:
 
 class LiveProber(Prober):
     """A prober of meta modules that uses the weights of ``live_modules`` if it computes on the CPU.
-
-    ``previous_prober``: the prober of an earlier copy, whose traces this one takes over.
-    """
+    ``previous_prober``: of an earlier copy, whose traces are reused."""
 
     def __init__(
         self,
@@ -313,7 +308,7 @@ class LiveProber(Prober):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Answer as `Prober.answer`, and note the call's signature."""
+        """Answer as `Prober.answer`, and record the call's signature."""
         self.register(self.dtype_variants.variants[component])
         signature = self.signature(component, method, args, kwargs)
         self.call_signatures.add(repr(signature))
@@ -337,7 +332,6 @@ class LiveProber(Prober):
         ]
 
     def has_equal_trace(self, signatures: Iterable[Any], call: Traced) -> bool:
-        """Return whether one of ``signatures`` has a trace equal to ``call``."""
         return any(self._traces[signature][0] == call for signature in signatures)
 
     def register(self, dtype_variant: DtypeVariant) -> None:

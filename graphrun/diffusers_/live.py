@@ -1,8 +1,5 @@
 """Components of a live pipeline, and its meta copy with all parameters and buffers on meta.
 
-This module decides which modules are components and how to copy a pipeline without its weights. It
-does not use plans or device memory.
-
     pipe               text_encoder, transformer, vae   prior_pipe.prior   tokenizer   scheduler
     component          yes                              yes                no          no
     in the meta copy   on meta                          on meta            shared      copied
@@ -37,15 +34,15 @@ from graphrun.modules.quantize import normalize_quantized_layers
 from graphrun.modules.trees import PLAIN, may_hold, modules_below
 from graphrun.ops.modular import blocks_in, is_modular_class
 
-# Tokenizers and processors of these packages have no state of a call: the meta copy shares them.
+# tokenizers and processors of these packages have no state of a call: the meta copy shares them
 SHARED_LIBRARIES = ("transformers", "tokenizers", "sentencepiece")
 
-# Attributes of peft's layers that select the LoRAs of a forward. A fused LoRA needs no activation.
+# attributes of peft's layers that select the LoRAs of a forward; a fused LoRA needs no activation
 ADAPTER_ATTRIBUTES = ("_active_adapter", "_disable_adapters", "merged_adapters")
 _STATEFUL = frozenset({*ADAPTER_ATTRIBUTES, "_hf_hook", "processor", DIFFUSERS_HOOKS})
 
 State = list[Any]
-"""Plain values, shapes and texts. A digest of them would dominate the time of a short call."""
+"""Plain values, shapes and texts; computing a digest would dominate the time of a short call."""
 
 
 def is_modular(pipe: Any) -> bool:
@@ -79,7 +76,7 @@ def components_of(
 ) -> dict[str, nn.Module]:
     """Return the modules with weights in ``pipe`` and in pipelines inside it, by attribute name.
 
-    Each module appears once; submodules of another component are left out. ``named_components``
+    Each module appears once; submodules of another component are omitted. ``named_components``
     replaces the search. Raises InputError if there is no component.
     """
     if named_components is not None:
@@ -152,7 +149,7 @@ def modules_in(program: Any) -> dict[str, nn.Module]:
     """Return the modules with weights in ``program``, which is not a diffusers pipeline.
 
     Searches attributes, lists, dicts and objects; for a module, its children. Names are paths
-    joined by ``_`` (``models_dit``). Modules inside other modules are left out.
+    joined by ``_`` (``models_dit``). Modules inside other modules are omitted.
     """
     modules: dict[str, nn.Module] = {}
     visited = {id(program)}
@@ -328,8 +325,8 @@ def meta_module_of(
 def _functions_in(pipe: Any, excluded_ids: Iterable[int]) -> Iterator[types.FunctionType]:
     """Yield the functions in attributes of ``pipe``, its modules and its other objects.
 
-    Such a function may refer to the pipeline: a callback, or a ``forward`` that a diffusers hook
-    replaced. ``excluded_ids``: ids of objects not to search.
+    They may refer to the pipeline: a callback, or a ``forward`` that a diffusers hook replaced.
+    ``excluded_ids``: ids of objects not to search.
     """
     visited = set(excluded_ids)
     queue: list[Any] = [*pipelines_in(pipe).values(), *(module for _, module in _modules_of(pipe))]
@@ -368,9 +365,7 @@ def _refer_to_copies(
     twin: types.FunctionType, function: types.FunctionType, memo: Mapping[int, Any]
 ) -> None:
     """Fill the globals and closure of ``twin`` with the values of ``function``, or their copies.
-
-    ``memo``: copies by the id of the original, as in `copy.deepcopy`.
-    """
+    ``memo``: copies by the id of the original, as in `copy.deepcopy`."""
     for cell, twin_cell in zip(function.__closure__ or (), twin.__closure__ or (), strict=True):
         if has_value(cell):
             twin_cell.cell_contents = memo.get(id(cell.cell_contents), cell.cell_contents)
@@ -410,9 +405,7 @@ def subclass_on_device(
     kind: type[Any], reported_device: Callable[[], torch.device], **members: Any
 ) -> type[Any]:
     """Return a subclass of ``kind`` whose device is ``reported_device()``, not its parameters'.
-
-    ``members``: more attributes of the class. Copies and pickles of an instance are of ``kind``.
-    """
+    ``members``: more attributes of the class. Copies and pickles of an instance are of ``kind``."""
     device_property = property(
         lambda _: reported_device(), lambda owner, value: vars(owner).update(device=value)
     )
@@ -497,10 +490,8 @@ def _plain(config: Any) -> dict[str, Any]:
 
 
 def packages_of(pipe: Any, modules: Mapping[str, nn.Module]) -> set[str]:
-    """Return the packages of the classes of ``pipe``, its modules and its attributes.
-
-    A call of ``pipe`` runs their code.
-    """
+    """Return the packages of the classes of ``pipe``, its modules and its attributes, whose code a
+    call of ``pipe`` runs."""
     kinds = {type(child) for module in modules.values() for child in module.modules()}
     for owner in pipelines_in(pipe).values():
         kinds |= {own_class(owner), *(type(value) for value in vars(owner).values())}

@@ -33,8 +33,7 @@ from graphrun.errors import InputError
 from graphrun.modules.dtype_variants import HostCasts
 from graphrun.modules.interceptor import CallInterceptor, intercept
 
-# Modules with the methods that all pipelines inherit: they load, save and configure, and compute
-# nothing.
+# modules with the methods that all pipelines inherit: load, save and configure, no compute
 COMMON_MODULES = (
     "diffusers.pipelines.pipeline_utils",
     "diffusers.configuration_utils",
@@ -42,9 +41,9 @@ COMMON_MODULES = (
     "diffusers.modular_pipelines",
     "diffusers.utils",
 )
-# The package of the loader mixins. Their methods load weights onto the pipeline's device.
+# the package of the loader mixins, whose methods load weights onto the pipeline's device
 LOADER_MODULES = "diffusers.loaders"
-# Methods of diffusers that move weights themselves.
+# methods of diffusers that move weights themselves
 OFFLOADING = (
     "enable_model_cpu_offload",
     "enable_sequential_cpu_offload",
@@ -98,7 +97,6 @@ class PipelineProxy:
             owner.__class__ = subclass_on_device(kind, reported_device, **members)
 
     def remove(self) -> None:
-        """Restore every pipeline's own class."""
         while self._classes:
             owner, kind = self._classes.pop()
             owner.__class__ = kind
@@ -143,10 +141,8 @@ def _intercepted_methods(kind: type[Any]) -> Iterator[tuple[str, Callable[..., A
 
 @functools.cache
 def _returns_value(method: Callable[..., Any]) -> bool:
-    """Return whether ``method`` returns a value other than None, according to its bytecode.
-
-    A method that returns nothing checks or changes the pipeline.
-    """
+    """Return whether ``method`` returns a value other than None, by its bytecode. A method that
+    returns nothing checks or changes the pipeline."""
     code = inspect.unwrap(method).__code__
     instructions = list(dis.get_instructions(code))
     values = (
@@ -171,10 +167,8 @@ def _refusing_method(name: str) -> Callable[..., Any]:
 
 
 def refuse_placed(pipe: Any) -> None:
-    """Raise InputError if other code already places the pipeline's weights.
-
-    The message says how to turn that off.
-    """
+    """Raise InputError if other code already places the pipeline's weights, saying how to turn that
+    off."""
     name = type(pipe).__name__
     for path, owner in pipelines_in(pipe).items():
         label = f"{name}.{path}" if path else name
@@ -200,11 +194,8 @@ def refuse_placed(pipe: Any) -> None:
 def refuse_unnamed(
     program: Any, components: Mapping[str, torch.nn.Module] | None, entries: Collection[str]
 ) -> None:
-    """Raise InputError unless ``components`` and ``entries`` cover what to plan of ``program``.
-
-    ``components`` must contain all weights, ``entries`` methods of the class. For a diffusers
-    pipeline both must be empty.
-    """
+    """Raise InputError unless ``components`` contain all weights of ``program``, and ``entries``
+    are methods of its class. For a diffusers pipeline both must be empty."""
     name, kind = type(program).__name__, type(program)
     if is_pipeline(program):
         if components is not None or entries:
@@ -265,10 +256,8 @@ def refuse_unnamed(
 def dtype_of_to(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
 ) -> torch.dtype | None:
-    """Return the dtype among the arguments of ``pipe.to(...)``, or None.
-
-    Raises InputError if the arguments name a device other than ``device``.
-    """
+    """Return the dtype among the arguments of ``pipe.to(...)``, or None. Raises InputError if they
+    name a device other than ``device``."""
     dtype = None
     for value in (
         *args,
@@ -310,6 +299,6 @@ def remove_interceptors(modules: Mapping[str, torch.nn.Module]) -> list[CallInte
 
 
 def reinstall(interceptors: list[CallInterceptor]) -> None:
-    """Undo `remove_interceptors`, which returns the outermost interceptor first."""
+    """Undo `remove_interceptors`."""
     for interceptor in reversed(interceptors):
         interceptor.__enter__()

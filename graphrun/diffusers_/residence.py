@@ -4,12 +4,12 @@
                     device, not reachable from the module
     in a call       loaded blocks are bound to the module's tensors
 
-On unified memory there are no arenas: the host tensors are the caller's own, and blocks are those
-of them that are mapped from files (`graphrun.modules.mapped`).
+On unified memory there are no arenas: the host tensors are the caller's own, and the mapped ones
+(`graphrun.modules.mapped`) are blocks.
 
-So between calls the whole pipeline looks as if on the host, and may be changed. Changed weights are
-loaded again. A component gets a new layout when its blocks change, for example when a new kind of
-call finds other blocks in it. `Leftovers` removes the tensors that a call left on the device.
+So between calls the whole pipeline appears to be on the host, and may be changed. Changed weights
+are loaded again. A component gets a new layout when its blocks change, for example when a new kind
+of call finds other blocks in it. `Leftovers` removes the tensors that a call left on the device.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from graphrun.runtime.movers import refuse_movers
 from graphrun.runtime.residency import Residency
 from graphrun.units import round_up
 
-# The hosts of all attached pipelines in this process, which evict each other's weights.
+# the hosts of all attached pipelines in this process, which evict each other's weights
 _HOSTS: WeakSet[LiveHost] = WeakSet()
 _RUNS = itertools.count(1)
 
@@ -56,10 +56,11 @@ class LiveHost(Host):
     undoes this. ``budget``: any object; hosts with the same object share one device budget. If two
     hosts have the same module with the same blocks, they share its layout.
 
-    ``mapped_tensors``: on unified memory, the tensors that were mapped from files when the host was
-    made, or at the last `begin`.
+    ``mapped_tensors``: on unified memory, the tensors mapped from files when the host was made, or
+    at the last `begin`.
 
-    Order of calls: begin, lay_out, make_room, wake, a run, rest.
+    Order of calls: `begin`, `lay_out`, `make_room`, `bind_loaded_blocks`, a run,
+    `bind_host_tensors`.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], device: Device, budget: object) -> None:
@@ -78,10 +79,8 @@ class LiveHost(Host):
         _HOSTS.add(self)
 
     def find_mapped(self) -> bool:
-        """Look again what is mapped from files, on unified memory. Return whether that changed.
-
-        Drops the layouts then. Raises InputError if a file that is used was changed or deleted.
-        """
+        """Update the tensors mapped from files, on unified memory. Return whether they changed. If
+        so, drop the layouts. Raises InputError if a file that is used was changed or deleted."""
         if self.mapped_tensors is None:
             return False
         self.mapped_tensors.refuse_changed_files(self.modules)
@@ -94,8 +93,8 @@ class LiveHost(Host):
     def unmapped_bytes(self) -> dict[str, int]:
         """Return the bytes of the parameters that are not mapped from files, by component.
 
-        Components with less than a hundredth of such bytes are left out. Empty if device and host
-        are not one memory.
+        Components with less than a hundredth of such bytes are omitted. Empty unless device and
+        host are one memory.
         """
         if (mapped_tensors := self.mapped_tensors) is None:
             return {}
@@ -109,10 +108,8 @@ class LiveHost(Host):
         }
 
     def begin(self, *, has_changed: bool) -> None:
-        """Prepare for a call: read the components' present dtypes.
-
-        ``has_changed``: whether the pipeline changed since the last call.
-        """
+        """Prepare for a call: read the components' present dtypes. ``has_changed``: the pipeline
+        changed since the last call."""
         if not has_changed and self.dtype_variants is not None and self.dtype_variants.first:
             self.dtype_variants.begin()
             return
@@ -127,10 +124,8 @@ class LiveHost(Host):
         self.dtype_variants = DtypeVariants(self.modules, self._leave, self._join)
 
     def replace_modules(self, modules: Mapping[str, nn.Module]) -> None:
-        """Restore, then make ``modules`` the components.
-
-        Raises InputError if other code moves a new component between devices.
-        """
+        """Restore, then make ``modules`` the components. Raises InputError if other code moves a
+        new component between devices."""
         new_modules = {
             name: module for name, module in modules.items() if self.modules.get(name) is not module
         }
@@ -139,10 +134,8 @@ class LiveHost(Host):
         self.modules, self.dtype_variants = dict(modules), None
 
     def lay_out(self, problem: Problem, dtype_variants: Mapping[str, DtypeVariant]) -> None:
-        """Lay out every component of ``problem`` in arenas, each in its dtype variant.
-
-        Call this between runs, or with an empty device.
-        """
+        """Lay out every component of ``problem`` in arenas, each in its dtype variant. Call this
+        between runs, or with an empty device."""
         assert self.dtype_variants is not None
         for numbers in problem.components:
             with self.dtype_variants.using(dtype_variants[numbers.name]):
@@ -167,10 +160,8 @@ class LiveHost(Host):
         residency.place(numbers, self._device)
 
     def _is_laid_out(self, numbers: ComponentNumbers, mapped_tensors: MappedTensors | None) -> bool:
-        """Return whether the component's layout has the blocks of ``numbers`` and its own tensors.
-
-        Loading other weights replaces the tensors. ``mapped_tensors``: what is mapped now.
-        """
+        """Return whether the component's layout has the blocks of ``numbers`` and its own tensors,
+        which loading other weights replaces. ``mapped_tensors``: mapped now."""
         previous = self._numbers.get(numbers.name)
         is_same_layout = previous is not None and layout_of(previous) == layout_of(numbers)
         return (
@@ -207,10 +198,8 @@ class LiveHost(Host):
         return [host for host in hosts if host._device.memory == self._device.memory]
 
     def bind_loaded_blocks(self) -> None:
-        """Bind loaded blocks of the components' present variants to the modules.
-
-        Call `bind_host_tensors` after the run.
-        """
+        """Bind loaded blocks of the components' present variants to the modules. Call
+        `bind_host_tensors` after the run."""
         assert self.dtype_variants is not None
         self.awake = True
         for name in self.modules:
@@ -218,9 +207,7 @@ class LiveHost(Host):
 
     def bind_host_tensors(self, component_names: Iterable[str]) -> None:
         """Give the modules their host tensors; loaded blocks stay on the device.
-
-        ``component_names``: the components that the run used.
-        """
+        ``component_names``: used in the run."""
         run_number = next(_RUNS)
         for name, residency in self.residencies.items():
             residency.deactivate()
@@ -244,10 +231,8 @@ class LiveHost(Host):
         return lru_caches(self.modules)
 
     def _cached_storages(self) -> dict[int, int]:
-        """Return the bytes of tensors that methods cached on the device, by storage.
-
-        Qwen-Image, for example, caches position tables.
-        """
+        """Return the bytes of tensors that methods cached on the device (Qwen-Image's position
+        tables), by storage."""
         tensors = (tensor for cache in self._caches for tensor in tensors_in(cached_in(cache)))
         return _storages([tensor for tensor in tensors if self._device.holds(tensor)], self._device)
 
@@ -259,8 +244,8 @@ class LiveHost(Host):
     def clear_memos(self) -> None:
         """Free what modules cache on the device.
 
-        Cached results of methods stay if they fit beside the plan's peak: this call and the next
-        ones then reuse them, as without graphrun. So do those in the process's own memory.
+        Cached results of methods stay if they fit next to the plan's peak, or are in the process's
+        own memory: this call and the next ones then reuse them, as without graphrun.
         """
         sizes = self._cached_storages().values()
         if self._device.unified and not sizes:
@@ -273,9 +258,7 @@ class LiveHost(Host):
 
     def _other_cached_bytes(self, hosts: Iterable[LiveHost]) -> int:
         """Return the bytes that methods of ``hosts``' modules cached, without this host's caches.
-
-        A class has one cache, which hosts with modules of this class share.
-        """
+        All hosts with modules of a class share its cache."""
         own_storages = self._cached_storages()
         storage_bytes = {
             key: nbytes
@@ -294,7 +277,7 @@ class LiveHost(Host):
     def held_bytes(self, excluded_names: Collection[str] | None = None) -> int:
         """Return the bytes on the device of this host and others at rest: weights and caches.
 
-        ``excluded_names``: leave out these components of this host, and all its caches. Bytes on
+        ``excluded_names``: omit these components of this host, and all its caches. Bytes on
         secondary devices do not count.
         """
         excluded_residencies = [
@@ -337,10 +320,9 @@ class LiveHost(Host):
         secondary: int = 0,
         page_bytes: int | None = None,
     ) -> None:
-        """Evict weights of other plans so that a run with a peak of ``peak_bytes`` fits.
+        """Evict weights of other plans so that a run of ``component_names`` with this peak fits.
 
-        ``component_names``: the components of the run. ``secondary``: number of the secondary
-        device to make room on; 0 is the main device.
+        ``secondary``: number of the secondary device to make room on; 0 is the main device.
 
         Order: first all cached results of methods, if room is short; then weights of the same
         budget, until all fit ``limit_bytes``; then weights of other budgets, until the device has
@@ -404,7 +386,6 @@ class LiveHost(Host):
                 host.release_module(module)
 
     def release_module(self, module: nn.Module) -> None:
-        """Evict all weights of ``module``."""
         for residency in self.residencies.values():
             if residency.module is module:
                 residency.release()
@@ -422,9 +403,7 @@ class LiveHost(Host):
 
     def restore(self) -> None:
         """Give every weight its own memory outside the arenas, and evict all weights.
-
-        ``requires_grad`` stays as it was. On unified memory every weight stays where it is.
-        """
+        ``requires_grad`` stays. On unified memory every weight stays where it is."""
         self.release()
         if self._device.unified:
             self.residencies.clear()
@@ -476,11 +455,10 @@ def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
 class Leftovers:
     """Removes tensors that a call left on ``device``, other than planned weights and results.
 
-    On unified memory these are views of weights alone (`Device.holds`), which are copied.
-
-    Tensors in parts (a scheduler's timesteps) move to the host. So do weights that a module got
-    during the call, for example from a callback that fuses projections. Attributes in which modules
-    cached tensors get back their value from before the call.
+    On unified memory only views of weights count (`Device.holds`); they are copied. Tensors in
+    parts (a scheduler's timesteps) move to the host. So do weights that a module got during the
+    call, for example from a callback that fuses projections. Attributes in which modules cached
+    tensors get back their value from before the call.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Export of a plan as a plain diffusers script that loads, runs and frees components per stage.
 
 For each component the script uses the closest function of diffusers or accelerate; its docstring
-lists the differences from the plan. This module writes text and runs nothing.
+lists the differences from the plan.
 
     whole component on the device   .to(DEVICE), then del after its stage
     streamed component              group offloading, by blocks; by leaves if the module has no
@@ -34,8 +34,8 @@ EXPORTED_OPS = ("encode_prompt", "denoise", "decode")
 def diffusers_script(graph: Graph, solution: Solution) -> str:
     """Return the text of the script; ``python script.py [device] [file]`` writes the picture.
 
-    ``graph``: the graph of ``solution``. Raises InputError unless the graph's stages are one
-    encode_prompt, one denoise and one decode, or if its weights are random.
+    ``graph``: of ``solution``. Raises InputError unless the graph's stages are one encode_prompt,
+    one denoise and one decode, or if its weights are random.
     """
     return _Script(graph, solution).text()
 
@@ -71,7 +71,6 @@ class _Script:
             )
 
     def text(self) -> str:
-        """Return the text of the script."""
         encoder_names = [name for name in self.variants if name in self.encode.uses]
         other_names = [name for name in self.variants if name not in self.encode.uses]
         lines = ['"""' + "\n".join(self._losses()), '"""', ""]
@@ -279,10 +278,8 @@ class _Script:
             )
 
     def _group_offload(self, component: Component) -> Iterator[str]:
-        """Yield the lines that offload a component by blocks, or by leaves.
-
-        By blocks for models of diffusers other than VAEs. VAEs do not call them one by one.
-        """
+        """Yield the lines that offload a component by blocks, or by leaves: by blocks for models of
+        diffusers other than VAEs, which do not call them one by one."""
         kind = resolve_class(
             component.class_path, self.graph.trust, component.file_line, "component"
         )

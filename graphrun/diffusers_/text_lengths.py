@@ -1,4 +1,4 @@
-"""Do the shapes of a call depend on the lengths of its texts?
+"""Detect whether the shapes of a call depend on the lengths of its texts.
 
     tokenizer(text, padding="max_length")   77 ids for every text: calls with any text share a plan
     tokenizer(text, padding=True)           as many ids as the text has: each text needs a plan
@@ -24,8 +24,8 @@ class TextLengths:
     """The lengths of a dry run's texts, in tokens.
 
     ``padded_lengths``: fixed by padding to a maximum. ``text_lengths``: the texts' own lengths.
-    ``mask_lengths``: lengths of embeddings after masks of texts cut them. ``input_lengths`` and
-    ``cut_input_lengths``: lengths of integer and of cut floating-point arguments of components.
+    ``mask_lengths``: of embeddings cut by masks of texts. ``input_lengths`` and
+    ``cut_input_lengths``: of integer and of cut floating-point arguments of components.
     """
 
     def __init__(self) -> None:
@@ -44,10 +44,8 @@ class TextLengths:
         )
 
     def add_inputs(self, arguments: Any) -> None:
-        """Note the lengths of the tensors among the arguments of a call into a component.
-
-        Integer tensors are [... length], floating-point tensors [... length ...].
-        """
+        """Add the lengths of the tensors among the arguments of a call into a component: integer
+        tensors are [... length], floating-point tensors [... length ...]."""
         for tensor in tensors_in(arguments):
             if tensor.is_floating_point():
                 self.cut_input_lengths |= self.mask_lengths.intersection(tensor.shape)
@@ -55,10 +53,8 @@ class TextLengths:
                 self.input_lengths.add(tensor.shape[-1])
 
     def add_masks(self, operands: Iterable[torch.Tensor]) -> None:
-        """Note the lengths that boolean masks among ``operands`` leave, if as long as a text.
-
-        ``operands``: the operands of an operator that cuts tensors by masks.
-        """
+        """Add the lengths that boolean masks among ``operands``, of an operator that cuts tensors
+        by masks, leave, if as long as a text."""
         masks = [mask for mask in operands if mask.dtype is torch.bool and mask.ndim]
         self.mask_lengths.update(
             int(mask.sum())
@@ -67,7 +63,7 @@ class TextLengths:
         )
 
     def add_lengths(self, lengths: set[int], is_padded: bool) -> None:
-        """Note the ``lengths`` of texts from a tokenizer. ``is_padded``: padded to a maximum.
+        """Add the ``lengths`` of texts from a tokenizer. ``is_padded``: padded to a maximum.
 
         A maximum equal to the own length of an earlier text is not fixed: Lumina pads the negative
         text to the length of the text.
@@ -79,7 +75,8 @@ class TextLengths:
 
     @contextmanager
     def watch(self, pipe: Any) -> Iterator[None]:
-        """Note what the tokenizers of ``pipe`` and of its processors return, within the context."""
+        """Record the results of the tokenizers of ``pipe`` and of its processors, within the
+        context."""
         from transformers import PreTrainedTokenizerBase
 
         parts = [*getattr(pipe, "__dict__", {}).values()]

@@ -1,2 +1,1 @@
-"""Graph files: a pipeline declared as stages, components, inputs and outputs. Pure: no torch, no
-devices."""
+"""Graph files: a pipeline as stages, components, inputs and outputs. Pure: no torch, no devices."""

@@ -1,7 +1,7 @@
 """Read a YAML file as plain data with the line number of every entry, for error messages.
 
 Accepts one document without tags, with unique keys and with limits on nesting, digits and alias
-expansion. This module is independent of graphs.
+expansion.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graphrun.limits import LIMITS, require
 
 Location = Sequence[str | int]
 _KEY_CHARACTERS = 1024  # as YAML 1.2 limits keys without a question mark (section 7.4)
-_TEXT_CHARACTERS = 500  # kept at each end of a problem, which may quote a long value of the file
+_TEXT_CHARACTERS = 500  # at each end of a problem, which may quote a long value of the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +30,14 @@ class Document:
     data: Any
     root: yaml.Node
     problems: dict[str, int] = field(default_factory=dict)  # text -> line
-    # locations of entries that were left out for their shape
+    # locations of entries that were dropped for their shape
     wrong: set[Location] = field(default_factory=set)
     # entries of mappings, by `id` of their node
     _entries: dict[int, dict[str, tuple[yaml.Node, yaml.Node]]] = field(default_factory=dict)
 
     def file_line(self, location: Location) -> str:
-        """Return ``path:line`` of the entry at ``location``, or of its nearest entry in the file.
-
-        The nearest entry is the innermost enclosing one that the file has.
-        """
+        """Return ``path:line`` of the entry at ``location``, or of its innermost enclosing
+        entry."""
         return f"{self.path}:{self._line(location)}"
 
     def _line(self, location: Location) -> int:
@@ -65,11 +63,8 @@ class Document:
         return line + 1
 
     def add(self, location: Location, text: str, *, line_of: Location | None = None) -> None:
-        """Add the problem ``text`` of the entry at ``location``, with that entry's line.
-
-        ``line_of``: the entry whose line is reported instead. Raises GraphError at the limit of
-        problems.
-        """
+        """Add the problem ``text`` of the entry at ``location``. ``line_of``: the entry whose line
+        is reported instead. Raises GraphError at the limit of problems."""
         line, entry = self._line(line_of or location), ".".join(map(str, location))
         if len(text) > 2 * _TEXT_CHARACTERS:
             text = f"{text[:_TEXT_CHARACTERS]} ... {text[-_TEXT_CHARACTERS:]}"
@@ -86,10 +81,8 @@ class Document:
 
 
 def read_document(path: Path) -> Document:
-    """Return the YAML document in ``path``.
-
-    Raises GraphError if the file cannot be read, is not YAML, or repeats a key.
-    """
+    """Return the YAML document in ``path``. Raises GraphError if it cannot be read, is not YAML, or
+    repeats a key."""
     text = reading.read_text(path, GraphError, "yaml_bytes")
     try:
         loader = _Loader(path, text)
@@ -148,10 +141,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_json(path: Path, *, infinite: bool = False) -> dict[str, Any]:
-    """Return the JSON object in ``path``; ``infinite`` allows infinite numbers.
-
-    Raises GraphError if the file cannot be read or is something else.
-    """
+    """Return the JSON object in ``path``; ``infinite`` allows infinite numbers. Raises GraphError
+    if the file cannot be read or is something else."""
     data = reading.read_json(path, GraphError, infinite=infinite)
     if not isinstance(data, dict):
         raise GraphError(f"expected a JSON object, got {type(data).__name__}", str(path))
@@ -165,11 +156,8 @@ def _check(
     ancestors: tuple[int, ...],
     duplicates: list[str],
 ) -> int:
-    """Return the number of nodes in ``node`` with aliases expanded, and collect keys given twice.
-
-    Duplicate keys are added to ``duplicates``. Raises GraphError for too many nodes, or an alias
-    within itself.
-    """
+    """Return the number of nodes in ``node`` with aliases expanded; add keys given twice to
+    ``duplicates``. Raises GraphError for too many nodes, or an alias within itself."""
     file_line = f"{path}:{node.start_mark.line + 1}"
     if id(node) in ancestors:
         raise GraphError("an alias that contains itself", file_line)

@@ -32,7 +32,7 @@ HALF_DTYPES = ("bfloat16", "float16")
 FLOAT_DTYPES = (*HALF_DTYPES, "float32")
 HEADER_BYTES = 100_000_000  # the longest header that safetensors reads (its MAX_HEADER_SIZE)
 
-# The prompt for planning without one. Texts are padded to a fixed length, so no size depends on it.
+# the prompt for planning without one; texts are padded, so no size depends on it
 PLANNING_TEXT = "a photo"
 
 
@@ -61,13 +61,13 @@ class Graph:
     precomputed: tuple[Reference, ...] = ()
     # further pipelines, which stages name
     pipelines: Mapping[str, Pipeline] = field(default_factory=dict)
-    fps: float | None = None  # frame rate of video files; None: from the pipeline's arguments
+    fps: float | None = None  # of video files; None: from the pipeline's arguments
     # (dtype of components in the file, dtype in its place)
     dtypes: tuple[tuple[str, str], ...] = ()
-    code: str = field(default="", compare=False)  # for people: where to get the packages it names
+    code: str = field(default="", compare=False)  # for people: where to get the packages
     file_line: str = field(default="", compare=False)
-    # Unused meta modules, for the next run (`graphrun.modules.build`). A graph and its parts share
-    # them.
+    # unused meta modules, for the next run (`graphrun.modules.build`); a graph and its parts share
+    # them
     spare: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def pipeline_called(self, name: str) -> Pipeline:
@@ -80,19 +80,14 @@ class Graph:
         )
 
     def component(self, name: str) -> Component:
-        """Return the component called ``name``. Raises KeyError."""
         return self.components[name]
 
     def stage(self, name: str) -> Stage:
-        """Return the stage called ``name``. Raises KeyError."""
         return {s.name: s for s in self.stages}[name]
 
     def kinds(self) -> dict[str, str]:
-        """Return the kind of each output.
-
-        A kind is ``image``, ``video``, ``audio``, ``latents``, ``embeds`` or ``any``. Images that
-        stages make from the frames of a video are a video.
-        """
+        """Return the kind of each output: ``image``, ``video``, ``audio``, ``latents``, ``embeds``
+        or ``any``. Images that stages make from the frames of a video are a video."""
         kinds: dict[str, str] = {
             name: self.stage(reference.name).operation.output(reference.output) or "any"
             for name, reference in self.outputs.items()
@@ -112,20 +107,16 @@ class Graph:
         return next((reference.name for reference in lists if reference.kind == "input"), "")
 
     def per_item(self) -> Graph:
-        """Return the graph for one item of its `list_input`; the graph itself if there is none.
-
-        The input then takes one item instead of the list.
-        """
+        """Return the graph in which its `list_input`, if any, takes one item instead of the
+        list."""
         if not (name := self.list_input):
             return self
         stages = tuple(replace(stage, for_each="") for stage in self.stages)
         return replace(self, inputs={**self.inputs, name: self.inputs[name].item}, stages=stages)
 
     def for_first(self, inputs: Mapping[str, Any]) -> tuple[Graph, Mapping[str, Any]]:
-        """Return the graph `per_item`, and ``inputs`` with only the first item of the list.
-
-        Raises InputError for a list that the graph refuses.
-        """
+        """Return the graph `per_item`, and ``inputs`` with only the first item of the list. Raises
+        InputError for a list that the graph refuses."""
         name = self.list_input
         if name and name in inputs:
             try:
@@ -153,11 +144,8 @@ class Graph:
         )
 
     def to_networkx(self, estimate: Mapping[str, Any] | None = None) -> networkx.DiGraph:
-        """Return the graph as a `networkx.DiGraph`; `graphrun.graph.nx` lists its nodes and
-        attributes.
-
-        ``estimate``, as `graphrun.survey` returns it, adds bytes, parameters and seconds.
-        """
+        """Return the graph as a `networkx.DiGraph` (nodes and attributes: `graphrun.graph.nx`).
+        ``estimate``, as `graphrun.survey` returns it, adds bytes, parameters and seconds."""
         from graphrun.graph.nx import to_networkx
 
         return to_networkx(self, estimate)
@@ -166,14 +154,14 @@ class Graph:
         """Return a value for every input of the graph: from ``inputs``, else the default.
 
         Strings are converted to the input's type, so values may come from a command line. None
-        leaves out an optional input, so what this returns may be given again. Raises
-        InputError with one line per problem: an unknown name, a missing required input, a wrong
-        type, a value out of range.
+        omits an optional input, so the result may be resolved again. Raises InputError with one
+        line per problem: an unknown name, a missing required input, a wrong type, a value out of
+        range.
         """
         return self._resolve(inputs, planning=False)
 
     def for_planning(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what `resolve` returns, with placeholders for missing required inputs.
+        """Return the result of `resolve`, with placeholders for missing required inputs.
 
         A text becomes ``"a photo"``, because sizes do not depend on the text. An image, mask, video
         or audio becomes a blank one of the size in the graph file; a mask takes the size of an
@@ -237,8 +225,7 @@ class Graph:
         reserve_bytes: int | None = None,
         pin: Iterable[str] = (),
     ) -> Graph:
-        """Return the graph with more directives. ``reserve_bytes`` replaces the graph's own
-        reserve.
+        """Return the graph with more directives; ``reserve_bytes`` replaces the graph's reserve.
 
         Raises InputError for unknown components, and for a component in both ``keep`` and
         ``exclude``.
@@ -267,8 +254,8 @@ class Graph:
 
     @property
     def permissions(self) -> tuple[str, ...]:
-        """The changes of the output that a caller may allow in this graph, sorted: precisions,
-        options of stages, ``compile`` and ``cpu``."""
+        """The changes of the output that a caller may allow, sorted: precisions, options of stages,
+        ``compile`` and ``cpu``."""
         precisions = {
             precision
             for component in self.components.values()
@@ -288,7 +275,7 @@ class Graph:
         """Return ``names`` of allowed changes of the output, sorted.
 
         ``precision`` stands for every further precision that the graph lists, ``4bit`` to ``8bit``
-        for those of about so many bits. Raises InputError for a name that means nothing in this
+        for those of about so many bits. Raises InputError for a name without a meaning in this
         graph.
         """
         precisions = {
@@ -390,11 +377,8 @@ class Graph:
         )
 
     def part(self, names: Iterable[str]) -> Graph:
-        """Return the graph with only the stages ``names``.
-
-        Outputs of other stages that they read are precomputed. Their own outputs that other stages
-        read become outputs of the graph.
-        """
+        """Return the graph with only the stages ``names``. Outputs of other stages that they read
+        are precomputed; outputs that other stages read become outputs of the graph."""
         stage_names = set(names)
         stages = tuple(stage for stage in self.stages if stage.name in stage_names)
         input_references = {
@@ -427,10 +411,8 @@ class Graph:
     def _stages_for(
         self, targets: set[str], precomputed_names: Collection[str] = ()
     ) -> tuple[Stage, ...]:
-        """Return the stages ``targets`` and all stages that they need.
-
-        Stages in ``precomputed_names``, and stages that only these need, are left out.
-        """
+        """Return the stages ``targets`` and all stages that they need, without
+        ``precomputed_names`` and stages that only these need."""
         stage_names = targets.difference(precomputed_names)
         for stage in reversed(self.stages):  # consumers before producers
             if stage.name in stage_names:
@@ -478,10 +460,8 @@ class Graph:
         )
 
     def without_sources(self) -> Graph:
-        """Return the graph with random weights, which runs without a checkpoint.
-
-        Raises InputError naming a component whose config exists only in its source.
-        """
+        """Return the graph with random weights, which runs without a checkpoint. Raises InputError
+        naming a component whose config exists only in its source."""
         for component in self.components.values():
             if not component.has_config:
                 raise InputError(
@@ -568,7 +548,6 @@ class Graph:
 
 
 def _content_digest(path: Path) -> str:
-    """Return the SHA-256 of the file's content."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -35,7 +35,7 @@ from graphrun.limits import require
 from graphrun.reading import path_inside
 from graphrun.units import parse_size
 
-# The sizes of each kind of media, and the inputs that they come from by default.
+# the sizes of each kind of media, and the inputs that they come from by default
 _SIZES: dict[str, dict[str, tuple[str, ...]]] = {
     "image": {"height": ("height",), "width": ("width",)},
     "mask": {"height": ("height",), "width": ("width",)},
@@ -45,11 +45,11 @@ _SIZES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 _SIZE_KEYS = ("height", "width", "frames", "rate", "seconds", "shape")
 _NUMBERS = ("int", "float")
-# Suffixes of weight files, and of pickled weights, which are refused.
+# suffixes of weight files, and of pickled weights, which are refused
 WEIGHTS = ".safetensors"
 FILES = (WEIGHTS, ".gguf")
 PICKLED = (".ckpt", ".bin", ".pt", ".pth", ".pkl")
-# File names of the configuration of a component or part in its folder.
+# file names of the configuration of a component or part in its folder
 _CONFIG_FILES = ("config.json", "scheduler_config.json")
 
 
@@ -76,7 +76,7 @@ def load(
         )
         document.data.pop("revision", None)
         document.data["source"] = graph_source
-        # Published checkpoints are those of the graph's own weights.
+        # published checkpoints belong to the graph's own weights
         for entry in (document.data.get("components") or {}).values():
             if isinstance(entry, dict):
                 entry.pop("checkpoints", None)
@@ -329,10 +329,8 @@ class _GraphReader(StageReader):
         )
 
     def _checkpoints(self, location: Location, spec: ComponentSpec) -> tuple[Checkpoint, ...]:
-        """Return the published checkpoints of a component; none with LoRAs.
-
-        A LoRA is fused into the weights of the source, which are then quantized.
-        """
+        """Return the published checkpoints of a component; none with LoRAs, which are fused into
+        the weights of the source before these are quantized."""
         checkpoints = []
         for name, item in spec.checkpoints.items():
             place = (*location, "checkpoints", name)
@@ -405,10 +403,8 @@ class _GraphReader(StageReader):
     def _config(
         self, location: Location, config: str | dict[str, Any] | None, source: str | None
     ) -> dict[str, Any] | None:
-        """Return the configuration in ``config``, else the one in the folder of a local source.
-
-        None if there is none on this machine.
-        """
+        """Return the configuration in ``config``, else in a local source's folder; None if not
+        here."""
         try:
             if isinstance(config, dict):
                 return dict(json.loads(json.dumps(config, sort_keys=True, allow_nan=False)))
@@ -430,11 +426,10 @@ class _GraphReader(StageReader):
     def _own_source(
         self, location: Location, source: str | None, revision: str | None
     ) -> str | None:
-        """Return the source of the component or part at ``location``.
+        """Return the source of the component or part at ``location``: ``source``, or a default.
 
-        ``source`` is the entry's own source; without one, it is the entry's folder in the graph's
-        source. If the graph's source is a single file, that file is the source of every component
-        and no part.
+        The default is its folder in the graph's source. A graph's source that is a single file is
+        the source of every component and no part.
         """
         if source is not None:
             return self._source((*location, "source"), source, revision)

@@ -1,8 +1,8 @@
-"""Images, masks, videos, audio and tensors as inputs of a run.
+"""Images, masks, videos, audio and tensors as inputs of a run: read, checked, described, digested.
 
-Reads and checks them, describes their size, and digests their content. A file is read when its
-input is resolved, and again when a stage uses it; in between only its path, size and digest are
-kept. Arrays and tensors from Python are passed on unchanged. Imports neither pipelines nor devices.
+A file is read when its input is resolved, and again when a stage uses it; in between only its path,
+size and digest are stored. Arrays and tensors from Python pass unchanged. Imports neither pipelines
+nor devices.
 
     kind           files                                  objects in Python
     image, mask    png jpg webp ...                       PIL, RGB or L
@@ -29,8 +29,8 @@ from graphrun.limits import require
 from graphrun.reading import open_regular as opened_file
 from graphrun.reading import parse_json
 
-# Frame rates that both kinds of video files can store: a GIF's delay is 0.01 to 655.35 s, mp4's
-# rates here are fractions up to 1001.
+# frame rates that both kinds of video files can store: a GIF's delay is 0.01 to 655.35 s, mp4's
+# rates here are fractions up to 1001
 SLOWEST_FPS, FASTEST_FPS = 0.01, 1000.0
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 # PIL's modes with 8 bits a channel, which it converts
@@ -47,7 +47,7 @@ MODES = (
     "HSV",
     "LAB",
 )
-# Placeholders for planning without the file: a grey image, a mask that selects everything.
+# placeholders for planning without the file: a grey image, a mask that selects everything
 GREY, FULL = (127, 127, 127), 255
 AN = {
     "image": "an image",
@@ -60,11 +60,8 @@ AN = {
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """The file or files of an input.
-
-    ``size_text``: the size, as the function `size_text` describes it. ``digest``: SHA-256 of the
-    content.
-    """
+    """The files of an input. ``size_text``: from `size_text`. ``digest``: SHA-256 of the
+    content."""
 
     kind: str
     paths: tuple[Path, ...]
@@ -116,10 +113,8 @@ def opened(value: Any) -> Any:
 
 
 def blank(kind: str, sizes: Mapping[str, Any]) -> Any:
-    """Return a placeholder for planning.
-
-    ``sizes``: height and width in pixels, frames, rate and seconds, or a shape.
-    """
+    """Return a placeholder for planning. ``sizes``: height and width in pixels, frames, rate and
+    seconds, or a shape."""
     from PIL import Image
 
     if kind == "tensor":
@@ -147,10 +142,7 @@ def blank(kind: str, sizes: Mapping[str, Any]) -> Any:
 
 
 def size_text(value: Any) -> str:
-    """Describe as text what a plan depends on.
-
-    A number is described by its value; an image, array or list by its size.
-    """
+    """Describe as text what a plan depends on: a number, or the size of an image, array or list."""
     if isinstance(value, File):
         return value.size_text
     if isinstance(value, (list, tuple)):
@@ -167,10 +159,8 @@ def size_text(value: Any) -> str:
 
 
 def fingerprint(value: Any) -> Any:
-    """Return ``value`` as plain data that is equal for equal content.
-
-    Images, arrays and files are represented by their SHA-256.
-    """
+    """Return ``value`` as plain data that is equal for equal content: images, arrays and files
+    become their SHA-256."""
     if isinstance(value, File):
         return [value.kind, value.size_text, value.digest]
     if isinstance(value, (list, tuple)):
@@ -386,10 +376,8 @@ def _sound(path: Path) -> tuple[int, Any]:
 
 
 def parse_list(text: str) -> Any:
-    """Return the JSON list in ``text``; ``text`` itself if it does not start with ``[``.
-
-    Raises ValueError for invalid JSON.
-    """
+    """Return the JSON list in ``text``; ``text`` itself if it does not start with ``[``. Raises
+    ValueError for invalid JSON."""
     if not text.lstrip().startswith("["):
         return text
     try:

@@ -88,9 +88,9 @@ def to_networkx(graph: Any, estimate: Mapping[str, Any] | None = None) -> networ
 def without_implied(graph: networkx.DiGraph) -> networkx.DiGraph:
     """Return a copy of ``graph`` without edges that longer paths imply (its transitive reduction).
 
-    ``graph`` is the result of `to_networkx`. All edges of components stay: no path implies that a
-    later stage uses a component too. The attribute ``also_read_by`` of a node names the stages to
-    which an edge was removed.
+    ``graph``: from `to_networkx`. All edges of components stay: no path implies that a later stage
+    uses a component too. A node's attribute ``also_read_by`` names the stages to which an edge was
+    removed.
     """
     flow = networkx.DiGraph(
         (tail, head) for tail, head, relation in graph.edges(data="relation") if relation != "uses"
@@ -107,11 +107,8 @@ def without_implied(graph: networkx.DiGraph) -> networkx.DiGraph:
 
 
 def only_for(graph: networkx.DiGraph, output: str) -> tuple[str, ...]:
-    """Return the nodes of stages and components that only the output called ``output`` needs.
-
-    ``graph`` is the result of `to_networkx`; the nodes are in its order. Raises
-    `networkx.NetworkXError` if there is no such output.
-    """
+    """Return the nodes of stages and components that only ``output`` needs, in the graph's order.
+    ``graph``: from `to_networkx`. Raises `networkx.NetworkXError` if there is no such output."""
     ancestors: set[str] = networkx.ancestors(graph, f"output:{output}")
     for node, kind in graph.nodes(data="kind"):
         if kind == "output" and node != f"output:{output}":

@@ -1,6 +1,6 @@
 """Signatures of the ops as data: names and kinds of their arguments and outputs.
 
-`graphrun.ops` implements the ops. An op is one of `OPERATIONS`, or a function of a trusted package
+An op is one of `OPERATIONS`, which `graphrun.ops` implements, or a function of a trusted package
 marked with `op`, named like ``mypackage.mymodule:sharpen``.
 """
 
@@ -28,11 +28,11 @@ ValueKind = Literal[
     "any",
 ]
 
-# Kinds of plain values in graph files and inputs; values of other kinds only pass between stages.
+# kinds of plain values in graph files and inputs; other kinds only pass between stages
 PLAIN_KINDS: frozenset[ValueKind] = frozenset({"str", "int", "float", "bool"})
-# Kinds of inputs that are files, or objects in Python. A plan depends on their size.
+# kinds of inputs that are files, or objects in Python; a plan depends on their size
 MEDIA_KINDS: frozenset[ValueKind] = frozenset({"image", "mask", "video", "audio", "tensor"})
-# The attribute of a function in which `op` stores its ``changes``.
+# the attribute of a function in which `op` stores its ``changes``
 DECLARED = "__graphrun_op__"
 
 Function = TypeVar("Function", bound=Callable[..., Mapping[str, Any]])
@@ -58,7 +58,6 @@ class Operation:
 
     @property
     def is_function(self) -> bool:
-        """Whether the op is a function of a trusted package."""
         return ":" in self.name
 
     @property
@@ -147,8 +146,8 @@ OPERATIONS: Mapping[str, Operation] = _table(
 def operation(name: str) -> Operation | None:
     """Return the signature of the op ``name``; None if there is none.
 
-    The signature of a function is unknown until its package is imported. Until then it accepts and
-    returns anything; outputs named ``image``, ``video`` and ``audio`` have these kinds.
+    A function's signature is unknown until its package is imported: it accepts and returns
+    anything; outputs named ``image``, ``video`` and ``audio`` have these kinds.
     """
     if ":" in name:
         return Operation(

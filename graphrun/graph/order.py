@@ -12,8 +12,8 @@ from graphrun.graph.parts import Reference, Stage
 def order_stages(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
     """Return ``stages`` in topological order, ties in the order of ``stages``.
 
-    Raises `graphlib.CycleError` if there is a cycle; its second argument lists the members, the
-    first one again at the end.
+    Raises `graphlib.CycleError` for a cycle; its second argument lists the members, the first one
+    again at the end.
     """
     producers = {
         name: [r.name for r in stage.references if r.kind == "stage" and r.name in stages]
@@ -32,10 +32,8 @@ def order_stages(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
 
 
 def read_by(stage: Stage) -> frozenset[Reference]:
-    """Return the references whose values ``stage`` reads.
-
-    Of its other references, the op reads only shapes and dtypes (`Operation.outlined`).
-    """
+    """Return the references whose values ``stage`` reads, not only shapes
+    (`Operation.outlined`)."""
     outlined = stage.operation.outlined
     numbers = {name: value for name, value in stage.arguments.items() if name not in outlined}
     return frozenset(replace(stage, arguments=numbers).references)

@@ -1,4 +1,4 @@
-"""What a graph consists of: components, parts, pipelines, stages, and references between them."""
+"""The elements of a graph: components, parts, pipelines, stages, and references between them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A reference in a graph file to an input or to a stage output.
-
-    ``$prompt`` is ``Reference("input", "prompt", "")``, ``$encode.embeds`` is ``Reference("stage",
-    "encode", "embeds")``.
-    """
+    """A reference in a graph file: ``$prompt`` is ``Reference("input", "prompt", "")``,
+    ``$encode.embeds`` is ``Reference("stage", "encode", "embeds")``."""
 
     kind: Literal["input", "stage"]
     name: str
@@ -33,10 +30,8 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA or an IP-Adapter: the absolute path of its file, and its scale.
-
-    ``scale`` multiplies the weight difference of a LoRA, or the image prompts of an IP-Adapter.
-    """
+    """A LoRA or an IP-Adapter: the absolute path of its file, and its scale, which multiplies the
+    weight difference of a LoRA, or the image prompts of an IP-Adapter."""
 
     file: str
     scale: float = 1.0
@@ -46,8 +41,8 @@ class Adapter:
 class Checkpoint:
     """A published checkpoint of a component in a quantized format.
 
-    ``format``: a precision. ``source``: as for a `Component`. ``nbytes``: of its files, as its page
-    states them; 0: not stated. ``plain``: the modules that a GGUF file keeps in 16 bits or more, as
+    ``format``: a precision. ``source``: as for a `Component`. ``nbytes``: of its files, from its
+    page; 0: not stated. ``plain``: the modules that a GGUF file stores in 16 bits or more, as
     planned until the file is here. ``license``: of the checkpoint, with its page.
     """
 
@@ -62,14 +57,14 @@ class Checkpoint:
 class Component:
     """A module with weights.
 
-    ``source``: the folder, safetensors file or hub path (``owner/repo@revision/subfolder``) of this
-    component; None: random weights made from ``seed``. ``variant``: which of a folder's files are
-    read (``fp16``). ``gguf``: the file for precision gguf. ``checkpoints``: published ones, whose
-    formats are among ``precision``. ``loras``: fused into the weights of ``source`` or ``gguf``.
-    ``config``: the configuration of the class if ``has_config``; ``{}``
-    means the constructor's defaults. ``precision``: the default first; the others must be allowed.
-    ``backing_store``: the kinds of memory that may hold the master copy; empty: any. ``compile``:
-    ``blocks`` asks for compiled blocks. ``file_line``: ``file:line`` of the component, for errors.
+    ``source``: the folder, safetensors file or hub path (``owner/repo@revision/subfolder``); None:
+    random weights made from ``seed``. ``variant``: which of a folder's files are read (``fp16``).
+    ``gguf``: the file for precision gguf. ``checkpoints``: published ones, whose formats are among
+    ``precision``. ``loras``: fused into the weights of ``source`` or ``gguf``. ``config``: of the
+    class if ``has_config``; ``{}``: the constructor's defaults. ``precision``: the default first;
+    the others must be allowed. ``backing_store``: the kinds of memory that may hold the master
+    copy; empty: any. ``compile``: ``blocks`` asks for compiled blocks. ``file_line``:
+    ``file:line``, for errors.
     """
 
     name: str
@@ -101,25 +96,23 @@ class Component:
         return self.gguf or None if precision == "gguf" else self.source
 
     def checkpoint(self, precision: str) -> Checkpoint | None:
-        """Return the published checkpoint in ``precision``, if there is one."""
         return next((item for item in self.checkpoints if item.format == precision), None)
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """All sources of weights: the component's own, its GGUF file, its published checkpoints."""
         texts = (self.source, self.gguf, *(item.source for item in self.checkpoints))
         return tuple(text for text in texts if text)
 
     def without_checkpoints(self) -> Component:
-        """Return the component without published checkpoints and what only they have."""
+        """Return the component without published checkpoints and their precisions."""
         names = tuple(name for name in self.precision if name == "gguf" or not is_gguf(name))
         return replace(self, checkpoints=(), precision=names)
 
     def permission(self, precision: str, device: str = "device") -> str | None:
         """Return what a caller must allow before a plan may use ``precision`` on ``device``.
 
-        ``device`` is ``device`` or ``cpu``. The result is a precision, ``cpu``, or "" if nothing
-        must be allowed; None if the graph does not list the precision.
+        ``device``: ``device`` or ``cpu``. The result is a precision, ``cpu``, or "" if nothing must
+        be allowed; None if the graph does not list the precision.
         """
         if precision not in self.precision or (device == "cpu" and precision != self.precision[0]):
             return None
@@ -132,10 +125,7 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An object without weights that the pipeline's code needs, such as a tokenizer or a scheduler.
-
-    ``source``: as for a `Component`.
-    """
+    """An object without weights for the pipeline's code, such as a tokenizer or a scheduler."""
 
     name: str
     class_path: str
@@ -151,8 +141,8 @@ class Pipeline:
     """A pipeline class with constructor arguments.
 
     ``members``: the pipeline's name for a component or part -> the graph's name; None: the pipeline
-    gets none. ``program``: whether the class may be any class of a trusted package, whose objects
-    are built from attributes.
+    gets none. ``program``: the class may be any class of a trusted package, whose objects are built
+    from attributes.
     """
 
     class_path: str
@@ -184,10 +174,10 @@ class Stage:
     """One op with its arguments and the components it uses.
 
     ``arguments``: literals, references, or lists of them. ``options``: alternatives that a plan may
-    choose, such as ``tiling``. ``outputs``: names of the outputs; for an ``open`` op, the outputs
-    that the graph reads. ``pipeline``: the further pipeline that the stage belongs to; "": the
-    graph's own. ``method``: the method that a call stage calls. ``for_each``: the argument whose
-    list is processed item by item; "": none.
+    choose, such as ``tiling``. ``outputs``: for an ``open`` op, those that the graph reads.
+    ``pipeline``: the further pipeline of the stage; "": the graph's own. ``method``: the method
+    that a call stage calls. ``for_each``: the argument whose list is processed item by item; "":
+    none.
     """
 
     name: str
@@ -203,21 +193,17 @@ class Stage:
 
     @property
     def operation(self) -> Operation:
-        """The signature of the stage's op."""
         signature = operation(self.op)
         assert signature is not None
         return signature
 
     @property
     def references(self) -> tuple[Reference, ...]:
-        """The references among the arguments, in the order of the file."""
         return tuple(_references(list(self.arguments.values())))
 
     def refuse_large(self, inputs: Mapping[str, Any]) -> None:
-        """Raise InputError for sizes and steps above the limits.
-
-        Pipelines compute tables of these sizes on the host, or loop that often.
-        """
+        """Raise InputError for sizes and steps above the limits: pipelines compute tables of these
+        sizes on the host, or loop that often."""
         values = {
             name: inputs.get(value.name)
             if isinstance(value, Reference) and value.kind == "input"
@@ -237,10 +223,8 @@ class Stage:
         )
 
     def permission(self, option: str) -> str | None:
-        """Return what a caller must allow before a plan may run the stage with ``option``.
-
-        "": nothing. None: the graph does not list the option.
-        """
+        """Return what a caller must allow before a plan may run the stage with ``option``; "":
+        nothing; None: the graph does not list the option."""
         return self.operation.options[option] if option in self.options else None
 
 

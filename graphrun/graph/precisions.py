@@ -1,7 +1,7 @@
 """Names of the precisions that replace linear layers by quantized ones, and what they mean.
 
-    int8, nf4        bitsandbytes; from files that already have them, else quantized when read
-    fp8              one byte per weight; from files that already have it, else cast when read
+    int8, nf4        bitsandbytes; read from files in that precision, else quantized when read
+    fp8              one byte per weight; read from files in that precision, else cast when read
     gguf             the GGUF file under ``gguf:``
     Q4_K_S, Q8_0...  a published GGUF file under ``checkpoints:``, by the name of its mix of types
 
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Mix of a GGUF file -> the type of most of its weights (llama.cpp's `llama_tensor_get_type`; `_S`
-# and `_M` differ in a few tensors). Planning without the file assumes that type.
+# mix of a GGUF file -> the type of most of its weights, which planning without the file assumes
+# (llama.cpp's `llama_tensor_get_type`; `_S` and `_M` differ in a few tensors)
 GGUF_MIXES: Mapping[str, str] = {
     "Q4_0": "Q4_0",
     "Q4_1": "Q4_1",
@@ -26,7 +26,7 @@ GGUF_MIXES: Mapping[str, str] = {
     "Q6_K": "Q6_K",
     "Q8_0": "Q8_0",
 }
-# GGUF type -> (elements, bytes) of a block: the structs of ggml's ggml-common.h.
+# GGUF type -> (elements, bytes) of a block: the structs of ggml's ggml-common.h
 GGUF_BLOCKS: Mapping[str, tuple[int, int]] = {
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
@@ -38,7 +38,7 @@ GGUF_BLOCKS: Mapping[str, tuple[int, int]] = {
     "Q6_K": (256, 210),
 }
 QUANTIZED = ("int8", "nf4", "fp8", "gguf", *GGUF_MIXES)
-# Names for all precisions of about so many bits per weight.
+# names for all precisions of about so many bits per weight
 CLASSES: Mapping[str, tuple[str, ...]] = {
     "4bit": ("nf4", *(name for name in GGUF_MIXES if name.startswith("Q4"))),
     "5bit": tuple(name for name in GGUF_MIXES if name.startswith("Q5")),
@@ -48,5 +48,5 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
 
 
 def is_gguf(precision: str) -> bool:
-    """Return whether weights in ``precision`` are those of a GGUF file."""
+    """Return whether weights in ``precision`` come from a GGUF file."""
     return precision == "gguf" or precision in GGUF_MIXES

@@ -22,7 +22,7 @@ _FILE_VARIANT = r"^[A-Za-z0-9_]+$"
 _FUNCTION = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
 _OP = rf"^([A-Za-z_][A-Za-z0-9_]*|{_FUNCTION})$"
 _NO_NAME = "is not a name: letters, digits and underscores, at most 64, no digit first"
-# What a message says, after the text, about a text that does not match a pattern.
+# end of a message about a text that does not match a pattern
 PATTERNS = {
     _NAME: _NO_NAME,
     _FILE_VARIANT: _NO_NAME,
@@ -407,10 +407,7 @@ class GraphSpec(Spec):
 
 
 def schema_text() -> str:
-    """Return the JSON Schema of a graph file, for editors.
-
-    It is stored in ``graphs/graphrun.schema.json``.
-    """
+    """Return the JSON Schema of a graph file, for editors (``graphs/graphrun.schema.json``)."""
     schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **GraphSpec.model_json_schema(),

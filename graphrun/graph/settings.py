@@ -1,7 +1,5 @@
-"""The settings of a plan: the inputs that sizes and times depend on.
-
-A plan is for settings such as ``height=1024 image=1024x768 steps=30``; texts and seeds may differ.
-"""
+"""The settings of a plan: the inputs that sizes and times depend on. Example: ``height=1024
+image=1024x768 steps=30``; texts and seeds may differ."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ def seeds_of(graph: Graph) -> set[str]:
 def settings_of(graph: Graph, inputs: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """Return the inputs that sizes and times depend on, as sorted (name, text).
 
-    Texts and seeds are left out, because pipelines pad texts to a fixed length. A list of texts
+    Texts and seeds are omitted, because pipelines pad texts to a fixed length. A list of texts
     counts by its length; an image, mask, video or audio counts by its size.
     """
     seeds = seeds_of(graph)
@@ -37,10 +35,8 @@ def settings_of(graph: Graph, inputs: Mapping[str, Any]) -> tuple[tuple[str, str
 def completed(
     graph: Graph, settings: Iterable[tuple[str, str]], inputs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return ``inputs`` completed from a plan's ``settings`` and the graph's defaults.
-
-    Raises PlanError if an input that the plan depends on differs from the planned value.
-    """
+    """Return ``inputs`` completed from a plan's ``settings`` and the graph's defaults. Raises
+    PlanError if an input that the plan depends on differs from the planned value."""
     plan_settings = dict(settings)
     definitions = {name: graph.inputs[name] for name in plan_settings}
     plain = {

@@ -34,7 +34,7 @@ _EXPECTED = {
     "list_type": "a list",
 }
 _CLASS: dict[str, Any] = {"class": "diffusers.DiffusionPipeline"}
-# Stand-ins for entries of a wrong shape, so that references to them are valid.
+# stand-ins for entries of a wrong shape, so that references to them are valid
 _STAND_INS: dict[str, Any] = {
     "inputs": InputSpec.model_construct(type="any"),
     "components": ComponentSpec.model_construct(**_CLASS, config={}, dtype="bfloat16"),
@@ -42,8 +42,8 @@ _STAND_INS: dict[str, Any] = {
     "pipelines": PipelineSpec.model_construct(**_CLASS),
     "stages": StageSpec.model_construct(op="diffusers.module:function"),
 }
-_ROUNDS = 4  # enough to leave out a key, and then its item, which needs the key
-# Entries on which no other entry depends, with valid values.
+_ROUNDS = 4  # enough to drop a key, and then its item, which needs the key
+# entries on which no other entry depends, with valid values
 _ALONE = {
     "name": "graph",
     "pipeline": _CLASS["class"],
@@ -56,10 +56,8 @@ _ALONE = {
 
 
 def spec_of(model: type[_Spec], document: Document) -> _Spec:
-    """Return ``document`` as a ``model``.
-
-    Raises GraphError with one line per problem: ``file:line: entry: what is wrong``.
-    """
+    """Return ``document`` as a ``model``. Raises GraphError with one line per problem: ``file:line:
+    entry: what is wrong``."""
     try:
         return model.model_validate(document.data)
     except ValidationError as error:
@@ -69,7 +67,7 @@ def spec_of(model: type[_Spec], document: Document) -> _Spec:
 
 
 def graph_spec_of(document: Document) -> GraphSpec:
-    """Return ``document`` as a graph file. Entries of a wrong shape are left out or replaced.
+    """Return ``document`` as a graph file. Entries of a wrong shape are dropped or replaced.
 
     Their problems are added to ``document``, their locations to `Document.wrong`. Raises
     GraphError, as `spec_of`, if the other entries cannot be checked because a section is wrong.
@@ -97,10 +95,8 @@ def graph_spec_of(document: Document) -> GraphSpec:
 
 
 def _leave_out(location: Location, data: Any) -> Location:
-    """Remove the entry at ``location``, or the list that it is in, from the graph file ``data``.
-
-    Return the location of what was removed, or () if other entries depend on it.
-    """
+    """Remove the entry at ``location``, or its list, from the graph file ``data``. Return the
+    removed location, or () if other entries depend on it."""
     if len(location) < 2:
         if not location or location[0] not in _ALONE:
             return ()
@@ -108,7 +104,7 @@ def _leave_out(location: Location, data: Any) -> Location:
         return location
     entries = data
     for depth, step in enumerate(location, 1):
-        if step not in entries:  # left out with another error
+        if step not in entries:  # dropped with another error
             return location
         if depth == len(location) or isinstance(entries[step], list):
             break
@@ -168,10 +164,8 @@ def _keys(schema: dict[str, Any], location: Iterable[str | int]) -> list[str]:
 
 
 def _existing(location: Iterable[Any], data: Any) -> Iterator[Any]:
-    """Yield ``location`` without the steps that pydantic adds.
-
-    pydantic adds steps for the branch of a union and for a missing key.
-    """
+    """Yield ``location`` without pydantic's steps for the branch of a union and for a missing
+    key."""
     for step in location:
         if (isinstance(data, dict) and step in data) or (
             isinstance(data, list) and step in range(len(data))

@@ -20,13 +20,13 @@ _CHECKPOINTS = (".safetensors", ".gguf")
 
 
 def graphs_folder() -> Path:
-    """Return the folder of the graphs that come with graphrun."""
+    """Return the folder of the shipped graphs."""
     installed = _PACKAGE / "graphs"
     return installed if installed.is_dir() else _PACKAGE.parent / "graphs"
 
 
 def shipped_graphs() -> tuple[str, ...]:
-    """Return the names of the graphs that come with graphrun, sorted."""
+    """Return the names of the shipped graphs, sorted."""
     return tuple(sorted(path.stem for path in graphs_folder().glob("*.yaml")))
 
 
@@ -35,8 +35,8 @@ def graph_file(path: str | Path) -> Path:
 
     An existing file comes first. A name has neither folder nor file suffix. Raises GraphError for a
     folder, a checkpoint, and a name or repository without a file; the message names the shipped
-    graph that was meant or the import to type. Other paths are returned unchanged, and the reader
-    refuses them.
+    graph that was meant or the import to type. Other paths are returned unchanged for the reader to
+    refuse.
     """
     path, names = Path(path), shipped_graphs()
     is_yaml, is_name = path.suffix in (".yaml", ".yml", ".json"), path.name == os.fspath(path)
@@ -61,10 +61,8 @@ def graph_file(path: str | Path) -> Path:
 
 
 def _hint_for_name(name: str, names: tuple[str, ...]) -> str:
-    """Return a hint at the shipped graph that ``name`` probably means.
-
-    ``name`` may be a repository's name without its owner.
-    """
+    """Return a hint at the shipped graph that ``name`` probably means; it may be a repository's
+    name."""
     sources = _sources()
     repositories = {source.partition("/")[2]: source for source in sources}
     plain = re.sub(r"[\W_]", "", name).lower()
@@ -101,10 +99,8 @@ def _import(source: str, name: str, revision: str | None = None) -> str:
 
 
 def _sources() -> dict[str, tuple[str, ...]]:
-    """Return the hub repositories that shipped graphs have as source, each with its graphs.
-
-    The graph with the shortest name is first.
-    """
+    """Return the hub repositories that are sources of shipped graphs, each with its graphs, the
+    shortest name first."""
     from graphrun.graph.document import read_document
 
     sources: dict[str, tuple[str, ...]] = {}

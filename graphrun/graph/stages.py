@@ -15,7 +15,7 @@ from graphrun.graph.parts import Reference, Stage
 from graphrun.graph.schema import GraphSpec, StageSpec
 from graphrun.graph.values import Input, did_you_mean, of_type, outside
 
-# Entries of an item (() is the item itself) that may be wrong because another entry was left out.
+# entries of an item (() is the item itself) that may be wrong because another was dropped
 _DEPENDENT = ((), ("revision",), ("gguf",), ("precision",), ("for_each",))
 
 
@@ -28,11 +28,11 @@ class StageReader:
         packages = spec.allow if spec.allow is not None else DEFAULT_ALLOW
         self.allow = dict.fromkeys((*(name for name in packages if name in DEFAULT_ALLOW), *trust))
         self.complete = not document.problems  # whether ``spec`` has all entries of the file
-        # whether an entry was left out, a reference names nothing, or a stage has an unknown op
+        # an entry was dropped, a reference names nothing, or a stage has an unknown op
         self.misspelled = not self.complete
 
     def add(self, location: Location, text: str) -> None:
-        """Add a problem, unless it may follow from an entry that was left out for its shape."""
+        """Add a problem, unless it may follow from an entry that was dropped for its shape."""
         for wrong_location in self.document.wrong:
             if location[: len(wrong_location)] == wrong_location or (
                 location[:2] == wrong_location[:2] and location[2:] in _DEPENDENT
@@ -173,10 +173,8 @@ class StageReader:
                     )
 
     def _argument(self, value: Any, location: Location) -> Any:
-        """Return ``value`` with `Reference` objects in place of texts such as ``$prompt``.
-
-        A text that names nothing stays, and replaces the list that it is in.
-        """
+        """Return ``value`` with `Reference` objects in place of texts such as ``$prompt``. A text
+        that names nothing stays, and replaces the list that it is in."""
         if isinstance(value, list):
             items = [self._argument(item, (*location, index)) for index, item in enumerate(value)]
             return next(
@@ -264,11 +262,10 @@ class StageReader:
         stages: Mapping[str, Stage],
         references: Iterable[Reference],
     ) -> None:
-        """Add a problem for every unused component and input, and every stage whose outputs are
-        unused.
+        """Add a problem for every unused component and input, and every stage with unused outputs.
 
-        Skipped if something is misspelled: that is reported already, and what was meant may be in
-        use.
+        Skipped if something is misspelled: that is reported already, and the intended entry may be
+        in use.
         """
         component_names = {component for stage in stages.values() for component in stage.uses}
         for name in self.spec.components:

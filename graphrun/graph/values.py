@@ -28,7 +28,7 @@ FLOAT32_MAX = (2 - 2**-23) * 2.0**127  # pipelines put numbers into tensors of f
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An input of a graph. Its value is None if it is left out and has no default.
+    """An input of a graph. Its value is None if it is omitted and has no default.
 
     ``minimum`` and ``maximum`` are inclusive. ``accepts_list``: a list of such values is accepted
     too. ``sizes``: the size of an image, mask, video, audio or tensor for plans without the file:
@@ -57,10 +57,7 @@ class Input:
         )
 
     def items(self, value: Any) -> list[Any]:
-        """Return the items of the accepted ``value``: of a list, or the frames of a video.
-
-        Any other value is the only item.
-        """
+        """Return the items of a list, the frames of a video, or ``value`` as the only item."""
         value = media.opened(value) if self.type == "video" else value
         return list(value) if self.type == "video" or isinstance(value, list) else [value]
 
@@ -90,10 +87,8 @@ def outside(package: str, packages: Iterable[str]) -> str:
 
 
 def to_trust(package: str) -> str:
-    """Return the text that tells a caller how to trust ``package``, and so run its code.
-
-    A file cannot do this itself.
-    """
+    """Return the text that tells a caller how to trust ``package``; a file cannot do this
+    itself."""
     return (
         f"if you trust {package}, plan and run the graph with --trust-package {package} (in "
         f"Python trust=[{package!r}])"
@@ -101,10 +96,8 @@ def to_trust(package: str) -> str:
 
 
 def of_type(kind: str, value: Any) -> Any:
-    """Return ``value`` as ``kind`` (str, int, float or bool); an int is accepted as a float.
-
-    Raises ValueError for anything else.
-    """
+    """Return ``value`` as ``kind`` (str, int, float or bool); an int is accepted as a float. Raises
+    ValueError for anything else."""
     if kind == "str" and isinstance(value, str):
         refuse_surrogates(value)
         require("characters", len(value), f"a text of {len(value):,} characters")
@@ -127,9 +120,9 @@ def of_type(kind: str, value: Any) -> Any:
 def fit(definition: Input, value: Any, *, text: bool = False) -> Any:
     """Return ``value`` converted to the input's type and checked against its bounds.
 
-    ``text``: whether strings are parsed. The path of an image, mask, video, audio or tensor becomes
-    a `media.File`. An input with ``accepts_list`` accepts a list too. Raises ValueError saying
-    which values are accepted.
+    ``text``: strings are parsed. The path of an image, mask, video, audio or tensor becomes a
+    `media.File`. An input with ``accepts_list`` accepts a list too. Raises ValueError saying which
+    values are accepted.
     """
     if definition.accepts_list:
         value = media.parse_list(value) if text and isinstance(value, str) else value

@@ -1,2 +1,1 @@
-"""The PyTorch modules of a graph: their classes, the files of their weights, quantized layers, and
-call interception."""
+"""The PyTorch modules of a graph: classes, weight files, quantized layers, call interception."""

@@ -1,6 +1,6 @@
 """IP-Adapters: a projection of image embeddings, and key and value weights for cross-attention.
 
-diffusers' own loader interprets the files; this module determines the names of their tensors in the
+diffusers' own loader interprets the files; this module finds the names of their tensors in the
 component. For a meta module only the header of a file is read.
 
     image_proj.proj.weight      -> encoder_hid_proj.image_projection_layers.0.image_embeds.weight
@@ -21,10 +21,7 @@ from graphrun.modules.source_files import refuse_uncomputable
 
 
 def add_ip_adapters(component: Component, module: Any) -> Any:
-    """Add the attention processors and projections of the IP-Adapters to ``module``, on meta.
-
-    Returns ``module``.
-    """
+    """Add the attention processors and projections of the IP-Adapters to ``module``, on meta."""
     if component.ip_adapters:
         with torch.device("meta"):
             attention, layers = _converted(component, module, meta=True)
@@ -44,9 +41,9 @@ def adapter_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of ``component``'s IP-Adapters by their names in ``module``.
 
-    They are on the CPU, in the component's dtype; with ``meta``, on meta without values. ``module``
-    is one that `add_ip_adapters` returned. Empty if the component has no IP-Adapters. Raises
-    GraphError for a file that cannot be read or does not fit.
+    They are on the CPU, in the component's dtype; with ``meta``, on meta without values.
+    ``module``: a result of `add_ip_adapters`. Raises GraphError for a file that cannot be read or
+    does not fit.
     """
     if not component.ip_adapters:
         return {}
@@ -70,11 +67,8 @@ def adapter_tensors(
 def _converted(
     component: Component, module: Any, *, meta: bool
 ) -> tuple[dict[str, Any], list[Any]]:
-    """Return the attention processors by name and the image projections, from diffusers.
-
-    ``meta``: only the headers of the files are read. Raises GraphError for a file that cannot be
-    read or does not fit the component.
-    """
+    """Return the attention processors by name and the image projections, from diffusers. ``meta``:
+    read only the headers of the files. Raises GraphError."""
     from safetensors import safe_open
 
     if not hasattr(module, "_convert_ip_adapter_attn_to_diffusers"):

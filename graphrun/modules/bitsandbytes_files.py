@@ -9,8 +9,8 @@
            x.SCB                             fp32 per row
            x.weight_format                   a number that only CUDA kernels of older versions use
 
-Nested statistics are computed when they are read, as bitsandbytes computes them in each call
-(`matmul_4bit` of bitsandbytes 0.50): the bits are the same, at 4 bytes in place of 1 per 64
+Nested statistics are computed once, when they are read. The bits equal those that bitsandbytes
+computes in each call (`matmul_4bit` of bitsandbytes 0.50), at 4 bytes in place of 1 per 64
 elements.
 """
 
@@ -30,15 +30,13 @@ from graphrun.reading import open_regular, parse_json
 
 _STATE, _ABSMAX, _CODE = ".quant_state.bitsandbytes__", ".absmax", ".quant_map"
 _NESTED_ABSMAX, _NESTED_CODE = ".nested_absmax", ".nested_quant_map"
-_STATE_BYTES = 1 << 16  # of a state, which has some hundred
+_STATE_BYTES = 1 << 16  # limit of a state, which takes some hundred bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
     """A quantized weight in files: its precision, its shape [out in], and its tensors by field.
-
-    ``names``: of the tensors in the files that belong to it.
-    """
+    ``names``: of these tensors in the files."""
 
     precision: str
     shape: tuple[int, ...]
@@ -68,8 +66,8 @@ def field_name(weight: str, key: str) -> str:
 def packed_weights(tensors: Mapping[str, Stored]) -> dict[str, PackedWeight]:
     """Return the weights among ``tensors`` that bitsandbytes quantized, by name.
 
-    Reads the state of each nf4 weight, some hundred bytes. Raises ValueError for a damaged state
-    and for a kind that graphrun does not compute with.
+    Reads the state of each nf4 weight. Raises ValueError for a damaged state and for a kind that
+    graphrun does not compute with.
     """
     packed = {}
     for key in tensors:

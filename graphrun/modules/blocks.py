@@ -20,26 +20,22 @@ from torch import nn
 from graphrun.modules.trees import named_modules_below
 from graphrun.units import round_up
 
-# Vectorized kernels and cuBLAS choose other code paths below 16-byte alignment. PyTorch's own
-# allocations are aligned to 512 bytes on CUDA and 64 on the CPU. cuBLASLt's heuristics look at
-# alignments of up to 256 bytes, so 256 gives every view the alignment they ask for.
+# Vectorized kernels and cuBLAS choose other code paths below 16-byte alignment. PyTorch aligns its
+# allocations to 512 bytes on CUDA and 64 on the CPU. cuBLASLt's heuristics look at alignments of up
+# to 256 bytes, so 256 is enough for every view.
 ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLocation:
-    """A place where a module refers to a tensor.
-
-    It is an entry of ``owner._parameters``, ``owner._buffers`` or, for the state of a quantized
-    layer, ``owner.__dict__``.
-    """
+    """A place where a module refers to a tensor: an entry of ``owner._parameters``,
+    ``owner._buffers`` or, for the state of a quantized layer, ``owner.__dict__``."""
 
     owner: Any
     kind: str  # "_parameters", "_buffers" or "__dict__"
     key: str
 
     def assign(self, tensor: torch.Tensor) -> None:
-        """Set ``tensor`` at this location."""
         getattr(self.owner, self.kind)[self.key] = tensor
 
 
@@ -47,8 +43,8 @@ class TensorLocation:
 class TensorEntry:
     """One distinct tensor of a block: ``nbytes`` at ``offset``, and all references to it.
 
-    Tied tensors are one entry. ``names``: names of the parameter or buffer in the module.
-    ``field``: which of a quantized weight's tensors this is; "" for a plain tensor.
+    Tied tensors are one entry. ``names``: of the parameter or buffer in the module. ``field``:
+    which of a quantized weight's tensors this is; "" for a plain tensor.
     """
 
     offset: int
@@ -72,7 +68,7 @@ class BlockLayout:
 class _TensorUses:
     tensor: torch.Tensor
     field: str
-    locations: dict[tuple[int, str, str], TensorLocation]  # by what it refers to, each once
+    locations: dict[tuple[int, str, str], TensorLocation]  # by owner, kind and key
     names: dict[str, None]
     owners: set[str]
 
@@ -82,11 +78,11 @@ def lay_out(
 ) -> dict[str, BlockLayout]:
     """Return the layout of every block in ``paths``, by path, and of the root ``""``.
 
-    The root has the tensors of no other block. Parameters and buffers count alike, persistent or
-    not, and so do the statistics of quantized layers. A tensor tied across blocks belongs to the
-    root, which is never streamed. With ``split_layers`` (``paths`` are single layers), a tensor
-    shared by exactly one of ``paths`` and the root belongs to that layer, because a layer is a
-    block only if nothing else reads its tensors. Works on meta modules too.
+    The root has the tensors of no other block. All parameters and buffers count, and the statistics
+    of quantized layers. A tensor tied across blocks belongs to the root, which is never streamed.
+    With ``split_layers`` (``paths`` are single layers), a tensor shared by exactly one of ``paths``
+    and the root belongs to that layer, because a layer is a block only if nothing else reads its
+    tensors. Works on meta modules too.
     """
     tensor_uses: dict[int, _TensorUses] = {}
     blocks = dict.fromkeys(path for path in paths if path)

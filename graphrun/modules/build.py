@@ -1,6 +1,6 @@
 """Build the components and parts of a graph: on meta, with random weights, or from a source.
 
-Runs on the CPU and on meta only; independent of plans and pipelines.
+On the CPU and on meta only; independent of plans and pipelines.
 
     meta_module   class + config                       on meta, no weights: for sizes
     build         class + config + source (or seed)    on the CPU, real weights
@@ -65,8 +65,8 @@ from graphrun.modules.trees import weights_below
 from graphrun.reading import panics_as_errors
 
 # Functions that initialize parameters, by name, because transformers replaces the functions of
-# `torch.nn.init`. On meta, torch runs Python reference implementations of them, which take a third
-# of the time to build a meta module.
+# `torch.nn.init`. Their Python reference implementations on meta take a third of the time to build
+# a meta module.
 _INIT_FUNCTIONS = frozenset({"kaiming_uniform_", "normal_", "uniform_"})
 
 
@@ -104,8 +104,7 @@ def no_progress_bars() -> Iterator[None]:
 
 @contextmanager
 def no_code_prompt() -> Iterator[None]:
-    """Make transformers raise ValueError instead of asking on stdin whether to run a checkpoint's
-    code.
+    """Make transformers raise ValueError instead of asking whether to run a checkpoint's code.
 
     Sets the timeout of `resolve_trust_remote_code` to 0. ``trust_remote_code=False`` is not enough:
     a nested configuration (LLaVA's ``text_config``) may name code too, and that argument does not
@@ -144,10 +143,8 @@ def on_host() -> Iterator[None]:
 
 @contextmanager
 def empty_parameters() -> Iterator[None]:
-    """Construct parameters on meta and buffers on the CPU.
-
-    Buffers that are not saved with the weights are computed there.
-    """
+    """Construct parameters on meta, and buffers on the CPU, where those not saved with the weights
+    are computed."""
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False), _SkipRandomInit():
@@ -163,7 +160,7 @@ def on_meta() -> Iterator[None]:
 
 __all__ = ["build", "build_part", "draft", "meta_module", "resolve_class"]
 
-# Keys of a configuration that a library saved. It also has keys of other versions and of the
+# keys of a configuration that a library saved; it also has keys of other versions and of the
 # library itself, so its keys are not checked. A configuration written by hand has none of these.
 _SAVED_KEYS = frozenset(
     {"_class_name", "_diffusers_version", "transformers_version", "model_type", "architectures"}
@@ -183,11 +180,8 @@ _TOKENIZER_KEYS = frozenset(
 
 @on_host()
 def meta_module(component: Component, trust: Sequence[str]) -> nn.Module:
-    """Return ``component`` on meta: its class, config, shapes and dtypes, without weights.
-
-    The module is frozen and in eval mode. Raises GraphError at the component's line for an invalid
-    class or config.
-    """
+    """Return ``component`` on meta: its class, config, shapes and dtypes, without weights. Frozen,
+    in eval mode. Raises GraphError at the component's line for an invalid class or config."""
     kind = resolve_class(component.class_path, trust, component.file_line, "component")
     with on_meta():
         module = add_ip_adapters(component, _construct(kind, component))
@@ -200,8 +194,8 @@ def meta_module(component: Component, trust: Sequence[str]) -> nn.Module:
 def meta_modules(graph: Graph) -> Iterator[dict[str, nn.Module]]:
     """Provide the `meta_module` of every component of ``graph``, to read sizes from, never to call.
 
-    Modules that a dry run or an earlier context left behind are reused. Nothing else uses them
-    until the context ends.
+    Reuses modules that a dry run or an earlier context left behind. Nothing else uses them until
+    the context ends.
     """
     modules: dict[str, nn.Module] = {}
     for name, component in graph.components.items():
@@ -233,9 +227,9 @@ def held_meta_module(
 ) -> tuple[nn.Module, Content]:
     """Return the `meta_module` of ``component`` in ``precision``, and its files' content.
 
-    Layers are replaced for the precision. Without local files the content is empty. The tensors
-    have exactly the shapes and dtypes that `draft` returns. Raises GraphError for files that are
-    broken or belong to another model, and for a single file in which a tensor is missing.
+    The tensors have exactly the shapes and dtypes that `draft` returns. Without local files the
+    content is empty. Raises GraphError for files that are broken or belong to another model, and
+    for a single file in which a tensor is missing.
     """
     module, place = meta_module(component, trust), local_weights(component, precision)
     content = (
@@ -255,8 +249,8 @@ def held_meta_module(
 def build(component: Component, graph: Graph) -> nn.Module:
     """Return ``component`` on the CPU with its weights and its LoRAs fused.
 
-    Weights come from its source, or are random and depend only on its name and seed. The values are
-    those that the writer of `draft` writes; the errors are those of `draft`.
+    Weights come from its source, or are random and depend only on its name and seed. Values and
+    errors are those of `draft`.
     """
     module, writer = draft(component, graph, component.dtype)
     for entry in lay_out(module, ())[""].entries:
@@ -278,11 +272,11 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
     """Return ``component`` in ``precision`` without values, and the `Writer` of its blocks.
 
     Parameters are on meta, buffers on the CPU. A precision that is a dtype replaces the component's
-    dtype; any other replaces its linear layers. Weights are read or generated when the writer is
-    called, so no checkpoint is ever in memory whole. One exception: if the files of a folder name
-    tensors differently than the module, the library's own loader reads them all, and the module
-    stays in memory while blocks are written. Raises GraphError at the component's line for a
-    missing folder or tensor, a corrupt file, or a source whose shapes differ from the config's.
+    dtype; any other replaces its linear layers. The writer reads or generates weights when called,
+    so no checkpoint is ever in memory whole. One exception: if the files of a folder name tensors
+    differently than the module, the library's own loader reads them all, and the module stays in
+    memory while blocks are written. Raises GraphError at the component's line for a missing folder
+    or tensor, a corrupt file, or a source whose shapes differ from the config's.
     """
     if precision not in QUANTIZED:
         component = replace(component, dtype=precision)
@@ -359,10 +353,9 @@ def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
     """Return the tokenizer, scheduler or processor of ``part``.
 
     A tokenizer comes from its source; without one, or if ``planning``, from its ``file``: a
-    stand-in is enough to plan, because texts are padded. For planning, texts that are not padded to
-    a fixed length get the maximum length, because a plan must be valid for every prompt. Any other
-    part comes from its config, or from its source if it has none. Raises GraphError at the part's
-    line.
+    stand-in is enough to plan, because texts are padded. When planning, unpadded texts get the
+    maximum length, because a plan must be valid for every prompt. Any other part comes from its
+    config, or from its source if it has none. Raises GraphError at the part's line.
     """
     kind, label, length_source = (
         resolve_class(part.class_path, graph.trust, part.file_line, "part"),
@@ -420,7 +413,6 @@ def _refuse_large(config: Mapping[str, Any], label: str, file_line: str) -> None
 
 
 def _tokenizer(part: Part, file: Path) -> Any:
-    """Return the fast tokenizer in ``file``."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -432,10 +424,8 @@ def _tokenizer(part: Part, file: Path) -> Any:
 
 
 def _construct(kind: type[Any], component: Component) -> Any:
-    """Return the module as `from_pretrained` constructs it, before weights are read.
-
-    Tensors have the component's dtype.
-    """
+    """Return the module in the component's dtype, as `from_pretrained` constructs it, without
+    weights."""
     label, dtype = f"components.{component.name}", getattr(torch, component.dtype)
     config = _config_of(component)
     if not _SAVED_KEYS & config.keys():
@@ -467,10 +457,8 @@ def _config_of(component: Component) -> dict[str, Any]:
 def _load_folder(
     kind: type[Any], component: Component, folder: Path, expected_shapes: Mapping[str, torch.Size]
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors in ``folder`` by name, as the library's own loader reads them.
-
-    Raises GraphError if the shapes differ from ``expected_shapes``, which plans are computed from.
-    """
+    """Return the tensors in ``folder`` by name, as the library's own loader reads them. Raises
+    GraphError if the shapes differ from ``expected_shapes``, which plans are computed from."""
     label, dtype = f"components.{component.name}", getattr(torch, component.dtype)
     options = {
         "use_safetensors": True,
@@ -510,7 +498,7 @@ def _load_folder(
     return tensors
 
 
-_NO_REMOTE_CODE = {"trust_remote_code": False}  # the default of transformers is to ask on stdin
+_NO_REMOTE_CODE = {"trust_remote_code": False}  # by default transformers asks on stdin
 
 
 def _as_loaded(module: Any, component: Component) -> nn.Module:
@@ -533,10 +521,9 @@ def _dtype_of(
 ) -> torch.dtype:
     """Return the dtype of the tensor ``name`` after `from_pretrained` in ``dtype``.
 
-    ``constructor_dtype``: the dtype that the constructor gave it. diffusers casts everything except
-    the modules it keeps in fp32, matched by whole name components (`load_model_dict_into_meta`).
-    transformers leaves the constructor's dtypes, and keeps T5's ``wo`` in fp32 in fp16 only,
-    matched anywhere in the name (`_get_dtype_plan`).
+    diffusers casts everything except the modules it keeps in fp32, matched by whole name components
+    (`load_model_dict_into_meta`). transformers leaves the constructor's dtypes, and keeps T5's
+    ``wo`` in fp32 in fp16 only, matched anywhere in the name (`_get_dtype_plan`).
     """
     if not constructor_dtype.is_floating_point or dtype == torch.float32:
         return constructor_dtype
@@ -554,7 +541,6 @@ def _dtype_of(
 
 
 def _parameters_of(kind: type[Any]) -> frozenset[str]:
-    """Return the valid keys of a configuration of ``kind``."""
     config_class = getattr(kind, "config_class", None)
     if config_class is None:
         # diffusers saves the settings of all parents, and `from_config` sets them
@@ -580,10 +566,7 @@ def _check_keys(
 
 @contextmanager
 def _bounded_modules(label: str, file_line: str) -> Iterator[None]:
-    """Stop the construction of a module that has more modules than the limit.
-
-    A configuration may ask for ten million layers.
-    """
+    """Stop constructing a module beyond the limit of modules: a config may ask for 10**7 layers."""
     module_count, thread = 0, threading.get_ident()
 
     def count(*_: object) -> None:

@@ -1,7 +1,7 @@
 """Resolve a class path in a file to the class, and refuse classes that need the user's trust.
 
-Without further permission, a file may name certain kinds of classes of diffusers and transformers.
-Only the named package is imported.
+By default a file may name certain kinds of classes of diffusers and transformers. Only the named
+package is imported.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ _BASES: dict[str, frozenset[tuple[str, str]]] = {
     "program": frozenset(),
     "blocks": frozenset({("diffusers", "ModularPipelineBlocks")}),
 }
-# What each kind is, and what every class of it has, even a class of a trusted package: graphrun
-# uses exactly that.
+# description of each kind, and what graphrun needs of it, even from a trusted package
 _DESCRIPTIONS = {
     "component": ("a module with weights", "is a torch.nn.Module"),
     "part": ("a scheduler, guider, tokenizer or processor", "has from_config or from_pretrained"),
@@ -57,10 +56,8 @@ _DESCRIPTIONS = {
 
 
 def refusal(component: Component, text: str, member: str = "") -> GraphError:
-    """Return the error ``text`` about ``component``, or about its ``member`` such as ``.loras``.
-
-    The error names the component's line.
-    """
+    """Return the error ``text`` about ``component``, or about its ``member`` such as ``.loras``, at
+    the component's line."""
     return GraphError(f"components.{component.name}{member}: {text}", component.file_line)
 
 
@@ -69,11 +66,10 @@ def resolve_class(
 ) -> type[Any]:
     """Return the class that ``class_path`` names, such as ``diffusers.AutoencoderKL``.
 
-    A class of diffusers or transformers must be one of ``kinds``; any kind if none is given. A
-    class of a package that the caller trusts must be usable as one of ``kinds`` (see
-    `_DESCRIPTIONS`). The package that counts is the one that defines the class:
-    ``diffusers.utils.x.subprocess.Popen`` belongs to subprocess. Raises GraphError at
-    ``file_line``.
+    A class of diffusers or transformers must be one of ``kinds``; none: any. A class of a trusted
+    package must be usable as one of ``kinds`` (see `_DESCRIPTIONS`). The package that counts is the
+    one that defines the class: ``diffusers.utils.x.subprocess.Popen`` belongs to subprocess. Raises
+    GraphError at ``file_line``.
     """
     package, *steps = class_path.split(".")
     packages = dict.fromkeys((*DEFAULT_ALLOW, *trust))
@@ -119,10 +115,8 @@ def pipeline_class(pipeline: Pipeline, trust: Collection[str]) -> type[Any]:
 
 
 def require_code(graph: Graph) -> None:
-    """Raise GraphError if a trusted package is not on Python's path.
-
-    The message contains what the graph says about where to get the package.
-    """
+    """Raise GraphError if a trusted package is not on Python's path, with the graph's hint about
+    it."""
     absent = [package for package in graph.trust if importlib.util.find_spec(package) is None]
     if absent and graph.code:
         problem = (
@@ -135,11 +129,8 @@ def require_code(graph: Graph) -> None:
 def resolve_function(
     path: str, trust: Collection[str], file_line: str
 ) -> Callable[..., Mapping[str, Any]]:
-    """Return the op that ``path`` names, such as ``mypackage.mymodule:sharpen``.
-
-    An op is a function with `graphrun.op` of a package in ``trust``. Raises GraphError at
-    ``file_line``.
-    """
+    """Return the op that ``path`` names, such as ``mypackage.mymodule:sharpen``. An op is a
+    function with `graphrun.op` of a package in ``trust``. Raises GraphError at ``file_line``."""
     name, _, attribute = path.partition(":")
     package = name.split(".")[0]
     if package not in trust:
@@ -149,7 +140,7 @@ def resolve_function(
         )
     try:
         module = importlib.import_module(name)
-    except Exception as error:  # code of the package runs, which may raise anything
+    except Exception as error:  # the package's code runs, and may raise anything
         raise GraphError(
             f"{path} cannot be imported: {type(error).__name__}: {error}", file_line
         ) from error

@@ -20,7 +20,7 @@ from torch import nn
 
 
 class HookHandle(Protocol):
-    """What registering a hook returns."""
+    """A registered hook."""
 
     def remove(self) -> None:
         """Remove the hook."""
@@ -35,18 +35,14 @@ def is_compiled(module: nn.Module) -> bool:
 
 def compile_blocks(module: nn.Module, paths: Iterable[str]) -> None:
     """Compile the submodules ``paths`` of ``module``, each by itself, at their first call.
-
-    Submodules with equal code share the compiled code.
-    """
+    Submodules with equal code share the compiled code."""
     for path in paths:
         module.get_submodule(path).compile()
 
 
 def outermost_compiled(module: nn.Module, path: str) -> nn.Module:
-    """Return the outermost compiled module on the way from ``module`` to its submodule ``path``.
-
-    If none is compiled, return that submodule.
-    """
+    """Return the outermost compiled module on the way from ``module`` to its submodule ``path``;
+    that submodule if none is compiled."""
     for name in path.split(".") if path else ():
         if is_compiled(module):
             break
@@ -57,10 +53,8 @@ def outermost_compiled(module: nn.Module, path: str) -> nn.Module:
 def hook_around(
     module: nn.Module, on_enter: Callable[[], None], on_exit: Callable[[], None] | None = None
 ) -> list[HookHandle]:
-    """Call ``on_enter`` and ``on_exit`` around each run of ``module``.
-
-    They run outside of its compiled code. Remove the last handle first.
-    """
+    """Call ``on_enter`` and ``on_exit`` around each run of ``module``, outside of its compiled
+    code. Remove the last handle first."""
     if vars(module).get("_compiled_call_impl") is not None:
         return [_AroundCompiled(module, on_enter, on_exit)]
     handles: list[HookHandle] = [module.register_forward_pre_hook(lambda *_: on_enter())]
@@ -98,10 +92,8 @@ class _AroundCompiled:
 
 
 def run_as_written(module: Any) -> None:
-    """Make ``module``, a copy of a compiled one, run without compiling.
-
-    It still counts as compiled.
-    """
+    """Make ``module``, a copy of a compiled one, run without compiling. It still counts as
+    compiled."""
     if hasattr(module, "_orig_mod"):
         module.forward = module._orig_mod.__call__
     else:

@@ -1,7 +1,6 @@
-"""Map the tensors in a component's files to the tensors of its module.
+"""Map the tensors in a component's files to the tensors of its module, from headers only.
 
-A tensor is used as stored, or computed from stored tensors. Handles every file layout, and reads
-headers only.
+A tensor is used as stored, or computed from stored tensors.
 
     folder, GGUF or single file --headers--> names --(conversion)--> the module's names, shapes
                                                                      checked
@@ -33,9 +32,9 @@ from graphrun.modules.quantize import convert, quantizable_layers
 from graphrun.modules.source_files import Stored, stored_tensors
 
 FP8 = "float8_e4m3fn"
-# Suffixes of the scale of ``x.weight`` in fp8 files: ComfyUI's scaled fp8, and its later layouts.
+# suffixes of the scale of ``x.weight`` in fp8 files: ComfyUI's scaled fp8, and its later layouts
 _SCALE_SUFFIXES = (".scale_weight", ".weight_scale")
-# Suffixes of tensors that only ComfyUI's own kernels use: scales of activations, format markers.
+# suffixes of tensors that only ComfyUI's own kernels use: activation scales, format markers
 _IGNORED_SUFFIXES = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")
 
 
@@ -64,7 +63,7 @@ class Content:
         return next((leaf.quant for leaf in self.pieces[name].leaves if leaf.quant), "")
 
     def plain(self, name: str) -> Piece:
-        """Return the piece ``name`` as numbers: a quantized GGUF tensor is dequantized when it is
+        """Return the piece ``name`` as numbers: a quantized GGUF tensor is dequantized when
         read."""
         piece, kind = self.pieces[name], self.kind(name)
         if not kind:
@@ -79,10 +78,7 @@ class Content:
 
 
 def tensors_in(place: Path, component: Component, precision: str) -> tuple[Stored, ...]:
-    """Return every tensor in the files at ``place``, from their headers.
-
-    Raises GraphError for a broken file.
-    """
+    """Return every tensor in the files at ``place``, from their headers. Raises GraphError."""
     if is_gguf(precision):
         return gguf_tensors(place, component.file_line)
     variant = component.variant if component.checkpoint(precision) is None else ""
@@ -90,10 +86,10 @@ def tensors_in(place: Path, component: Component, precision: str) -> tuple[Store
 
 
 def content_of(component: Component, module: nn.Module, place: Path, precision: str) -> Content:
-    """Return the content of ``place`` for ``module``, before its layers are replaced.
+    """Return the content of ``place`` for ``module``: ``component`` with its original layers.
 
-    ``module`` is ``component`` with its original layers. Raises GraphError for a broken file, a
-    file of another model, or a tensor of another shape. Missing tensors are not an error here.
+    Raises GraphError for a broken file, a file of another model, or a tensor of another shape.
+    Missing tensors are not an error here.
     """
     file_tensors = tensors_in(place, component, precision)
     if (
@@ -122,7 +118,7 @@ def content_of(component: Component, module: nn.Module, place: Path, precision: 
         for name, scale in scaled.items():
             row = symbols.tensors[scale].reshape(-1, 1)
             if precision == "fp8":
-                # One scale per element, so that the conversion moves it with its element.
+                # one scale per element, so that the conversion moves it with its element
                 expanded[name] = row.expand(tensors[name].shape)
             else:
                 dtype = getattr(torch, component.dtype)
@@ -162,11 +158,8 @@ def content_of(component: Component, module: nn.Module, place: Path, precision: 
 
 
 def as_stored(content: Content, weights: Collection[str]) -> tuple[str, ...]:
-    """Return the precisions in which the files already store ``weights``: gguf with the mixes of
-    GGUF files, nf4, int8, fp8 or none.
-
-    Weights in these precisions need no quantization.
-    """
+    """Return the precisions that need no quantization, because the files store ``weights`` in them:
+    gguf with the mixes of GGUF files, nf4, int8, fp8 or none."""
     if content.quantized:
         return ("gguf", *GGUF_MIXES)
     if content.packed:
@@ -193,11 +186,8 @@ def replace_layers(module: nn.Module, precision: str, dtype: torch.dtype, conten
 def read_as(
     content: Content, module: nn.Module, precision: str, dtype: torch.dtype
 ) -> dict[str, Piece]:
-    """Return the piece to read for each tensor of ``module`` in ``precision``, by name.
-
-    ``module`` has its original layers. Layers with quantized tensors read raw bytes, others
-    numbers.
-    """
+    """Return the piece to read for each tensor of ``module`` in ``precision``, by name. ``module``
+    has its original layers. Layers with quantized tensors read raw bytes, others numbers."""
     layers = (
         {f"{path}.weight" for path in quantizable_layers(module, dtype)}
         if precision in QUANTIZED
@@ -242,10 +232,8 @@ def missing_tensors(component: Component, place: Path, names: Sequence[str]) -> 
 def refuse_differing(
     place: Path, differing: Sequence[tuple[str, str, object]], component: Component
 ) -> None:
-    """Raise GraphError for tensors that differ from the module's.
-
-    ``differing``: (name, description of the tensor in the files, expected description).
-    """
+    """Raise GraphError for tensors that differ from the module's. ``differing``: (name, description
+    of the tensor in the files, expected description)."""
     if differing:
         suffix = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         text = "; ".join(
@@ -255,10 +243,8 @@ def refuse_differing(
 
 
 def name_in_file(name: str, module: nn.Module, file_names: Mapping[str, Any]) -> str:
-    """Return the name of the module's tensor ``name`` in a file.
-
-    transformers adds or drops the base model's prefix.
-    """
+    """Return the name of the module's tensor ``name`` in a file: transformers adds or drops the
+    base model's prefix."""
     prefix = getattr(module, "base_model_prefix", "") or ""
     if name not in file_names and prefix:
         for other in (f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
@@ -277,7 +263,7 @@ def _by_module_name(
     """Return ``tensors`` by the module's names; a tied tensor is under each of its names."""
     state = module.state_dict(keep_vars=True)
     match_count = sum(name_in_file(name, module, tensors) in tensors for name in state)
-    # else the names are the module's, and a missing one is reported as missing
+    # otherwise the names are the module's, and a missing one is reported as missing
     if place.is_file() and 2 * match_count <= len(state):
         try:
             tensors = converted(module, symbols, tensors)
@@ -311,10 +297,8 @@ def _product(weight: Piece, scale: Piece, dtype: torch.dtype) -> Derivation:
 
 
 def _scales(by_name: Mapping[str, Stored], place: Path, component: Component) -> dict[str, str]:
-    """Return fp8 weight -> its scale, which has one element or one per row.
-
-    Raises GraphError for scales of another shape.
-    """
+    """Return fp8 weight -> its scale, of one element or one per row. Raises GraphError
+    otherwise."""
     scales = {}
     for key, scale in by_name.items():
         weight = next(

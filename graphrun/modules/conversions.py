@@ -25,17 +25,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from graphrun.errors import InputError
 from graphrun.modules.source_files import Stored
 
-# Copies of a whole tensor. A tensor that is read from disk needs no copy, so the tensor itself is
-# returned.
+# copies of a whole tensor; a tensor read from disk needs none, so the tensor itself is returned
 _COPIES = frozenset({"clone", "contiguous", "detach"})
 
 
 @dataclass(frozen=True, slots=True)
 class Derivation:
-    """A tensor computed from others.
-
-    ``make`` takes the values of ``leaves``, tensors stored in files, in that order.
-    """
+    """A tensor computed from others: ``make`` takes the values of ``leaves``, in that order."""
 
     name: str
     dtype: str
@@ -53,10 +49,8 @@ Piece = Stored | Derivation
 
 
 class SymbolicTensors(TorchFunctionMode):
-    """Meta tensors for the stored tensors ``leaves``, by name in ``tensors``.
-
-    Records the operations on them inside its context, for `piece`.
-    """
+    """Meta tensors for the stored tensors ``leaves``, by name in ``tensors``. Records the
+    operations on them inside its context, for `piece`."""
 
     def __init__(self, leaves: Mapping[str, Stored]) -> None:
         super().__init__()
@@ -187,8 +181,9 @@ def _conversion(
     return None
 
 
-# transformers' model type -> architecture of llama.cpp (gguf's MODEL_ARCH_NAMES) whose tensors are
-# those of transformers under other names. Llama's are not: its queries and keys are permuted.
+# transformers' model type -> architecture of llama.cpp (gguf's MODEL_ARCH_NAMES) whose tensors
+# differ from transformers' in their names only. Llama is not listed: its queries and keys are
+# permuted.
 _LLAMA_CPP = {"t5": "t5encoder", "umt5": "t5encoder", "qwen2": "qwen2", "qwen3": "qwen3"}
 
 
@@ -196,9 +191,7 @@ def _text_encoder(
     module: Any, checkpoint: dict[str, torch.Tensor], architecture: str
 ) -> dict[str, torch.Tensor]:
     """Return the text encoder in ``checkpoint``: a GGUF file of llama.cpp, or T5 in a file of SD3.
-
-    The names of ``architecture`` are those of the package gguf.
-    """
+    ``architecture``: as in the package gguf."""
     from diffusers.loaders.single_file_utils import convert_sd3_t5_checkpoint_to_diffusers
 
     if not any(name.startswith(("blk.", "enc.blk.")) for name in checkpoint):
@@ -219,7 +212,7 @@ def _text_encoder(
 def _clip(module: Any, checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the CLIP in ``checkpoint`` that has the width of ``module``.
 
-    With several (SDXL, SD3), it is the one whose position table fits, as diffusers'
+    Of several (SDXL, SD3), the one whose position table fits, as diffusers'
     `create_diffusers_clip_model_from_ldm` chooses it. Raises ValueError if there is none.
     """
     from diffusers.loaders import single_file_utils

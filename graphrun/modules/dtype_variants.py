@@ -1,6 +1,4 @@
-"""The dtypes of a component's tensors during a run.
-
-Some pipelines cast a component while they run, and cast it back.
+"""The dtypes of a component's tensors in a run: some pipelines cast a component and cast it back.
 
     variant    vae                      vae@float32                   vae
     pipeline   ... vae.to(float32) ---> ... vae.decode(latents) ... vae.to(float16) --->
@@ -30,17 +28,14 @@ Switched = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class DtypeVariant:
-    """A component's current ``dtypes``, and earlier dtypes that its values were rounded to.
-
-    The oldest is first.
-    """
+    """A component's current ``dtypes``, and earlier dtypes that rounded its values, oldest
+    first."""
 
     component: str
     rounded: tuple[Dtypes, ...]
     dtypes: Dtypes
 
     def cast(self, dtypes: Dtypes) -> DtypeVariant:
-        """Return the variant after a cast to ``dtypes``."""
         exact = all(
             torch.promote_types(rounded, target) == target
             for rounded, target in zip(self.rounded[-1], dtypes, strict=True)
@@ -50,7 +45,6 @@ class DtypeVariant:
         )
 
     def to_json(self) -> list[Any]:
-        """Return the variant as JSON-ready data."""
         names = [
             [str(dtype).removeprefix("torch.") for dtype in dtypes]
             for dtypes in (self.dtypes, *self.rounded)
@@ -59,7 +53,6 @@ class DtypeVariant:
 
     @staticmethod
     def from_json(data: Any) -> DtypeVariant:
-        """Return the variant from `to_json`."""
         dtypes, *rounded = (tuple(getattr(torch, name) for name in names) for names in data[1:])
         return DtypeVariant(data[0], tuple(rounded), dtypes)
 
@@ -107,19 +100,16 @@ class DtypeVariants:
         self._current = {
             name: DtypeVariant(name, (dtypes,), dtypes) for name, dtypes in original_dtypes.items()
         }
-        self.variants = dict(self._current)  # variants by name
+        self.variants = dict(self._current)  # by name
         self._tensors: dict[str, list[torch.Tensor]] = {}
         self._computed: set[str] = set()
 
     def current(self, component: str) -> DtypeVariant:
-        """Return the current variant of ``component``."""
         return self._current[component]
 
     def cast(self, component: str, change: Callable[[], object]) -> DtypeVariant:
         """Switch ``component`` to the variant that ``change`` casts it to, and return the variant.
-
-        ``change`` casts in place, and gets meta copies of the tensors.
-        """
+        ``change`` casts in place, and gets meta copies of the tensors."""
         module = self._modules[component]
         originals = _distinct(module)
         _replace_tensors(
@@ -161,10 +151,8 @@ class DtypeVariants:
         return all(dtype_variant.name == name for name, dtype_variant in self._current.items())
 
     def begin(self) -> None:
-        """Switch every component to its original variant, whose values may have changed since.
-
-        All other values are computed again.
-        """
+        """Switch every component to its original variant, whose values may have changed since. All
+        other values are computed again."""
         for name in self._modules:
             self.become(self.variants[name])
         self._computed.clear()
@@ -200,13 +188,11 @@ class HostCasts:
         return DtypeVariant(component, ((),), ())
 
     def cast(self, component: str, change: Callable[[], object]) -> DtypeVariant:
-        """Call ``change``."""
         change()
         return self.current(component)
 
 
 def _cast_through(tensor: torch.Tensor, steps: list[torch.dtype]) -> torch.Tensor:
-    """Return ``tensor`` cast to each of the dtypes ``steps`` in turn."""
     value = tensor.detach()
     for dtype in steps:
         value = value.to(dtype)
@@ -214,7 +200,6 @@ def _cast_through(tensor: torch.Tensor, steps: list[torch.dtype]) -> torch.Tenso
 
 
 def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return ``value`` as a parameter if ``tensor`` is one."""
     return (
         nn.Parameter(value.detach(), requires_grad=tensor.requires_grad)
         if isinstance(tensor, nn.Parameter)

@@ -1,7 +1,5 @@
 """Read the headers of GGUF files, and dequantize their types with diffusers' own functions.
 
-Planning needs the header only.
-
     GGUF | version | tensors, keys | key: value ... | name, shape, type, offset ... | padding | data
     row of Q8_0    | scale, fp16 | 32 int8 | scale | 32 int8 | ...
     a weight [out in] is [out bytes-per-row] uint8
@@ -26,7 +24,7 @@ from graphrun.extras import install_command
 from graphrun.modules.source_files import Stored, broken, refuse_overflow
 from graphrun.reading import open_regular
 
-# Types that torch has: used as they are, or cast to the component's dtype when they are read.
+# types that torch has: used as they are, or cast to the component's dtype when read
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 _ALIGNMENT = 32  # of the data, unless `general.alignment` is set
 # keys, tensors and array elements together: a damaged count must not exhaust memory
@@ -126,10 +124,8 @@ def shape_of(rows: torch.Size | tuple[int, ...], kind: str) -> tuple[int, ...]:
 
 
 def dequantized(data: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return ``data`` [... bytes-per-row] of type ``kind`` as numbers.
-
-    They are fp16 or fp32, as diffusers' `dequantize_gguf_tensor` returns them.
-    """
+    """Return ``data`` [... bytes-per-row] of type ``kind`` as numbers, fp16 or fp32, as diffusers'
+    `dequantize_gguf_tensor` returns them."""
     block, size = _block(kind)
     numbers: torch.Tensor = quantized_types()[kind](data.reshape(-1, size), block, size)
     return numbers.reshape(shape_of(data.shape, kind))
@@ -144,10 +140,8 @@ def _block(kind: str) -> tuple[int, int]:
 
 
 def _header(file: BinaryIO) -> tuple[list[tuple[str, tuple[int, ...], int, int]], int]:
-    """Return (name, shape, type, offset) of every tensor, and the file offset of the data.
-
-    The slowest-varying dimension of a shape is first.
-    """
+    """Return (name, shape, type, offset) of every tensor, and the file offset of the data. Shapes
+    have the slowest-varying dimension first."""
     reader = _HeaderReader(file)
     if file.read(4) != b"GGUF" or reader.number("I") not in (2, 3):
         raise ValueError("no GGUF")
@@ -206,7 +200,7 @@ class _HeaderReader:
         inner, length = self.number("I"), int(self.number("Q"))
         if inner == _ARRAY:  # the format allows it, and nothing writes it
             raise ValueError("an array of arrays")
-        if inner in _SCALARS:  # such as a language model's token scores: not needed
+        if inner in _SCALARS:  # not needed: such as a language model's token scores
             self._file.seek(length * struct.calcsize(f"<{_SCALARS[inner]}"), io.SEEK_CUR)
             return None
         for _ in self.entries(length):

@@ -1,8 +1,8 @@
 """Repositories on the Hugging Face hub: their files, access to them, and their download.
 
-Uses huggingface_hub's own client. Every failure of the client becomes a GraphError that says what
-to do. The client checks the size of what it downloads; `snapshot` also checks the SHA-256, by which
-the hub's cache names large files.
+Every failure of huggingface_hub's client becomes a GraphError that says what to do. The client
+checks the size of what it downloads; `snapshot` also checks the SHA-256, by which the hub's cache
+names large files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from graphrun.errors import GraphError, GraphrunError
 
-# Called with what is done ("downloading", "checking"), bytes done, and bytes in all.
+# (activity such as "downloading" or "checking", bytes done, bytes in all)
 DownloadCallback = Callable[[str, int, int], None]
 
 
@@ -31,9 +31,9 @@ class Listing:
 
 
 def look(repository: str, revision: str | None, file_line: str = "") -> Listing:
-    """Return what is in ``repository``.
+    """Return the listing of ``repository``.
 
-    Takes one request, and another one for a gated repository: whether this user may read it. Raises
+    Takes one request, for a gated repository another to learn if this user may read it. Raises
     GraphError at ``file_line`` for a repository or revision that does not exist or may not be read,
     and without a network.
     """
@@ -66,8 +66,8 @@ def snapshot(
     """Return the folder in the hub's cache with files of ``repository``, downloading missing ones.
 
     The files match ``allow`` and not ``ignore``. ``subject``: what errors name; "": the repository.
-    ``progress``: replaces the client's own progress bars. Raises GraphError at ``file_line``. Files
-    that are complete by then stay, and the next call continues with the others.
+    ``progress``: replaces the client's own progress bars. Raises GraphError at ``file_line``;
+    complete files stay, and the next call continues with the others.
     """
     from huggingface_hub import constants, snapshot_download
 
@@ -107,10 +107,8 @@ def _names(folder: Path) -> list[str]:
 def _check(
     blobs: Sequence[Path], subject: str, file_line: str, progress: DownloadCallback | None
 ) -> None:
-    """Delete ``blobs`` whose content does not match their name. Raises GraphError for these.
-
-    Small files are named after a hash of git's own, and are not checked.
-    """
+    """Delete ``blobs`` whose content does not match their name. Raises GraphError for these. Small
+    files are named after a hash of git's own, and are not checked."""
     sizes = {blob: blob.stat().st_size for blob in blobs if len(blob.name) == 64}
     checked_bytes, wrong = 0, dict[str, str]()
     for blob, size in sizes.items():
@@ -131,10 +129,8 @@ def _check(
 
 
 def _bar(progress: DownloadCallback) -> type[Any]:
-    """Return a class with as much of tqdm's interface as `snapshot_download` uses.
-
-    Of its three bars, only the one that counts bytes written reports progress.
-    """
+    """Return a class with the part of tqdm's interface that `snapshot_download` uses. Of its three
+    bars, only the one that counts bytes written reports progress."""
 
     class Bar:
         format_dict: Mapping[str, float] = {}

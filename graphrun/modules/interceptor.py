@@ -44,9 +44,9 @@ from graphrun.modules.compiled import is_compiled
 from graphrun.modules.dtype_variants import DtypeVariants, HostCasts
 from graphrun.modules.trees import tensors_in, walk
 
-# Methods besides `__call__` that diffusers' pipelines call on components. Their calls are always
-# intercepted; calls of other public methods only if an argument contains a tensor. `__call__` calls
-# `forward`.
+# Methods besides `__call__` (which calls `forward`) that diffusers' pipelines call on components.
+# Their calls are always intercepted; calls of other public methods only if an argument contains a
+# tensor.
 ENTRY_POINTS = (
     "encode",
     "decode",
@@ -63,8 +63,8 @@ ReadHandler = Callable[[str, str, torch.Tensor], torch.Tensor]
 """(component, name of the weight, its tensor) -> the tensor that the reading code gets."""
 
 
-# Modules of the libraries whose methods with these prefixes add, remove or overwrite weights. Their
-# other methods set values that a forward reads.
+# modules of the libraries whose methods with these prefixes add, remove or overwrite weights; their
+# other methods set values that a forward reads
 LOADERS = ("diffusers.loaders", "transformers.integrations.peft", "peft.")
 WEIGHT_CHANGING = ("load_", "unload_", "add_", "delete_", "fuse_", "unfuse_", "merge", "unmerge")
 
@@ -114,12 +114,12 @@ class CallInterceptor:
         self._reads = reads
         self._dtypes = dict(dtypes or {})
         self.casts = casts
-        self._is_in_call = False  # whether a component is being called
-        self._is_casting = False  # whether ``casts`` is carrying out a cast
+        self._is_in_call = False
+        self._is_casting = False
         # each module with its original class
         self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
         self._paths: dict[int, tuple[str, str]] = {}  # id of a module -> component, path in it
-        self._without_weights: set[int] = set()  # ids of modules without weights
+        self._without_weights: set[int] = set()  # ids of modules
 
     def __enter__(self) -> CallInterceptor:
         for name, module in self.modules.items():
@@ -137,7 +137,7 @@ class CallInterceptor:
                 id(child) in self._without_weights,
             )
             child.__dict__[intercepted.graphrun_interceptor] = self
-            # `nn.Module.__setattr__` would do the same, but take most of the time of this loop.
+            # `nn.Module.__setattr__` would do the same, but take most of the time of this loop
             object.__setattr__(child, "__class__", intercepted)
         return self
 
@@ -147,10 +147,9 @@ class CallInterceptor:
         return all(intercept(module) is self for module, _ in self._classes)
 
     def _register(self, name: str, path: str, module: nn.Module) -> bool:
-        """Register ``module`` and the modules inside it, except compiled ones.
+        """Register ``module`` and modules inside it, except compiled ones; whether any has weights.
 
-        Returns whether any of them has weights. A compiled or already registered module counts as
-        one with weights, which is the cautious answer. Visits the modules in the order of
+        To be safe, a compiled or already registered module counts as one with weights. Order as in
         `nn.Module.named_modules`, but without its nested generators, which are slower.
         """
         if id(module) in self._paths or is_compiled(module):
@@ -180,14 +179,11 @@ class CallInterceptor:
         """Return the interceptor itself: a copied module is not intercepted."""
         return self
 
-    # In the following methods, ``original`` is the method of the original class of ``module``.
+    # in the following methods, ``original`` is the method of the original class of ``module``
 
     def reported_device(self) -> torch.device:
-        """Return the value of ``module.device``.
-
-        Raises InputError at rest if a pipeline that is not attached asks during a call: it would
-        compute on a device that no plan has prepared.
-        """
+        """Return the value of ``module.device``. At rest, raises InputError if a pipeline that is
+        not attached asks during a call: it would compute on a device that no plan has prepared."""
         if isinstance(self.casts, HostCasts) and (name := _calling_pipeline()):
             raise InputError(
                 f"{name} shares components with an attached pipeline and is not attached itself: "
@@ -205,10 +201,8 @@ class CallInterceptor:
     def listed(
         self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return the results of ``module.named_parameters(...)`` and ``named_buffers(...)``.
-
-        All listings of weights use these.
-        """
+        """Return the results of ``module.named_parameters(...)`` and ``named_buffers(...)``, which
+        all listings of weights use."""
         weights: Iterator[tuple[str, torch.Tensor]] = original(module, *args, **kwargs)
         if self._is_in_call or self._is_casting or isinstance(self.casts, HostCasts):
             return weights
@@ -229,8 +223,8 @@ class CallInterceptor:
         same_device = device is None or (
             device.type == self.device.type and device.index in (None, self.device.index or 0)
         )
-        # Pipelines offload components to the CPU (Cosmos its safety checker). That has no effect,
-        # because the plan decides the placement.
+        # pipelines offload components to the CPU (Cosmos its safety checker); this has no effect,
+        # because the plan decides the placement
         same_device = same_device or (device == torch.device("cpu") and not self._is_in_call)
         same_dtype = dtype is None or all(
             p.dtype == dtype for p in module.parameters() if p.is_floating_point()
@@ -265,16 +259,13 @@ class CallInterceptor:
     def change_weights(
         self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
     ) -> Any:
-        """Carry out or refuse a method of ``module`` that changes weights."""
         if self._is_in_call or isinstance(self.casts, HostCasts):
             return original(module, *args, **kwargs)
         refuse_change(original.__name__)
 
     def refuse(self, module: nn.Module, destination: object = None) -> NoReturn:
         """Raise BrokenPlan for a move or cast of the component that contains ``module``.
-
-        ``destination``: the device or dtype.
-        """
+        ``destination``: the device or dtype."""
         name = self._paths[id(module)][0]
         target = (
             f" to {destination}" if isinstance(destination, (torch.device, torch.dtype)) else ""
@@ -299,8 +290,8 @@ class CallInterceptor:
     ) -> Any:
         """Call ``method`` of ``module``, through ``handle_call`` if the call comes from outside.
 
-        ``name``: the name of the method; empty for ``module(...)`` itself. ``is_entry_point``:
-        whether the call is intercepted even without a tensor among its arguments.
+        ``name``: of the method; empty for ``module(...)`` itself. ``is_entry_point``: the call is
+        intercepted even without a tensor among its arguments.
         """
         location = self._paths.get(id(module))  # None for a copy of a registered module
         if (
@@ -320,10 +311,8 @@ class CallInterceptor:
             self._is_in_call = False
 
     def read(self, module: nn.Module, name: str, value: Any) -> Any:
-        """Return what code gets that reads the attribute ``name`` of ``module``.
-
-        ``value``: the value of the attribute.
-        """
+        """Return what code gets that reads the attribute ``name``, of this ``value``, of
+        ``module``."""
         location = self._paths.get(id(module))
         if (
             self._is_in_call
@@ -339,10 +328,8 @@ class CallInterceptor:
         )
 
     def _dtype_variant(self, component: str) -> str:
-        """Return the name of the component's current dtype variant.
-
-        Without ``casts`` it is the component's own name.
-        """
+        """Return the name of the component's current dtype variant; without ``casts``, its own
+        name."""
         return component if self.casts is None else str(self.casts.current(component).name)
 
 
@@ -355,16 +342,16 @@ def intercept(module: nn.Module) -> CallInterceptor | None:
 def _intercepted_class(kind: Any, reads: bool, dtypes: bool, add_device: bool, tables: bool) -> Any:
     """Return the subclass of ``kind`` whose instances are intercepted.
 
-    ``reads``, ``dtypes``: whether reads of weights and of ``dtype`` are intercepted.
-    ``add_device``: the class gets a ``device`` even if ``kind`` has none. ``tables``: the tables
-    that the module computes are moved to the device (see the top of this file).
+    ``reads``, ``dtypes``: intercept reads of weights and of ``dtype``. ``add_device``: the class
+    gets a ``device`` even if ``kind`` has none. ``tables``: move the tables that the module
+    computes to the device (see the top of this file).
 
     An instance stores its interceptor in an attribute; the class attribute ``graphrun_interceptor``
     is that attribute's name. An instance without it (a slice of a ModuleList) behaves like one of
     ``kind``. If an interceptor is entered while another is active, its classes are subclasses of
     the other's, and its attribute has another name.
 
-    Cached, because creating a class takes longer than the compute of a small component.
+    Cached: creating a class takes longer than the compute of a small component.
     """
     key = f"{getattr(kind, 'graphrun_interceptor', '_graphrun_interceptor')}_"
     members: dict[str, Any] = {
@@ -407,10 +394,8 @@ def _intercepted_class(kind: Any, reads: bool, dtypes: bool, add_device: bool, t
 
 
 def _reported_class(kind: type[Any]) -> property:
-    """Return ``module.__class__`` as a property that reads ``kind`` and sets the type.
-
-    diffusers' registries find a module's class by it.
-    """
+    """Return ``module.__class__`` as a property that reads ``kind`` and sets the type. diffusers'
+    registries find a module's class by it."""
     return property(
         lambda _: kind, lambda module, value: object.__dict__["__class__"].__set__(module, value)
     )
@@ -433,10 +418,8 @@ def _calling_pipeline() -> str:
 
 
 class _Reporting(torch.Tensor):
-    """A weight that reports another ``device`` than the one it is on.
-
-    It shares the weight's memory. Results computed from it are plain tensors.
-    """
+    """A weight that reports another ``device`` than its own. It shares the weight's memory; results
+    computed from it are plain tensors."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     reported: torch.device
@@ -444,10 +427,8 @@ class _Reporting(torch.Tensor):
 
 
 def _reporting(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a view of a plain ``tensor`` on another device that reports ``device``.
-
-    Any other tensor is returned unchanged.
-    """
+    """Return a view of a plain ``tensor`` on another device that reports ``device``; other tensors
+    unchanged."""
     if tensor.device.type == device.type or type(tensor) not in (torch.Tensor, nn.Parameter):
         return tensor
     view = tensor.detach().as_subclass(_Reporting)
@@ -460,10 +441,9 @@ def _device_of(module: nn.Module) -> torch.device:
 
 
 def _override(key: str, original: Any, change: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that calls ``change(interceptor, original, module, ...)`` for intercepted
-    modules.
+    """Return a method that calls ``change(interceptor, original, module, ...)`` if intercepted.
 
-    For others it calls ``original(module, ...)``. ``key``: the attribute that stores the
+    For other modules it calls ``original(module, ...)``. ``key``: the attribute that stores the
     interceptor.
     """
 
@@ -480,10 +460,8 @@ def _override(key: str, original: Any, change: Callable[..., Any]) -> Callable[.
 def _entry_method(
     key: str, name: str, method: Callable[..., Any], tables: bool = False
 ) -> Callable[..., Any]:
-    """Return ``method`` with its calls passed to the module's interceptor.
-
-    Arguments as for `_override` and `_intercepted_class`; ``name`` is empty for ``__call__``.
-    """
+    """Return ``method`` with its calls passed to the module's interceptor. Arguments as for
+    `_override` and `_intercepted_class`; ``name`` is empty for ``__call__``."""
     is_entry_point = not name or name in ENTRY_POINTS
 
     @functools.wraps(method)
@@ -504,9 +482,9 @@ def _entry_method(
 def _move_tables(result: Any, inputs: Any) -> Any:
     """Return ``result`` with its tables moved to the device of the tensors in ``inputs``.
 
-    Tables are floating-point and complex CPU tensors; each is copied once. Integer tensors stay,
-    since indices and sizes are used on the host. Nothing moves if the inputs are on the CPU or on
-    more than one device.
+    Tables are floating-point and complex CPU tensors; each is copied once. Integer tensors stay:
+    indices and sizes are used on the host. Nothing moves if the inputs are on the CPU or on more
+    than one device.
     """
 
     def is_table(tensor: torch.Tensor) -> bool:
@@ -528,9 +506,7 @@ def _reading_getattr(
     key: str, original: Callable[[nn.Module, str], Any]
 ) -> Callable[[nn.Module, str], Any]:
     """Return a ``__getattr__`` that passes reads of weights from outside to the interceptor.
-
-    ``original``: the ``__getattr__`` that looks up a module's parameters and buffers.
-    """
+    ``original``: the ``__getattr__`` that looks up a module's parameters and buffers."""
 
     def look_up(module: nn.Module, name: str) -> Any:
         value = original(module, name)
@@ -545,11 +521,8 @@ def _reading_getattr(
 
 
 def reduced_as(kind: type[Any], reduced: Any) -> Any:
-    """Return ``reduced``, a result of `__reduce_ex__`, changed to give instances of ``kind``.
-
-    ``reduced`` describes an instance of a subclass of ``kind``. Pickles and copies are then
-    instances of ``kind`` itself, without an interceptor.
-    """
+    """Return ``reduced``, a `__reduce_ex__` of a subclass's instance, changed to give a ``kind``.
+    Pickles and copies are then instances of ``kind`` itself, without an interceptor."""
     constructor, args, *rest = reduced
     if rest and isinstance(rest[0], dict):  # the instance's attributes
         rest[0] = {
@@ -573,5 +546,4 @@ def entry_of(module: nn.Module, entry: str) -> Callable[..., Any]:
 
 
 def _holds_tensor(values: Any) -> bool:
-    """Return whether a tensor is in ``values``, a nest of lists, tuples and dicts."""
     return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(values))

@@ -2,7 +2,7 @@
 
 LoRAs take no memory of their own. Reads the layouts that diffusers writes: ``lora_A.weight`` with
 ``lora_B`` (peft's names), and ``lora.down.weight`` with ``up``; with or without the component's
-name as prefix; ``alpha`` as a tensor or in the file's metadata, else equal to the rank. Rounds as
+name as prefix; ``alpha`` as a tensor or in the file's metadata, by default the rank. Rounds as
 diffusers does with peft on the CPU: both factors are cast to the weight's dtype and multiplied in
 fp32; the product is cast to the weight's dtype and added in that dtype.
 """
@@ -33,11 +33,8 @@ _SUFFIXES = {
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one file adds to one weight: ``factor`` x up [out r] x down [r in].
-
-    ``down_key`` and ``up_key`` name the two tensors in ``file``, which are read when they are
-    needed.
-    """
+    """What one file adds to one weight: ``factor`` x up [out r] x down [r in]. ``down_key`` and
+    ``up_key`` name the two tensors in ``file``, which are read when needed."""
 
     file: str
     down_key: str
@@ -132,10 +129,8 @@ def _deltas(
 
 
 def _fit(down_shape: tuple[int, ...], up_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether up [out r ...] x down [r in ...] is a weight of ``shape``.
-
-    The dimensions after the first count as one.
-    """
+    """Return whether up [out r ...] x down [r in ...] is a weight of ``shape``, where the
+    dimensions after the first count as one."""
     if min(len(down_shape), len(up_shape), len(shape)) < 2 or down_shape[0] == 0:
         return False
     return (up_shape[0], math.prod(up_shape[1:]), math.prod(down_shape[1:])) == (

@@ -5,8 +5,8 @@
                       Anonymous: 0 kB                            no page was written
     tensor at         7f31a0001000                               byte 4096 of the file
 
-A page that the process writes becomes its own copy, which the file lacks: such a mapping does not
-count. Neither does the mapping of a deleted file. Only Linux lists mappings.
+A page that the process writes becomes its own copy, which the file does not contain: such a mapping
+does not count, nor does one of a deleted file. Only Linux lists mappings.
 """
 
 from __future__ import annotations
@@ -54,10 +54,8 @@ class FileMapping:
 
 
 def file_mappings(smaps: Path = SMAPS) -> list[FileMapping]:
-    """Return the mappings of files of which no page was written, by address.
-
-    Mappings that write to their files are left out. Empty where ``smaps`` does not exist.
-    """
+    """Return the mappings of files with no written page, by address. Mappings that write to their
+    files are left out. Empty if ``smaps`` does not exist."""
     try:
         lines = smaps.read_bytes().split(b"\n")
     except OSError:
@@ -77,11 +75,8 @@ def file_mappings(smaps: Path = SMAPS) -> list[FileMapping]:
 
 
 class MappedTensors:
-    """The tensors of ``modules`` that are mapped from files, now.
-
-    Contiguous tensors count, and parameters of no class of their own (of quantized weights). Keeps
-    the tensors alive.
-    """
+    """The tensors of ``modules`` that are mapped from files, now. Keeps them alive. Contiguous
+    tensors count, unless their class is of their own, as of quantized weights."""
 
     def __init__(self, modules: Iterable[nn.Module], smaps: Path = SMAPS) -> None:
         self._tensors = dict[int, tuple[torch.Tensor, Stored]]()
@@ -113,7 +108,6 @@ class MappedTensors:
     __hash__ = None  # type: ignore[assignment]
 
     def stored(self, tensor: torch.Tensor) -> Stored | None:
-        """Return where ``tensor`` is stored; None if it is not mapped from a file."""
         mapped_tensor, file_tensor = self._tensors.get(id(tensor), (None, None))
         return file_tensor if mapped_tensor is tensor else None
 
@@ -123,10 +117,8 @@ class MappedTensors:
         return None if file_tensor is None else (file_tensor, self._stamps[file_tensor.file])
 
     def refuse_changed_files(self, modules: Mapping[str, nn.Module]) -> None:
-        """Raise InputError if a file was written, replaced or deleted since, and is still used.
-
-        ``modules``: the modules by name, with their tensors now.
-        """
+        """Raise InputError if a file that is still used was written, replaced or deleted.
+        ``modules``: by name, with their tensors now."""
         changed_files = {file for file, stamp in self._stamps.items() if _stamp_of(file) != stamp}
         for name, module in modules.items() if changed_files else ():
             for tensor in _plain_tensors(module):
@@ -147,10 +139,8 @@ class MappedTensors:
         )
 
     def layouts(self, layouts: Mapping[str, BlockLayout]) -> dict[str, BlockLayout]:
-        """Return ``layouts`` of blocks with the mapped tensors alone.
-
-        Tensors on meta stay: they stand for tensors that would be mapped.
-        """
+        """Return ``layouts`` of blocks with the mapped tensors alone. Tensors on meta stay: they
+        stand for tensors that would be mapped."""
         return {
             path: _with_entries(
                 layout,
@@ -173,7 +163,7 @@ class MappedTensors:
 class MappedWriter:
     """The weights of a component whose tensors are mapped (`graphrun.runtime.backing.BlockWriter`).
 
-    Direct reads fill all blocks, except for tensors at odd offsets of their files: these are copied
+    Direct reads fill all blocks, except for tensors at odd offsets of their files, which are copied
     from their mappings.
     """
 
@@ -190,7 +180,6 @@ class MappedWriter:
         return sum(entry.nbytes for entry in layout.entries)
 
     def stored(self, entry: TensorEntry) -> Stored | None:
-        """Return where the tensor of ``entry`` is stored."""
         return self.mapped_tensors.stored(entry.tensor)
 
     def close(self) -> None:
@@ -220,7 +209,6 @@ def _with_entries(layout: BlockLayout, entries: Iterable[TensorEntry]) -> BlockL
 
 
 def _stamp_of(file: str) -> MappedFileStamp | None:
-    """Return the stamp of ``file``; None if it does not exist."""
     try:
         status = os.stat(file)
     except (OSError, ValueError):

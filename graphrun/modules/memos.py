@@ -20,11 +20,11 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from graphrun.modules.trees import LIBRARIES, PLAIN, found_in, may_hold, modules_below, replace_in
 
-# The attribute with diffusers' hooks on a module. Hooks store the state of a call, which later
-# calls need until the pipeline resets it.
+# diffusers' hooks on a module; hooks store the state of a call, which later calls need until the
+# pipeline resets it
 DIFFUSERS_HOOKS = "_diffusers_hook"
 
-# Attributes that every module has. None of them is a tensor left behind by a call.
+# attributes that every module has; none is a tensor left behind by a call
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 Owned = tuple[str, nn.Module, dict[str, Any]]
@@ -72,10 +72,7 @@ def memos(modules: Mapping[str, nn.Module]) -> tuple[Any, ...]:
 
 
 def lru_caches(modules: Mapping[str, nn.Module]) -> tuple[Any, ...]:
-    """Return the `memos` of ``modules`` made by `functools.lru_cache`.
-
-    All instances of a class share them.
-    """
+    """Return the `memos` made by `functools.lru_cache`, which all instances of a class share."""
     caches = _method_caches(
         [child for module in modules.values() for child in modules_below(module)]
     )
@@ -84,9 +81,7 @@ def lru_caches(modules: Mapping[str, nn.Module]) -> tuple[Any, ...]:
 
 def cached_in(cache: Any) -> list[Any]:
     """Return the results, and the dict of results, in a `functools.lru_cache`, among other objects.
-
-    The cache has no method for them, but reports to the garbage collector what it refers to.
-    """
+    The cache has no method for them, but reports its references to the garbage collector."""
     return [value for value in gc.get_referents(cache) if not isinstance(value, type)]
 
 
@@ -96,19 +91,17 @@ def _method_caches(children: Iterable[nn.Module]) -> list[Any]:
 
 
 def is_helper(value: Any) -> bool:
-    """Return whether ``value`` is a helper object of the libraries that may hold tensors.
+    """Return whether ``value`` is a helper object of diffusers or transformers with tensors.
 
-    It is of diffusers or transformers, but not a module; an example is a table of positions.
-    Objects of other classes may hold the state of a call, which a module needs later on.
+    It is not a module; an example is a table of positions. Objects of other classes may hold the
+    state of a call, which a module needs later on.
     """
     return type(value).__module__.startswith(LIBRARIES) and may_hold(value)
 
 
 def forget(modules: Mapping[str, nn.Module]) -> None:
-    """Empty the caches of ``modules`` and of the modules in them.
-
-    Qwen-Image's tables of rotary frequencies are such a cache.
-    """
+    """Empty the caches of ``modules`` and of the modules in them, such as Qwen-Image's tables of
+    rotary frequencies."""
     for memo in memos(modules):
         memo.cache_clear()
 
@@ -121,7 +114,6 @@ class _NormalizedWeight:
     name: str
 
     def cache_clear(self) -> None:
-        """Replace the weight by a meta tensor of its shape."""
         value = vars(self.module).get(self.name)
         if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
             vars(self.module)[self.name] = torch.empty(
@@ -130,10 +122,7 @@ class _NormalizedWeight:
 
 
 class HeldAttributes:
-    """``attributes`` of ``holder``, a module or a helper object, with their current values.
-
-    Keeps a reference to ``attributes``.
-    """
+    """``attributes`` of ``holder``, a module or a helper object, with their current values."""
 
     def __init__(self, holder: Any, attributes: Mapping[str, Any]) -> None:
         self.holder, self._values = holder, attributes
@@ -165,10 +154,8 @@ class HeldAttributes:
                 self.restore(key)
 
     def cache_clear(self) -> None:
-        """Restore every attribute that is on the device.
-
-        Values that were on the device before, too, move to the CPU.
-        """
+        """Restore every attribute that is on the device. Values that were there before, too, move
+        to the CPU."""
         table = vars(self.holder)
         for key in on_device(
             {key: value for key, value in table.items() if key not in MODULE_ATTRIBUTES}
@@ -202,10 +189,8 @@ def _caches_of(kind: Any) -> tuple[Any, ...]:
 
 
 def _caches(member: Any) -> Iterator[Any]:
-    """Yield ``member`` if it is a cache, and the cache it wraps.
-
-    diffusers wraps its caches to bypass them during export.
-    """
+    """Yield ``member`` if it is a cache, and the cache it wraps: diffusers wraps caches for
+    export."""
     contents = (
         cell.cell_contents for cell in getattr(member, "__closure__", None) or () if has_value(cell)
     )

@@ -26,10 +26,7 @@ from graphrun.units import show_size
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Files of the hub path ``source`` for the component or part at ``file_line``.
-
-    A part needs no weights.
-    """
+    """Files of the hub path ``source`` for the component or part at ``file_line``."""
 
     source: str
     file_line: str
@@ -40,10 +37,7 @@ class Need:
 @dataclass(frozen=True, slots=True)
 class Download:
     """Files of one repository at a commit that are not on this machine: ``files`` of ``nbytes`` in
-    all.
-
-    ``licence``: as the repository's card states it, or "".
-    """
+    all. ``licence``: as the repository's card states it, or ""."""
 
     repository: str
     commit: str
@@ -56,8 +50,8 @@ class Download:
 def find_missing(graph: Graph, precisions: Mapping[str, str] | None = None) -> list[Need]:
     """Return the needs that the hub's cache does not meet, without using the network.
 
-    ``precisions``: the precision in which a plan has each component; by default the first one.
-    Raises GraphError for a folder or file that does not exist.
+    ``precisions``: of each component in a plan; by default the first one. Raises GraphError for a
+    folder or file that does not exist.
     """
     component_names = {name for stage in graph.stages for name in stage.uses}
     needs = []
@@ -89,8 +83,8 @@ def _is_local(need: Need) -> bool:
 def look(needs: Sequence[Need]) -> list[Download]:
     """Return one download for each repository of ``needs``, with one or two requests each.
 
-    Nothing is downloaded. Raises GraphError if a repository may not be read or does not have the
-    files, and if the disk is too small for all of them.
+    Downloads nothing. Raises GraphError if a repository may not be read or does not have the files,
+    and if the disk is too small for all of them.
     """
     from huggingface_hub import constants
 
@@ -144,11 +138,8 @@ def _matches(file: str, patterns: Sequence[str]) -> bool:
 
 
 def download(request: Download, progress: hub.DownloadCallback | None = None) -> None:
-    """Download the files of ``request``.
-
-    Raises GraphError; files that are complete by then stay, and the next call continues with the
-    others.
-    """
+    """Download the files of ``request``. Raises GraphError; complete files stay, and the next call
+    continues with the others."""
     queries = [hub_query(need.source, need.patterns, need.variant) for need in request.needs]
     allow = list(dict.fromkeys(pattern for _, patterns, _ in queries for pattern in patterns))
     hub.snapshot(

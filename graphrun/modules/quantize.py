@@ -27,8 +27,8 @@ from graphrun.modules.gguf import dequantized
 from graphrun.modules.trees import modules_below, named_modules_below
 
 BLOCK = 64  # elements per absmax: bitsandbytes' default
-# Outlier threshold of activations in LLM.int8 (Dettmers et al. 2022, section 3.2), the default of
-# transformers and diffusers.
+# outlier threshold of activations in LLM.int8 (Dettmers et al. 2022, section 3.2), the default of
+# transformers and diffusers
 THRESHOLD = 6.0
 
 
@@ -69,7 +69,7 @@ def convert(
     ``rows``: for gguf, the type and bytes per row of each weight that is quantized in the file;
     other layers stay. ``scaled``: for fp8, the weights that have a scale. ``packed``: for int8 and
     nf4, the weights that are quantized in the files; None: all are quantized when they are read.
-    Biases stay as they are.
+    Biases stay.
     """
     for path, layer in quantizable_layers(module, dtype).items():
         name = f"{path}.weight"
@@ -93,10 +93,7 @@ def convert(
 
 
 def quantized(weight: torch.Tensor, precision: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of ``weight`` [out in] in ``precision`` (nf4 or int8), by field.
-
-    bitsandbytes computes them.
-    """
+    """Return the tensors of ``weight`` [out in] in ``precision`` (nf4 or int8), by field."""
     from bitsandbytes import functional
 
     if precision == "nf4":
@@ -130,12 +127,12 @@ def normalize_quantized_layers(module: nn.Module) -> None:
 
 
 def ill_suited(module: nn.Module, component: str) -> str:
-    """Return why ``module`` computes wrong results on the CPU; "" if it does not.
+    """Return why ``module``, the nf4 ``component``, is wrong on the CPU; "" if it is not.
 
-    ``module`` has nf4 layers; ``component`` is its name. Where the CPU has AVX-512, the kernel of
-    bitsandbytes 0.50 (`dequantize_4bit` in its backends/cpu/ops.py) starts a new absmax block at
-    each row, while weights are quantized without regard to rows. Measured on normally distributed
-    weights: mean error 0.18 instead of 0.07 for rows of 96; 0.07 on a CPU with AVX2.
+    On a CPU with AVX-512, the kernel of bitsandbytes 0.50 (`dequantize_4bit` in its
+    backends/cpu/ops.py) starts a new absmax block at each row, while weights are quantized without
+    regard to rows. Measured on normally distributed weights: mean error 0.18 instead of 0.07 for
+    rows of 96; 0.07 on a CPU with AVX2.
     """
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return ""
@@ -202,7 +199,6 @@ def _layer(layer: nn.Linear, precision: str, dtype: torch.dtype) -> nn.Linear:
 
 
 def _with_tensors(layer: nn.Linear, weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
-    """Return ``layer`` with this weight and bias, frozen and in eval mode."""
     layer._parameters["weight"], layer._parameters["bias"] = weight, bias
     return layer.requires_grad_(False).eval()
 
@@ -215,8 +211,7 @@ class _Linear(nn.Linear):
 
 
 class _Fp8Linear(_Linear):
-    """A linear layer with an 8-bit weight that is cast in each call, like diffusers' layerwise
-    casting.
+    """A linear layer with an 8-bit weight, cast in each call, like diffusers' layerwise casting.
 
     If the file has a scale, the cast weight is multiplied by it in the compute dtype (ComfyUI's
     scaled fp8).
@@ -230,14 +225,14 @@ class _Fp8Linear(_Linear):
 
 
 class _GgufLinear(_Linear):
-    """A linear layer with a weight of a GGUF type, dequantized in each call.
+    """A linear layer with a GGUF weight, dequantized in each call, as in diffusers' `GGUFLinear`.
 
-    It computes the same as diffusers' `GGUFLinear`. The weight is a plain parameter of rows of
-    bytes, because diffusers' parameter subclass cannot be a view of a block's buffer.
+    The weight is a plain parameter of rows of bytes, because diffusers' parameter subclass cannot
+    be a view of a block's buffer.
     """
 
     kind: str  # of the weight
-    compute_dtype: torch.dtype  # in which it computes
+    compute_dtype: torch.dtype
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(
@@ -246,10 +241,8 @@ class _GgufLinear(_Linear):
 
 
 def gguf_linear(layer: nn.Linear, dtype: torch.dtype, kind: str, row_bytes: int) -> nn.Linear:
-    """Return a layer on meta that replaces ``layer``, with a weight of type ``kind``.
-
-    It computes in ``dtype``. ``row_bytes``: bytes per row of the weight.
-    """
+    """Return a layer on meta, computing in ``dtype``, that replaces ``layer``; its weight is of
+    type ``kind``, with ``row_bytes`` per row."""
     new_layer = _GgufLinear(
         layer.in_features, layer.out_features, layer.bias is not None, device="meta"
     )
@@ -259,10 +252,8 @@ def gguf_linear(layer: nn.Linear, dtype: torch.dtype, kind: str, row_bytes: int)
 
 
 def _last_of_transformers(module: nn.Module) -> set[str]:
-    """Return the paths of the output embedding and the last module of a transformers model.
-
-    Empty for other models.
-    """
+    """Return the paths of the output embedding and the last module of a transformers model; none
+    for other models."""
     if getattr(module, "config_class", None) is None or not hasattr(
         module, "get_output_embeddings"
     ):

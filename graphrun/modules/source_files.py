@@ -1,8 +1,6 @@
 """Find the files of a component's source, check that its safetensors are complete, list tensors.
 
 Pickled weights are never read. Of safetensors, only the headers are read: names, dtypes and shapes.
-A trace records the origin of weights: source, commit, and each file's size, modification time and,
-if the hub's cache has it, SHA-256.
 
     source
     /folder                     owner/name/transformer       a component's folder, as diffusers
@@ -34,14 +32,14 @@ from graphrun.reading import open_regular, parse_json, path_inside, read_json
 if TYPE_CHECKING:
     import torch
 
-# Files of a component's folder, and of a tokenizer's, scheduler's or processor's.
+# files of a component's folder, and of a tokenizer's, scheduler's or processor's
 OF_COMPONENT, OF_PART = ("*.json", "*.safetensors"), ("*.json", "*.txt", "*.model")
 
-# Half-precision copies and exports for other frameworks, which many repositories have too.
+# half-precision copies and exports for other frameworks, which many repositories also contain
 _IGNORED_PATTERNS = ["*.fp16.*", "*.fp16-*", "*.non_ema.*", "*openvino*", "*onnx*"]
 _PICKLED = (".bin", ".ckpt", ".pt", ".pth")
 
-# Bits per element of each dtype of the format, and torch's name for it (safetensors' own `Dtype`).
+# bits per element of each dtype of the format, and torch's name for it (safetensors' `Dtype`)
 _DTYPES = {
     **{
         "F64": (64, "float64"),
@@ -114,11 +112,10 @@ def file_stamp(file: str | int) -> FileStamp:
 
 
 def find_folder(source: str, patterns: tuple[str, ...], file_line: str, variant: str = "") -> Path:
-    """Return the local path of ``source`` with the files that match ``patterns``.
+    """Return the local path of ``source`` with the files that match ``patterns``, downloading them.
 
-    Files come from the hub's cache or are downloaded to it. ``source`` is an absolute path or
-    ``owner/repo[@revision][/subfolder or file]``. ``variant``: which variant of the files to use.
-    Raises GraphError at ``file_line``.
+    ``source``: an absolute path or ``owner/repo[@revision][/subfolder or file]``. ``variant``:
+    which variant of the files to use. Raises GraphError at ``file_line``.
     """
     if Path(source).is_absolute():
         if not os.path.exists(source):
@@ -143,8 +140,8 @@ def hub_query(
 ) -> tuple[str | None, list[str], list[str]]:
     """Return (revision, patterns of paths, patterns to leave out) for files of a hub path.
 
-    ``source``: the hub path; ``patterns``: which of its files. The revision is the commit in the
-    local cache if there is one, even if the branch has moved since.
+    The revision is the commit in the local cache if there is one, even if the branch has moved
+    since.
     """
     _, revision, subpath = split_source(source)
     allow = (
@@ -165,29 +162,21 @@ def split_source(source: str) -> tuple[str, str | None, str]:
 
 
 def commit_of(source: str) -> str:
-    """Return the commit of a hub path's revision in the local hub cache.
-
-    "" for an absolute path or a revision that is not cached.
-    """
+    """Return the commit of a hub path's revision in the local hub cache; "" for an absolute path or
+    a revision that is not cached."""
     return snapshot.name if (snapshot := _snapshot(source)) is not None else ""
 
 
 def local_place(source: str) -> Path | None:
     """Return the local folder or file of ``source``, without using the network; None if not local.
-
-    An absolute path is returned itself; a hub path gives the snapshot in the hub's cache, which may
-    be incomplete.
-    """
+    A hub path's snapshot in the hub's cache may be incomplete."""
     snapshot = Path("/") if Path(source).is_absolute() else _snapshot(source)
     subpath = source if Path(source).is_absolute() else split_source(source)[2]
     return place if snapshot is not None and os.path.exists(place := snapshot / subpath) else None
 
 
 def _snapshot(source: str) -> Path | None:
-    """Return the folder of a hub path's revision in the local hub cache, named after the commit.
-
-    None for an absolute path.
-    """
+    """Return the hub cache's folder of a hub path's revision, named after the commit; else None."""
     from huggingface_hub import constants
 
     repository, revision, _ = split_source(source)
@@ -212,10 +201,7 @@ def config_file(source: str | None) -> Path | None:
 
 
 def has_weights(place: Path, variant: str = "") -> bool:
-    """Return whether ``place`` is a file, or a folder with safetensors or an index of them.
-
-    The files may be incomplete.
-    """
+    """Return whether ``place`` is a file, or has safetensors or an index, complete or not."""
     return place.is_file() or bool(
         _of_variant(place, _INDEX, variant) or _of_variant(place, _WEIGHTS, variant)
     )
@@ -232,27 +218,21 @@ def complete(source: str, file_line: str, variant: str = "") -> bool:
 
 
 def stored_tensors(place: Path, file_line: str, variant: str = "") -> tuple[Stored, ...]:
-    """Return every tensor in the safetensors of ``place``, from their headers.
-
-    Raises GraphError if there is none, a shard of the index is missing, or a file is truncated or
-    corrupt.
-    """
+    """Return every tensor in the safetensors of ``place``, from their headers. Raises GraphError if
+    there is none, a shard of the index is missing, or a file is damaged."""
     return tuple(
         tensor for file in _listed(place, file_line, variant) for tensor in _header(file, file_line)
     )
 
 
 def file_stamps(place: Path, file_line: str, variant: str = "") -> list[list[Any]]:
-    """Return name, bytes and modification time (ns) of each safetensors file.
-
-    A missing file has only its name.
-    """
+    """Return name, bytes and modification time (ns) of each safetensors file; if missing, its
+    name."""
     files = _listed(place, file_line, variant) if has_weights(place, variant) else ()
     return [[file.name, *_stamp(file)] for file in files]
 
 
 def _stamp(file: Path) -> tuple[int, ...]:
-    """Return bytes and modification time (ns) of ``file``; nothing if it is missing."""
     try:
         status = file.stat()
     except OSError:
@@ -386,10 +366,7 @@ def _header(file: Path, file_line: str) -> list[Stored]:
 
 
 def _stored(name: str, item: Any, file: str, start: int) -> Stored:
-    """Return the tensor that ``item`` describes.
-
-    Raises ValueError, or another exception for a wrong type, if it describes none.
-    """
+    """Return the tensor that ``item`` describes. Raises ValueError, TypeError, KeyError if none."""
     bits, dtype = _DTYPES[item["dtype"]]
     shape, (begin, end) = tuple(item["shape"]), item["data_offsets"]
     if any(type(n) is not int or n < 0 for n in (*shape, begin, end)) or 8 * (
@@ -401,19 +378,15 @@ def _stored(name: str, item: Any, file: str, start: int) -> Stored:
 
 
 def refuse_overflow(shape: Sequence[int]) -> None:
-    """Raise ValueError if torch cannot represent ``shape``.
-
-    Strides must fit 64 bits, even for a tensor without elements.
-    """
+    """Raise ValueError if torch cannot represent ``shape``: strides must fit 64 bits, even if
+    empty."""
     if math.prod(max(1, n) for n in shape) >= 2**63:
         raise ValueError(f"a tensor of shape {list(shape)}")
 
 
 def refuse_uncomputable(kinds: Mapping[str, str]) -> None:
     """Raise ValueError for a tensor of a safetensors type that torch cannot cast to floating point.
-
-    ``kinds``: name of a tensor -> its type, such as ``BF16``.
-    """
+    ``kinds``: name of a tensor -> its type, such as ``BF16``."""
     if odd := [
         f"{name} is {kind}" for name, kind in kinds.items() if not _COMPUTABLE.fullmatch(kind)
     ]:
@@ -467,7 +440,7 @@ def commits_of(components: Iterable[Component]) -> tuple[tuple[str, str], ...]:
 
 
 def blob(path: Path) -> str:
-    """Return the SHA-256 of the file's content if the hub's cache names the file by it; else ""."""
+    """Return the SHA-256 of the file's content if the hub's cache names the file by it, else ""."""
     name = path.resolve().name
     return (
         name

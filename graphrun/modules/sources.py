@@ -1,8 +1,8 @@
-"""Read or generate a component's values, tensor by tensor.
+"""Read or generate a component's values, tensor by tensor, in host memory.
 
-Values come from files, from a random generator, or from a module in memory. Host memory only;
-independent of plans. A source holds no more of a checkpoint than the tensor being read, except
-`LoadedSource`, which is used if the files name their tensors differently than the module.
+Values come from files, from a random generator, or from a module in memory. A source holds no more
+of a checkpoint than the tensor being read, except `LoadedSource`, which is used if the files name
+their tensors differently than the module.
 
     name --Source--> value in the component's dtype --(quantized)--> the fields of the block's
     layout
@@ -39,10 +39,8 @@ TILE = 2**20 - 3
 
 
 def values_of(owner: nn.Module, key: str, template: torch.Tensor, seed: str) -> torch.Tensor:
-    """Return random values on the CPU for the parameter ``key`` of ``owner``.
-
-    They have the shape and dtype of ``template``, and depend on ``seed``.
-    """
+    """Return random values on the CPU for the parameter ``key`` of ``owner``, in the shape and
+    dtype of ``template``. They depend on ``seed``."""
     if template.dim() == 1 and "Norm" in type(owner).__name__:
         return torch.full(
             template.shape, 0.0 if key == "bias" else 1.0, dtype=template.dtype, device="cpu"
@@ -62,11 +60,8 @@ def values_of(owner: nn.Module, key: str, template: torch.Tensor, seed: str) -> 
 
 
 def standard_deviation(owner: nn.Module, key: str, template: torch.Tensor) -> float:
-    """Return the standard deviation of random values.
-
-    1 for embeddings, 1/sqrt(fan in) for weights (LeCun et al. 1998, Efficient BackProp, 4.6), 0.02
-    for biases.
-    """
+    """Return the standard deviation of random values: 1 for embeddings, 1/sqrt(fan in) for weights
+    (LeCun et al. 1998, Efficient BackProp, 4.6), 0.02 for biases."""
     if isinstance(owner, nn.Embedding):
         return 1.0
     if key == "bias" or template.dim() == 0:
@@ -80,19 +75,14 @@ PIECE_BYTES = 16 << 20  # read at a time if the dtype differs
 
 
 class Source(Protocol):
-    """Values by name.
-
-    ``reads_as_stored``: whether values are read as stored in files, so that reading them again
-    takes no extra work.
-    """
+    """Values by name. ``reads_as_stored``: values are read as stored in files, so that reading them
+    again takes no extra work."""
 
     reads_as_stored: bool
 
     def read_into(self, name: str, target: torch.Tensor) -> int:
-        """Write the tensor ``name`` to ``target``, which has its shape and dtype.
-
-        Returns the bytes read from disk.
-        """
+        """Write the tensor ``name`` to ``target``, of its shape and dtype. Return the bytes
+        read."""
 
     def stored(self, name: str, dtype: torch.dtype) -> Stored | None:
         """Return the tensor of a file whose bytes are the tensor ``name`` in ``dtype``, if any."""
@@ -126,7 +116,6 @@ class RandomSource:
         return target.nbytes
 
     def stored(self, name: str, dtype: torch.dtype) -> Stored | None:
-        """Return None: no file has the values."""
         return None
 
     def close(self) -> None:
@@ -136,9 +125,8 @@ class RandomSource:
 class FileSource:
     """Tensors of files, read directly into their target, and cast on the way if dtypes differ.
 
-    ``pieces``: by the module's names. A derived tensor is computed from its leaves, which are in
-    memory meanwhile. Raises InputError if a file was changed or truncated since its header was
-    read.
+    ``pieces``: by the module's names. The leaves of a derived tensor are in memory while it is
+    computed. Raises InputError if a file was changed or truncated since its header was read.
     """
 
     reads_as_stored = True
@@ -150,7 +138,6 @@ class FileSource:
         self._handles: dict[str, io.FileIO] = {}
 
     def read_into(self, name: str, target: torch.Tensor) -> int:
-        """Write the tensor ``name`` to ``target``. Returns the bytes as stored in the file."""
         piece = self._pieces[name]
         if isinstance(piece, Stored):
             return self._read_plain(piece, target)
@@ -164,7 +151,6 @@ class FileSource:
         return piece.nbytes
 
     def stored(self, name: str, dtype: torch.dtype) -> Stored | None:
-        """See `Source.stored`."""
         piece = self._pieces.get(name)
         if not isinstance(piece, Stored) or getattr(torch, piece.dtype, None) != dtype:
             return None
@@ -193,7 +179,6 @@ class FileSource:
         return tensor.nbytes
 
     def close(self) -> None:
-        """Close the files."""
         while self._handles:
             self._handles.popitem()[1].close()
 
@@ -227,10 +212,8 @@ class FileSource:
 
 
 class LoadedSource:
-    """The tensors that ``load`` returns by name.
-
-    ``load`` is called for the first tensor; `close` releases the tensors.
-    """
+    """The tensors that ``load`` returns by name. It is called for the first tensor; `close`
+    releases the tensors."""
 
     reads_as_stored = False
 
@@ -239,7 +222,6 @@ class LoadedSource:
         self._tensors: Mapping[str, torch.Tensor] = {}
 
     def read_into(self, name: str, target: torch.Tensor) -> int:
-        """Write the tensor ``name`` to ``target``. Returns its bytes, which count as read now."""
         self._tensors = self._tensors or self._load()
         target.copy_(self._tensors[name])
         return target.nbytes
@@ -249,7 +231,6 @@ class LoadedSource:
         return None
 
     def close(self) -> None:
-        """Release the tensors."""
         self._tensors = {}
 
 
@@ -258,8 +239,8 @@ class Writer:
     """Writes a component's blocks.
 
     Values come from ``source``, or from memory: ``buffers``, computed when the module was built,
-    and ``adapters``, tensors of IP-Adapters. ``shapes``: shape and dtype of the weights that are
-    quantized to ``precision`` after reading, by name. ``deltas``: what LoRAs add to weights, by
+    and ``adapters``, tensors of IP-Adapters. ``shapes``: shape and dtype, by name, of the weights
+    that are quantized to ``precision`` after reading. ``deltas``: what LoRAs add to weights, by
     name.
     """
 
@@ -272,15 +253,12 @@ class Writer:
 
     @property
     def reads_as_stored(self) -> bool:
-        """Whether all values are read as stored in files, so that reading them again takes no extra
-        work."""
+        """As in `Source`."""
         return self.source.reads_as_stored and not (self.shapes or self.adapters or self.deltas)
 
     def read_into(self, name: str, target: torch.Tensor) -> int:
-        """Write the tensor ``name`` to ``target``, before it is quantized.
-
-        Returns the bytes read; 0 for a buffer.
-        """
+        """Write the tensor ``name`` to ``target``, before it is quantized. Return the bytes
+        read."""
         if name in self.buffers:
             target.copy_(self.buffers[name])
             return 0
@@ -307,10 +285,8 @@ class Writer:
         buffer: torch.Tensor,
         count: Callable[[torch.Tensor], Any] = lambda _: None,
     ) -> int:
-        """Write the block to ``buffer`` (flat uint8, in host memory). Returns the bytes read.
-
-        ``count(tensor)`` is called for each temporary tensor.
-        """
+        """Write the block to ``buffer`` (flat uint8, in host memory). Return the bytes read.
+        ``count(tensor)`` is called for each temporary tensor."""
         read_bytes, fields = 0, dict[str, dict[str, torch.Tensor]]()
         for entry in layout.entries:
             view = (
@@ -336,5 +312,4 @@ class Writer:
         return read_bytes
 
     def close(self) -> None:
-        """Close files and release modules."""
         self.source.close()

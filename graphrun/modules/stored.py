@@ -1,7 +1,4 @@
-"""Compare the tensors in a component's files with the module that its config describes.
-
-Reads headers only, before any data.
-"""
+"""Compare the tensors in a component's files, by their headers, with the module of its config."""
 
 from __future__ import annotations
 
@@ -22,8 +19,8 @@ from graphrun.modules.source_files import has_weights, local_place
 class Holding:
     """The tensors in a component's files: their number, bytes as stored, and bytes by dtype.
 
-    ``used_bytes``: bytes of tensors that the module has under the same name. ``absent_count``:
-    number of saved tensors of the module that are missing from the files.
+    ``used_bytes``: of tensors that the module has under the same name. ``absent_count``: saved
+    tensors of the module that are missing from the files.
     """
 
     folder: str
@@ -35,11 +32,8 @@ class Holding:
 
 
 def local_weights(component: Component, precision: str) -> Path | None:
-    """Return the local path of ``component``'s weights in ``precision``, or None.
-
-    Raises GraphError if the file under ``gguf:`` is not local, because only its header has the
-    tensor sizes.
-    """
+    """Return the local path of ``component``'s weights in ``precision``, or None. Raises GraphError
+    if the file under ``gguf:`` is not local: only its header has the tensor sizes."""
     source = component.source_in(precision)
     variant = component.variant if component.checkpoint(precision) is None else ""
     place = local_place(source) if source is not None else None
@@ -55,8 +49,7 @@ def local_weights(component: Component, precision: str) -> Path | None:
 
 
 def holding(component: Component, module: nn.Module) -> Holding | None:
-    """Return what the files of ``component`` contain, compared with its meta module; None if not
-    local.
+    """Compare the files of ``component`` with its meta module; None if they are not local.
 
     Raises GraphError if a file is broken, or has a tensor of the module's name in another shape: a
     plan for this module would fail when its weights are read. Names that a library changes while it

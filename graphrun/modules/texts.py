@@ -11,8 +11,8 @@ from typing import Any
 from graphrun.errors import GraphError
 from graphrun.reading import LibraryPanic, panics_as_errors
 
-# Far more than the text encoders of diffusion pipelines accept (77 to 1024 tokens); the ids take
-# 8 MiB. The tokenizers library ends the process if it cannot allocate the padding of a text.
+# Far more than the text encoders of diffusion pipelines accept (77 to 1024 tokens); the ids take 8
+# MiB. The tokenizers library ends the process if it cannot allocate the padding of a text.
 MAX_TOKENS = 1 << 20
 
 
@@ -64,7 +64,6 @@ def with_length_limit(
             return tokenizer_class.__call__(self, text, *args, padding=padding, **settings)
 
     def with_file_errors(name: str) -> Any:
-        """Return the method ``name`` with errors that name the file."""
         method = getattr(tokenizer_class, name)
 
         @wraps(method)
@@ -91,10 +90,7 @@ def with_length_limit(
 
 @contextmanager
 def _library_errors(place: str, file: Path, file_line: str) -> Iterator[None]:
-    """Turn errors of the tokenizers library into a GraphError that names ``file``.
-
-    Its errors are panics and bare Exceptions.
-    """
+    """Turn errors of the tokenizers library, panics and bare Exceptions, into a GraphError."""
     try:
         with panics_as_errors():
             yield

@@ -18,10 +18,8 @@ Change = Callable[[Any], Any]
 
 
 def modules_below(module: nn.Module) -> list[nn.Module]:
-    """Return ``module`` and the modules inside it, each once, in the order of `nn.Module.modules`.
-
-    Avoids its nested generators, which take most of the time of a loop.
-    """
+    """Return ``module`` and the modules inside it, each once, in the order of `nn.Module.modules`,
+    without its nested generators, which take most of the time of a loop."""
     modules: dict[int, nn.Module] = {}
     pending = [module]
     while pending:
@@ -36,10 +34,8 @@ def modules_below(module: nn.Module) -> list[nn.Module]:
 def named_modules_below(
     module: nn.Module, *, repeated: bool = False
 ) -> list[tuple[str, nn.Module]]:
-    """Return `modules_below` with their paths.
-
-    ``repeated``: include a module once for each of its paths.
-    """
+    """Return `modules_below` with their paths; if ``repeated``, a module once for each of its
+    paths."""
     modules: list[tuple[str, nn.Module]] = []
     visited_ids: set[int] = set()
     pending = [("", module)]
@@ -83,10 +79,8 @@ def walk(value: Any, change: Change, kind: type[Any] = torch.Tensor) -> Any:
 
 
 def holders_in(arguments: Any) -> list[Any]:
-    """Return the outermost lists, dicts, deques and objects in the arguments of a call.
-
-    ``arguments``: ``(args, kwargs)``. The called code may put tensors in them.
-    """
+    """Return the outermost lists, dicts, deques and objects in ``arguments``, the ``(args,
+    kwargs)`` of a call, whose code may put tensors in them."""
     holders = []
     for item in (*arguments[0], *arguments[1].values()):
         if isinstance(item, tuple):
@@ -156,10 +150,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def found_in(value: Any, kind: type[Any], visited_ids: set[int] | None = None) -> Iterator[Any]:
-    """Yield every instance of ``kind`` in ``value``, in the order of `walk`.
-
-    ``visited_ids``: ids of objects that are left out.
-    """
+    """Yield every instance of ``kind`` in ``value``, in the order of `walk`. ``visited_ids``: ids
+    of objects that are left out."""
     if isinstance(value, kind):
         yield value
         return
@@ -181,10 +173,8 @@ def found_in(value: Any, kind: type[Any], visited_ids: set[int] | None = None) -
 def replace_in(
     value: Any, change: Callable[[torch.Tensor], torch.Tensor], visited_ids: set[int] | None = None
 ) -> Any:
-    """Return ``value`` with ``change`` applied to every tensor in it, in place.
-
-    Containers and objects stay the same, except tuples, and ``value`` itself if it is a tensor.
-    """
+    """Return ``value`` with ``change`` applied to every tensor in it, in place. Containers and
+    objects stay the same, except tuples, and ``value`` itself if it is a tensor."""
     if isinstance(value, torch.Tensor):
         return change(value)
     visited_ids = set() if visited_ids is None else visited_ids

@@ -1,4 +1,4 @@
-"""The op `block`: runs blocks of a modular pipeline in order, with their own code.
+"""The op `block`: run blocks of a modular pipeline in order, with their own code.
 
 with      blocks: names of the blocks, in order; default all
           seed: starts random numbers; generator: continues random numbers of another stage
@@ -83,7 +83,6 @@ def block(
 
 
 def _input_names(blocks: Any) -> set[str]:
-    """Return the names of all inputs of ``blocks``, at any depth."""
     return {
         parameter.name
         for inner in blocks_in(blocks)
@@ -96,9 +95,7 @@ def _generator(
     context: StageContext, state: torch.Tensor | None, seed: int | None
 ) -> Mapping[str, Any]:
     """Return the CPU generator for the blocks, by argument name; empty if they take none.
-
-    ``state``: the generator state from another stage; None: seed with ``seed``.
-    """
+    ``state``: the generator state from another stage; None: seed with ``seed``."""
     whole = context.pipeline._blocks
     if GENERATOR not in _input_names(whole):
         if seed is not None:
@@ -117,10 +114,7 @@ def _generator(
 
 
 def _output(context: StageContext, state: Any, name: str) -> Any:
-    """Return the output ``name`` in the final ``state``.
-
-    Raises GraphError if the blocks did not compute it.
-    """
+    """Return the output ``name`` in the final ``state``. Raises GraphError if it is missing."""
     if name == GENERATOR:
         return state.values[GENERATOR].get_state()
     if name in MEDIA_KINDS:

@@ -24,16 +24,15 @@ from graphrun.graph.ops import MEDIA_KINDS
 from graphrun.graph.values import did_you_mean
 from graphrun.ops.diffusion import StageContext, set_tiling, without_pictures
 
-# For each output, the names of its field in diffusers' output classes, the most common first.
+# for each output, its names in diffusers' output classes, the most common first
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "image": ("images", "image"),
     "video": ("frames", "videos", "video"),
     "audio": ("audios", "audio"),
 }
-# Names of the sample rate in diffusers' models and pipelines, in samples per second.
+# names of the sample rate in diffusers' models and pipelines, in samples per second
 RATES = ("sampling_rate", "output_sampling_rate", "sample_rate")
-# Arguments of `__call__` that a stage cannot pass: graphrun sets them, or has another name for
-# them.
+# arguments of `__call__` that a stage cannot pass: graphrun sets or renames them
 RESERVED = frozenset(
     {"self", "generator", "return_dict", "callback", "callback_steps", "callback_on_step_end"}
 )
@@ -53,8 +52,8 @@ def call(
     """Return by name the outputs of this stage that the graph reads.
 
     Random numbers come from a CPU generator seeded with ``seed``, default 0. For a method other
-    than `__call__`, torch's global generator is seeded, and the result of the method is the one
-    output unless it is a mapping. ``tiling``: whether the VAE decodes tile by tile; None keeps its
+    than `__call__`, torch's global generator is seeded, and the method's result is the one output
+    unless it is a mapping. ``tiling``: whether the VAE decodes tile by tile; None keeps its
     setting.
 
     Raises GraphError at the stage's line for an unknown argument, an output that the method does
@@ -73,7 +72,7 @@ def call(
             f"with.tiling: {_class_of(context)} has no VAE that decodes in tiles: remove it",
         )
     set_tiling(getattr(pipeline, "vae", None), tiling)
-    # Optional inputs that are not set.
+    # optional inputs that are not set
     unset_names = {
         name
         for name, value in arguments.items()
@@ -105,7 +104,6 @@ def call(
 
 @contextmanager
 def _seed_torch(seed: int) -> Iterator[None]:
-    """Seed torch's global CPU generator within the context."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
@@ -143,11 +141,8 @@ def _refuse_unknown(
 
 
 def _refuse_mask_size(context: StageContext, arguments: Mapping[str, Any]) -> None:
-    """Raise InputError if the mask has the size of no picture among the arguments.
-
-    It need not be the size of ``image``: an upscaler takes the small picture as ``image`` and the
-    masked one as ``original_image``.
-    """
+    """Raise InputError if the mask has the size of no picture among the arguments. Any picture will
+    do: an upscaler masks ``original_image``, not ``image``."""
     image, mask = (size_of(arguments.get(name)) for name in ("image", "mask_image"))
     pictures = {size_of(value) for name, value in arguments.items() if name != "mask_image"}
     if image is not None and mask is not None and mask not in pictures:
@@ -159,10 +154,8 @@ def _refuse_mask_size(context: StageContext, arguments: Mapping[str, Any]) -> No
 
 
 def _output_type(context: StageContext, output_names: tuple[str, ...]) -> str | None:
-    """Return the argument ``output_type`` for ``output_names``, None for the pipeline's default.
-
-    Raises GraphError for latents together with other media.
-    """
+    """Return the argument ``output_type`` for ``output_names``; None for the pipeline's default.
+    Raises GraphError for latents together with other media."""
     if "latents" in output_names:
         if media_names := [name for name in output_names if name in MEDIA_KINDS]:
             refuse(
@@ -173,10 +166,7 @@ def _output_type(context: StageContext, output_names: tuple[str, ...]) -> str | 
 
 
 def output_field(context: StageContext, fields: Mapping[str, Any], name: str) -> Any:
-    """Return the output ``name`` in ``fields``; a list with one picture or sound as its item.
-
-    Raises GraphError if the output is missing.
-    """
+    """Return the output ``name`` in ``fields``, unpacked from a list of one. Raises GraphError."""
     if name == "latents" and name not in fields and fields:
         return next(iter(fields.values()))
     field = next(
@@ -205,10 +195,8 @@ def _samples(value: Any) -> Iterator[np.ndarray[Any, Any]]:
 
 
 def _rate(context: StageContext) -> int:
-    """Return the samples per second of the pipeline's vocoder, VAE, or the pipeline itself.
-
-    Raises GraphError if none of them has a rate.
-    """
+    """Return the samples per second of the pipeline's vocoder, VAE or the pipeline. Raises
+    GraphError."""
     components = (getattr(context.pipeline, name, None) for name in ("vocoder", "vae", "audio_vae"))
     owners = [
         owner

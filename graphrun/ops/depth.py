@@ -18,9 +18,9 @@ def depth(
 ) -> dict[str, Image.Image]:
     """Return ``image``: the depth of ``image`` in its size, in RGB, black (far) to white (near).
 
-    The result equals that of transformers' `DepthEstimationPipeline`; it is all black if every
-    pixel has the same depth. ``depth_estimator``: a depth estimation model of transformers.
-    ``depth_processor``: its image processor.
+    Equals transformers' `DepthEstimationPipeline`; all black if every pixel has the same depth.
+    ``depth_estimator``: a depth estimation model of transformers; ``depth_processor``: its image
+    processor.
     """
     pixels = depth_processor(images=image, return_tensors="pt").pixel_values
     prediction = depth_estimator(pixel_values=pixels.to(device, depth_estimator.dtype))

@@ -27,8 +27,8 @@ from graphrun.ops.steps import Steps, journal_steps
 class StageContext:
     """The context of an op: its stage, the pipeline assembled for it, the device, and loop states.
 
-    ``steps``: the states of denoising loops; None in a dry run. ``pictures``: whether the op must
-    compute pictures. In a dry run it must only if a later stage reads them.
+    ``steps``: the states of denoising loops; None in a dry run. ``pictures``: the op must compute
+    pictures; in a dry run only if a later stage reads them.
     """
 
     stage: Stage
@@ -52,9 +52,9 @@ def encode_prompt(
 
     Classifier-free guidance is on if the pipeline supports it and ``guidance_scale`` is above 1, as
     in diffusers. A negative prompt that needs a second call (FLUX, Qwen-Image, HunyuanVideo) is
-    encoded if ``true_cfg_scale`` is above 1. ``num_images`` counts videos too. The defaults of
-    other arguments are those of `__call__`, not of ``encode_prompt``: Wan encodes 512 tokens with
-    the former and 226 with the latter.
+    encoded if ``true_cfg_scale`` is above 1. ``num_images`` counts videos too. Other arguments
+    default as in `__call__`, not as in ``encode_prompt``: Wan encodes 512 tokens with the former,
+    226 with the latter.
     """
     pipeline = context.pipeline
     call_parameters, encode_parameters = (
@@ -99,11 +99,8 @@ def encode_prompt(
 def _encode(
     pipeline: Any, parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the results of ``pipeline.encode_prompt`` by name.
-
-    ``parameters``: the parameters of ``encode_prompt``. With a ``text_encoder_index`` among them,
-    it is called once per text encoder.
-    """
+    """Return the results of ``pipeline.encode_prompt`` by name. It is called once per text encoder
+    if ``parameters``, its own, contain ``text_encoder_index``."""
     required = {
         name: None
         for name, parameter in parameters.items()
@@ -164,12 +161,9 @@ def decode(
 ) -> dict[str, Any]:
     """Return ``image``: the pictures of ``latents``, one or a list; a video is a list of frames.
 
-    ``tiling``: whether the VAE decodes tile by tile, which changes the picture slightly; None keeps
-    the VAE's setting.
-
-    diffusers has no function for decoding alone. So this calls `__call__` with latents and a
-    scheduler without steps. Latents are first cast to the VAE's dtype, as SDXL's pipeline does if
-    its VAE computes in fp32.
+    ``tiling``: as for `set_tiling`. diffusers has no function for decoding alone, so this calls
+    `__call__` with latents and a scheduler without steps. Latents are first cast to the VAE's
+    dtype, as SDXL's pipeline does if its VAE computes in fp32.
     """
     pipeline = context.pipeline
     pipeline.scheduler = without_steps(pipeline.scheduler)
@@ -178,7 +172,7 @@ def decode(
         set_tiling(vae, tiling)
     if not context.pictures:
         without_pictures(pipeline)
-    # Without steps there is no guidance: avoid encoding and copying for it.
+    # without steps there is no guidance: avoid encoding and copying for it
     guidance_off = {"guidance_scale": 1.0, "true_cfg_scale": 1.0}
     arguments = {
         **guidance_off,
@@ -207,10 +201,8 @@ def without_pictures(pipeline: Any) -> None:
 
 
 def _one_pixel(pictures: torch.Tensor) -> Any:
-    """Return pictures of one pixel, in place of a processor's copy to the host.
-
-    For a video of 129 frames that copy takes gigabytes and seconds.
-    """
+    """Return pictures of one pixel, in place of a processor's copy to the host. For a video of 129
+    frames that copy takes gigabytes and seconds."""
     return np.zeros((len(pictures), 1, 1, 3), dtype=np.float32)
 
 

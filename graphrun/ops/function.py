@@ -1,9 +1,9 @@
-"""Ops of trusted packages: functions that `graphrun.op` declares.
+"""Ops of trusted packages: functions that `graphrun.op` registers.
 
 Values, components and parts are passed by the names of the function's parameters.
 
-with: {image: $decode.image, amount: 0.5}, uses: [vae]      sharpen(image, vae, amount=0.5) ->
-{"image": ...}
+    with: {image: $decode.image, amount: 0.5}, uses: [vae]
+    -> sharpen(image, vae, amount=0.5) -> {"image": ...}
 """
 
 from __future__ import annotations
@@ -95,10 +95,8 @@ def call_function(
 
 
 def _is_instance(value: Any, hint: Any) -> bool:
-    """Return whether ``value`` matches the annotation ``hint``; True if ``hint`` has no class.
-
-    An int counts as a float.
-    """
+    """Return whether ``value`` matches the annotation ``hint``, if that has a class. Ints are
+    floats."""
     if hint is Any:  # a class that refuses isinstance
         return True
     if typing.get_origin(hint) in (typing.Union, types.UnionType):

@@ -1,4 +1,4 @@
-"""Decides from a pipeline's source whether its denoising loop can be resumed in the middle.
+"""Decide from a pipeline's source whether its denoising loop can be resumed in the middle.
 
 This works if latents, the scheduler and random numbers are the only loop-carried state.
 
@@ -18,10 +18,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-# Arguments of `__call__` for a step callback, the preferred one first.
+# arguments of `__call__` for a step callback, the preferred one first
 CALLBACKS = ("callback_on_step_end", "callback")
-# A value that CogVideoX's DPM scheduler returns with the latents and takes in its next step. The
-# scheduler of a journaled loop stores it (`steps`).
+# a value that CogVideoX's DPM scheduler returns with the latents and takes in its next step; the
+# scheduler of a journaled loop stores it (`steps`)
 PREVIOUS_PREDICTION = "old_pred_original_sample"
 _MUTATING_METHODS = frozenset({"append", "extend", "insert", "setdefault"})
 
@@ -75,8 +75,8 @@ def _names_read_first(
 ) -> set[str]:
     """Return the names that ``statements`` may read before this step assigns them.
 
-    ``assigned_names``: names assigned so far in this step; the function adds names that
-    ``statements`` always assign. ``stores``: how often the loop assigns each name.
+    ``assigned_names``: assigned so far in this step; names that ``statements`` always assign are
+    added. ``stores``: how often the loop assigns each name.
     """
     result = set[str]()
     for node in statements:
@@ -138,17 +138,13 @@ def _names_read(node: ast.AST) -> set[str]:
 
 
 def _calls_callback(node: ast.AST) -> bool:
-    """Return whether ``node`` is an ``if`` that calls the step callback.
-
-    It is not part of the step, since graphrun's callback changes nothing.
-    """
+    """Return whether ``node`` only calls the step callback; graphrun's callback changes nothing."""
     return isinstance(node, ast.If) and any(
         isinstance(name, ast.Name) and name.id in CALLBACKS for name in ast.walk(node.test)
     )
 
 
 def _assigned_in_both(name: str, node: ast.If) -> bool:
-    """Return whether both branches assign ``name``."""
     return all(
         name in {stored_name for child in branch for stored_name in _stores(child)}
         for branch in (node.body, node.orelse)
@@ -184,10 +180,8 @@ def _stores(node: ast.AST) -> Iterator[str]:
 
 
 def _name_of(node: ast.AST) -> str:
-    """Return ``x`` for a name and ``self.x`` for an attribute of the pipeline, else "".
-
-    An attribute loses its leading underscore, as in the property that reads it.
-    """
+    """Return ``x`` for a name and ``self.x`` for an attribute of the pipeline, else "". An
+    attribute loses its leading underscore, as in the property that reads it."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self":

@@ -21,9 +21,9 @@ from graphrun.graph.parts import Pipeline
 from graphrun.graph.values import did_you_mean
 from graphrun.modules.classes import resolve_class
 
-# Key of a modular pipeline's `pipeline_config`: the class of its blocks, if not the default.
+# key of a modular pipeline's `pipeline_config`: the class of its blocks, if not the default
 BLOCKS = "blocks"
-# Loggers that repeat raised errors as tracebacks, and print a message for each new guider.
+# loggers that repeat raised errors as tracebacks, and print a message for each new guider
 _NOISY_LOGGERS = ("diffusers.modular_pipelines.modular_pipeline", "diffusers.guiders.guider_utils")
 
 
@@ -104,10 +104,7 @@ def fix_device(pipeline: Any, device: torch.device) -> None:
 
 
 def recreate(part: Any) -> Any:
-    """Return a new part with the configuration of ``part``, without the state of other stages.
-
-    Returns ``part`` itself if it has no configuration, such as a tokenizer.
-    """
+    """Return a new part with the configuration of ``part``, if it has any, without its state."""
     return (
         type(part).from_config(part.config)
         if hasattr(part, "from_config") and hasattr(part, "config")
@@ -118,9 +115,8 @@ def recreate(part: Any) -> Any:
 def initial_state(pipeline: Any, inputs: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
     """Return the initial `PipelineState` for blocks of ``pipeline``.
 
-    It has the inputs of the call as its `__call__` sets them, with ``inputs`` in place of defaults.
-    It also has ``values`` that earlier blocks computed, in the groups (`kwargs_type`) of those
-    blocks.
+    It has the inputs as its `__call__` sets them, with ``inputs`` in place of defaults, and
+    ``values`` that earlier blocks computed, in the groups (`kwargs_type`) of those blocks.
     """
     from diffusers.modular_pipelines import PipelineState
 

@@ -4,8 +4,8 @@
     embeds [b s d] bf16  ->  outline  ->  zeros [b 1 d] bf16
     masks [b s] int64    ->  outline  ->  ones [b 1] int64
 
-The end of a pipeline reads batch size, dtype and width of the embeddings, and copies them before
-decoding. Full-length embeddings and their copies would add to the memory peak of the VAE.
+The end of a pipeline reads only batch size, dtype and width of the embeddings, but copies them.
+Full-length embeddings and their copies would add to the memory peak of the VAE.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ def outline_tensors(value: Any) -> Any:
 
 
 def materialize_outlines(value: Any, device: torch.device) -> Any:
-    """Return ``value`` with a tensor on ``device`` for every `Outline`.
-
-    Floating-point tensors are zeros; others may be masks and are ones.
-    """
+    """Return ``value`` with a tensor on ``device`` for every `Outline`. Floating-point tensors are
+    zeros; others may be masks and are ones."""
 
     def tensor_of(outline: Outline) -> torch.Tensor:
         fill = torch.zeros if outline.dtype.is_floating_point else torch.ones
@@ -45,10 +43,8 @@ def materialize_outlines(value: Any, device: torch.device) -> Any:
 
 
 def _outline_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of ``tensor`` with a sequence length of 1.
-
-    Embeddings are [... s d], masks [b s]. Pooled embeddings [b d] keep their width.
-    """
+    """Return the shape of ``tensor`` with a sequence length of 1. Embeddings are [... s d], masks
+    [b s]. Pooled embeddings [b d] keep their width."""
     shape = list(tensor.shape)
     dim = len(shape) - 2 if tensor.dtype.is_floating_point else len(shape) - 1
     if dim > 0:

@@ -1,8 +1,8 @@
 """Assembly of a diffusers pipeline for one stage: its components, and meta modules for the others.
 
 A meta module has the class and config of the real component but no weights. The pipeline's own code
-reads sizes from it. With ``None`` in its place, diffusers would assume a VAE scale factor of 8 and
-compute wrong shapes. Calling a meta module is an error.
+reads sizes from it: with ``None``, diffusers would assume a VAE scale factor of 8 and compute wrong
+shapes. Calling a meta module is an error.
 """
 
 from __future__ import annotations
@@ -109,10 +109,8 @@ def assemble(
 
 
 def _program(kind: type[Any], attributes: Mapping[str, Any], device: torch.device) -> Any:
-    """Return an object of ``kind`` that is not a diffusers pipeline, with these ``attributes``.
-
-    Its ``__init__``, which would load files, does not run.
-    """
+    """Return an object of ``kind``, no diffusers pipeline, with these ``attributes``. Its
+    ``__init__``, which would load files, does not run."""
     program: Any = object.__new__(kind)
     if isinstance(program, nn.Module):
         nn.Module.__init__(program)
@@ -155,11 +153,8 @@ def derive_scheduler(scheduler: Any, **members: Any) -> Any:
 
 
 def frames_per_second(graph: Graph, inputs: Mapping[str, Any]) -> float | None:
-    """Return the frame rate of ``graph``'s videos, or None.
-
-    It is the graph's ``fps``, else the value that a stage passes to its pipeline, else the
-    pipeline's default.
-    """
+    """Return the frame rate of ``graph``'s videos, or None. It is the graph's ``fps``, the value
+    that a stage passes to its pipeline, or the pipeline's default."""
     if graph.fps is not None:
         return graph.fps
     names = ("fps", "frame_rate")

@@ -1,8 +1,5 @@
-"""Run the stages of a graph in order, each on its own pipeline.
-
-This module does not manage memory. To act on calls into components, enter a `CallInterceptor`
-around the modules.
-"""
+"""Run the stages of a graph in order, each on its own pipeline. Memory is managed elsewhere. To act
+on calls into components, enter a `CallInterceptor` around the modules."""
 
 from __future__ import annotations
 
@@ -44,8 +41,7 @@ OPS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "call": call,
     "block": block,
 }
-# Ops without a pipeline. They run like functions of trusted packages, with components and parts by
-# name.
+# ops without a pipeline; they run like functions of trusted packages
 FUNCTIONS: Mapping[str, Callable[..., Mapping[str, Any]]] = {"depth": depth}
 
 Observer = Callable[[str, Mapping[str, Any]], None]
@@ -56,12 +52,10 @@ Before = Callable[[str], None]
 class Stages:
     """The stages of a graph in execution: `run` continues with the first remaining stage.
 
-    ``inputs``: resolved input values. ``modules``: all components that stages use.
-    ``meta_modules``: of all components. ``order``: stage names, in place of the graph's order.
-    ``options``: by stage, the run option (`graphrun.ops.stage_options`).
-
-    ``before_stage(stage)`` is called before a stage's arguments are looked up;
-    ``after_stage(stage, outputs)`` is called with its outputs on the device.
+    ``inputs``: resolved values. ``modules``: all components that stages use. ``meta_modules``: of
+    all components. ``order``: stage names, in place of the graph's order. ``options``: by stage,
+    the run option (`graphrun.ops.stage_options`). ``before_stage(stage)`` is called before a
+    stage's arguments are looked up, ``after_stage(stage, outputs)`` with its outputs on the device.
 
     ``precomputed``: values of stages that do not run, on the device from the start, by name such as
     ``encode.embeds``. ``inputs_of``: by stage, replaces ``inputs``; then only these stages run, and
@@ -97,7 +91,7 @@ class Stages:
         journal: StepJournal | None,
     ) -> None:
         self.steps = Steps(journal)
-        # Stage outputs that later stages need, by name such as ``encode.embeds``.
+        # stage outputs that later stages need, by name such as ``encode.embeds``
         self.values: dict[str, Any] = dict(precomputed or {})
         self._outputs = {
             name: self.values[str(reference)[1:]]
@@ -114,20 +108,16 @@ class Stages:
         self._drop()
 
     def run(self) -> dict[str, Any]:
-        """Run the remaining stages, and return the graph's outputs on the host.
-
-        Raises GraphError if a stage calls a component that it does not list.
-        """
+        """Run the remaining stages, and return the graph's outputs on the host. Raises GraphError
+        if a stage calls a component that it does not list."""
         self.enter()
         while self.remaining_stages:
             self._stage(self.remaining_stages[0])
         return self._outputs
 
     def move_to_host(self) -> None:
-        """Move the values that later stages need, and the last state of a loop, to the host.
-
-        If a value can no longer be copied, all values are lost.
-        """
+        """Move the values that later stages need, and the last state of a loop, to the host. If a
+        value can no longer be copied, all values are lost."""
         self.steps.move_to_host()
         try:
             self.values = walk(self.values, torch.Tensor.cpu)
@@ -136,7 +126,7 @@ class Stages:
 
     @property
     def lost_values(self) -> list[str]:
-        """Values that the remaining stages need but that are neither stored nor to be computed."""
+        """Values that the remaining stages need but nobody has or will compute."""
         output_prefixes = {f"{stage.name}." for stage in self.remaining_stages}
         value_names = {
             str(value)[1:]
@@ -164,7 +154,6 @@ class Stages:
         self.values = walk(host_values, move)
 
     def _stage(self, stage: Stage) -> None:
-        """Run ``stage`` and store its outputs."""
         graph, device = self.graph, self.device
         if self.before_stage is not None:
             self.before_stage(stage.name)
@@ -296,8 +285,8 @@ def _typed_errors(
 ) -> Iterator[None]:
     """Turn every error within the context into a StageError at the stage.
 
-    ``label``: what the stage runs. ``inputs``: its inputs, as text. The message names the line that
-    raised the error, in the file of ``function`` if there is one.
+    ``label``: what the stage runs. ``inputs``: as text. The message names the line that raised the
+    error, in the file of ``function`` if there is one.
     """
     try:
         with panics_as_errors():

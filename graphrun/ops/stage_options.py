@@ -24,8 +24,8 @@ from graphrun.errors import GraphError
 from graphrun.modules.interceptor import CallInterceptor
 from graphrun.modules.trees import tensors_in, walk
 
-# Maximum edge of a tile, in pixels. A VAE's configuration names its training size, and a tile of
-# 1024 saves nothing at 1024 pixels. 512 is the tile of diffusers' video VAEs and of the SD VAE.
+# maximum edge of a tile, in pixels: the tile of diffusers' video VAEs and of the SD VAE. A VAE's
+# configuration names its training size, and a tile of 1024 saves nothing at 1024 pixels.
 TILE_PIXELS = 512
 
 
@@ -33,10 +33,8 @@ TILE_PIXELS = 512
 def apply_option(
     name: str, pipeline: Any, modules: Mapping[str, nn.Module], device: torch.device
 ) -> Iterator[None]:
-    """Apply option ``name`` to ``pipeline`` within the context.
-
-    ``modules``: the components of the stage. Raises GraphError if none of them supports the option.
-    """
+    """Apply option ``name`` to ``pipeline`` within the context. ``modules``: the components of the
+    stage. Raises GraphError if none of them supports the option."""
     with ExitStack() as stack:
         if name == "split":
             stack.enter_context(CallInterceptor(modules, device, _call_per_sample))
@@ -66,7 +64,6 @@ def apply_option(
 
 
 def _shrink_tiles(module: nn.Module) -> None:
-    """Limit the VAE's tiles to `TILE_PIXELS`."""
     size, latent = (
         getattr(module, "tile_sample_min_size", 0),
         getattr(module, "tile_latent_min_size", 0),
@@ -84,10 +81,8 @@ def _call_per_sample(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call ``proceed`` once per sample and join the results.
-
-    Tensors whose first dimension counts samples are split; other arguments pass unchanged.
-    """
+    """Call ``proceed`` once per sample and join the results. Tensors whose first dimension counts
+    samples are split; other arguments pass unchanged."""
     count = next((t.shape[0] for t in tensors_in((args, kwargs)) if t.ndim > 2), 1)
     if count == 1:
         return proceed(*args, **kwargs)

@@ -5,8 +5,7 @@ The state is latents, scheduler and random numbers. A `StepJournal` stores state
     unbroken   set_timesteps, noise   for i, t in enumerate(timesteps): 0,t0 1,t1 2,t2 3,t3 4,t4
     resumed    set_timesteps, noise   for i, t in enumerate(timesteps):                3,t3 4,t4
 
-Here the loop resumes from the state after step 2. `Steps` always has the state of the last step.
-This takes no memory: the loop itself keeps these tensors until its next step ends.
+Here the loop resumes from the state after step 2.
 """
 
 from __future__ import annotations
@@ -32,10 +31,8 @@ from graphrun.ops.pipeline import derive_scheduler
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """A loop after ``finished_steps`` of its ``steps`` steps.
-
-    ``scheduler``: by attribute name, (value, whether it was on the device).
-    """
+    """A loop after ``finished_steps``. ``scheduler``: by attribute, (value, whether on the
+    device)."""
 
     finished_steps: int
     steps: int
@@ -44,7 +41,6 @@ class StepState:
     scheduler: Mapping[str, tuple[Any, bool]]
 
     def on_host(self) -> StepState:
-        """Return a copy on the host."""
         return replace(
             self,
             latents=_copy_tensors(self.latents, "cpu"),
@@ -56,7 +52,8 @@ class StepJournal(Protocol):
     """Saves the states of loops, by stage."""
 
     def state(self, stage: str) -> StepState | None:
-        """The state from which the loop of ``stage`` resumes; None to start at its first step."""
+        """Return the state from which the loop of ``stage`` resumes; None to start at its first
+        step."""
 
     def wants(self, stage: str, step: int, steps: int) -> bool:
         """Return whether to save the state after ``step``."""
@@ -69,19 +66,18 @@ class Steps:
     """The state of a loop after its last finished step.
 
     The first state comes from ``journal``; each new state goes to it. A state refers to the loop's
-    own tensors, so it needs no copy and no memory while a component computes. `move_to_host` copies
+    own tensors, which live until the next step ends, so it takes no memory. `move_to_host` copies
     it when a run ends in the middle of a step.
     """
 
     def __init__(self, journal: StepJournal | None = None) -> None:
         self._journal = journal
-        self._stage = ""  # the stage of ``_last``
+        self._stage = ""  # of ``_last``
         self._last: StepState | None = None
         # version counters of the state's tensors
         self._versions: list[tuple[torch.Tensor, int]] = []
 
     def state(self, stage: str) -> StepState | None:
-        """The state from which the loop of ``stage`` resumes; None to start at its first step."""
         if stage == self._stage and self._last is not None:
             return self._last
         return self._journal.state(stage) if self._journal is not None else None
@@ -105,10 +101,8 @@ class Steps:
             self._last, self._versions = None, []
 
     def move_to_host(self) -> None:
-        """Copy the state to the host.
-
-        Drops it if the unfinished step changed it in place, or if it cannot be copied.
-        """
+        """Copy the state to the host, or drop it if that fails or the unfinished step changed
+        it."""
         state, versions = self._last, self._versions
         self._last, self._versions = None, []
         if state is not None and all(tensor._version == version for tensor, version in versions):
@@ -156,8 +150,8 @@ class _Loop:
     def resumed_enumerate(self, values: Any, start: int = 0) -> Any:
         """Replacement for ``enumerate`` in the pipeline's call, called where the loop begins.
 
-        The code before the loop has already run as usual. This restores the scheduler's attributes,
-        the latents and the generator. The timesteps stay complete, since multistep methods and some
+        It restores the scheduler's attributes, the latents and the generator. The code before the
+        loop has run as usual. The timesteps stay complete, since multistep methods and some
         pipelines recognize the last steps by their number.
         """
         if not isinstance(values, torch.Tensor):
@@ -192,10 +186,8 @@ class _Loop:
         return values
 
     def on_step(self, index: int, _: Any, latents: torch.Tensor) -> None:
-        """Step callback of diffusers, older form.
-
-        It counts steps of the picture: a second-order scheduler takes two steps per count.
-        """
+        """Step callback of diffusers, older form. It counts steps of the picture: a second-order
+        scheduler takes two steps per count."""
         self._report((index + 1) * getattr(self.pipeline.scheduler, "order", 1), latents)
 
     def _report(self, step: int, latents: torch.Tensor) -> None:
@@ -223,9 +215,7 @@ def _clear_locals(local_values: Any) -> None:
 
 def _replace_enumerate(pipeline: Any, resumed_enumerate: Callable[..., Any]) -> None:
     """Replace ``enumerate`` in the `__call__` of ``pipeline`` by ``resumed_enumerate``.
-
-    ``pipeline`` gets its own class with the same code; other pipelines are not affected.
-    """
+    ``pipeline`` gets its own class with the same code; other pipelines are not affected."""
     kind = type(pipeline)
     function = inspect.unwrap(kind.__call__)
     names = {**function.__globals__, "enumerate": resumed_enumerate}
@@ -241,10 +231,7 @@ def _replace_enumerate(pipeline: Any, resumed_enumerate: Callable[..., Any]) -> 
 
 
 def _latents_of(frame: Any) -> torch.Tensor | None:
-    """Return the latents before the loop's first step.
-
-    None if there are none, or if another variable refers to them too.
-    """
+    """Return the latents before the loop's first step; None if another variable refers to them."""
     names = frame.f_locals
     latents = names.get("latents")
     references = [
@@ -260,9 +247,7 @@ def _latents_of(frame: Any) -> torch.Tensor | None:
 
 def _storing_scheduler(scheduler: Any) -> Any:
     """Return a copy of ``scheduler`` that stores the value that `step` returns for the next `step`.
-
-    Otherwise the pipeline passes this value on, outside the scheduler's state.
-    """
+    Otherwise the pipeline passes this value on, outside the scheduler's state."""
     kind, signature = type(scheduler), inspect.signature(type(scheduler).step)
     if PREVIOUS_PREDICTION not in signature.parameters:
         return scheduler
@@ -280,10 +265,8 @@ def _storing_scheduler(scheduler: Any) -> Any:
 
 
 def _scheduler_state(scheduler: Any) -> dict[str, tuple[Any, bool]] | None:
-    """Return the attributes of ``scheduler`` as (value, whether on the device).
-
-    Containers are copied, tensors are not. None if an attribute is not plain data.
-    """
+    """Return the attributes of ``scheduler`` as (value, whether on the device); None if any is not
+    plain. Containers are copied, tensors are not."""
     attributes = {}
     for name, value in vars(scheduler).items():
         # the configuration; the result of `set_timesteps`
@@ -298,10 +281,7 @@ def _scheduler_state(scheduler: Any) -> dict[str, tuple[Any, bool]] | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether ``value`` is plain data.
-
-    That is numbers, texts, numpy arrays, tensors and containers of these.
-    """
+    """Return whether ``value`` is numbers, texts, numpy arrays, tensors or containers of these."""
     if isinstance(value, dict):
         return all(isinstance(key, str) for key in value) and all(map(_is_plain, value.values()))
     if type(value) in (list, tuple):

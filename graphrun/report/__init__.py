@@ -1,4 +1,1 @@
-"""Plans, runs and infeasible budgets as text, JSON, SVG and HTML.
-
-All numbers come from `simulate` or from a trace.
-"""
+"""Plans, runs and infeasible budgets as text, JSON, SVG and HTML, from `simulate` or a trace."""

@@ -18,10 +18,8 @@ from graphrun.units import show_seconds, show_size
 
 
 def call_screen(solution: Solution, trace: Trace) -> str:
-    """Return planned and measured numbers of the last call.
-
-    The screen has a row for each phase and one for the whole call, then the verdict.
-    """
+    """Return planned and measured numbers of the last call: a row for each phase, one for the whole
+    call, then the verdict."""
     problem, simulation = solution.chosen, solution.simulation
     units, pairs = (
         Units(simulation.peak_bytes, simulation.seconds),

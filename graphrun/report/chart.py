@@ -6,8 +6,8 @@
     memory    __|--------|____|------------|__   .... budget; by component
               +---------------------------------> seconds
 
-Each component has a colour, the CSS class ``c0``, ``c1`` and so on. The page defines these classes
-for its dark and light themes.
+Each component has a colour, the CSS class ``c0``, ``c1`` and so on, which the page defines for its
+dark and light themes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graphrun.trace import Event, SlotTrace
 from graphrun.units import show_seconds, show_size
 
 WIDTH, LABEL, RIGHT, ROW, GAP, MEMORY = 1000, 90, 24, 22, 6, 120
-# The kinds of events on each track.
+# the kinds of events on each track
 TRACKS: Mapping[str, tuple[str, ...]] = {
     "disk": ("read", "fetch"),
     "copies": ("load", "stream", "spill", "restore"),
@@ -174,10 +174,8 @@ def _shares(
 
 
 def merged(events: Iterable[Event], pixel_seconds: float) -> list[Event]:
-    """Merge consecutive events of one kind, component and slot.
-
-    Events are merged across gaps shorter than a pixel; their bytes are added.
-    """
+    """Merge consecutive events of one kind, component and slot, across gaps shorter than a pixel.
+    Their bytes are added."""
     merged_events: list[Event] = []
     for event in sorted(events, key=lambda entry: entry.start_seconds):
         if merged_events:

@@ -1,22 +1,17 @@
-"""Commands on a screen, folded so that they can still be copied.
-
-Every line but the last ends in a backslash.
-"""
+"""Commands on a screen, folded with backslashes so that they can still be copied."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
-# A word, with spaces where they are quoted.
+# a word, with spaces if they are quoted
 _WORD = re.compile(r"""(?:"[^"]*"|'[^']*'|[^\s"'])+""")
 
 
 def folded_command(line: str, width: int) -> str:
-    """Fold ``line`` between options if it is wider than ``width``.
-
-    ``line`` ends in a command, such as ``next: graphrun plan ...``.
-    """
+    """Fold ``line`` between options if it is wider than ``width``. It ends in a command, such as
+    ``next: graphrun plan ...``."""
     if len(line) <= width:
         return line
     first, *options = _options(line)

@@ -13,7 +13,7 @@ from graphrun.report.summary import summarize
 from graphrun.report.table import table
 from graphrun.units import show_seconds, show_size
 
-# Keys of `summarize`: the conditions of a plan, and its seconds and bytes.
+# keys of `summarize`: the conditions of a plan, and its seconds and bytes
 _LIMITS = ("budget_bytes", "reserve_bytes", "ram_bytes", "pinned_bytes")
 CONDITIONS = (
     "graph",
@@ -112,7 +112,7 @@ def _places(solution: Solution) -> dict[tuple[str, str], str]:
 
 
 def comparison_screen(comparison: Mapping[str, Any], a: str, b: str) -> str:
-    """Return ``comparison``, made by `compare`, as text; ``a`` and ``b`` name the plans."""
+    """Return ``comparison``, from `compare`, as text; ``a`` and ``b`` name the plans."""
     lines = [f"{a} -> {b}{': the same plan' if comparison['same_plan'] else ''}"]
     lines += [_change(condition["name"], condition) for condition in comparison["conditions"]]
     rows = [

@@ -9,12 +9,12 @@
     +---+----+
         v
 
-The picture needs no script, no font and no other file. Data flow is on the left; a chain is a
-straight line. Components are on the right, one layer above the first stage that uses them.
+Data flow is on the left; a chain is a straight line. Components are on the right, one layer above
+the first stage that uses them.
 
 Layers are the topological generations of the graph. An edge that spans several layers bends in
-each. The order within layers comes from barycentre sweeps (Sugiyama, Tagawa and Toda, 1981); the
-order with the fewest crossings is kept.
+each. Of the orders within layers that barycentre sweeps make (Sugiyama, Tagawa and Toda, 1981), the
+one with the fewest crossings is used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import networkx
 from graphrun.report.graph_text import lines
 from graphrun.report.svg import element, picture
 
-# In pixels. GAP: between boxes of a layer; BETWEEN: between layers.
+# in pixels. GAP: between boxes of a layer; BETWEEN: between layers
 LINE, PADDING, GAP, BETWEEN, MARGIN = (
     17,
     9.0,
@@ -38,7 +38,7 @@ LINE, PADDING, GAP, BETWEEN, MARGIN = (
     46,
     20,
 )
-# Width of a character at 12 px, estimated a little too wide; width of the smallest box.
+# width of a character at 12 px, estimated a little too wide; width of the smallest box
 CHARACTER, SMALLEST = (
     7.3,
     76.0,
@@ -78,8 +78,8 @@ _KEY = {
 class _Box:
     """A node, or a bend of an edge, with the coordinates of its centre.
 
-    A bend has no text and no size. ``side``: whether the box is right of the data flow, as
-    components and the bends of their edges are. ``top``, ``bottom``: the bounds of its layer.
+    A bend has no text and no size. ``side``: the box is right of the data flow, as components and
+    the bends of their edges are. ``top``, ``bottom``: the bounds of its layer.
     """
 
     side: bool
@@ -109,14 +109,14 @@ def _box(node: str, attributes: dict[str, Any]) -> _Box:
 
 
 Layers = list[list[_Box]]
-# The neighbours of each box in the layer above, or in the layer below.
+# the neighbours of each box in the layer above, or in the layer below
 Joined = Mapping[_Box, Mapping[_Box, object]]
 
 
 def graph_svg(graph: networkx.DiGraph, note: str = "") -> str:
-    """Return the picture of ``graph`` with ``note`` as a line below its title.
+    """Return the picture of ``graph`` with ``note`` below its title.
 
-    ``graph`` comes from `graphrun.report.graph_text.drawing_graph`. Each node is a ``<g
+    ``graph``: from `graphrun.report.graph_text.drawing_graph`. Each node is a ``<g
     data-node="stage:encode">``; its exact bytes, if known, are in ``data-bytes``.
     """
     layers, paths = _layered(graph)
@@ -222,10 +222,8 @@ def _order(layers: Layers, box_graph: networkx.DiGraph) -> None:
 
 
 def _place(layers: Layers, box_graph: networkx.DiGraph) -> None:
-    """Set ``x`` of each box.
-
-    Data flow is close to its neighbours in other layers. Components are right of it.
-    """
+    """Set ``x`` of each box: data flow close to its neighbours in other layers, components right of
+    it."""
     for sweep_layers, neighbours in _sweeps(layers, box_graph):
         for layer in sweep_layers:
             flow = [box for box in layer if not box.side]
@@ -248,10 +246,8 @@ def _place(layers: Layers, box_graph: networkx.DiGraph) -> None:
 
 
 def _apart(boxes: Sequence[_Box], targets: Sequence[float]) -> list[float]:
-    """Return coordinates near ``targets``, in the order of ``boxes``, at least `GAP` apart.
-
-    They are the mean of pushing boxes to the right and pushing them to the left.
-    """
+    """Return coordinates near ``targets``, in the order of ``boxes``, at least `GAP` apart: the
+    mean of pushing boxes to the right and to the left."""
     right_pass, left_pass = (
         _pushed(boxes, targets),
         _pushed(boxes[::-1], [-x for x in targets[::-1]]),
@@ -308,7 +304,6 @@ def _port(box: _Box, target: _Box, neighbours: Mapping[_Box, object]) -> float:
 
 
 def _key(top: float) -> Iterator[str]:
-    """Yield the legend, one line at the bottom."""
     x = float(MARGIN)
     for kind, meaning in _KEY.items():
         yield element(

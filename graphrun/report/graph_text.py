@@ -1,8 +1,7 @@
 """A graph as text for other programs: Mermaid (shown by GitHub) and DOT (Graphviz).
 
-`drawing_graph` selects what a drawing shows, also in `graphrun.report.graph_svg`: stages, their
-components, the values between stages, outputs, and inputs without a default. Edges that longer
-paths imply are left out.
+`drawing_graph` selects what any drawing shows: stages, their components, the values between stages,
+outputs, and inputs without a default. Edges that longer paths imply are omitted.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from graphrun.graph.nx import only_for, without_implied
 from graphrun.units import show_seconds, show_size
 
 # Mermaid's brackets around a label, and DOT's shape: a box, a cylinder, a stadium or ellipse, two
-# parallelograms.
+# parallelograms
 _SHAPES = {
     "stage": ("[", "]", "box"),
     "component": ("[(", ")]", "cylinder"),
@@ -29,8 +28,8 @@ _SHAPES = {
 def drawing_graph(graph: networkx.DiGraph) -> networkx.DiGraph:
     """Return the nodes and edges of ``graph`` that a drawing shows.
 
-    ``graph`` comes from `graphrun.graph.nx.to_networkx`. If there are several outputs, the
-    attribute ``only`` of each names the nodes that no other output needs.
+    ``graph``: from `graphrun.graph.nx.to_networkx`. If there are several outputs, the attribute
+    ``only`` of each names the nodes that no other output needs.
     """
     subgraph = graph.copy()
     subgraph.remove_nodes_from(
@@ -83,10 +82,8 @@ def lines(attributes: dict[str, Any]) -> list[str]:
 
 
 def mermaid(graph: networkx.DiGraph) -> str:
-    """Return ``graph``, from `drawing_graph`, as a Mermaid flowchart.
-
-    ``-->`` is data, ``-.->`` the use of a component.
-    """
+    """Return ``graph``, from `drawing_graph`, as a Mermaid flowchart: ``-->`` is data, ``-.->`` the
+    use of a component."""
     numbers = {
         node: f"{attributes['kind']}{number}"
         for number, (node, attributes) in enumerate(graph.nodes(data=True))
@@ -106,10 +103,8 @@ def mermaid(graph: networkx.DiGraph) -> str:
 
 
 def dot(graph: networkx.DiGraph) -> str:
-    """Return ``graph``, from `drawing_graph`, in Graphviz's language.
-
-    The attribute ``bytes`` of a node is exact; it is missing if the size is unknown.
-    """
+    """Return ``graph``, from `drawing_graph`, in Graphviz's language. The attribute ``bytes`` of a
+    node is exact; it is missing if unknown."""
     rows = [f"digraph {_quoted(graph.graph['name'])} {{", '  node [fontname="sans-serif"];']
     for node, attributes in graph.nodes(data=True):
         size_text = f" bytes={attributes['bytes']}" if "bytes" in attributes else ""
@@ -136,8 +131,6 @@ def _entities(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return ``text`` as a quoted string of DOT.
-
-    Backslashes and quotation marks are escaped; line breaks become spaces.
-    """
+    """Return ``text`` as a quoted string of DOT: backslashes and quotation marks escaped, line
+    breaks as spaces."""
     return '"' + re.sub(r"[\x00-\x1f]", " ", text).replace("\\", "\\\\").replace('"', '\\"') + '"'

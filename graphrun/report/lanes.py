@@ -1,6 +1,4 @@
-"""The runs of a batch on the devices of a cluster, on one clock.
-
-They are written for trace viewers, as JSON, and as a page with a lane for each device.
+"""The runs of a batch on the devices of a cluster, on one clock: for viewers, as JSON, as a page.
 
 a/0   |encode 1|encode 2|encode 3|
 a/1            |==== denoise 1 ====|==== denoise 2 ====|==== ...
@@ -23,21 +21,16 @@ from graphrun.units import show_seconds
 
 
 def lanes_json(name: str, lanes: Sequence[Lane]) -> dict[str, Any]:
-    """Return the content of the trace file ``name``.
-
-    A name that ends in ``.perfetto.json`` gets the format of trace viewers; any other name gets
-    every run with its trace.
-    """
+    """Return the content of the trace file ``name``: for ``.perfetto.json`` in the format of trace
+    viewers, otherwise every run with its trace."""
     return (
         _perfetto(lanes) if name.endswith(SUFFIX) else {"lanes": [lane.to_json() for lane in lanes]}
     )
 
 
 def _perfetto(lanes: Sequence[Lane]) -> dict[str, Any]:
-    """Return the Trace Event Format (`graphrun.report.perfetto`).
-
-    Each device is a process, with the tracks of one run after another.
-    """
+    """Return the Trace Event Format (`graphrun.report.perfetto`). Each device is a process, with
+    the tracks of one run after another."""
     devices = {
         name: number for number, name in enumerate(dict.fromkeys(lane.device for lane in lanes))
     }
@@ -108,10 +101,8 @@ def lanes_page(lanes: Sequence[Lane]) -> str:
 
 
 def lanes_from_json(data: Mapping[str, Any]) -> list[Lane]:
-    """Return the runs in a trace file, without their traces.
-
-    Raises KeyError or TypeError if ``data`` has another form.
-    """
+    """Return the runs in a trace file, without their traces. Raises KeyError or TypeError if
+    ``data`` has another form."""
     return [
         Lane(
             lane["device"],

@@ -12,10 +12,8 @@ from graphrun.units import show_size
 
 
 def calibrate_screen(calibration: Mapping[str, Any]) -> str:
-    """Return the result of `graphrun.profile.calibrate.measure_and_keep` as text.
-
-    Of a CPU, which copies nothing, only compute and reads of files are shown.
-    """
+    """Return the result of `graphrun.profile.calibrate.measure_and_keep` as text. A CPU copies
+    nothing, so only compute and reads of files are shown."""
     rows, figures = [["", "measured", "assumed"]], calibration["figures"]
     is_cpu = kind_called(calibration["hardware"]["device"]).is_host
     for name, title, show in (
@@ -81,10 +79,8 @@ def _compute(flops: float) -> str:
 
 
 def doctor_screen(findings: Mapping[str, Any], width: int = 80) -> str:
-    """Return the result of `graphrun.profile.doctor.examine` as text.
-
-    Each check has a row with its verdict, and below it what to do.
-    """
+    """Return the result of `graphrun.profile.doctor.examine` as text: a row per check with its
+    verdict, and below it what to do."""
     checks = findings["checks"]
     name_columns = max(len(check["name"]) for check in checks)
     lines = []

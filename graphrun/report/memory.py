@@ -12,10 +12,8 @@ from graphrun.units import round_up
 
 
 class MemoryPart(NamedTuple):
-    """``nbytes`` of a slot's peak.
-
-    ``kind``: ``weights``, ``ring_buffer``, ``activation``, ``values`` or ``other``.
-    """
+    """``nbytes`` of a slot's peak. ``kind``: ``weights``, ``ring_buffer``, ``activation``,
+    ``values`` or ``other``."""
 
     kind: str
     component: str  # empty for activation, values and other
@@ -23,10 +21,8 @@ class MemoryPart(NamedTuple):
 
 
 def parts_of(solution: Solution) -> list[list[MemoryPart]]:
-    """Return the parts of each slot of the first run, which sum to its planned peak.
-
-    ``other`` is the part of the peak that the other kinds do not explain.
-    """
+    """Return the parts of each slot of the first run, which sum to its planned peak. ``other`` is
+    the part that the other kinds do not explain."""
     plan, slot_parts = solution.plan, list[list[MemoryPart]]()
     components = solution.chosen.components
     resident = [resident_blocks(component, plan.finds, plan.slots) for component in components]

@@ -2,14 +2,12 @@
 
     image     png jpg webp ..., several as a-0.png a-1.png; a folder
     video     mp4 gif; a folder, or pictures, of its frames
-    audio     wav; flac where the package soundfile is installed
+    audio     wav; flac if the package soundfile is installed
     tensors   safetensors
 
 File names and formats are checked before anything is loaded. Files are written to a temporary name
 and renamed, so that they are complete or absent. Their metadata records their inputs, plan and
 versions (`provenance`), except in flac and bmp files.
-
-This module does not depend on graphs or ops.
 """
 
 from __future__ import annotations
@@ -42,29 +40,26 @@ PICTURES = {
 VIDEOS = (".mp4", ".gif")
 SOUNDS = (".wav", ".flac")
 TENSORS = ".safetensors"
-# The allowed suffixes of each kind of output, the default first. "": a folder.
+# the allowed suffixes of each kind of output, the default first. "": a folder
 SUFFIXES: Mapping[str, tuple[str, ...]] = {
     "image": (*PICTURES, "", *VIDEOS),
     "video": (*VIDEOS, "", *PICTURES),
     "audio": SOUNDS,
 }
 FPS = 16.0  # default frame rate, as in Wan's videos
-# A field of a name pattern, with its format: {seed}, {line:04d}. Texts are cut, because most file
-# systems limit a name to 255 bytes.
+# a field of a name pattern, with its format: {seed}, {line:04d}. Texts are cut, because most file
+# systems limit a name to 255 bytes
 FIELD, LONGEST_TEXT = re.compile(r"\{(\w+)(?::([^{}]*))?\}"), 48
 
 
-# The output files of a run: a path for each output, or one path for all outputs under the name "".
-# A path without a suffix is a folder.
+# the output files of a run: a path for each output, or one path for all outputs under the name "".
+# A path without a suffix is a folder
 Files = Mapping[str, Path]
 
 
 def provenance(graph: str, inputs: Mapping[str, Any], plan: str, version: str) -> dict[str, Any]:
-    """Return the metadata of an output.
-
-    It has the graph's name, all inputs (media by their size), the digest of the plan, graphrun's
-    ``version`` and the versions of the libraries.
-    """
+    """Return the metadata of an output: the graph's name, all inputs (media by their size), the
+    digest of the plan, graphrun's ``version`` and the versions of the libraries."""
     import diffusers
     import torch
     import transformers
@@ -91,9 +86,8 @@ def request_files(
 
     ``a.png`` becomes ``a-0007.png``. The folder ``a`` becomes ``a/0007.png``, with the suffix of
     the output's kind. Fields of a pattern, such as ``a-{line:04d}-{seed}.png``, are filled with the
-    line and plain inputs.
-
-    Raises InputError for a field that is not an input, or a format that its value does not have.
+    line and plain inputs. Raises InputError for a field that is not an input, or a format that its
+    value does not have.
     """
 
     def place(name: str, path: Path) -> Path:
@@ -112,10 +106,8 @@ def request_files(
 
 
 def _fill(path: Path, field: re.Match[str], values: Mapping[str, Any]) -> str:
-    """Return the text for a ``field`` of the pattern ``path``.
-
-    A text input is reduced to its letters, digits, dots and dashes.
-    """
+    """Return the text for a ``field`` of the pattern ``path``. A text input is reduced to its
+    letters, digits, dots and dashes."""
     value = values.get(field[1])
     if not isinstance(value, str | int | float):
         raise InputError(
@@ -150,8 +142,8 @@ def output_files(
 ) -> Files:
     """Return the output files for outputs of ``kinds`` (name -> kind).
 
-    ``arguments``: a path, or ``name=path`` for each output. If it is empty, the path is ``default``
-    with the suffix of the kinds, numbered from 2 if that file exists (``a.png``, ``a-2.png``).
+    ``arguments``: a path, or ``name=path`` for each output. If empty, the path is ``default`` with
+    the suffix of the kinds, numbered from 2 if that file exists (``a.png``, ``a-2.png``).
     ``of_list``: a folder gets the files of each request (`request_files`). ``resumes``: whether a
     run that writes these files resumes an earlier one, and so may overwrite them.
 
@@ -199,10 +191,8 @@ def output_files(
 
 
 def _default_files(kinds: Mapping[str, str], path: Path) -> dict[str, Path]:
-    """Return one file for all outputs: ``path`` with a suffix.
-
-    If both pictures and videos are among the outputs, each output gets a file.
-    """
+    """Return one file for all outputs: ``path`` with a suffix. If both pictures and videos are
+    among the outputs, each output gets a file."""
     if {"image", "video"} <= set(kinds.values()):
         return {
             name: path.with_name(f"{path.name}-{name}{_suffixes(kind)[0]}")
@@ -222,11 +212,8 @@ def require_rate(files: Files, fps: float | None) -> None:
 
 
 def _existing_paths(files: Files, kinds: Mapping[str, str]) -> Iterator[Path]:
-    """Yield the existing files that a run could overwrite.
-
-    These are the files themselves, numbered files such as ``a-3.png``, and files with another
-    suffix that are saved next to a file for all outputs.
-    """
+    """Yield the existing files that a run could overwrite: the files, numbered ones such as
+    ``a-3.png``, and files with another suffix that are saved next to a file for all outputs."""
     for name, path in files.items():
         candidates = (
             [path]
@@ -256,10 +243,7 @@ def _suffixes(kind: str) -> tuple[str, ...]:
 
 
 def _first_suffix(kinds: Mapping[str, str]) -> str:
-    """Return the default suffix for outputs of ``kinds`` (name -> kind).
-
-    It is the suffix of the first kind in `SUFFIXES` that is among them.
-    """
+    """Return the suffix of the first kind in `SUFFIXES` that is in ``kinds`` (name -> kind)."""
     return next(
         (suffixes[0] for kind, suffixes in SUFFIXES.items() if kind in kinds.values()), ".png"
     )
@@ -302,7 +286,7 @@ def save_outputs(
     into the metadata of each file.
 
     If a file cannot be written, all outputs are saved as tensors next to it or in a temporary
-    folder. The InputError that is raised names that file.
+    folder, and an InputError names that file.
     """
     files, metadata = (
         {"": destination} if isinstance(destination, Path) else destination,
@@ -329,10 +313,7 @@ def save_outputs(
 
 
 def _save_as_tensors(outputs: Mapping[str, Any], path: Path, metadata: str) -> Path:
-    """Write ``outputs`` as tensors to a safetensors file next to ``path``.
-
-    If that fails, the file goes to a new temporary folder.
-    """
+    """Write ``outputs`` to a safetensors file next to ``path``, else in a new temporary folder."""
     import numpy as np
     import torch
     from safetensors.torch import save as packed
@@ -391,7 +372,7 @@ def _save(outputs: Mapping[str, Any], path: Path, fps: float, metadata: str) -> 
 
 
 def _numbered_paths(path: Path, contents: Sequence[Any]) -> Iterator[tuple[Path, Any]]:
-    """Yield each of ``things`` with its path: ``a.png`` for one, else ``a-00.png`` and so on."""
+    """Yield each of ``contents`` with its path: ``a.png`` for one, else ``a-00.png`` and so on."""
     digits = len(str(len(contents) - 1))
     for number, content in enumerate(contents):
         yield (
@@ -426,10 +407,8 @@ IMAGE_DESCRIPTION = 0x010E  # tag of Exif 2.3
 
 
 def _metadata(kind: str, metadata: str) -> dict[str, Any]:
-    """Return the arguments of PIL's ``save`` that put ``metadata`` into a picture of this kind.
-
-    ``metadata`` is ASCII.
-    """
+    """Return the arguments of PIL's ``save`` that put ``metadata``, ASCII, into this kind of
+    picture."""
     from PIL import Image, PngImagePlugin
 
     if not metadata or kind == "BMP":
@@ -446,10 +425,8 @@ def _metadata(kind: str, metadata: str) -> dict[str, Any]:
 
 
 def _video(path: Path, frames: Sequence[Any], fps: float, metadata: str) -> None:
-    """Write H.264 in yuv420p, which every player supports.
-
-    Odd sizes are written in yuv444p, since yuv420p needs even sizes.
-    """
+    """Write H.264 in yuv420p, which every player supports; odd sizes in yuv444p, since yuv420p
+    needs even sizes."""
     import av
 
     width, height = frames[0].size
@@ -482,10 +459,8 @@ def _sound(path: Path, sound: Any, metadata: str) -> Path:
 
 
 def _with_comment(wav: bytes, comment: bytes) -> bytes:
-    """Return a RIFF file with a LIST chunk of type INFO that has ``comment`` (ICMT).
-
-    Chunks have an even number of bytes.
-    """
+    """Return a RIFF file with a LIST chunk of type INFO that has ``comment`` (ICMT). Chunks have an
+    even number of bytes."""
     text = comment + b"\0" * (2 - len(comment) % 2)
     info = b"INFOICMT" + len(text).to_bytes(4, "little") + text
     whole = wav[8:] + b"LIST" + len(info).to_bytes(4, "little") + info
@@ -493,10 +468,8 @@ def _with_comment(wav: bytes, comment: bytes) -> bytes:
 
 
 def _folder(path: Path, pictures: Sequence[Any], metadata: str) -> list[Path]:
-    """Write numbered ``pictures`` to the folder ``path``, replacing an earlier folder.
-
-    The folder is written to a temporary name and renamed.
-    """
+    """Write numbered ``pictures`` to the folder ``path`` by renaming, replacing an earlier
+    folder."""
     _refuse_foreign(path)
     digits = max(4, len(str(len(pictures) - 1)))
     names = [f"{number:0{digits}}.png" for number in range(len(pictures))]
@@ -515,10 +488,8 @@ def _folder(path: Path, pictures: Sequence[Any], metadata: str) -> list[Path]:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Raise InputError if ``path`` is to be a folder but exists as something else.
-
-    Only a folder of numbered images may be replaced.
-    """
+    """Raise InputError if ``path`` is to be a folder but exists as something else. Only a folder of
+    numbered images may be replaced."""
     if (
         not path.suffix
         and path.exists()
@@ -533,10 +504,8 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def _parts(name: str, value: Any, *, videos: bool) -> Iterator[tuple[str, str, Any]]:
-    """Yield the kind, the path and the content of all parts of ``value``.
-
-    The kind is ``picture``, ``sound`` or ``tensor``. ``videos``: a list of images is one picture.
-    """
+    """Yield the kind (``picture``, ``sound`` or ``tensor``), the path and the content of all parts
+    of ``value``. ``videos``: a list of images is one picture."""
     if hasattr(value, "save") or (
         videos and isinstance(value, list) and value and hasattr(value[0], "save")
     ):

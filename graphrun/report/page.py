@@ -31,10 +31,8 @@ from graphrun.units import show_seconds, show_size
 
 
 def trace_from_json(data: Mapping[str, Any]) -> Trace:
-    """Return the parts of a trace, written by `Trace.to_json`, that the page shows.
-
-    Raises KeyError or TypeError if ``data`` has another form.
-    """
+    """Return the parts of a trace, from `Trace.to_json`, that the page shows. Raises KeyError or
+    TypeError if ``data`` has another form."""
     names = ("phase", "part", "calls", "peak_bytes", "moved_bytes", "start_seconds", "end_seconds")
     slots = tuple(SlotTrace(*(slot[name] for name in names)) for slot in data["slots"])
     events = tuple(Event(**event) for event in data["events"])
@@ -55,11 +53,8 @@ def report_page(
     points: Sequence[FrontierPoint],
     product: Made | None = None,
 ) -> str:
-    """Return the HTML page of a run, or of a plan if there is no ``trace``.
-
-    The page shows the outputs, figures, timelines, phases, planned and measured numbers, the
-    frontier, and the plan as text.
-    """
+    """Return the HTML page of a run, or of a plan if there is no ``trace``. It shows the outputs,
+    figures, timelines, phases, planned and measured numbers, the frontier, and the plan as text."""
     problem, simulation, applied = solution.problem, solution.simulation, solution.chosen
     colours = {component.name: number % 8 for number, component in enumerate(applied.components)}
     units = Units(simulation.peak_bytes, simulation.seconds)
@@ -122,11 +117,8 @@ def planned_slots(reports: Sequence[SlotReport]) -> tuple[SlotTrace, ...]:
 
 
 class Made(NamedTuple):
-    """The outputs of a run and their origin.
-
-    ``plan``: digest of the plan. ``pictures``: data URIs. ``outside_names``: files that are not
-    shown, because they lie outside the trace's folder.
-    """
+    """The outputs of a run and their origin. ``plan``: digest of the plan. ``pictures``: data URIs.
+    ``outside_names``: files that are not shown, because they are outside the trace's folder."""
 
     inputs: Mapping[str, Any]
     versions: Mapping[str, Any]
@@ -139,8 +131,8 @@ class Made(NamedTuple):
 def product_from_trace(data: Mapping[str, Any], folder: Path) -> Made | None:
     """Return the record of outputs in the trace file ``data`` in ``folder``; None if it has none.
 
-    Pictures that no longer exist are left out. Pictures outside ``folder``, also through a link,
-    are named and not read: a trace from elsewhere must not put files of this machine into a page.
+    Pictures that no longer exist are omitted. Pictures outside ``folder``, also through a link, are
+    named and not read: a trace from elsewhere must not put files of this machine into a page.
     """
     record = data.get("made")
     if not isinstance(record, dict):
@@ -162,10 +154,8 @@ def product_from_trace(data: Mapping[str, Any], folder: Path) -> Made | None:
 
 
 def _thumbnail(path: Path) -> str:
-    """Return the picture at ``path`` as a data URI of at most 512 pixels a side.
-
-    Returns an empty string if the file is not a picture.
-    """
+    """Return the picture at ``path`` as a data URI of at most 512 pixels a side; "" if it is no
+    picture."""
     from PIL import Image
 
     if path.suffix.lower() not in PICTURES or not path.is_file():

@@ -9,7 +9,7 @@
               memory; memory tiers; in bytes
 
 Format: "Trace Event Format" (Google, 2016), complete (X), instant (i), counter (C) and metadata (M)
-events; times in microseconds. This module imports no torch and does no I/O.
+events; times in microseconds.
 """
 
 from __future__ import annotations
@@ -42,10 +42,8 @@ def trace_json(
 
 
 def perfetto(trace: Trace) -> dict[str, Any]:
-    """Return ``trace`` in the Trace Event Format: four tracks and a counter per memory tier.
-
-    Events are in order of time.
-    """
+    """Return ``trace`` in the Trace Event Format, in order of time: four tracks and a counter per
+    memory tier."""
     timed_events = [*_slots(trace), *_events(trace), *_counters(trace)]
     return {
         "traceEvents": [
@@ -123,8 +121,6 @@ def _counter(name: str, seconds: float, nbytes: int) -> dict[str, Any]:
 
 
 def _event(phase: str, name: str, arguments: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """Return an event of the format with its type, ``phase``.
-
-    ``fields``: other fields, such as the track (``tid``) and microseconds (``ts``, ``dur``).
-    """
+    """Return an event of the format with its type, ``phase``. ``fields``: other fields, such as the
+    track (``tid``) and microseconds (``ts``, ``dur``)."""
     return {"ph": phase, "pid": 1, **fields, "name": name, "args": arguments}

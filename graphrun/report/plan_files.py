@@ -34,16 +34,13 @@ if TYPE_CHECKING:
 # The version of plan files; other versions are refused. Version 2 had other names for unblocked
 # weights, ring buffers, secondary devices and the inputs of phases.
 VERSION = 3
-# A list of numbers in indented JSON, a number per line.
+# a list of numbers in indented JSON, a number per line
 _NUMBERS = re.compile(r"\[\n\s*((?:-?[\d.eE+-]+,\n\s*)*-?[\d.eE+-]+)\n\s*\]")
 
 
 def save(path: Path, graph: Path, solution: Solution, summary: Mapping[str, Any]) -> None:
-    """Write ``solution`` to ``path``.
-
-    The file has the name of a shipped graph, or the path of the graph file relative to ``path``.
-    Raises InputError.
-    """
+    """Write ``solution`` to ``path``, with the name of a shipped graph, or the path of the graph
+    file relative to ``path``. Raises InputError."""
     write_json(path, content(path, graph, solution, summary))
 
 
@@ -60,10 +57,7 @@ def content(
 
 
 def graph_name(path: Path, graph: Path) -> str:
-    """Return the name of the graph file ``graph`` in a plan file at ``path``.
-
-    `graph_path` reads that name.
-    """
+    """Return the name of the graph file ``graph`` in a plan file at ``path``, for `graph_path`."""
     file, folder = graph.resolve(), path.resolve().parent
     # drives exist on Windows only; there is no relative path between two drives
     relative = Path(os.path.relpath(file, folder)) if file.drive == folder.drive else file
@@ -71,10 +65,8 @@ def graph_name(path: Path, graph: Path) -> str:
 
 
 def read(path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
-    """Return the problem, the plan and all keys of the plan file at ``path``.
-
-    Raises PlanError, which says what is wrong with the file.
-    """
+    """Return the problem, the plan and all keys of the plan file at ``path``. Raises PlanError,
+    which says what is wrong with the file."""
     return plan_in(read_json(path, PlanError), path)
 
 
@@ -116,10 +108,8 @@ def plan_in(data: Any, path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
 
 
 def problem_from(data: Any) -> Problem:
-    """Return the problem that `Problem.to_json` wrote.
-
-    Raises pydantic's ValidationError, which names the wrong fields.
-    """
+    """Return the problem that `Problem.to_json` wrote. Raises pydantic's ValidationError, which
+    names the wrong fields."""
     from graphrun.model.problem import Problem
 
     return cast(Problem, validator(Problem).validate_python(data))
@@ -127,11 +117,8 @@ def problem_from(data: Any) -> Problem:
 
 @cache
 def validator(kind: Any) -> SchemaValidator:
-    """Return a validator of plan-file data for ``kind``.
-
-    A list is read up to its first wrong item: an error takes 500 bytes, and a file may have
-    millions.
-    """
+    """Return a validator of plan-file data for ``kind``. A list is read up to its first wrong item:
+    an error takes 500 bytes, and a file may have millions."""
     from pydantic import TypeAdapter
     from pydantic_core import SchemaValidator
 
@@ -151,11 +138,8 @@ def _up_to_errors(schema: Any) -> Any:
 
 
 def refuse_large(sections: Sequence[tuple[Problem, Plan]], source: str = "") -> None:
-    """Raise PlanError if the plan file ``source`` is beyond a limit.
-
-    The limits are ``entries``, ``placements`` and ``block_calls``. ``sections``: the problems and
-    plans in the file.
-    """
+    """Raise PlanError if the plan file ``source``, with these problems and plans, is beyond a
+    limit: ``entries``, ``placements`` or ``block_calls``."""
     placements = block_calls = 0
     for problem, plan in sections:
         phases = (
@@ -216,9 +200,7 @@ def refuse_large(sections: Sequence[tuple[Problem, Plan]], source: str = "") -> 
 
 def graph_path(path: Path, entries: Mapping[str, Any]) -> Path:
     """Return the path, or a shipped graph's name, of the graph file of the plan file at ``path``.
-
-    Raises PlanError if the plan file names no graph.
-    """
+    Raises PlanError if the plan file names no graph."""
     if not isinstance(name := entries.get("graph_file"), str):
         raise PlanError('names no graph: add "graph_file"', str(path))
     return Path(name) if name in shipped_graphs() else path.parent / name
@@ -248,18 +230,14 @@ def refuse_violations(path: Path, problem: Problem, plan: Plan) -> None:
 
 
 def read_solution(path: Path) -> tuple[Solution, dict[str, Any]]:
-    """Return the solution in the plan file at ``path``, and all keys of the file.
-
-    The plan is checked and simulated. Raises PlanError.
-    """
+    """Return the solution in the plan file at ``path``, checked and simulated, and all keys of the
+    file. Raises PlanError."""
     return solution_in(read_json(path, PlanError), path)
 
 
 def solution_in(data: Any, path: Path) -> tuple[Solution, dict[str, Any]]:
-    """Return what `read_solution` does, for ``data``, the content of ``path``.
-
-    The proof in the file is trusted.
-    """
+    """Return `read_solution` of ``data``, the content of ``path``. The proof in the file is
+    trusted."""
     from graphrun.verify.solution import solution_of
 
     problem, plan, entries = plan_in(data, path)
@@ -293,10 +271,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def require_writable(*paths: Path | None) -> None:
-    """Raise InputError unless a file can be written at each of ``paths``.
-
-    Call it before a run, so that no run is lost.
-    """
+    """Raise InputError unless a file can be written at each of ``paths``. Call it before a run, so
+    that no run is lost."""
     for path in paths:
         if path is not None:
             with writing(path):
@@ -305,9 +281,7 @@ def require_writable(*paths: Path | None) -> None:
 
 def write_with(path: Path, write: Callable[[Path], Any]) -> Path:
     """Write a temporary file with ``write(temporary)``, rename it to ``path``, and return ``path``.
-
-    Raises InputError.
-    """
+    Raises InputError."""
     with writing(path):
         write_whole(path, write)
     return path

@@ -1,7 +1,7 @@
-"""A preview of the picture while it is denoised.
+"""A preview of the picture while it is denoised, without a VAE or figures of a model.
 
-The three principal components of the latents are shown as red, green and blue. The preview needs no
-VAE and no figures of a model. Composition and edges are visible; the colours are not the picture's.
+The three principal components of the latents are shown as red, green and blue. Composition and
+edges are visible; the colours are not the picture's.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ PIXELS = 512  # length of the longer side
 
 
 class Preview:
-    """A journal of loops (`graphrun.ops.steps.Journal`) that only saves a preview every few steps.
+    """A journal of loops (`graphrun.ops.steps.StepJournal`) that only saves a preview now and then.
 
-    ``inputs``: the inputs of the run. ``height`` and ``width`` give the shape of latents that are
-    packed into a sequence.
+    ``inputs``: of the run; their ``height`` and ``width`` give the shape of latents that are packed
+    into a sequence.
     """
 
     def __init__(self, path: Path, inputs: Mapping[str, Any]) -> None:
@@ -35,7 +35,6 @@ class Preview:
         return step % max(1, steps // PREVIEWS) == 0
 
     def save(self, _: str, state: Any) -> None:
-        """Write the preview of a state after a step."""
         picture = preview_of(state.latents, self._aspect)
         write_with(self.path, lambda target: picture.save(target, format="PNG"))
 

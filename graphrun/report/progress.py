@@ -1,8 +1,8 @@
 """The progress of a run or a batch: a bar on a terminal, lines elsewhere.
 
 Remaining time = predicted seconds of the remaining work * (measured / predicted seconds of the
-finished work). In a loop, the remaining time is the measured seconds of a step * remaining steps,
-plus the work after the loop at the pace so far.
+finished work). In a loop, it is the measured seconds of a step * remaining steps, plus the work
+after the loop at the pace so far.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from graphrun.units import show_seconds, show_size
 
 Say = Callable[[str], None]
 ClockFunction = Callable[[], float]
-# Suffix of files for outputs of an item, until the other items are done (`graphrun.batch.items`).
+# suffix of files for outputs of an item, until the other items are done (`graphrun.batch.items`)
 STATE = ".value"
 
 
 class Shown:
     """Progress through predicted work, as a bar on a terminal and as lines elsewhere.
 
-    A context manager. ``total_seconds`` and ``done_seconds`` are predicted seconds of work. ``say``
+    A context manager. ``total_seconds`` and ``done_seconds``: predicted seconds of work. ``say``
     gets the lines; None: nothing is shown. Text written to stderr while the bar is shown goes above
     it.
     """
@@ -58,10 +58,8 @@ class Shown:
         self.total_seconds, self.done_seconds, self._start = total_seconds, 0.0, self._clock()
 
     def seconds_for(self, predicted_seconds: float) -> float:
-        """Return the seconds that work takes at the pace so far.
-
-        Before any work is done, they are ``predicted_seconds``.
-        """
+        """Return the seconds that work takes at the pace so far; at first,
+        ``predicted_seconds``."""
         pace = (self._clock() - self._start) / self.done_seconds if self.done_seconds > 0 else 1.0
         return max(0.0, predicted_seconds) * pace
 
@@ -85,13 +83,12 @@ LINE_SECONDS = 10.0  # minimum time between lines about steps, without a termina
 
 
 class Progress(Shown):
-    """The progress of one run by ``plan``.
+    """The progress of one run by ``plan``, called with (slot, call, calls) when a call starts.
 
-    It is called with (slot, call, calls) at the start of each call. ``simulation`` predicts the
-    seconds. ``say`` gets a line for each phase, and for its steps at most every `LINE_SECONDS`.
-    Seconds per step are measured from the second step on, since the first step may wait for
-    weights. On the simulated device, predictions are in virtual seconds, so only steps have a
-    remaining time.
+    ``simulation`` predicts the seconds. ``say`` gets a line for each phase, and for its steps at
+    most every `LINE_SECONDS`. Seconds per step are measured from the second step on, since the
+    first step may wait for weights. On the simulated device, predictions are in virtual seconds, so
+    only steps have a remaining time.
     """
 
     def __init__(
@@ -114,7 +111,7 @@ class Progress(Shown):
         super().__init__(sum(self.seconds), say, clock)
 
     def __call__(self, slot: int, call: int, calls: int) -> None:
-        slot = min(slot, len(self.slots) - 1)  # a replan of the remainder may have more slots
+        slot = min(slot, len(self.slots) - 1)  # a replan may have more slots
         if self._position[1] < 0:
             self.begin(self.total_seconds)
         phase, clock_seconds = self.slots[slot].phase, self._clock()
@@ -172,10 +169,8 @@ class Progress(Shown):
 
 
 class DownloadProgress(Shown):
-    """The progress of a download, called as `graphrun.modules.hub.Progress` says.
-
-    The rate and the remaining time ignore bytes that an earlier command downloaded.
-    """
+    """The progress of a download (`graphrun.modules.hub.DownloadCallback`). The rate and the
+    remaining time ignore bytes that an earlier command downloaded."""
 
     def __init__(
         self, name: str, say: Say | None, clock: ClockFunction = time.perf_counter
@@ -202,11 +197,8 @@ class DownloadProgress(Shown):
 
 
 class BatchProgress(Shown):
-    """The progress of a batch, with the methods of `graphrun.batch.watch.Watcher`.
-
-    Shows a line per run with its stages, the mean seconds of a run and the remaining time; on a
-    terminal a bar.
-    """
+    """The progress of a batch, with the methods of `graphrun.batch.watch.Watcher`: a bar on a
+    terminal, and a line per run with its stages, mean seconds and the remaining time."""
 
     def __init__(
         self, requests: int, say: Say | None, clock: ClockFunction = time.perf_counter
@@ -217,7 +209,6 @@ class BatchProgress(Shown):
         self._segment_start = 0.0
 
     def schedule(self, schedule: Any, counts: Mapping[str, int]) -> None:
-        """Show that a schedule begins."""
         self.begin(schedule.seconds)
         predicted = show_seconds(schedule.seconds)
         self._line(
@@ -226,7 +217,6 @@ class BatchProgress(Shown):
         )
 
     def segment(self, segment: Any, runs: int) -> None:
-        """Note that a session of ``runs`` runs begins."""
         self._runs, self._run_number, self._segment_start = runs, 0, self._clock()
         if not self.done_seconds:
             self.begin(self.total_seconds)
@@ -250,7 +240,7 @@ class BatchProgress(Shown):
         self._line(f"  {run}{rate}, {self.remaining_time}")
 
         def called(slot: int, call: int, calls: int) -> None:
-            slot = min(slot, len(slots) - 1)  # a replan of the remainder may have more slots
+            slot = min(slot, len(slots) - 1)  # a replan may have more slots
             step = f" {slots[slot].phase} {call}/{calls}" if calls > 1 else ""
             self._reach(
                 base_seconds + seconds_before(seconds, slot, call, calls),
@@ -266,17 +256,14 @@ class BatchProgress(Shown):
         self._line(f"  {text}, {self.remaining_time}")
 
     def done(self, request: Any, files: Sequence[Path]) -> None:
-        """Show that all outputs of a request are written."""
         self.finished += 1
         if paths := [path for path in map(str, files) if not path.endswith(STATE)]:
             self._line(f"  done {self.finished}/{self.requests}: {', '.join(paths)}")
 
     def left_out(self, request: Any) -> None:
-        """Show that a request cannot be run, or that its run failed."""
         self._line(f"graphrun: {request.location}: {request.error}", is_forced=True)
 
     def restarts(self, stage: str, reason: str) -> None:
-        """Show that a loop restarts at its first step after an interruption."""
         self._line(
             f"  {stage} restarts at its first step after an interruption: {reason}", is_forced=True
         )
@@ -284,9 +271,7 @@ class BatchProgress(Shown):
 
 def seconds_before(seconds: Sequence[float], slot: int, call: int, calls: int) -> float:
     """Return the predicted seconds before call ``call`` (from 1) of ``calls`` in slot ``slot``.
-
-    ``seconds``: the predicted seconds of each slot.
-    """
+    ``seconds``: of each slot."""
     return sum(seconds[:slot]) + (seconds[slot] * max(0, call - 1) / calls if calls else 0.0)
 
 

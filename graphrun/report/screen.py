@@ -20,7 +20,7 @@ from graphrun.report.verdicts import budget_text, clock_text, location, plan_ver
 from graphrun.trace import SlotTrace, Trace
 from graphrun.units import gib, show_range, show_seconds, show_size
 
-# Components with their blocks on the device, as in `Plan.finds`.
+# components with their blocks on the device, as in `Plan.finds`
 DeviceBlocks = Sequence[tuple[str, BlockNames]]
 
 
@@ -48,8 +48,8 @@ class Look:
     files: tuple[str, ...] = ()
 
     def first(self, verdict: str) -> str:
-        """Return the first lines: ``verdict``, the suggestion, the next command, the note, and
-        the published checkpoints."""
+        """Return ``verdict``, the suggestion, the next command, the note and the published
+        checkpoints."""
         return "\n".join(
             (
                 self.folded(verdict),
@@ -173,8 +173,7 @@ def _subject(solution: Solution, look: Look) -> str:
 
 
 def _process(problem: Problem) -> list[str]:
-    """Return the line with the process's own bytes, which on unified memory are part of the
-    budget."""
+    """Return the line with the process's own bytes, which on unified memory use the budget."""
     hardware = problem.hardware
     if not hardware.unified:
         return []
@@ -193,8 +192,8 @@ def _process(problem: Problem) -> list[str]:
 def _choices(solution: Solution) -> list[str]:
     """Return lines with the directives, the precomputed values, and the plan's choices.
 
-    The choices are options, the order of stages, and components split into layers. Components that
-    a run finds or leaves on the device follow.
+    The choices are options, the order of stages, components split into layers, and components found
+    or left on the device.
     """
     problem = solution.problem
     choices = [f"{stage} with {name}" for stage, name in solution.plan.options]
@@ -247,7 +246,8 @@ def listed(title: str, names: Sequence[str], note: str = "") -> list[str]:
 
 
 def ram_text(problem: Problem, separator: str = "  ") -> str:
-    """Return the budget of host RAM after ``separator``; empty where it is the device's too."""
+    """Return the budget of host RAM after ``separator``; empty if device and host are one
+    memory."""
     return "" if problem.hardware.unified else f"{separator}RAM {show_size(problem.ram_bytes)}"
 
 
@@ -293,10 +293,7 @@ def _host(problem: Problem, simulation: Simulation) -> str:
 
 def _secondaries(problem: Problem, simulation: Simulation) -> list[str]:
     """Return a line for each secondary device: its budget, its peak, and its components.
-
-    ``problem`` may have several variants of a component. The components are listed for the variants
-    that the simulation used.
-    """
+    ``problem`` may have several variants of a component; the simulation's variants count."""
     lines = []
     for number, secondary in enumerate(problem.secondaries, 1):
         peak = max(
@@ -362,7 +359,7 @@ def _phases(problem: Problem, reports: Sequence[SlotReport], width: int) -> str:
     )
 
 
-# Attributes of a SlotReport that sum to its peak.
+# attributes of a SlotReport that sum to its peak
 TERMS = (
     "resident_bytes",
     "ring_buffer_bytes",
@@ -422,9 +419,7 @@ def phase_streams(slots: Iterable[Slot], component: str) -> dict[str, Stream]:
 
 def _timeline(problem: Problem, slots: Sequence[Slot], finds: DeviceBlocks, width: int) -> str:
     """Return a table with the placement of each component in each phase, and its variant.
-
-    ``finds``: the blocks on the device before the run.
-    """
+    ``finds``: the blocks on the device before the run."""
     placements = _placed(problem, slots, finds)
     rows = [["", *(f"{phase.stage}/{phase.index}" for phase in problem.phases), "stored as"]]
     rows += [[name, *_bars(marks, 4), storage] for name, marks, storage, _ in placements]
@@ -462,10 +457,8 @@ def _bars(marks: Sequence[str], columns: int) -> list[str]:
 def _placed(
     problem: Problem, slots: Sequence[Slot], finds: DeviceBlocks
 ) -> list[tuple[str, list[str], str, dict[str, str]]]:
-    """Return each component with its mark in each phase, its variant, and its resident blocks.
-
-    The resident blocks are given as text for each phase that streams the component.
-    """
+    """Return each component with its mark in each phase, its variant, and, for each phase that
+    streams it, its resident blocks as text."""
     placements = []
     for component in problem.components:
         variant, streams = component.variants[0], phase_streams(slots, component.name)
@@ -530,10 +523,8 @@ def _why(solution: Solution) -> str:
 
 
 def explain_screen(solution: Solution) -> str:
-    """Return the screen of ``graphrun explain``.
-
-    It lists the bytes, the time and the actions of every slot, then the basis of each number.
-    """
+    """Return the screen of ``graphrun explain``: the bytes, the time and the actions of every slot,
+    then the basis of each number."""
     problem, plan, simulation = solution.chosen, solution.plan, solution.simulation
     lines = [_head(solution, simulation, None), ""]
     clock, reports = 0.0, (*simulation.slots, *simulation.further_slots)
@@ -588,11 +579,8 @@ def check_screen(solution: Solution) -> str:
 def measured_screen(
     solution: Solution, trace: Trace, output_files: Sequence[str], look: Look | None = None
 ) -> str:
-    """Return the last screen of ``graphrun run``: planned and measured numbers.
-
-    It has a row for each phase, or for each slot if verbose, the output files, and the bytes left
-    on the device.
-    """
+    """Return the last screen of ``graphrun run``: planned and measured numbers. It has a row for
+    each phase, or for each slot if verbose, the output files, and the bytes left on the device."""
     look, simulation = look or Look(), solution.simulation
     units, pairs = (
         Units(simulation.peak_bytes, simulation.seconds),

@@ -1,7 +1,4 @@
-"""The JSON form of a plan and of a run.
-
-All figures are in bytes or seconds. Names match the plan screen.
-"""
+"""The JSON form of a plan and of a run, in bytes and seconds, with names as on the plan screen."""
 
 from __future__ import annotations
 
@@ -18,10 +15,8 @@ from graphrun.trace import Trace
 def summarize(
     solution: Solution, solve_seconds: float | None, trace: Trace | None = None
 ) -> dict[str, Any]:
-    """Return the data that ``--json`` prints.
-
-    With a ``trace``, ``measured`` has measured figures: in total, per stage and per slot.
-    """
+    """Return the data that ``--json`` prints. With a ``trace``, ``measured`` has measured figures:
+    in total, per stage and per slot."""
     problem, plan, simulation = solution.problem, solution.plan, solution.simulation
     unified = problem.hardware.unified
     summary: dict[str, Any] = {
@@ -82,10 +77,7 @@ def summarize(
 
 
 def _host(solution: Solution) -> dict[str, Any]:
-    """Return the budgets and peaks of host RAM.
-
-    On a CPU, whose memory is one pool: the process's own part of the budget.
-    """
+    """Return the budgets and peaks of host RAM; on a CPU, the process's own part of the budget."""
     problem, hardware = solution.problem, solution.problem.hardware
     if hardware.unified:
         process = figures(hardware, "context_bytes", "workspace_bytes")

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def element(tag: str, content: str | None = None, /, **attributes: str | float) -> str:
     """Return the element ``tag`` around ``content``, which is SVG; escape text with `html.escape`.
 
-    ``attributes``: ``class_`` is written as class, ``stroke_width`` as stroke-width. A float gets
-    one decimal.
+    ``attributes``: ``class_`` becomes class, ``stroke_width`` stroke-width. A float gets one
+    decimal.
     """
     attribute_text = "".join(
         f' {name.removesuffix("_").replace("_", "-")}="'
@@ -62,10 +62,8 @@ def tick_seconds(seconds: float) -> str:
 
 
 def rasterized(svg_text: str, scale: int = 2) -> Image.Image:
-    """Return the picture ``svg_text`` in pixels, ``scale`` for each unit.
-
-    Supported are rectangles, paths of M, H and V, polylines, circles and texts.
-    """
+    """Return the picture ``svg_text`` in pixels, ``scale`` for each unit. Supported are rectangles,
+    paths of M, H and V, polylines, circles and texts."""
     from PIL import Image, ImageDraw, ImageFont
 
     root = ElementTree.fromstring(svg_text)

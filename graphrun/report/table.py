@@ -34,10 +34,8 @@ def table(
 
 
 class Units:
-    """The units of a table.
-
-    ``size`` (of ``size_bytes``) fits the largest size, ``time`` the longest time.
-    """
+    """The units of a table: ``size`` (of ``size_bytes``) fits the largest size, ``time`` the
+    longest time."""
 
     def __init__(self, largest_bytes: int, longest_seconds: float = 0.0) -> None:
         candidates = (
@@ -47,10 +45,8 @@ class Units:
         self.time, self._time_seconds = ("s", 1.0) if longest_seconds >= 1 else ("ms", 1e-3)
 
     def row(self, *cells: str | float) -> list[str]:
-        """Return ``cells`` as text.
-
-        An int is bytes and gets two decimals; a float is seconds and gets three.
-        """
+        """Return ``cells`` as text: ints are bytes with two decimals, floats are seconds with
+        three."""
         return [self._text(cell) for cell in cells]
 
     def _text(self, cell: str | float) -> str:

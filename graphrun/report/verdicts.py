@@ -28,9 +28,7 @@ COUNTS = (
 
 def product_name(kinds: Mapping[str, str], settings: Mapping[str, str]) -> str:
     """Return what a run makes: ``a picture``, ``4 pictures``, ``a video``; ``a run`` for tensors.
-
-    ``kinds``: `Graph.kinds`.
-    """
+    ``kinds``: `Graph.kinds`."""
     product = next((name for kind, name in PRODUCTS if kind in kinds.values()), "run")
     count = next((settings[name] for name in COUNTS if name in settings), "1")
     return (
@@ -41,12 +39,12 @@ def product_name(kinds: Mapping[str, str], settings: Mapping[str, str]) -> str:
 
 
 def clock_text(device: str) -> str:
-    """Return whose seconds a run on the kind ``device`` has."""
+    """Return the text that names the clock of a run on the kind ``device``."""
     return kind_called(device).clock
 
 
 def location(*, unified: bool) -> str:
-    """Return where weights are that a device computes with. ``unified``: as `Hardware.unified`."""
+    """Return where a device's weights are. ``unified``: as `Hardware.unified`."""
     return "in memory" if unified else "on the device"
 
 
@@ -57,10 +55,8 @@ def budget_text(problem: Problem) -> str:
 
 
 def plan_verdict(solution: Solution, product: str = "a run") -> str:
-    """Return whether the plan fits, its time, its memory, and what it waits for.
-
-    The memory is counted as nvidia-smi, or on a CPU the kernel, would show it.
-    """
+    """Return whether the plan fits, its time, its memory, and what it waits for. Memory is counted
+    as nvidia-smi, or on a CPU the kernel, shows it."""
     problem, simulation = solution.problem, solution.simulation
     time = f"{roughly(simulation.seconds)} {product}"
     if problem.runs > 1:
@@ -86,11 +82,8 @@ def run_verdict(solution: Solution, trace: Trace) -> str:
 
 
 def _device(problem: Problem, seconds: float) -> str:
-    """Return the device with the basis of its figures.
-
-    If the basis is a data-sheet estimate, the range of ``seconds`` is added: ``(data sheet:
-    37 to 58 s)``.
-    """
+    """Return the device with the basis of its figures; for a data-sheet estimate, with the range of
+    ``seconds``: ``(data sheet: 37 to 58 s)``."""
     low, high = map(roughly, problem.hardware.seconds_range(seconds))
     number, _, unit = low.rpartition(" ")
     low = number if high.endswith(f" {unit}") and " " not in number else low
@@ -101,11 +94,8 @@ def _device(problem: Problem, seconds: float) -> str:
 
 
 def _used(problem: Problem, peak_bytes: int) -> str:
-    """Return the peak and the total, such as ``7.4 of 8 GiB``.
-
-    The peak has tensors, context, workspace and reserve. The total is the smaller of the budget and
-    the device's memory.
-    """
+    """Return the peak and the total, such as ``7.4 of 8 GiB``. The peak has tensors, context,
+    workspace and reserve. The total is the smaller of the budget and the device's memory."""
     total = min(problem.budget_bytes, problem.hardware.capacity_bytes)
     name, unit = next(
         ((name, unit) for name, unit in (("GiB", GIB), ("MiB", MIB)) if total >= unit), ("KiB", KIB)

@@ -38,7 +38,7 @@ from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.suggestions import Suggestion, exceeds_device, is_thorough, typed_value
 from graphrun.units import roughly, show_seconds, show_size
 
-# The title of each placement in `graphrun.solve.alternatives`; "": the plan itself.
+# the title of each placement in `graphrun.solve.alternatives`; "": the plan itself
 TITLES = {
     "": "as planned",
     "whole": "whole in all of its phases",
@@ -49,10 +49,8 @@ TITLES = {
 
 
 def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
-    """Return the screen that ``graphrun plan`` and ``run`` show with exit code 3.
-
-    No plan was found for budgets one byte below the minimum budgets on the screen.
-    """
+    """Return the screen that ``graphrun plan`` and ``run`` show with exit code 3. No plan was found
+    for budgets one byte below the minimum budgets on the screen."""
     look = look or Look()
     budgets = _budgets_text(error.problem)
     verdict = (
@@ -90,11 +88,8 @@ def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
 
 
 def suggestion_sentence(suggestion: Suggestion, product: str, *, fits: bool = True) -> str:
-    """Return the sentence that names the best ``suggestion``, before its command.
-
-    ``product``: what a run makes, such as ``a picture``. ``fits``: whether there is a plan without
-    it.
-    """
+    """Return the sentence that names the best ``suggestion``, before its command. ``product``: what
+    a run makes, such as ``a picture``. ``fits``: there is a plan without it."""
     output = ", and the output changes" if suggestion.changes_output else ""
     time = f"{roughly(suggestion.seconds)} {product}{output}"
     return f"{'better' if fits else 'to run it'}: {suggestion.text} ({time}):"
@@ -114,9 +109,7 @@ def _helping(
     suggestions: Sequence[Suggestion], capacity_bytes: int, look: Look, texts: bool = False
 ) -> Iterator[str]:
     """Yield a table of suggestions that can be typed as options, then the other suggestions.
-
-    ``texts``: whether to add each suggestion in words.
-    """
+    ``texts``: add each suggestion in words."""
 
     def words(suggestion: Suggestion) -> str:
         return "changes the output" if suggestion.changes_output else suggestion.text * texts
@@ -160,8 +153,8 @@ def _folded_rows(
 def options_text(suggestion: Suggestion, capacity_bytes: int) -> str:
     """Return the options to type for ``suggestion``, with rounded sizes.
 
-    Returns an empty string if options alone are not enough: the suggestion is to leave out a
-    directive, to run a second command, or to use a larger device.
+    "" if options are not enough: the suggestion is to drop a directive, to run a second command, or
+    to use a larger device.
     """
     if not suggestion.typed or any(
         exceeds_device(option, value, capacity_bytes) for option, value in suggestion.change
@@ -171,7 +164,7 @@ def options_text(suggestion: Suggestion, capacity_bytes: int) -> str:
 
 
 WORDS_COLUMNS = 25  # minimum width of the words next to the options
-# The bytes of a slot, as in `graphrun.model.least_memory.PhaseMinimum`.
+# the bytes of a slot, as in `graphrun.model.least_memory.PhaseMinimum`
 TERMS = ("weights_bytes", "ring_buffer_bytes", "activation_bytes", "values_bytes")
 
 
@@ -316,10 +309,7 @@ def alternatives_screen(
 
 
 def faster_than(solution: Solution, is_cached: bool) -> str:
-    """Return a line for a plan that replaces ``solution``.
-
-    ``is_cached``: whether it also replaces the plan in the cache.
-    """
+    """Return a line for a plan that replaces ``solution``, and the cached plan if ``is_cached``."""
     seconds = show_seconds(solution.simulation.total_seconds)
     return (
         f" as planned: one of these rows, since it is faster than the {seconds} "
@@ -345,10 +335,8 @@ def _why(alternative: Alternative, problem: Problem) -> str:
 def alternatives_json(
     solution: Solution, component: str, alternatives: Sequence[Alternative]
 ) -> dict[str, Any]:
-    """Return the content of `alternatives_screen` as data.
-
-    ``extra_seconds`` and ``extra_moved_bytes`` are differences to the plan.
-    """
+    """Return the content of `alternatives_screen` as data. ``extra_seconds`` and
+    ``extra_moved_bytes`` are differences to the plan."""
     rows = []
     for option in alternatives:
         row: dict[str, Any] = {
@@ -384,17 +372,15 @@ def alternatives_json(
     }
 
 
-# (value of the input that is varied, its points); ("", points) without such an input.
+# (value of the swept input, its points); ("", points) without a sweep
 Swept = Sequence[tuple[str, Sequence[FrontierPoint]]]
 
 
 def frontier_screen(
     problem: Problem, series: Swept, name: str = "", look: Look | None = None
 ) -> str:
-    """Return the screen of ``graphrun frontier``.
-
-    It has conclusions, then a row per budget, and per value of the input ``name``.
-    """
+    """Return the screen of ``graphrun frontier``: conclusions, then a row per budget, and per value
+    of the input ``name``."""
     look = look or Look()
     units = Units(max(point.budget_bytes for _, points in series for point in points))
     rows = [
@@ -469,10 +455,8 @@ def _short_proof(solution: Solution) -> str:
 
 
 def fastest(points: Sequence[FrontierPoint]) -> FrontierPoint | None:
-    """Return the fastest point; None if nothing fits.
-
-    Of several equally fast points it is the one with the smallest budget.
-    """
+    """Return the fastest point, of equals the one with the smallest budget; None if nothing
+    fits."""
     feasible_points = [point for point in points if point.fits]
     return min(
         feasible_points,
@@ -501,9 +485,7 @@ def _hardware(problem: Problem, device: int) -> Hardware:
 
 def _largest_of(series: Swept) -> list[tuple[int, str | None, float]]:
     """Return, for each budget, its bytes, the largest value that fits, and the seconds with it.
-
-    Every value was planned for: a smaller value is not assumed to fit.
-    """
+    Every value was planned for: a smaller value is not assumed to fit."""
     largest_values = []
     for number, first in enumerate(series[0][1]):
         feasible_values = [
@@ -528,11 +510,8 @@ def _largest(series: Swept, name: str) -> list[str]:
 
 
 def frontier_json(problem: Problem, series: Swept, name: str = "") -> dict[str, Any]:
-    """Return the content of `frontier_screen` as data.
-
-    ``points`` has an object per row. With a sweep, ``largest`` has the largest value that fits each
-    budget.
-    """
+    """Return the content of `frontier_screen` as data: ``points`` has an object per row; with a
+    sweep, ``largest`` has the largest value that fits each budget."""
     points = []
     for value, value_points in series:
         for point in value_points:
@@ -577,8 +556,7 @@ def frontier_svg(
 ) -> str:
     """Return predicted seconds (y) against budget (x) as SVG text, one line per value of ``name``.
 
-    Both axes start at 0. ``marked_bytes``: a budget to mark, such as the budget of the plan on the
-    same page.
+    Both axes start at 0. ``marked_bytes``: a budget to mark, such as that of the plan on the page.
     """
     bottom = HEIGHT - MARGIN
     most_bytes = max((point.budget_bytes for _, points in series for point in points), default=1)

@@ -14,18 +14,17 @@ from graphrun.serve.service import Service
 from graphrun.serve.shares import WHOLE
 from graphrun.trace import verdict
 
-KEPT_PICTURES_BYTES = 2**28  # of all stored pictures
+KEPT_PICTURES_BYTES = 2**28  # limit for all stored pictures together
 
 
 class Pictures:
-    """Pictures that were answered as URLs, by a name that cannot be guessed: (bytes, content type).
-    The oldest pictures are evicted."""
+    """Pictures answered as URLs: (bytes, content type) by unguessable name. The oldest are
+    evicted."""
 
     def __init__(self) -> None:
         self._pictures: OrderedDict[str, tuple[bytes, str]] = OrderedDict()
 
     def keep(self, picture: bytes, suffix: str) -> str:
-        """Store ``picture`` and return its name."""
         name = secrets.token_urlsafe(24) + suffix
         self._pictures[name] = picture, f"image/{suffix.removeprefix('.')}"
         while sum(len(data) for data, _ in self._pictures.values()) > KEPT_PICTURES_BYTES:
@@ -92,8 +91,7 @@ def result(job: Job, pictures: Pictures, base: str) -> dict[str, Any]:
 
 
 def timing(job: Job) -> str:
-    """Return the Server-Timing header (W3C): milliseconds of planning, of waiting, and of each
-    stage on the device's clock."""
+    """Return the Server-Timing header (W3C): milliseconds of planning, waiting and each stage."""
     stages = {stage["name"]: stage["measured_seconds"] for stage in _figures(job)["stages"]}
     return ", ".join(
         f"{name};dur={1000 * seconds:.1f}"
@@ -102,8 +100,7 @@ def timing(job: Job) -> str:
 
 
 def model_of(graph: Graph, service: Service) -> dict[str, Any]:
-    """Return a graph as ``/v1/models`` shows it: its inputs, the limits of a request, and its plan
-    at the defaults."""
+    """Return a graph as ``/v1/models`` shows it."""
     bounds = service.settings.bounds
     answer: dict[str, Any] = {
         "id": graph.name,
@@ -146,8 +143,8 @@ def _seed(job: Job, number: int) -> dict[str, Any]:
 
 
 def _figures(job: Job) -> dict[str, Any]:
-    """Return the planned and measured numbers. Seconds are of the device's clock, and peaks are as
-    nvidia-smi would show them."""
+    """Return the planned and measured numbers, on the device's clock. Peaks are as nvidia-smi shows
+    them."""
     stages: dict[str, list[float]] = {}
     for run in job.results:
         for stage, pair in run["stages"].items():

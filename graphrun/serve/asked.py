@@ -1,4 +1,4 @@
-"""Turn the body of a request into inputs of a graph. All bounds are checked here, before planning.
+"""Turn the body of a request into inputs of a graph, and check all bounds before planning.
 
 {"prompt": ..., "size": "1024x768", "n": 2, "seed": 7, "steps": 20}
 -> two runs: height, width, seeds 7 and 8, steps
@@ -23,7 +23,7 @@ from graphrun.report.verdicts import COUNTS
 from graphrun.serve.errors import Refused
 from graphrun.serve.settings import Bounds
 
-# Fields of the OpenAI API that are ignored, unless the graph has an input of that name.
+# fields of the OpenAI API that are ignored, unless the graph has an input of that name
 IGNORED = frozenset(
     [
         "background",
@@ -38,7 +38,7 @@ IGNORED = frozenset(
 )
 OWN = frozenset(["model", "n", "size", "response_format", "output_format", "seed"])
 FORMATS = ("png", "jpeg", "webp")
-SEEDS = 2**31  # upper bound of drawn seeds
+SEEDS = 2**31  # upper bound of random seeds
 
 RequestShape = tuple[str, tuple[tuple[str, str], ...]]
 """Name of a graph, and the inputs that sizes and times depend on (`graphrun.graph.settings`)."""
@@ -46,7 +46,7 @@ RequestShape = tuple[str, tuple[tuple[str, str], ...]]
 
 @dataclass(frozen=True, slots=True)
 class PictureRequest:
-    """A request. ``runs``: the complete inputs for each picture. ``suffix``: of picture files.
+    """A request. ``runs``: the complete inputs of each picture. ``suffix``: of picture files.
     ``as_url``: answer with URLs."""
 
     graph: str
@@ -63,7 +63,7 @@ def picture_inputs(graph: Graph) -> list[str]:
 
 
 def graph_of(body: Mapping[str, Any], graphs: Mapping[str, Graph]) -> Graph:
-    """Return the graph named by ``model``, or the first one without it. Raises Refused (404)."""
+    """Return the graph named by ``model``, by default the first. Raises Refused (404)."""
     name = body.get("model")
     if name is None:
         return next(iter(graphs.values()))
@@ -81,7 +81,7 @@ def graph_of(body: Mapping[str, Any], graphs: Mapping[str, Graph]) -> Graph:
 def asked_of(
     body: Mapping[str, Any], graph: Graph, bounds: Bounds, files: Mapping[str, Any]
 ) -> PictureRequest:
-    """Return the request in ``body`` to ``graph``. ``files``: values of the picture inputs. Raises
+    """Return the request in ``body`` to ``graph``. ``files``: values of picture inputs. Raises
     Refused (422)."""
     entries = {name: value for name, value in body.items() if value is not None}
     fields = {
@@ -146,7 +146,7 @@ def _refuse_long(name: str, value: Any, bounds: Bounds) -> None:
 
 
 def _whole(name: str, value: Any) -> int:
-    """Return ``value`` as an integer. A field of a form is a text."""
+    """Return ``value`` as an integer. Form fields are texts."""
     if isinstance(value, str) and re.fullmatch(r"-?\d{1,19}", value):
         return int(value)
     if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 2**62:
@@ -178,8 +178,7 @@ def _size(value: Any, graph: Graph) -> dict[str, int]:
 def _amounts(
     graph: Graph, values: Mapping[str, Any], bounds: Bounds
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, amount, limit) for steps, pixels and pictures, from the arguments of the
-    stages."""
+    """Yield (name, amount, limit) for steps, pixels and pictures, from the stages' arguments."""
     for stage in graph.stages:
         arguments = {name: _value(argument, values) for name, argument in stage.arguments.items()}
         for name, value in arguments.items():

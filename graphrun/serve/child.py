@@ -1,8 +1,5 @@
-"""A process of the server that answers over a pipe. It ends when the server ends, for whatever
-reason.
-
-Signals that a terminal or a service manager sends to all processes are handled by the server only.
-"""
+"""A child process that answers over a pipe and ends with the server, for whatever reason. Only the
+server handles signals that a terminal or a service manager sends to all processes."""
 
 from __future__ import annotations
 
@@ -48,17 +45,16 @@ class Child:
             target=_begin, args=(main, other, settings), daemon=True, name=main.__name__
         )
         self.process.start()
-        other.close()  # else the pipe stays open when the process ends
+        other.close()  # otherwise the pipe stays open when the process ends
         threading.Thread(target=self._listen, daemon=True).start()
 
     def send(self, kind: str, **content: Any) -> None:
-        """Send a message. A message to a process that has ended is lost; ``died`` is called
-        then."""
+        """Send a message. It is lost if the process has ended; ``died`` is called then."""
         with contextlib.suppress(OSError):
             self._connection.send((kind, content))
 
     def stop(self) -> None:
-        """End the process. It is killed after `STOP_SECONDS`."""
+        """End the process; kill it after `STOP_SECONDS`."""
         self._stopped = True
         self.send("stop")
         self.process.join(STOP_SECONDS)
@@ -86,7 +82,7 @@ class Child:
 
 
 def leave_signals() -> None:
-    """Ignore the signals that end a server: its own process handles them. Call this again after
+    """Ignore the signals that end a server: the server process handles them. Repeat after importing
     libraries that install handlers."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -1,5 +1,4 @@
-"""The worker process of a server that runs its pipelines on a cluster. It holds no weights: Ray
-actors hold them.
+"""The worker process of a server on a cluster. Ray actors hold the weights.
 
 A batch is a stream through the devices (`graphrun.cluster.flow`). A cancelled request stops when a
 device finishes the request's current stages.
@@ -31,8 +30,8 @@ def work_on_a_cluster(connection: Connection, settings: Settings) -> None:
 
 
 class ClusterWorker(RequestWorker):
-    """Runs requests on the devices of ``settings.cluster``. Graphs take turns on the devices.
-    Raises InputError if Ray is not installed."""
+    """Runs requests on the devices of ``settings.cluster``; graphs take turns. Raises InputError
+    without Ray."""
 
     def _open(self) -> None:
         from graphrun.cluster.actors import ClusterRunner
@@ -47,18 +46,16 @@ class ClusterWorker(RequestWorker):
             cluster.label,
             all(device.hardware.kind.has_virtual_clock for device in cluster.devices),
         )
-        self._batch: Batch | None = None  # the current one
-        self._past_seconds = 0.0  # of earlier batches
-        self._warm = set[str]()  # devices that have run since the last change of placement
+        self._batch: Batch | None = None  # the current batch
+        self._past_seconds = 0.0  # seconds of earlier batches
+        self._warm = set[str]()  # devices that ran since the placement last changed
 
     def close(self) -> None:
-        """End the actors."""
         self._runner.close()
 
     @property
     def clock_seconds(self) -> float:
-        """Seconds since the start. On simulated devices they are virtual and shared by all
-        devices."""
+        """Seconds since the start. On simulated devices they are virtual and shared."""
         if not self._virtual:
             return time.monotonic() - self._began
         return self._past_seconds + (self._batch.seconds if self._batch is not None else 0.0)
@@ -100,9 +97,7 @@ class ClusterWorker(RequestWorker):
         strict: bool,
     ) -> None:
         """Run ``runs``, all of one shape. ``on_done`` gets the message fields of each finished run.
-
-        ``strict``: raise the error of the first run that fails, instead of sending ``apart``.
-        """
+        ``strict``: raise the error of the first run that fails, instead of sending ``apart``."""
         from graphrun.batch.cache.reuse import reuse_for
         from graphrun.batch.queue import BatchContext, run_requests
         from graphrun.batch.requests import Request
@@ -144,7 +139,7 @@ class ClusterWorker(RequestWorker):
                 graph, values, self._label, settings.cache, settings.reuse, allow, None
             )
 
-        nowhere: Any = None  # the cluster plans and runs
+        nowhere: Any = None  # unused: the cluster plans and runs
         context = BatchContext(
             estimate=nowhere,
             solve=nowhere,
@@ -172,7 +167,7 @@ class ClusterWorker(RequestWorker):
 
 
 class _ClusterWatcher(Watcher):
-    """Reports the current stage of each request, and the requests that are left out."""
+    """Reports the current stage of each request, and the requests that do not run."""
 
     def __init__(
         self,

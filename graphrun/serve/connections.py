@@ -1,5 +1,4 @@
-"""Connections of the server: how long each may wait for its client, and which one is closed if
-there are too many."""
+"""Connections of the server: how long each may wait for its client, and which is closed first."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from graphrun.serve.settings import Settings
 
 
 def protocol_within(settings: Settings) -> type[H11Protocol]:
-    """Return uvicorn's HTTP/1.1 protocol with bounds. Without them, uvicorn waits forever for
-    headers and for clients that do not read.
+    """Return uvicorn's HTTP/1.1 protocol with timeouts. uvicorn waits for clients forever.
 
     If more than ``settings.connections`` are open, the one that has waited longest for its client
     is cut off. If the server is working for all of them, the new one gets 503. uvicorn's own limit
@@ -71,8 +69,7 @@ def protocol_within(settings: Settings) -> type[H11Protocol]:
 
         @property
         def waits_for_client(self) -> bool:
-            """Whether the server waits for the client to send or read, and does nothing else for
-            it."""
+            """Whether the server only waits for the client to send or to read."""
             sends = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
             return sends or self.flow.write_paused or self.transport.is_closing()
 
@@ -82,7 +79,7 @@ def protocol_within(settings: Settings) -> type[H11Protocol]:
             self.transport.abort()
 
         def _expect_headers(self) -> None:
-            """Start the timer when headers are awaited, and stop it when they have arrived."""
+            """Run the timer for headers only while headers are awaited."""
             waits = self.conn.their_state is h11.IDLE
             if not waits and self._headers is not None:
                 self._headers.cancel()
@@ -91,8 +88,7 @@ def protocol_within(settings: Settings) -> type[H11Protocol]:
                 self._headers = self.loop.call_later(bounds.body_seconds, self.transport.close)
 
         def _expect_reader(self) -> None:
-            """Cut off a client that reads no byte for a while although some are waiting. Closing
-            alone would wait for the client."""
+            """Cut off a client that stops reading. Closing alone would wait for the client."""
             if self._reader is None:
                 self._look_for_reader(-1)
 

@@ -1,4 +1,4 @@
-"""Refusals in the format of the OpenAI API: a status, and ``{"error": {"message", "type", "param",
+"""Refusals as in the OpenAI API: a status, and ``{"error": {"message", "type", "param",
 "code"}}``."""
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ KINDS |= {500: "server_error", 503: "server_error"}
 
 
 class Refused(Exception):
-    """A request is refused.
-
-    ``code``: a word for programs. ``param``: the field at fault. ``retry_seconds``: when another
-    try may succeed. ``details``: further entries of the error.
-    """
+    """A refused request. ``code``: a word for programs. ``param``: the field at fault.
+    ``retry_seconds``: when another try may succeed. ``details``: further entries of the error."""
 
     def __init__(
         self,
@@ -39,12 +36,10 @@ class Refused(Exception):
 
     @classmethod
     def stopping(cls) -> Refused:
-        """Return the refusal of a server that is stopping."""
         return cls(503, "the server is stopping", "stopping", retry_seconds=10)
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON body."""
         kind = KINDS.get(self.status, "invalid_request_error")
         return {
             "error": {

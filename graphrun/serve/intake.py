@@ -1,5 +1,4 @@
-"""Read requests: bound their bodies in bytes and seconds before anything parses them, check keys,
-and turn bodies into requests."""
+"""Read requests: bound bodies before anything parses them, check keys, and parse."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ T = TypeVar("T")
 class Bounded:
     """ASGI middleware that bounds the body of a request, in bytes and in seconds.
 
-    An answer sent before the end of the body closes the connection. Afterwards the rest of the body
-    is read, up to the size limit, so that the client gets the answer instead of a reset (RFC 9112,
+    An answer sent before the end of the body closes the connection. The rest of the body is then
+    read, up to the size limit, so that the client gets the answer instead of a reset (RFC 9112,
     9.6).
     """
 
@@ -71,7 +70,7 @@ class Bounded:
 
 
 class _Body:
-    """The body of one request, as it arrives. ``ended``: whether all of it has arrived."""
+    """The body of one request, as it arrives. ``ended``: all of it has arrived."""
 
     def __init__(self, scope: Scope, receive: Receive, bounds: Bounds) -> None:
         headers = dict(scope["headers"])
@@ -83,8 +82,8 @@ class _Body:
         self.ended = self._length == 0 and b"transfer-encoding" not in headers
 
     async def receive(self) -> Message:
-        """Return the next message. Raises Refused if the body is too large or too slow, or if the
-        client has left."""
+        """Return the next message. Raises Refused if the body is too large or slow, or the client
+        left."""
         if self.ended:
             return await self._receive()
         self._refuse_large(self._length)
@@ -94,7 +93,6 @@ class _Body:
         return message
 
     async def discard(self) -> None:
-        """Read and drop the rest of the body, up to the size limit."""
         rest_bytes = self._limit_bytes
         with contextlib.suppress(Refused):
             while not self.ended and rest_bytes > 0:
@@ -114,7 +112,7 @@ class _Body:
             )
             raise Refused(408, text, "timeout") from None
         if message["type"] == "http.disconnect":
-            raise Refused(499, "the client has left", "client_left")  # nobody reads it
+            raise Refused(499, "the client has left", "client_left")  # nobody reads this answer
         self.ended = not message.get("more_body", False)
         return message
 
@@ -124,8 +122,8 @@ class _Body:
 
 
 def owner_in(request: Request, keys: Mapping[str, str]) -> str:
-    """Return the name whose key the request has; an empty name if the server has no keys. Raises
-    Refused (401)."""
+    """Return the name whose key the request has; empty if the server has no keys. Raises Refused
+    (401)."""
     if not keys:
         return ""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -207,7 +205,7 @@ async def edit_in(
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Return the result of ``work``. If the client leaves, ``work`` is cancelled."""
+    """Return the result of ``work``; cancel ``work`` if the client leaves."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -217,7 +215,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     try:
         await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Refused(499, "the client has left", "client_left")  # nobody reads it
+            raise Refused(499, "the client has left", "client_left")  # nobody reads this answer
         return task.result()
     finally:
         for future in (task, leaving):
@@ -225,11 +223,8 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 async def _json(request: Request) -> dict[str, Any]:
-    """Return the JSON object in the body.
-
-    Another content type is refused, because browsers send some types across sites without a
-    preflight request.
-    """
+    """Return the JSON object in the body. Refuse other content types: browsers send some of them
+    across sites without a preflight request."""
     if (
         request.headers.get("content-type", "").partition(";")[0].strip().lower()
         != "application/json"
@@ -245,8 +240,7 @@ async def _json(request: Request) -> dict[str, Any]:
 
 
 def _picture(name: str, kind: str, path: Path) -> Any:
-    """Return the picture in the file ``path``. Raises Refused (422), with a message that hides the
-    path."""
+    """Return the picture in the file ``path``. Raises Refused (422); its message hides the path."""
     try:
         return media.accept(kind, path)
     except (InputError, ValueError) as error:

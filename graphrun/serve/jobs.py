@@ -21,12 +21,10 @@ class Job:
     """A request and its state.
 
     ``state``: waiting, running, or one of `ENDED`. ``stage``, ``step``, ``steps`` and ``preview``
-    (PNG) belong to the current run.
-
-    Seconds of the device's clock: ``admitted_at``, ``promised_at`` (predicted start) and
-    ``begun_at``. Wall seconds: ``planning_seconds`` and ``queued``. ``batch_size``: requests in the
-    batch, this one included. ``results``: the worker's message for each finished run. ``attempts``:
-    workers that died under this request.
+    (PNG): of the current run. On the device's clock: ``admitted_at``, ``promised_at`` (predicted
+    start) and ``begun_at``. Wall seconds: ``planning_seconds`` and ``queued``. ``batch_size``:
+    requests in the batch, this one included. ``results``: the worker's message for each finished
+    run. ``attempts``: workers that died under this request.
     """
 
     request: PictureRequest
@@ -53,13 +51,12 @@ class Job:
     batch_size: int = 1
     budgets: Mapping[str, int] = field(
         default_factory=dict
-    )  # of its share; empty: the whole budgets
+    )  # of the plan's share; empty: the whole budgets
     seconds: float = 0.0  # predicted, of all runs
     _change: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def ended(self) -> bool:
-        """Whether the job is done, failed or cancelled."""
         return self.state in ENDED
 
     def change(self, **values: Any) -> None:
@@ -70,8 +67,8 @@ class Job:
         self._change = asyncio.Event()
 
     async def changes(self) -> AsyncIterator[None]:
-        """Yield at once and after each change; end when the job has ended. Changes in between are
-        merged."""
+        """Yield at once and after changes, several of which may merge; stop when the job has
+        ended."""
         while True:
             event = self._change
             yield

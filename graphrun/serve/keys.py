@@ -1,9 +1,5 @@
-"""API keys: a file with a name and the SHA-256 of a key on each line. The keys themselves are not
-stored.
-
-Keys are long random texts, so one round of SHA-256 without salt cannot be inverted. Passwords would
-need a slow hash.
-"""
+"""API keys: a file with a name and the SHA-256 of a key on each line. Keys are long random texts,
+so one unsalted round of SHA-256 cannot be inverted. Passwords would need a slow hash."""
 
 from __future__ import annotations
 
@@ -23,10 +19,8 @@ MAKE = (
 
 
 def read_keys(path: Path) -> dict[str, str]:
-    """Return the hexadecimal SHA-256 of each key, by name.
-
-    Raises InputError, with the line, for a malformed line, and for a file without keys.
-    """
+    """Return the hexadecimal SHA-256 of each key, by name. Raises InputError for a malformed line,
+    with its number, and for a file without keys."""
     digests: dict[str, str] = {}
     for number, line in enumerate(read_text(path).splitlines(), 1):
         words = line.partition("#")[0].split()
@@ -46,8 +40,7 @@ def read_keys(path: Path) -> dict[str, str]:
 
 
 def owner_of(key: str, keys: Mapping[str, str]) -> str | None:
-    """Return the name whose key is ``key``; None if there is none. The time does not depend on the
-    key."""
+    """Return the name whose key is ``key``, or None, in a time that does not depend on the key."""
     digest, owner = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest(), None
     for name, candidate in keys.items():
         if hmac.compare_digest(digest, candidate):

@@ -1,16 +1,15 @@
-"""The queue: which request runs next, and how long everyone waits. Works on predicted seconds only,
-without graphs or clocks.
+"""The queue: which request runs next, and how long each waits. Predicted seconds only, no clock.
 
 A run is faster if the weights of its own plan are still on the device. So a request may overtake
-others to queue behind one of its shape, as long as nobody ends later than promised by more than
+others to queue behind one of its shape, unless someone then ends later than promised by more than
 `PATIENCE`.
 
     waiting  A A B B C
     A comes: behind the second A, if B, B and C still end in time; else at the end
 
-If the plan predicts that a batch is faster, requests of one shape run as a batch, stage by stage.
-The first requests of a batch wait for the others, so a request joins only if they all still end in
-time. The longer the queue, the larger the batches.
+Requests of one shape run as a batch, stage by stage, if the plan predicts that this is faster. The
+first requests of a batch wait for the others, so a request joins only if all still end in time. The
+longer the queue, the larger the batches.
 
     in turn     (encode denoise decode)1 (encode denoise decode)2
     together    encode1 encode2 | (denoise decode)1 (denoise decode)2
@@ -28,14 +27,12 @@ MOST_TOGETHER = 16  # runs
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Predicted seconds of a run: of the first run of a plan, and of a run right after another run
-    of the same plan.
+    """Predicted seconds of a plan's first run, and of a run right after another run of the plan.
 
     ``segments``: the same two numbers for each segment of a batch (`graphrun.batch.schedule`), if
-    batches are possible; they start and end with an empty device. ``stages``: the stages of each
-    segment. ``concurrent_end_seconds``: on a cluster, which executes the runs of a batch
-    concurrently, when each run ends, in seconds from the start: with nothing loaded, and with the
-    weights on the devices. The weights stay there.
+    batches are possible; they start and end with an empty device. ``stages``: of each segment.
+    ``concurrent_end_seconds``: on a cluster, when each run of a batch ends, in seconds from the
+    start: with nothing loaded, and with the weights on the devices, where they stay.
     """
 
     first_seconds: float
@@ -49,8 +46,7 @@ class Cost:
         return self.again_seconds if warm else self.first_seconds
 
     def end_seconds(self, runs: int, warm: bool = False) -> list[float]:
-        """Return when each run of a batch of ``runs`` ends, in seconds from the start of the
-        batch."""
+        """Return when each of ``runs`` runs of a batch ends, in seconds from its start."""
         if self.concurrent_end_seconds is not None:
             return list(self.concurrent_end_seconds[warm][:runs])
         *head, (first_seconds, repeat_seconds) = self.segments
@@ -58,8 +54,8 @@ class Cost:
         return [begin + first_seconds + number * repeat_seconds for number in range(runs)]
 
     def own_seconds(self, runs: int, warm: bool, is_follower: bool) -> float:
-        """Return the seconds that ``runs`` runs of a batch take, without the other runs.
-        ``is_follower``: other runs of the batch come first."""
+        """Return the seconds of ``runs`` runs of a batch, without the batch's other runs.
+        ``is_follower``: others come first."""
         if self.concurrent_end_seconds is not None:
             return self.run_seconds(warm or is_follower) + (runs - 1) * self.again_seconds
         return sum(segment[is_follower] + (runs - 1) * segment[1] for segment in self.segments)
@@ -69,10 +65,10 @@ class Cost:
 class QueueEntry:
     """A request for ``runs`` runs of ``shape``.
 
-    ``group``: the weights of this request replace the weights of other shapes of the group.
-    ``resident_groups``: groups whose weights stay on the device; all others are evicted. ``start``
-    and ``end``: the promised times, on the caller's clock. ``batch``: consecutive entries with the
-    same value may run as a batch; None: the entry runs by itself.
+    ``group``: its weights replace the weights of other shapes of the group. ``resident_groups``:
+    groups whose weights stay on the device; all others are evicted. ``start`` and ``end``: the
+    promised times, on the caller's clock. ``batch``: consecutive entries with the same value may
+    run as a batch; None: the entry runs by itself.
     """
 
     item: Any
@@ -87,19 +83,15 @@ class QueueEntry:
 
 
 class Line:
-    """The waiting requests, in order.
-
-    ``warm_shapes``: for each group, the shape whose weights are on the device after the current
-    run.
-    """
+    """The waiting requests, in order. ``warm_shapes``: by group, the shape whose weights are on the
+    device after the current run."""
 
     def __init__(self) -> None:
         self.entries: list[QueueEntry] = []
         self.warm_shapes: dict[Hashable, Hashable] = {}
 
     def seconds(self, entry: QueueEntry, warm: Mapping[Hashable, Hashable]) -> float:
-        """Return the predicted seconds of ``entry`` if the weights in ``warm`` are on the
-        device."""
+        """Return the predicted seconds of ``entry`` with the weights in ``warm`` on the device."""
         return _ends([entry], warm)[-1]
 
     def times(self, entries: Sequence[QueueEntry], begin: float) -> Iterator[tuple[float, float]]:
@@ -148,7 +140,7 @@ class Line:
 
     def _places(self, entry: QueueEntry) -> Iterator[tuple[int, object, int]]:
         """Yield possible positions for ``entry``, the best first, each with its batch and the
-        number of the first entry that would be delayed."""
+        number of the first delayed entry."""
         end, kind = len(self.entries), (entry.group, entry.shape)
         alike_numbers = [
             number
@@ -181,26 +173,26 @@ class Line:
             yield position, object(), position
 
     def pop(self) -> list[QueueEntry]:
-        """Remove and return the next entry or batch, and update ``warm``."""
+        """Remove and return the next entry or batch, and update ``warm_shapes``."""
         batch = _next_batch(self.entries[:MOST_TOGETHER], self.warm_shapes)
         del self.entries[: len(batch)]
         self.warm_shapes = _warm_after(batch, self.warm_shapes)
         return batch
 
     def remove(self, item: Any) -> None:
-        """Remove the entry of ``item``, if it waits."""
         self.entries = [entry for entry in self.entries if entry.item is not item]
 
 
 def _in_time(entry: QueueEntry, times: tuple[float, float], clock: float) -> bool:
-    """Whether ``entry``, which starts and ends at ``times``, meets its promise or nearly does."""
+    """Whether ``entry`` keeps its promise, within `PATIENCE`, if it starts and ends at
+    ``times``."""
     patience = PATIENCE * max(0.0, entry.start - clock)
     return times[0] <= entry.start + patience and times[1] <= entry.end + patience
 
 
 def go_together(entries: Sequence[QueueEntry], warm: Mapping[Hashable, Hashable]) -> bool:
     """Whether ``entries`` of one batch are faster as a batch, including the reload of the next
-    entry's weights."""
+    weights."""
     first, runs = entries[0], sum(entry.runs for entry in entries)
     cost, has_weights = first.cost, is_warm(first, warm)
     if first.batch is None or not (cost.segments or cost.concurrent_end_seconds) or runs == 1:
@@ -220,7 +212,7 @@ def is_warm(entry: QueueEntry, warm: Mapping[Hashable, Hashable]) -> bool:
 def _next_batch(
     entries: Sequence[QueueEntry], warm: Mapping[Hashable, Hashable]
 ) -> list[QueueEntry]:
-    """Return the entries at the head of ``entries`` that run next: a batch if that is faster, else
+    """Return the entries that run next: a batch from the head of ``entries`` if faster, else
     one."""
     number = next(
         (number for number, other in enumerate(entries) if other.batch is not entries[0].batch),

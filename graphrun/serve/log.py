@@ -10,16 +10,16 @@ from typing import TextIO
 
 from graphrun.reading import printable
 
-# A line feed within a text. Lines of a traceback are indented; any other new line would look like a
-# log entry of its own.
+# a line feed within a text; tracebacks indent their lines, and any other new line would look like a
+# log entry of its own
 _FORGED = re.compile(r"\n(?=[^\s])")
 
 
 def escape_log() -> None:
     """Escape control characters in this process's stdout and stderr from now on.
 
-    Characters that a terminal acts on are escaped, and line feeds within a text, unless the next
-    line is indented. Call this before importing libraries whose handlers keep the stream they find.
+    Line feeds within a text are escaped too, unless the next line is indented. Call this before
+    importing libraries whose log handlers store the stream.
     """
     sys.stdout, sys.stderr = _Escaped(sys.stdout), _Escaped(sys.stderr)
 
@@ -31,8 +31,8 @@ def note(line: str) -> None:
 
 
 class _Escaped(io.TextIOBase):
-    """A text stream that writes to ``stream``. It reports that it is no terminal, so that no
-    library writes progress bars or colours."""
+    """A text stream that writes to ``stream`` and reports that it is no terminal, so that libraries
+    write no progress bars or colours."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -8,8 +8,7 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 
 class Metrics:
-    """The metrics of one server. Labels take few values: names of graphs and stages, and
-    statuses."""
+    """The metrics of one server. Labels have few values: graphs, stages and statuses."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -59,5 +58,4 @@ class Metrics:
         )
 
     def text(self) -> bytes:
-        """Return the text that Prometheus reads."""
         return generate_latest(self.registry)

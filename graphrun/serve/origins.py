@@ -1,8 +1,8 @@
 """Which web pages may use the server, and by which names browsers may call it.
 
-A browser sends a form of any page to any server; the header ``Origin`` names the page. An attacker
+A browser sends forms of any page to any server; the header ``Origin`` names the page. An attacker
 can point the name of a page to this machine (DNS rebinding). The browser then sends requests for
-the page's own server here, and ``Host`` is the page's name.
+the page's own server here, with the page's name as ``Host``.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@\\'\"]+")
 
 
 class Guarded:
-    """ASGI middleware that answers 403 to pages whose origin is not in ``origins``, and to calls by
-    names that are not in ``names``.
+    """ASGI middleware that answers 403 to pages of other ``origins``, calls by other ``names``.
 
-    A request without ``Origin`` passes, because no page sent it. Pages of this server pass, because
-    their origin equals the ``Host``.
+    A request without ``Origin`` passes: no page sent it. The server's own pages pass: their origin
+    equals ``Host``.
     """
 
     def __init__(self, app: ASGIApp, names: ServerNames, origins: Collection[str]) -> None:
@@ -80,7 +79,7 @@ class Guarded:
 class ServerNames:
     """Names and addresses of a server that listens on ``bound``.
 
-    They are ``bound``, the loopback names, the name of the machine (also with ``.local``), and
+    These are ``bound``, the loopback names, the name of the machine (also with ``.local``), and
     ``extra_names``: names, ``*.example.com``, or ``*`` for any. A server on all interfaces accepts
     any address, because nobody can redirect an address.
     """
@@ -103,7 +102,6 @@ class ServerNames:
         self._addresses = address is not None and address.is_unspecified
 
     def include(self, host: str) -> bool:
-        """Whether the ``Host`` header ``host`` is one of these names."""
         if (name := _name_in(host)) is None:
             return False
         if (address := _address(name)) is not None:
@@ -141,7 +139,7 @@ def origin_of(value: str) -> str:
 
 
 def _name_in(host: str) -> str | None:
-    """Return the name or address in a ``Host`` header, without its port; None if there is none."""
+    """Return the name or address in a ``Host`` header, without its port; None if malformed."""
     match = _HOST.fullmatch(host.lower())
     return match and (match[1] or match[2])
 

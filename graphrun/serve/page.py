@@ -1,4 +1,4 @@
-"""The page at ``/``: a form, and the server's answers to it. It loads nothing from another host."""
+"""The page at ``/``: a form, and the server's answers. It loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graphrun.serve.settings import Settings
 
 KINDS = {"page.js": "text/javascript", "page.css": "text/css"}
 ASSETS = {name: ((files(__package__) / name).read_bytes(), kind) for name, kind in KINDS.items()}
-# Only scripts, styles and pictures of this server. data: and blob: are pictures in its answers.
+# only this server's scripts, styles and pictures; data: and blob: are pictures in its answers
 POLICY = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; "
     "style-src 'self'; connect-src 'self'; "

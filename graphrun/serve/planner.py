@@ -1,8 +1,5 @@
-"""The process that makes plans. It loads no weights. A slow or failing plan therefore delays no
-running request.
-
-Plans go to the cache folder, where the worker finds them.
-"""
+"""The process that makes plans, so that a slow or failing plan delays no running request. It loads
+no weights. Plans go to the cache folder, where the worker finds them."""
 
 from __future__ import annotations
 
@@ -29,9 +26,9 @@ if TYPE_CHECKING:
 class PlannedShape:
     """The server's summary of a plan.
 
-    ``peak_bytes``: as nvidia-smi would show it. ``verdict``: the first line on a screen.
-    ``budgets``: arguments of `graphrun.estimate` for the plan's share; empty for the whole budgets.
-    ``has_batch_plan``: whether the planner already checked if runs are faster as a batch.
+    ``peak_bytes``: as nvidia-smi shows it. ``verdict``: the first line on a screen. ``budgets``:
+    arguments of `graphrun.estimate` for the plan's share; empty: the whole budgets.
+    ``has_batch_plan``: the planner has checked whether batches are faster.
     """
 
     cost: Cost
@@ -45,8 +42,7 @@ def plan_forever(connection: Connection, settings: Settings) -> None:
     """Answer messages until ``stop``.
 
     ``plan`` (key, graph, inputs, share) is answered with ``planned`` (key, shape) or ``unfit``
-    (key, status, ...). ``plan_batch`` (the same fields) is answered with ``batch_plan`` (key,
-    parts).
+    (key, status, ...); ``plan_batch`` (the same fields) with ``batch_plan`` (key, parts).
     """
     graphs = settings.loaded_graphs()
     while (message := connection.recv())[0] != "stop":
@@ -119,8 +115,7 @@ def _plan_shape(graph: Any, request: dict[str, Any], settings: Settings) -> Plan
 def _plan_on_cluster(
     graph: Any, request: dict[str, Any], settings: Settings, cluster: Cluster
 ) -> PlannedShape:
-    """Plan ``request`` for a cluster. Batches run as a stream there: the devices work
-    concurrently."""
+    """Plan ``request`` for a cluster, where the runs of a batch execute concurrently."""
     from graphrun.cluster.place import place
     from graphrun.cluster.stream import finish_seconds
 
@@ -157,19 +152,18 @@ def _plan_on_cluster(
 
 
 class _Interrupted(Exception):
-    """A request waits for a plan, so planning a batch stops."""
+    """Planning a batch was interrupted by a request that waits for a plan."""
 
 
 def _plan_batch(
     graph: Any, request: dict[str, Any], settings: Settings, interrupted: Callable[[], bool]
 ) -> dict[tuple[str, ...], tuple[float, float]] | None:
-    """Return the stages of each segment of a batch, with its predicted seconds: for the first run,
-    and for each further run.
+    """Return the seconds of each segment of a batch, by its stages: first run and each further run.
 
-    The result is empty if no such schedule is faster, or if a schedule would store components
-    differently from a run by itself: a picture must depend on its request alone, and weights are
-    read once. Most of the seconds must be in the last segment, so that pictures arrive one after
-    another. None if ``interrupted``: plans made until then are in the cache folder.
+    Empty if no such schedule is faster, or if it would store components differently from a run by
+    itself: a picture must depend on its request alone, and weights are read once. Most of the
+    seconds must be in the last segment, so that pictures arrive one after another. None if
+    ``interrupted``; the plans made until then are in the cache folder.
     """
     from graphrun.batch.schedule import schedules
     from graphrun.runtime.host import layout_of
@@ -216,7 +210,7 @@ def _plan_batch(
 
 def share_of(problem: Problem, share: float) -> dict[str, int]:
     """Return ``share`` of the budgets of ``problem``, as arguments of `graphrun.estimate`. The rest
-    of the device's memory becomes a reserve, since weights of other graphs may be there."""
+    of the device's memory is a reserve for weights of other graphs."""
     others_bytes = problem.effective_bytes - int(share * problem.effective_bytes)
     budgets = {"reserve": problem.reserve_bytes + others_bytes}
     if not problem.hardware.unified:
@@ -230,7 +224,7 @@ def share_of(problem: Problem, share: float) -> dict[str, int]:
 def _refusal(
     graph: Any, request: dict[str, Any], settings: Settings, error: GraphrunError
 ) -> dict[str, Any]:
-    """Return why there is no plan, and inputs for which there is one."""
+    """Return why there is no plan, and inputs that have one."""
     from graphrun.report.whatif_screens import infeasible_json
     from graphrun.solve.infeasible import Infeasible
     from graphrun.solve.suggestions import best_first, setting_suggestions

@@ -1,4 +1,4 @@
-"""The addresses of the server, in one router for each part. Handlers check and translate requests;
+"""The routes of the server, one router for each part. Handlers check and translate requests;
 `Service` decides."""
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ KEPT_JOBS = 100  # ended jobs, as long as their pictures fit `KEPT_PICTURES_BYTE
 
 
 def images(service: Service, pictures: Pictures) -> APIRouter:
-    """``/v1/images``: requests answered with their pictures. A request is cancelled when its client
-    leaves."""
+    """``/v1/images``: answer requests with their pictures. A client that leaves cancels its
+    request."""
     router, settings = APIRouter(prefix="/v1/images"), service.settings
 
     async def answer_pictures(
@@ -189,7 +189,7 @@ def jobs(service: Service, pictures: Pictures) -> APIRouter:
 
 
 def health(service: Service) -> APIRouter:
-    """Whether the server answers, whether it runs requests, and its metrics."""
+    """Routes for liveness, readiness and metrics."""
     router = APIRouter()
 
     @router.get("/healthz")
@@ -232,5 +232,5 @@ def pages(service: Service) -> APIRouter:
 
 
 def _folder(service: Service) -> Path:
-    """Return the folder of one request. It does not exist yet."""
+    """Return a folder for one request, which does not exist yet."""
     return service.settings.folder / secrets.token_hex(8)

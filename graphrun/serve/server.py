@@ -20,12 +20,12 @@ from graphrun.serve.service import Service
 from graphrun.serve.settings import Settings
 from graphrun.systems import allow_open_files
 
-FILES = 256  # open files, besides two per connection
+FILES = 256  # open files besides two per connection
 
 
 def serve(settings: Settings, host: str, port: int, say: Callable[[str], None]) -> None:
-    """Serve until a signal. ``say`` gets a line when the port is open. Raises InputError if the
-    port cannot be opened."""
+    """Serve until a signal. ``say`` gets a line when the port is open. Raises InputError if it
+    cannot be opened."""
     escape_log()
     allow_open_files(FILES + 2 * settings.connections)
     asyncio.run(_serve(settings, host, port, say))
@@ -72,8 +72,8 @@ async def _serve(settings: Settings, host: str, port: int, say: Callable[[str], 
 
 
 def http_server(service: Service, host: str, port: int) -> tuple[uvicorn.Server, socket.socket]:
-    """Return the HTTP side of ``service``, and its open port. Raises InputError if the port cannot
-    be opened."""
+    """Return the HTTP side of ``service`` and its open port. Raises InputError if it cannot
+    open."""
     config = uvicorn.Config(
         create_app(service, host),
         host=host,
@@ -96,8 +96,8 @@ def http_server(service: Service, host: str, port: int) -> tuple[uvicorn.Server,
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server without signal handlers. They would close the port at once; this server
-    answers 503 while it drains."""
+    """A uvicorn server without signal handlers: those would close the port at once, while this
+    server answers 503 until it is drained."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

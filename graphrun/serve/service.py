@@ -1,5 +1,4 @@
-"""Admit requests, keep the queue, and hand the requests to the worker process one after another.
-This module runs in the server's event loop.
+"""Admit requests, queue them, and hand them to the worker process. Runs in the server's event loop.
 
     submit -> plan of the shape (once) -> promised seconds, or 422 or 429
            -> queue (`Line`) -> worker -> pictures
@@ -36,8 +35,8 @@ from graphrun.serve.worker import work_forever
 # plans in memory; the least recently used ones are read from the cache folder again
 KEPT_SHAPES = 256
 PLANNING = 8  # shapes that may wait to be planned
-PLAN_SECONDS = 5.0  # of planning a shape, until one is measured
-# Workers that may die while they run the same request. It then fails: it may be the cause.
+PLAN_SECONDS = 5.0  # to plan a shape, until one is measured
+# workers that may die while they run the same request; then it fails: it may be the cause
 ATTEMPTS = 3
 RESTART_SECONDS = 1.0  # until the planner process restarts
 PACE = 0.2  # weight of the latest run in the mean of wall seconds per predicted second
@@ -47,17 +46,17 @@ PACE = 0.2  # weight of the latest run in the mean of wall seconds per predicted
 class _Running:
     """The queue entry that runs now, or the entries of the batch that runs now.
 
-    ``entries`` are the unfinished ones, and ``count`` is their number at the start.
-    ``finished_run_seconds``: planned seconds of the runs that have finished. ``predicted_seconds``:
-    planned seconds of the current run, or of the whole batch. ``is_concurrent``: the runs of the
-    batch execute concurrently.
+    ``entries``: the unfinished ones; ``count``: their number at the start.
+    ``finished_run_seconds``: planned seconds of the finished runs. ``predicted_seconds``: of the
+    current run, or of the whole batch. ``is_concurrent``: the runs of the batch execute
+    concurrently.
     """
 
     entries: list[QueueEntry]
     is_batch: bool
     sent_at: float  # wall seconds
     start_clock: float  # seconds of the device's clock
-    predicted_seconds: float  # of the current run, or of the batch
+    predicted_seconds: float
     is_concurrent: bool
     count: int
     finished_run_seconds: float = 0.0
@@ -65,12 +64,12 @@ class _Running:
 
     @property
     def entry(self) -> QueueEntry:
-        """The only entry, if this is not a batch."""
+        """The only entry. Not for a batch."""
         return self.entries[0]
 
     @property
     def job(self) -> Job:
-        """The job of the only entry, if this is not a batch."""
+        """The job of the only entry. Not for a batch."""
         job: Job = self.entry.item
         return job
 
@@ -103,7 +102,7 @@ class Service:
         self.pace = 1.0
         self._plan_seconds, self._clock, self._earlier_clock_seconds = PLAN_SECONDS, 0.0, 0.0
         # ``_clock``: device clock over all workers; ``_earlier_clock_seconds``: its value when the
-        # present worker started
+        # current worker started
         self._active: _Running | None = None
         self._worker: Child | None = None
         self._planner: Child | None = None
@@ -127,7 +126,7 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        """Whether a request sent now would be run."""
+        """Whether a request sent now would run."""
         plans_ready = (
             future.done()
             for (key, share), future in self.shapes.items()
@@ -136,8 +135,7 @@ class Service:
         return self._ready and not self.draining and all(plans_ready)
 
     async def drain(self) -> None:
-        """Refuse new requests, and wait up to ``drain_seconds`` for the admitted ones; then cancel
-        them."""
+        """Refuse new requests; wait up to ``drain_seconds`` for admitted ones, then cancel them."""
         self.draining = True
         try:
             async with asyncio.timeout(self.settings.drain_seconds):
@@ -146,8 +144,7 @@ class Service:
             self.cancel_all()
 
     def cancel_all(self) -> None:
-        """Cancel all requests. A waiting request ends at once; a running one ends after its current
-        step."""
+        """Cancel all requests: waiting ones at once, running ones after their current step."""
         if not self._stopped.done():
             self._stopped.set_result(None)
         for entry in list(self.line.entries):
@@ -156,11 +153,9 @@ class Service:
             self.cancel(entry.item, Refused.stopping())
 
     async def idle(self) -> None:
-        """Wait until no request is left."""
         await self._idle.wait()
 
     def close(self) -> None:
-        """End the worker and planner processes."""
         self._closed = True
         for child in (self._worker, self._planner):
             if child is not None:
@@ -171,10 +166,10 @@ class Service:
     def shape(
         self, shape: RequestShape, inputs: Any, share: float = WHOLE
     ) -> asyncio.Future[PlannedShape]:
-        """Return the plan of a shape within ``share`` of the budgets. Each plan is made once.
+        """Return the plan of a shape within ``share`` of the budgets, cached.
 
-        ``inputs``: the inputs of any request of this shape. Raises Refused: 429 if too many shapes
-        wait to be planned, 503 while the planner restarts.
+        ``inputs``: of any request of this shape. Raises Refused: 429 if too many shapes wait for a
+        plan, 503 while the planner restarts.
         """
         key = shape, share
         if key not in self.shapes:
@@ -207,8 +202,7 @@ class Service:
         return self.shapes[key]
 
     def _plan_batch(self, entry: QueueEntry) -> None:
-        """Ask the planner whether a batch of runs like ``entry`` is faster, if the planner is
-        idle."""
+        """Ask an idle planner whether a batch of runs like ``entry`` is faster."""
         key = _key(entry)
         alike_runs = sum(other.runs for other in self.line.entries if other.shape == entry.shape)
         if (
@@ -285,7 +279,7 @@ class Service:
             return self._admit(job, plan, share)
 
     async def _plan(self, request: PictureRequest) -> tuple[PlannedShape, float]:
-        """Return the plan for ``request``, and the share of the budgets that the plan is for."""
+        """Return the plan for ``request``, and its share of the budgets."""
         plan = await self._unless_stopped(self.shape(request.shape, request.runs[0]))
         share = self.shares.get(request.graph, WHOLE)
         if share == WHOLE:
@@ -296,7 +290,7 @@ class Service:
             ), share
         except Refused:
             self._refuse_if(self._stopped.done())
-            return plan, WHOLE  # it fits the whole budgets
+            return plan, WHOLE  # the request fits the whole budgets
 
     async def _unless_stopped(self, plan: asyncio.Future[PlannedShape]) -> PlannedShape:
         """Wait for ``plan``. Raises Refused if all requests are cancelled first."""
@@ -310,7 +304,7 @@ class Service:
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
-        """Count a request that waits for its plan as work in progress, like a request in the
+        """Count a request that waits for its plan as work in progress, as if it were in the
         queue."""
         self._unplanned += 1
         self.metrics.planning.set(self._unplanned)
@@ -326,7 +320,7 @@ class Service:
         """Put ``job`` into the queue. Raises Refused (429) if the queue is too long."""
         request = job.request
         job.planning_seconds = time.monotonic() - job.submitted
-        if job.planning_seconds > 0.05:  # else the plan existed
+        if job.planning_seconds > 0.05:  # otherwise the plan existed
             self._plan_seconds += 0.2 * (job.planning_seconds - self._plan_seconds)
         job.budgets = plan.budgets
         resident_groups = self.shares.items() if self.shares.get(request.graph) == share else ()
@@ -359,8 +353,8 @@ class Service:
         return job
 
     def _arrange(self, graph: str) -> None:
-        """Record a run of ``graph``, and decide which graphs keep their weights on the device from
-        now on. Requests that already wait keep their plans."""
+        """Record a run of ``graph``, and decide which graphs keep their weights on the device.
+        Waiting requests keep their plans."""
         self._recent.append(graph)
         names = sorted(set(self._recent))
         keys = [(self.defaults[name], share) for name in names for share in (WHOLE, *SHARES)]
@@ -397,7 +391,7 @@ class Service:
         )
 
     def cancel(self, job: Job, reason: Refused | None = None) -> None:
-        """Cancel ``job``: at once if it waits, else when the worker reports it."""
+        """Cancel ``job``: at once if it waits, otherwise when the worker reports it."""
         if job.ended:
             return
         job.error = reason or Refused(409, "the request was cancelled", "cancelled")
@@ -409,7 +403,7 @@ class Service:
             self._end(job, "cancelled")
 
     def _left_seconds(self) -> float:
-        """Return the predicted seconds of device time until the current run or batch ends."""
+        """Return the predicted device seconds until the current run or batch ends."""
         if self._active is None:
             return 0.0
         rest_seconds = self._active.predicted_seconds - (self._clock - self._active.start_clock)
@@ -428,14 +422,14 @@ class Service:
         self.metrics.worker.set(self._worker.process.pid or 0)
 
     def _next(self) -> None:
-        """Hand the next request to the worker, if the worker is free."""
+        """Hand the next request to the worker if the worker is free."""
         self.metrics.queue_length.set(len(self.line.entries))
         self.metrics.waiting_seconds.set(
             (self.line.end(self._clock + self._left_seconds()) - self._clock) * self.pace
         )
         if self._active is not None or not self._ready or not self.line.entries:
             return
-        # group -> shape whose weights are on the device now; `pop` changes the line's own
+        # group -> shape whose weights are on the device now; `pop` changes the line's mapping
         warm_shapes = dict(self.line.warm_shapes)
         entries = self.line.pop()
         is_batch = go_together(entries, warm_shapes)
@@ -475,7 +469,7 @@ class Service:
         runs, entry = list[dict[str, Any]](), self._active.entry
         for job in (member.item for member in self._active.entries):
             job.change(state="running", stage="", step=0, steps=0)
-            job.results, job.pictures = [], []  # drop results from before the worker died
+            job.results, job.pictures = [], []  # drop results of a worker that died
             for number in range(len(job.request.runs)):
                 runs.append(self._run_of(job, number))
         self._worker.send(
@@ -544,7 +538,7 @@ class Service:
         elif kind == "done":
             self._record_run(active, entry, content)
         elif kind == "apart":
-            entry.batch = None  # the entry runs by itself, after the batch (`QueueEntry.batch`)
+            entry.batch = None  # the entry runs by itself, after the batch
             job.results, job.pictures = [], []
             shutil.rmtree(job.folder / str(content["number"]), ignore_errors=True)
         elif kind == "cancelled":
@@ -552,7 +546,7 @@ class Service:
                 self.line.warm_shapes.clear()
             self._finish(entry, "cancelled")
         elif job.attempts and content["status"] == 500 and any(job.folder.rglob("*.steps")):
-            # The worker cannot continue from the saved state of the loop. Run again without it.
+            # the worker cannot continue from the saved state of the loop; run again without it
             shutil.rmtree(job.folder / str(len(job.results)))
             self.line.warm_shapes.clear()
             self._send_run()
@@ -602,7 +596,7 @@ class Service:
             self._send_run()
 
     def _keep_pace(self, active: _Running) -> None:
-        """Update the mean of wall seconds per predicted second with the runs in ``active``."""
+        """Update ``pace``, a running mean, with the runs in ``active``."""
         self.pace += PACE * (
             (time.monotonic() - active.sent_at) / active.finished_run_seconds - self.pace
         )
@@ -635,9 +629,7 @@ class Service:
 
     def _requeue(self, entries: list[QueueEntry], *, keep_results: bool) -> None:
         """Put ``entries``, which ran, back at the head of the queue, each to run by itself.
-
-        ``keep_results``: keep the pictures that they already have.
-        """
+        ``keep_results``: keep the pictures that they already have."""
         for entry in reversed(entries):
             job: Job = entry.item
             if job.error is not None:
@@ -663,8 +655,8 @@ class Service:
             self._idle.set()
 
     def _worker_died(self) -> None:
-        """Start another worker. The request that ran continues there, unless it may be what kills
-        the workers."""
+        """Start another worker. The active request continues there, unless it may be what kills the
+        workers."""
         self._ready, self._earlier_clock_seconds = False, self._clock
         self._deaths += 1
         self.line.warm_shapes.clear()
@@ -688,7 +680,6 @@ class Service:
 
 
 def _key(entry: QueueEntry) -> tuple[RequestShape, float]:
-    """Return the key of ``entry`` in `Service.shapes`."""
     job, group = entry.item, entry.group
     assert isinstance(job, Job)
     assert isinstance(group, tuple)

@@ -1,4 +1,4 @@
-"""The settings of a server. They are sent to its processes unchanged."""
+"""The settings of a server, which its processes receive unchanged."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Bounds:
     pixels: int = 2**22  # of each picture: 2048 x 2048
     steps: int = 100
     pictures: int = 4
-    body_seconds: float = 20.0  # for the headers, and the same for the body
-    # without a received byte, without a request, or without a byte of the answer being read
+    body_seconds: float = 20.0  # for the headers, and again for the body
+    # without a received byte, without a request, or without the client reading a byte
     idle_seconds: float = 5.0
 
 
@@ -36,13 +36,13 @@ class Settings:
     """The settings of a server.
 
     ``budgets``: arguments of `graphrun.estimate`, with ``ram`` in bytes. ``hardware``: of each
-    device, the main one first. ``cluster``: defines the devices and their budgets; ``hardware`` is
+    device, the main one first. ``cluster``: has the devices and their budgets; ``hardware`` is
     empty then, and ``budgets`` has only the other arguments. ``folder``: for journals, uploads and
-    pictures. ``dtype``: as for `graphrun.devices.in_dtype`. ``limits``: limits of
-    `graphrun.limits` for the processes. ``keys``: hashes of API keys by name; if empty, no key is
-    needed. ``queue_seconds``: the longest predicted wait that is admitted. ``drain_seconds``: the
-    time for requests after SIGTERM. ``connections``: the most that may be open. ``allow_hosts``
-    and ``allow_origins``: arguments of `graphrun.serve.origins`.
+    pictures. ``dtype``: as for `graphrun.devices.in_dtype`. ``limits``: of `graphrun.limits`, for
+    the processes. ``keys``: hashes of API keys by name; empty: no key is needed. ``queue_seconds``:
+    the longest predicted wait that is admitted. ``drain_seconds``: the time for requests after
+    SIGTERM. ``connections``: the most that may be open. ``allow_hosts`` and ``allow_origins``: as
+    in `graphrun.serve.origins`.
     """
 
     graphs: tuple[Path, ...]
@@ -65,7 +65,6 @@ class Settings:
     dtype: str | None = None
 
     def loaded_graphs(self) -> dict[str, Graph]:
-        """Return the graphs by name, in ``dtype``."""
         hardware = self.hardware[0] if self.hardware else None
         graphs = (
             in_dtype(api.load(path, trust=self.trust), self.dtype, hardware) for path in self.graphs

@@ -1,5 +1,4 @@
-"""Which graphs keep their weights on the device, each within a share of the budgets, and which
-graphs take turns with the whole budgets. Pure.
+"""Which graphs keep their weights on the device, each within a share of the budgets. Pure.
 
     recent runs   A B A B B A C ...
     {}               take turns: the running graph has the whole budgets, and every change of graph
@@ -7,8 +6,8 @@ graphs take turns with the whole budgets. Pure.
     {A: .5, B: .5}   A and B find their weights but stream more; C takes everything, and both reload
                      after it
 
-A share applies to VRAM, RAM, page-locked RAM and disk alike, and the shares add up to at most 1.
-Each graph is planned within its own share, so all of them together stay within the budgets.
+A share applies to VRAM, RAM, page-locked RAM and disk alike. Each graph is planned within its
+share, and the shares add up to at most 1, so all graphs together stay within the budgets.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from graphrun.serve.line import Cost
 
 SHARES = (0.25, 0.5, 0.75)
 WHOLE = 1.0
-RECENT = 64  # latest runs by which arrangements are compared
+RECENT = 64  # latest runs on which arrangements are compared
 
 Arrangement = Mapping[str, float]
-"""The share of each graph, by name. A graph that is missing takes turns with the whole budgets."""
+"""The share of each graph, by name. A missing graph takes turns with the whole budgets."""
 
 
 def arrangements(runs: Sequence[str]) -> Iterator[Arrangement]:
-    """Yield every arrangement of the most frequent graphs in ``runs``, as many as can have shares
-    at once."""
+    """Yield every arrangement of the most frequent graphs in ``runs`` that can have shares at
+    once."""
     graphs = sorted(graph for graph, _ in Counter(runs).most_common(int(WHOLE / SHARES[0])))
     for shares in product((0.0, *SHARES), repeat=len(graphs)):
         arrangement = {graph: share for graph, share in zip(graphs, shares, strict=True) if share}
@@ -43,10 +42,8 @@ def seconds_of(
     costs: Mapping[tuple[str, float], Cost],
     warm: Collection[str] = (),
 ) -> float:
-    """Return the predicted seconds of ``runs``, one after another.
-
-    ``costs``: by graph and share. ``warm``: graphs whose weights are on the device.
-    """
+    """Return the predicted seconds of ``runs``, one after another. ``costs``: by graph and share.
+    ``warm``: graphs whose weights are on the device."""
     total, warm = 0.0, set(warm)
     for graph in runs:
         cost = costs[graph, arrangement.get(graph, WHOLE)]
@@ -59,10 +56,9 @@ def best(
     current: Arrangement, runs: Sequence[str], costs: Mapping[tuple[str, float], Cost]
 ) -> Arrangement:
     """Return the arrangement with the fewest predicted seconds, if the next runs are like ``runs``.
-    A change of arrangement starts with an empty device.
 
-    Shares that are missing in ``costs`` are not considered: nothing fits them, or their plan is not
-    ready yet.
+    A change of arrangement starts with an empty device. A share without costs is skipped: it does
+    not fit, or its plan is not ready.
     """
     candidates = [
         candidate

@@ -1,9 +1,8 @@
-"""Run requests of one shape as a batch, stage by stage, with the code that runs lists of requests
-(`graphrun.batch.queue`). Also defines what every run of a server saves on disk. Only the worker
-process imports this module, because it imports torch.
+"""Run requests of one shape as a batch, stage by stage, with `graphrun.batch.queue`.
 
-Each run of a batch reports its steps and can be cancelled, like a run by itself. A run that fails
-in the batch runs by itself afterwards.
+Also defines the saved state of every run. Only the worker process imports this module, because it
+imports torch. Each run of a batch reports its steps and can be cancelled. A run that fails in the
+batch runs by itself afterwards.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class RunRequest:
 
 @dataclass(slots=True)
 class RunFigures:
-    """The planned and measured numbers of a run, in total and by stage. Seconds are of the device's
-    clock. Peaks are of the whole device, other sessions included."""
+    """The planned and measured numbers of a run, in total and by stage, on the device's clock.
+    Peaks are of the whole device, other sessions included."""
 
     stages: dict[str, tuple[float, float]] = field(default_factory=dict)
     seconds: tuple[float, float] = (0.0, 0.0)
@@ -57,11 +56,8 @@ class RunFigures:
     overruns: tuple[Overrun, ...] = ()
 
     def add(self, trace: Trace, solution: Solution, is_warm: bool, others_bytes: int) -> None:
-        """Add a run of ``solution``.
-
-        ``is_warm``: the weights of the run before were on the device. ``others_bytes``: device
-        memory of other sessions.
-        """
+        """Add a run of ``solution``. ``is_warm``: the weights of the previous run were on the
+        device. ``others_bytes``: device memory of other sessions."""
         simulation, stage_of = (
             solution.simulation,
             {phase.name: phase.stage for phase in solution.chosen.phases},
@@ -100,10 +96,8 @@ def save_pictures(
     figures: RunFigures,
     problem: str,
 ) -> dict[str, Any]:
-    """Save the pictures among ``outputs``, and return the fields of the message to the server.
-
-    ``problem``: the digest for the metadata of the files.
-    """
+    """Save the pictures among ``outputs``. Return the fields of the message to the server.
+    ``problem``: the digest for the metadata of the files."""
     pictures = {name: value for name, value in outputs.items() if graph.kinds()[name] == "image"}
     metadata = provenance(graph.name, run.inputs, problem, version)
     files = save_outputs(pictures, run.folder / f"picture{run.suffix}", source=metadata)
@@ -122,13 +116,12 @@ class Keeper(RequestJournal):
         self._last_preview = 0.0
 
     def wants(self, stage: str, step: int, steps: int) -> bool:
-        """Report the step. Return whether to save the state: a loop can only resume if two or more
-        steps remain (`graphrun.Session.submit`)."""
+        """Report the step. Return whether to save the state: a loop can only resume with two or
+        more steps left (`graphrun.Session.submit`)."""
         self._notify(stage=stage, done=step, steps=steps)
         return step <= steps - 2
 
     def save(self, stage: str, state: Any) -> None:
-        """Save ``state``, and send a preview."""
         super().save(stage, state)
         if self._preview and time.monotonic() - self._last_preview >= PREVIEW_SECONDS:
             from graphrun.report.preview import preview_of
@@ -140,11 +133,9 @@ class Keeper(RequestJournal):
             )
 
     def values(self, stage: str) -> None:
-        """Return None: an interrupted run continues by itself and recomputes the stages before its
-        loop."""
+        """Return None: a resumed run recomputes the stages before its loop."""
 
     def keep(self, stage: str, outputs: Mapping[str, Any]) -> None:
-        """Delete the saved state of the loop of ``stage``."""
         self.forget(stage)
 
     def finish(self, files: Iterable[Path]) -> None:
@@ -188,7 +179,6 @@ class _RunWatcher(Watcher):
         self._is_warm = self._is_active = False
 
     def figures_of(self, request: Request) -> RunFigures:
-        """Return the numbers of ``request`` so far."""
         return self._figures[request.number - 1]
 
     def segment(self, segment: StageSegment, runs: int) -> None:
@@ -240,8 +230,8 @@ def run_together(
     """Run ``runs``, all of one shape, as a batch in ``segments``.
 
     Sends ``begins`` and ``step`` messages, and one message at the end of each run: ``done`` (id,
-    number, ...), ``cancelled``, or ``apart`` if the run failed in the batch. ``arguments`` are
-    those of `graphrun.estimate`, with the open device. ``host``: backing stores of the whole graph.
+    number, ...), ``cancelled``, or ``apart`` if the run failed in the batch. ``arguments``: of
+    `graphrun.estimate`, with the open device. ``host``: backing stores of the whole graph.
     """
     budgets = dict(arguments)
     device, cache, cards = budgets.pop("device"), budgets["cache"], budgets["hardware"]
@@ -282,6 +272,6 @@ def run_together(
 
 
 def session_of(problem: Problem) -> Problem:
-    """Return ``problem`` as the session that all requests of a server use, so that it is planned
-    only once."""
+    """Return ``problem`` as the session that all requests share, so that it is planned only
+    once."""
     return replace(problem, runs=api.RUNS)

@@ -1,8 +1,8 @@
-"""The process that holds the weights and runs requests, one at a time. It has one session per graph
-and share of the budgets.
+"""The process that holds the weights and runs requests, one at a time.
 
-A cancelled request stops when the next call into a component begins. After each step, a journal
-stores the state of the loop. Another worker can resume the request from there.
+It has one session per graph and share of the budgets. A cancelled request stops at the next call
+into a component. After each step, a journal stores the state of the loop; another worker can resume
+from there.
 """
 
 from __future__ import annotations
@@ -65,10 +65,8 @@ def work_forever(
 
 
 class RequestWorker:
-    """Runs requests. ``send(kind, **content)`` sends a message to the server.
-
-    ``cancelled``: ids of requests to stop; None in it stops all.
-    """
+    """Runs requests. ``send(kind, **content)`` sends a message to the server. ``cancelled``: ids of
+    requests to stop; None in it stops all."""
 
     def __init__(self, settings: Settings, send: Callable[..., None]) -> None:
         self._settings, self._send = settings, send
@@ -85,12 +83,12 @@ class RequestWorker:
         self._device = open_devices(self._settings.hardware)
 
     def close(self) -> None:
-        """Do nothing: the OS frees everything when the process exits."""
+        """No-op: the OS frees everything when the process exits."""
 
     @property
     def clock_seconds(self) -> float:
-        """Seconds since the start. On the simulated device they are virtual, without the seconds
-        that no plan counts."""
+        """Seconds since the start; on the simulated device virtual, and only those that plans
+        count."""
         machine = getattr(self._device, "machine", None)
         if machine is None:
             return time.monotonic() - self._began
@@ -108,10 +106,8 @@ class RequestWorker:
         resident_groups: Collection[GraphShare],
         **run_fields: Any,
     ) -> None:
-        """Run a request in the session of ``group``, and send how it ended.
-
-        ``run_fields``: further fields of the run's `RunRequest`.
-        """
+        """Run a request in the session of ``group``, and send how it ended. ``run_fields``: further
+        fields of the run's `RunRequest`."""
         from graphrun.serve.together import RunRequest
 
         try:
@@ -154,8 +150,8 @@ class RequestWorker:
         budgets: Mapping[str, int],
         resident_groups: Collection[GraphShare],
     ) -> dict[str, Any]:
-        """Do ``run`` within ``budgets``. Sessions of groups that are not in ``resident_groups``
-        release their memory first."""
+        """Do ``run`` within ``budgets``. Sessions outside ``resident_groups`` release their memory
+        first."""
         from graphrun.serve.together import Keeper, RunFigures, save_pictures
 
         self._release(group, resident_groups)
@@ -180,8 +176,8 @@ class RequestWorker:
         budgets: Mapping[str, int],
         resident_groups: Collection[GraphShare],
     ) -> None:
-        """Run requests of one shape as a batch (`graphrun.serve.together`), and send ``together``
-        at the end."""
+        """Run requests of one shape as a batch (`graphrun.serve.together`); end with
+        ``together``."""
         from graphrun.serve.together import RunRequest
 
         try:

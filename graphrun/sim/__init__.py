@@ -1,11 +1,10 @@
 """A simulated accelerator, the torch device ``sim``.
 
-It has a hard capacity, counters, a virtual clock, and faults on request.
-
     with Machine(capacity_bytes=8 * GIB) as machine:
         x = torch.zeros(1024, device="sim")
 
-Results are bitwise equal to the CPU's. Memory, time and faults are simulated.
+Results are bitwise equal to the CPU's. Memory (a hard capacity), time (a virtual clock) and faults
+are simulated.
 """
 
 from __future__ import annotations

@@ -12,10 +12,8 @@ active: ContextVar[Any] = ContextVar("graphrun_sim_machine", default=None)
 
 
 def active_machine(device: Any = None) -> Any:
-    """Return the active machine, or its sibling for a ``device`` such as ``sim:1``.
-
-    Raises RuntimeError if there is none.
-    """
+    """Return the active machine, or its sibling for a ``device`` such as ``sim:1``. Raises
+    RuntimeError if there is none."""
     machine = active.get()
     if machine is None:
         raise RuntimeError(

@@ -3,7 +3,7 @@
 The lists are CUDA's (``AT_FORALL_*`` in aten/src/ATen/autocast_mode.h of 2.13), since PyTorch has
 such rules for its own devices only. "Widest" means the widest dtype of the arguments. The kernels
 here cast tensors on ``sim``; in dry runs `graphrun.sim.casts` does. Weights are cast again in each
-call: a cache of casts would occupy memory that no plan includes.
+call: a cache of casts would take memory that no plan includes.
 """
 
 from __future__ import annotations
@@ -37,10 +37,8 @@ _SIM = "sim"
 
 
 def register() -> tuple[Any, ...]:
-    """Register the kernels, once, and return their libraries.
-
-    The kernels are unregistered when the libraries are freed.
-    """
+    """Register the kernels, once, and return their libraries; freeing these unregisters the
+    kernels."""
     everything: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     everything.fallback(torch.library.fallthrough_kernel, _KEY.name)
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -60,7 +58,7 @@ def _kernel(func: Any, dtype_of: Callable[[list[torch.Tensor]], torch.dtype]) ->
     takes_dtype = any(argument.name == "dtype" for argument in func._schema.arguments)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        # PyTorch turns autocast off in the same way.
+        # as PyTorch turns autocast off
         torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, True)
         try:
             tensors: list[torch.Tensor] = []
@@ -72,7 +70,7 @@ def _kernel(func: Any, dtype_of: Callable[[list[torch.Tensor]], torch.dtype]) ->
             if not tensors:
                 return func(*args, **kwargs)
             dtype = dtype_of(tensors)
-            # A sum is accumulated in fp32 without casting its inputs.
+            # a sum is accumulated in fp32 without casting its inputs
             if takes_dtype and dtype_of is _fp32:
                 return func(*args, **{**kwargs, "dtype": kwargs.get("dtype") or dtype})
 

@@ -1,8 +1,8 @@
 """Autocast in dry runs and traces, whose tensors PyTorch's own autocast does not support.
 
-The rules are those of ``torch.autocast("cuda")`` (`graphrun.sim.autocast`). A dispatch mode applies
-them to decomposed operators. Code asks PyTorch whether autocast is on, and for its dtype: that
-state exists without CUDA too.
+A dispatch mode applies the rules of ``torch.autocast("cuda")`` (`graphrun.sim.autocast`) to
+decomposed operators. Code asks PyTorch whether autocast is on, and for its dtype: that state exists
+without CUDA too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RULES = {
 _METHODS = ("__init__", "__enter__", "__exit__")
 _in_dry_run: ContextVar[bool] = ContextVar("graphrun_follows_autocast", default=False)
 _lower: ContextVar[torch.dtype | None] = ContextVar("graphrun_autocast_dtype", default=None)
-"""PyTorch's own state reads as off inside a dispatch mode."""
+"""Needed because PyTorch's own state reads as off inside a dispatch mode."""
 
 
 def dtype_on(device_type: str) -> torch.dtype | None:
@@ -42,11 +42,10 @@ def dtype_on(device_type: str) -> torch.dtype | None:
 
 @contextmanager
 def follow_autocast(dtype: torch.dtype | None) -> Iterator[None]:
-    """A context for code that runs under autocast to ``dtype`` on the planned device.
+    """A context for code that runs under autocast to ``dtype`` on the planned device; None: off.
 
-    ``dtype`` None: autocast is off. Inside, ``torch.autocast`` for CUDA works without CUDA, for
-    this thread. If the context is entered after a dispatch mode, casts are applied before that
-    mode.
+    Inside, ``torch.autocast`` for CUDA works without CUDA, for this thread. If the context is
+    entered after a dispatch mode, casts are applied before that mode.
     """
     was_enabled, previous_dtype = (
         torch.is_autocast_enabled(AUTOCAST_DEVICE_TYPE),
@@ -67,7 +66,7 @@ def follow_autocast(dtype: torch.dtype | None) -> Iterator[None]:
 
 
 class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Cast the floating-point arguments of operators by the rules of autocast, while it is on."""
+    """Casts the floating-point arguments of operators by the rules of autocast, while it is on."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -85,7 +84,7 @@ class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             rule == "widest" and any(tensor.dtype == torch.float32 for tensor in tensors)
         )
         dtype = torch.float32 if is_wide else lower_dtype
-        # A sum is accumulated in fp32 without casting its inputs.
+        # a sum is accumulated in fp32 without casting its inputs
         if rule == "fp32" and _takes_dtype(func):
             return func(*args, **{**kwargs, "dtype": kwargs.get("dtype") or dtype})
 
@@ -111,10 +110,8 @@ def _is_eligible(tensor: torch.Tensor) -> bool:
 
 
 class _Redirected:
-    """A context in which ``torch.autocast`` for CUDA works without CUDA, in threads with a dry run.
-
-    Weights are cast again in each call: a cache of casts would occupy memory that no plan includes.
-    """
+    """A context in which ``torch.autocast`` for CUDA works without CUDA, in threads with a dry
+    run."""
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _entry_count: ClassVar[int] = 0

@@ -1,6 +1,6 @@
 """Virtual clock of a simulated machine: timelines of the host, the disk, and two device streams.
 
-Only work advances the clock. Pure: works on seconds, without tensors or memory.
+Only work advances the clock. Pure: seconds only, no tensors or memory.
 
     host     |-A-B-a-b---------------(waits)|--   advances by launches, and while it waits for the
                                                   device
@@ -23,14 +23,14 @@ TimelineName = Literal["compute", "copy", "disk", "lock"]
 class Clock:
     """Virtual seconds of a device's ``compute`` and ``copy`` streams and of threads of the host.
 
-    The threads of the host are reads from ``disk`` and page locking (``lock``). All timelines start
-    at 0.
+    The host's threads are reads from ``disk`` and page locking (``lock``). All timelines start at
+    0.
 
     Work in a stream starts when the stream is free and the host has launched it, which takes the
     host ``launch_seconds``. So the host is ahead of work that takes longer than its launch, until
     it waits: after a synchronous copy, and at ``synchronize``. A copy takes its stream
     ``copy_start_seconds`` in addition to the time for its bytes. ``sibling``: the clock of another
-    device of the same host, with which the host and its threads are shared.
+    device of the same host, whose host timelines are shared.
     """
 
     def __init__(
@@ -53,11 +53,9 @@ class Clock:
         return self._times[stream]
 
     def launch(self) -> None:
-        """Launch a kernel or a copy on the host."""
         self.host_work(self._launch_seconds)
 
     def host_work(self, seconds: float) -> None:
-        """Charge ``seconds`` to the host."""
         self._host["host"] += seconds
 
     def work(self, seconds: float) -> None:
@@ -81,10 +79,8 @@ class Clock:
 
     @contextmanager
     def use_stream(self, stream: TimelineName, synchronous: bool = False) -> Iterator[None]:
-        """Issue work inside the context to ``stream``.
-
-        With ``synchronous``, as initially, the host waits for copies that are not ``non_blocking``.
-        """
+        """Issue work inside the context to ``stream``. With ``synchronous``, as initially, the host
+        waits for copies that are not ``non_blocking``."""
         previous = self.current, self._synchronous
         self.current, self._synchronous = stream, synchronous
         try:
@@ -93,10 +89,8 @@ class Clock:
             self.current, self._synchronous = previous
 
     def transfer(self, other: Clock, seconds: float) -> None:
-        """Charge a copy to the current streams of this device and of ``other``.
-
-        The streams wait for each other before and after the copy; the host does not wait.
-        """
+        """Charge a copy to the current streams of this device and of ``other``, which wait for each
+        other before and after it. The host does not wait."""
         self.launch()
         begin = max(self._times[self.current], other._times[other.current], self._host["host"])
         for clock in (self, other):

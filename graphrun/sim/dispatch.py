@@ -5,8 +5,8 @@
 
 Results are counted after they are computed, and only if all results of the operator fit: a refusal
 changes no counter. Results that share a counted storage are views and cost nothing. Operators count
-on the machine of their inputs, not on the active machine. Operators with special rules are in
-``special.py``.
+on the machine of their inputs, not on the active machine. ``special.py`` has operators with special
+rules.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ class Traits(NamedTuple):
     name: str
     handler: OperatorHandler | None
     composite: bool
-    """Whether the operator decomposes into others. Undecomposed operators only arrive in
-    inference mode, and are decomposed here."""
+    """Whether the operator decomposes into others. Undecomposed operators arrive in inference mode
+    only, and are decomposed here."""
     written_arguments: tuple[tuple[int, str], ...]
     """(position, name) of the arguments that the operator writes and returns, in order of the
     results. Empty: results are new tensors."""
     views: bool
-    """Whether the results are views of the arguments."""
     reshapes: bool
     """Whether the operator may change the shape or the storage of the arguments that it writes."""
     indexing: bool
@@ -181,10 +180,8 @@ def _is_large(
     on_host: bool,
     limit_bytes: int,
 ) -> bool:
-    """Return whether an argument, or the device tensor that the operator creates, has more bytes.
-
-    ``on_host``: whether the results are on the host.
-    """
+    """Return whether an argument or the created device tensor has more bytes than the limit.
+    ``on_host``: the results are on the host."""
     if any(raw.nbytes > limit_bytes for raw in raws if isinstance(raw, torch.Tensor)):
         return True
     if on_host or traits.size_position is None:
@@ -195,7 +192,7 @@ def _is_large(
 
 
 def _report(machine: Any, traits: Traits, tensors: Sequence[Any], output: Any) -> None:
-    """Notify the ordering checker of the operator's reads and writes."""
+    """Report the operator's reads and writes to the ordering checker."""
     results = [
         tensor
         for tensor in (output if isinstance(output, (list, tuple)) else (output,))
@@ -213,10 +210,8 @@ def _report(machine: Any, traits: Traits, tensors: Sequence[Any], output: Any) -
 
 
 def uninitialized(func: Any, raws: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """Return results of ``func`` on CPU tensors with the right shapes and undefined contents.
-
-    Unwritten pages take no host memory.
-    """
+    """Return results of ``func`` on CPU tensors with the right shapes and undefined contents, whose
+    unwritten pages take no host memory."""
 
     def to_meta(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -242,10 +237,7 @@ def uninitialized(func: Any, raws: Sequence[Any], options: Mapping[str, Any]) ->
 
 
 def _unwrap(value: Any, tensors: list[Any]) -> Any:
-    """Return ``value`` with raw tensors in place of simulated ones.
-
-    Every tensor in it is appended to ``tensors``.
-    """
+    """Return ``value`` with raw tensors in place of simulated ones, which go into ``tensors``."""
     if type(value) is SimTensor:
         tensors.append(value)
         return value.raw
@@ -257,10 +249,8 @@ def _unwrap(value: Any, tensors: list[Any]) -> Any:
 
 
 def _options(kwargs: Mapping[str, Any], options: dict[str, Any], tensors: list[Any]) -> bool:
-    """Return whether the results are on the host, and fill in ``options``.
-
-    ``options``: the keyword arguments of the CPU operator.
-    """
+    """Fill ``options``, the keyword arguments of the CPU operator. Return whether results are on
+    the host."""
     on_host = False
     for key, value in kwargs.items():
         if key == "device":

@@ -1,9 +1,9 @@
 """A simulated device for dry runs, under PyTorch's own name for it, without registration.
 
-Tensors are those of the simulated accelerator. Python reads `PLANNED` as their device, as it would
-on a card. C++ sees meta tensors, for which every build of PyTorch has kernels. A dispatch mode
-turns whatever is created on the planned device or on meta into simulated tensors. So a dry run
-needs and initializes no backend, and also works if one is in use.
+Tensors are those of the simulated accelerator. Python reads `PLANNED` as their device, as on a
+card. C++ sees meta tensors, for which every build of PyTorch has kernels. A dispatch mode turns
+whatever is created on the planned device or on meta into simulated tensors. So a dry run needs and
+initializes no backend, and also works if one is in use.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLANNED = torch.device("cuda", 0)
 ``sim`` represents a card."""
 _SHELL = torch.device("meta")
 # PyTorch initializes no device while a mode of this kind is active (`device_lazy_init` in
-# torch/csrc/utils/device_lazy_init.cpp): fake tensors on CUDA need no CUDA either.
+# torch/csrc/utils/device_lazy_init.cpp): fake tensors on CUDA need no CUDA either
 _MODE_KEY = torch._C._TorchDispatchModeKey.FAKE
 _FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})
 _INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
@@ -38,9 +38,9 @@ _INTERCEPTED = _FROM_DATA | _INDEXING | {torch.Tensor.to, torch.Tensor.cuda}
 class DryMachine(Machine):
     """A machine without limits for dry runs.
 
-    ``unified``: the device shares its memory with the host, so operators take tensors of both, and
-    the host reads the device's. The context leaves PyTorch unchanged: devices, autocast, CUDA's
-    calls that wait for initialization.
+    ``unified``: the device shares its memory with the host: operators take tensors of both, and the
+    host reads the device's. The context leaves PyTorch unchanged: devices, autocast, CUDA's calls
+    that wait for initialization.
     """
 
     def __init__(self, *, unified: bool = False) -> None:
@@ -74,7 +74,7 @@ class DryMachine(Machine):
 
 
 class _PlannedDeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Run operators on simulated tensors, and on anything that is created on the planned device."""
+    """Runs operators on simulated tensors, and on anything created on the planned device."""
 
     supports_higher_order_operators = True
 
@@ -90,14 +90,12 @@ class _PlannedDeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _FunctionMode(TorchFunctionMode):
-    """Handle Python calls that C++ answers without the dispatch mode.
-
-    These are tensors from Python data, lists as indices, and moves to a device without a number.
-    """
+    """Handles Python calls that C++ answers without the dispatch mode: tensors from Python data,
+    lists as indices, and moves to a device without a number."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Traces run without the mode.
+        # traces run without the mode
         if func not in _INTERCEPTED or torch._C._get_dispatch_mode(_MODE_KEY) is None:
             return func(*args, **kwargs)
         source: Any = args[0] if args else None
@@ -124,7 +122,7 @@ class _FunctionMode(TorchFunctionMode):
 
 @contextmanager
 def without_planned_device() -> Iterator[None]:
-    """Provide a context for traces on meta tensors, without the modes of a dry run."""
+    """A context for traces on meta tensors, without the modes of a dry run."""
     depth = torch._C._len_torch_function_stack()
     is_on_top = depth and isinstance(torch._C._get_function_stack_at(depth - 1), _FunctionMode)
     with _disable_current_modes(), _pop_mode_temporarily() if is_on_top else nullcontext():
@@ -157,10 +155,7 @@ def _is_data(values: list[Any]) -> bool:
 
 @contextmanager
 def _without_monitor() -> Iterator[None]:
-    """A context in which progress bars start no thread.
-
-    Pipelines create tqdm bars, and tqdm starts a thread that monitors all of them.
-    """
+    """A context without the thread that tqdm starts to monitor the progress bars of pipelines."""
     from tqdm.std import tqdm  # type: ignore[import-untyped]
 
     interval, tqdm.monitor_interval = tqdm.monitor_interval, 0
@@ -172,10 +167,8 @@ def _without_monitor() -> Iterator[None]:
 
 @contextmanager
 def _cards_untouched() -> Iterator[None]:
-    """A context that restores the random states of cards: GLM-Image seeds them.
-
-    Before CUDA is initialized, PyTorch queues such calls; those are removed.
-    """
+    """A context that restores the random states of cards: GLM-Image seeds them. Before CUDA is
+    initialized, PyTorch queues such calls; the context removes them."""
     initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     queue_length = len(torch.cuda._queued_calls)
     states = torch.cuda.get_rng_state_all() if initialized else []

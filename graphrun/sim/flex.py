@@ -1,8 +1,8 @@
 """Flex attention on simulated devices: one operator, as its compiled kernel is on a card.
 
 PyTorch checks the names of devices, and compiles the operator before it runs it. Neither is
-possible for a simulated device, so both are left out while a machine is active. With the last
-machine PyTorch has its own functions back.
+possible for a simulated device, so both are skipped while a machine is active. The last machine
+restores PyTorch's functions.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ from graphrun.sim.active import active
 from graphrun.sim.tensor import SimTensor, wrap_all
 
 LIBRARY = "torch.nn.attention.flex_attention"
-# Mask entries that are computed to find which blocks a mask leaves out.
+# mask entries computed to find the blocks that a mask hides
 SAMPLE_ELEMENTS = 1 << 24
 _SHARES: Any = WeakKeyDictionary()  # mask function -> visible share, by sizes
 
 
 _LOCK = threading.Lock()
-_ORIGINALS: dict[str, Any] = {}  # attributes of the library that are replaced
-_MACHINES: set[int] = set()  # that are active
+_ORIGINALS: dict[str, Any] = {}  # replaced attributes of the library
+_MACHINES: set[int] = set()  # active machines
 
 
 def enter(machine: int) -> None:
-    """Let flex attention run on the tensors of ``machine``, a number, which becomes active, if this
-    process has imported it."""
+    """Let flex attention, if imported, run on the tensors of ``machine`` (a number), now active."""
     with _LOCK:
         _MACHINES.add(machine)
         if LIBRARY in sys.modules and not _ORIGINALS:
@@ -42,7 +41,7 @@ def enter(machine: int) -> None:
 
 
 def leave(machine: int) -> None:
-    """Give PyTorch its own functions back, if no machine other than ``machine`` is active."""
+    """Restore PyTorch's functions if no machine other than ``machine`` is active."""
     with _LOCK:
         _MACHINES.discard(machine)
         if not _MACHINES:
@@ -60,10 +59,8 @@ def dense(*args: Any) -> Any:
 
 
 def flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any) -> int:
-    """Return the FLOPs of the blocks that ``mask`` leaves: two matrix products.
-
-    ``mask``: `BlockMask.as_tuple`. Queries are [b h s_q d_k], keys and values [b h s_k d].
-    """
+    """Return the FLOPs of the blocks that ``mask`` leaves: two matrix products. ``mask``:
+    `BlockMask.as_tuple`. Queries are [b h s_q d_k], keys and values [b h s_k d]."""
     rows, keys = query.numel() // query.shape[-1], key.shape[-2]
     share = visible_share(mask, query.shape[-2], keys)
     return round(2 * rows * keys * (query.shape[-1] + value.shape[-1]) * share)
@@ -72,7 +69,7 @@ def flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any
 def visible_share(mask: Any, queries: int, keys: int) -> float:
     """Return the share of blocks of queries and keys in which ``mask`` leaves anything.
 
-    1 where the mask function reads tensors, whose values a dry run does not have. Of a large mask
+    1 if the mask function reads tensors, whose values a dry run does not have. For a large mask,
     some rows of blocks are computed.
     """
     *_, query_block, key_block, function = mask
@@ -106,7 +103,7 @@ def _computed_share(
 
 
 class _Unwrapped(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Compute on the CPU, also with the simulated tensors that a mask function reads."""
+    """Computes on the CPU, also with the simulated tensors that a mask function reads."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map_only(
@@ -128,7 +125,7 @@ def _on_machine(*args: Any) -> Any:
 
 
 class _WhileActive:
-    """A switch that is on while a machine is active, and else as it was."""
+    """A switch that is on while a machine is active, and otherwise unchanged."""
 
     def __init__(self, otherwise: object) -> None:
         self._otherwise = otherwise

@@ -34,10 +34,7 @@ _NO_KERNEL = frozenset(
 
 @cache
 def launches_kernel(func: Any) -> bool:
-    """Return whether ``func`` launches a kernel.
-
-    Operators that make a view or allocate memory do not.
-    """
+    """Return whether ``func`` launches a kernel; making a view or allocating memory does not."""
     schema = func._schema
     views = any(
         result.alias_info is not None and not result.alias_info.is_write
@@ -81,10 +78,8 @@ def _four_bit(args: list[Any], output: Any) -> int:
 
 
 def _eight_bit(args: list[Any], output: Any) -> int:
-    """bitsandbytes' int8_mixed_scaled_mm(A, CA, CB, ...): the int8 product.
-
-    The few outlier columns are not counted.
-    """
+    """bitsandbytes' int8_mixed_scaled_mm(A, CA, CB, ...): the int8 product, without outlier
+    columns."""
     return int(2 * prod(args[1].shape) * args[2].shape[0])
 
 

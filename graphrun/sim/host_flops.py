@@ -11,7 +11,7 @@ from graphrun.sim.flops import FORMULAS
 
 
 class HostFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, count the FLOPs of all operators in ``flops``."""
+    """While active, counts the FLOPs of all operators in ``flops``."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -24,7 +24,6 @@ class HostFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run the operator and add its FLOPs."""
         output = func(*args, **(kwargs or {}))
         if (formula := FORMULAS.get(func._schema.name)) is not None:
             self.flops += formula(list(args), output)

@@ -24,17 +24,12 @@ BLOCK_BYTES = 512
 
 
 class SimulatedOutOfMemory(torch.OutOfMemoryError):
-    """The simulated machine refused an allocation.
-
-    Its capacity would be exceeded, or a fault was injected.
-    """
+    """The simulated machine refused an allocation: above its capacity, or an injected fault."""
 
 
 class Listener(Protocol):
-    """Receives every allocation and free, in order.
-
-    ``key`` is unique within a machine; sizes are rounded up to 512.
-    """
+    """Receives every allocation and free, in order. ``key`` is unique within a machine; sizes are
+    rounded up to 512."""
 
     def allocated(self, key: int, nbytes: int) -> None:
         """Storage ``key`` of ``nbytes`` was allocated."""
@@ -44,10 +39,8 @@ class Listener(Protocol):
 
 
 class Pages(Protocol):
-    """Model of an allocator that reserves pages (`graphrun.model.allocator`).
-
-    Without such a model, memory is counted in bytes.
-    """
+    """Model of an allocator that reserves pages (`graphrun.model.allocator`). Without one, memory
+    is counted in bytes."""
 
     @property
     def used_bytes(self) -> int:
@@ -67,10 +60,8 @@ class Pages(Protocol):
 
 
 class Allocation:
-    """One counted storage.
-
-    It is an attribute of the storage, so it is released with the last view. 0 bytes: not counted.
-    """
+    """One counted storage, as an attribute of the storage: released with the last view. 0 bytes:
+    not counted."""
 
     __slots__ = ("key", "machine", "nbytes")
 
@@ -85,10 +76,9 @@ class Allocation:
 
 
 class Ledger:
-    """Counters of allocated and peak bytes, with refusals.
+    """Counters of allocated and peak bytes, with refusals, in storages rounded to ``BLOCK_BYTES``.
 
-    Each storage is rounded up to ``BLOCK_BYTES``. ``pages``: an allocator model, whose reserved
-    bytes count against the capacity and for the peak.
+    ``pages``: an allocator model, whose reserved bytes count against the capacity and for the peak.
     """
 
     name = "sim:0"
@@ -102,7 +92,7 @@ class Ledger:
     allocations = 0
     """Number of storages allocated so far."""
     listener: Listener | None = None
-    """Called for each allocation and free, in order; None for no listener."""
+    """Called for each allocation and free, in order."""
 
     def __init__(
         self,
@@ -119,10 +109,7 @@ class Ledger:
 
     @property
     def capacity_bytes(self) -> int | None:
-        """Physical memory in bytes, None for no limit.
-
-        May be set at any time, also below the allocated bytes.
-        """
+        """Physical memory in bytes, None for no limit. May be set below the allocated bytes."""
         return self._capacity_bytes
 
     @capacity_bytes.setter
@@ -139,21 +126,16 @@ class Ledger:
         self._fail_in = positive("fail_allocation", count)
 
     def reset_peak(self) -> None:
-        """Restart the peak at the bytes in use now."""
         self.peak_bytes = self.used_bytes
 
     def live(self) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
         """Return (nbytes, shape, dtype) of every live storage, largest first, for reports of leaks.
-
-        Shape and dtype are those of the tensor that allocated the storage.
-        """
+        Shape and dtype are of the tensor that allocated the storage."""
         return sorted(self._storages.values(), key=lambda entry: -entry[0])
 
     def admit(self, sizes: Sequence[int]) -> None:
-        """Raise SimulatedOutOfMemory unless storages of ``sizes`` (rounded) all fit now.
-
-        Changes no counter.
-        """
+        """Raise SimulatedOutOfMemory unless storages of ``sizes`` (rounded) all fit. Changes no
+        counter."""
         request_bytes = sum(sizes)
         if self._fail_in is not None and sum(map(bool, sizes)) >= self._fail_in:
             self._fail_in = None
@@ -183,15 +165,12 @@ class Ledger:
         return self.allocated_bytes if self.pages is None else self.pages.used_bytes
 
     def trim(self) -> None:
-        """Return pages without storages."""
         if self.pages is not None:
             self.pages.trim()
 
     def _used_bytes_with(self, sizes: Sequence[int], capacity_bytes: int) -> int:
-        """Return `used_bytes` once storages of ``sizes`` are allocated.
-
-        As in PyTorch's allocator, unused pages are returned before an allocation is refused.
-        """
+        """Return `used_bytes` once storages of ``sizes`` are allocated. As in PyTorch's allocator,
+        unused pages are returned before an allocation is refused."""
         if self.pages is None:
             return self.allocated_bytes + sum(sizes)
         sizes = [size for size in sizes if size]
@@ -201,10 +180,8 @@ class Ledger:
         return used_bytes
 
     def enter(self, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """Count a storage of ``size`` bytes (rounded), and return its key; 0 for 0 bytes.
-
-        ``admit`` must have accepted the storage.
-        """
+        """Count a storage of ``size`` bytes (rounded) that ``admit`` accepted. Return its key; 0
+        for 0 bytes."""
         if not size:
             return 0
         if self._fail_in is not None:
@@ -221,7 +198,6 @@ class Ledger:
         return key
 
     def release(self, key: int, size: int) -> None:
-        """Stop counting storage ``key`` of ``size`` bytes."""
         if self._storages.pop(key, None) is None:
             return
         self.allocated_bytes -= size
@@ -240,10 +216,8 @@ Number = TypeVar("Number", float, int | None)
 
 
 def positive(name: str, value: Number) -> Number:
-    """Return ``value``, which is None or above zero; else raise InputError.
-
-    ``name``: the setting's name in the message.
-    """
+    """Return ``value``, which is None or above zero, or raise InputError. ``name``: of the setting,
+    in the message."""
     if value is not None and not value > 0:
         raise InputError(f"simulated machine: {name} is {value}; give a number above 0")
     return value

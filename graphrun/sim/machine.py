@@ -1,7 +1,7 @@
 """A simulated accelerator: memory ledger, virtual clock, copy counters, and its context.
 
 The context makes the machine active. Tensors and operators report allocations, FLOPs and copies to
-the machine, which knows no operators.
+the machine, which contains no operators.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Machine(Ledger):
     """
 
     check_ordering: ClassVar[bool] = False
-    unified = False  # whether operators take tensors of the host, too
+    unified = False  # operators also take tensors of the host
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Machine(Ledger):
         self.disk_bytes_per_second = positive("disk_bytes_per_second", disk_bytes_per_second)
         self.flops_per_second = positive("flops_per_second", flops_per_second)
         self.fail_copy = fail_copy
-        # All machines of the host.
+        # all machines of the host
         self.machines: list[Machine] = [] if sibling is None else sibling.machines
         self.machines.append(self)
         number = len(self.machines) - 1
@@ -123,15 +123,12 @@ class Machine(Ledger):
 
     def _devices(self, number: int) -> tuple[torch.device, torch.device]:
         """Return the device that tensors of machine ``number`` report, and the one in C++.
-
-        Registers ``sim``.
-        """
+        Registers ``sim``."""
         register()
         device = torch.device("sim", number)
         return device, device
 
     def release(self, key: int, size: int) -> None:
-        """Stop counting storage ``key`` of ``size`` bytes."""
         super().release(key, size)
         if self.ordering is not None:
             self.ordering.freed(key, size)
@@ -152,33 +149,26 @@ class Machine(Ledger):
         self._fail_copy_in = positive("fail_copy", count)
 
     def copy_in(self, nbytes: int, non_blocking: bool = False, pageable: bool = True) -> bool:
-        """Count and charge a copy of ``nbytes`` to the device; return whether it is blocking.
-
-        Raises SimulatedCopyError for an injected fault.
-        """
+        """Count and charge a copy to the device; return whether it blocks. Raises
+        SimulatedCopyError."""
         self._maybe_fail(nbytes, "to")
         self.copies_in += 1
         self.bytes_in += nbytes
         return self._copy(nbytes, self.h2d_bytes_per_second, non_blocking, pageable)
 
     def read(self, nbytes: int) -> None:
-        """Count and charge a read of ``nbytes`` from disk."""
         self.bytes_read += nbytes
         with self.clock.use_stream("disk"):
             self.clock.work(nbytes / self.disk_bytes_per_second)
 
     def copy_out(self, nbytes: int, non_blocking: bool = False, pageable: bool = True) -> bool:
-        """Count and charge a copy of ``nbytes`` from the device, as `copy_in`."""
         self._maybe_fail(nbytes, "from")
         self.copies_out += 1
         self.bytes_out += nbytes
         return self._copy(nbytes, self.d2h_bytes_per_second, non_blocking, pageable)
 
     def copy_across(self, nbytes: int, other: Machine) -> None:
-        """Count and charge a copy of ``nbytes`` to ``other``.
-
-        Raises SimulatedCopyError for an injected fault.
-        """
+        """Count and charge a copy of ``nbytes`` to ``other``. Raises SimulatedCopyError."""
         self._maybe_fail(nbytes, "from")
         other._maybe_fail(nbytes, "to")
         self.bytes_across += nbytes
@@ -216,32 +206,27 @@ class Machine(Ledger):
             )
 
     def charge(self, flops: int) -> None:
-        """Count ``flops`` and charge them to the current stream."""
         self.charge_flops += flops
         self.clock.work(flops / self.flops_per_second)
 
     # -- time
 
     def seconds(self, stream: TimelineName = "compute") -> float:
-        """Return the virtual seconds at which work issued to ``stream`` so far is finished."""
         return self.clock.seconds(stream)
 
     @contextmanager
     def on_copy_stream(self) -> Iterator[None]:
-        """Charge copies inside the context to the copy timeline, asynchronously to compute.
-
-        They are asynchronous to the host too if memory is page-locked.
-        """
+        """Charge copies inside the context to the copy timeline, asynchronously to compute, and to
+        the host too if memory is page-locked."""
         with self.clock.use_stream("copy"):
             yield
 
     def record(self, stream: TimelineName = "compute") -> float:
-        """Return an event: the time at which all work issued to ``stream`` so far is finished."""
         seconds = self.clock.record(stream)
         return seconds if self.ordering is None else self.ordering.mark(self.agent(stream), seconds)
 
     def wait(self, stream: TimelineName, event: float) -> None:
-        """Start work that is issued to ``stream`` from now on after ``event``."""
+        """Start work issued to ``stream`` from now on after ``event``."""
         self.clock.wait(stream, event)
         if self.ordering is not None:
             self.ordering.wait(self.agent(stream), event)
@@ -253,7 +238,6 @@ class Machine(Ledger):
             self.ordering.barrier(self.agent("compute"), self.agent("copy"))
 
     def join(self, stream: TimelineName) -> None:
-        """Let the host wait for the work issued to ``stream`` so far."""
         self.clock.join(stream)
         if self.ordering is not None:
             self.ordering.join(self.agent(stream))

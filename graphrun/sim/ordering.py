@@ -14,9 +14,9 @@ order events:
     blocking copy   the same, for the stream that copied
     join            what a background job did happens before what follows the call that waits for it
 
-Accesses are exact byte ranges of storages. An allocation is a write by the stream of the
-allocation. A free is a write by the same stream: PyTorch's caching allocator may give the memory to
-the next allocation on that stream. Freed host memory is written by the host.
+Accesses are exact byte ranges of storages. An allocation is a write by its stream. A free is a
+write by the same stream: PyTorch's caching allocator may give the memory to the next allocation on
+that stream. Freed host memory is written by the host.
 
 Cost: a run of a small graph takes 1.6 to 1.8 times as long. On a card, ``torch.cuda._sanitizer``
 does the same job.
@@ -59,11 +59,8 @@ class TimeMark(float):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """A read or write of ``spans`` by ``agent``, as its event number ``time``.
-
-    ``action``: the operator or copy. ``code``: the code line that issued it. ``slot``: the plan's
-    slot.
-    """
+    """A read or write of ``spans`` by ``agent``, as its event number ``time``. ``action``: the
+    operator or copy. ``code``: the line that issued it. ``slot``: of the plan."""
 
     agent: Agent
     time: int
@@ -100,18 +97,17 @@ class Ordering:
     """Vector clocks of the agents of simulated devices, and accesses that may still race."""
 
     def __init__(self) -> None:
-        # Since the last report: the first race of each pair of code lines.
+        # since the last report: the first race of each pair of code lines
         self._races: dict[tuple[str, str], Race] = {}
         self._slot = self._block = ""
         self._clocks: dict[Agent, VectorClock] = {"host": Counter(), "disk": Counter()}
         self._accesses: dict[Any, list[Access]] = {}  # storage -> accesses
         self._owners: dict[int, Agent] = {}  # device storage -> its stream
         self._host_storages: dict[int, weakref.finalize] = {}  # type: ignore[type-arg]
-        # The agent that runs Python code; in a background job, the disk reader.
+        # the agent that runs Python code; in a background job, the disk reader
         self._current_agent: Agent = "host"
 
     def agents(self, number: int) -> dict[str, Agent]:
-        """Return the agents of the streams of device ``number``, and of the threads of the host."""
         names = {
             stream: f"{stream} {number}" if number else stream for stream in ("compute", "copy")
         }
@@ -126,10 +122,8 @@ class Ordering:
     # -- order
 
     def issue(self, stream: str) -> VectorClock:
-        """Return the clock of a new event on ``stream``.
-
-        The event follows everything that the issuing agent has seen.
-        """
+        """Return the clock of a new event on ``stream``, after everything that the issuing agent
+        saw."""
         clock = self._clocks[stream]
         _join(clock, self._clocks[self._current_agent])
         clock[stream] += 1
@@ -142,22 +136,17 @@ class Ordering:
         return point
 
     def wait(self, stream: str, mark: float) -> None:
-        """Order what is issued to ``stream`` from now on after ``mark``.
-
-        The disk reader itself waits as the host does.
-        """
+        """Order work issued to ``stream`` from now on after ``mark``. The disk reader itself waits
+        as the host does."""
         _join(self._clocks[stream], getattr(mark, "history", {}))
 
     def join(self, stream: str) -> None:
-        """Note that the host waited for what was issued to ``stream``."""
+        """Record that the host waited for the work issued to ``stream``."""
         _join(self._clocks[self._current_agent], self._clocks[stream])
 
     def barrier(self, *streams: Agent) -> None:
-        """Note that the host waited for ``streams``.
-
-        What they and the host did can no longer race with anything. Raises RaceError for races so
-        far.
-        """
+        """Record that the host waited for ``streams``, whose past accesses can no longer race.
+        Raises RaceError for races so far."""
         for stream in streams:
             self.join(stream)
         for storage, accesses in list(self._accesses.items()):
@@ -169,10 +158,8 @@ class Ordering:
         self.raise_races()
 
     def background(self, job: Callable[[], None]) -> Callable[[], None]:
-        """Run ``job`` as the disk reader, and return a function that waits for it.
-
-        That function orders the accesses of the job before what follows.
-        """
+        """Run ``job`` as the disk reader. Return a function that waits for it, which orders its
+        accesses."""
         previous_agent, self._current_agent = self._current_agent, "disk"
         _join(self._clocks["disk"], self._clocks[previous_agent])
         try:
@@ -183,10 +170,8 @@ class Ordering:
         return lambda: _join(self._clocks[self._current_agent], job_clock)
 
     def raise_races(self) -> None:
-        """Raise RaceError if there are races since the last report.
-
-        A race that happens again after a report is reported again.
-        """
+        """Raise RaceError for races since the last report. A race that repeats is reported
+        again."""
         if self._races:
             races, self._races = self._races, {}
             raise RaceError("\n".join(map(str, races.values())))
@@ -200,10 +185,8 @@ class Ordering:
         read_tensors: Iterable[torch.Tensor],
         written_tensors: Iterable[torch.Tensor],
     ) -> None:
-        """Note an operator on ``stream`` with the raw tensors that it reads and writes.
-
-        The tensors are in device or host memory.
-        """
+        """Record an operator on ``stream`` with the raw tensors, of device or host, that it
+        accesses."""
         self.issue(stream)
         for tensor in read_tensors:
             self._touch(tensor, stream, False, name)
@@ -213,10 +196,8 @@ class Ordering:
     def copied(
         self, stream: str, target: torch.Tensor, source: torch.Tensor, blocking: bool
     ) -> None:
-        """Note a copy on ``stream`` between raw tensors of the host and the device.
-
-        The host waits for a ``blocking`` copy.
-        """
+        """Record a copy on ``stream`` between raw tensors of the host and the device. The host
+        waits for a ``blocking`` copy."""
         self.issue(stream)
         for tensor in (target, source):
             if _device_key(tensor) is None:
@@ -230,7 +211,7 @@ class Ordering:
     def transferred(
         self, stream: Agent, other: Agent, target: torch.Tensor, source: torch.Tensor
     ) -> None:
-        """Note a copy between raw tensors of two devices.
+        """Record a copy between raw tensors of two devices.
 
         PyTorch issues it to the current stream of the source, and orders that with the current
         stream of the target before and after the copy (``copy_kernel_cuda`` in
@@ -243,16 +224,12 @@ class Ordering:
         _join(self._clocks[other], self._clocks[stream])
 
     def allocated(self, key: int, nbytes: int, stream: str) -> None:
-        """Note that storage ``key`` was allocated on ``stream``."""
         self.issue(stream)
         self._owners[key] = stream
         self._note(key, f"device storage {key}", stream, True, ((0, nbytes),), "allocation")
 
     def freed(self, key: int, nbytes: int) -> None:
-        """Note that storage ``key`` was freed.
-
-        The stream that allocated it may reuse its memory immediately.
-        """
+        """Record that storage ``key`` was freed. Its stream may reuse the memory immediately."""
         owner = self._owners.pop(key, "compute")
         self.issue(owner)
         self._note(key, f"device storage {key}", owner, True, ((0, nbytes),), "free")
@@ -261,10 +238,8 @@ class Ordering:
     # -- accesses of the host
 
     def host_wrote(self, tensor: torch.Tensor, action: str) -> None:
-        """Note a write of ``tensor`` in host memory that bypasses PyTorch's operators.
-
-        The writer is the host, or the disk reader in its job.
-        """
+        """Record a write of ``tensor`` in host memory that bypasses PyTorch's operators, by the
+        host, or the disk reader in its job."""
         self._track(tensor)
         self._host(tensor, True, action)
 
@@ -280,7 +255,6 @@ class Ordering:
         read_tensors: Sequence[torch.Tensor],
         written_tensors: Sequence[torch.Tensor],
     ) -> None:
-        """Note an operator on the CPU."""
         for tensor in read_tensors:
             if _host_key(tensor) in self._host_storages:
                 self._host(tensor, False, name)
@@ -333,23 +307,19 @@ class Ordering:
             if not ordered and (writes or previous.writes) and _overlap(previous.spans, spans):
                 self._races.setdefault((previous.code, access.code), Race(name, previous, access))
             if not (ordered and (writes or not previous.writes) and _covers(spans, previous.spans)):
-                # Otherwise, accesses ordered after this one are ordered after the previous one too.
+                # otherwise, accesses ordered after this one are ordered after the previous one too
                 open_accesses.append(previous)
         self._accesses[storage] = [*open_accesses, access]
 
     def _known_to_all(self, access: Access) -> bool:
-        """Return whether every agent is ordered after ``access``.
-
-        That includes the disk reader: its next job begins after everything that the host has seen.
-        """
+        """Return whether every agent is ordered after ``access``. That includes the disk reader,
+        whose next job begins after everything that the host has seen."""
         return self._clocks["host"][access.agent] >= access.time
 
 
 class _HostOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Report operators on CPU tensors.
-
-    Operators that a simulated tensor runs on its raw tensors belong to the device, not to the host.
-    """
+    """Reports operators on CPU tensors, except those that a simulated tensor runs on its raw
+    tensors, which belong to the device."""
 
     def __init__(self, ordering: Ordering) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -364,7 +334,7 @@ class _HostOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if not isinstance(tensor, torch.Tensor):
                     continue
                 if tensor.device.type != "cpu" or _device_key(tensor) is not None:
-                    return output  # an operator of the device or its computation on the CPU
+                    return output  # an operator of the device, or its computation on the CPU
                 (
                     written_tensors
                     if argument.alias_info is not None and argument.alias_info.is_write
@@ -380,10 +350,7 @@ class _HostOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def spans_of(tensor: torch.Tensor) -> Spans:
-    """Return the byte ranges of its storage that ``tensor`` covers, ascending and merged.
-
-    Ranges of a strided view are exact.
-    """
+    """Return the exact byte ranges of its storage that ``tensor`` covers, ascending and merged."""
     if not (count := tensor.numel()):
         return ()
     size, offset = tensor.element_size(), int(tensor.storage_offset())
@@ -392,7 +359,7 @@ def spans_of(tensor: torch.Tensor) -> Spans:
     return _strided_spans(tuple(tensor.stride()), tuple(tensor.shape), offset, size)
 
 
-@functools.lru_cache(maxsize=256)  # the same views come in every call
+@functools.lru_cache(maxsize=256)  # every call has the same views
 def _strided_spans(
     strides: tuple[int, ...], shape: tuple[int, ...], offset: int, size: int
 ) -> Spans:
@@ -421,7 +388,6 @@ def _strided_spans(
 
 
 def _overlap(first: Spans, second: Spans) -> bool:
-    """Return whether both have a common byte."""
     i = j = 0
     while i < len(first) and j < len(second):
         if first[i][0] < second[j][1] and second[j][0] < first[i][1]:
@@ -476,10 +442,8 @@ def _code() -> str:
 
 @functools.cache
 def _issuer(file: str) -> str:
-    """Return the name of ``file`` in a report.
-
-    Empty for files of PyTorch, of this package, and of code between them.
-    """
+    """Return the name of ``file`` in a report; "" for PyTorch, this package, and code between
+    them."""
     return (
         ""
         if any(part in file for part in _NOT_THE_ISSUER)

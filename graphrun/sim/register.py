@@ -1,12 +1,10 @@
 """Register the device ``sim`` with PyTorch, in its one PrivateUse1 slot.
 
-The registration has a device module and kernels for C++ callers. It is process-wide, happens once,
-and cannot be undone.
-
-Operators on simulated tensors arrive through the subclass (``__torch_dispatch__``). Explicit
-kernels are needed where that path does not exist: factory functions, which have no simulated
-argument; C++ code that excludes Python dispatch (``torch.tensor``, lists as indices); and composite
-operators that must not be decomposed (``special.LEAVES``).
+The registration is process-wide, happens once, and cannot be undone. Operators on simulated tensors
+arrive through the subclass (``__torch_dispatch__``). Explicit kernels are needed where that path
+does not exist: factory functions, which have no simulated argument; C++ code that excludes Python
+dispatch (``torch.tensor``, lists as indices); and composite operators that must not be decomposed
+(``special.LEAVES``).
 """
 
 from __future__ import annotations
@@ -36,21 +34,16 @@ NAME = "sim"
 
 
 class SimStream:
-    """``torch.sim.Stream``: a timeline of the active machine.
-
-    A new stream is the copy timeline, on which ``non_blocking`` copies are asynchronous. The
-    default stream is compute.
-    """
+    """``torch.sim.Stream``: a timeline of the active machine. A new stream is the copy timeline, on
+    which ``non_blocking`` copies are asynchronous; the default stream is compute."""
 
     def __init__(self, device: Any = None, *, timeline: Timeline = "copy") -> None:
         self.timeline = timeline
 
     def synchronize(self) -> None:
-        """Let the host wait for the work issued to this stream so far."""
         active_machine().join(self.timeline)
 
     def wait_stream(self, other: SimStream) -> None:
-        """Start work issued from now on after the work issued to ``other`` so far."""
         machine = active_machine()
         machine.wait(self.timeline, machine.record(other.timeline))
 
@@ -62,23 +55,20 @@ class DeviceModule:
         self._libraries = libraries  # kernels are unregistered when these are freed
 
     def is_initialized(self) -> bool:
-        """True: there is nothing to initialize."""
+        """Return True: there is nothing to initialize."""
         return True
 
     def is_available(self) -> bool:
-        """True: registered."""
         return True
 
     def _is_in_bad_fork(self) -> bool:
         return False
 
     def device_count(self) -> int:
-        """Return the number of devices of the active machine; 1 without a machine."""
         machine = active.get()
         return 1 if machine is None else len(machine.machines)
 
     def current_device(self) -> int:
-        """Zero."""
         return 0
 
     def manual_seed_all(self, seed: int) -> None:
@@ -89,7 +79,6 @@ class DeviceModule:
         return torch.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        """Set the state of the CPU generator."""
         torch.set_rng_state(state)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
@@ -105,11 +94,9 @@ class DeviceModule:
     Stream = SimStream
 
     def current_stream(self, device: Any = None) -> SimStream:
-        """Return the stream of current work."""
         return SimStream(timeline=active_machine().clock.current)
 
     def stream(self, stream: SimStream) -> AbstractContextManager[None]:
-        """Return a context that issues work to ``stream``."""
         clock: Clock = active_machine().clock
         return clock.use_stream(stream.timeline, synchronous=True)
 
@@ -124,10 +111,8 @@ class DeviceModule:
 
 
 def available() -> bool:
-    """Return whether this PyTorch can have a device ``sim``.
-
-    It must support backends in Python, and no other backend may use the one slot.
-    """
+    """Return whether this PyTorch can have a device ``sim``: it supports backends in Python, and no
+    other backend uses the one slot."""
     return _setup is not None and torch._C._get_privateuse1_backend_name() in (
         "privateuseone",
         NAME,
@@ -136,10 +121,8 @@ def available() -> bool:
 
 @cache
 def register() -> None:
-    """Register ``torch.device("sim")``.
-
-    Raises GraphrunError if that is impossible (see ``available``).
-    """
+    """Register ``torch.device("sim")``. Raises GraphrunError if that is impossible
+    (`available`)."""
     if not available():
         backend = torch._C._get_privateuse1_backend_name()
         reason = (

@@ -1,8 +1,5 @@
-"""Handlers of operators with special rules: factory functions, copies, resizing in place.
-
-All other operators are computed on the CPU and wrapped. A handler gets the operator and its
-arguments.
-"""
+"""Handlers of operators with special rules: factory functions, copies, resizing in place. A handler
+gets the operator and its arguments. All other operators are computed on the CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ decomposition differs by device, and it is the most frequent operator. RMS norm:
 kernel for it, without the fp32 copies of its decomposition."""
 
 CONTIGUOUS = frozenset({"aten::_fused_rms_norm", "aten::native_layer_norm", "aten::_softmax"})
-"""Operators that read a contiguous copy of an input that is not."""
+"""Operators that read a contiguous copy of an input that is not contiguous."""
 
 INDEXING = frozenset(
     f"aten::{name}"
@@ -38,14 +35,12 @@ INDEXING = frozenset(
         "_unsafe_index_put",
     )
 )
-"""Operators whose second argument may hold index tensors on the CPU, as on CUDA."""
+"""Operators whose second argument may contain index tensors on the CPU, as on CUDA."""
 
 
 def _new(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``empty(size)`` and ``empty_strided(size, stride)``.
-
-    A refusal comes before the host allocates anything.
-    """
+    """``empty(size)``, ``empty_strided(size, stride)``: refused before the host allocates
+    anything."""
     machine = active_machine(kwargs.get("device"))
     if kwargs.get("pin_memory"):
         raise RuntimeError(f"only tensors on the CPU can be pinned, not on {machine.name}")
@@ -61,10 +56,7 @@ def _extent(size: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def _to_copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``_to_copy(source, dtype=, device=, ...)``.
-
-    The dtype is converted on the source device, as in CUDA's copies.
-    """
+    """``_to_copy(source, dtype=, ...)``: converts on the source device, as CUDA's copies do."""
     source = args[0]
     options = {
         key: value for key, value in kwargs.items() if key in ("dtype", "layout", "memory_format")
@@ -123,15 +115,12 @@ def _copy_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _copy_from(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``_copy_from(source, destination, non_blocking)``.
-
-    Replaces ``copy_`` where C++ excludes Python dispatch.
-    """
+    """``_copy_from(source, destination, non_blocking)``: ``copy_`` where C++ excludes Python
+    dispatch."""
     return _copy(args[1], args[0], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking")))
 
 
 def _copy_from_and_resize(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``_copy_from_and_resize(source, destination)``."""
     source, destination = args
     if type(destination) is SimTensor:
         destination.raw.resize_(source.shape)
@@ -177,7 +166,7 @@ def _item(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _resize_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``resize_(tensor, size)``. A refusal comes before anything changes."""
+    """``resize_(tensor, size)``: refused before anything changes."""
     tensor, size = args[0], args[1]
     raw = tensor.raw
     size_bytes = rounded((raw.storage_offset() + prod(size)) * raw.dtype.itemsize)

@@ -1,7 +1,7 @@
 """The tensor subclass of a simulated device: it has a CPU tensor and reports the machine's device.
 
-Operators: ``dispatch.py``. A storage has its ``Allocation`` as an attribute, so views find it, and
-it is released exactly when the storage is freed.
+A storage has its ``Allocation`` as an attribute, so views find it, and it is released exactly when
+the storage is freed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from graphrun.sim.ledger import Allocation, SimulatedOutOfMemory, rounded
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
-# the original property, also if torch.Tensor.data was replaced
+# the original property, even if torch.Tensor.data was replaced
 _data: Any = torch._C.TensorBase.data
 
 
@@ -23,8 +23,8 @@ class SimTensor(torch.Tensor):
     """A tensor on a simulated device.
 
     ``raw``: the CPU tensor with the data. ``allocation``: the counted allocation of the storage.
-    C++ sees a tensor on the machine's ``shell_device``. Python reads the machine's ``device``. The
-    two differ in dry runs (`graphrun.sim.dry`).
+    C++ sees a tensor on the machine's ``shell_device``, Python reads the machine's ``device``; they
+    differ in dry runs (`graphrun.sim.dry`).
     """
 
     raw: torch.Tensor
@@ -33,21 +33,17 @@ class SimTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> Any:
-        """Return a Parameter of ``data``, for code that calls ``type(param)`` (accelerate).
-
-        Use ``wrap`` otherwise.
-        """
+        """Return a Parameter of ``data``, for code that calls ``type(param)`` (accelerate). Use
+        ``wrap`` otherwise."""
         return torch.nn.Parameter(data, requires_grad)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The machine's device."""
         device: torch.device = self.allocation.machine.device
         return device
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
-        """Whether the machine's device is a CUDA device."""
         return self.device.type == "cuda"
 
     @property
@@ -56,7 +52,6 @@ class SimTensor(torch.Tensor):
         return False
 
     def get_device(self) -> int:
-        """The index of the machine's device."""
         return self.device.index
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +76,6 @@ class SimTensor(torch.Tensor):
         return self
 
     def cuda(self, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:  # type: ignore[override]
-        """As `torch.Tensor.cuda`."""
         return self.to(
             torch.device("cuda") if device is None else device, non_blocking=non_blocking, **kwargs
         )
@@ -95,8 +89,8 @@ class SimTensor(torch.Tensor):
             machine.ordering.join(machine.agent())
         return self.raw
 
-    # PyTorch converts the elements of a list (`torch.tensor`) without Python dispatch, so these are
-    # methods rather than operators.
+    # methods rather than operators, because PyTorch converts the elements of a list
+    # (`torch.tensor`) without Python dispatch
 
     def item(self) -> Any:
         """Return the element as a number, after a copy to the host."""
@@ -115,17 +109,13 @@ class SimTensor(torch.Tensor):
         return operator.index(self.item())
 
     def tolist(self) -> Any:
-        """Return the elements as nested lists, after a copy to the host.
-
-        PyTorch's own method refuses subclasses.
-        """
+        """Return nested lists, after a copy to the host; PyTorch's own method refuses
+        subclasses."""
         return self._read("tolist", self.raw.numel() * self.raw.dtype.itemsize).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return an array on the host.
-
-        Raises TypeError, as on CUDA, without ``force`` if the memory is not the host's.
-        """
+        """Return an array on the host. Raises TypeError, as on CUDA, without ``force`` if the
+        memory is not the host's."""
         if not force and not self.allocation.machine.unified:
             raise TypeError(
                 f"can't convert {self.device} device type tensor to numpy. "
@@ -135,10 +125,7 @@ class SimTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The tensor detached from autograd.
-
-        Assigning a sim tensor makes this tensor share its storage.
-        """
+        """The tensor detached from autograd. Assigning a sim tensor shares its storage."""
         return self.detach()
 
     @data.setter
@@ -150,11 +137,8 @@ class SimTensor(torch.Tensor):
         replace(self, other)
 
     def as_strided(self, size: Any, stride: Any, storage_offset: Any = None) -> Any:
-        """Return a view.
-
-        Without gradients it is made without PyTorch's dispatcher, in a sixth of the time: placing
-        weights takes one view per tensor.
-        """
+        """Return a view. Without gradients it bypasses PyTorch's dispatcher, in a sixth of the
+        time: placing weights takes one view per tensor."""
         if torch.is_grad_enabled():
             return super().as_strided(size, stride, storage_offset)
         return wrap(self.raw.as_strided(size, stride, storage_offset), self.allocation.machine)
@@ -178,10 +162,8 @@ class SimTensor(torch.Tensor):
 
 
 def wrap(raw: torch.Tensor, machine: Any) -> Any:
-    """Return the simulated tensor of ``raw``, and count its storage on ``machine`` once.
-
-    If the storage does not fit, raises SimulatedOutOfMemory without counting.
-    """
+    """Return the simulated tensor of ``raw``, and count its storage on ``machine`` once. Raises
+    SimulatedOutOfMemory, counting nothing, if it does not fit."""
     allocation = _allocation(raw, machine)
     tensor = _shell(raw, machine)
     tensor.raw, tensor.allocation = raw, allocation
@@ -202,10 +184,7 @@ def _allocation(raw: torch.Tensor, machine: Any) -> Allocation:
 
 
 def wrap_all(raws: Sequence[Any], machine: Any) -> list[Any]:
-    """``wrap`` each tensor in ``raws``; return other items unchanged.
-
-    If the tensors do not fit together, all are refused.
-    """
+    """``wrap`` each tensor in ``raws``; leave other items. All or none must fit."""
     fresh: dict[int, int] = {}
     for raw in raws:
         if isinstance(raw, torch.Tensor):
@@ -218,16 +197,15 @@ def wrap_all(raws: Sequence[Any], machine: Any) -> list[Any]:
 
 
 def page_locked(memory: torch.Tensor) -> bool:
-    """Return whether ``memory``, of the host, was locked by `Machine.page_lock`."""
+    """Return whether `Machine.page_lock` locked ``memory``, of the host."""
     return getattr(memory.untyped_storage(), "graphrun_page_locked", False)
 
 
 def sync_storage(tensor: Any) -> None:
     """Update the ledger and ``tensor``'s shape after an operator that may change the raw storage.
 
-    The operator may have resized or replaced the storage. A larger storage is counted as a new one
-    while the old one still exists, as on a device. If that does not fit, the raw tensor is restored
-    and SimulatedOutOfMemory is raised.
+    A larger storage is counted as a new one while the old one still exists, as on a device. If that
+    does not fit, the raw tensor is restored and SimulatedOutOfMemory is raised.
     """
     raw, machine = tensor.raw, tensor.allocation.machine
     allocation, storage = _allocation(raw, machine), raw.untyped_storage()

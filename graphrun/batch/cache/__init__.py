@@ -1,2 +1,1 @@
-"""The cache of stage outputs on disk: keys, file format, index and lookup. It handles neither plans
-nor devices."""
+"""The cache of stage outputs on disk: keys, file format, index, lookup. No plans, no devices."""

@@ -1,11 +1,10 @@
-"""The cached outputs of a folder: an SQLite database, which several processes may use at once. This
-module interprets neither keys nor contents.
+"""The cached outputs of a folder: an SQLite database, which several processes may use at once.
 
-    put    in one transaction: insert the entry and its bytes, and evict the least recently used
-           entries beyond the limit
-    get    delete an entry whose bytes have another SHA-256: it is absent then, and computed again
-    kill   at any moment leaves each entry complete or absent: SQLite rolls back what was not
-           committed
+put    in one transaction: insert the entry and its bytes, and evict the least recently used
+       entries beyond the limit
+get    delete an entry whose bytes have another SHA-256: it counts as absent
+kill   at any moment leaves each entry complete or absent: SQLite rolls back what was not
+       committed
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from graphrun.errors import InputError
 from graphrun.reading import open_regular
 from graphrun.units import GIB
 
-# The embeddings of a FLUX prompt take 4 MiB, so this holds about a thousand prompts.
+# embeddings of a FLUX prompt take 4 MiB, so this is enough for about a thousand prompts
 LIMIT_BYTES = 4 * GIB
 BUSY_SECONDS = 30.0
 DATABASE = "outputs.sqlite"
 
-# Bytes have a table of their own, so that updating the time of use does not rewrite them.
-# auto_vacuum: the file shrinks on deletion.
+# Bytes have their own table, so that updating the time of use does not rewrite them. auto_vacuum
+# shrinks the file on deletion.
 _TABLES = """
 PRAGMA auto_vacuum = FULL; PRAGMA journal_mode = WAL;
 PRAGMA synchronous = NORMAL; PRAGMA foreign_keys = ON;
@@ -46,7 +45,7 @@ WITH newest_first AS (
     SELECT key, SUM(nbytes) OVER (ORDER BY key = ? DESC, used DESC, key DESC) AS total FROM entries)
 DELETE FROM entries WHERE key IN (SELECT key FROM newest_first WHERE total > ?)
 """
-# SQLite's columns accept values of any type: rows that this program did not write are deleted.
+# SQLite's columns accept values of any type; rows of other types are deleted
 _TYPES: Mapping[str, type] = {
     "key": str,
     "graph": str,
@@ -64,11 +63,8 @@ _DELETE_ODD = "DELETE FROM entries WHERE " + " OR ".join(
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """One cached output.
-
-    ``inputs_text``: the inputs that it depends on, as text. ``created_seconds`` and
-    ``used_seconds``: since the epoch.
-    """
+    """A cached output. ``inputs_text``: the inputs that it depends on. Times are since the
+    epoch."""
 
     key: str
     graph: str
@@ -84,17 +80,15 @@ class CacheEntry:
 
 
 class Index:
-    """Entries by key in ``folder``. The folder is created with the first entry.
-
-    All methods raise InputError if the folder or its database cannot be read or written.
-    """
+    """Entries by key in ``folder``, which is created with the first entry. All methods raise
+    InputError if the folder or its database cannot be read or written."""
 
     def __init__(self, folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
         self.folder = folder
         self.limit_bytes = limit_bytes
 
     def get(self, key: str) -> bytes | None:
-        """Return the entry's bytes; None if it is absent. A damaged entry is removed and counts as
+        """Return the entry's bytes; None if absent. A damaged entry is removed and counts as
         absent."""
         if (data := self._read(key)) is not None:
             with self._open() as rows:
@@ -104,8 +98,7 @@ class Index:
     def put(
         self, key: str, data: bytes, *, graph: str = "", stage: str = "", inputs_text: str = ""
     ) -> None:
-        """Store ``data`` under ``key``, and replace an existing entry. Data larger than the limit
-        is not stored."""
+        """Store ``data`` under ``key``, replacing an entry. Data above the limit is not stored."""
         if len(data) > self.limit_bytes:
             return
         now_seconds = time.time()
@@ -126,7 +119,6 @@ class Index:
             rows.execute(_EVICT, (key, self.limit_bytes))
 
     def entries(self) -> list[CacheEntry]:
-        """Return all entries, the most recently used first."""
         query = (
             "SELECT key, graph, stage, about, nbytes, made, used FROM entries "
             "ORDER BY used DESC, key"
@@ -155,8 +147,7 @@ class Index:
         return [entry for entry in self.entries() if self._read(entry.key) is None]
 
     def file_digest(self, path: Path) -> str:
-        """Return the SHA-256 of a file's content. The file is read again only if its size, mtime or
-        inode changed."""
+        """Return the SHA-256 of a file, read again only if its size, mtime or inode changed."""
         status = path.stat()
         stamp = f"{status.st_size} {status.st_mtime_ns} {status.st_ino}"
         with contextlib.suppress(InputError):
@@ -182,7 +173,7 @@ class Index:
         return None
 
     def _select(self, query: str, *values: str) -> list[tuple[Any, ...]]:
-        """Return the rows of ``query``; none if there is no database, which is not created then."""
+        """Return the rows of ``query``; none if there is no database. Does not create one."""
         if not (self.folder / DATABASE).is_file():
             return []
         with self._open() as rows:

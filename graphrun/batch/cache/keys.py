@@ -1,13 +1,13 @@
-"""Cache keys: a digest of everything that a stage's outputs depend on. Equal keys mean equal bits;
-in doubt, the key differs.
+"""Cache keys: a digest of everything that a stage's outputs depend on.
+
+Equal keys mean equal bits; in doubt, the key differs.
 
     key(stage) = code of the op + versions + device
                + arguments (resolved inputs, keys of the stages before it)
                + components it uses (content, precision, compute device)
                + configuration of all components + parts
 
-Of a plan, only its choices count (precision, compute device, stage options). This module does not
-store outputs.
+Of a plan, only its choices count (precision, compute device, stage options).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from graphrun.graph.precisions import is_gguf
 from graphrun.model.solution import Solution
 from graphrun.modules.source_files import OF_COMPONENT, OF_PART, blob, find_folder, local_place
 
-# Libraries whose code computes stage outputs.
+# libraries whose code computes stage outputs
 LIBRARIES = (
     "torch",
     "diffusers",
@@ -43,9 +43,9 @@ LIBRARIES = (
     "bitsandbytes",
     "numpy",
 )
-# Packages of graphrun whose code computes stage outputs.
+# packages of graphrun whose code computes stage outputs
 PACKAGES = ("modules", "ops")
-# The most combinations of allowed precisions and compute devices that a lookup tries.
+# the most combinations of allowed precisions and compute devices that a lookup tries
 MOST_CANDIDATES = 16
 
 
@@ -53,8 +53,8 @@ MOST_CANDIDATES = 16
 class Choices:
     """The choices of a plan that outputs depend on.
 
-    ``variants``: (precision, "device" or "cpu") of each component. ``options``: the option of each
-    stage. ``compiled``: whether blocks are compiled if the graph asks for it.
+    ``variants``: (precision, "device" or "cpu") of each component. ``options``: of each stage.
+    ``compiled``: whether blocks are compiled if the graph asks for it.
     """
 
     variants: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -75,9 +75,7 @@ def choices_of(solution: Solution) -> Choices:
 
 class StageKeys:
     """Keys of the stages of ``graph`` for resolved ``inputs`` on ``device`` (its name).
-
-    ``digest_of`` returns a digest of a file's content.
-    """
+    ``digest_of`` returns a digest of a file's content."""
 
     def __init__(
         self, graph: Graph, inputs: Mapping[str, Any], device: str, digest_of: Callable[[Path], str]
@@ -86,8 +84,7 @@ class StageKeys:
         self._content = functools.cache(self._read)  # of a component
 
     def key(self, stage: str, choices: Choices | None = None) -> str | None:
-        """Return 64 hexadecimal digits; None if something that ``stage`` depends on has no digest,
-        such as a missing source.
+        """Return 64 hexadecimal digits; None if a dependency, such as a source, is missing.
 
         ``choices``: how the stage and the stages before it run. Default: the first precision of
         each component, on the device.
@@ -98,8 +95,8 @@ class StageKeys:
             return None
 
     def candidates(self, stage: str, allow: Collection[str]) -> Iterator[Choices]:
-        """Yield the choices with which ``stage`` and the stages before it may run if ``allow`` is
-        allowed, the default first."""
+        """Yield the choices that ``allow`` permits for ``stage`` and earlier stages, the default
+        first."""
         components = [
             self.graph.components[name]
             for name in dict.fromkeys(self._uses(self.graph.stage(stage)))
@@ -124,8 +121,7 @@ class StageKeys:
                 )
 
     def about(self, stage: str) -> str:
-        """Return the inputs that ``stage`` itself reads, as text: ``prompt='a lighthouse'
-        steps=28``."""
+        """Return the inputs that ``stage`` itself reads, as ``prompt='a lighthouse' steps=28``."""
         names = [
             value.name for value in self.graph.stage(stage).references if value.kind == "input"
         ]
@@ -184,8 +180,8 @@ class StageKeys:
 
     @functools.cached_property
     def _common(self) -> str:
-        """A digest of what every stage depends on: pipeline class, configuration of all components,
-        parts, versions, code, device."""
+        """A digest of what every stage depends on: class, configurations, parts, versions, code,
+        device."""
         graph = self.graph
         return _digest(
             [
@@ -260,8 +256,7 @@ class StageKeys:
 
 
 def cacheable(stage: Stage) -> bool:
-    """Whether outputs of ``stage`` may be cached. Images, videos and audio are not: runs save them
-    as files."""
+    """Whether outputs of ``stage`` may be cached. Runs save images, videos and audio as files."""
     operation = stage.operation
     return not any(operation.output(name) in MEDIA_KINDS for name in stage.outputs)
 
@@ -274,8 +269,7 @@ def code_digest() -> str:
 
 
 def _graph_settings(component: Component) -> dict[str, Any]:
-    """Return the settings of a component from the graph file, without its source files, its backing
-    store and its line."""
+    """Return a component's settings in the graph file, without source, backing store and line."""
     left_out = (
         "source",
         "file_line",
@@ -295,8 +289,7 @@ def _graph_settings(component: Component) -> dict[str, Any]:
 
 
 def _code(graph: Graph) -> dict[str, str]:
-    """Return a digest of the code of each trusted package: the code may change without its
-    version."""
+    """Return a digest of each trusted package's code, which may change without its version."""
     return {name: package_digest(name) for name in graph.trust}
 
 

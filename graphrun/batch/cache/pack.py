@@ -1,7 +1,6 @@
-"""Serialize stage outputs as one safetensors file: the tensors, and their structure as JSON in the
-header.
+"""Serialize stage outputs as one safetensors file, with their structure as JSON in its header.
 
-Nothing is pickled, so reading an untrusted file runs no code. Pure: works on bytes, not on files.
+Nothing is pickled, so reading an untrusted file runs no code.
 
     {"embeds": {"prompt_embeds": T0, "pooled": T1}}
     -> header {"value": ["map", [["embeds", ["map", ...]]]]} | 0: T0 | 1: T1
@@ -24,9 +23,9 @@ def pack(value: Any) -> bytes:
     """Return ``value`` as the bytes of a safetensors file.
 
     ``value`` may nest mappings with string keys, lists, tuples, tensors, numpy arrays, PIL images,
-    dtypes, numbers, strings and None. A tensor that occurs twice is written once. The order of a
-    tensor's dimensions in memory is kept, because kernels depend on it and round differently.
-    Raises InputError that names any other type.
+    dtypes, numbers, strings and None. A tensor that occurs twice is written once. The memory order
+    of a tensor's dimensions is kept: kernels depend on it and round differently. Raises InputError
+    that names any other type.
     """
     from safetensors.torch import save
 
@@ -45,8 +44,8 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Return the value that `pack` wrote, with its tensors on the CPU. Raises InputError for any
-    other ``data``."""
+    """Return the value that `pack` wrote, tensors on the CPU. Raises InputError for other
+    ``data``."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -74,8 +73,7 @@ def unpack(data: bytes) -> Any:
 
 
 def _describe(value: Any, tensors: dict[int, tuple[int, torch.Tensor]]) -> list[Any]:
-    """Return ``value`` as JSON. Each tensor is added to ``tensors`` (by its `id`, with its number),
-    and replaced by its number."""
+    """Return ``value`` as JSON, with tensors moved to ``tensors`` (by `id`) and numbered."""
 
     def index(tensor: torch.Tensor) -> int:
         return tensors.setdefault(id(tensor), (len(tensors), tensor))[0]

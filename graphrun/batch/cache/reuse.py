@@ -1,8 +1,5 @@
-"""Look up cached stage outputs for a run, and cache the outputs of the stages that run.
-
-A cache folder that cannot be read or written is reported once and never fails a run. This module
-handles neither plans nor devices.
-"""
+"""Look up cached stage outputs for a run, and cache the outputs of the stages that run. An unusable
+cache folder is reported once and never fails a run."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ class Reuse:
     """The cached outputs of ``graph`` for resolved ``inputs`` on ``device``, in ``index``.
 
     ``scope``: ``encoded`` caches the outputs of `encode_prompt`, ``all`` also latents. ``allow``:
-    as for a plan. ``note`` is called once with the reason if the cache folder cannot be used.
+    as for a plan. ``note``: called once with the reason if the cache folder cannot be used.
     """
 
     def __init__(
@@ -49,10 +46,10 @@ class Reuse:
         )
 
     def find(self) -> dict[str, Any]:
-        """Return the cached outputs of stages that need not run, by name as in ``encode.embeds``.
+        """Return the cached outputs of stages that need not run, by name such as ``encode.embeds``.
 
-        Stages that only a cached stage needs are left out. Stages whose outputs are the graph's
-        outputs always run.
+        Stages that only a cached stage needs are omitted. Stages with the graph's outputs always
+        run.
         """
         values: dict[str, Any] = {}
         last = {reference.name for reference in self.graph.outputs.values()}
@@ -119,11 +116,8 @@ def reuse_for(
     allow: Iterable[str],
     note: Callable[[str], None] | None = None,
 ) -> Reuse:
-    """Return the cached outputs in the folder ``cache`` for runs of ``graph`` with the input
-    ``values``.
-
-    ``device_name``: `Hardware.label`; of several devices all labels.
-    """
+    """Return the cached outputs in the folder ``cache`` for runs of ``graph`` with ``values``.
+    ``device_name``: `Hardware.label`; of several devices all labels."""
     return Reuse(
         Index(cache / "outputs"),
         graph,

@@ -1,2 +1,1 @@
-"""Import of pipelines as graph files: from a folder, a hub repository, one file, a class or a live
-object."""
+"""Import of pipelines as graph files: from a folder, hub repository, file, class or live object."""

@@ -1,7 +1,7 @@
 """Pipelines from their class and configuration files, without weights: sizes only.
 
-The class of a constructor argument is the class that the user names, else the class in its
-configuration, else its annotation. Weights are random.
+A constructor argument has the class that the user names, by default the class in its configuration
+or annotation. Weights are random.
 """
 
 from __future__ import annotations
@@ -33,18 +33,15 @@ from graphrun.graph.values import did_you_mean
 from graphrun.modules.classes import resolve_class
 from graphrun.ops.modular import is_modular_class
 
-# Maximum length of CLIP's tokenizers; other tokenizers get the length in `MARKS`.
+# maximum length of CLIP's tokenizers; other tokenizers get the length in `MARKS`
 CLIP_LENGTH = 77
 USUAL_SCHEDULER = "EulerDiscreteScheduler"
 
 
 @dataclass(frozen=True, slots=True)
 class _Argument:
-    """An argument of a pipeline.
-
-    ``classes``: its possible classes; empty for a plain value. ``has_default``: whether the
-    pipeline can create it.
-    """
+    """An argument of a pipeline. ``classes``: its possible classes; empty for a plain value.
+    ``has_default``: the pipeline can create it."""
 
     classes: list[type[Any]]
     is_needed: bool
@@ -61,9 +58,9 @@ def of_class(
     """Return the description of the pipeline class ``class_path``.
 
     ``configs``: by constructor argument, ``FILE``, ``CLASS:FILE``, a folder (for a tokenizer), or a
-    plain value. ``excluded_names``: members to leave out. A modular pipeline needs only the members
-    that ``workflow`` uses. Raises InputError if the class is not a pipeline, an argument is
-    unknown, or a component has no configuration.
+    plain value. ``excluded_names``: members to omit. A modular pipeline needs only the members that
+    ``workflow`` uses. Raises InputError if the class is not a pipeline, an argument is unknown, or
+    a component has no configuration.
     """
     from diffusers import DiffusionPipeline
 
@@ -208,11 +205,8 @@ def _add_configured(
 
 
 def _class_path_in(config: Mapping[str, Any], classes: list[type[Any]]) -> str:
-    """Return the class path of a configuration; empty if there is none.
-
-    Sources are diffusers' class name in the configuration, the pipeline's annotation, and
-    transformers' ``architectures``.
-    """
+    """Return the class path of a configuration, from diffusers' class name in it, the pipeline's
+    annotation, or transformers' ``architectures``; "" if there is none."""
     class_name = config.get("_class_name")
     if isinstance(class_name, str):
         return f"diffusers.{class_name}"
@@ -227,10 +221,8 @@ def _class_path_in(config: Mapping[str, Any], classes: list[type[Any]]) -> str:
 
 
 def _add_default(description: PipelineDescription, name: str, kind: type[Any]) -> bool:
-    """Add a stand-in tokenizer, or a scheduler or processor with its defaults.
-
-    Returns False for a component, whose sizes are unknown.
-    """
+    """Add a stand-in tokenizer, or a scheduler or processor with its defaults. Return False for a
+    component, whose sizes are unknown."""
     if issubclass(kind, nn.Module):
         return False
     path = path_of(kind)

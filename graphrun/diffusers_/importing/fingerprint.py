@@ -49,8 +49,8 @@ class ComponentCall:
 class FingerprintRun(Prober):
     """A prober that returns random numbers seeded by the digest of the arguments.
 
-    ``component_calls``: the calls of the last run. ``call_locals``: the numbers among the local
-    variables of the function ``observed`` at the last call into a component.
+    ``component_calls``: of the last run. ``call_locals``: the numbers among the local variables of
+    the function ``observed`` at the last call into a component.
     """
 
     def __init__(
@@ -126,10 +126,8 @@ class FingerprintRun(Prober):
 
 
 def _random_like(template: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return normal random numbers in the shape and dtype of ``template``.
-
-    Zeros for integer dtypes and above `HOLLOW_BYTES`.
-    """
+    """Return normal random numbers in the shape and dtype of ``template``; zeros for integer dtypes
+    and above `HOLLOW_BYTES`."""
     nbytes = template.numel() * template.element_size()
     if not template.is_floating_point() or nbytes > HOLLOW_BYTES:
         return torch.zeros(template.shape, dtype=template.dtype, device="cpu")
@@ -137,10 +135,8 @@ def _random_like(template: torch.Tensor, generator: torch.Generator) -> torch.Te
 
 
 def digest_of(value: Any) -> str:
-    """Return a digest of ``value``, 16 hexadecimal digits.
-
-    It covers dtype, shape and values of every tensor, and every plain value.
-    """
+    """Return 16 hexadecimal digits of a digest of ``value``: dtype, shape and values of every
+    tensor, and every plain value."""
     digest = hashlib.sha256()
     _digest(value, digest.update)
     return digest.hexdigest()[:16]

@@ -33,8 +33,8 @@ from graphrun.ops.modular import BLOCKS, is_modular_class
 
 INDEX = "model_index.json"
 MODULAR_INDEX, OWN_BLOCKS = "modular_model_index.json", "modular_config.json"
-# Files to fetch: configurations, tokenizers, processors, schedulers. `LARGE` files are never
-# fetched: weights, and exports for other frameworks.
+# files to fetch: configurations, tokenizers, processors, schedulers. `LARGE` files are never
+# fetched: weights, and exports for other frameworks
 SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
 LARGE = (
     "*.safetensors",
@@ -58,11 +58,8 @@ def of_folder(
     origin: str = "",
     trust: tuple[str, ...] = (),
 ) -> PipelineDescription:
-    """Return the description of the pipeline saved in ``folder``.
-
-    ``excluded_names``: members to leave out. Raises InputError if there is no pipeline, or if the
-    pipeline needs code from the folder.
-    """
+    """Return the description of the pipeline saved in ``folder``, without ``excluded_names``.
+    Raises InputError if there is no pipeline, or if the pipeline needs code from the folder."""
     if folder.is_file():
         raise InputError(existing_kind(folder))
     return _read(
@@ -92,10 +89,7 @@ def of_hub(
 
 
 def _fetch(repository: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """Return the folder in the hub's cache with the small files that match ``patterns``.
-
-    Raises InputError.
-    """
+    """Return the folder in the hub's cache with matching small files. Raises InputError."""
     text = f"the configurations of {repository}{f' at {revision}' if revision else ''}"
     return hub.snapshot(repository, revision, patterns, LARGE, subject=text)
 
@@ -156,10 +150,8 @@ def _add_members(
 
 
 def _has_default_scheduler(description: PipelineDescription, name: str, entry: list[str]) -> bool:
-    """Return whether member ``name`` is a scheduler that was not saved.
-
-    The pipeline's constructor then creates a scheduler with fixed settings.
-    """
+    """Return whether member ``name`` is a scheduler that was not saved, because the pipeline's
+    constructor creates it with fixed settings."""
     parameter = inspect.signature(description.kind.__init__).parameters.get(name)
     if (_folder(description) / name).exists() or parameter is None or parameter.default is not None:
         return False
@@ -235,9 +227,7 @@ def _add_blocks(
 
 def _locate(specification: Mapping[str, Any], subfolder: str, origin: str) -> tuple[Path, str]:
     """Return (folder with the small files, source) of a component outside its pipeline's folder.
-
-    Raises InputError.
-    """
+    Raises InputError."""
     location, revision = (
         str(specification["pretrained_model_name_or_path"]),
         specification.get("revision"),
@@ -305,10 +295,8 @@ def _is_pair(entry: Any) -> bool:
 def _list_entries(
     description: PipelineDescription, name: str, entry: list[str]
 ) -> dict[str, list[str]]:
-    """Return index entries for the folders NAME, NAME_1, ... of a member that is a list.
-
-    Several ControlNets are such a list. Empty for other members.
-    """
+    """Return index entries for the folders NAME, NAME_1, ... of a member that is a list, such as
+    several ControlNets; empty for other members."""
     path = class_in(
         entry[0], entry[1], description.kind, f"{description.origin}/{name}", description.trust
     )

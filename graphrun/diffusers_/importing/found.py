@@ -1,7 +1,7 @@
 """Description of a pipeline from any source: its class, components, parts and settings.
 
 This module decides the class, configuration and dtype of each member. It reads no weights and runs
-no code from a checkpoint. It does not split the call into stages.
+no code from a checkpoint.
 
     source           origin of the members
     folder, hub id   model_index.json (name -> class) and NAME/config.json; tokenizers and
@@ -47,9 +47,8 @@ class PipelineDescription:
 
     ``components`` and ``parts`` are as in the graph file: a member has a source only if it is not
     the member's folder in ``source``; an empty precision is the dtype; a part with a ``file`` is a
-    tokenizer of which only the settings are known. ``reasons``: the reason for each component's
-    dtype; dtype and reason are empty if the source does not specify them. ``live``: members in
-    memory.
+    tokenizer of which only the settings are known. ``reasons``: for each component's dtype; dtype
+    and reason are empty if the source does not specify them. ``live``: members in memory.
     """
 
     origin: str
@@ -69,7 +68,6 @@ class PipelineDescription:
 
     @property
     def kind(self) -> type[Any]:
-        """The pipeline's class."""
         return resolve_class(self.pipeline, self.trust, self.origin, "pipeline")
 
     def add(
@@ -85,10 +83,10 @@ class PipelineDescription:
     ) -> None:
         """Add a component if the class is a module, else a part.
 
-        ``dtype``: (dtype, reason for it). The configuration leaves out keys that diffusers ignores
-        when it loads a saved or live model; constructors themselves write such keys
-        (AutoencoderTiny's ``block_out_channels``). It also leaves out infinite defaults, which a
-        graph file cannot contain (``lambda_min_clipped`` of DPMSolverMultistepScheduler).
+        ``dtype``: (dtype, reason for it). The configuration omits keys that diffusers ignores when
+        it loads a saved or live model; constructors themselves write such keys (AutoencoderTiny's
+        ``block_out_channels``). It also omits infinite defaults, which a graph file cannot contain
+        (``lambda_min_clipped`` of DPMSolverMultistepScheduler).
         """
         kind: Any = resolve_class(class_path, self.trust, self.origin)
         defaults = {
@@ -114,10 +112,8 @@ class PipelineDescription:
         self.reasons[name] = dtype[1]
 
     def graph(self) -> Graph:
-        """Return the pipeline as a graph without stages, for dry runs.
-
-        Components have no weights; parts are loaded from their present place.
-        """
+        """Return the pipeline as a graph without stages or weights, for dry runs. Parts are loaded
+        from their present place."""
         sources = {
             name: f"{self.folder}/{name}" if self.folder and not part.file else None
             for name, part in self.parts.items()
@@ -144,10 +140,8 @@ class PipelineDescription:
 
 
 def name_of(kind: type[Any]) -> str:
-    """Return a graph's name for a pipeline class.
-
-    For example ``flux`` for ``FluxPipeline`` and ``FluxModularPipeline``.
-    """
+    """Return a graph's name for a pipeline class: ``flux`` for ``FluxPipeline`` and
+    ``FluxModularPipeline``."""
     return slug(kind.__name__.removesuffix("Pipeline").removesuffix("Modular"))
 
 
@@ -155,9 +149,7 @@ def plain_settings(
     kind: type[Any], values: Mapping[str, Any], absent: Sequence[str]
 ) -> dict[str, Any]:
     """Return the ``values`` that differ from the defaults of the constructor of ``kind``.
-
-    ``absent``: members that the pipeline does not have. Required ones are added as None.
-    """
+    ``absent``: members that the pipeline does not have; required ones are added as None."""
     parameters = inspect.signature(kind.__init__).parameters
     optional = getattr(kind, "_optional_components", ())
     settings = {
@@ -182,11 +174,8 @@ def common_dtype(tensor_sizes: Iterable[tuple[str, int]]) -> str:
 
 
 def dtype_of(config: Mapping[str, Any], tensor_sizes: Iterable[tuple[str, int]]) -> tuple[str, str]:
-    """Return (dtype, reason) of a component; ("", "") if unknown.
-
-    It is the dtype of most bytes in its files, else the dtype in ``config``. ``tensor_sizes``:
-    (dtype, bytes) of the tensors in its files.
-    """
+    """Return (dtype, reason) of a component; ("", "") if unknown. It is the dtype of most bytes in
+    its files, by ``tensor_sizes`` (dtype, bytes), else the dtype in ``config``."""
     if (common := common_dtype(tensor_sizes)) in DTYPES:
         return common, OF_FILES
     config_dtypes = (
@@ -243,15 +232,13 @@ def class_in(
 
 
 def is_module(class_path: str, trust: Sequence[str], origin: str) -> bool:
-    """Return whether the class is an ``nn.Module``, that is a component and not a part."""
+    """Return whether the class is an ``nn.Module``, so a component and not a part."""
     return issubclass(resolve_class(class_path, trust, origin), nn.Module)
 
 
 def path_of(kind: type[Any]) -> str:
-    """Return the class path of ``kind``, the short one if its package exports it.
-
-    Raises InputError if the class cannot be imported by its path.
-    """
+    """Return the class path of ``kind``, the short one if its package exports it. Raises InputError
+    if the class cannot be imported by its path."""
     package = kind.__module__.split(".")[0]
     for path in (f"{package}.{kind.__name__}", f"{kind.__module__}.{kind.__qualname__}"):
         try:
@@ -288,10 +275,8 @@ def plain(value: Any) -> Any:
 
 
 def slug(text: str) -> str:
-    """Return a graph name from the name of a folder, repository or class.
-
-    For example ``flux.1-dev`` for ``FLUX.1-dev``.
-    """
+    """Return a graph name from the name of a folder, repository or class: ``flux.1-dev`` for
+    ``FLUX.1-dev``."""
     return (
         re.sub(r"[^a-z0-9._-]+", "-", text.rstrip("/").rpartition("/")[2].lower()).strip("-.")[:64]
         or "pipeline"

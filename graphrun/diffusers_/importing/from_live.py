@@ -1,7 +1,5 @@
-"""Description of live pipelines: classes, configurations and dtypes of their modules.
-
-Reads no weights. Also decides the source from which a graph file can load weights and tokenizers.
-"""
+"""Description of live pipelines: classes, configurations and dtypes of their modules. Reads no
+weights. Also finds the source from which a graph file can load weights and tokenizers."""
 
 from __future__ import annotations
 
@@ -92,10 +90,8 @@ def of_pipeline(pipe: Any) -> PipelineDescription:
 
 
 def _components(pipe: Any) -> dict[str, Any]:
-    """Return the members of ``pipe``, with parts that its constructor creates by default.
-
-    LongCat's scheduler is such a part.
-    """
+    """Return the members of ``pipe``, with parts that its constructor creates by default, such as
+    LongCat's scheduler."""
     candidates = {
         name: getattr(pipe, name, None)
         for name, entry in pipe.config.items()
@@ -137,10 +133,8 @@ def _add(description: PipelineDescription, name: str, value: Any, source: str | 
 
 
 def _inner_modules(value: Any) -> list[nn.Module]:
-    """Return the modules in a wrapper without a configuration, such as several ControlNets.
-
-    Empty for anything else.
-    """
+    """Return the modules in a wrapper without a configuration, such as several ControlNets; empty
+    for anything else."""
     has_no_config = isinstance(value, nn.Module) and getattr(value, "config", None) is None
     inner = (
         [child for child in value.children() if isinstance(child, nn.ModuleList)]

@@ -1,7 +1,5 @@
-"""Import of a source as a graph file: identify the source, split its call into stages, write.
-
-Also decides each component's dtype. Nothing is written unless the whole graph loads.
-"""
+"""Import of a source as a graph file: identify the source, split its call into stages, write. Also
+decides each component's dtype. Nothing is written unless the whole graph loads."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
 from graphrun.graph.values import did_you_mean
 
-# if neither files nor configurations name a dtype: usual for large pipelines
+# usual for large pipelines; used if neither files nor configurations name a dtype
 DEFAULT_DTYPE = "bfloat16"
 
 
@@ -41,7 +39,7 @@ class ImportOptions:
 
     ``configs``: for a class, the configuration of each constructor argument; for one file, the
     folder or repository under ``""``. ``dtypes``: by component (``""``: all). ``excluded_names``:
-    members to leave out. ``input_defaults``: defaults of inputs. ``revision``: of a hub repository.
+    members to omit. ``input_defaults``: defaults of inputs. ``revision``: of a hub repository.
     ``whole``: one stage, without trying to split the call. ``trust``: packages whose classes the
     graph may name, and so run.
     """
@@ -161,10 +159,8 @@ def find(source: str, options: ImportOptions) -> PipelineDescription:
 
 
 def _configurations(source: str, file: Path, options: ImportOptions) -> PipelineDescription:
-    """Return the pipeline with the configurations for a checkpoint in one file.
-
-    Raises InputError.
-    """
+    """Return the pipeline with the configurations for a checkpoint in one file. Raises
+    InputError."""
     try:
         return find(source, options)
     except InputError as error:

@@ -1,7 +1,4 @@
-"""Inputs, stage options and outputs of an imported graph, for all ways to split a pipeline.
-
-This module decides which inputs a call gets. It does not write YAML.
-"""
+"""Inputs, stage options and outputs of an imported graph, for all ways to split a pipeline."""
 
 from __future__ import annotations
 
@@ -96,7 +93,7 @@ def call_inputs(
 
 
 class NotSplit(Exception):
-    """The reason why a call is not split into stages."""
+    """The call is not split into stages; the message is the reason."""
 
 
 def checked_layout(
@@ -111,9 +108,9 @@ def checked_layout(
     """Return the layout of ``stages`` if they compute the same as the whole call in all ``trials``.
 
     Both must make the same calls into components with the same values. ``trials``: (inputs of the
-    call, names of inputs to leave out of the stages if the trial differs). ``texts``: how the call
-    was split and what differs, in words. ``home``: as in `layout_of`. Raises NotSplit if a trial
-    differs and there is no input to leave out.
+    call, names of inputs that the stages omit if the trial differs). ``texts``: how the call was
+    split and what differs, in words. ``home``: as in `layout_of`. Raises NotSplit if a trial
+    differs and there is no input to omit.
     """
     output_references = {name: Reference("stage", stages[-1].name, name) for name in outputs}
     first_calls, component_calls = (
@@ -177,11 +174,8 @@ def layout_of(
     home: Callable[[str], str],
     reason: str = "",
 ) -> GraphLayout:
-    """Return the layout of ``stages`` with their components, run options and inputs.
-
-    ``home``: returns the stage for a component that no stage calls. The last stage computes
-    ``outputs``.
-    """
+    """Return the layout of ``stages``, of which the last computes ``outputs``. ``home``: returns
+    the stage for a component that no stage calls."""
     uses = {
         stage.name: list(
             dict.fromkeys(
@@ -246,10 +240,8 @@ def layout_of(
 
 
 def _media_input(name: str, inputs: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the graph file's entry for a media input.
-
-    Its sizes are references to inputs of the call if there are such inputs, else numbers.
-    """
+    """Return the graph file's entry for a media input. Its sizes are references to inputs of the
+    call if there are such inputs, else numbers."""
     kind = media_kind(name) or "image"
     names = {"audio": ("rate", "seconds"), "video": ("height", "width", "frames")}.get(
         kind, ("height", "width")
@@ -258,10 +250,8 @@ def _media_input(name: str, inputs: Mapping[str, Any], sizes: Mapping[str, Any])
 
 
 def outputs_in(result: Any) -> tuple[str, ...]:
-    """Return the op's names of a call's outputs.
-
-    These are image, video and audio, else the fields with tensors or arrays.
-    """
+    """Return the op's names of a call's outputs: image, video and audio, else the fields with
+    tensors or arrays."""
     fields = (
         dict(result)
         if isinstance(result, Mapping)
@@ -278,7 +268,7 @@ def outputs_in(result: Any) -> tuple[str, ...]:
     return tuple(name for name, value in fields.items() if hasattr(value, "shape")) or ("image",)
 
 
-# Errors that a pipeline's own code may raise when it runs in parts.
+# errors that a pipeline's own code may raise when it runs in parts
 PIPELINE_ERRORS = (
     RuntimeError,
     ValueError,

@@ -2,13 +2,12 @@
 
     FluxAutoBlocks   text_encoder --prompt_embeds, ...--> denoise --latents--> decode
 
-Two blocks stay in one stage if
-  - one of them calls no component (FLUX's `input` block joins its neighbour),
-  - one reads a part whose state the other changed (a scheduler's timesteps),
-  - one passes the other a value that is not a tensor, plain data or a picture.
+Two blocks stay in one stage if - one of them calls no component (FLUX's `input` block joins its
+neighbour), - one reads a part whose state the other changed (a scheduler's timesteps), - one passes
+the other a value that is not a tensor, plain data or a picture.
 
 This module decides which blocks make a stage, and the source of each argument, from the values of
-the pipeline state that the blocks' own code reads. It does not write YAML.
+the pipeline state that the blocks' own code reads.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from graphrun.ops.call import FIELDS
 from graphrun.ops.diffusion import without_pictures
 from graphrun.ops.modular import initial_state
 
-# Names with a fixed meaning among a stage's arguments and outputs.
+# names with a fixed meaning among a stage's arguments and outputs
 RESERVED_NAMES = frozenset({"blocks", "seed", *FIELDS})
 
 
@@ -47,8 +46,8 @@ class _BlockRun:
 
     ``reads``: by name of each state value read, the number of the block that wrote it (None: an
     input). ``writes``: names of the state values written. ``component_calls``: calls into
-    components. ``has_drawn``: whether it drew random numbers. ``changed_parts``: names of the parts
-    whose state it changed.
+    components. ``has_drawn``: it drew random numbers. ``changed_parts``: names of the parts whose
+    state it changed.
     """
 
     name: str
@@ -77,7 +76,6 @@ class _TracedState(dict[str, Any]):
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value as ``dict.get``, and record the read."""
         self._read(name)
         return super().get(name, default)
 
@@ -101,10 +99,8 @@ class _TracedState(dict[str, Any]):
 
 
 def _is_passable(value: Any) -> bool:
-    """Return whether ``value`` can pass between stages and be cached.
-
-    This holds for tensors, plain data, pictures, and containers of these.
-    """
+    """Return whether ``value`` (tensors, plain data, pictures and containers of these) can pass
+    between stages and be cached."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _is_passable(item) for key, item in value.items())
     if isinstance(value, (list, tuple)):
@@ -116,7 +112,7 @@ def _is_passable(value: Any) -> bool:
 def split_at_blocks(trial: TrialPipeline, call: CallInputs) -> GraphLayout:
     """Return the stages of a modular pipeline.
 
-    Inputs for which the stages differ from the whole call are left out. Raises NotSplit if the
+    Inputs for which the stages differ from the whole call are omitted. Raises NotSplit if the
     pipeline must be one stage, ProbeError naming the call that failed.
     """
     from diffusers.modular_pipelines import SequentialPipelineBlocks
@@ -161,9 +157,7 @@ def split_at_blocks(trial: TrialPipeline, call: CallInputs) -> GraphLayout:
 
 def _trace_blocks(trial: TrialPipeline, arguments: Mapping[str, Any]) -> _TracedState:
     """Run the blocks of a call with ``arguments`` in order, recording their reads and writes.
-
-    Raises ProbeError.
-    """
+    Raises ProbeError."""
     generator = torch.Generator("cpu").manual_seed(0)
     inputs = {
         "num_inference_steps": few_steps(arguments.get("strength")),
@@ -244,10 +238,8 @@ def _stages(
     call: CallInputs,
     outputs: tuple[str, ...],
 ) -> list[Stage]:
-    """Return a stage per group, named after its block with the most calls into components.
-
-    The last stage computes ``outputs``.
-    """
+    """Return a stage per group, named after its block with the most calls into components. The last
+    stage computes ``outputs``."""
     names: dict[int, str] = {}
     for group in groups:
         name = max(
@@ -290,7 +282,7 @@ def _stages(
 
 
 def _trials(call: CallInputs) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
-    """Yield each trial: (inputs, names to leave out if the stages differ from the whole call).
+    """Yield each trial: (inputs, names to omit if the stages differ from the whole call).
 
     The trials are the defaults, a batch of two, and a negative prompt. A prompt is the planning
     text; media come from ``call.arguments``.

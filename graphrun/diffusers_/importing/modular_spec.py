@@ -18,7 +18,7 @@ from graphrun.modules.classes import resolve_class
 from graphrun.ops.modular import BLOCKS, is_modular_class, silence_diffusers
 
 WORKFLOW = "workflow"
-# Attributes of a block instance that are not settings.
+# attributes of a block instance that are not settings
 NON_SETTINGS = frozenset(
     {"sub_blocks", "block_classes", "block_names", "_internal_dict", "_progress_bar_config"}
 )
@@ -93,10 +93,8 @@ def _same_blocks(blocks: Any, other_blocks: Any) -> bool:
 
 
 def _comparable(value: Any) -> Any:
-    """Return ``value`` in a comparable form.
-
-    Parameter objects are compared by name alone, since blocks change their other fields.
-    """
+    """Return ``value`` in a comparable form: parameter objects by name alone, since blocks change
+    their other fields."""
     if isinstance(value, (list, tuple)):
         return [_comparable(item) for item in value]
     if isinstance(value, Mapping):
@@ -107,20 +105,15 @@ def _comparable(value: Any) -> Any:
 
 def add_default(description: PipelineDescription, pipeline: Any, name: str) -> None:
     """Add the part ``name`` that the blocks of ``pipeline`` create, such as a guider or processor.
-
-    A part without a configuration cannot be in a graph file and is left out.
-    """
+    A part without a configuration cannot be in a graph file and is omitted."""
     part = getattr(pipeline, name)
     if hasattr(part, "config"):
         description.add(name, path_of(type(part)), plain_config(part.config))
 
 
 def pipeline_of(kind: type[Any], blocks: str | None = None) -> Any:
-    """Return a modular pipeline of class ``kind`` without components.
-
-    ``blocks``: class path of its blocks; None: the default blocks of ``kind``. Raises InputError if
-    ``blocks`` is None and ``kind`` has no default.
-    """
+    """Return a modular pipeline of class ``kind`` without components. ``blocks``: class path of its
+    blocks; None: the default of ``kind``. Raises InputError if there is no default."""
     if blocks is None and _default_blocks(kind) is None:
         raise InputError(
             f"{kind.__name__} has no blocks of its own: name a class such as "
@@ -159,10 +152,8 @@ def source_of(spec: Any) -> str | None:
 def set_workflow(
     description: PipelineDescription, input_defaults: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Set the workflow of a modular pipeline; return the other ``input_defaults``.
-
-    Raises InputError for an unknown workflow.
-    """
+    """Set the workflow of a modular pipeline; return the other ``input_defaults``. Raises
+    InputError for an unknown workflow."""
     if WORKFLOW not in input_defaults or not is_modular_class(description.kind):
         return input_defaults
     blocks_path = description.settings.get(BLOCKS)

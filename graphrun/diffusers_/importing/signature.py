@@ -1,8 +1,8 @@
 """Inputs of an imported graph, from the signature and the checks of the pipeline's call.
 
-This module decides names, types, defaults and bounds. If the signature leaves a default to the code
-(``height=None``), the default is the value of the local variable of that name in a dry run. A
-size's divisor and a length's maximum come from the checks in the class's source.
+If the signature leaves a default to the code (``height=None``), the default is the value of the
+local variable of that name in a dry run. A size's divisor and a length's maximum come from the
+checks in the class's source.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from graphrun.errors import InputError
 from graphrun.graph.values import did_you_mean
 from graphrun.ops.modular import blocks_in, is_modular_class
 
-# Input name by parameter of a call. Other inputs have the name of their parameter.
+# input name by parameter of a call; other inputs have the name of their parameter
 NAMES = {
     "num_inference_steps": "steps",
     "num_frames": "frames",
@@ -30,7 +30,7 @@ NAMES = {
 PARAMETERS = {"num_waveforms_per_prompt": "batch"} | NAMES
 NAMED_SIZES = ("height", "width", "num_frames")
 BOUNDED = ("max_sequence_length",)
-# Parameters that take pictures, videos and sound, by patterns for their names.
+# parameters that take pictures, videos and sound, by patterns for their names
 MEDIA = {
     "mask": r"(^|_)masks?(_|$)",
     "video": r"(^|_)video(_|$)|^conditioning_frames$",
@@ -40,9 +40,9 @@ MEDIA = {
 NOT_MEDIA = re.compile(
     r"embeds|latents|attention|ip_adapter|per_prompt|_in_s$|_length|guidance|scale|processing|noise|fps"
 )
-# Annotations of parameters that take tensors, such as embeddings from another pipeline.
+# annotations of parameters that take tensors, such as embeddings from another pipeline
 TENSOR = re.compile(r"\bTensor\b")
-# Sizes of media inputs. Users may set them even if the call has no such parameters.
+# sizes of media inputs, which users may set even if the call has no such parameters
 MEDIA_SIZES = ("height", "width", "frames", "rate", "seconds")
 
 
@@ -60,10 +60,10 @@ class InputParameter:
 
 
 def call_parameters(pipeline: Any, workflow: str = "") -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of ``pipeline``'s call by name.
+    """Return the parameters of ``pipeline``'s call by name; if modular, the inputs of its blocks.
 
-    The parameters of a modular pipeline are the inputs of its blocks. Such a parameter has no
-    default if it selects ``workflow``, or if it is a prompt or media that the blocks require.
+    A block's input has no default if it selects ``workflow``, or if it is a prompt or media that
+    the blocks require.
     """
     if not is_modular_class(type(pipeline)):
         return inspect.signature(type(pipeline).__call__).parameters
@@ -110,8 +110,8 @@ def plain_inputs(
 ) -> dict[str, InputParameter]:
     """Return the plain inputs of ``pipeline``'s call by name: texts, sizes, counts, scales.
 
-    ``local_values``: values of the call's local variables in a dry run, for sizes without a
-    default. Sizes that are in neither are left out.
+    ``local_values``: of the call's local variables in a dry run, for sizes without a default. Sizes
+    that are in neither are omitted.
     """
     parameters = call_parameters(pipeline)
     inputs: dict[str, InputParameter] = {}
@@ -146,7 +146,7 @@ INPUT_ORDER = (
 )
 
 
-# More parameters that become inputs if the call runs in one stage, with the pipeline's defaults.
+# more parameters that become inputs if the call runs in one stage, with the pipeline's defaults
 FURTHER_INPUTS = re.compile(
     r"num_inference_steps$|guidance_scale(_\d)?$|num_frames$|conditioning_scale$|^noise_level$|^fps$"
 )
@@ -155,10 +155,8 @@ FURTHER_INPUTS = re.compile(
 def further_inputs(
     parameters: Mapping[str, inspect.Parameter], inputs: Mapping[str, InputParameter]
 ) -> dict[str, InputParameter]:
-    """Return numeric inputs of a call in one stage, besides `plain_inputs`.
-
-    Examples: the steps of a prior, a second guidance scale.
-    """
+    """Return numeric inputs of a call in one stage, besides `plain_inputs`: the steps of a prior, a
+    second guidance scale."""
     parameter_names = {input_spec.parameter for input_spec in inputs.values()}
     extra_inputs: dict[str, InputParameter] = {}
     for name, parameter in parameters.items():
@@ -245,10 +243,8 @@ def _entry(kind: type[Any], pipeline: Any, parameter: str, default: Any) -> dict
 
 
 def divisor(kind: type[Any], pipeline: Any, name: str) -> int:
-    """Return the number of which argument ``name`` must be a multiple.
-
-    This is the largest divisor in the class's checks, else the VAE's scale factor, else 1.
-    """
+    """Return the number of which argument ``name`` must be a multiple: the largest divisor in the
+    class's checks, else the VAE's scale factor, else 1."""
     scale_factor = (
         getattr(pipeline, "vae_scale_factor", 0)
         or getattr(pipeline, "vae_scale_factor_spatial", 0)

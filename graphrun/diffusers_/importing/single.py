@@ -28,7 +28,7 @@ from graphrun.modules.source_files import Stored
 
 ONE_FILE = (".safetensors", ".gguf")
 NOT_OF_A_FILE = ("safety_checker",)  # diffusers' `SINGLE_FILE_OPTIONAL_COMPONENTS`
-# diffusers classifies any unknown file as Stable Diffusion 1.x ("v1"); a real one has this tensor.
+# diffusers classifies any unknown file as Stable Diffusion 1.x ("v1"); a real one has this tensor
 REQUIRED_TENSORS = {"v1": "model.diffusion_model.output_blocks.11.0.skip_connection.weight"}
 
 
@@ -71,11 +71,8 @@ def of_file(
 
 
 def repository_of(file: Path) -> str:
-    """Return the repository with the configurations for the checkpoint ``file``.
-
-    It comes from diffusers' table. Raises InputError if diffusers does not recognize the file, or
-    recognizes only a part of a pipeline.
-    """
+    """Return the repository with the configurations for ``file``, from diffusers' table. Raises
+    InputError if diffusers does not recognize the file, or recognizes only a part of a pipeline."""
     from diffusers.loaders.single_file_utils import (
         DIFFUSERS_DEFAULT_PIPELINE_PATHS,
         infer_diffusers_model_type,
@@ -120,8 +117,8 @@ def _precision(file: Path) -> str:
 def _use_file(base: PipelineDescription, name: str, file: Path) -> Content | str:
     """Make ``file`` the source of component ``name``, and return the component's tensors.
 
-    If the file does not contain the component, returns the reason as text instead. Raises
-    GraphError if shapes differ or some tensors are missing.
+    If the file does not contain the component, return the reason as text instead. Raises GraphError
+    if shapes differ or some tensors are missing.
     """
     base_component = base.components[name]
     # the dtype does not matter

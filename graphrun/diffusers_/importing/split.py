@@ -6,8 +6,6 @@
 Fingerprint runs test the split: the stages and the whole call must call every component with the
 same values. The tests cover the default settings, no guidance, a negative prompt, and a batch of
 two.
-
-This module decides the stages, their components, and the inputs. It does not write YAML.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from graphrun.graph.ops import OPERATIONS
 from graphrun.graph.parts import Reference, Stage
 from graphrun.ops.diffusion import set_tiling
 
-# Arguments of the three ops: argument -> name of the input.
+# arguments of the three ops: argument -> name of the input
 ENCODE = {
     "prompt": "prompt",
     "negative_prompt": "negative_prompt",
@@ -68,8 +66,8 @@ DENOISE = {
     "true_cfg_scale": "true_cfg_scale",
     "seed": "seed",
 }
-# Inputs that the op `encode_prompt` gets only if the pipeline's own `encode_prompt` has one of
-# these parameters.
+# inputs that the op `encode_prompt` gets only if the pipeline's own `encode_prompt` has one of
+# these parameters
 OF_ENCODER = {
     "guidance_scale": ("do_classifier_free_guidance",),
     "batch": ("num_images_per_prompt", "num_videos_per_prompt"),
@@ -82,8 +80,8 @@ def lay_out(
 ) -> GraphLayout:
     """Return the stages of ``trial``'s pipeline.
 
-    ``input_defaults``: defaults that replace the pipeline's. ``whole``: one stage. Raises
-    ProbeError naming the call that failed, InputError if components share weights.
+    ``input_defaults``: replace the pipeline's. ``whole``: one stage. Raises ProbeError naming the
+    call that failed, InputError if components share weights.
     """
     kind, pipeline = trial.description.kind, trial.pipeline
     if merged_names := [
@@ -154,11 +152,8 @@ def lay_out(
 def _picture_sizes(
     pipeline: Any, inputs: Mapping[str, InputParameter], input_defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the sizes of media inputs.
-
-    They come from ``input_defaults``, else from the call's inputs. Pictures otherwise get the
-    denoiser's ``sample_size`` in pixels.
-    """
+    """Return the sizes of media inputs: from ``input_defaults``, else from the call's inputs.
+    Pictures otherwise get the denoiser's ``sample_size`` in pixels."""
     sample_size = next(
         (
             size
@@ -183,10 +178,8 @@ def _sample_size(module: Any) -> int | None:
 def _split(
     trial: TrialPipeline, inputs: Mapping[str, InputParameter], literals: Iterable[str]
 ) -> GraphLayout:
-    """Return three stages, without inputs for which they differ from the whole call.
-
-    Raises NotSplit with the reason if the call cannot be split.
-    """
+    """Return three stages, without inputs for which they differ from the whole call. Raises
+    NotSplit with the reason if the call cannot be split."""
     parameters, kind = trial.parameters, trial.description.kind
     if media := (*trial.media, *trial.optional_media, *trial.tensors):
         raise NotSplit(f"it takes {', '.join(media)}")

@@ -1,7 +1,5 @@
-"""A byte tokenizer in place of a tokenizer of which only the class is known.
-
-Sizes are right, since pipelines pad texts.
-"""
+"""A byte tokenizer in place of a tokenizer of which only the class is known. Sizes are right, since
+pipelines pad texts."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 STAND_IN = Path("tokenizers/bytes.json")  # next to the graph file
-# Names of its special tokens, and the default maximum length of a text.
+# names of its special tokens, and the default maximum length of a text
 MARKS = {"model_max_length": 512, "pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
 
 
@@ -25,10 +23,8 @@ def stand_in(settings: Mapping[str, Any]) -> Any:
 
 
 def stand_in_words() -> str:
-    """Return a byte tokenizer as JSON in the format of the tokenizers library.
-
-    It has one token for each byte, and adds ``<s>`` and ``</s>``.
-    """
+    """Return a byte tokenizer as JSON in the format of the tokenizers library: a token for each
+    byte, between ``<s>`` and ``</s>``."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

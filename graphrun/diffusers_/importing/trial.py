@@ -1,7 +1,7 @@
 """Trial runs of an imported pipeline on meta, as one call or in stages.
 
 A trial records the calls into components. This module decides the arguments of the call (which
-media it needs) and the text of its errors. It does not decide how to split the call.
+media it needs) and the text of its errors.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ HAND_WRITTEN = (
 class TrialPipeline:
     """A pipeline with components on meta and real parts, and the prober of its fingerprint runs.
 
-    ``media``: parameters with media in the last successful `find_arguments`. ``optional_media``:
-    parameters that may have media too. ``tensors``: shapes of tensor arguments, by parameter.
-    ``is_tiled``: whether the VAE must work tile by tile. ``whole_runs``: calls into components by
-    digest of the arguments.
+    ``media``: parameters with media in the last successful `find_arguments`; ``optional_media``:
+    those that may have media too. ``tensors``: shapes of tensor arguments, by parameter.
+    ``is_tiled``: the VAE must work tile by tile. ``whole_runs``: calls into components by digest of
+    the arguments.
     """
 
     description: PipelineDescription
@@ -64,7 +64,7 @@ class TrialPipeline:
     optional_media: tuple[str, ...] = ()
     tensors: dict[str, list[int]] = field(default_factory=dict)
     is_tiled: bool = False
-    output: Any = None  # what the last whole call returned
+    output: Any = None  # result of the last whole call
     whole_runs: dict[Any, tuple[ComponentCall, ...]] = field(default_factory=dict)
 
     @cached_property
@@ -74,12 +74,11 @@ class TrialPipeline:
 
     @property
     def is_modular(self) -> bool:
-        """Whether the pipeline is modular: made of blocks."""
         return is_modular_class(self.description.kind)
 
     @property
     def pipeline(self) -> Any:
-        """The pipeline, assembled again for each run because schedulers keep state."""
+        """The pipeline, assembled again for each run because schedulers have state."""
         return assemble(self.graph, self.meta_modules, self.parts, PLANNED)
 
     def run_whole(self, arguments: Mapping[str, Any], seed: int = 0) -> tuple[ComponentCall, ...]:
@@ -112,9 +111,7 @@ class TrialPipeline:
     @contextmanager
     def as_probe_errors(self, argument_names: Iterable[str]) -> Iterator[None]:
         """Turn errors of the call into a ProbeError that names the last call into a component.
-
-        InputError passes. Log messages of diffusers are silenced.
-        """
+        InputError passes. Log messages of diffusers are silenced."""
         try:
             with silence_diffusers():
                 yield
@@ -138,9 +135,7 @@ class TrialPipeline:
         self, graph: Graph, values: Mapping[str, Any]
     ) -> dict[str, tuple[ComponentCall, ...]]:
         """Return the calls into components of each stage of ``graph``, for the inputs ``values``.
-
-        Errors of the ops pass.
-        """
+        Errors of the ops pass."""
         stage_calls: dict[str, tuple[ComponentCall, ...]] = {}
 
         def after_stage(stage: str, _: Mapping[str, Any]) -> None:
@@ -327,11 +322,8 @@ def _blanks(
 def _media_choices(
     required_names: Sequence[str], optional_names: Sequence[str]
 ) -> Iterator[list[str]]:
-    """Yield the choices of media to try.
-
-    First the required media alone, then with each optional one, then with the first two, three, ...
-    optional ones.
-    """
+    """Yield the choices of media to try: the required media alone, then with each optional one,
+    then with the first two, three, ... optional ones."""
     yield list(required_names)
     for name in optional_names:
         yield [*required_names, name]

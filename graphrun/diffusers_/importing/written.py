@@ -1,8 +1,5 @@
-"""The text of an imported graph file, and the files next to it.
-
-This module decides comments, order, and which configurations are inline or in their own files. It
-writes nothing to disk.
-"""
+"""The text of an imported graph file, and the files next to it. Nothing is written to disk here.
+This module decides comments, order, and which configurations are inline or in their own files."""
 
 from __future__ import annotations
 
@@ -30,10 +27,8 @@ COUNTS = {2: "Two", 3: "Three", 4: "Four", 5: "Five"}
 
 @dataclass(frozen=True, slots=True)
 class GraphDocument:
-    """The YAML ``text`` of a graph file, and the ``files`` next to it.
-
-    ``files``: by relative path, the text, or a function that fills a folder at a given path.
-    """
+    """The YAML ``text`` of a graph file, and the ``files`` next to it: by relative path, the text,
+    or a function that fills a folder at a given path."""
 
     text: str
     files: Mapping[str, str | Callable[[Path], Any]]
