@@ -128,6 +128,24 @@ def serve(
             min=1,
         ),
     ] = 512,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for jobs, which go on after a restart of the server.",
+            metavar="FOLDER",
+            show_default=False,
+        ),
+    ] = None,
+    warm: Annotated[
+        bool,
+        typer.Option(
+            "--warm",
+            help="Be ready (/readyz) once every graph has made a picture.",
+        ),
+    ] = False,
+    log: Annotated[
+        str, typer.Option(help="Form of the log: text or json.", metavar="FORM")
+    ] = "text",
     reuse: ReuseOption = "encoded",
     cluster: ClusterFile = None,
 ) -> None:
@@ -147,6 +165,8 @@ def serve(
     from graphrun.serve.server import serve as run
     from graphrun.serve.settings import Bounds, Settings
 
+    if log not in ("text", "json"):
+        raise InputError(f"--log {log}: it is text or json")
     owners = read_keys(keys) if keys is not None else {}
     if not owners and not _is_loopback(host):
         raise InputError(
@@ -224,6 +244,9 @@ def serve(
             allow_hosts=hosts,
             allow_origins=origins,
             cluster=devices,
+            state=state,
+            warms=warm,
+            log_as_json=log == "json",
         )
         run(settings, host, port, say)
 

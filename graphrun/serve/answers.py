@@ -10,11 +10,9 @@ from typing import Any
 from graphrun.graph.graph import Graph
 from graphrun.serve.asked import picture_inputs
 from graphrun.serve.jobs import Job
-from graphrun.serve.service import Service
+from graphrun.serve.service import KEPT_PICTURES_BYTES, Service
 from graphrun.serve.shares import WHOLE
 from graphrun.trace import verdict
-
-KEPT_PICTURES_BYTES = 2**28  # limit for all stored pictures together
 
 
 class Pictures:

@@ -8,6 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from graphrun.serve import routes
+from graphrun.serve.access import Logged
 from graphrun.serve.answers import Pictures
 from graphrun.serve.errors import Refused
 from graphrun.serve.intake import Bounded
@@ -18,7 +19,7 @@ from graphrun.serve.service import Service
 def create_app(service: Service, host: str) -> FastAPI:
     """Return the application on ``host``. The caller starts and closes ``service``."""
     settings = service.settings
-    app = FastAPI(title="graphrun", version=settings.version, docs_url=None, redoc_url=None)
+    app = FastAPI(title="graphrun", version=settings.version, redoc_url=None)
     if settings.allow_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -32,6 +33,7 @@ def create_app(service: Service, host: str) -> FastAPI:
         Guarded, names=ServerNames(host, settings.allow_hosts), origins=settings.allow_origins
     )
     app.add_middleware(Bounded, bounds=settings.bounds)
+    app.add_middleware(Logged, metrics=service.metrics)
     pictures = Pictures()
     for router in (
         routes.images(service, pictures),

@@ -89,7 +89,7 @@ def leave_signals() -> None:
 
 
 def _begin(main: Main, connection: Connection, settings: Settings) -> None:
-    escape_log()
+    escape_log(as_json=settings.log_as_json)
     leave_signals()
     raise_limits(**settings.limits)
     # EOFError, BrokenPipeError: the server has ended

@@ -131,6 +131,7 @@ def owner_in(request: Request, keys: Mapping[str, str]) -> str:
     if owner is None:
         text = "the API key is wrong" if key else "an API key is needed: Authorization: Bearer KEY"
         raise Refused(401, text, "invalid_api_key")
+    request.state.owner = owner
     return owner
 
 

@@ -24,7 +24,9 @@ class Job:
     (PNG): of the current run. On the device's clock: ``admitted_at``, ``promised_at`` (predicted
     start) and ``begun_at``. Wall seconds: ``planning_seconds`` and ``queued``. ``batch_size``:
     requests in the batch, this one included. ``results``: the worker's message for each finished
-    run. ``attempts``: workers that died under this request.
+    run. ``attempts``: workers that died under this request. ``key``: the client's Idempotency-Key;
+    ``body``: the digest of the body that came with it. ``is_stored``: the job outlives the server
+    (`graphrun.serve.state.JobStore`).
     """
 
     request: PictureRequest
@@ -53,6 +55,9 @@ class Job:
         default_factory=dict
     )  # of the plan's share; empty: the whole budgets
     seconds: float = 0.0  # predicted, of all runs
+    key: str = ""
+    body: str = ""
+    is_stored: bool = False
     _change: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

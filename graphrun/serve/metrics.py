@@ -24,6 +24,7 @@ class Metrics:
             return Histogram(f"graphrun_{name}", text, labels, registry=registry, buckets=SECONDS)
 
         self.requests = counter("requests", "Requests that have ended, by how", "graph", "status")
+        self.answers = counter("answers", "HTTP answers under /v1, by API key", "key", "status")
         self.pictures = counter("pictures", "Pictures made", "graph")
         self.plans = counter("plans", "Shapes of requests that were planned", "result")
         self.restarts = counter(

@@ -3,8 +3,9 @@ no weights. Plans go to the cache folder, where the worker finds them."""
 
 from __future__ import annotations
 
+import math
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,7 @@ def plan_forever(connection: Connection, settings: Settings) -> None:
     (key, status, ...); ``plan_batch`` (the same fields) with ``batch_plan`` (key, parts).
     """
     graphs = settings.loaded_graphs()
+    fitting_sizes: dict[str, list[Mapping[str, Any]]] = {name: [] for name in graphs}
     while (message := connection.recv())[0] != "stop":
         kind, request = message
         graph, key = graphs[request["graph"]], request["key"]
@@ -56,12 +58,15 @@ def plan_forever(connection: Connection, settings: Settings) -> None:
                 traceback.print_exc()
             connection.send(("batch_plan", {"key": key, "parts": parts}))
             continue
+        sizes = fitting_sizes[request["graph"]]
         try:
-            connection.send(
-                ("planned", {"key": key, "shape": _plan_shape(graph, request, settings)})
-            )
+            shape = _plan_shape(graph, request, settings)
+            if request["share"] == WHOLE:
+                sizes.append(request["inputs"])
+            connection.send(("planned", {"key": key, "shape": shape}))
         except GraphrunError as error:
-            connection.send(("unfit", {"key": key, **_refusal(graph, request, settings, error)}))
+            refusal = _refusal(graph, request, settings, error, sizes)
+            connection.send(("unfit", {"key": key, **refusal}))
         except Exception:  # noqa: BLE001 (one failure must not end the planner)
             traceback.print_exc()
             message = f"planning {graph.name} failed; the server's log has the reason"
@@ -222,9 +227,17 @@ def share_of(problem: Problem, share: float) -> dict[str, int]:
 
 
 def _refusal(
-    graph: Any, request: dict[str, Any], settings: Settings, error: GraphrunError
+    graph: Any,
+    request: dict[str, Any],
+    settings: Settings,
+    error: GraphrunError,
+    fitting_sizes: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Return why there is no plan, and inputs that have one."""
+    """Return why there is no plan, and inputs for which there is one.
+
+    These are the largest of ``fitting_sizes``, inputs of plans within the whole budgets. Without
+    any, inputs are searched, which takes a dry run for each trial.
+    """
     from graphrun.report.whatif_screens import infeasible_json
     from graphrun.solve.infeasible import Infeasible
     from graphrun.solve.suggestions import best_first, setting_suggestions
@@ -233,30 +246,45 @@ def _refusal(
     # a graph that does not fit its share runs with the whole budgets
     if not isinstance(error, Infeasible) or request["share"] != WHOLE:
         return {"status": 422, "code": code, "message": str(error), "details": {}}
+    inputs = request["inputs"]
+    if not fitting_sizes:
 
-    def estimate(inputs: Any, allow: tuple[str, ...]) -> Any:
-        return _estimate(graph, inputs, settings, allow=allow)
+        def estimate(inputs: Any, allow: tuple[str, ...]) -> Any:
+            return _estimate(graph, inputs, settings, allow=allow)
 
-    input_suggestions = setting_suggestions(
-        graph, request["inputs"], tuple(settings.budgets.get("allow", ())), estimate
-    )
-    error.suggestions = best_first((*error.suggestions, *input_suggestions))
-    sizes = (
-        dict(pair[1].split("=") for pair in suggestion.change if pair[0] == "--set")
-        for suggestion in error.suggestions
-    )
-    size_hint = next(
-        (
-            f"; size={size['width']}x{size['height']} would fit"
-            for size in sizes
-            if {"height", "width"} <= size.keys()
-        ),
-        "",
-    )
+        allowed = tuple(settings.budgets.get("allow", ()))
+        suggestions = best_first(setting_suggestions(graph, inputs, allowed, estimate))
+        error.suggestions = best_first((*error.suggestions, *suggestions))
+        fitting_sizes = [
+            {**inputs, **dict(value.split("=", 1) for _, value in suggestion.change)}
+            for suggestion in suggestions
+            if all(option == "--set" for option, _ in suggestion.change)
+        ][:1]
     verdict = str(error).partition(". Do one of: ")[0]
+    fitting = max(fitting_sizes, key=_pixels, default=inputs)
+    names = [name for name in inputs if str(fitting[name]) != str(inputs[name])]
+    if names:
+        verdict = f"{_shown(fitting, names)} would fit; for {_shown(inputs, names)} {verdict}"
     return {
         "status": 422,
         "code": code,
-        "message": f"{graph.name}: {verdict}{size_hint}",
+        "message": f"{graph.name}: {verdict}",
         "details": infeasible_json(error),
     }
+
+
+def _pixels(inputs: Mapping[str, Any]) -> float:
+    """Return the product of the numbers in ``inputs`` that make an output larger."""
+    from graphrun.solve.suggestions import INPUT_SIZES
+
+    return math.prod(float(inputs[name]) for name in (*INPUT_SIZES, "batch") if name in inputs)
+
+
+def _shown(inputs: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Return the inputs ``names`` as requests name them, such as ``size=512x512``."""
+    has_size = {"height", "width"} & {*names} and {"height", "width"} <= {*inputs}
+    parts = [f"size={inputs['width']}x{inputs['height']}"] if has_size else []
+    parts += [
+        f"{name}={inputs[name]}" for name in names if not (has_size and name in ("height", "width"))
+    ]
+    return ", ".join(parts)

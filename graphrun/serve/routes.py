@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import secrets
 import shutil
-from collections import OrderedDict
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
-from graphrun.serve.answers import KEPT_PICTURES_BYTES, Pictures, job_json, model_of, result, timing
+from graphrun.serve.answers import Pictures, job_json, model_of, result, timing
 from graphrun.serve.asked import PictureRequest, graph_of
 from graphrun.serve.errors import Refused
 from graphrun.serve.intake import edit_in, generation_in, owner_in, unless_gone
@@ -24,7 +24,8 @@ from graphrun.serve.page import ASSETS, POLICY, page
 from graphrun.serve.schema import EDIT, GENERATION
 from graphrun.serve.service import Service
 
-KEPT_JOBS = 100  # ended jobs, as long as their pictures fit `KEPT_PICTURES_BYTES`
+LISTED = 100  # jobs in one answer, at most
+KEY_CHARACTERS = 255  # of an Idempotency-Key
 
 
 def images(service: Service, pictures: Pictures) -> APIRouter:
@@ -111,32 +112,48 @@ def models(service: Service) -> APIRouter:
 def jobs(service: Service, pictures: Pictures) -> APIRouter:
     """``/v1/jobs``: requests answered at once and polled later. A key sees only its own jobs."""
     router, settings = APIRouter(prefix="/v1/jobs"), service.settings
-    job_store: OrderedDict[str, Job] = OrderedDict()
 
     def job_of(request: Request, name: str) -> Job:
         owner = owner_in(request, settings.keys)
-        if name not in job_store or job_store[name].owner != owner:
+        if name not in service.jobs or service.jobs[name].owner != owner:
             raise Refused(404, f"there is no job {name[:100]!r}", "not_found")
-        return job_store[name]
+        request.state.job = name
+        return service.jobs[name]
 
     def state_of(job: Job, request: Request) -> dict[str, Any]:
         return job_json(job, service, str(request.base_url))
 
     @router.post("", status_code=202, openapi_extra=GENERATION)
     async def submit(request: Request) -> Response:
-        """Submits a request, as for /v1/images/generations, and answers at once."""
-        owner = owner_in(request, settings.keys)
+        """Submits a request, as for /v1/images/generations, and answers at once. With the header
+        Idempotency-Key, sending it again returns the same job."""
+        owner, key = owner_in(request, settings.keys), request.headers.get("idempotency-key", "")
+        if len(key) > KEY_CHARACTERS:
+            text = f"the Idempotency-Key has {len(key)} characters, and {KEY_CHARACTERS} are taken"
+            raise Refused(422, text, "invalid_value")
         generation = await generation_in(request, service.graphs, settings.bounds)
-        job = await service.submit(generation, owner, _folder(service), preview=True)
-        job_store[job.id] = job
-        for old in [name for name, entry in job_store.items() if entry.ended]:
-            nbytes = sum(len(picture) for entry in job_store.values() for picture in entry.pictures)
-            if len(job_store) <= KEPT_JOBS and nbytes <= KEPT_PICTURES_BYTES:
-                break
-            del job_store[old]
+        body = hashlib.sha256(await request.body()).hexdigest() if key else ""
+        job = await service.submit_job(generation, owner, key=key, body=body)
+        request.state.job = job.id
         return JSONResponse(
             state_of(job, request), 202, headers={"Location": f"{request.base_url}v1/jobs/{job.id}"}
         )
+
+    @router.get("")
+    async def list_jobs(request: Request) -> Any:
+        """The jobs of the key, the newest first: ``limit`` of them, older than job ``after``."""
+        owner, query = owner_in(request, settings.keys), request.query_params
+        if not (limit := query.get("limit", "20")).isdecimal() or not 1 <= int(limit) <= LISTED:
+            text = f"limit: it is a number from 1 to {LISTED}"
+            raise Refused(422, text, "invalid_value", param="limit")
+        own_jobs = [job for job in reversed(service.jobs.values()) if job.owner == owner]
+        if "after" in query:
+            own_jobs = own_jobs[own_jobs.index(job_of(request, query["after"])) + 1 :]
+        return {
+            "object": "list",
+            "data": [state_of(job, request) for job in own_jobs[: int(limit)]],
+            "has_more": len(own_jobs) > int(limit),
+        }
 
     @router.get("/{name}")
     async def state(request: Request, name: str) -> Any:
@@ -192,6 +209,7 @@ def health(service: Service) -> APIRouter:
     """Routes for liveness, readiness and metrics."""
     router = APIRouter()
 
+    @router.get("/health", include_in_schema=False)
     @router.get("/healthz")
     async def health() -> Any:
         """Whether the server answers."""
@@ -199,8 +217,8 @@ def health(service: Service) -> APIRouter:
 
     @router.get("/readyz")
     async def readiness() -> Response:
-        """Whether requests are run: 503 while the server starts or stops, and while the worker is
-        started again."""
+        """Whether requests are run: 503 while the server starts, warms up or stops, and while the
+        worker is started again."""
         return JSONResponse({"ready": service.ready}, 200 if service.ready else 503)
 
     @router.get("/metrics", include_in_schema=False)

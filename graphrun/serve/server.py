@@ -26,7 +26,7 @@ FILES = 256  # open files besides two per connection
 def serve(settings: Settings, host: str, port: int, say: Callable[[str], None]) -> None:
     """Serve until a signal. ``say`` gets a line when the port is open. Raises InputError if it
     cannot be opened."""
-    escape_log()
+    escape_log(as_json=settings.log_as_json)
     allow_open_files(FILES + 2 * settings.connections)
     asyncio.run(_serve(settings, host, port, say))
 

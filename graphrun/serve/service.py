@@ -11,29 +11,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import shutil
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from graphrun.graph.settings import settings_of
-from graphrun.serve.asked import PictureRequest, RequestShape
+from graphrun.serve.asked import PictureRequest, RequestShape, picture_inputs
 from graphrun.serve.child import Child
 from graphrun.serve.clustered import work_on_a_cluster
 from graphrun.serve.errors import Refused
 from graphrun.serve.jobs import Job
 from graphrun.serve.line import Line, QueueEntry, go_together, is_warm
+from graphrun.serve.log import log
 from graphrun.serve.metrics import Metrics
 from graphrun.serve.planner import PlannedShape, plan_forever
 from graphrun.serve.settings import Settings
 from graphrun.serve.shares import RECENT, SHARES, WHOLE, Arrangement, best
+from graphrun.serve.state import JobStore
 from graphrun.serve.worker import work_forever
 
 # plans in memory; the least recently used ones are read from the cache folder again
 KEPT_SHAPES = 256
+KEPT_JOBS = 100  # ended jobs, as long as their pictures fit `KEPT_PICTURES_BYTES`
+KEPT_PICTURES_BYTES = 2**28  # limit for all stored pictures together
 PLANNING = 8  # shapes that may wait to be planned
 PLAN_SECONDS = 5.0  # to plan a shape, until one is measured
 # workers that may die while they run the same request; then it fails: it may be the cause
@@ -110,6 +115,11 @@ class Service:
         self._batch_key: tuple[RequestShape, float] | None = None
         self._ready, self._closed, self._deaths = False, False, 0
         self._unplanned = 0  # requests waiting for a plan
+        self.store = JobStore(settings.state) if settings.state is not None else None
+        self.jobs: OrderedDict[str, Job] = OrderedDict()  # of ``/v1/jobs``, the oldest first
+        # (owner, Idempotency-Key) -> its job
+        self._keys: dict[tuple[str, str], asyncio.Future[Job]] = {}
+        self._warmed, self._tasks = not settings.warms, list[asyncio.Future[None]]()
         # done when all requests are cancelled
         self._stopped = asyncio.get_running_loop().create_future()
         self._idle = asyncio.Event()
@@ -123,20 +133,73 @@ class Service:
         self._start_planner()
         for graph in self.graphs.values():
             self.shape(self.defaults[graph.name], graph.for_planning({}))
+        for job in self.store.jobs(self.graphs) if self.store is not None else ():
+            self._remember(job)
+        waiting_jobs = [job for job in self.jobs.values() if not job.ended]
+        if self.jobs:
+            log("restored", waiting=len(waiting_jobs), ended=len(self.jobs) - len(waiting_jobs))
+        self._tasks.append(asyncio.ensure_future(self._restore(waiting_jobs)))
+        if self.settings.warms:
+            self._tasks.append(asyncio.ensure_future(self._warm()))
+
+    async def _restore(self, waiting_jobs: Sequence[Job]) -> None:
+        """Admit stored jobs again, in their order and whatever the length of the queue."""
+        for job in waiting_jobs:
+            with self._at_work():
+                try:
+                    plan, share = await self._plan_patiently(job.request)
+                except Refused as error:
+                    if self.draining:
+                        return  # the next server plans it
+                    job.error = error
+                    self._end(job, "failed")
+                    continue
+                if not self.draining and not job.ended:  # a client may have cancelled it
+                    self._admit(job, plan, share, is_bounded=False)
+
+    async def _warm(self) -> None:
+        """Make a picture with every graph that needs none, at its defaults; then the server is
+        ready."""
+        for graph in self.graphs.values():
+            if any(graph.inputs[name].required for name in picture_inputs(graph)):
+                continue
+            shape, inputs = self.defaults[graph.name], graph.for_planning({})
+            request = PictureRequest(graph.name, shape, (inputs,), ".png", as_url=False)
+            folder = self.settings.folder / f"warm-{graph.name}"
+            try:
+                plan, share = await self._plan_patiently(request)
+                job = Job(request, "", folder, preview_wanted=False)
+                await self._admit(job, plan, share, is_bounded=False).end()
+            except Refused as error:
+                log("warming failed", graph=graph.name, error=error.message)
+        self._warmed = True
 
     @property
     def ready(self) -> bool:
-        """Whether a request sent now would run."""
+        """Whether a request sent now would run; with ``warms``, without loading weights first."""
         plans_ready = (
             future.done()
             for (key, share), future in self.shapes.items()
             if share == WHOLE and key in self.defaults.values()
         )
-        return self._ready and not self.draining and all(plans_ready)
+        return self._ready and self._warmed and not self.draining and all(plans_ready)
 
     async def drain(self) -> None:
-        """Refuse new requests; wait up to ``drain_seconds`` for admitted ones, then cancel them."""
+        """Refuse new requests; wait up to ``drain_seconds`` for admitted ones, then cancel them.
+
+        Stored jobs that have not begun wait for the next server.
+        """
         self.draining = True
+        for entry in [entry for entry in self.line.entries if entry.item.is_stored]:
+            self.line.remove(entry.item)
+        log(
+            "draining",
+            running=0 if self._active is None else len(self._active.entries),
+            waiting=len(self.line.entries),
+            unplanned=self._unplanned,
+            stored=sum(job.is_stored and job.state == "waiting" for job in self.jobs.values()),
+        )
+        self._idle_now()
         try:
             async with asyncio.timeout(self.settings.drain_seconds):
                 await self._idle.wait()
@@ -157,9 +220,13 @@ class Service:
 
     def close(self) -> None:
         self._closed = True
+        for task in self._tasks:
+            task.cancel()
         for child in (self._worker, self._planner):
             if child is not None:
                 child.stop()
+        if self.store is not None:
+            self.store.close()
 
     # -- planning
 
@@ -240,6 +307,9 @@ class Service:
                         entry.cost = cost
             return
         self.metrics.plans.labels("planned" if kind == "planned" else "refused").inc()
+        (graph, shape_settings), share = key
+        answer = content["shape"].verdict if kind == "planned" else content["message"]
+        log(kind, graph=graph, **dict(shape_settings), share=share, answer=answer)
         if future is None or future.done():
             return
         if kind == "planned":
@@ -255,6 +325,8 @@ class Service:
             )
 
     def _planner_died(self) -> None:
+        exit_code = None if self._planner is None else self._planner.process.exitcode
+        log("planner ended", exit_code=exit_code)
         self._planner = self._batch_key = None
         # the next request of each shape plans it again
         for key in [key for key, future in self.shapes.items() if not future.done()]:
@@ -272,11 +344,75 @@ class Service:
     ) -> Job:
         """Admit a request. Raises Refused: 422 if no plan fits, 429 if the queue is too long, 503
         while the server stops."""
+        return await self._submit(Job(request, owner, folder, preview))
+
+    async def submit_job(
+        self, request: PictureRequest, owner: str, *, key: str = "", body: str = ""
+    ) -> Job:
+        """Admit a job of ``/v1/jobs``, which outlives the server if it has a store.
+
+        ``key``: the client's Idempotency-Key. If ``owner`` sent it before, that job is returned.
+        ``body``: the digest of the request's body. Raises Refused as `submit`, and 422 if the key
+        came with another body.
+        """
+        if key and (owner, key) in self._keys:
+            earlier_job = await asyncio.shield(self._keys[owner, key])
+            if earlier_job.body != body:
+                text = "this Idempotency-Key came with another request before"
+                raise Refused(422, text, "idempotency_key_reused")
+            return earlier_job
+        id = secrets.token_urlsafe(16)
+        folder = self.settings.folder / id if self.store is None else self.store.folder_of(id)
+        job = Job(request, owner, folder, preview_wanted=True, id=id, key=key, body=body)
+        if key:
+            self._keys[owner, key] = asyncio.get_running_loop().create_future()
+            self._keys[owner, key].add_done_callback(_ignore_error)
+        try:
+            await self._submit(job)
+        except BaseException as error:
+            if key:
+                reason = error if isinstance(error, Refused) else Refused.stopping()
+                self._keys.pop((owner, key)).set_exception(reason)
+            raise
+        if self.store is not None:
+            job.is_stored = True
+            self.store.add(job)
+        self._remember(job)
+        self._forget_old_jobs()
+        return job
+
+    def _remember(self, job: Job) -> None:
+        self.jobs[job.id] = job
+        if job.key:
+            future = asyncio.get_running_loop().create_future()
+            self._keys.setdefault((job.owner, job.key), future).set_result(job)
+
+    def _forget_old_jobs(self) -> None:
+        """Forget the oldest ended jobs beyond `KEPT_JOBS` and `KEPT_PICTURES_BYTES`."""
+        for old in [job for job in self.jobs.values() if job.ended]:
+            nbytes = sum(len(data) for job in self.jobs.values() for data in job.pictures)
+            if len(self.jobs) <= KEPT_JOBS and nbytes <= KEPT_PICTURES_BYTES:
+                break
+            del self.jobs[old.id]
+            self._keys.pop((old.owner, old.key), None)
+            if self.store is not None:
+                self.store.remove(old)
+
+    async def _submit(self, job: Job) -> Job:
         self._refuse_if(self.draining)
-        job = Job(request, owner, folder, preview)
         with self._at_work():
-            plan, share = await self._plan(request)
+            plan, share = await self._plan(job.request)
             return self._admit(job, plan, share)
+
+    async def _plan_patiently(self, request: PictureRequest) -> tuple[PlannedShape, float]:
+        """Return what `_plan` returns, also if the planner is busy or starts again."""
+        while True:
+            try:
+                return await self._plan(request)
+            except Refused as error:
+                if error.retry_seconds is None or self.draining:
+                    raise
+            await asyncio.sleep(RESTART_SECONDS)
 
     async def _plan(self, request: PictureRequest) -> tuple[PlannedShape, float]:
         """Return the plan for ``request``, and its share of the budgets."""
@@ -316,8 +452,8 @@ class Service:
             self.metrics.planning.set(self._unplanned)
             self._idle_now()
 
-    def _admit(self, job: Job, plan: PlannedShape, share: float) -> Job:
-        """Put ``job`` into the queue. Raises Refused (429) if the queue is too long."""
+    def _admit(self, job: Job, plan: PlannedShape, share: float, *, is_bounded: bool = True) -> Job:
+        """Put ``job`` into the queue. Raises Refused (429) if it is too long and ``is_bounded``."""
         request = job.request
         job.planning_seconds = time.monotonic() - job.submitted
         if job.planning_seconds > 0.05:  # otherwise the plan existed
@@ -336,7 +472,7 @@ class Service:
         begin = self._clock + self._left_seconds()
         *_, start, _ = self.line.place(entry, self._clock, begin)
         wait = (start - self._clock) * self.pace
-        if wait > self.settings.queue_seconds:
+        if is_bounded and wait > self.settings.queue_seconds:
             text = (
                 f"the queue takes {wait:.0f} s, "
                 f"and at most {self.settings.queue_seconds:.0f} s are accepted"
@@ -420,6 +556,7 @@ class Service:
         main = work_forever if self.settings.cluster is None else work_on_a_cluster
         self._worker = Child(main, self.settings, self._hear_worker, self._worker_died)
         self.metrics.worker.set(self._worker.process.pid or 0)
+        log("worker started", process=self._worker.process.pid)
 
     def _next(self) -> None:
         """Hand the next request to the worker if the worker is free."""
@@ -469,7 +606,7 @@ class Service:
         runs, entry = list[dict[str, Any]](), self._active.entry
         for job in (member.item for member in self._active.entries):
             job.change(state="running", stage="", step=0, steps=0)
-            job.results, job.pictures = [], []  # drop results of a worker that died
+            self._drop_results(job)  # from before the worker died
             for number in range(len(job.request.runs)):
                 runs.append(self._run_of(job, number))
         self._worker.send(
@@ -539,7 +676,7 @@ class Service:
             self._record_run(active, entry, content)
         elif kind == "apart":
             entry.batch = None  # the entry runs by itself, after the batch
-            job.results, job.pictures = [], []
+            self._drop_results(job)
             shutil.rmtree(job.folder / str(content["number"]), ignore_errors=True)
         elif kind == "cancelled":
             if not active.is_batch:
@@ -577,6 +714,8 @@ class Service:
         self.metrics.overruns.labels(job.request.graph).inc(len(content["overruns"]))
         job.pictures += [path.read_bytes() for path in content["files"]]
         job.results.append(content)
+        if self.store is not None and job.is_stored:
+            self.store.add_run(job, len(content["files"]))
         self._arrange(job.request.graph)
         has_all_runs = len(job.results) == len(job.request.runs)
         if active.is_batch and has_all_runs and active.count > 1:
@@ -637,17 +776,40 @@ class Service:
                 continue
             entry.batch = None
             if not keep_results:
-                job.results, job.pictures = [], []
+                self._drop_results(job)
             job.change(state="waiting")
             self.line.entries.insert(0, entry)
         self._idle_now()
 
+    def _drop_results(self, job: Job) -> None:
+        """Delete the pictures of ``job``, which starts again."""
+        job.results, job.pictures = [], []
+        if self.store is not None and job.is_stored:
+            self.store.drop_runs(job)
+
     def _end(self, job: Job, state: str) -> None:
-        shutil.rmtree(job.folder, ignore_errors=True)
-        status = 200 if job.error is None else job.error.status
-        self.metrics.requests.labels(job.request.graph, str(status)).inc()
         self.metrics.active_requests.set(0 if self._active is None else len(self._active.entries))
-        job.change(state=state)
+        if job.is_stored and job.error is not None and job.error.code == "stopping":
+            job.error = None  # the next server goes on with the files in the folder
+            job.change(state="waiting")
+        else:
+            shutil.rmtree(job.folder, ignore_errors=True)
+            status = 200 if job.error is None else job.error.status
+            self.metrics.requests.labels(job.request.graph, str(status)).inc()
+            job.change(state=state)
+            if self.store is not None and job.is_stored:
+                self.store.end(job)
+            log(
+                "request",
+                id=job.id,
+                state=state,
+                graph=job.request.graph,
+                key=job.owner,
+                pictures=len(job.pictures),
+                queued_seconds=round(job.queued, 3),
+                seconds=round(time.monotonic() - job.submitted, 3),
+                error="" if job.error is None else job.error.message,
+            )
         self._idle_now()
 
     def _idle_now(self) -> None:
@@ -661,6 +823,9 @@ class Service:
         self._deaths += 1
         self.line.warm_shapes.clear()
         self.metrics.restarts.inc()
+        exit_code = None if self._worker is None else self._worker.process.exitcode
+        active_id = "" if self._active is None else self._active.active_id
+        log("worker ended", exit_code=exit_code, deaths=self._deaths, request=active_id)
         if (active := self._active) is not None:
             self._active, survivors = None, list[QueueEntry]()
             suspect = active.entry_of(active.active_id) or active.entry if active.entries else None
@@ -677,6 +842,12 @@ class Service:
         # wait longer after each death
         wait = min(30.0, 2.0 ** (self._deaths - 2)) if self._deaths > 1 else 0.0
         asyncio.get_running_loop().call_later(wait, self._start_worker)
+
+
+def _ignore_error(future: asyncio.Future[Any]) -> None:
+    """Without this, asyncio logs an exception that nobody awaits."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _key(entry: QueueEntry) -> tuple[RequestShape, float]:

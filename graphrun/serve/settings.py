@@ -42,7 +42,9 @@ class Settings:
     the processes. ``keys``: hashes of API keys by name; empty: no key is needed. ``queue_seconds``:
     the longest predicted wait that is admitted. ``drain_seconds``: the time for requests after
     SIGTERM. ``connections``: the most that may be open. ``allow_hosts`` and ``allow_origins``: as
-    in `graphrun.serve.origins`.
+    in `graphrun.serve.origins`. ``state``: the folder of a `JobStore`; None: jobs end with the
+    server. ``warms``: the server is ready once every graph has made a picture. ``log_as_json``: as
+    in `graphrun.serve.log`.
     """
 
     graphs: tuple[Path, ...]
@@ -63,6 +65,9 @@ class Settings:
     allow_origins: tuple[str, ...] = ()
     cluster: Cluster | None = None
     dtype: str | None = None
+    state: Path | None = None
+    warms: bool = False
+    log_as_json: bool = False
 
     def loaded_graphs(self) -> dict[str, Graph]:
         hardware = self.hardware[0] if self.hardware else None

@@ -1,0 +1,233 @@
+"""Jobs on disk, so that they outlive the server (``graphrun serve --state FOLDER``).
+
+    FOLDER/jobs.sqlite    requests, results and pictures of jobs
+    FOLDER/jobs/ID        files of a job that has not ended: saved states of its loop
+    FOLDER/lock           of the server that uses the folder
+
+A job is written when it is admitted, when a run ends, and when it ends. A server that starts with
+the folder runs the jobs that have not ended, in the order of their admission: finished runs are not
+repeated, and a loop continues from its last saved step.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from graphrun.errors import InputError
+from graphrun.graph.graph import Graph
+from graphrun.graph.settings import settings_of
+from graphrun.serve.asked import PictureRequest
+from graphrun.serve.errors import Refused
+from graphrun.serve.jobs import ENDED, Job
+from graphrun.systems import take_lock
+from graphrun.trace import Overrun
+
+VERSION = 1  # of the tables
+TABLES = """
+CREATE TABLE IF NOT EXISTS jobs (
+    number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL,
+    created INTEGER NOT NULL, key TEXT NOT NULL, body TEXT NOT NULL, request TEXT NOT NULL,
+    state TEXT NOT NULL, error TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS runs (
+    job INTEGER NOT NULL REFERENCES jobs (number) ON DELETE CASCADE, result TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS pictures (
+    job INTEGER NOT NULL REFERENCES jobs (number) ON DELETE CASCADE, content BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS runs_of_job ON runs (job);
+CREATE INDEX IF NOT EXISTS pictures_of_job ON pictures (job);
+"""
+
+
+class JobStore:
+    """The jobs in ``folder``. Raises InputError if another server uses it, or if it cannot be
+    used."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            (folder / "jobs").mkdir(parents=True, exist_ok=True)
+            self._lock = take_lock(folder / "lock")
+        except OSError as error:
+            raise InputError(f"--state {folder}: {error.strerror}") from error
+        if self._lock is None:
+            raise InputError(f"--state {folder}: another server uses this folder")
+        file = folder / "jobs.sqlite"
+        try:
+            self._database = sqlite3.connect(file, isolation_level=None)
+            (version,) = self._database.execute("PRAGMA user_version").fetchone()
+            if version > VERSION:
+                raise InputError(f"{file} is from a newer version of graphrun: use that version")
+            for statement in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+                self._database.execute(f"PRAGMA {statement}")
+            self._database.executescript(TABLES)
+            self._database.execute(f"PRAGMA user_version = {VERSION}")
+        except sqlite3.Error as error:
+            self._lock.release()
+            raise InputError(f"{file}: {error}") from error
+
+    def close(self) -> None:
+        """Close the database, and let another server use the folder."""
+        self._database.close()
+        assert self._lock is not None
+        self._lock.release()
+
+    def folder_of(self, id: str) -> Path:
+        """Return the folder for the files of job ``id``."""
+        return self.folder / "jobs" / id
+
+    # -- changes
+
+    def add(self, job: Job) -> None:
+        """Write an admitted job."""
+        request = {
+            "graph": job.request.graph,
+            "runs": job.request.runs,
+            "suffix": job.request.suffix,
+            "as_url": job.request.as_url,
+        }
+        self._database.execute(
+            "INSERT INTO jobs (id, owner, created, key, body, request, state, error)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, '')",
+            (job.id, job.owner, job.created, job.key, job.body, json.dumps(request), job.state),
+        )
+
+    def add_run(self, job: Job, pictures: int) -> None:
+        """Write the last run of ``job`` and its last ``pictures`` pictures."""
+        result = {name: value for name, value in job.results[-1].items() if name != "files"}
+        result["overruns"] = [asdict(overrun) for overrun in result["overruns"]]
+        number = self._number(job)
+        with self._transaction():
+            self._database.execute("INSERT INTO runs VALUES (?, ?)", (number, json.dumps(result)))
+            self._database.executemany(
+                "INSERT INTO pictures VALUES (?, ?)",
+                [(number, picture) for picture in job.pictures[len(job.pictures) - pictures :]],
+            )
+
+    def drop_runs(self, job: Job) -> None:
+        """Delete the runs and pictures of ``job``, which starts again."""
+        with self._transaction():
+            for table in ("runs", "pictures"):
+                self._database.execute(f"DELETE FROM {table} WHERE job = ?", (self._number(job),))
+
+    def end(self, job: Job) -> None:
+        """Write how ``job`` ended."""
+        error = {} if job.error is None else _as_json(job.error)
+        self._database.execute(
+            "UPDATE jobs SET state = ?, error = ? WHERE id = ?",
+            (job.state, json.dumps(error) if error else "", job.id),
+        )
+
+    def remove(self, job: Job) -> None:
+        """Delete an ended job."""
+        self._database.execute("DELETE FROM jobs WHERE id = ?", (job.id,))
+
+    # -- at the start of a server
+
+    def jobs(self, graphs: Mapping[str, Graph]) -> Iterator[Job]:
+        """Yield all jobs in the order of their admission, and delete files of no job.
+
+        A job that has not ended is waiting. It has failed if ``graphs`` no longer accepts it.
+        """
+        rows = self._database.execute(
+            "SELECT number, id, owner, created, key, body, request, state, error FROM jobs"
+            " ORDER BY number"
+        ).fetchall()
+        waiting_ids = {row[1] for row in rows if row[7] not in ENDED}
+        for folder in (self.folder / "jobs").iterdir():
+            if folder.name not in waiting_ids:
+                shutil.rmtree(folder, ignore_errors=True)
+        for number, id, owner, created, key, body, request, state, error in rows:
+            fields = json.loads(request)
+            refusal, graph = _refusal_of(json.loads(error)) if error else None, fields["graph"]
+            if state not in ENDED:
+                refusal = _no_longer_accepted(fields, graphs)
+                state = "waiting" if refusal is None else "failed"
+            settings = settings_of(graphs[graph], fields["runs"][0]) if graph in graphs else ()
+            job = Job(
+                PictureRequest(
+                    graph,
+                    (graph, settings),
+                    tuple(fields["runs"]),
+                    fields["suffix"],
+                    fields["as_url"],
+                ),
+                owner,
+                self.folder_of(id),
+                preview_wanted=True,
+                id=id,
+                created=created,
+                state=state,
+                error=refusal,
+                key=key,
+                body=body,
+                is_stored=True,
+            )
+            job.results = [
+                _result_of(json.loads(text))
+                for (text,) in self._database.execute(
+                    "SELECT result FROM runs WHERE job = ? ORDER BY rowid", (number,)
+                )
+            ]
+            job.pictures = [
+                content
+                for (content,) in self._database.execute(
+                    "SELECT content FROM pictures WHERE job = ? ORDER BY rowid", (number,)
+                )
+            ]
+            if refusal is not None and not error:
+                self.end(job)
+            yield job
+
+    def _number(self, job: Job) -> int:
+        (number,) = self._database.execute(
+            "SELECT number FROM jobs WHERE id = ?", (job.id,)
+        ).fetchone()
+        return int(number)
+
+    def _transaction(self) -> _Transaction:
+        return _Transaction(self._database)
+
+
+class _Transaction:
+    """Context in which all statements take effect, or none."""
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+
+    def __enter__(self) -> None:
+        self._database.execute("BEGIN IMMEDIATE")
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._database.execute("COMMIT" if kind is None else "ROLLBACK")
+
+
+def _no_longer_accepted(fields: Mapping[str, Any], graphs: Mapping[str, Graph]) -> Refused | None:
+    """Return why the server cannot run a stored request, None if it can."""
+    name = fields["graph"]
+    if name not in graphs:
+        text = f"the server was started again without {name}"
+        return Refused(404, text, "model_not_found", param="model")
+    try:
+        for inputs in fields["runs"]:
+            graphs[name].resolve(inputs)
+    except InputError as error:
+        return Refused(422, f"the server was started again with another {name}: {error}", "invalid")
+    return None
+
+
+def _result_of(entries: dict[str, Any]) -> dict[str, Any]:
+    return {**entries, "overruns": tuple(Overrun(**overrun) for overrun in entries["overruns"])}
+
+
+def _as_json(error: Refused) -> dict[str, Any]:
+    names = ("status", "message", "code", "param", "retry_seconds", "details")
+    return {name: getattr(error, name) for name in names}
+
+
+def _refusal_of(entries: dict[str, Any]) -> Refused:
+    return Refused(entries.pop("status"), entries.pop("message"), entries.pop("code"), **entries)

@@ -1,0 +1,130 @@
+"""Jobs outlive the server: after SIGKILL and SIGTERM they go on, none twice."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.long
+
+
+def submitted(server: Any, key: str = "", **body: Any) -> Any:
+    """The answer to a job of ``body``, with an Idempotency-Key where ``key`` is given."""
+    headers = {"Idempotency-Key": key} if key else {}
+    answer = server.client.post("/v1/jobs", json={"prompt": "a boat", **body}, headers=headers)
+    return answer
+
+
+def picture_of(server: Any, id: str) -> str:
+    """The picture of job ``id``, when it has ended."""
+    server.until(lambda: server.client.get(f"/v1/jobs/{id}").json()["state"] == "done")
+    data: str = server.client.get(f"/v1/jobs/{id}/result").json()["data"][0]["b64_json"]
+    return data
+
+
+def test_jobs_go_on_after_the_server_was_killed_and_after_it_stopped(
+    serving: Any, tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    with serving(tmp_path / "first", "--state", str(state)) as server:
+        done = submitted(server, steps=2, seed=1).json()["id"]
+        first_picture = picture_of(server, done)
+        long = submitted(server, key="again", steps=60, seed=2).json()["id"]
+        waiting = [submitted(server, steps=2, seed=seed).json()["id"] for seed in (3, 4)]
+        job = server.until(lambda: _after_step(server, long, 5))
+        assert job["state"] == "running"
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait()
+    with serving(tmp_path / "second", "--state", str(state)) as server:
+        listed = server.client.get("/v1/jobs").json()
+        assert [entry["id"] for entry in listed["data"]] == [waiting[1], waiting[0], long, done]
+        assert not listed["has_more"]
+        assert picture_of(server, done) == first_picture, "ended jobs keep their pictures"
+        assert submitted(server, key="again", steps=60, seed=2).json()["id"] == long
+        server.until(lambda: _after_step(server, long, 8))
+        assert server.stop() == 0, "SIGTERM leaves what runs and waits to the next server"
+        assert "draining" in server.log.read_text()
+        assert "stored=" in server.log.read_text()
+    with serving(tmp_path / "third", "--state", str(state)) as server:
+        pictures = [picture_of(server, id) for id in (long, *waiting)]
+        assert server.metric("pictures_total") == 3, "each once"
+        with pytest.raises(AssertionError, match="another server uses this folder"):
+            with serving(tmp_path / "fourth", "--state", str(state)):
+                pass
+    assert not list((state / "jobs").iterdir()), "ended jobs leave no files"
+    with serving(tmp_path / "fifth") as server:
+        for id, seed, steps in ((0, 2, 60), (1, 3, 2), (2, 4, 2)):
+            plain = submitted(server, steps=steps, seed=seed).json()["id"]
+            assert picture_of(server, plain) == pictures[id], "the bits of an uninterrupted job"
+
+
+def _after_step(server: Any, id: str, step: int) -> Any:
+    job = server.client.get(f"/v1/jobs/{id}").json()
+    return job if job["step"] >= step else None
+
+
+def test_an_idempotency_key_makes_one_job(serving: Any, tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        first = submitted(server, key="one", steps=2)
+        again = submitted(server, key="one", steps=2)
+        assert (first.status_code, again.status_code) == (202, 202)
+        assert first.json()["id"] == again.json()["id"]
+        other = submitted(server, key="one", steps=3)
+        assert other.status_code == 422
+        assert other.json()["error"]["code"] == "idempotency_key_reused"
+        assert submitted(server, key="two", steps=2).json()["id"] != first.json()["id"]
+        assert submitted(server, key="k" * 256, steps=2).status_code == 422
+        refused = submitted(server, key="three", size="512x512")
+        assert refused.status_code == submitted(server, key="three", size="512x512").status_code
+        assert submitted(server, key="three", steps=2).status_code == 202, "a refusal uses no key"
+
+
+def test_jobs_are_listed_page_by_page(serving: Any, tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        ids = [submitted(server, steps=2, seed=seed).json()["id"] for seed in range(5)][::-1]
+        first = server.client.get("/v1/jobs", params={"limit": 3}).json()
+        assert [job["id"] for job in first["data"]] == ids[:3]
+        assert first["has_more"]
+        rest = server.client.get("/v1/jobs", params={"limit": 3, "after": ids[2]}).json()
+        assert [job["id"] for job in rest["data"]] == ids[3:]
+        assert not rest["has_more"]
+        for query in ({"limit": "0"}, {"limit": "many"}, {"after": "nobody"}):
+            assert server.client.get("/v1/jobs", params=query).status_code in (404, 422), query
+
+
+def test_a_warm_server_is_ready_when_it_has_made_a_picture(serving: Any, tmp_path: Path) -> None:
+    with serving(tmp_path, "--warm") as server:
+        server.until(lambda: server.client.get("/readyz").status_code == 200)
+        assert server.metric("pictures_total") == 1
+        assert server.client.get("/v1/jobs").json()["data"] == [], "it is nobody's job"
+
+
+def test_the_log_tells_of_answers_plans_and_deaths(serving: Any, tmp_path: Path) -> None:
+    import json
+
+    with serving(tmp_path, "--log", "json") as server:
+        id = submitted(server, steps=40).json()["id"]
+        server.until(lambda: _after_step(server, id, 3))
+        server.worker.kill()
+        picture_of(server, id)
+        assert server.client.get("/nowhere?prompt=secret").status_code == 404
+        lines = server.log.read_text().splitlines()
+        entries = [json.loads(line) for line in lines if line.startswith("{")]
+        assert server.metric("answers_total") >= 3
+        assert 'key="tester"' in server.client.get("/metrics").text
+    kinds = [entry["event"] for entry in entries]
+    assert kinds.count("worker started") == 2
+    (death,) = [entry for entry in entries if entry["event"] == "worker ended"]
+    assert (death["exit_code"], death["request"]) == (-signal.SIGKILL, id)
+    assert any(entry["event"] == "planned" and "fits" in entry["answer"] for entry in entries)
+    (end,) = [entry for entry in entries if entry["event"] == "request"]
+    assert (end["id"], end["state"], end["pictures"]) == (id, "done", 1)
+    posted = [entry for entry in entries if entry.get("method") == "POST"]
+    assert [(entry["path"], entry["status"], entry["job"]) for entry in posted] == [
+        ("/v1/jobs", 202, id)
+    ]
+    assert any(entry.get("path") == "/nowhere" for entry in entries)
+    assert not any("secret" in line or "a boat" in line for line in lines), "no texts of clients"
