@@ -262,7 +262,7 @@ def _split_where_interrupted(
 
 
 def _streamed_groups(groups: Iterable[Sequence[str]], group_names: set[str]) -> list[BlockGroup]:
-    """Return streamable groups, named after the component's children, unlike ``group_names``."""
+    """Return streamable groups, named after the component's children, not as ``group_names``."""
     return [
         BlockGroup(_unique_name(group[0].split(".")[0], group_names), tuple(group), True)
         for group in groups

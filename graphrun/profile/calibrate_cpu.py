@@ -92,7 +92,10 @@ class ColdPool:
 
 
 def probes(base: Hardware) -> list[Probe]:
-    """Return probes of at most `LONGEST_SECONDS`, with blocks in 16 bits or, if faster, fp32."""
+    """Return the probes that take at most `LONGEST_SECONDS` on ``base``, the data-sheet estimate.
+
+    Blocks are in the 16-bit dtype of models, or in fp32 where it is faster.
+    """
     assert isinstance(base.kernels, ProcessorRates)
     rates = base.kernels
     candidates = [

@@ -296,7 +296,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_loose_modules(self._owners[name], section.entered_blocks)
 
     def scratch(self, kernel: Kernel, nbytes: int, hopper_bytes: int | None = None) -> None:
-        """Record scratch of ``kernel`` on GPUs; ``hopper_bytes``: if other on capability 9.0."""
+        """Record scratch of ``kernel`` on GPUs; ``hopper_bytes``: on capability 9.0, if other."""
         hopper_bytes = nbytes if hopper_bytes is None else hopper_bytes
         self.record.events.append(
             MemoryEvent(self._kernel_number(kernel), nbytes, True, hopper_bytes)

@@ -286,7 +286,7 @@ class _State:
         return new_bytes * self.problem.hardware.first_touch_seconds
 
     def _value_copies(self, index: int, slot: Slot) -> tuple[dict[int, Event], float]:
-        """Return spills and restores by action number, which run one by one, and their end."""
+        """Return spills and restores by action number, one after another, and their end."""
         copies, clock_seconds, hardware = (
             dict[int, Event](),
             self.now_seconds,
