@@ -70,7 +70,7 @@ def event_of(mark: Any) -> Any:
 
 
 class Backend:
-    """The functions of the PyTorch backend ``kind``. Raises InputError if this PyTorch lacks it."""
+    """The functions of the PyTorch backend ``kind``. Raises InputError if PyTorch has none."""
 
     def __init__(self, kind: str) -> None:
         try:

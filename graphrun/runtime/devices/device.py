@@ -164,7 +164,7 @@ class Device(ABC):
         """
 
     def read(self, target: torch.Tensor, nbytes: int) -> None:  # noqa: B027 (most devices need nothing)
-        """Charge a virtual clock, after reading ``nbytes`` from disk into host memory ``target``."""
+        """Charge a virtual clock, after reading ``nbytes`` from disk into ``target`` in RAM."""
 
     def read_block(
         self,
