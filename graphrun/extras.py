@@ -28,10 +28,7 @@ def _quoted(source: Path, extra: str) -> str:
 
 
 def _installed_from() -> Path | None:
-    """Return the folder or wheel that pip installed graphrun from.
-
-    None if it no longer exists, or was a package index.
-    """
+    """Return the folder or wheel that graphrun was installed from; None if gone, or an index."""
     from importlib.metadata import PackageNotFoundError, distribution
     from urllib.parse import urlsplit
     from urllib.request import url2pathname

@@ -69,10 +69,7 @@ def package_digest(package: str) -> str:
 
 
 def sweep(path: Path) -> None:
-    """Remove temporary files of ``path`` left by killed processes.
-
-    Temporary files of running processes are locked, and stay.
-    """
+    """Remove ``path``'s temporary files of killed processes; others are locked, and stay."""
     _remove_unlocked(path.parent, f"{glob.escape(_prefix(path))}*")
 
 

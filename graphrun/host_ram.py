@@ -127,10 +127,7 @@ def ram_budget(
 
 
 def steady_bytes(free_bytes: int) -> int:
-    """Return ``free_bytes`` rounded down by at most 1/32.
-
-    Small changes of the free memory then give the same budgets, and so the same plans.
-    """
+    """Return ``free_bytes`` less at most 1/32: small changes then give the same plans."""
     step = 1 << max(0, free_bytes.bit_length() - 6)
     return free_bytes // step * step
 

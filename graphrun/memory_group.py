@@ -201,10 +201,7 @@ def group_bytes(group: GroupFolder) -> MemoryUse:
 
 
 def current_group(process: int | None = None, proc: Path = PROC) -> GroupFolder | None:
-    """Return the memory group of a process (default: this one); None if it cannot be seen.
-
-    Raises OSError if the process has ended.
-    """
+    """Return a process's group (default: own); None if unseen. Raises OSError if it has ended."""
     membership = proc / (str(process) if process else "self") / "cgroup"
     names = dict[int, str]()
     for line in membership.read_text(encoding="utf-8").splitlines():

@@ -124,10 +124,7 @@ def reads_directly(folder: Path) -> bool:
 
 
 def file_system(handle: int, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """Return the file system's type for the open file ``handle``: "ext4"; "" if unknown.
-
-    Only Linux lists its mounts by device number (proc_pid_mountinfo(5)).
-    """
+    """Return the open file's file system, as ``ext4``; "" if unknown (proc_pid_mountinfo(5))."""
     number = os.fstat(handle).st_dev
     try:
         lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -179,10 +179,7 @@ class Trace:
         return html_table(repr(self), [("slot", "peak", "moved", "took"), *rows])
 
     def pairs_with(self, plan_slots: Sequence[Any]) -> list[tuple[Any, SlotTrace]]:
-        """Return pairs of planned and measured slots with equal phase and part.
-
-        Planned slots that did not run are left out.
-        """
+        """Return planned and measured slots of equal phase and part, without slots not run."""
         slot_traces = {(slot.phase, slot.part): slot for slot in self.slots}
         return [
             (slot, slot_traces[slot.phase, slot.part])
@@ -272,10 +269,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A run on a ``device`` of a cluster.
-
-    Seconds are of the clock that all its devices share, from the start of the batch.
-    """
+    """A run on a ``device`` of a cluster; seconds are of one clock, from the batch's start."""
 
     device: str
     request: int

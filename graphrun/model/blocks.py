@@ -135,10 +135,7 @@ def kept(component: ComponentNumbers, counts: Sequence[int], skips: Sequence[int
 def resident_blocks(
     component: ComponentNumbers, finds: Iterable[tuple[str, BlockNames]], slots: Iterable[Slot]
 ) -> Iterator[Blocks]:
-    """Yield the blocks of ``component`` that are resident or loaded in each slot.
-
-    ``finds``: as in `Plan.finds`.
-    """
+    """Yield the blocks of ``component`` there or loaded in each slot; ``finds``: `Plan.finds`."""
     resident = named(component, ())
     for name, blocks in finds:
         if name == component.name:

@@ -45,10 +45,7 @@ class CallTrace:
 
 @dataclass(frozen=True, slots=True)
 class PhaseTrace:
-    """One phase; empty if nothing was recorded.
-
-    Keys are unique in the whole recording: a later phase may release a tensor.
-    """
+    """One phase, or empty. Keys are unique in the recording: later phases release tensors."""
 
     calls: tuple[CallTrace, ...] = ()
     first: tuple[Item, ...] = ()

@@ -188,10 +188,7 @@ UNITS = {"GiB": GIB, "MiB": MIB, "KiB": KIB, "B": 1}
 
 
 def blocks_text(blocks: BlockNames) -> str:
-    """Return ``all``, ``none``, or groups with indices, as ``double[0,8] single[0-11]``.
-
-    Three or more consecutive indices are a range.
-    """
+    """Return ``all``, ``none``, or ``double[0,8] single[0-11]``: a range from three indices on."""
     if blocks is None:
         return "all"
     return " ".join(f"{name}[{_indices_text(indices)}]" for name, indices in blocks) or "none"

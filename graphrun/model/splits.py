@@ -115,10 +115,7 @@ def segments_of(problem: Problem, component: ComponentNumbers) -> list[BlockSegm
 
 
 class _Tensors:
-    """The tensors of a use by block.
-
-    ``rows_made``, ``rows_got``: block number -> positions in ``rows`` of its results and arguments.
-    """
+    """Tensors of a use. ``rows_made``, ``rows_got``: positions of a block's results, arguments."""
 
     def __init__(self, rows: Sequence[LiveTensor]) -> None:
         self.rows, self.arguments = rows, block_arguments(rows)
@@ -282,10 +279,7 @@ def arguments_bytes(use: Use, component: ComponentNumbers) -> dict[int, int]:
 
 
 def block_arguments(rows: Sequence[LiveTensor]) -> list[int]:
-    """Return per block the bytes that it receives, with earlier blocks' inputs of the call.
-
-    Other tensors are part of the traced activation.
-    """
+    """Return the bytes that each block gets, with earlier blocks' inputs; others are activation."""
     count = 1 + max((n for row in rows for n in (row.maker, *row.users)), default=0)
     block_bytes, input_bytes = [0] * count, [0] * count  # bytes at a block; bytes from a block on
     for row in rows:
@@ -442,10 +436,7 @@ def _seconds(
 def _secondary_of_blocks(
     component: ComponentNumbers, splits: Mapping[int, BlockNames]
 ) -> dict[tuple[int, int], int]:
-    """Return the device of each block on a secondary device, by (group, index).
-
-    Raises PlanError if its blocks are not consecutive.
-    """
+    """Return (group, index) -> secondary device. Raises PlanError unless blocks are consecutive."""
     number = {group.name: k for k, group in enumerate(component.groups) if "" not in group.blocks}
     order = [(k, i) for k in number.values() for i in range(len(component.groups[k].blocks))]
     secondary_of: dict[tuple[int, int], int] = {}

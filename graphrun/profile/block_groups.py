@@ -114,10 +114,7 @@ def _sizes_if_alike(modules: nn.ModuleList) -> list[int]:
 
 
 def _written_class(module: nn.Module) -> str:
-    """Return the name of the class, whether or not the module is compiled.
-
-    Classes of compiled modules are not intercepted.
-    """
+    """Return the class's name as written: classes of compiled modules are not intercepted."""
     kind = type(getattr(module, "_orig_mod", module))
     return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -265,10 +262,7 @@ def _split_where_interrupted(
 
 
 def _streamed_groups(groups: Iterable[Sequence[str]], group_names: set[str]) -> list[BlockGroup]:
-    """Return streamable groups of paths, named after their child of the component.
-
-    Names in ``group_names`` are not used again.
-    """
+    """Return streamable groups, named after the component's children, not as ``group_names``."""
     return [
         BlockGroup(_unique_name(group[0].split(".")[0], group_names), tuple(group), True)
         for group in groups

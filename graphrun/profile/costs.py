@@ -219,10 +219,7 @@ def _new_bytes(*sizes: int) -> dict[str, float]:
 def extra_seconds(
     call: Call, shapes: Mapping[str, tuple[int, int]], precision: str, hardware: Hardware
 ) -> dict[str, float]:
-    """Return, by path, the additional seconds of quantized layers' products in ``precision``.
-
-    ``shapes``: (outputs, inputs) of each quantized weight.
-    """
+    """Return path -> further seconds in ``precision``; ``shapes``: (outputs, inputs) of weights."""
     seconds_by_path: dict[str, float] = defaultdict(float)
     for path, numbers in call.work:
         if (shape := shapes.get(f"{path}.weight")) is not None:
@@ -238,10 +235,7 @@ def extra_seconds(
 def quantized_seconds(
     kernel: Kernel, shape: tuple[int, int], precision: str, hardware: Hardware
 ) -> float:
-    """Return the additional seconds of a layer's product in ``precision``.
-
-    0 on `sim`, whose clock charges FLOPs and copies only.
-    """
+    """Return a product's additional seconds; 0 on `sim`, which charges FLOPs and copies only."""
     rates, bandwidth = hardware.kernels, hardware.memory_bytes_per_second
     if rates is None:
         return 0.0
@@ -289,10 +283,7 @@ def _simulated_seconds(
 
 
 def output_tiles(rows: int, columns: int) -> int:
-    """Return the number of 128 x 128 tiles that cover ``rows`` x ``columns`` outputs.
-
-    cuBLAS' most common kernels compute one such tile at a time.
-    """
+    """Return the 128 x 128 tiles that cover the outputs; cuBLAS mostly computes one at a time."""
     return -(-rows // TILE) * -(-columns // TILE)
 
 

@@ -256,10 +256,7 @@ class Prober:
         return recording
 
     def profiles(self, graph: Graph | None = None) -> dict[str, ComponentProfile]:
-        """Return the profile of every component, with ``graph`` in every precision that it allows.
-
-        Block groups are in the order in which the blocks were entered.
-        """
+        """Return the profile of every component, in each precision; groups in order of entry."""
         profiles = {}
         for name in self.meta_modules:
             with self.as_traced(name):
@@ -267,10 +264,7 @@ class Prober:
         return profiles
 
     def as_traced(self, name: str) -> AbstractContextManager[None]:
-        """Context with the meta module ``name`` in the state in which its calls were traced.
-
-        Overridden for dtype variants.
-        """
+        """Context with ``name`` as when its calls were traced; dtype variants override this."""
         return nullcontext()
 
     def _profile_of(self, name: str, graph: Graph | None) -> ComponentProfile:

@@ -256,10 +256,7 @@ def measure_phases(solution: Solution, trace: Trace) -> dict[str, Measurements]:
 
 
 def _phases_as_traced(solution: Solution) -> set[str]:
-    """Return the names of the phases that ran as traced.
-
-    Without stage options, and with all components on the device in the precision of the trace.
-    """
+    """Return the phases that ran as traced: no options, on the device, in the same precision."""
     problem, options = solution.problem, dict(solution.plan.options)
     variants = {component.name: component.variants[0] for component in solution.chosen.components}
     changed_components = {
@@ -278,10 +275,7 @@ def _phases_as_traced(solution: Solution) -> set[str]:
 def _measured_phase(
     problem: Problem, phase: PhaseNumbers, measurement: Measurements
 ) -> PhaseNumbers:
-    """Return ``phase`` with measured figures.
-
-    Measured bytes beyond the traced ones are added to every call in the phase's trace.
-    """
+    """Return ``phase`` as measured; bytes beyond the trace are added to each call in it."""
     first_bytes = max(phase.first_bytes, measurement.sizes.get("first_bytes", 0))
     steady_bytes = max(phase.steady_bytes, measurement.sizes.get("steady_bytes", 0))
     extra_bytes = max(first_bytes - phase.first_bytes, steady_bytes - phase.steady_bytes)
@@ -333,10 +327,7 @@ def _scaled(use: Use, factors: Sequence[float]) -> Use:
 
 
 def _ratio(measured_seconds: float | None, expected_seconds: float) -> float:
-    """Return the factor for expected seconds.
-
-    1 if nothing plausible was measured, or if the difference is only clock rounding.
-    """
+    """Return the factor for expected seconds; 1 if implausible, or only clock rounding."""
     if (
         measured_seconds is None
         or expected_seconds <= 0

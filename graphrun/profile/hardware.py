@@ -251,10 +251,7 @@ def _chip(name: str, chip: Chip, gib: int) -> Hardware:
 
 
 def data_sheet_estimates() -> dict[str, Hardware]:
-    """Return the built-in devices by name.
-
-    ``sim``, the simulated accelerator, has no context, no scratch and no caching allocator.
-    """
+    """Return the built-in devices by name; ``sim`` has no context, scratch or caching allocator."""
     cards = {name: _card(name, sheet) for name, sheet in SHEETS.items()}
     cards |= {name: _chip(name, chip, gib) for name, chip, gib in chips.names()}
     return cards | {
@@ -621,10 +618,7 @@ def detect_mps(kind: DeviceKind) -> Hardware | None:
 
 
 def _identity(backend: Any, kind: DeviceKind) -> tuple[str, int]:
-    """Return the name of a backend's first device, and its bytes.
-
-    Without a function for them: the kind's name and this machine's RAM.
-    """
+    """Return the first device's name and bytes, else the kind's name and this machine's RAM."""
     name, total_bytes = kind.name, 0
     if (properties_of := getattr(backend, "get_device_properties", None)) is not None:
         properties: Any = properties_of(0)

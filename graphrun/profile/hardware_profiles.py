@@ -61,10 +61,7 @@ def refuse_taken(name: str) -> None:
 
 
 def hardware(name: str, cache: Path | None) -> Hardware:
-    """Return the profile called ``name``, else the data-sheet estimate.
-
-    If there is neither, raises InputError with the most similar name.
-    """
+    """Return the profile called ``name``, else the estimate, else raise InputError."""
     profiles_by_name = stored_profiles(cache)
     return (
         profiles_by_name[name]

@@ -40,10 +40,7 @@ class _Uncacheable(Exception):
 
 
 def on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run ``func(*args, **kwargs)`` on meta; the result may come from the cache.
-
-    It has the same shapes, strides, dtypes and storage sizes either way.
-    """
+    """Run on meta, or return a cached result with equal shapes, strides, dtypes and storages."""
     if _returns_new_tensors(func):
         try:
             key = (

@@ -109,10 +109,7 @@ def weight_bytes(graph: Graph, name: str, module: nn.Module, formats: Mapping[st
 
 @dataclass(slots=True)
 class Estimate:
-    """An estimate of a warm call: seconds by stage, copied bytes, bytes read from disk.
-
-    ``on_device``: bytes of weights on the device for each call, in order.
-    """
+    """Estimate of a warm call; ``on_device``: weight bytes there for each call, in order."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     copied_in_bytes: float = 0

@@ -64,10 +64,7 @@ def phase_traces_of(
 
 
 def _call(call: Call, hardware: Hardware) -> CallTrace:
-    """Return ``call`` as it allocates on ``hardware``.
-
-    Kernel scratch is a tensor that is released immediately, or is absent.
-    """
+    """Return ``call`` on ``hardware``: scratch is a tensor released at once, or absent."""
     events: list[Item] = []
     for number, event in enumerate(call.events, start=1):
         if not event.scratch:

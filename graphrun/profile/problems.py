@@ -154,10 +154,7 @@ def _components(
 
 
 def option_phases_of(graph: Graph, allow: Collection[str]) -> tuple[tuple[str, str], ...]:
-    """Return (stage, option) for each stage option of ``graph`` that a plan may choose.
-
-    It does not change the output, or its change is in ``allow``.
-    """
+    """Return (stage, option) that a plan may choose: same output, or its change is in ``allow``."""
     stage_options = [
         (stage.name, name, stage.operation.options[name])
         for stage in graph.stages

@@ -296,10 +296,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_loose_modules(self._owners[name], section.entered_blocks)
 
     def scratch(self, kernel: Kernel, nbytes: int, hopper_bytes: int | None = None) -> None:
-        """Record that ``kernel`` takes ``nbytes`` of scratch on a GPU.
-
-        ``hopper_bytes``: on one of compute capability 9.0, if that is another figure.
-        """
+        """Record scratch of ``kernel`` on GPUs; ``hopper_bytes``: on capability 9.0, if other."""
         hopper_bytes = nbytes if hopper_bytes is None else hopper_bytes
         self.record.events.append(
             MemoryEvent(self._kernel_number(kernel), nbytes, True, hopper_bytes)
@@ -531,10 +528,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         argument_tensors: Sequence[torch.Tensor],
         result_tensors: Sequence[torch.Tensor],
     ) -> Kernel | None:
-        """Return the kernel that ``func`` launches; None on the host.
-
-        A copy to the host is a launch without work.
-        """
+        """Return ``func``'s kernel; None on the host; one without work for a copy to the host."""
         device_results = [
             tensor for tensor in result_tensors if tensor.device.type == self._device_type
         ]
@@ -613,10 +607,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.record.loose_modules.update(owners)
 
     def _host_value(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of a `_HOST_READS` operator: the value on the CPU, or None if unknown.
-
-        For ``bincount`` the result is the worst case.
-        """
+        """Return a `_HOST_READS` result: the CPU's value, for ``bincount`` the worst, or None."""
         if func is aten.bincount.default:
             return self.constants.worst_bincount(args[0])
         if (value := self.constants.value(args[0])) is None:
@@ -649,10 +640,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
 
     def note_held(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Record ``tensors`` of the device that the component had before the call, at first use.
-
-        They are neither weights nor arguments of the call, such as tables of positions in a list.
-        """
+        """Record device tensors held before the call, at first use: no weights, no arguments."""
         for tensor in tensors:
             self._note_new(tensor)
 

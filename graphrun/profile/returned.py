@@ -53,10 +53,7 @@ class Returned:
         return sum(nbytes for cdata, nbytes in storages.items() if cdata not in self.aliases)
 
     def materialize(self, args: Any, device: torch.device) -> Any:
-        """Return the result of a call with ``args``: zeros, or views of tensors in ``args``.
-
-        ``args``: (args, kwargs) of the call. Puts the same contents into ``args`` as the call.
-        """
+        """Return zeros or views of ``args`` (args, kwargs); change these as the call does."""
         arguments, created_tensors = tensors_in(args), dict[int, torch.Tensor]()
 
         def tensor(example: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,4 @@
-"""The data of ``graphrun estimate``: sizes and times of a graph on a device, without any budget.
-
-JSON-ready, each figure with its basis.
-"""
+"""Data of ``graphrun estimate``, JSON-ready: sizes and times, each with its basis; no budget."""
 
 from __future__ import annotations
 

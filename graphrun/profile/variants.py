@@ -278,10 +278,7 @@ def _seconds(calls: Sequence[Call], hardware: Hardware) -> float:
 
 
 def _on_cpu(variant: Variant, calls: Sequence[Call], hardware: Hardware) -> Variant:
-    """Return ``variant`` computing on the CPU at the host's rate.
-
-    Nothing is copied to the device, so its backing store is pageable.
-    """
+    """Return ``variant`` computing on the CPU at the host's rate, from pageable memory."""
     flops, device_seconds = sum(call.flops for call in calls), _seconds(calls, hardware)
     cpu_seconds = flops / hardware.cpu_flops_per_second
     return replace(

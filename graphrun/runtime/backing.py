@@ -34,10 +34,7 @@ class BlockWriter(Protocol):
     def write(
         self, layout: BlockLayout, buffer: torch.Tensor, count: Callable[[torch.Tensor], None]
     ) -> int:
-        """Fill ``buffer`` with the block, and return the bytes read from disk.
-
-        ``count`` is called with temporary host tensors.
-        """
+        """Fill ``buffer``; return bytes read from disk. ``count`` gets temporary host tensors."""
 
     def stored(self, entry: TensorEntry) -> Stored | None:
         """Return the tensor of a file that has the bytes of ``entry`` unchanged, if any."""
@@ -107,10 +104,7 @@ class BackingStore:
         return self._layouts[path].nbytes
 
     def request(self, path: str) -> bool:
-        """Begin the read of block ``path`` unless it has begun.
-
-        Return whether its copy can be queued without making the host wait for the read.
-        """
+        """Begin the read of ``path`` if needed; return whether a copy would not wait for it."""
         raise NotImplementedError
 
     def ready(self, path: str) -> bool:
@@ -137,10 +131,7 @@ class BackingStore:
         return blocks
 
     def drop(self) -> None:
-        """Release the memory and cancel pending reads. Call after a barrier.
-
-        The memory is freed when no views are left.
-        """
+        """Cancel reads and release the memory, freed with its last view. Call after a barrier."""
         self._is_dropped = True
         self.abandon()
         self.memory = None
@@ -394,10 +385,7 @@ class PacedReads:
         store.begin_next()
 
     def before_fetch(self, nbytes: int, *, full: bool) -> None:
-        """Start reads that are due; called before each fetch of ``nbytes``.
-
-        ``full``: the fetch overwrites earlier blocks of the bounce buffer.
-        """
+        """Start reads due before a fetch of ``nbytes``; ``full``: it overwrites earlier blocks."""
         while (
             full
             and self._pending

@@ -416,10 +416,7 @@ class DirectReads:
             self._changed_state.notify_all()
 
     def _end_reads(self) -> None:
-        """End the first unfinished reads that have no chunks left.
-
-        A failed read keeps its chunk, so that no later read ends.
-        """
+        """End the first reads without chunks. A failed one keeps its chunk: no later read ends."""
         while self._unfinished and not self._unfinished[0]._chunks_left:
             span_read, seconds = self._unfinished.popleft(), time.perf_counter()
             span_read.started_seconds = span_read.started_seconds or seconds

@@ -36,10 +36,7 @@ class EventRecorder:
         marks: tuple[Mark, Mark],
         device: Device | None = None,
     ) -> None:
-        """Record an `Event` with its start and end marks on ``device`` (default: the main device).
-
-        The bytes of ``load`` and ``stream`` events count as moved.
-        """
+        """Record an `Event` on ``device`` (None: main); ``load`` and ``stream`` count as moved."""
         if kind in {"load", "stream"}:
             self.moved_bytes += nbytes
         self._unresolved.append(

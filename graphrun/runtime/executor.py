@@ -196,10 +196,7 @@ class PlanSession:
 
     @on_host()
     def run(self, work: PipelineCode | Stages, progress: ProgressCallback | None = None) -> Trace:
-        """Execute one run and return its trace.
-
-        Raises PlanError if the plan is for one run and this is not the first.
-        """
+        """Execute a run; return its trace. Raises PlanError at the second of a one-run plan."""
         plan = self._setting.plan
         if self._has_begun and not plan.further_slots:
             raise PlanError(

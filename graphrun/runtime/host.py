@@ -134,10 +134,7 @@ class Host:
 
     @property
     def outside_bytes(self) -> int:
-        """Bytes of graphrun's own weights on the device that the plan's budget does not cover.
-
-        Only attached pipelines have such weights (`graphrun.diffusers_.residence`).
-        """
+        """Bytes of graphrun's weights outside of the budget (`graphrun.diffusers_.residence`)."""
         return 0
 
     @functools.cached_property
@@ -151,10 +148,7 @@ class Host:
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of cached tensors that stay on the device after `clear_memos`.
-
-        Only attached pipelines keep such caches (`graphrun.diffusers_.residence`).
-        """
+        """Bytes cached even after `clear_memos`, if attached (`graphrun.diffusers_.residence`)."""
         return 0
 
     @functools.cached_property
@@ -195,10 +189,7 @@ class Host:
                 residency.drop()
 
     def close(self) -> None:
-        """Drop backing stores and delete spooled files now, not at garbage collection.
-
-        Modules passed in keep their weights.
-        """
+        """Drop backing stores and spooled files now; modules passed in keep their weights."""
         for residency in self.residencies.values():
             if not residency.caller_owned:
                 residency.drop()

@@ -66,10 +66,7 @@ class _Entry:
         )
 
     def view_in(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return a view of this tensor in ``flat``, with the original parameter's attributes.
-
-        ``flat``: the block's buffer viewed in this tensor's dtype.
-        """
+        """Return a view in ``flat`` (of this dtype), with the parameter's attributes."""
         offset = flat.storage_offset() + self.offset // flat.element_size()
         view = flat.as_strided(self.template.shape, self.strides, offset)
         if not isinstance(self.template, nn.Parameter):
@@ -347,10 +344,7 @@ class Residency:
         return max(self.nbytes(path), self._planned_bytes[path])
 
     def prepare_reads(self) -> None:
-        """Allocate the backing store, unless it exists, and prepare the read of every block.
-
-        A disk backing store gets only its bounce buffer.
-        """
+        """Allocate the store if missing, and prepare its reads (disk: only a bounce buffer)."""
         store = self.backing_store
         if store.memory is not None or self.caller_owned:
             return
@@ -398,10 +392,7 @@ class Residency:
             self.device_of(path).wait("compute", self._arrivals.pop(path))
 
     def wait_read(self) -> None:
-        """Wait until the backing store is read, on the host and on the compute stream.
-
-        For components that compute on the CPU.
-        """
+        """Wait for the backing store on host and compute stream, for compute on the CPU."""
         assert isinstance(self.backing_store, Arena)
         for path in self._blocks:
             self.backing_store.wait_read(path, "compute", self.device)
@@ -430,10 +421,7 @@ class Residency:
             state.idx = None  # outlier columns of the last call, on the device
 
     def deactivate(self) -> None:
-        """Prepare for another dtype variant, whose tensors the module is about to get.
-
-        Loaded blocks stay on the device until evicted.
-        """
+        """Prepare for another dtype variant; loaded blocks stay on the device until evicted."""
         for path, block in self._blocks.items():
             if block.bound:
                 self.unbind(path)

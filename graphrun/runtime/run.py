@@ -61,10 +61,7 @@ class Replan(Protocol):
         kwargs: dict[str, Any],
         live_bytes: int,
     ) -> Solution:
-        """Return a plan that starts with this call.
-
-        The device then has no weights, and ``live_bytes`` of other tensors.
-        """
+        """Return a plan from this call on; the device then has ``live_bytes``, and no weights."""
 
 
 def planned_peaks(slots: Sequence[SlotReport]) -> list[tuple[int, ...]]:

@@ -205,10 +205,7 @@ class OpenSlot:
         )
 
     def release(self) -> None:
-        """Remove hooks, free ring buffers, and wait for reads that no copy needs any more.
-
-        Loaded blocks stay on the device.
-        """
+        """Remove hooks, free ring buffers, wait for unneeded reads. Loaded blocks stay."""
         for streamer in self._streamers.values():
             streamer.release()
         self._streamers.clear()

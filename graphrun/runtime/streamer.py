@@ -42,10 +42,7 @@ from graphrun.runtime.residency import Residency
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """A pass whose copy was issued.
-
-    ``number``: of its placement in the ring buffer, from 0. ``copy_end``: the mark after its copy.
-    """
+    """A pass whose copy, placement ``number`` (from 0), was issued; ``copy_end``: mark after it."""
 
     number: int
     path: str
@@ -171,10 +168,7 @@ class Streamer:
         self._load(self._loads.popleft()[1])
 
     def _place(self) -> bool:
-        """Reserve the ring buffer slot of the next pass.
-
-        Return False if its copy would overwrite a block that compute has not run yet.
-        """
+        """Reserve the next pass's slot; False if its copy would overwrite a block still to run."""
         path, next_path = (
             self._paths[number % len(self._paths)]
             for number in (self._next_pass, self._next_pass + 1)
@@ -220,10 +214,7 @@ class Streamer:
         on_begin: Callable[[str], None],
         on_end: Callable[[str], None] | None = None,
     ) -> None:
-        """Call ``on_begin`` and ``on_end`` with ``path`` around each run of the block.
-
-        Nothing is called while another dtype variant of the component runs.
-        """
+        """Call ``on_begin`` and ``on_end`` around runs of the block in this dtype variant."""
 
         def around(act: Callable[[str], None]) -> Callable[[], None]:
             def hook() -> None:

@@ -34,10 +34,7 @@ StayingOutputs = Mapping[str, frozenset[int]]
 def move_tensors(
     value: Any, source: torch.device, target: torch.device, copies: Copies | None = None
 ) -> Any:
-    """Return ``value`` with every tensor on ``source`` replaced by a copy on ``target``.
-
-    A tensor that occurs twice, or is in ``copies``, is copied once.
-    """
+    """Return ``value`` with tensors on ``source`` copied to ``target`` once, or from ``copies``."""
     copies_by_id: Copies = {} if copies is None else copies
 
     def move(tensor: torch.Tensor) -> torch.Tensor:

@@ -83,10 +83,7 @@ def plan_of(
 def _run(
     program: Program, choice: Choice, intervals: range, resident: Counts, stay: Counts
 ) -> tuple[Slot, ...]:
-    """Return the slots of ``intervals`` and the end slot.
-
-    ``resident``, ``stay``: blocks per group on the device before and after these slots.
-    """
+    """Return the slots and the end slot; ``resident``, ``stay``: blocks per group before, after."""
     components, slots = program.problem.components, list[Slot]()
     rows = rows_of(program, choice)
     for t in intervals:
@@ -148,10 +145,7 @@ def _run(
 
 
 def _at(program: Program, component_intervals: Sequence[int], t: int) -> list[int]:
-    """Return the used components that ``component_intervals`` assigns to interval ``t``.
-
-    ``component_intervals``: an interval per component, as in `Choice.reads` and `Choice.drops`.
-    """
+    """Return the used components with interval ``t``, as in `Choice.reads` and `Choice.drops`."""
     return [
         c
         for c, (variant_choice, slot) in enumerate(

@@ -280,10 +280,7 @@ class Columns(Variables[Linear]):
         return any(start <= use < t for use in self._uses[j])
 
     def _allowed(self, t: int, j: int) -> tuple[bool, bool]:
-        """Return whether directives allow blocks of group ``j`` in interval ``t``.
-
-        First at the start of the interval, then as loads during the interval.
-        """
+        """Whether directives allow blocks of ``j`` at the start of ``t``, and loads during it."""
         program = self._program
         group, interval, problem = program.groups[j], program.intervals[t], program.problem
         if "drop" in group.demanded and not group.excluded:

@@ -134,10 +134,7 @@ def with_other_disk(problem: Problem, error: float) -> Problem:
 
 
 def _fastest_in_pages(problem: Problem) -> Solution | None:
-    """Return the fastest plan found for these disk rates; None if nothing fits.
-
-    If no search finds a plan: the plan of least memory, if it fits.
-    """
+    """Return the fastest plan found for these disk rates, else one of least memory, else None."""
     solution, bound = _within_pages(problem)
     if solution is not None and problem.secondaries and has("main device"):
         return min(solution, _on_first_device(problem, solution) or solution, key=_seconds)

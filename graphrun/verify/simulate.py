@@ -286,10 +286,7 @@ class _State:
         return new_bytes * self.problem.hardware.first_touch_seconds
 
     def _value_copies(self, index: int, slot: Slot) -> tuple[dict[int, Event], float]:
-        """Return the spills and restores by action number, and the end of the last one.
-
-        They run one after another from the slot's start.
-        """
+        """Return spills and restores by action number, one after another, and their end."""
         copies, clock_seconds, hardware = (
             dict[int, Event](),
             self.now_seconds,

@@ -197,10 +197,7 @@ class SlotRules:
         return {k for k, calls in enumerate(use.group_calls_in(self.slot.part)) if calls}
 
     def directives(self, phase: PhaseNumbers, groups: dict[str, set[int]]) -> Iterator[Violation]:
-        """Check that the slot follows the directives.
-
-        ``groups``: the groups used so far, per component; this slot's groups are added.
-        """
+        """Check that the slot follows directives; add its groups to ``groups``, used so far."""
         uses = {use.component: use for use in phase.uses}
         for component in self.problem.components:
             name, demanded = component.name, self.problem.demanded(component.name)

@@ -188,10 +188,7 @@ BlockOrigin = Literal["resident", "load", "stream", "host"]
 
 
 class BlockWork(NamedTuple):
-    """Compute of one block in call number ``call`` of its component.
-
-    ``source``: how the block gets to the device; ``host``: the component computes on the CPU.
-    """
+    """Compute of a block in one call; ``source``: its way to the device; ``host``: on the CPU."""
 
     key: Key
     seconds: float

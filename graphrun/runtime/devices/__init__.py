@@ -1,1 +1,1 @@
-"""Devices that run plans: CUDA and the simulated accelerator."""
+"""Devices that run plans: CPU, CUDA, other accelerators, and the simulated machine."""

@@ -1,26 +1,26 @@
-"""A device of any PyTorch backend with streams as a `Device`.
+"""A device of any PyTorch backend with streams, as a `Device`.
 
-Functions are those of ``torch.get_device_module(kind)``. ``torch.accelerator`` serves only where
-the kind is PyTorch's current accelerator: a process has one, and a registered backend comes before
-CUDA (at::getAccelerator).
+Functions come from ``torch.get_device_module(kind)``. ``torch.accelerator`` is used only if the
+kind is PyTorch's current accelerator: a process has one, and a registered backend takes precedence
+over CUDA (at::getAccelerator).
 
-Streams. Ops run on the stream that is current when a session begins ("compute"). Weights are copied
-on a side stream ("copy"). All memory is allocated on compute. ``Tensor.record_stream`` is not used:
-it defers a free until an event is polled, so peaks would depend on timing. Instead, the executor's
-marks order every reuse (see the diagram in device.py). The host waits for a stream only at the
+Streams. Ops run on the stream that is current when a session begins ("compute"), weights are copied
+on a side stream ("copy"), and all memory is allocated on compute. ``Tensor.record_stream`` is not
+used: it delays a free until an event is polled, so peaks would depend on timing. Instead, the
+executor's marks order every reuse (diagram in device.py). The host waits for a stream only at the
 barrier of a slot, and never for the whole device.
 
     copy     |--c1--|--c2--| ... |--c64--|          `overlap_fault`: copies from pinned memory
     host      ^ returns early                       first, then a small kernel on compute
     compute            |-k-|                        ends before the copies: they overlap
 
-Overlap is proved when the first device of a number is opened, because a backend may accept streams
-and ignore them. Where copies do not return early or kernels wait for them, `serial_copies` is true
-and plans charge copies and compute one after another.
+Overlap is proved when the first device with a number is opened, because a backend may accept
+streams and ignore them. If copies do not return early, or kernels wait for them, `serial_copies` is
+true, and plans charge copies and compute one after another.
 
-Memory. Peaks are those that the backend's allocator counts as reserved. A backend without such
-counters gets counts of weights and ring buffers alone. A backend without a limit of its own gets a
-check of each of graphrun's allocations. `notices` says both.
+Memory. Peaks are of the bytes that the backend's allocator counts as reserved. Without such
+counters, only weights and ring buffers count. Without a limit of the backend, graphrun checks its
+own allocations. `notices` reports both.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from graphrun.runtime.direct_reads import Span
 from graphrun.units import MIB, show_size
 
 # Bytes of a copy in the proof of overlap, and how many are queued at once: the first number at
-# which copies outlast a kernel is enough. On an H100 the host queues a copy in 37 us, and 16 MiB
-# take 300 us at 55 GB/s (benchmarks/results/card-rates.json); a small kernel less than 0.1 ms.
+# which copies outlast a kernel is enough. On an H100, the host queues a copy in 37 us, 16 MiB take
+# 300 us at 55 GB/s (benchmarks/results/card-rates.json), and a small kernel takes less than 0.1 ms.
 PROOF_BYTES = 16 * MIB
 PROOF_COPIES = (16, 64, 256)
 SMALL_BYTES = 4096
-# Shares of the time of all copies in which they have to be queued, and the kernel has to be done.
+# Shares of the time of all copies until which they must be queued, and the kernel must have ended.
 EARLY_SHARE, OVERLAP_SHARE = 0.5, 0.75
 
 
 @dataclass(frozen=True, slots=True)
 class UntimedEvent:
-    """An event of a backend whose events have no time, and the host's time at its recording."""
+    """An event of a backend whose events have no time, and the host's time when it was recorded."""
 
     event: Any
     host_seconds: float
@@ -70,10 +70,7 @@ def event_of(mark: Any) -> Any:
 
 
 class Backend:
-    """The functions of the PyTorch backend called ``kind``.
-
-    Raises InputError if this PyTorch has no such backend.
-    """
+    """The functions of the PyTorch backend ``kind``. Raises InputError if PyTorch has none."""
 
     def __init__(self, kind: str) -> None:
         try:
@@ -104,12 +101,11 @@ class Backend:
 
 
 class AcceleratorDevice(Device):
-    """Device number ``index`` of ``kind``.
+    """Device number ``index`` of ``kind``. Raises InputError if there is none.
 
     ``workspace_bytes``: scratch of kernels that stays allocated, counted separately from tensors.
-    ``unified``: whether its memory is the host's; blocks are then read from files by a thread
-    (`copy_thread`), which does all work of the copy stream. Raises InputError if there is no such
-    device.
+    ``unified``: whether its memory is the host's; a thread (`copy_thread`) then reads blocks from
+    files, and does all work of the copy stream.
     """
 
     serial_copies = False  # whether copies and compute take turns
@@ -162,7 +158,7 @@ class AcceleratorDevice(Device):
         return fault
 
     def _notices(self, overlap_fault: str) -> Iterator[str]:
-        """Yield what this device does not promise, a sentence each."""
+        """Yield sentences on what this device does not promise."""
         if overlap_fault:
             yield (
                 f"{self.torch_device}: copies do not overlap compute ({overlap_fault}): plans "
@@ -231,14 +227,13 @@ class AcceleratorDevice(Device):
     def session(self, cap_bytes: int, limit_bytes: int = 0) -> Iterator[None]:
         """Make the device current, and limit its allocator to ``cap_bytes`` plus the workspace.
 
-        Both last until the context is left. The limit (set_per_process_memory_fraction) counts the
-        bytes that the caching allocator has reserved, also for other code of this process, but not
-        the driver's context. Without such a limit, `allocate` checks ``cap_bytes``.
+        The limit (set_per_process_memory_fraction) counts the bytes that the caching allocator has
+        reserved, also for other code of this process, but not the driver's context. Without such a
+        limit, `allocate` checks ``cap_bytes``.
 
         Before mapping pages, the allocator adds the bytes of the whole request to the reserved
-        bytes, even if it maps fewer. The limit is therefore ``limit_bytes`` if that is larger. With
-        a smaller limit, the allocator would trim or refuse allocations of the plan that are within
-        the cap.
+        bytes, even if it maps fewer. ``limit_bytes``, if larger, is therefore the limit: otherwise
+        the allocator would trim or refuse allocations of the plan that are within the cap.
         """
         process_bytes = max(cap_bytes, limit_bytes) + self._workspace_bytes
         with self.current():
@@ -317,7 +312,7 @@ class AcceleratorDevice(Device):
         return int(total_bytes) or self._memory_info()[1]
 
     def _memory_info(self) -> tuple[int, int]:
-        """Return the free and all bytes of the device; without a function for it, of the host."""
+        """Return the free and total bytes of the device; without a function for it, of the host."""
         info = self._backend.function("mem_get_info", "get_memory_info")
         if info is not None:
             with suppress(RuntimeError, NotImplementedError):
@@ -348,7 +343,7 @@ class AcceleratorDevice(Device):
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return a flat uint8 tensor, allocated on the compute stream.
 
-        Raises torch.OutOfMemoryError beyond the cap, where the backend has no limit of its own.
+        Raises torch.OutOfMemoryError beyond the cap if the backend has no limit of its own.
         """
         if self._cap_bytes is not None and self.allocated_bytes + nbytes > self._cap_bytes:
             raise torch.OutOfMemoryError(
@@ -363,11 +358,11 @@ class AcceleratorDevice(Device):
         return memory
 
     def arena(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
-        """Return a flat uint8 tensor on the host, page-locked if ``pinned`` and the kind's memory
-        is page-locked when it is allocated.
+        """Return a flat uint8 tensor on the host.
 
-        PyTorch pins for its current accelerator alone. A backend's allocator may round the memory
-        up to a power of two (pytorch/pytorch#150517), which is not counted.
+        It is page-locked if ``pinned`` and the kind locks memory when allocating it. PyTorch does
+        so only for its current accelerator. A backend's allocator may round the memory up to a
+        power of two (pytorch/pytorch#150517), which is not counted.
         """
         if pinned and nbytes and self.kind.pinning == "at allocation" and self._backend.is_current:
             with suppress(RuntimeError, NotImplementedError):
@@ -379,10 +374,7 @@ class AcceleratorDevice(Device):
         return super().arena(nbytes)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue the copy on the copy stream. Copies from and to pageable memory block the host.
-
-        On a device with one queue, the host waits for the copy.
-        """
+        """Queue the copy. The host waits if memory is pageable, or the device has one queue."""
         if self._copy_thread is not None:
             self._copy_thread.submit(lambda: self._copy_now(target, source))
         else:
@@ -393,7 +385,7 @@ class AcceleratorDevice(Device):
         spans: Sequence[tuple[Span, torch.Tensor]],
         write: tuple[Callable[[], None], torch.Tensor] | None,
     ) -> None:
-        """See `Device.read_block`: through page-locked buffers, by a thread."""
+        """As `Device.read_block`: a thread reads through page-locked buffers."""
         if self._copy_thread is None:
             super().read_block(spans, write)
             return
@@ -418,19 +410,16 @@ class AcceleratorDevice(Device):
             ) from None
 
     def background(self, job: Callable[[], None], queue: Queue = "disk") -> Callable[[], None]:
-        """Run the jobs of a queue on one thread.
-
-        The thread releases the GIL while it reads files and locks pages.
-        """
+        """Run a queue's jobs on one thread, which releases the GIL in reads and page locking."""
         return self._queues[queue].submit(job).result
 
     # ---- Order and time
 
     def mark(self, stream: StreamName) -> Any:
-        """Return a timing event recorded on ``stream``; for queues of the host, the time.
+        """Return a timing event recorded on ``stream``; for queues of the host, the seconds.
 
-        The time is in seconds. A device with one queue, which does everything in order, has host
-        times alone. An event without a time comes with the time at which it was recorded.
+        A device with one queue, which runs everything in order, has only host times. For an event
+        without a time, the host's time at its recording is kept too.
         """
         if stream in get_args(Queue):
             return time.perf_counter()
@@ -448,13 +437,13 @@ class AcceleratorDevice(Device):
     def wait(self, stream: StreamName, mark: Any) -> None:
         """Make ``stream`` wait for the event; for queues of the host, the host waits.
 
-        A host time needs no waiting: it has passed. On unified memory, the host waits until a read
-        is queued as copies.
+        A host time has passed already. On unified memory, the host waits until a read is queued as
+        copies.
         """
         thread = self._copy_thread
         if isinstance(mark, QueuedMark):
             if stream == "copy":
-                return  # in order anyway
+                return  # the copy stream runs in order
             mark = mark.mark
         if isinstance(mark, float):
             return
@@ -468,7 +457,7 @@ class AcceleratorDevice(Device):
             self._stream(stream).wait_event(event)
 
     def barrier(self) -> None:
-        """Synchronize both streams. Errors of asynchronous kernels and copies are raised here."""
+        """Synchronize both streams. Raises the errors of asynchronous kernels and copies."""
         if self._copy_thread is not None:
             self._copy_thread.finish()
         if self._is_asynchronous:
@@ -484,9 +473,9 @@ class AcceleratorDevice(Device):
     def seconds_at(self, mark: Any) -> float:
         """Return the seconds since the session began.
 
-        Events have milliseconds as a 32-bit float on CUDA (cudaEventElapsedTime). Their resolution
-        is half a microsecond in the first seconds, 4 microseconds after a minute, and a quarter of
-        a millisecond after an hour.
+        On CUDA, events have milliseconds as a 32-bit float (cudaEventElapsedTime): a resolution of
+        half a microsecond in the first seconds, 4 microseconds after a minute, and a quarter of a
+        millisecond after an hour.
         """
         if isinstance(mark, QueuedMark):
             mark = mark.mark
@@ -500,15 +489,14 @@ class AcceleratorDevice(Device):
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of live tensors, as the backend's allocator counts them; without its counters,
-        bytes of weights and ring buffers."""
+        """Bytes of live tensors by the allocator's counters, else of weights and ring buffers."""
         if self._has_counters:
             return self._counter("memory_allocated")
         return self._own_bytes.nbytes("device")
 
     @property
     def _reserved_bytes(self) -> int:
-        """Bytes that the allocator has reserved; at least those of live tensors."""
+        """Bytes that the allocator has reserved, at least the bytes of live tensors."""
         has_counter = self._has_counters and self._backend.function("memory_reserved") is not None
         return (has_counter and self._counter("memory_reserved")) or self.allocated_bytes
 
@@ -516,7 +504,7 @@ class AcceleratorDevice(Device):
     def available_bytes(self) -> int:
         """Bytes reserved by the allocator plus free bytes, minus the workspace.
 
-        On unified memory, free is what the system has available, page cache included.
+        On unified memory, all memory that the system has available is free, page cache included.
         """
         free_bytes = host_ram_bytes() if self.unified else self._memory_info()[0]
         return self._reserved_bytes + free_bytes - self._workspace_bytes
@@ -534,7 +522,6 @@ class AcceleratorDevice(Device):
         return next(filter(None, peaks), self.allocated_bytes)
 
     def reset_peak(self) -> None:
-        """Restart the peak at the bytes reserved now."""
         if not self._has_counters:
             self._own_bytes.reset_peaks()
         if (reset := self._backend.function("reset_peak_memory_stats")) is not None:
@@ -542,12 +529,10 @@ class AcceleratorDevice(Device):
                 reset(self._index)
 
     def release_cached(self) -> None:
-        """Return cached memory without tensors to the device."""
         self._empty_cache()
 
     def holders(self) -> tuple[str, ...]:
-        """Return the sizes of the allocator's live blocks, largest first; without a list of them,
-        their sum."""
+        """Return the sizes of the allocator's live blocks, largest first, or only their sum."""
         snapshot = self._backend.function("memory_snapshot")
         if snapshot is None:
             return (show_size(self.allocated_bytes),) if self.allocated_bytes else ()
@@ -559,8 +544,7 @@ class AcceleratorDevice(Device):
         return tuple(show_size(size) for size in sizes)
 
     def explain(self, error: BaseException) -> GraphrunError | None:
-        """Return OutOfMemory for an allocation that the backend refused, and BrokenPlan for other
-        errors of the device.
+        """Return OutOfMemory for a refused allocation, BrokenPlan for other errors of the device.
 
         Other errors are asynchronous, so their origin is unknown.
         """
@@ -579,15 +563,16 @@ class AcceleratorDevice(Device):
 def overlap_fault(device: AcceleratorDevice) -> str:
     """Return why copies on ``device`` do not overlap compute; "" if they do.
 
-    Queues copies from page-locked memory, then a small kernel. Copies overlap if the host can go on
-    well before they end, and if the kernel ends well before they do. `PROOF_COPIES` are tried in
-    order, because a busy host may come late to a short test.
+    Queues copies from page-locked memory, then a small kernel. Copies overlap if the host continues
+    long before they end, and the kernel ends long before they do. `PROOF_COPIES` are tried in
+    order, because a busy host may be late in a short test.
     """
     source = device.arena(PROOF_BYTES, pinned=True)
     device.pin(source)
     target, small = device.allocate(PROOF_BYTES), device.allocate(SMALL_BYTES)
-    device.wait("copy", device.mark("compute"))  # other code may still use what was there before
-    device.copy(target, source)  # the first call of a kernel loads it
+    # other code may still use the memory's earlier content
+    device.wait("copy", device.mark("compute"))
+    device.copy(target, source)  # the first call loads the kernel
     with device._on("compute"):
         small.fill_(1)
     device.barrier()
@@ -614,15 +599,14 @@ def overlap_fault(device: AcceleratorDevice) -> str:
 
 @functools.cache
 def _overlap_faults() -> dict[str, str]:
-    """Return the results of `overlap_fault` in this process, by torch device."""
+    """Results of `overlap_fault` in this process, by torch device."""
     return {}
 
 
 def open_accelerator(
     hardware: Hardware, number: int = 0, first_device: Device | None = None
 ) -> AcceleratorDevice:
-    """Return device ``number`` of the kind of ``hardware``, with a warning (RuntimeWarning) for
-    each of its notices.
+    """Return device ``number`` of the kind of ``hardware``, with a RuntimeWarning per notice.
 
     Raises InputError if there is no such device.
     """
@@ -633,7 +617,7 @@ def open_accelerator(
 
 
 def noticed(device: AcceleratorDevice) -> AcceleratorDevice:
-    """Return ``device`` after a warning (RuntimeWarning) for each of its notices."""
+    """Return ``device``, with a RuntimeWarning for each of its notices."""
     for notice in device.notices:
         warnings.warn(notice, RuntimeWarning, stacklevel=4)
     return device

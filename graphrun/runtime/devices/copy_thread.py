@@ -3,9 +3,9 @@
     disk     |--read b0--|--read b1--|--read b0--|       two buffers of `READ_BUFFER_BYTES`
     copy                 |-b0-|      |-b1-|      |-b0-|   into the block's memory
 
-Files cannot be read into memory of the device directly: its address is the driver's. Jobs run in
-the order in which they were queued, so that a mark or a wait of the copy stream is a job too. After
-an error no later job runs; each raises the error.
+Files cannot be read directly into device memory, whose addresses are the driver's. Jobs run in the
+order in which they were queued, so a mark or a wait of the copy stream is a job too. After an
+error, no later job runs: each raises the error.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from graphrun.runtime.direct_reads import DirectReads, Span
 
 @dataclass(frozen=True, slots=True)
 class QueuedMark:
-    """A mark of the copy stream that its thread has yet to record."""
+    """A mark of the copy stream that the thread has not recorded yet."""
 
     future: Future[Any]
 
     @property
     def mark(self) -> Any:
-        """The mark, once it is recorded. Raises the error of an earlier job."""
+        """The recorded mark. Raises the error of an earlier job."""
         return self.future.result()
 
 
 class CopyThread:
-    """The thread. ``arena``: returns page-locked host memory of so many bytes. ``copy``: queues a
-    copy on the copy stream, and returns a function that waits on the host for its end.
-    ``context``: returns a context in which jobs run."""
+    """The thread of a copy stream.
+
+    ``arena``: returns page-locked host memory of a given size. ``copy``: queues a copy, and returns
+    a function that waits on the host for its end. ``context``: returns a context for jobs.
+    """
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class CopyThread:
         return self._executor.submit(self._run, job)
 
     def read(self, spans: Sequence[tuple[Span, torch.Tensor]]) -> None:
-        """Queue the reads of file ranges into memory of the device."""
+        """Queue the reads of file ranges into device memory."""
 
         def job() -> None:
             for span, target in spans:
@@ -67,7 +69,7 @@ class CopyThread:
         self.submit(job)
 
     def finish(self) -> None:
-        """Wait until all jobs are done. After an error, which a wait has raised, return at once."""
+        """Wait until all jobs are done. Return at once after an error, which a wait has raised."""
         if self._error is None:
             self.submit(lambda: None).result()
 
@@ -92,7 +94,7 @@ class CopyThread:
             turn = self._turn = (self._turn + 1) % READ_BUFFERS
             while len(self._buffers) <= turn:
                 self._buffers.append(self._arena(READ_BUFFER_BYTES))
-            self._ends[turn]()  # the copy from this buffer before
+            self._ends[turn]()  # the earlier copy from this buffer
             buffer = self._buffers[turn][: stop - start]
             part = replace(span, start=start, stop=stop, needed_stop=min(span.needed_stop, stop))
             self._reads.submit(part, buffer).wait()

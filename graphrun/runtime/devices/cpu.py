@@ -1,12 +1,12 @@
 """The CPU as a `Device`: one memory for weights, activations and the process itself.
 
     disk     |--read 3 (past the page cache)--|--read 4--|      threads (`DirectReads`), in order
-    compute  |--block 2--|--block 3--|--block 4--|              the thread that calls
+    compute  |--block 2--|--block 3--|--block 4--|              the calling thread
 
 Ops compute when they are called, so a mark of the compute stream has always passed. The copy stream
 is the queue of reads; the host waits for its marks. Every allocation is a mapping of its own, in
-huge pages where the kernel has them: freed memory returns to the system at once, and nothing is
-fragmented. Peaks are those of the process, from the kernel, less the planned bytes of the process
+huge pages if the kernel has them: freed memory returns to the system at once, and nothing is
+fragmented. Peaks are the kernel's figures for the process, minus the planned bytes of the process
 itself (`Hardware.context_bytes`).
 """
 
@@ -32,17 +32,17 @@ from graphrun.runtime.direct_reads import DirectReads, MappedArena, Span, SpanRe
 from graphrun.systems import refuse_forked, trim_freed_memory
 from graphrun.units import MIB, round_up, show_size
 
-# Room for what libraries take in their first calls, and the step in which the process is measured.
+# Room for what libraries allocate in their first calls, and the step to which it is rounded up.
 CONTEXT_STEP_BYTES = 16 * MIB
-# What a dry run and the solver leave in a process (40 to 60 MiB for the tiny graphs, measured on
-# x86-64 Linux).
+# Bytes that a dry run and the solver leave in a process: 40 to 60 MiB for the tiny graphs, measured
+# on x86-64 Linux.
 PLANNING_BYTES = 64 * MIB
 _ADDRESSES = set[int]()  # of weights and ring buffers of all devices in this process
 
 
 @functools.cache
 def _arenas() -> Arenas:
-    """Return the counters of all devices in this process, which are one memory."""
+    """Counters of all devices in this process, which share one memory."""
     return Arenas()
 
 
@@ -53,7 +53,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows; a forked process does not
 
 @dataclass(frozen=True, slots=True)
 class _CopyMark:
-    """The end of the reads queued before it."""
+    """The end of the reads queued so far."""
 
     queued_seconds: float
     last_read: SpanRead | None
@@ -66,9 +66,9 @@ class _CopyMark:
 
 
 class CpuDevice(Device):
-    """The CPU of this machine, with the bytes that ``hardware`` has for the process itself.
+    """The CPU of this machine.
 
-    ``context_bytes`` are these bytes; they may be set between sessions.
+    ``context_bytes``: planned bytes of the process itself; may be set between sessions.
     """
 
     name = "cpu"
@@ -78,7 +78,7 @@ class CpuDevice(Device):
     def __init__(self, hardware: Hardware) -> None:
         super().__init__()
         self.arenas, self._process = _arenas(), os.getpid()
-        self.context_bytes = hardware.context_bytes  # of the process itself
+        self.context_bytes = hardware.context_bytes
         self._workspace_bytes = hardware.workspace_bytes  # of code that kernels generate
         self._cap_bytes: int | None = None  # of weights and activations together, in a session
         self._origin_seconds = time.perf_counter()
@@ -89,14 +89,14 @@ class CpuDevice(Device):
 
     @property
     def other_bytes(self) -> int:
-        """Bytes that the process takes now besides weights and ring buffers."""
+        """Bytes of the process now, without weights and ring buffers."""
         return process_bytes().nbytes - self.allocated_bytes
 
     def measured_context(self, *, to_plan: bool = False) -> int:
-        """Return ``context_bytes`` for the process as it is now, or ``to_plan``: once it planned.
+        """Return ``context_bytes`` for the process as it is now, or ``to_plan``: after planning.
 
-        Rounded up: equal programs then give equal plans. Has room for what libraries take in their
-        first calls. Raises InputError in a forked process.
+        Rounded up, so that equal programs get equal plans, with room for what libraries allocate in
+        their first calls. Raises InputError in a forked process.
         """
         self._refuse_forked()
         trim_freed_memory()
@@ -170,7 +170,7 @@ class CpuDevice(Device):
         spans: Sequence[tuple[Span, torch.Tensor]],
         write: tuple[Callable[[], None], torch.Tensor] | None,
     ) -> None:
-        """See `Device.read_block`: the reads of one session are done in order."""
+        """As `Device.read_block`: the reads of one session are done in order."""
         assert self._reads is not None, "files are read within a session"
         for span, target in spans:
             self._last_read = self._reads.submit(span, target)
@@ -190,9 +190,9 @@ class CpuDevice(Device):
         return seconds
 
     def wait(self, stream: StreamName, mark: Mark) -> None:
-        """Wait on the host for reads, if compute has to. Raises the error of a read.
+        """Wait on the host for the reads before compute. Raises the error of a read.
 
-        Reads need not wait for compute: what was called has been computed.
+        Reads need not wait for compute, which has ended when the call returns.
         """
         if stream == "compute" and isinstance(mark, _CopyMark) and mark.last_read is not None:
             try:
@@ -220,15 +220,16 @@ class CpuDevice(Device):
 
     @property
     def available_bytes(self) -> int:
-        """Bytes for weights and activations: what the system, this process's cgroup and the session
-        leave, the planned bytes of the process itself excluded."""
+        """Bytes for weights and activations, within the limits of system, cgroup and session."""
         system_bytes = host_ram_bytes() + process_bytes().nbytes - self.context_bytes
         return system_bytes if self._cap_bytes is None else min(system_bytes, self._cap_bytes)
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the process since `reset_peak`, less the planned bytes of the process itself; at
-        least the bytes of weights and ring buffers now."""
+        """Peak of the process since `reset_peak`, without the planned bytes of the process itself.
+
+        At least the bytes of weights and ring buffers now.
+        """
         process_peak = 0 if self._peak is None else self._peak.nbytes
         return max(self.allocated_bytes, process_peak - self.context_bytes - self._workspace_bytes)
 
@@ -239,15 +240,13 @@ class CpuDevice(Device):
             self._peak.reset()
 
     def release_cached(self) -> None:
-        """Return freed memory to the system."""
         trim_freed_memory()
 
     def before_call(self) -> None:
-        """Return freed memory to the system.
+        """Return freed memory to the system. Raises InputError in a forked process.
 
-        The C library keeps what activations of a call left in its heap, and the next call's may not
-        fit into it: without this, a denoising loop grows by some 10 MB a step. Raises InputError in
-        a forked process, which does not have the weights.
+        The C library keeps freed memory of activations in its heap, and the next call's activations
+        may not fit into the gaps: without this, a denoising loop grows by about 10 MB per step.
         """
         self._refuse_forked()
         trim_freed_memory()

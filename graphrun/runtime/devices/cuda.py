@@ -1,23 +1,23 @@
-"""A CUDA device as a `Device`: an `AcceleratorDevice` with the three parts below.
+"""A CUDA device as a `Device`: an `AcceleratorDevice` with the three additions below.
 
-ROCm is the same kind, under the same names (`torch.version.hip`).
+ROCm is the same kind, with the same names (`torch.version.hip`).
 
-Bytes. The GPU must hold the bytes that the allocator *reserves*. Peaks are therefore peaks of
-reserved bytes, minus cuBLAS's workspace. PyTorch takes the workspace from the same allocator, and a
-problem counts it separately. Expandable segments keep reserved bytes close to allocated bytes, and
-plans assume them. They are enabled here, through the allocator's settings, for every segment
-created from then on. The process's own settings (PYTORCH_ALLOC_CONF) are kept.
+Bytes. The GPU must have room for the bytes that the allocator *reserves*. Peaks are therefore peaks
+of reserved bytes, minus cuBLAS's workspace, which PyTorch takes from the same allocator and a
+problem counts separately. Plans assume expandable segments, which keep reserved bytes close to
+allocated bytes. They are enabled here for every later segment; the process's own settings
+(PYTORCH_ALLOC_CONF) are kept.
 
-Workspace. Where the first matrix product allocates cuBLAS's workspace, it splits the free ranges
-that the tensors after it could have used. On an H100, in the decoder of FLUX, that was 4 % of a
-slot's peak. `before_call` therefore allocates it, at the point where plans expect it.
+Workspace. If the first matrix product allocated cuBLAS's workspace, it would split the free ranges
+that later tensors could have used: on an H100, in FLUX's decoder, 4 % of a slot's peak.
+`before_call` therefore allocates it, at the point where plans expect it.
 
 Pinned memory. ``torch.empty(pin_memory=True)`` rounds up to a power of two
 (pytorch/pytorch#150517): 17 GiB would lock 32 GiB. An arena is therefore ordinary memory on its own
 pages, registered with cudaHostRegister. Copies from it are as asynchronous as from memory that
 torch pinned, because CUDA checks the pages, not who locked them. On ROCm, hipHostRegister may map
 the pages at another address for kernels (hipHostGetDevicePointer); copies take the host's address,
-and nothing here reads the memory in a kernel.
+and no kernel here reads the memory.
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ _OPEN_DEVICES = weakref.WeakSet["CudaDevice"]()
 
 
 class CudaDevice(AcceleratorDevice):
-    """CUDA device number ``index``.
+    """CUDA device number ``index``. Raises InputError if there is none.
 
-    ``workspace_bytes``: cuBLAS scratch, counted separately from tensors. Raises InputError if there
-    is no such device.
+    ``workspace_bytes``: cuBLAS scratch, counted separately from tensors.
     """
 
     name = "cuda"
@@ -61,7 +60,7 @@ class CudaDevice(AcceleratorDevice):
         _OPEN_DEVICES.add(self)
 
     def _open_streams(self) -> bool:
-        """Make the streams; from here on memory is in expandable segments."""
+        """Make the streams. Later memory is in expandable segments."""
         _request_expandable_segments()
         self._make_streams()
         return True
@@ -79,8 +78,10 @@ class CudaDevice(AcceleratorDevice):
         return torch.cuda.stream(stream)
 
     def _memory_info(self) -> tuple[int, int]:
-        """As `AcceleratorDevice._memory_info`; free is what the system has available if the GPU
-        shares its memory: cudaMemGetInfo then reports MemFree, without the page cache."""
+        """As `AcceleratorDevice._memory_info`; an integrated GPU has free what the system has.
+
+        For such a GPU, cudaMemGetInfo reports MemFree, without the page cache.
+        """
         free_bytes, total_bytes = super()._memory_info()
         properties = torch.cuda.get_device_properties(self._index)
         if getattr(properties, "is_integrated", False):
@@ -121,15 +122,14 @@ class CudaDevice(AcceleratorDevice):
 
     @property
     def peak_bytes(self) -> int:
-        """Peak reserved bytes since `reset_peak`, minus the workspace that `before_call`
-        allocated."""
+        """Peak reserved bytes since `reset_peak`, without the workspaces of `before_call`."""
         return super().peak_bytes - self._workspace_seen_bytes
 
     def before_call(self) -> None:
         """Allocate the workspaces of cuBLAS and cuBLASLt, if `release_cached` freed them.
 
-        Those that exist are freed first, so that what is allocated then are their bytes. PyTorch
-        frees those of all devices, so not if another device has allocated its own here.
+        Existing ones are freed first, to measure the bytes of new ones. PyTorch frees them for all
+        devices, so this is skipped once another device has allocated its own here.
         """
         if not self._workspace_seen_bytes:
             if not any(device._workspace_seen_bytes for device in _OPEN_DEVICES):
@@ -139,8 +139,7 @@ class CudaDevice(AcceleratorDevice):
             self._workspace_seen_bytes = self.allocated_bytes - held_bytes
 
     def _allocate_workspaces(self) -> None:
-        """Run a product and a product with a bias: PyTorch allocates a workspace at the first of
-        each."""
+        """Run a product, and a product with a bias: the first of each allocates a workspace."""
         with torch.no_grad(), torch.cuda.stream(self._compute):
             matrix = torch.zeros(16, 16, dtype=torch.float16, device=self.torch_device)
             torch.mm(matrix, matrix)
@@ -176,7 +175,7 @@ class CudaDevice(AcceleratorDevice):
 def open_cuda(
     hardware: Hardware, number: int = 0, first_device: Device | None = None
 ) -> AcceleratorDevice:
-    """Return CUDA device ``number``, with a warning (RuntimeWarning) for each of its notices.
+    """Return CUDA device ``number``, with a RuntimeWarning for each of its notices.
 
     Raises InputError if there is none.
     """
@@ -186,8 +185,8 @@ def open_cuda(
 def _request_expandable_segments() -> None:
     """Enable expandable segments, unless the settings mention them. Other settings are kept.
 
-    Torch 2.11 has no function that returns its settings. They are therefore read from its
-    environment variables (PyTorch's notes on CUDA, "Optimizing memory usage").
+    Torch 2.11 has no function that returns its settings, so they are read from its environment
+    variables (PyTorch's notes on CUDA, "Optimizing memory usage").
     """
     read_settings = getattr(torch._C, "_accelerator_getAllocatorSettings", _settings_of_environment)
     settings: str = read_settings()

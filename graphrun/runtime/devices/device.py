@@ -71,10 +71,7 @@ class Arenas:
 
 @functools.cache
 def device_lock(name: str) -> threading.RLock:
-    """Return the lock that all runs on devices called ``name`` share in this process.
-
-    One run at a time holds it.
-    """
+    """Return the lock of this process for devices called ``name``: one run at a time has it."""
     return threading.RLock()
 
 
@@ -92,12 +89,12 @@ Mark = Any
 class Device(ABC):
     """An accelerator with one compute stream, one copy stream, and a disk queue that feeds it.
 
-    The methods that are not abstract fit a device on which time passes by itself.
+    Methods that are not abstract suit a device on which time passes by itself.
     """
 
     name: str  # name in a trace
     torch_device: torch.device  # device of the ops
-    unified = False  # whether its memory is that of the host
+    unified = False  # whether its memory is the host's
     serial_copies = False  # whether copies and compute take turns
     # further devices of the machine, on which components or some of their blocks may compute
     secondaries: tuple[Device, ...] = ()
@@ -124,15 +121,15 @@ class Device(ABC):
 
     @property
     def memory(self) -> Any:
-        """Identity of the memory: equal for devices whose tensors are in the same memory."""
+        """Identity of the memory, equal for devices with tensors in the same memory."""
         return self.torch_device
 
     @abstractmethod
     def session(self, cap_bytes: int, limit_bytes: int = 0) -> AbstractContextManager[None]:
         """Activate the device, and refuse allocations beyond ``cap_bytes`` within the context.
 
-        ``limit_bytes``: `verify.pages.limit_bytes` of the plan. PyTorch's allocator gets the larger
-        of both as its limit.
+        ``limit_bytes``: `verify.pages.limit_bytes` of the plan. The limit of PyTorch's allocator is
+        the larger of both.
         """
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -146,8 +143,8 @@ class Device(ABC):
         """Return a flat uint8 tensor on the host, in memory that `pin` can lock.
 
         ``pinned``: whether `pin` follows, for devices whose memory is locked when it is allocated.
-
-        It starts within its storage, on pages of its own, because CUDA registers a page only once.
+        The tensor starts within its storage, on pages of its own, because CUDA registers a page
+        only once.
         """
         memory = torch.empty(round_up(nbytes, PAGESIZE) + PAGESIZE, dtype=torch.uint8, device="cpu")
         start = -memory.data_ptr() % PAGESIZE
@@ -156,10 +153,7 @@ class Device(ABC):
         return arena
 
     def pin(self, arena: torch.Tensor) -> None:
-        """Page-lock ``arena`` until its storage is freed.
-
-        Devices without page locking only count it.
-        """
+        """Page-lock ``arena`` until its storage is freed, or, without page locking, count it."""
         self.arenas.count("pinned", arena)
 
     @abstractmethod
@@ -170,10 +164,7 @@ class Device(ABC):
         """
 
     def read(self, target: torch.Tensor, nbytes: int) -> None:  # noqa: B027 (most devices need nothing)
-        """Charge a virtual clock with a read.
-
-        Call after reading ``nbytes`` from disk into ``target`` in host memory.
-        """
+        """Charge a virtual clock, after reading ``nbytes`` from disk into ``target`` in RAM."""
 
     def read_block(
         self,
@@ -191,20 +182,20 @@ class Device(ABC):
     def background(self, job: Callable[[], None], queue: Queue = "disk") -> Callable[[], None]:
         """Queue ``job`` to run in the background, one job of a queue after another.
 
-        Returns a function that waits for the job and raises its error.
+        Return a function that waits for the job and raises its error.
         """
 
     def reached(self, marks: Sequence[Mark]) -> bool:
         """Return whether a read ends before the current end of the copy stream.
 
-        ``marks``: the marks of the read; empty while it is under way.
+        ``marks``: of the read; empty while it is under way.
         """
         return bool(marks)
 
     def queues_behind(self, marks: Sequence[Mark]) -> bool:
-        """Return whether a copy of the bytes of a read can be queued without making the host wait.
+        """Return whether a copy of the read bytes can be queued without making the host wait.
 
-        ``marks``: the marks of the read; empty while it is under way.
+        ``marks``: as for `reached`.
         """
         return bool(marks)
 
@@ -212,10 +203,7 @@ class Device(ABC):
         """Set the ``slot`` that begins, or the ``block`` to copy next, for a checker's messages."""
 
     def on_host(self, slowdown: float) -> AbstractContextManager[None]:
-        """Return a context of compute on the CPU, which charges a virtual clock.
-
-        The CPU takes ``slowdown`` times as long as the device.
-        """
+        """Return a context of compute on the CPU, ``slowdown`` times as long on a virtual clock."""
         return nullcontext()
 
     @abstractmethod
@@ -224,10 +212,7 @@ class Device(ABC):
 
     @abstractmethod
     def wait(self, stream: StreamName, mark: Mark) -> None:
-        """Make work queued on ``stream`` from now on start after ``mark``.
-
-        The host does not wait.
-        """
+        """Make later work on ``stream`` start after ``mark``. The host does not wait."""
 
     @abstractmethod
     def barrier(self) -> None:
@@ -260,10 +245,10 @@ class Device(ABC):
         """Return cached memory without tensors to the device. Call after a barrier."""
 
     def before_call(self) -> None:  # noqa: B027 (most devices need nothing)
-        """Bring memory that is not of tensors into the state that plans assume: return what the
-        host keeps, allocate the workspace of kernels.
+        """Bring memory other than tensors into the state that plans assume.
 
-        Called before each call into a component.
+        Called before each call into a component: releases freed host memory to the system, and
+        allocates the workspace of kernels.
         """
 
     @abstractmethod
@@ -281,10 +266,7 @@ class Device(ABC):
 
     @abstractmethod
     def explain(self, error: BaseException) -> GraphrunError | None:
-        """Return the GraphrunError for ``error``.
-
-        None if ``error`` does not concern this device's memory or copies.
-        """
+        """Return the GraphrunError for ``error``; None unless it is about memory or copies."""
 
     def refused(self, error: BaseException) -> bool:
         """Return whether ``error``, an out-of-memory error, names this device in its message."""

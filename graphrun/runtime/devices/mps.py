@@ -1,9 +1,9 @@
 """An Apple GPU as a `Device`: PyTorch's backend ``mps``. Never run: written from its sources.
 
-One queue does everything in order, so copies and compute take turns. Memory is the host's
+One queue runs everything in order, so copies and compute take turns. Memory is the host's
 (`Hardware.unified`), but PyTorch copies through tensors of the CPU. The counters are Metal's:
-`torch.mps.driver_allocated_memory` has tensors and the allocator's cache, and the cache keeps what
-a slot took, so the counter at a slot's end is the slot's peak.
+`torch.mps.driver_allocated_memory` has tensors and the allocator's cache. The cache keeps a slot's
+freed memory, so the counter at a slot's end is the slot's peak.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from graphrun.model.problem import Hardware
 from graphrun.runtime.devices.accelerator import AcceleratorDevice, noticed
 from graphrun.runtime.devices.device import Device
 
-# PyTorch's own limit: 1.7 of the recommended working set (default_high_watermark_ratio in
-# aten/src/ATen/mps/MPSAllocator.h); torch.mps has no function that returns it.
+# PyTorch's own limit: 1.7 times the recommended working set (default_high_watermark_ratio in
+# aten/src/ATen/mps/MPSAllocator.h); no function of torch.mps returns it.
 DEFAULT_FRACTION = 1.7
 
 
@@ -31,7 +31,7 @@ class MpsDevice(AcceleratorDevice):
 
     @contextmanager
     def _limited(self, process_bytes: int) -> Iterator[None]:
-        """Limit Metal's memory of this process, in parts of the recommended working set."""
+        """Limit Metal's memory of this process, as a share of the recommended working set."""
         share = process_bytes / self._total_bytes
         self._set_fraction(min(DEFAULT_FRACTION, max(share, 1e-6)))  # 0 would be no limit
         try:
@@ -53,7 +53,6 @@ class MpsDevice(AcceleratorDevice):
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of live tensors."""
         return int(self._backend.module.current_allocated_memory())
 
     @property
@@ -62,18 +61,18 @@ class MpsDevice(AcceleratorDevice):
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of tensors and cache now, which has what was taken since `release_cached`."""
+        """Bytes of tensors and cache now: the cache has all memory used since `release_cached`."""
         return self._reserved_bytes
 
     def reset_peak(self) -> None:
-        """Return the cache, so that `peak_bytes` restarts."""
+        """Empty the cache, so that `peak_bytes` restarts."""
         self._empty_cache()
 
 
 def open_mps(
     hardware: Hardware, number: int = 0, first_device: Device | None = None
 ) -> AcceleratorDevice:
-    """Return the Apple GPU, with a warning (RuntimeWarning) for each of its notices.
+    """Return the Apple GPU, with a RuntimeWarning for each of its notices.
 
     Raises InputError if there is none.
     """

@@ -1,4 +1,4 @@
-"""Open the device of a problem on this machine, by the opener of its kind."""
+"""Open the devices of a problem on this machine, by the openers of their kinds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphrun.runtime.devices.device import Device
 def open_device(problem: Problem, *, check_ordering: bool = False) -> Device:
     """Return the device of ``problem``, with its secondary devices.
 
-    It is the first device of the kind (`graphrun.device_kinds`) of ``problem.hardware``. Raises
+    It is the first device of the kind of ``problem.hardware`` (`graphrun.device_kinds`). Raises
     InputError if there is none.
     """
     return open_devices(
@@ -42,7 +42,7 @@ def open_hardware(
 ) -> Device:
     """Return the device that ``hardware`` describes, number ``number`` of its kind.
 
-    ``first_device``: the main device, if this is one of its secondary devices. Raises InputError if
+    ``first_device``: the main device, if this is a secondary device of it. Raises InputError if
     there is no such device, or if the kind has no ordering checker.
     """
     kind, checker = hardware.kind, dict[str, Any]()

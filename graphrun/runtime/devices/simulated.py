@@ -1,6 +1,6 @@
 """The simulated machine as a `Device`.
 
-Copies happen at once. The virtual clock overlaps them with compute as a GPU does.
+Copies happen at once; the virtual clock overlaps them with compute as a GPU does.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ class SimulatedDevice(Device):
 
     @property
     def memory(self) -> Any:
-        """The machine."""
         return self.machine
 
     @contextmanager
@@ -56,7 +55,7 @@ class SimulatedDevice(Device):
         """Activate the machine with a capacity of at most ``cap_bytes``.
 
         A secondary machine becomes active with the first machine. Ops run on the machine's compute
-        timeline, whichever timeline was current. Leaving restores the capacity, unless it was
+        timeline, whichever timeline was current. On exit, the capacity is restored unless it was
         changed meanwhile. Raises RaceError if races were found since the last barrier.
         """
         previous_bytes, ordering = self.machine.capacity_bytes, self.machine.ordering
@@ -84,10 +83,7 @@ class SimulatedDevice(Device):
         self.machine.page_lock(arena)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy now, and charge the copy timeline.
-
-        The host waits if the memory is not page-locked.
-        """
+        """Copy now, and charge the copy timeline. The host waits if memory is not page-locked."""
         with nullcontext() if self.serial_copies else self.machine.on_copy_stream():
             target.copy_(source)
 
@@ -98,10 +94,7 @@ class SimulatedDevice(Device):
             self.machine.ordering.host_wrote(target, "read from disk")
 
     def background(self, job: Callable[[], None], queue: Queue = "disk") -> Callable[[], None]:
-        """Run the job now; its time passes on the timeline of its queue.
-
-        A copy can thus be queued after every read.
-        """
+        """Run the job now, in the time of its queue: a copy can thus be queued after every read."""
         if self.machine.ordering is not None:
             return self.machine.ordering.background(job)
         job()
@@ -128,7 +121,7 @@ class SimulatedDevice(Device):
         return self.machine.record(self._timeline(stream))
 
     def wait(self, stream: StreamName, mark: float) -> None:
-        """Make ``stream`` continue no earlier than ``mark``."""
+        """Make ``stream`` continue at ``mark`` or later."""
         self.machine.wait(self._timeline(stream), mark)
 
     def _timeline(self, stream: StreamName) -> StreamName:
@@ -150,11 +143,9 @@ class SimulatedDevice(Device):
 
     @property
     def peak_bytes(self) -> int:
-        """Peak bytes allocated since `reset_peak`."""
         return self.machine.peak_bytes
 
     def reset_peak(self) -> None:
-        """Restart the peak at the bytes allocated now."""
         self.machine.reset_peak()
 
     def release_cached(self) -> None:
@@ -200,7 +191,7 @@ def open_simulated(
     """Return a simulated device with the rates of ``hardware``.
 
     ``first_device``: the main device, whose clock a secondary device shares. Raises GraphrunError
-    if this PyTorch cannot host it.
+    if this PyTorch does not support `sim`.
     """
     assert first_device is None or isinstance(first_device, SimulatedDevice)
     return SimulatedDevice(
