@@ -50,7 +50,7 @@ class Model:
     """A graph with other configurations, precisions and inputs, and the memory caps in GiB.
 
     ``configs``: component -> keys that replace keys of the graph's configuration. ``dtypes``:
-    component -> precision, if not that of `fast_dtype`. ``repeated``: caps with three runs.
+    component -> precision, by default `fast_dtype`. ``repeated``: caps with three runs.
     """
 
     name: str

@@ -220,7 +220,7 @@ def _number(value: float | None, digits: int, unit: float = 1.0) -> str:
 
 
 def _picture(cell: Cell, cells: Iterable[Cell]) -> str:
-    """Return whether a picture is equal to the reference's, or to that of mmap."""
+    """Return whether a picture is equal to the reference's or to mmap's."""
     if not cell.get("finite", True):
         return "not finite"
     if cell["tool"] in OWN_SAMPLERS:

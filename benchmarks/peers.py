@@ -168,7 +168,7 @@ class Bench:
 
     def facts(self, model: str, *, encodes: bool = True) -> dict[str, Any]:
         """Return the base of the grid: a run without a cap and its outputs, and, if the model
-        ``encodes``, those of its encoders alone."""
+        ``encodes``, the outputs of its encoders alone."""
         model_subject = subject(model, self.options.device, self.options.steps)
         plain: dict[str, Any] = {"status": "", "message": "", "runs": []}
         for tool in REFERENCES:

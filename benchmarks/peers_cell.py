@@ -212,7 +212,7 @@ def fingerprint(value: Any) -> list[str]:
 
 
 def host_bytes(modules: Mapping[str, Any]) -> dict[str, int]:
-    """Return the bytes of tensors in host memory, those of ``modules``, and of these the pinned
+    """Return the bytes of tensors in host memory, those of ``modules`` included, and of pinned
     ones. Memory that represents a simulated device is not counted."""
     tensors = [
         item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter)

@@ -110,7 +110,7 @@ def peer(
 
 
 def attached(case: Case, budget_bytes: int, expected: Any) -> dict[str, Any]:
-    """graphrun's own, within the budget, or within the least that it needs where that is more."""
+    """Run graphrun within the budget, or within its minimum if that is more."""
     simulator, pipe = Sim(None), case.build()
     with graphrun.attach(pipe, vram=budget_bytes, device=simulator.executor()):
         try:

@@ -1,4 +1,4 @@
-"""Run a list of requests by the fastest schedule; resume where an earlier process was killed.
+"""Run a list of requests by the fastest schedule; resume after a kill.
 
     requests -> skip finished ones -> group by settings (equal sizes: one problem)
              -> fastest schedule -> groups of requests that fit RAM and disk -> segments -> runs
@@ -186,7 +186,8 @@ def _fingerprint(request: Request) -> str:
 
 
 class Works:
-    """Requests with equal settings: known values, and how they end. ``ram_bytes``: for values."""
+    """Requests with equal settings: known values, and how they end. ``ram_bytes``: for waiting
+    values."""
 
     def __init__(
         self,

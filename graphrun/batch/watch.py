@@ -48,8 +48,8 @@ class Watcher:
         """``request`` cannot be run, or its run failed; ``request.error`` is the reason."""
 
     def restarts(self, stage: str, reason: str) -> None:
-        """The loop of ``stage`` (re)starts at its first step after an interruption, for this
-        reason."""
+        """The loop of ``stage`` restarts (or would restart) at its first step after an
+        interruption."""
 
     def waits(self) -> None:
         """Called at least every second while cluster devices work; may raise KeyboardInterrupt."""

@@ -253,8 +253,8 @@ def meta_module_of(
     """Return a copy of ``pipe`` with its modules on meta, and the copies of its ``components``.
 
     The copy reports ``device`` as its device. Classes, configurations, processors and tied weights
-    stay those of ``pipe``; tokenizers are shared, schedulers copied. No weight is read. Raises
-    InputError if something in the pipeline cannot be copied.
+    are kept; tokenizers are shared, schedulers copied. No weight is read. Raises InputError if
+    something in the pipeline cannot be copied.
     """
     memo: dict[int, Any] = {}
     for _, module in _modules_of(pipe):

@@ -379,7 +379,7 @@ class LiveHost(Host):
             )
 
     def release(self) -> None:
-        """Evict all weights of these modules, including those of other hosts at rest."""
+        """Evict all weights of these modules, also from other hosts at rest."""
         self.evict()
         for module in self.modules.values():
             for host in self._other_hosts():

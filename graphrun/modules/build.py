@@ -247,11 +247,8 @@ def held_meta_module(
 
 @on_host()
 def build(component: Component, graph: Graph) -> nn.Module:
-    """Return ``component`` on the CPU with its weights and its LoRAs fused.
-
-    Weights come from its source, or are random and depend only on its name and seed. Values and
-    errors are those of `draft`.
-    """
+    """Return ``component`` on the CPU with its weights and its LoRAs fused. Weights come from its
+    source, or are random and depend only on its name and seed. Values and errors as in `draft`."""
     module, writer = draft(component, graph, component.dtype)
     for entry in lay_out(module, ())[""].entries:
         tensor = torch.empty_like(entry.tensor, device="cpu")

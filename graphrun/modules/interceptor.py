@@ -311,8 +311,7 @@ class CallInterceptor:
             self._is_in_call = False
 
     def read(self, module: nn.Module, name: str, value: Any) -> Any:
-        """Return what code gets that reads the attribute ``name``, of this ``value``, of
-        ``module``."""
+        """Return the result, in place of ``value``, for code that reads the attribute ``name``."""
         location = self._paths.get(id(module))
         if (
             self._is_in_call

@@ -172,7 +172,7 @@ def _is_on_device(tensor: torch.Tensor) -> bool:
 def on_device(
     attributes: Mapping[str, Any], is_on_device: Callable[[torch.Tensor], bool] = _is_on_device
 ) -> list[str]:
-    """Return the names of ``attributes`` that hold tensors on a device."""
+    """Return the names of ``attributes`` with tensors on a device."""
     return [
         key
         for key, value in attributes.items()

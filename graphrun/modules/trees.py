@@ -55,7 +55,7 @@ def named_modules_below(
 
 
 def own_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """Return the parameters and buffers of ``module`` itself, without those of its children."""
+    """Return the parameters and buffers of ``module`` itself, without its children's."""
     return [
         tensor
         for tensor in (*module._parameters.values(), *module._buffers.values())
@@ -151,7 +151,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def found_in(value: Any, kind: type[Any], visited_ids: set[int] | None = None) -> Iterator[Any]:
     """Yield every instance of ``kind`` in ``value``, in the order of `walk`. ``visited_ids``: ids
-    of objects that are left out."""
+    of objects to skip."""
     if isinstance(value, kind):
         yield value
         return
