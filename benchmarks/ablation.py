@@ -34,8 +34,7 @@ Row = dict[str, Any]
 
 
 def solve(problem: Problem, *strategies: Strategy) -> tuple[float | None, float]:
-    """Return the seconds of the plan without ``strategies``, or None, and the CPU seconds of
-    planning."""
+    """Return the plan's seconds without ``strategies``, or None, and planning's CPU seconds."""
     pages.forget_least()
     start = time.process_time()
     with without(*strategies):

@@ -111,8 +111,7 @@ class Step:
         return float(self.arguments.limit - (time.perf_counter() - self.start_seconds))
 
     def part(self, name: str, command: list[str], results: Path | None = None) -> None:
-        """Run ``command`` and store what it wrote to ``results``, by default the last lines of its
-        output."""
+        """Run ``command`` and store its ``results`` file, or else the last lines of its output."""
         start, record = time.perf_counter(), dict[str, Any]()
         if self.seconds_left < 5:
             record["failed"] = "no time was left"
@@ -259,8 +258,8 @@ def models(step: Step) -> None:
 
 
 def full_size(arguments: argparse.Namespace) -> None:
-    """Run FLUX at full size by `gpu_graphs.graph`, then once more within 8 GiB and once at minimum
-    VRAM, recording the card's allocations."""
+    """Run FLUX at full size by `gpu_graphs.graph`. Then run it once more within 8 GiB and once at
+    minimum VRAM, recording the card's allocations."""
     from card_memory import compared, growth, recorded
     from gpu_graphs import graph
     from gpu_lab import Lab, Log
@@ -295,8 +294,7 @@ def full_size(arguments: argparse.Namespace) -> None:
 
 
 def attached(arguments: argparse.Namespace) -> None:
-    """Call diffusers' pipelines with small models twice after `graphrun.attach`, and once without
-    it."""
+    """Call diffusers' pipelines with small models twice after `graphrun.attach`, once without."""
     import torch
     from gpu_lab import Log
     from peers_cell import Subject, fingerprint

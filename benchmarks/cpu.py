@@ -118,8 +118,7 @@ def machine() -> dict[str, Any]:
 
 
 def product_rate() -> float:
-    """Return FLOP/s of matrix products of a transformer's size, measured for a second on all
-    cores."""
+    """Return FLOP/s of transformer-sized matrix products, for a second on all cores."""
     import torch
 
     dtype = getattr(torch, fast_dtype())

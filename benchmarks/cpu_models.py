@@ -309,8 +309,7 @@ def empty_pipeline(model: Model) -> Any:
 
 
 def load_graph(folder: Path) -> Any:
-    """Return the graph in ``folder``, with pictures as floating-point numbers, so that equal
-    pictures are equal to the last bit."""
+    """Return the graph in ``folder``, with pictures as floating-point numbers to compare."""
     import graphrun
 
     graph = graphrun.load(folder / "graph.yaml")

@@ -99,8 +99,7 @@ def peaks(recording: Recording, card: str, allocator: Callable[[], Allocator]) -
 
 
 def pipeline_bytes(name: str, card: str, images: int) -> dict[str, dict[str, int]]:
-    """Return, per stage and component, the bytes of its weights, and the peak without weights of
-    its phases."""
+    """Return each component's weight bytes, and its phases' peak without weights, by stage."""
     recording, graph = dry_run(name, images), graphrun.load(ROOT / f"graphs/{name}.yaml")
     modules = {
         key: meta_module(component, graph.trust) for key, component in graph.components.items()
@@ -125,8 +124,8 @@ def pipeline_bytes(name: str, card: str, images: int) -> dict[str, dict[str, int
 
 
 def scaled(module: nn.Module, scale_bytes: int, kinds: tuple[type[nn.Module], ...]) -> int:
-    """Return the bytes of weights with one byte an element in layers of ``kinds``, plus
-    ``scale_bytes`` per output channel."""
+    """Return the bytes of weights with one byte an element in layers of ``kinds``. ``scale_bytes``:
+    per output channel, in addition."""
     saved_bytes = 0
     for layer in module.modules():
         if isinstance(layer, kinds):

@@ -131,8 +131,8 @@ def resident_plan(problem: Any) -> Any:
 def paired(
     plain: Callable[[], object], graphrun_call: Callable[[], object], pairs: int = PAIRS
 ) -> dict[str, Any]:
-    """Return ratios of CPU seconds (other programs may share the cores), graphrun over plain,
-    alternating which runs first."""
+    """Return ratios of CPU seconds, graphrun over plain, alternating which runs first. Other
+    programs may share the cores."""
     seconds: list[tuple[float, float]] = []
     for number in range(pairs + 1):
         cpu_seconds = {}
@@ -230,8 +230,8 @@ def overhead(name: str) -> dict[str, Any]:
 
 
 def overlap(name: str) -> list[dict[str, Any]]:
-    """Measure the slot that streams the largest component, at several rates, with the minimum
-    budget and with room for another block."""
+    """Measure the slot that streams the largest component, at several rates. Budgets: the minimum,
+    and with room for another block."""
     import graphrun
     from graphrun.runtime.devices.simulated import SimulatedDevice
     from graphrun.runtime.host import Host
@@ -308,8 +308,7 @@ def overlap(name: str) -> list[dict[str, Any]]:
 
 
 def by_class(problem: Any, slot: Any, rate: float) -> float:
-    """Return the sum over the streamed component's block groups of the longer of compute and
-    transfer."""
+    """Return the longer of compute and transfer, summed over the component's block groups."""
     from graphrun.model.plan import Stream
 
     (stream,) = (action for action in slot.actions if isinstance(action, Stream))

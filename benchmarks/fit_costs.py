@@ -206,8 +206,7 @@ def prepared(rows: Sequence[dict[str, Any]]) -> list[Row]:
 
 
 def left_out(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return errors of each source's rows with constants fitted on all other sources, in row
-    order."""
+    """Return errors of each source's rows with constants fitted on all other sources."""
     ready, results = prepared(rows), dict[int, dict[str, Any]]()
     for source in dict.fromkeys(row["source"] for row in rows):
         source_rows = [row for row in ready if row.row["source"] == source]

@@ -324,8 +324,7 @@ class Bench:
         }
 
     def measure_host(self, budget: str | int, record: dict[str, Any]) -> None:
-        """Measure wall seconds of runs without digests, and the host functions with the most own
-        seconds."""
+        """Measure wall seconds of runs without digests, and the most expensive host functions."""
         import cProfile
         import pstats
 

@@ -66,8 +66,8 @@ class Lab:
         return "sim" if self.rehearse else hardware_for(None, cache=cache_folder(is_off=False))
 
     def open(self, problem: Any) -> Any:
-        """Return the executor's device for ``problem``, whose memory counters at the end of each
-        slot go to ``slots``."""
+        """Return the executor's device for ``problem``; memory counters per slot go to
+        ``slots``."""
         from graphrun.runtime.devices.open import open_device
 
         device = open_device(problem)
@@ -189,8 +189,7 @@ def _windows(
 
 @contextmanager
 def placed(modules: Mapping[str, nn.Module], place: torch.device) -> Iterator[None]:
-    """Replace every parameter and buffer of ``modules`` by a copy on ``place`` within the
-    context."""
+    """Replace all parameters and buffers of ``modules`` by copies on ``place`` meanwhile."""
     originals: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     copies: dict[int, torch.Tensor] = {}
     try:
@@ -219,8 +218,7 @@ def placed(modules: Mapping[str, nn.Module], place: torch.device) -> Iterator[No
 
 
 def fingerprint(value: Any) -> Any:
-    """Return a digest of every tensor's or picture's bytes, with figures that show it is no
-    noise."""
+    """Return a digest of every tensor or picture, with figures that show it is no noise."""
     import numpy as np
 
     if isinstance(value, Mapping):

@@ -123,8 +123,8 @@ def component_line(name: str) -> str:
 
 
 def figures(name: str, plan_row: str) -> dict[str, Any]:
-    """Return the parameters of a graph, the smallest sufficient one of `BUDGETS` with `RAM`, from
-    its row of the second table, and the seconds."""
+    """Return the parameters of a graph, and the smallest sufficient one of `BUDGETS` with `RAM`.
+    The budget and its seconds come from the row of the second table."""
     import graphrun
     from graphrun.modules.build import meta_module
 

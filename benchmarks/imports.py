@@ -214,8 +214,7 @@ def tokenizer(name: str, **settings: Any) -> Any:
 
 
 def processor(kind: Any, name: str) -> Any:
-    """Return a processor of class ``kind``, or of the model's in the repository ``name``, with a
-    byte tokenizer."""
+    """Return a processor of ``kind``, or of the model in the repository, for byte tokens."""
     if "mistral3" in name:
         return t.PixtralProcessor(
             t.PixtralImageProcessor(),
@@ -238,8 +237,7 @@ def processor(kind: Any, name: str) -> Any:
 
 
 def instead_of_the_hub() -> None:
-    """Make `from_pretrained` of transformers build replacements for everything that is no local
-    folder."""
+    """Make `from_pretrained` of transformers build replacements, except for local folders."""
 
     def patched(owner: Any, make: Callable[..., Any]) -> None:
         usual = next(

@@ -49,8 +49,8 @@ from peers_tools import OWN, TOOLS  # noqa: E402
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "diffusers-mm", "mmgp", "highspy")
 SHARES = (0.0, 0.125, 0.25, 0.5, 0.75)
-"""Caps between the minimum of any peer and the needs of everything resident, which is added, as is
-graphrun's minimum. So progress of graphrun moves no cell of a peer."""
+"""Caps between the minimum of any peer and the needs of everything resident. The latter and
+graphrun's minimum are added. So progress of graphrun moves no cell of a peer."""
 
 TIGHT = 0.6
 """The tight RAM budget, as a share of all weights."""
@@ -260,8 +260,8 @@ class Bench:
         gc.unfreeze()
 
     def caps(self, facts: dict[str, Any]) -> list[int]:
-        """Return the caps from the minimum of any peer to everything resident, in multiples of 512
-        bytes, and graphrun's minimum."""
+        """Return the caps from the minimum of any peer to everything resident. They are multiples
+        of 512 bytes. graphrun's minimum is added."""
         if self.options.caps:
             from graphrun.units import parse_size
 

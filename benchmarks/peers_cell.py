@@ -48,8 +48,8 @@ PAGES = {
     "wan": 2.78e-4,
     "wan22": 3.12e-4,
 }
-"""Model -> weights of its small graph over those of the full one (of the components that both have,
-by `graphrun estimate`): the size of sim's pages over a card's."""
+"""Model -> weights of its small graph over those of the full one: the ratio of their pages.
+Components that both have, by `graphrun estimate`; sim's pages over a card's."""
 
 NAMES = {"steps": "num_inference_steps", "frames": "num_frames"}
 SEED = 3
@@ -212,8 +212,8 @@ def fingerprint(value: Any) -> list[str]:
 
 
 def host_bytes(modules: Mapping[str, Any]) -> dict[str, int]:
-    """Return the bytes of tensors in host memory, those of ``modules`` included, and of pinned
-    ones. Memory that represents a simulated device is not counted."""
+    """Return the bytes of all tensors in host memory, and of pinned ones. ``modules``: included.
+    Memory that represents a simulated device is not counted."""
     tensors = [
         item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter)
     ]

@@ -49,13 +49,11 @@ class Instrument(Protocol):
         """Restart the peak at the bytes allocated now."""
 
     def moved(self) -> dict[str, int]:
-        """Return the bytes copied ``in`` and ``out``, and ``read`` from disk, as far as
-        countable."""
+        """Return the countable bytes copied ``in`` and ``out``, and ``read`` from disk."""
 
 
 class Sim:
-    """The simulated accelerator ``hardware_name`` (``sim``, ``sim:pages=FACTOR``) with
-    ``cap_bytes``, and the rates of its plans."""
+    """The simulated accelerator ``hardware_name``, with ``cap_bytes`` and its plans' rates."""
 
     name = "sim"
 
@@ -227,8 +225,8 @@ def data_moves() -> Iterator[None]:
 
 @contextmanager
 def pinning(machine: Any) -> Iterator[None]:
-    """Make ``tensor.pin_memory()`` a copy in host memory that counts as page-locked for
-    ``machine``: without a card PyTorch cannot pin."""
+    """Make ``tensor.pin_memory()`` a copy in host memory that ``machine`` counts as page-locked.
+    Without a card PyTorch cannot pin."""
     from graphrun.sim.tensor import page_locked
 
     pin, pinned = torch.Tensor.pin_memory, torch.Tensor.is_pinned

@@ -74,8 +74,7 @@ class Results:
         }
 
     def smallest(self, model: str, tool: str) -> tuple[int, bool] | None:
-        """Return the smallest cap with which the tool finished, and whether it is exact rather than
-        the smallest of the grid."""
+        """Return the smallest cap with which the tool finished, and whether that is exact."""
         if tool in OWN:
             minimum = self.facts(model)["graphrun_smallest_bytes"]
             cell = self.at(model, tool, minimum)
@@ -238,8 +237,7 @@ def behind(
 def behind_in_ram(
     results: Results, pairs: Sequence[tuple[str, str, Callable[[Cell], float]]]
 ) -> list[str]:
-    """Return the same as `behind` for the cells with tight RAM, where only graphrun is charged for
-    reading files."""
+    """As `behind` for tight RAM, where only graphrun is charged for reading files."""
     lines = []
     for model in results.models:
         cells = results.cells(model, "run", tight=True)

@@ -140,8 +140,7 @@ def _auto_offload(pipeline: Any, cell: Cell) -> None:
 
 
 def _dispatch(*, disk: bool = False) -> Callable[[Any, Cell], None]:
-    """Use one map per component, each within what earlier ones left of the cap without
-    activations."""
+    """Use one map per component, each within the rest of the cap without activations."""
 
     def put(pipeline: Any, cell: Cell) -> None:
         from accelerate import cpu_offload, dispatch_model, infer_auto_device_map

@@ -69,8 +69,8 @@ PRECISIONS = (
 
 
 def varied(problem: Problem) -> Problem:
-    """Return ``problem`` with three precisions x three backing stores for each component, if its
-    dry run had one variant."""
+    """Return ``problem`` with three precisions x three backing stores for each component. Unchanged
+    if its dry run had several variants."""
     if any(len(component.variants) > 1 for component in problem.components):
         return problem
 
@@ -216,8 +216,8 @@ def least_row(name: str) -> dict[str, Any]:
 
 
 def random_problem(seed: int, components: int = 12, stages: int = 20) -> Problem:
-    """Return a chain of stages that use one or two of the components each, in two precisions and
-    three backing stores."""
+    """Return a chain of stages that use one or two of the components each. Components have two
+    precisions and three backing stores."""
     from graphrun.profile.hardware import data_sheet_estimates
 
     rng, card = random.Random(seed), data_sheet_estimates()["rtx4090"]

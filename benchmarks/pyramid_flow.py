@@ -187,8 +187,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 
 
 def tiny(folder: Path) -> dict[str, Any]:
-    """Run each of `CALLS` within half of the weights' bytes, and record the message to each of
-    `REFUSED`."""
+    """Run each of `CALLS` within half of the weights' bytes; record `REFUSED`'s messages."""
     with quiet():
         write_tiny(folder)
         model = made(folder)

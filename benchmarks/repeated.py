@@ -49,8 +49,8 @@ def prompts(count: int) -> list[dict[str, Any]]:
 
 
 def many(count: int) -> dict[str, Any]:
-    """Compare prompts by the chosen schedule, as separate cold runs, and under diffusers' model
-    offload: bytes and seconds."""
+    """Compare bytes and seconds of prompts by the chosen schedule with other ways. These are
+    separate cold runs, and diffusers' model offload."""
     import graphrun
     from graphrun.verify.simulate import simulate
 
@@ -90,8 +90,7 @@ def many(count: int) -> dict[str, Any]:
 
 
 def offloaded(pipeline_graph: Any, count: int) -> dict[str, Any]:
-    """Return seconds and bytes of a prompt under ``enable_model_cpu_offload`` on the same machine
-    without a limit, after a first one."""
+    """Return seconds and bytes of a later prompt under ``enable_model_cpu_offload``, uncapped."""
     import torch
 
     from graphrun import sim

@@ -117,8 +117,7 @@ def planned(problem: Problem) -> dict[str, Any] | None:
 
 
 def seconds_with(problem: Problem, paths: list[str]) -> dict[str, float] | None:
-    """Return seconds of the best choice with the blocks ``paths`` of the transformer on the second
-    card; None if impossible."""
+    """Return the best seconds with the transformer's blocks ``paths`` on the second card."""
     groups = problem.component("transformer").groups
     group_splits = [
         (group.name, tuple(i for i, path in enumerate(group.blocks) if path in paths))
@@ -150,8 +149,7 @@ def seconds_with(problem: Problem, paths: list[str]) -> dict[str, float] | None:
 
 
 def balanced(graph: Graph, problem: Problem) -> list[str]:
-    """Return the blocks of the transformer that accelerate puts on the second card, with memory
-    free for activation."""
+    """Return the blocks of the transformer that accelerate puts on the second card."""
     (phase,) = (
         candidate
         for candidate in problem.phases

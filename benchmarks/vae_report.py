@@ -170,8 +170,8 @@ def vae_bytes(model: str, mode: str, pixels: int, dtype: str, tile: int = 0) -> 
 
 
 def reserved_bytes(model: str, mode: str, pixels: int, dtype: str) -> int:
-    """Return the additional bytes that native segments reserve, if weights, the input and an
-    earlier result are already allocated."""
+    """Return the additional bytes that native segments reserve in a later call. Weights, the input
+    and an earlier result are already allocated."""
     module, size = (
         vae("flux-dev" if model.startswith("FLUX") else "sdxl", dtype),
         getattr(torch, dtype).itemsize,

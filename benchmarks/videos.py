@@ -98,8 +98,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 @cache
 def call_of(name: str, tiled: bool = False) -> Call:
-    """Return one call of a component as its pipeline makes it for 512 x 768 and 121 frames, with
-    128 tokens of text."""
+    """Return one call of a component for 512 x 768, 121 frames and 128 tokens of text."""
     component, inputs = module(name), _inputs(name)
     if name == "hunyuan vae":
         (component.enable_tiling if tiled else component.disable_tiling)()
@@ -185,8 +184,7 @@ def layerwise_bytes(name: str) -> int:
 
 
 def outliers_bytes(share: float) -> int:
-    """Return the growth of HunyuanVideo's int8 transformer in its first call with old versions of
-    bitsandbytes."""
+    """Return the growth of HunyuanVideo's int8 transformer with old versions of bitsandbytes."""
     shapes = quantized_shapes(module("hunyuan"), "bfloat16")
     return int(2 * share * sum(outputs * inputs for outputs, inputs in shapes.values()))
 

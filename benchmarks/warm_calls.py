@@ -60,8 +60,7 @@ RESULTS = ROOT / "benchmarks/results/warm_calls.json"
 
 
 def resized(case: Case) -> Case:
-    """Return the same calls with twice the height, or another number of steps if the height cannot
-    be set."""
+    """Return the same calls with twice the height, or else another number of steps."""
     arguments = case.arguments()
     size_input = (
         {"height": 2 * arguments["height"]}

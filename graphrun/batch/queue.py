@@ -411,8 +411,7 @@ class _Runner(Works):
     def _group_equal(
         self, stages: Sequence[str], works: Sequence[RequestWork]
     ) -> list[list[RequestWork]]:
-        """Return the requests whose outputs of ``stages`` are missing, those with equal outputs in
-        one list."""
+        """Return the requests without outputs of ``stages``, equal ones in one list."""
         names = [str(reference)[1:] for reference in self.graph.part(stages).outputs.values()]
         groups: dict[Any, list[RequestWork]] = {}
         for work in works:

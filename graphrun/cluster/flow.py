@@ -358,8 +358,7 @@ class Flow(Works):
             self.shared[key] = result
 
     def _start(self, worker: FlowWorker, runs: Sequence[ItemRun]) -> None:
-        """Start one run of ``worker`` with ``runs``, without the requests that the watcher
-        stops."""
+        """Start one run of ``worker`` with ``runs``, except requests that the watcher stops."""
         started_runs, visits = list[ItemRun](), list[Visit]()
         for run in runs:
             try:

@@ -491,8 +491,8 @@ def _plain(config: Any) -> dict[str, Any]:
 
 
 def packages_of(pipe: Any, modules: Mapping[str, nn.Module]) -> set[str]:
-    """Return the packages of the classes of ``pipe``, its modules and its attributes, whose code a
-    call of ``pipe`` runs."""
+    """Return the packages of the classes of ``pipe``, its modules and its attributes. A call of
+    ``pipe`` runs their code."""
     kinds = {type(child) for module in modules.values() for child in module.modules()}
     for owner in pipelines_in(pipe).values():
         kinds |= {own_class(owner), *(type(value) for value in vars(owner).values())}

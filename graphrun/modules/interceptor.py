@@ -201,8 +201,8 @@ class CallInterceptor:
     def listed(
         self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return the results of ``module.named_parameters(...)`` and ``named_buffers(...)``, which
-        all listings of weights use."""
+        """Return the results of ``module.named_parameters(...)`` and ``named_buffers(...)``. All
+        listings of weights use these."""
         weights: Iterator[tuple[str, torch.Tensor]] = original(module, *args, **kwargs)
         if self._is_in_call or self._is_casting or isinstance(self.casts, HostCasts):
             return weights

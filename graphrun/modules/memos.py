@@ -100,8 +100,7 @@ def is_helper(value: Any) -> bool:
 
 
 def forget(modules: Mapping[str, nn.Module]) -> None:
-    """Empty the caches of ``modules`` and of the modules in them, such as Qwen-Image's tables of
-    rotary frequencies."""
+    """Empty the caches in ``modules``, such as Qwen-Image's tables of rotary frequencies."""
     for memo in memos(modules):
         memo.cache_clear()
 

@@ -18,8 +18,8 @@ Change = Callable[[Any], Any]
 
 
 def modules_below(module: nn.Module) -> list[nn.Module]:
-    """Return ``module`` and the modules inside it, each once, in the order of `nn.Module.modules`,
-    without its nested generators, which take most of the time of a loop."""
+    """Return ``module`` and the modules inside it, each once, in the order of `nn.Module.modules`.
+    Avoids its nested generators, which take most of the time of a loop."""
     modules: dict[int, nn.Module] = {}
     pending = [module]
     while pending:
@@ -79,8 +79,8 @@ def walk(value: Any, change: Change, kind: type[Any] = torch.Tensor) -> Any:
 
 
 def holders_in(arguments: Any) -> list[Any]:
-    """Return the outermost lists, dicts, deques and objects in ``arguments``, the ``(args,
-    kwargs)`` of a call, whose code may put tensors in them."""
+    """Return the outermost lists, dicts, deques and objects in the arguments of a call.
+    ``arguments``: ``(args, kwargs)``. The called code may put tensors in them."""
     holders = []
     for item in (*arguments[0], *arguments[1].values()):
         if isinstance(item, tuple):
