@@ -1,14 +1,13 @@
-"""What each strategy of the search buys, over the cells of `planner.py`.
+"""Measure what each strategy of the search gains, over the cells of `planner.py`.
 
-.venv/bin/python benchmarks/ablation.py [GRAPH ...]      an hour; writes results/ablation.json
-.venv/bin/python benchmarks/ablation.py --report         writes docs/ablation.md
+    python benchmarks/ablation.py [GRAPH ...]    an hour; writes results/ablation.json
+    python benchmarks/ablation.py --report       writes docs/ablation.md
 
-Each cell is solved with all strategies and without each of them.
+Each cell is solved with all strategies and without each of them. "Ratio" is without over with.
 
-slower      seconds of the plan without the strategy over those with all, minus 1: the largest of
-            all cells, and in how many cells it is above 0.05 %
-CPU         CPU seconds of planning without the strategy over those with all, of all cells together
-no plan     cells that have no plan without the strategy
+    slower     ratio of the plans' seconds, minus 1: the largest, and the cells above 0.05 %
+    CPU        ratio of the CPU seconds of planning, all cells together
+    no plan    cells without a plan
 """
 
 from __future__ import annotations
@@ -30,13 +29,12 @@ from graphrun.solve import pages  # noqa: E402
 from graphrun.solve.strategies import STRATEGIES, Strategy, without  # noqa: E402
 
 RESULTS, PAGE = HERE / "results" / "ablation.json", HERE.parent / "docs" / "ablation.md"
-NOTICEABLE = 5e-4  # relative
+NOTICEABLE = 5e-4  # relative difference of seconds
 Row = dict[str, Any]
 
 
 def solve(problem: Problem, *strategies: Strategy) -> tuple[float | None, float]:
-    """Return the seconds of the plan without ``strategies``, None if there is none, and the CPU
-    seconds of planning."""
+    """Return the plan's seconds without ``strategies``, or None, and planning's CPU seconds."""
     pages.forget_least()
     start = time.process_time()
     with without(*strategies):
@@ -57,7 +55,6 @@ def rows_of(name: str) -> Iterator[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """Return the table of all strategies."""
     lines = [
         "| without | slower, at most | cells slower | no plan | CPU |",
         "|---|---|---|---|---|",
@@ -76,7 +73,6 @@ def table(rows: list[Row]) -> str:
 
 
 def page(rows: list[Row]) -> str:
-    """Return docs/ablation.md."""
     graphs = ", ".join(dict.fromkeys(row["graph"] for row in rows))
     return (
         "# What each strategy of the search buys\n\n"
@@ -90,7 +86,6 @@ def page(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    """Measure the graphs in the arguments, or write the page."""
     rows: list[Row] = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
     if sys.argv[1:] == ["--report"]:
         PAGE.write_text(page(rows), encoding="utf-8")

@@ -1,10 +1,10 @@
-"""Plans of the reference graphs, judged by a second model of PyTorch's caching allocator.
+"""Check plans of the reference graphs with a second model of PyTorch's caching allocator.
 
     python benchmarks/allocator.py plan FOLDER [GRAPH ...]    plan files: RTX 4090, 64 GiB of RAM
     python benchmarks/allocator.py judge FOLDER               a row per plan, and their sums
 
-The judge (`tests/standins/linked_blocks.py`) replays every event of a plan. Both commands keep what
-FOLDER already has, so each can be stopped and started again. Needs no weights and no GPU. To judge
+The model (`tests/standins/linked_blocks.py`) replays every event of a plan. Both commands skip what
+FOLDER already contains, so each can be stopped and started again. Needs no weights and no GPU. For
 another version's plans: `PYTHONPATH=CHECKOUT python benchmarks/allocator.py plan FOLDER`.
 """
 
@@ -56,7 +56,7 @@ def plan(folder: Path, name: str) -> None:
 
 
 def judge(file: Path) -> dict[str, int]:
-    """Sizes are in bytes, without cuBLAS's workspace."""
+    """Return the peaks of a plan in bytes, without cuBLAS's workspace."""
     sys.path.insert(0, str(ROOT / "tests" / "standins"))
     from linked_blocks import LinkedBlocks
     from recorded_replay import replay_events

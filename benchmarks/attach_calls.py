@@ -1,16 +1,15 @@
-"""What the first call of an attached pipeline takes, and the second with another text, beside the
-plain pipeline's call.
+"""Measure the first call of an attached pipeline, and a second one with another text.
 
-.venv/bin/python benchmarks/attach_calls.py [--out FILE] [NAME ...]     writes
-benchmarks/results/attach_calls.json
+    python benchmarks/attach_calls.py [--out FILE] [NAME ...]    writes results/attach_calls.json
 
-Tiny pipelines of tests/attach/tiny_pipelines.yaml (of ten families, or those named) on the
-simulated accelerator, within 95 % of their weights' bytes: processor seconds on one thread, the
-least of three rounds in which both take turns, so that other work on the machine counts little.
+Tiny pipelines of tests/attach/tiny_pipelines.yaml (of ten families, or the named ones) on the
+simulated accelerator, within 95 % of the bytes of their weights, compared with a call of the plain
+pipeline. CPU seconds on one thread, the least of three rounds in which both take turns, so that
+other work on the machine matters little.
 
-first    of the first call, less that of a plain call: dry run, problem, plan second   of the second
-call, with another text where the pipeline takes one, over that of a plain call on the same
-accelerator
+    first     the first call minus a plain call: dry run, problem, plan
+    second    the second call, with another text if the pipeline takes one, over a plain call on the
+              same accelerator
 """
 
 from __future__ import annotations
@@ -50,14 +49,13 @@ ROUNDS = 3
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """Processor seconds of ``work``."""
+    """Return the CPU seconds of ``work``."""
     start = time.process_time()
     work()
     return time.process_time() - start
 
 
 def measure(name: str) -> dict[str, float]:
-    """One pipeline."""
     case = cases()[name]
     plain, pipe = case.build(), case.build()
     prompt_input = {"prompt": "a harbour in the fog"} if "prompt" in case.arguments() else {}
@@ -91,7 +89,6 @@ def measure(name: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures, writes, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/attach_calls.json")
     parser.add_argument("names", nargs="*")

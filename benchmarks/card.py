@@ -1,10 +1,10 @@
-"""One step of the card script (`benchmarks/card.sh`): at most six minutes, results written after
-every part.
+"""Run one step of the card script (`benchmarks/card.sh`): at most six minutes.
 
-python benchmarks/card.py STEP [--rehearse] [--out FILE] [--limit SECONDS]
+    python benchmarks/card.py STEP [--rehearse] [--out FILE] [--limit SECONDS]
 
-A part is a process of its own, because an error of CUDA spoils its process; it is ended when the
-step's time is over. Exit 1: a part failed, or a promise was broken; the results say which.
+Results are written after every part. A part is a process of its own, because a CUDA error breaks
+its process; it is ended when the step's time is over. Exit code 1: a part failed or a promise was
+broken; the results say which.
 """
 
 from __future__ import annotations
@@ -53,11 +53,10 @@ CELLS = (
     ("diffusers group offload, block, stream", "24G"),
     ("diffusers model offload", "8G"),
 )
-"""Tool and cap, in the order in which they are run until the step's time is over."""
+"""Tool and cap, in the order in which they run until the step's time is over."""
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -108,12 +107,11 @@ class Step:
 
     @property
     def seconds_left(self) -> float:
-        """Of the step's time."""
+        """Seconds left of the step's time."""
         return float(self.arguments.limit - (time.perf_counter() - self.start_seconds))
 
     def part(self, name: str, command: list[str], results: Path | None = None) -> None:
-        """Runs ``command`` and keeps what it wrote to ``results``, or else its output's last
-        lines."""
+        """Run ``command`` and store its ``results`` file, or else the last lines of its output."""
         start, record = time.perf_counter(), dict[str, Any]()
         if self.seconds_left < 5:
             record["failed"] = "no time was left"
@@ -144,7 +142,7 @@ class Step:
         )
 
     def gpu(self, sections: str, *extra: str) -> None:
-        """Sections of benchmarks/gpu.py as parts."""
+        """Run sections of benchmarks/gpu.py as parts."""
         for section in sections.split(","):
             with tempfile.TemporaryDirectory() as folder:
                 output_file = Path(folder) / "gpu.json"
@@ -161,7 +159,7 @@ class Step:
                 self.part(section, command, output_file)
 
     def own(self, part: str, *extra: str) -> None:
-        """A part of this file in a process of its own."""
+        """Run a part of this file in a process of its own."""
         with tempfile.TemporaryDirectory() as folder:
             output_file = Path(folder) / "part.json"
             command = [
@@ -190,7 +188,7 @@ def _json_or_lines(text: str) -> Any:
 
 
 def check(step: Step) -> None:
-    """What the machine is, the contract of devices, graphs in small."""
+    """Test the machine, the contract of devices, and tiny graphs."""
     step.part("doctor", [sys.executable, "-m", "graphrun", "doctor", "--json"])
     step.own("attach")
     device = ("--device", "sim") if step.arguments.rehearse else ()
@@ -209,7 +207,7 @@ def check(step: Step) -> None:
 
 
 def _graph_in(precision: str, folder: str) -> str:
-    """A file of graph flux-tiny in ``folder`` whose transformer has weights in ``precision``."""
+    """Return a file of graph flux-tiny in ``folder`` whose transformer has ``precision``."""
     graphs = HERE.parent / "graphs"
     text = (graphs / "flux-tiny.yaml").read_text()
     text = re.sub(r"(configs|tokenizers)/", rf"{graphs}/\1/", text)
@@ -221,8 +219,8 @@ def _graph_in(precision: str, folder: str) -> str:
 
 
 def rates(step: Step) -> None:
-    """Calibration, whose profile the steps after it plan with; context, copies and kernels one by
-    one."""
+    """Calibrate, and measure context, copies and kernels one by one. Later steps plan with this
+    profile."""
     device = "sim" if step.arguments.rehearse else "cuda"
     step.part(
         "calibrate",
@@ -243,25 +241,25 @@ def rates(step: Step) -> None:
 
 
 def flux(step: Step) -> None:
-    """FLUX.1-dev at full size."""
+    """Run FLUX.1-dev at full size."""
     step.own("flux")
 
 
 def peers(step: Step) -> None:
-    """Other tools at equal caps."""
+    """Run other tools at equal caps."""
     record = step.arguments.resume
     step.own("peers", *(("--resume", str(record)) if record else ()))
 
 
 def models(step: Step) -> None:
-    """Other models at full size."""
+    """Run other models at full size."""
     names = step.arguments.models
     step.own("models", *(("--models", names) if names else ()))
 
 
 def full_size(arguments: argparse.Namespace) -> None:
-    """FLUX at full size by `gpu_graphs.graph`, and a run more within 8 GiB and one at minimum VRAM
-    whose allocations the card records."""
+    """Run FLUX at full size by `gpu_graphs.graph`. Then run it once more within 8 GiB and once at
+    minimum VRAM, recording the card's allocations."""
     from card_memory import compared, growth, recorded
     from gpu_graphs import graph
     from gpu_lab import Lab, Log
@@ -296,8 +294,7 @@ def full_size(arguments: argparse.Namespace) -> None:
 
 
 def attached(arguments: argparse.Namespace) -> None:
-    """diffusers' pipelines with small models: two calls after `graphrun.attach`, beside one without
-    it."""
+    """Call diffusers' pipelines with small models twice after `graphrun.attach`, once without."""
     import torch
     from gpu_lab import Log
     from peers_cell import Subject, fingerprint
@@ -326,10 +323,10 @@ def attached(arguments: argparse.Namespace) -> None:
 
 
 def compare(arguments: argparse.Namespace) -> None:
-    """Each tool at each cap: two runs, as benchmarks/peers.py runs them.
+    """Run each tool at each cap twice, as benchmarks/peers.py does.
 
     Cells are forked from this process and share its weights. A process that opened the card, or
-    that has threads of OpenMP, cannot be forked: bitsandbytes opens it when it is imported.
+    that has OpenMP threads, cannot be forked: importing bitsandbytes opens the card.
     """
     os.environ.update(PYTORCH_NVML_BASED_CUDA_CHECK="1", OMP_NUM_THREADS="1")
     sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
@@ -347,7 +344,7 @@ def compare(arguments: argparse.Namespace) -> None:
         bench = Bench(options(command), cache, forks=True)
         bench.options.limit = arguments.limit / 3
         subject("flux", device, steps).pipeline()
-        gc.freeze()  # forked cells share the weights: their collectors must not write to them
+        gc.freeze()  # forked cells share the weights: collectors must not write to them
         record: dict[str, Any] = {"cells": []}
         if arguments.resume is not None:
             record = json.loads(arguments.resume.read_text())["peers"]["results"]
@@ -375,7 +372,7 @@ def compare(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Runs the step, or one part of it in this process."""
+    """Run the step, or one part of it in this process."""
     arguments = options()
     if arguments.part == "models":
         import card_models

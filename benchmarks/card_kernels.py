@@ -1,8 +1,7 @@
-"""Convolutions, attentions and group norms of dry runs on the card, one by one: scratch and
-seconds.
+"""Measure scratch and seconds of single convolutions, attentions and group norms on the card.
 
-python benchmarks/card_kernels.py list KERNELS      here: the kernels of `GRAPHS`
-python benchmarks/card_kernels.py run KERNELS OUT   there: 883 kernels in half a minute on an H100
+    python benchmarks/card_kernels.py list KERNELS       here: kernels of the dry runs of `GRAPHS`
+    python benchmarks/card_kernels.py run KERNELS OUT    there: 883 kernels in half a minute
 
 An entry of KERNELS has the graph, the operator, its operands (dtype, shape, strides) and how often
 it is called. OUT is compressed JSON.
@@ -41,7 +40,7 @@ REPEATS, LONG_SECONDS = 3, 0.2
 
 
 def listed(path: Path) -> None:
-    """Writes the kernels of dry runs of `GRAPHS` to ``path``."""
+    """Write the kernels of dry runs of `GRAPHS` to ``path``."""
     import graphrun
     from graphrun.profile import dry_run, fused_kernels, recorder
 
@@ -83,7 +82,7 @@ def listed(path: Path) -> None:
 
 
 def operand(dtype: str, shape: list[int], stride: list[int], device: str) -> torch.Tensor:
-    """A random tensor with these strides."""
+    """Return a random tensor with these strides."""
     extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     kind = getattr(torch, dtype)
     if kind is torch.bool:
@@ -94,7 +93,7 @@ def operand(dtype: str, shape: list[int], stride: list[int], device: str) -> tor
 
 
 def call_of(entry: list[Any], device: str) -> Callable[[], torch.Tensor]:
-    """The call that ``entry`` describes, with operands on ``device``."""
+    """Return the call that ``entry`` describes, with operands on ``device``."""
     functional = torch.nn.functional
     if entry[1] == "conv":
         dtype, shape, strides, weight_shape, result_shape, step = entry[2:8]
@@ -121,7 +120,7 @@ def call_of(entry: list[Any], device: str) -> Callable[[], torch.Tensor]:
 
 
 def measure(entry: list[Any], device: str) -> dict[str, Any]:
-    """Scratch in bytes, seconds of each call, and strides of the result."""
+    """Return scratch in bytes, seconds of each call, and strides of the result."""
     call = call_of(entry, device)
     call()
     torch.cuda.synchronize()
@@ -150,7 +149,7 @@ def measure(entry: list[Any], device: str) -> dict[str, Any]:
 
 
 def run(entries: list[Any]) -> list[dict[str, Any]]:
-    """Each of ``entries`` with its measurement; equal calls of several graphs are measured once."""
+    """Return ``entries`` with measurements; equal calls of several graphs are measured once."""
     results: list[dict[str, Any]] = []
     measurements: dict[str, dict[str, Any]] = {}
     with torch.no_grad():
@@ -167,7 +166,6 @@ def run(entries: list[Any]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Lists or measures the kernels."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

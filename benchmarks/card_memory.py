@@ -1,9 +1,9 @@
-"""What PyTorch's caching allocator did in one run, beside graphrun's model of it.
+"""Compare PyTorch's caching allocator in one run with graphrun's model of it.
 
 The card's record (`torch.cuda.memory._record_memory_history`) names every allocation, release, and
-page that was mapped or unmapped. The allocations and releases are replayed through
-`graphrun.model.allocator.Caching`; what it reserves is compared, event by event, with the pages
-that were mapped.
+mapped or unmapped page. The allocations and releases are replayed through
+`graphrun.model.allocator.Caching`, whose reserved bytes are compared with the mapped pages, event
+by event.
 """
 
 from __future__ import annotations
@@ -28,40 +28,36 @@ RECORDED = {
     "segment_free": "unmap",
     "segment_unmap": "unmap",
 }
-"""Actions of the record that change what is allocated or reserved; others only announce or
-report."""
+"""Actions of the record that change the allocated or reserved bytes; others are only notices."""
 
 
 @dataclass
 class Events:
-    """(kind, key, bytes) in order, and the bytes that were reserved before the first one."""
+    """(kind, key, bytes) in order, and the bytes that were reserved before the first event."""
 
     reserved_before: int = 0
     events: list[tuple[str, int, int]] = field(default_factory=list)
 
     def allocated(self, key: int, nbytes: int) -> None:
-        """A storage of the simulated machine."""
         self.events.append(("alloc", key, nbytes))
 
     def freed(self, key: int) -> None:
-        """It is gone."""
         self.events.append(("free", key, 0))
 
     @classmethod
     def read(cls, path: Path) -> Events:
-        """Those that `write` wrote."""
+        """Read the events that `write` wrote."""
         with gzip.open(path, "rt") as file:
             return cls(**json.load(file))
 
     def write(self, path: Path) -> None:
-        """All of them, compressed."""
         with gzip.open(path, "wt") as file:
             json.dump({"reserved_before": self.reserved_before, "events": self.events}, file)
 
 
 @contextmanager
 def recorded(device: Any) -> Iterator[Events]:
-    """What happens on ``device`` (graphrun's) in the context."""
+    """Record the events on ``device`` (graphrun's) in the context."""
     events = Events()
     if device.torch_device.type == "sim":
         device.machine.listener = events
@@ -86,8 +82,8 @@ def recorded(device: Any) -> Iterator[Events]:
 
 
 def compared(events: Events) -> dict[str, Any]:
-    """Reserved bytes by the card and by the model: both peaks, and where they differ most. Without
-    pages (on the simulated accelerator) only the model's figures."""
+    """Return the bytes that the card and the model reserve: both peaks, and the largest difference.
+    Without pages (on the simulated accelerator) only the model's figures."""
     model = Caching()
     mapped_bytes = allocated = 0
     sizes: dict[int, int] = {}
@@ -132,7 +128,7 @@ def compared(events: Events) -> dict[str, Any]:
 
 
 def growth(events: Events, points: int = 200) -> list[Sequence[int]]:
-    """(event, reserved, allocated) at about ``points`` moments, for a plot."""
+    """Return (event, reserved, allocated) at about ``points`` moments, for a plot."""
     mapped_bytes = allocated = 0
     sizes: dict[int, int] = {}
     interval, series = max(1, len(events.events) // points), list[Sequence[int]]()

@@ -1,11 +1,10 @@
-"""Full-size models one after another on the card, two denoising steps each, planned next to
-measured.
+"""Run full-size models one after another on the card, two denoising steps each.
 
-Each model has a process of its own, forked from one that has imported everything. Several of them
-estimate and plan at a time; one at a time has the card.
+    python benchmarks/card_models.py    minutes; adds to results/card-models.json, next to the
+                                        measured bytes of each slot, what this version plans for it
 
-python benchmarks/card_models.py    writes into results/card-models.json, next to what the card took
-in each slot of the plans that it ran, what this version plans for these slots; some minutes
+Each model has a process, forked from one that has imported everything. Several processes estimate
+and plan at a time; one at a time has the card.
 """
 
 from __future__ import annotations
@@ -51,15 +50,18 @@ BUDGET, REHEARSAL_BUDGET = "8G", "4M"
 PROCESSES = 4
 STEPS = 2
 CARD_SECONDS, REHEARSAL_SECONDS = 90, 300
-"""A process that has the card for longer is ended."""
+"""Longest time of a process on the card; then it is ended."""
 LONG_SECONDS = 15
-"""A model whose first run takes longer has no other."""
+"""A model whose first run takes longer has only this run."""
 
 
 def model(name: str, path: Path, gate: Path, rehearse: bool) -> None:
-    """One model: a plan for `BUDGET`, or minimum VRAM where that is more, run twice, and a plan
-    with everything resident. Values of the first and the last run have the same bits. The second
-    run is without digests, for its seconds. The card records the first run's allocations."""
+    """Run one model by a plan for `BUDGET` twice, then with everything resident.
+
+    If minimum VRAM is above `BUDGET`, that is the budget. The first and the last run must have the
+    same bits. The second run has no digests, for its seconds. The card records the first run's
+    allocations.
+    """
     import torch
     from card_memory import compared, recorded
     from gpu_graphs import Bench, planned_figures
@@ -128,10 +130,10 @@ def _followed(bench: Any, solution: Any, *, digests: bool) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Every model that the step's time allows; results go to ``--out`` as they come.
+    """Run as many models as the step's time allows, writing each result to ``--out``.
 
-    A process that opened the card, or that has threads of OpenMP, cannot be forked: bitsandbytes
-    opens it when it is imported.
+    A process that opened the card, or that has OpenMP threads, cannot be forked: importing
+    bitsandbytes opens the card.
     """
     os.environ.update(PYTORCH_NVML_BASED_CUDA_CHECK="1", OMP_NUM_THREADS="1")
     sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
@@ -203,7 +205,7 @@ def replayed(name: str, budget_bytes: int, record: dict[str, Any]) -> Any:
 
 
 def replay(results: dict[str, Any]) -> None:
-    """Adds to every plan in ``results`` the peaks of its slots as this version plans them."""
+    """Add to every plan in ``results`` the peaks of its slots as this version plans them."""
     for name, parts in results.items():
         for key in ("budget", "resident"):
             record = parts.get(key, {})

@@ -1,12 +1,10 @@
-"""Wheels for a bare machine with a card: Python 3.12 on Linux x86-64, torch and its CUDA libraries
-already there.
+"""Download wheels for a bare machine with a card (Python 3.12 on Linux x86-64, torch with CUDA).
 
-python benchmarks/card_pack.py FOLDER      downloads them, of the versions in constraints.txt; fails
-above 40 MB
+    python benchmarks/card_pack.py FOLDER    the versions in constraints.txt; fails above 40 MB
 
-bitsandbytes brings a library for every version of CUDA; only that for CUDA 13.0 is kept. Dry runs
-are not packed: a stored dry run is valid only for the exact versions and files of the libraries
-that made it, and making one takes seconds.
+bitsandbytes has a library for every version of CUDA; only the one for CUDA 13.0 stays. Dry runs are
+not packed: a stored dry run is valid only for the exact versions and files of its libraries, and a
+new one takes seconds.
 """
 
 from __future__ import annotations
@@ -19,8 +17,8 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# torch, accelerate, networkx, numpy, psutil, PyYAML, typer, pytest and what they need are on such a
-# machine
+# such a machine has torch, accelerate, networkx, numpy, psutil, PyYAML, typer, pytest and their
+# dependencies
 NEEDED = (
     "transformers",
     "diffusers",
@@ -39,7 +37,7 @@ GLIBC = (39, 35, 34, 31, 28, 27, 24, 17)
 
 
 def pinned() -> list[str]:
-    """The requirements, of the versions in constraints.txt where it has them."""
+    """Return the requirements, pinned to the versions in constraints.txt."""
     versions = dict(
         re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     )
@@ -48,7 +46,7 @@ def pinned() -> list[str]:
 
 
 def download(folder: Path) -> None:
-    """Fetches the wheels into ``folder``."""
+    """Download the wheels into ``folder``."""
     platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in GLIBC] + [
         "--platform=manylinux2014_x86_64"
     ]
@@ -74,7 +72,7 @@ def download(folder: Path) -> None:
 
 
 def strip(wheel: Path) -> None:
-    """Rewrites a wheel of bitsandbytes with one of its libraries."""
+    """Rewrite a wheel of bitsandbytes with one of its libraries."""
     small_wheel = wheel.with_suffix(".kept")
     with (
         zipfile.ZipFile(wheel) as whole,
@@ -87,7 +85,6 @@ def strip(wheel: Path) -> None:
 
 
 def main() -> None:
-    """Fills the folder named on the command line."""
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as name:

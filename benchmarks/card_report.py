@@ -1,4 +1,4 @@
-"""The report on the results of `card.py`: docs/card-measured.md and a region of README.
+"""Write docs/card-measured.md and a region of README from the results of `card.py`.
 
 python benchmarks/card_report.py
 """
@@ -26,7 +26,6 @@ Record = dict[str, Any]
 
 
 def recorded() -> dict[str, Record]:
-    """Return the recorded results of each step."""
     return {step: json.loads((RESULTS / f"card-{step}.json").read_text()) for step in STEPS}
 
 
@@ -41,7 +40,6 @@ def budgets(flux: Record) -> dict[str, Record]:
 
 
 def slots(parts: Sequence[Record]) -> list[Record]:
-    """Return the slots of all runs of ``parts``."""
     return [slot for part in parts for run in part["runs"] for slot in run["slots"]]
 
 
@@ -51,7 +49,7 @@ def exact(records: Sequence[Record]) -> int:
 
 
 def over(slot: Record) -> int:
-    """Return the measured peak of a slot less the planned one, in bytes."""
+    """Return the measured minus the planned peak of a slot, in bytes."""
     return int(slot["peak_bytes"] - slot["planned"]["peak_bytes"])
 
 
@@ -89,8 +87,8 @@ def slot_table(part: Record) -> Iterator[str]:
 
 
 def models_table(models: Record) -> Iterator[str]:
-    """Yield a row per model: bytes that the card took and that this version plans, within the
-    budget and with the whole card."""
+    """Yield a row per model: measured bytes and bytes that this version plans, within the budget
+    and with the whole card."""
     yield (
         "| graph | budget, GiB | planned, MiB | measured | whole card: planned | measured "
         "| slots equal | largest over plan, MiB | same bits |"
@@ -120,7 +118,7 @@ def models_table(models: Record) -> Iterator[str]:
 
 
 def model_slots(models: Record) -> list[tuple[int, int]]:
-    """Return bytes that the card took and that this version plans, of each slot."""
+    """Return the measured bytes of each slot, and the bytes that this version plans for it."""
     return [
         (slot["peak_bytes"], planned_bytes)
         for parts in models.values()
@@ -133,7 +131,6 @@ def model_slots(models: Record) -> list[tuple[int, int]]:
 
 
 def models_text(models: Record) -> list[str]:
-    """Return the section on other models."""
     pairs = model_slots(models)
     over_bytes = [a - b for a, b in pairs if a > b]
     return [
@@ -161,7 +158,6 @@ def models_text(models: Record) -> list[str]:
 
 
 def page(recorded: dict[str, Record]) -> str:
-    """Return docs/card-measured.md."""
     flux, rates = recorded["flux"], recorded["rates"]
     machine, parts = flux["about"], budgets(flux)
     resident = flux["flux"]["results"]["flux-dev resident"]
@@ -296,7 +292,7 @@ def _walls(host: Record) -> str:
 
 
 def _decode(parts: dict[str, Record]) -> Record:
-    """The slot of the first budget's last run in which the VAE decodes."""
+    """Return the slot of the first budget's last run in which the VAE decodes."""
     part = next(iter(parts.values()))
     return next(
         slot
@@ -364,7 +360,7 @@ def _small_lines(check: Record) -> Iterator[str]:
 
 
 def _done(run: Record) -> str:
-    """What the command said of the run's time."""
+    """Return the time of the run as the command printed it."""
     line = next(line for line in run["output"] if line.startswith("done: "))
     return line.removeprefix("done: ").partition(")")[0] + ")"
 
@@ -400,7 +396,6 @@ def _rate_lines(rates: Record) -> Iterator[str]:
 
 
 def readme(recorded: dict[str, Record]) -> str:
-    """Return the lines of README."""
     flux = recorded["flux"]
     parts = budgets(flux)
     part = next(iter(parts.values()))
@@ -424,7 +419,6 @@ def readme(recorded: dict[str, Record]) -> str:
 
 
 def main() -> None:
-    """Write the page and the region."""
     results = recorded()
     PAGE.write_text(page(results))
     README.write_text(REGION.sub(lambda _: readme(results), README.read_text()))

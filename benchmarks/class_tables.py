@@ -1,11 +1,10 @@
-"""Writes the tables of pipeline classes in docs/pipelines.md: imported, attached, and features
-switched while attached.
+"""Write the tables of pipeline classes in docs/pipelines.md: imported, attached, features.
 
-    make pipelines                                              all tables, in ten minutes on a core
+    make pipelines                                              all tables; ten minutes on a core
     python benchmarks/class_tables.py features                  one: imports, attached or features
     python benchmarks/class_tables.py attached ZImagePipeline   rows of attached classes
 
-Each row is what was seen. `make sweep` compares the page with the same functions.
+Features are switched while attached. `make sweep` compares the page with the same functions.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ def printed(row: str) -> str:
 
 
 def attached_rows(names: list[str]) -> None:
-    """Writes the rows of the classes ``names`` in the table of attached ones, and leaves the
-    others."""
+    """Replace the rows of the classes ``names`` in the table of attached classes."""
     if unknown := set(names) - class_rows.CASES.keys():
         sys.exit(f"there is no class {min(unknown)} in tests/attach/tiny_pipelines.yaml")
     head = class_rows.HEADS["attached"]

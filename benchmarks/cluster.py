@@ -1,15 +1,14 @@
-"""Placements of the reference graphs on 2 to 512 mixed devices, on paper: items per second,
-bottleneck, cost, time to plan.
+"""Place the reference graphs on 2 to 512 mixed devices, on paper.
 
-.venv/bin/python benchmarks/cluster.py [GRAPH ...] [--devices COUNT ...]      some minutes for each
-graph; writes its rows in benchmarks/results/cluster.json
+    python benchmarks/cluster.py [GRAPH ...] [--devices COUNT ...]    minutes a graph; writes its
+                                                                      rows in results/cluster.json
 
-Hosts of two equal cards with 64 GiB of RAM each, of five kinds in turn, all on one network of 10
+Hosts have two equal cards and 64 GiB of RAM; five kinds of hosts alternate, on one network of 10
 Gbit/s. A row per number of devices and objective: the placement's rate and the rate of its
 simulated stream (graphrun/cluster/stream.py), the latency of one item, the same for all stages on
-each card (``replicas``), and dollars per 1,000 items at PRICES. CPU seconds to plan: those of
-pricing columns by the planner of one device (once for each graph, kept in the folder given with
---cache), and the others. All seconds are predictions of priors.
+each card (``replicas``), and dollars per 1,000 items at PRICES. CPU seconds to plan: of pricing
+device assignments (once per graph, cached in --cache), and the rest. All seconds are predictions
+from data-sheet estimates.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from graphrun.profile.hardware import hardware  # noqa: E402
 from graphrun.units import GIB  # noqa: E402
 
 GRAPHS = ("flux-dev", "wan22-t2v", "hunyuan-video")
-# GiB of VRAM that may be used
+# usable VRAM in GiB
 KINDS = (
     ("rtx4090", 22),
     ("rtx3060", 11),
@@ -66,7 +65,7 @@ RAM_GIB, PER_HOST = 64, 2
 
 
 def cluster_of(devices: int) -> Cluster:
-    """Hosts of two equal cards, whose disk they share."""
+    """Return hosts of two equal cards, which share a disk."""
     hosts = []
     for number in range(devices // PER_HOST):
         name, gib = KINDS[number % len(KINDS)]
@@ -83,7 +82,7 @@ def cluster_of(devices: int) -> Cluster:
 
 
 def figures(placement: Placement, stream: bool) -> dict[str, Any]:
-    """The figures of one placement; ``stream``: with those of a simulated stream."""
+    """Return the figures of one placement; ``stream``: also of a simulated stream."""
     hours = (
         sum(
             PRICES[device.hardware.name]
@@ -110,7 +109,7 @@ def figures(placement: Placement, stream: bool) -> dict[str, Any]:
 
 
 def row(graph: Any, devices: int, objective: Objective, cache: Path | None) -> dict[str, Any]:
-    """One placement beside replicas only."""
+    """Compare one placement with replicas only."""
     pricing_seconds, plan = 0.0, columns.Planner._plan
 
     def timed(*arguments: Any) -> Any:

@@ -1,24 +1,24 @@
-"""Whole pipelines on the CPU within memory caps that the kernel enforces: graphrun and other tools.
+"""Run whole pipelines on the CPU within memory caps that the kernel enforces, by several tools.
 
-.venv/bin/python benchmarks/cpu.py --weights FOLDER [--delete]     FLUX.1-schnell, SDXL, Wan 1.3B
-.venv/bin/python benchmarks/cpu.py --only flux --caps 6,8 --tools graphrun,mmap --minutes 30
-.venv/bin/python benchmarks/cpu.py --tiny                          small models, minutes
-.venv/bin/python benchmarks/cpu.py --trial                         3 GB under 2 GiB: `make cpu`
-.venv/bin/python benchmarks/cpu.py --report                        docs/cpu-measured.md and charts
+    python benchmarks/cpu.py --weights FOLDER [--delete]     FLUX.1-schnell, SDXL, Wan 1.3B
+    python benchmarks/cpu.py --only flux --caps 6,8 --tools graphrun,mmap --minutes 30
+    python benchmarks/cpu.py --tiny                          small models, minutes
+    python benchmarks/cpu.py --trial                         3 GB under 2 GiB: `make cpu`
+    python benchmarks/cpu.py --report                        docs/cpu-measured.md and charts
 
-A cell is one model, tool, cap and run, from files to picture, in a process of its own, which is
-in a memory cgroup of exactly the cap (page cache included, no swap). Where groups cannot be made,
-cells run without a limit, and the results say so. The page cache is dropped before each cell.
-Each cell is saved when it ends. The same command typed again runs the missing ones: after a kill,
-or after --minutes. --forget TOOL removes the cells of a tool. Beside the weights, the copies of one
-tool at a time are on disk; they are deleted after its cells.
+A cell is one model, tool, cap and run, from files to picture, in a process in a memory cgroup of
+exactly the cap (page cache included, no swap). If groups are not available, cells run without a
+limit, and the results say so. The page cache is dropped before each cell. Each cell is saved when
+it ends; the same command run again continues with the missing cells. --forget TOOL removes the
+cells of a tool. Next to the weights, the copies of one tool at a time are on disk; they are deleted
+after its cells.
 
-seconds    from the first open file to the picture; a step: the median between two ends of steps
-read       bytes that the process had read from block devices
-peak       the most bytes that the kernel counted, without and with page cache
-reference  the pipeline with one block in memory at a time: its picture, and its compute seconds
-speed      FLOP/s of products of matrices before and after a cell: other users of a rented machine
-           change it. graphrun is calibrated before each of its cells (not with --tiny and --trial)
+    seconds    from the first open file to the picture; a step: median time between ends of steps
+    read       bytes that the process read from block devices
+    peak       the most bytes that the kernel counted, without and with page cache
+    reference  the pipeline with one block in memory at a time: its picture, its compute seconds
+    speed      FLOP/s of matrix products before and after a cell: other users of a rented machine
+               change it. graphrun is calibrated before each of its cells (not with --tiny, --trial)
 """
 
 from __future__ import annotations
@@ -73,18 +73,16 @@ POLL_SECONDS = 0.05
 PROBE_SECONDS = 1.0
 REPEATS = 3
 SPARE_DISK_BYTES = 10**9
-# Before a cell. A virtual machine returns freed memory to its host within seconds, and getting it
-# back takes longer than reading a file into it: all cells start without such memory.
+# before a cell: a virtual machine returns freed memory to its host within seconds, and getting it
+# back takes longer than reading a file into it, so all cells start without such memory
 REST_SECONDS = 15.0
 RAM_SHARE = 0.7  # of all memory, for weights of cells without a cap
 
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Let no other benchmark use ``folder`` meanwhile. Raises InputError if one does.
-
-    The kernel releases the lock when this process ends, however it ends.
-    """
+    """Lock ``folder`` against other benchmarks. Raises InputError if one uses it. The kernel
+    releases the lock when this process ends, however it ends."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "lock"
     handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
@@ -105,7 +103,7 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 
 def machine() -> dict[str, Any]:
-    """Return what describes this machine."""
+    """Return a description of this machine."""
     text = Path("/proc/cpuinfo").read_text()
     names = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
     ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -120,7 +118,7 @@ def machine() -> dict[str, Any]:
 
 
 def product_rate() -> float:
-    """Return FLOP/s of products of a size that transformers have, for a second, on all cores."""
+    """Return FLOP/s of transformer-sized matrix products, for a second on all cores."""
     import torch
 
     dtype = getattr(torch, fast_dtype())
@@ -146,33 +144,31 @@ class Results:
         self.read()
 
     def read(self) -> None:
-        """Read the file; another benchmark with other weights may have added cells."""
+        """Read the file, to which another benchmark with other weights may have added cells."""
         if self.path.exists():
             self.cells = json.loads(self.path.read_text())["cells"]
 
     def find(self, model: str, tool: str, cap: float | None, run: int) -> dict[str, Any] | None:
-        """Return a cell, None if it has not run."""
+        """Return a cell; None if it has not run."""
         key = (model, tool, cap, run)
         return next((cell for cell in self.cells if _key(cell) == key), None)
 
     def add(self, cell: dict[str, Any]) -> None:
-        """Add a cell, in place of an older one of its run, and write the file."""
+        """Add a cell, replacing an older one of its run, and write the file."""
         self.read()
         self.cells = [*(other for other in self.cells if _key(other) != _key(cell)), cell]
         self.write()
 
     def clear(self) -> None:
-        """Remove all cells and the file."""
         self.path.unlink(missing_ok=True)
         self.cells = []
 
     def forget(self, tool: str) -> None:
-        """Remove the cells of a tool and write the file."""
         self.cells = [cell for cell in self.cells if cell["tool"] != tool]
         self.write()
 
     def write(self) -> None:
-        """Write the file whole, or leave it as it was."""
+        """Write the file completely or not at all."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".partial")
         temporary.write_text(json.dumps({"cells": self.cells}, indent=1) + "\n")
@@ -184,7 +180,7 @@ def _key(cell: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def drop_page_cache(folders: Sequence[Path], *, whole: bool) -> None:
-    """Drop the cached pages of files in ``folders``; ``whole``: of all files, where root may."""
+    """Drop the cached pages of files in ``folders``; ``whole``: of all files, if root permits."""
     os.sync()
     for folder in folders:
         for file in folder.rglob("*"):
@@ -199,7 +195,7 @@ def drop_page_cache(folders: Sequence[Path], *, whole: bool) -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended. ``use``: its peaks and kills; empty without a group."""
+    """The outcome of a process. ``use``: its peaks and kills; empty without a group."""
 
     outcome: str
     seconds: float
@@ -213,8 +209,8 @@ def run_limited(
 ) -> Ended:
     """Run ``command`` in a memory group of ``cap_bytes``; None: of all memory.
 
-    The outcome is ``done``, ``killed`` by the kernel because of the limit, ``failed``, or
-    ``timed out`` after ``limit_seconds``. All processes of the command have ended on return.
+    The outcome is ``done``, ``killed`` by the kernel because of the limit, ``failed``, or ``timed
+    out`` after ``limit_seconds``. All processes of the command have ended on return.
     """
     group = None
     if not enforceable():
@@ -242,7 +238,7 @@ def run_limited(
                     break
                 time.sleep(POLL_SECONDS)
         finally:
-            os.killpg(process.pid, signal.SIGKILL)  # what it started too; it is not reaped yet
+            os.killpg(process.pid, signal.SIGKILL)  # also its child processes; it is not reaped yet
             _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
         use = (
@@ -275,10 +271,10 @@ def _read_bytes(process: int) -> int:
 
 @dataclass
 class Bench:
-    """Models' files in ``weights``, and results. ``whole_cache``: see `drop_page_cache`.
+    """The results, and the models' files in ``weights``. ``whole_cache``: see `drop_page_cache`.
 
-    ``calibrates``: whether to calibrate before each cell of graphrun, and to rest before each cell.
-    ``end``: the value of the monotonic clock after which no cell starts.
+    ``calibrates``: calibrate before each cell of graphrun, and rest before each cell. ``end``: the
+    value of the monotonic clock after which no cell starts.
     """
 
     weights: Path
@@ -296,7 +292,7 @@ class Bench:
         reference = self.results.find(model.name, REFERENCE, None, 1) or {}
         cap_bytes = int(cap * GIB) if cap else None
         drop_page_cache([folder, copies], whole=self.whole_cache)
-        work = self.weights / "cell"  # a killed benchmark leaves it to the next one
+        work = self.weights / "cell"  # a killed benchmark may leave it behind
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
         events, log, file = work / "events.jsonl", work / "log", work / "job.json"
@@ -344,7 +340,6 @@ class Bench:
         return cell
 
     def copies(self, model: Model, tool: str) -> Path:
-        """Return the folder of a tool's copies of the weights."""
         name = TOOLS[tool].copies if tool in TOOLS else ""
         return self.weights / f"{model.name}-{name or 'none'}"
 
@@ -373,10 +368,8 @@ class Bench:
     def model(
         self, model: Model, tools: Sequence[Tool], caps: Sequence[float], *, reference: bool = True
     ) -> int:
-        """Run the missing cells of ``model``; return how many are left.
-
-        Its weights are written if they are needed. Raises InputError if the disk is too small.
-        """
+        """Run the missing cells of ``model``; return how many are left. Writes its weights if they
+        are needed. Raises InputError if the disk is too small."""
         is_missing = self.results.find(model.name, REFERENCE, None, 1) is None
         if reference and is_missing and not self.is_over():
             self.write_weights(model)
@@ -396,7 +389,7 @@ class Bench:
         return len(self.missing(model, tools, caps))
 
     def is_over(self) -> bool:
-        """Return whether no more cells are to start."""
+        """Return whether the time for new cells is over."""
         return time.monotonic() > self.end
 
     def write_weights(self, model: Model) -> None:
@@ -404,13 +397,13 @@ class Bench:
         folder = self.weights / model.name
         if not folder.is_dir():
             print(f"{model.name}: {folder}", flush=True)
-            self.delete(model)  # what a killed benchmark left takes space
+            self.delete(model)  # incomplete weights of a killed benchmark take space
             if problem := self.lacking_disk(needed_bytes(model.name)):
                 raise InputError(f"{folder}: {problem}")
             write(model, folder)
 
     def lacking_disk(self, nbytes: int) -> str:
-        """Return what to do where ``nbytes`` have no space on the disk, "" where they have."""
+        """Return what to do if the disk has no space for ``nbytes``; "" if it has."""
         free_bytes, nbytes = shutil.disk_usage(self.weights).free, nbytes + SPARE_DISK_BYTES
         if free_bytes >= nbytes:
             return ""
@@ -421,12 +414,10 @@ class Bench:
 
     def make_copies(self, model: Model, name: str) -> bool:
         """Let a tool copy the weights, without a cap; return whether the copies are complete.
-
-        Copies of other tools are deleted first.
-        """
+        Copies of other tools are deleted first."""
         maker = next(tool.name for tool in TOOLS.values() if tool.copies == name)
         complete = self.copies(model, maker) / "complete"
-        if complete.exists():  # a benchmark that was killed, or was over, made them
+        if complete.exists():  # made by an earlier benchmark
             return True
         self.delete_copies(model)
         if problem := self.lacking_disk(weight_bytes(self.weights / model.name)):
@@ -439,7 +430,6 @@ class Bench:
         return complete.exists()
 
     def delete_copies(self, model: Model) -> None:
-        """Delete all tools' copies of the weights of ``model``."""
         for name in {tool.name for tool in TOOLS.values() if tool.copies}:
             shutil.rmtree(self.copies(model, name), ignore_errors=True)
 
@@ -452,7 +442,7 @@ class Bench:
 
 def _rows(events: Path) -> list[dict[str, Any]]:
     lines = events.read_text().split("\n") if events.exists() else []
-    return [json.loads(line) for line in lines[:-1]]  # the last one is empty, or cut off by a kill
+    return [json.loads(line) for line in lines[:-1]]  # the last line is empty, or cut off by a kill
 
 
 def _last_line(log: Path) -> str:
@@ -469,10 +459,8 @@ def difference(output: Path, reference: Path) -> float:
 
 
 def summary(rows: list[dict[str, Any]], ended: Ended) -> dict[str, Any]:
-    """Return the figures of a cell from its events, as far as it came.
-
-    Steps before ``ready`` are those of dry runs.
-    """
+    """Return the figures of a cell from its events so far. Steps before ``ready`` belong to dry
+    runs."""
     events = {row["event"]: row for row in rows}
     begin, ready, end = (events.get(name) for name in ("begin", "ready", "end"))
     stages = rows[rows.index(ready) :] if ready else []
@@ -529,10 +517,8 @@ def is_installed(tool: Tool) -> bool:
 
 
 def selected(text: str, names: Sequence[str]) -> list[str]:
-    """Return the ``names`` that begin with one of the words in ``text``, which commas separate.
-
-    Raises InputError for a word that begins none.
-    """
+    """Return the ``names`` that begin with one of the comma-separated words in ``text``. Raises
+    InputError for a word that begins none."""
     selection = list[str]()
     for word in text.split(","):
         matches = [name for name in names if name.startswith(word.strip())]
@@ -543,7 +529,7 @@ def selected(text: str, names: Sequence[str]) -> list[str]:
 
 
 def selected_caps(text: str, caps: Sequence[float]) -> list[float]:
-    """Return the ``caps`` in ``text``, which commas separate. Raises InputError for others."""
+    """Return the ``caps`` in the comma-separated ``text``. Raises InputError for others."""
     names = {f"{cap:g}": cap for cap in caps}
     words = [word.strip() for word in text.split(",")]
     for word in words:
@@ -553,7 +539,6 @@ def selected_caps(text: str, caps: Sequence[float]) -> list[float]:
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options of the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -582,7 +567,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run_all(options: argparse.Namespace) -> None:
-    """Do what ``options`` say. Raises InputError."""
+    """Carry out ``options``. Raises InputError."""
     weights = options.weights or Path(tempfile.gettempdir(), "graphrun-cpu")
     models: Sequence[Model] = TINY if options.tiny else (TRIAL,) if options.trial else FULL
     if options.only:

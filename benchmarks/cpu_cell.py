@@ -1,7 +1,7 @@
 """One cell of `cpu.py`: a tool makes a picture from files in this process, which may be killed.
 
-Every event is a line of JSON in the file ``events``, written at once. So a process that is killed
-leaves what it did.
+Every event is written at once as a line of JSON to the file ``events``, so a killed process leaves
+its events.
 
     begin      libraries are imported, no weights are open; bytes of the process
     ready      the tool has opened the pipeline (graphrun: planned it)
@@ -40,7 +40,6 @@ class Events:
         self.path, self.meters = path, dict[str, Callable[[], float]]()
 
     def note(self, event: str, **values: Any) -> None:
-        """Write an event, with the values of the meters."""
         use = resource.getrusage(resource.RUSAGE_SELF)
         row = {
             "event": event,
@@ -55,20 +54,20 @@ class Events:
 
 
 def read_bytes(process: int) -> int:
-    """Return the bytes that ``process`` had read from block devices."""
+    """Return the bytes that ``process`` read from block devices."""
     rows = Path(f"/proc/{process}/io").read_text().split()
     return int(rows[rows.index("read_bytes:") + 1])
 
 
 def end_with(benchmark: int) -> None:
-    """Let the kernel kill this process when the process ``benchmark``, which started it, ends."""
+    """Let the kernel kill this process when its parent, the process ``benchmark``, ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != benchmark:
         sys.exit("the benchmark has ended")
 
 
 def watch_steps(kind: Any, events: Events) -> None:
-    """Note when schedulers of the class ``kind`` get timesteps and end steps."""
+    """Record when schedulers of the class ``kind`` get timesteps and end steps."""
     set_timesteps, step = kind.set_timesteps, kind.step
 
     def noted_timesteps(self: Any, *arguments: Any, **options: Any) -> Any:

@@ -4,7 +4,7 @@
     FOLDER/<model>/<component>/config.json, *.safetensors          shards of at most 1 GB
     FOLDER/<model>/graph.yaml                                      the same for graphrun
 
-Shards are written one after the other. So writing takes the memory of one shard.
+Shards are written one after the other, which takes the memory of one shard.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ NAMES = {"steps": "num_inference_steps", "frames": "num_frames"}  # of graphs ->
 
 
 def fast_dtype() -> str:
-    """Return bfloat16, or float32 where the CPU has no instructions for it: the precision of the
-    weights for all tools, which compute in the precision of the files."""
+    """Return bfloat16, or float32 if the CPU has no instructions for it: the precision of the
+    weights, and so of the computation, for all tools."""
     from graphrun.profile.hardware import bfloat16_instructions
 
     return "bfloat16" if bfloat16_instructions() else "float32"
@@ -49,9 +49,8 @@ def fast_dtype() -> str:
 class Model:
     """A graph with other configurations, precisions and inputs, and the memory caps in GiB.
 
-    ``configs``: component -> keys that replace those of the graph's configuration. ``dtypes``:
-    component -> precision, where it is not that of `fast_dtype`. ``repeated``: caps with three
-    runs.
+    ``configs``: component -> keys that replace keys of the graph's configuration. ``dtypes``:
+    component -> precision, by default `fast_dtype`. ``repeated``: caps with three runs.
     """
 
     name: str
@@ -63,7 +62,6 @@ class Model:
     repeated: tuple[float, ...] = ()
 
     def dtype(self, component: str) -> str:
-        """Return the precision of ``component``."""
         return self.dtypes.get(component, fast_dtype())
 
     @property
@@ -205,7 +203,7 @@ def graph_for(model: Model) -> Any:
 
 
 def write(model: Model, folder: Path, tell: Callable[[str], None] = print) -> None:
-    """Write the weights of ``model`` to ``folder``, which is there complete or not at all."""
+    """Write the weights of ``model`` to ``folder``, completely or not at all."""
     if folder.is_dir():
         return
     from graphrun.modules.build import build_part
@@ -226,7 +224,6 @@ def write(model: Model, folder: Path, tell: Callable[[str], None] = print) -> No
 
 
 def weight_bytes(folder: Path) -> int:
-    """Return the bytes of all safetensors below ``folder``."""
     return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
 
 
@@ -244,9 +241,9 @@ def needed_bytes(name: str) -> int:
 
 
 def write_gguf(folder: Path, file: Path) -> None:
-    """Write the weights of SDXL in ``folder`` to one GGUF file, in the precision they have.
+    """Write the weights of SDXL in ``folder`` to one GGUF file, in their precision.
 
-    Names are diffusers', behind the prefixes that stable-diffusion.cpp gives to components. Text
+    Names are diffusers', with the prefixes that stable-diffusion.cpp gives to components. Text
     encoders get the ``text_model.`` of published checkpoints.
     """
     import numpy
@@ -289,10 +286,8 @@ def load_pipeline(folder: Path, model: Model, **options: Any) -> Any:
 
 
 def empty_pipeline(model: Model) -> Any:
-    """Return the pipeline of ``model`` without memory for weights.
-
-    Each parameter is one NaN that repeats: a block that computes before it is loaded is noticed.
-    """
+    """Return the pipeline of ``model`` without memory for weights. Each parameter is one repeated
+    NaN: the output shows if a block computes before it is loaded."""
     from graphrun.modules.build import build_part, draft
 
     graph = graph_for(model)
@@ -314,10 +309,7 @@ def empty_pipeline(model: Model) -> Any:
 
 
 def load_graph(folder: Path) -> Any:
-    """Return the graph in ``folder``, whose pictures are floating-point numbers.
-
-    So equal pictures are equal to the last bit.
-    """
+    """Return the graph in ``folder``, with pictures as floating-point numbers to compare."""
     import graphrun
 
     graph = graphrun.load(folder / "graph.yaml")

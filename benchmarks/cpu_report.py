@@ -1,9 +1,9 @@
-"""The report on the results of `cpu.py`: lines, tables, docs/cpu-measured.md, charts, README.
+"""Report the results of `cpu.py`: lines, tables, docs/cpu-measured.md, charts, README.
 
-The limit is what no tool that computes with PyTorch can be faster than on the machine of the
-reference: its compute seconds, or the bytes that must be read over the rate of direct reads,
-whichever takes longer. A call of the denoiser finds in memory at most the cap, less what the
-process took before it opened any weights.
+The limit is the least time of any tool that computes with PyTorch on the machine of the reference:
+its compute seconds, or the bytes that must be read over the rate of direct reads, whichever is
+longer. A call of the denoiser finds in memory at most the cap, minus the bytes of the process
+before it opened any weights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ Cell = dict[str, Any]
 
 
 def cell_line(cell: Cell) -> str:
-    """Return one line about a cell."""
     cap = f"{cell['cap_gib']:g} GiB" if cell["cap_gib"] else "no cap"
     name = f"{cell['model']}, {cap}, {cell['tool']}" + ("" if cell["run"] else ", its copies")
     if cell["outcome"] != "done":
@@ -221,7 +220,7 @@ def _number(value: float | None, digits: int, unit: float = 1.0) -> str:
 
 
 def _picture(cell: Cell, cells: Iterable[Cell]) -> str:
-    """Return whether a picture is the reference's, or the one that mmap makes."""
+    """Return whether a picture is equal to the reference's or to mmap's."""
     if not cell.get("finite", True):
         return "not finite"
     if cell["tool"] in OWN_SAMPLERS:
@@ -243,7 +242,6 @@ def by_model(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
 
 
 def page(cells: Sequence[Cell]) -> str:
-    """Return docs/cpu-measured.md."""
     parts = [
         "# Measured on the CPU",
         "<!-- Written by benchmarks/cpu.py --report from benchmarks/results/cpu.json. -->",
@@ -284,7 +282,7 @@ def page(cells: Sequence[Cell]) -> str:
 
 
 def readme(cells: Sequence[Cell]) -> str:
-    """Return README's lines on the first model that graphrun and mmap ran, "" without one."""
+    """Return README's lines on the first model that graphrun and mmap ran; "" without one."""
     for group in by_model(cells):
         rows = []
         for cap in caps_of(group):
@@ -321,7 +319,6 @@ def write_report(cells: Sequence[Cell]) -> Iterator[Path]:
 
 
 def recorded() -> list[Cell]:
-    """Return the recorded cells."""
     if not RESULTS.exists():
         return []
     cells: list[Cell] = json.loads(RESULTS.read_text(encoding="utf-8"))["cells"]

@@ -1,7 +1,7 @@
 """The tools of `cpu.py`: each opens the pipeline in a folder as its users do.
 
-A tool's ``open`` returns a function that makes the picture. Nothing here measures anything, apart
-from `Blockwise`, which is the reference: one block in memory at a time, computing timed apart.
+A tool's ``open`` returns a function that makes the picture. Nothing here is measured except in
+`Blockwise`, the reference: one block in memory at a time, computing timed separately.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ ACCELERATE, GROUPS, GGUF = "accelerate", "groups", "gguf"  # folders of copies
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One cell: what a tool may know.
+    """One cell, as a tool sees it.
 
     ``cap_bytes``: the memory limit. ``floor_bytes``: the peak of the reference, its largest block
-    included. ``copies``: the folder of the tool's own copies of the weights. ``note``: records
-    an event with values.
+    included. ``copies``: the folder of the tool's own copies of the weights. ``note``: records an
+    event with values.
     """
 
     model: Model
@@ -47,7 +47,7 @@ Picture = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """``packages``: whose versions are recorded; the first must be installed.
+    """A tool. ``packages``: whose versions are recorded; the first must be installed.
 
     ``copies``: the name of the copies of all weights that the tool needs on disk, "": none.
     ``models``: beginnings of the names of models that the tool runs. ``resident``: the tool reads
@@ -76,10 +76,10 @@ def modules_of(pipeline: Any) -> dict[str, nn.Module]:
 
 
 class Blockwise:
-    """A pipeline of which one block is in memory at a time.
+    """A pipeline with one block in memory at a time.
 
-    A block is an item of a module list, or a module that has parameters of its own.
-    ``load_seconds``: for reading blocks. ``largest_bytes``: of a block. ``calls``: of the denoiser.
+    A block is an item of a module list, or a module with parameters of its own. ``load_seconds``:
+    of reading blocks. ``largest_bytes``: of a block. ``calls``: of the denoiser.
     """
 
     def __init__(self, folder: Path, model: Model) -> None:
@@ -122,7 +122,6 @@ class Blockwise:
 
 
 def getattr_path(module: nn.Module, path: str) -> torch.Tensor:
-    """Return the parameter or buffer ``path`` of ``module``."""
     owner, _, key = path.rpartition(".")
     tensor: torch.Tensor = getattr(module.get_submodule(owner), key)
     return tensor
@@ -158,7 +157,7 @@ def _blocks(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
 def _stored_names(
     module: nn.Module, block: nn.Module, whole: bool, files: dict[str, Path]
 ) -> dict[str, str]:
-    """Return the name in the files for each parameter of ``block``; tied ones share theirs."""
+    """Return the name in the files for each parameter of ``block``; tied ones share a name."""
     aliases = dict[int, str]()
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name in files:
@@ -170,7 +169,6 @@ def _stored_names(
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor in ``folder``."""
     files = dict[str, Path]()
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -201,7 +199,7 @@ def _disk_offload(job: Job) -> Picture:
 
 
 def _device_map(job: Job) -> Picture:
-    """The denoiser gets the cap first, less what the reference took; then the other components."""
+    """Give the denoiser the cap minus the reference's peak; the other components get the rest."""
     from accelerate import dispatch_model, infer_auto_device_map
 
     pipeline = load_pipeline(job.folder, job.model)
@@ -249,7 +247,7 @@ def _group_offload(job: Job) -> Picture:
 
 
 def _graphrun(job: Job) -> Picture:
-    """Dry runs are not taken from the cache; a profile of ``graphrun calibrate`` is."""
+    """Make a dry run without the cache; a profile of ``graphrun calibrate`` is used."""
     import graphrun
     from graphrun.cli.common import cache_folder
     from graphrun.profile.hardware_profiles import detect_cpu
@@ -275,7 +273,7 @@ def _graphrun(job: Job) -> Picture:
 
 
 def _stable_diffusion_cpp(job: Job) -> Picture:
-    """The same weights in one GGUF file. The sampler and its noise are the tool's own."""
+    """Use the same weights in one GGUF file. The sampler and its noise are the tool's own."""
     import numpy
     from stable_diffusion_cpp import StableDiffusion
 
@@ -296,7 +294,7 @@ def _stable_diffusion_cpp(job: Job) -> Picture:
             height=inputs["height"],
             sample_steps=inputs["steps"],
             sample_method="euler",
-            cfg_scale=5.0,  # as diffusers' default for SDXL
+            cfg_scale=5.0,  # diffusers' default for SDXL
             seed=inputs["seed"],
             progress_callback=progress,
         )
@@ -306,7 +304,7 @@ def _stable_diffusion_cpp(job: Job) -> Picture:
 
 
 def cores() -> int:
-    """Return the cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 

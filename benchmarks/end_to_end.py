@@ -1,7 +1,6 @@
-"""How long planning FLUX.1-dev takes and where the time goes; what is traced; small runs planned
-beside measured.
+"""Measure the time of planning FLUX.1-dev by part, and small runs, planned and measured.
 
-.venv/bin/python benchmarks/end_to_end.py      writes benchmarks/results/end_to_end.json
+python benchmarks/end_to_end.py    writes results/end_to_end.json
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", H
 
 
 def command_seconds() -> list[float]:
-    """Wall seconds of the whole command, imports included, a few times."""
+    """Return the wall seconds of the whole command, imports included, a few times."""
     command = [Path(sys.executable).parent / "graphrun", "plan", ROOT / "graphs/flux-dev.yaml"]
     seconds = []
     for _ in range(RUNS):
@@ -35,7 +34,7 @@ def command_seconds() -> list[float]:
 
 
 def inside() -> dict[str, Any]:
-    """Seconds of each part in one process, and what the dry run traced."""
+    """Return the seconds of each part in one process, and the calls that the dry run traced."""
     start = time.perf_counter()
     import diffusers
     import highspy  # noqa: F401
@@ -85,7 +84,7 @@ def inside() -> dict[str, Any]:
 
 
 def small_runs() -> dict[str, Any]:
-    """The small graphs on the simulated accelerator under budgets that force streaming."""
+    """Run the small graphs on the simulated accelerator under budgets that force streaming."""
     import graphrun
     from graphrun.verify.simulate import simulate
 
@@ -107,7 +106,6 @@ def small_runs() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, write, and say where."""
     result = {
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python "

@@ -1,10 +1,9 @@
-"""Replays what others published: every row of data/published_peaks.csv, and further sizes of the
-VAE report that it quotes.
+"""Compare dry runs with published peaks: data/published_peaks.csv, and the VAE report it quotes.
 
-.venv/bin/python benchmarks/estimator.py      writes benchmarks/results/estimator.json
+    python benchmarks/estimator.py    writes results/estimator.json
 
-Rules were fitted on the rows named in FITTED; every other row judges them. Nothing here is fitted:
-what is added to a trace is what `graphrun.profile.corrections` says for the row's card and dtype.
+Rules were fitted on the rows named in FITTED; every other row tests them. Nothing is fitted here:
+`graphrun.profile.corrections` for the row's card and dtype is added to a trace.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ FITTED = {
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Bytes of all distinct tensors, each rounded to what an allocation takes."""
+    """Return the bytes of all distinct tensors, each rounded up to its allocation."""
     return sum(
         round_up(t.numel() * t.element_size(), 512)
         for t in (*module.parameters(), *module.buffers())
@@ -64,7 +63,7 @@ def weight_bytes(module: nn.Module) -> int:
 
 
 def with_images(graph: Graph, count: int) -> Graph:
-    """The graph with ``num_images`` pictures for a prompt."""
+    """Return the graph with ``num_images`` pictures for a prompt."""
     stages = tuple(
         replace(
             stage, arguments={**stage.arguments, "num_images": Reference("input", "num_images")}
@@ -81,13 +80,13 @@ def with_images(graph: Graph, count: int) -> Graph:
 
 
 def dry_run(name: str, images: int, **settings: int) -> Any:
-    """The dry run of a reference graph."""
+    """Return the dry run of a reference graph."""
     graph = with_images(graphrun.load(ROOT / f"graphs/{name}.yaml"), images)
     return probe(graph, graph.for_planning({"steps": 2, **settings}))
 
 
 def peaks(recording: Recording, card: str, allocator: Callable[[], Allocator]) -> dict[str, int]:
-    """The most beside weights of each phase."""
+    """Return the peak without weights of each phase."""
     entries = recording.entries()
     spans = phase_spans(entries)
     phase_memories = phase_memories_of(recording, spans, hardware(card), allocator)
@@ -100,8 +99,7 @@ def peaks(recording: Recording, card: str, allocator: Callable[[], Allocator]) -
 
 
 def pipeline_bytes(name: str, card: str, images: int) -> dict[str, dict[str, int]]:
-    """Per stage and component: bytes of its weights, and the most allocated beside weights in its
-    phases."""
+    """Return each component's weight bytes, and its phases' peak without weights, by stage."""
     recording, graph = dry_run(name, images), graphrun.load(ROOT / f"graphs/{name}.yaml")
     modules = {
         key: meta_module(component, graph.trust) for key, component in graph.components.items()
@@ -126,8 +124,8 @@ def pipeline_bytes(name: str, card: str, images: int) -> dict[str, dict[str, int
 
 
 def scaled(module: nn.Module, scale_bytes: int, kinds: tuple[type[nn.Module], ...]) -> int:
-    """Weights of one byte an element in layers of ``kinds``, ``scale_bytes`` per output channel
-    beside them."""
+    """Return the bytes of weights with one byte an element in layers of ``kinds``. ``scale_bytes``:
+    per output channel, in addition."""
     saved_bytes = 0
     for layer in module.modules():
         if isinstance(layer, kinds):
@@ -139,15 +137,16 @@ def scaled(module: nn.Module, scale_bytes: int, kinds: tuple[type[nn.Module], ..
 
 
 def torchao_bytes(quant: str) -> int:
-    """FLUX's transformer in torchao's weight-only formats: per output channel a scale (fp8: fp32),
-    in int8 also a zero point."""
+    """Return the bytes of FLUX's transformer in torchao's weight-only formats: per output channel a
+    scale (fp8: fp32), in int8 also a zero point."""
     graph = graphrun.load(ROOT / "graphs/flux-dev.yaml")
     module = meta_module(graph.components["transformer"], graph.trust)
     return scaled(module, 2 + 8 if "int8" in quant else 4, (nn.Linear,))
 
 
 def pixart(quant: str) -> int:
-    """Weights of PixArt-Sigma in fp16: T5-XXL (``wo`` in fp32), the transformer and SDXL's VAE."""
+    """Return the bytes of PixArt-Sigma in fp16: T5-XXL (``wo`` in fp32), the transformer and SDXL's
+    VAE."""
     t5 = graphrun.load(ROOT / "graphs/flux-dev.yaml").components["text_encoder_2"]
     config = {
         "sample_size": 128,
@@ -178,7 +177,7 @@ def pixart(quant: str) -> int:
 
 
 def predicted(row: dict[str, str]) -> tuple[float | None, float | None, str]:
-    """(GiB at load, GiB at the peak, a note) of a published row; None where there is nothing to
+    """Return (GiB at load, GiB at the peak, a note) of a published row; None if there is nothing to
     compare."""
     card, batch, pixels = CARDS[row["gpu"]], int(row["batch"]), int(row["height"])
     workspace = hardware(card).workspace_bytes
@@ -204,7 +203,7 @@ def predicted(row: dict[str, str]) -> tuple[float | None, float | None, str]:
 def flux_or_sdxl(
     row: dict[str, str], parts: dict[str, dict[str, int]], workspace: int
 ) -> tuple[float | None, float, str]:
-    """As `predicted`, for the two pipelines."""
+    """Return `predicted` for these two pipelines."""
     if row["quant"].startswith("torchao"):
         parts["transformer"]["weights"] = torchao_bytes(row["quant"])
     load = sum(part["weights"] for part in parts.values())
@@ -236,7 +235,7 @@ def flux_or_sdxl(
 
 
 def compared(published: float, estimate: float | None) -> dict[str, Any]:
-    """Published beside predicted, and the error in percent."""
+    """Return the published and the predicted value, and the error in percent."""
     if estimate is None:
         return {"published": published}
     return {
@@ -247,7 +246,6 @@ def compared(published: float, estimate: float | None) -> dict[str, Any]:
 
 
 def published_rows() -> Iterator[dict[str, Any]]:
-    """Every row of the file, replayed."""
     with (ROOT / "benchmarks/data/published_peaks.csv").open() as file:
         for row in csv.DictReader(file):
             load, peak, note = predicted(row)
@@ -271,8 +269,8 @@ def published_rows() -> Iterator[dict[str, Any]]:
 
 
 def report_rows() -> Iterator[dict[str, Any]]:
-    """Every size of the VAE report that was not tiled: allocated, and reserved with native segments
-    (the default then)."""
+    """Yield every size of the VAE report that was not tiled: allocated, and reserved with native
+    segments (the default then)."""
     with (ROOT / "benchmarks/data/vae_report.csv").open() as file:
         for row in csv.DictReader(file):
             arguments = (row["model"], row["mode"], int(row["pixels"]), row["dtype"])
@@ -285,7 +283,6 @@ def report_rows() -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Replay, write, and say where."""
     result = {
         "date": datetime.date.today().isoformat(),
         "versions": {name: version(name) for name in ("torch", "diffusers", "transformers")},

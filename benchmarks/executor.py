@@ -1,22 +1,18 @@
-"""What following a plan costs when nothing has to move, and how well copies hide behind compute
-when blocks stream.
+"""Measure the overhead of following a plan, and the overlap of copies with compute.
 
-.venv/bin/python benchmarks/executor.py [--overlap] [GRAPH ...]      a few minutes a graph; writes
-benchmarks/results/executor.json
-                                                                     --overlap: only these figures
-                                                                     are made again
+python benchmarks/executor.py [--overlap] [GRAPH ...]    minutes a graph; writes
+                                                         results/executor.json
+                                                         --overlap: only these figures
 
-resident   CPU seconds of a run that finds everything resident over those of diffusers' own
-pipeline, called as its users call it,
-           on the same CPU: FLUX with a transformer of 218 M parameters. The two take turns in
-           pairs; the median of the pairs' ratios, and between which numbers it lies (bootstrap, 95
-           %)
-overhead   the same on sim, over the same stages without graphrun: also what simulating costs more
-overlap    seconds, on the simulated accelerator's clock, of the slot that streams most, over the
-bound
-           1.03 x max(compute, transfer) + one block. With the least budget of all, where the ring
-           buffer has room for one layer alone, so that copies and compute take turns; and by block
-           with room for one more, where they need not
+resident   CPU seconds of a run with everything resident, over diffusers' own pipeline as its
+           users call it, on the same CPU: FLUX with a transformer of 218 M parameters. The two
+           take turns in pairs; the median of the pairs' ratios, and its range (bootstrap, 95 %)
+overhead   the same on sim, over the same stages without graphrun, so including the cost of
+           simulating
+overlap    seconds, on the simulated accelerator's clock, of the slot that streams most, over
+           the bound 1.03 x max(compute, transfer) + one block. With the minimum budget, whose
+           ring buffer has room for one layer, so that copies and compute take turns; and by
+           block with room for one more, so that they need not
 """
 
 from __future__ import annotations
@@ -50,7 +46,7 @@ from gpu_lab import placed  # noqa: E402
 
 PAIRS, PAIRS_RESIDENT = 5, 24
 STEPS = 8
-# bytes per second into the device: from bound by copies to bound by compute
+# bytes per second to the device: from copy-bound to compute-bound
 RATES = (
     2e8,
     5e8,
@@ -73,7 +69,7 @@ class Prepared:
     """A graph, its dry run, and its components."""
 
     def __init__(self, name: str, larger: Mapping[str, Any] | None = None, **inputs: Any) -> None:
-        """``larger``: of the transformer's configuration."""
+        """Prepare graph ``name``. ``larger``: entries of the transformer's configuration."""
         import graphrun
         from graphrun.modules.build import build, build_part, meta_module
         from graphrun.profile.dry_run import probe
@@ -97,7 +93,7 @@ class Prepared:
         }
 
     def problem(self, budget_bytes: int, rate: float = 1e9) -> Any:
-        """The problem on the simulated accelerator with ``rate`` bytes per second into it."""
+        """Return the problem on the simulated accelerator with ``rate`` bytes per second to it."""
         from graphrun.profile.hardware import simulated
         from graphrun.profile.problems import ProblemLimits, problem_of
 
@@ -107,14 +103,14 @@ class Prepared:
         )
 
     def stages(self, place: torch.device) -> None:
-        """The graph's stages, without graphrun's executor."""
+        """Run the graph's stages without graphrun's executor."""
         from graphrun.ops import Stages
 
         Stages(self.graph, self.modules, place, self.inputs, self.parts, self.meta_modules).run()
 
 
 def resident_plan(problem: Any) -> Any:
-    """Every component is loaded before its phase and stays to the end; nothing streams."""
+    """Return a plan that loads every component before its phase and keeps it to the end."""
     from graphrun.model.plan import parse
 
     lines, components = [f"plan {problem.digest}"], []
@@ -135,8 +131,8 @@ def resident_plan(problem: Any) -> Any:
 def paired(
     plain: Callable[[], object], graphrun_call: Callable[[], object], pairs: int = PAIRS
 ) -> dict[str, Any]:
-    """Ratios of CPU seconds (other programs may share the cores), ours over plain, alternating
-    which comes first."""
+    """Return ratios of CPU seconds, graphrun over plain, alternating which runs first. Other
+    programs may share the cores."""
     seconds: list[tuple[float, float]] = []
     for number in range(pairs + 1):
         cpu_seconds = {}
@@ -164,14 +160,14 @@ def paired(
 
 
 def interval(ratios: list[float]) -> list[float]:
-    """Where the median of such ratios lies in 95 of 100 samples drawn from them."""
+    """Return the range of the median of these ratios in 95 of 100 samples drawn from them."""
     draw = random.Random(1)
     medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
     return [round(medians[50], 4), round(medians[-51], 4)]
 
 
 def resident() -> dict[str, Any]:
-    """FLUX on the CPU, resident: graphrun over diffusers' pipeline. The pictures are the same."""
+    """Compare graphrun with diffusers' pipeline: FLUX on the CPU, resident. Pictures are equal."""
     import numpy as np
 
     import graphrun
@@ -211,7 +207,7 @@ def resident() -> dict[str, Any]:
 
 
 def overhead(name: str) -> dict[str, Any]:
-    """Resident runs of graph ``name`` on sim."""
+    """Measure resident runs of graph ``name`` on sim."""
     from graphrun.runtime.devices.simulated import SimulatedDevice
     from graphrun.runtime.host import Host
     from graphrun.runtime.recovery import execute
@@ -234,8 +230,8 @@ def overhead(name: str) -> dict[str, Any]:
 
 
 def overlap(name: str) -> list[dict[str, Any]]:
-    """The slot that streams the largest component, at several rates, with the least budget and with
-    room for another block."""
+    """Measure the slot that streams the largest component, at several rates. Budgets: the minimum,
+    and with room for another block."""
     import graphrun
     from graphrun.runtime.devices.simulated import SimulatedDevice
     from graphrun.runtime.host import Host
@@ -312,8 +308,7 @@ def overlap(name: str) -> list[dict[str, Any]]:
 
 
 def by_class(problem: Any, slot: Any, rate: float) -> float:
-    """The longer of compute and transfer of each class of the streamed component in ``slot``, added
-    up."""
+    """Return the longer of compute and transfer, summed over the component's block groups."""
     from graphrun.model.plan import Stream
 
     (stream,) = (action for action in slot.actions if isinstance(action, Stream))
@@ -335,7 +330,6 @@ def by_class(problem: Any, slot: Any, rate: float) -> float:
 
 
 def main() -> None:
-    """Measure, write, and say where."""
     torch.set_num_threads(1)
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),

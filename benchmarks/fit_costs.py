@@ -1,12 +1,13 @@
-"""Fits the constants of the cost model on the published seconds in data/published.csv.
+"""Fit the constants of the cost model on the published seconds in data/published.csv.
 
-    .venv/bin/python benchmarks/fit_costs.py               prints the constants, to be written where
-    they are defined .venv/bin/python benchmarks/published.py --left-out    fits without each source
-    in turn, and records what that predicts for it
+    python benchmarks/fit_costs.py               prints the constants, to be written where they are
+                                                 defined
+    python benchmarks/published.py --left-out    fits without each source in turn, and records the
+                                                 predictions for it
 
-Minimizes the squared logarithms of estimated over published seconds, and of each constant over what
-is `EXPECTED` of it, each in units of its uncertainty; far rows count less (soft L1). Rows of other
-programs' own code count less than diffusers'.
+Minimizes the squared logarithms of estimated over published seconds, and of each constant over its
+`EXPECTED` value, each in units of its uncertainty; outliers count less (soft L1). Rows of other
+programs' code count less than diffusers'.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from graphrun.profile.problems import phase_spans
 from graphrun.profile.recording import Call
 from graphrun.store import dry_run
 
-# Constant -> (what is expected of it, the uncertainty of its logarithm). Shares of data sheets:
-# matrix products reach 80 to 90 % on A100 and H100 at their best sizes; FlashAttention 2 370
-# TFLOP/s on an H100 with 128 features per head (arXiv:2407.08608).
+# Constant -> (expected value, uncertainty of its logarithm). Shares of data sheets: matrix products
+# reach 80 to 90 % on A100 and H100 at their best sizes; FlashAttention 2 370 TFLOP/s on an H100
+# with 128 features per head (arXiv:2407.08608).
 EXPECTED: Mapping[str, tuple[float, float]] = {
     "ampere.matmul": (0.85, 0.15),
     "ampere.attention": (0.75, 0.15),
@@ -97,7 +98,7 @@ class Row:
         self.error = FOREIGN_ERROR if row["source"].startswith(FOREIGN) else ROW_ERROR
 
     def seconds(self) -> float:
-        """Seconds of the row with the constants as they are now."""
+        """Return the seconds of the row with the present constants."""
         card = hardware._card(self.card, hardware.SHEETS[self.card])
         target, run = self.row["of"], self.run
         if ":" in target:  # a phase: the calls of that component in it
@@ -126,7 +127,7 @@ def _counts(call: Call) -> tuple[Call, Counter[int], Counter[tuple[int, str]]]:
 
 
 def fast_work(call: Call, card: Any) -> list[float]:
-    """The sum of `costs.work_seconds`, from counts of kernels."""
+    """Return the sum of `costs.work_seconds`, from counts of kernels."""
     _, kernels, _ = _counts(call)
     total = sum(
         count * costs.kernel_seconds(call.kernels[number], card)
@@ -138,7 +139,7 @@ def fast_work(call: Call, card: Any) -> list[float]:
 def fast_extra(
     call: Call, shapes: Mapping[str, tuple[int, int]], precision: str, card: Any
 ) -> dict[str, float]:
-    """The sum of `costs.extra_seconds`, from counts of products."""
+    """Return the sum of `costs.extra_seconds`, from counts of products."""
     if precision in ("bfloat16", "float16", "float32"):
         return {}
     by_shape: Counter[tuple[int, tuple[int, int]]] = Counter()
@@ -153,7 +154,7 @@ def fast_extra(
 
 
 def put(values: Mapping[str, float]) -> None:
-    """Sets the constants in the modules that define them."""
+    """Set the constants in the modules that define them."""
     shares: dict[str, dict[str, float]] = {}
     for name, value in values.items():
         owner, _, constant = name.partition(".")
@@ -167,7 +168,7 @@ def put(values: Mapping[str, float]) -> None:
 
 
 def fitted(rows: Sequence[Row], rounds: int = 6) -> dict[str, float]:
-    """The constants fitted on ``rows`` (Gauss-Newton on logarithms); they are left set."""
+    """Return and set the constants fitted on ``rows`` (Gauss-Newton on logarithms)."""
     names = list(EXPECTED)
     centre = np.log([EXPECTED[name][0] for name in names])
     widths = np.array([EXPECTED[name][1] for name in names])
@@ -196,8 +197,7 @@ def fitted(rows: Sequence[Row], rounds: int = 6) -> dict[str, float]:
 
 
 def prepared(rows: Sequence[dict[str, Any]]) -> list[Row]:
-    """The rows that have seconds, with fast sums in place of those that go through a call kernel by
-    kernel."""
+    """Return the rows that have seconds, with fast sums instead of sums kernel by kernel."""
     modes.work_seconds, modes.extra_seconds = fast_work, fast_extra  # type: ignore[assignment]
     from graphrun.cli.common import cache_folder
 
@@ -206,8 +206,7 @@ def prepared(rows: Sequence[dict[str, Any]]) -> list[Row]:
 
 
 def left_out(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Errors of each source's rows with constants fitted on all other sources, in the order of
-    ``rows``."""
+    """Return errors of each source's rows with constants fitted on all other sources."""
     ready, results = prepared(rows), dict[int, dict[str, Any]]()
     for source in dict.fromkeys(row["source"] for row in rows):
         source_rows = [row for row in ready if row.row["source"] == source]
@@ -226,7 +225,6 @@ def left_out(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Fits on all rows and prints the constants and errors."""
     ready = prepared(list(published()))
     for name, value in fitted(ready).items():
         print(f"{name:34s} {value:.4g}   expected {EXPECTED[name][0]:g}")

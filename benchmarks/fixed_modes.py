@@ -1,5 +1,4 @@
-"""The planner's plans beside the fixed modes that other programs run a pipeline in, written out as
-plans for the same problem."""
+"""Compare plans with the fixed modes of other programs, written as plans for the same problem."""
 
 from __future__ import annotations
 
@@ -20,9 +19,11 @@ from graphrun.verify.solution import checked_solution  # noqa: E402
 
 
 def compared(problem: Problem, plan: Plan, seconds: float) -> dict[str, Any]:
-    """Per mode, with the variants, options and order of ``plan``, which takes ``seconds``: its
-    seconds over the plan's, its bytes; None: it does not fit, in pages where these count. The modes
-    stream whole blocks, even where the plan splits a component into layers."""
+    """Return each mode's seconds over ``seconds``, those of ``plan``, and its bytes; None: no fit.
+
+    The modes use the plan's variants, options and order, and count pages if the problem does. They
+    stream whole blocks, even if the plan splits a component into layers.
+    """
     times = dict[str, Any]()
     for mode in BASELINES:
         solutions = (

@@ -1,15 +1,14 @@
-"""Everything that only a card can show, in one command: bytes, rates, and whole graphs planned
-beside measured.
+"""Measure everything that only a card can show: bytes, rates, and whole graphs against their plans.
 
-python benchmarks/gpu.py                      about eight minutes; writes
-benchmarks/results/gpu-<card>.json python benchmarks/gpu.py --sections tiny      some of: machine
-tiny sdxl flux python benchmarks/gpu.py --rehearse           the same code on the simulated
-accelerator, with the graphs tiny
+    python benchmarks/gpu.py                      eight minutes; writes results/gpu-<card>.json
+    python benchmarks/gpu.py --sections tiny      some of: machine tiny sdxl flux
+    python benchmarks/gpu.py --rehearse           the same code on the simulated accelerator, with
+                                                  tiny graphs
 
 FLUX.1-dev and SDXL run at full size with random weights, under several budgets, so no checkpoint is
-needed. Each section is a process of its own (a CUDA error spoils a process) that writes what it has
-after every part. Without a CUDA device: says so, exit 0. Exit 1: a part failed, or a promise was
-broken; the results say which.
+needed. Each section is a process of its own (a CUDA error breaks a process) and writes its results
+after every part. Without a CUDA device it says so, exit code 0. Exit code 1: a part failed, or a
+promise was broken; the results say which.
 """
 
 from __future__ import annotations
@@ -48,12 +47,11 @@ PROMISES = (
     "plain pipeline has the same picture",
     "next run has the same bits",
 )
-"""Entries of the results that have to be true. What planned figures say of measured ones is for
+"""Entries of the results that must be true. Comparisons of planned and measured figures are for
 reading."""
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -89,7 +87,7 @@ def options() -> argparse.Namespace:
 
 
 def section(arguments: argparse.Namespace) -> None:
-    """One section, in this process; its results go to ``--out``."""
+    """Run one section in this process; its results go to ``--out``."""
     from gpu_lab import Lab, Log
 
     log, lab = Log(arguments.out), Lab(arguments.rehearse)
@@ -126,7 +124,7 @@ def section(arguments: argparse.Namespace) -> None:
 
 
 def about(rehearse: bool) -> dict[str, Any]:
-    """Date, machine, versions."""
+    """Return date, machine and versions."""
     import torch
 
     facts: dict[str, Any] = {
@@ -163,7 +161,7 @@ def about(rehearse: bool) -> dict[str, Any]:
 
 
 def broken(value: Any, path: str = "") -> list[str]:
-    """Where the results hold a failure or a promise that was not kept."""
+    """Return the places in the results with a failure or a broken promise."""
     if not isinstance(value, dict):
         return (
             [p for i, item in enumerate(value) for p in broken(item, f"{path}[{i}]")]
@@ -183,7 +181,7 @@ def broken(value: Any, path: str = "") -> list[str]:
 
 
 def run_section(name: str, arguments: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """Section ``name`` in a process of its own: its results, as far as it came."""
+    """Run section ``name`` in a process of its own; return its results so far."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "section.json"
         command = [
@@ -221,7 +219,6 @@ def run_section(name: str, arguments: argparse.Namespace, seconds: float) -> dic
 
 
 def main() -> None:
-    """Runs what was asked for, and says where the results are."""
     arguments = options()
     if arguments.section:
         return section(arguments)

@@ -1,5 +1,5 @@
-"""Graphs on the card: planned beside measured, the same bits streamed and resident, caps, an
-injected shortage of memory."""
+"""Graphs on the card: planned and measured numbers, equal bits, caps, an injected memory
+shortage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AMPLE = {"cuda": "90%", "sim": 1 << 40}
 
 
 def planned_figures(simulation: Any) -> dict[str, Any]:
-    """Seconds and bytes of a plan."""
+    """Return seconds and bytes of a plan."""
     names = ("seconds", "compute_seconds", "peak_bytes", "moved_bytes")
     return {name: getattr(simulation, name) for name in names}
 
@@ -43,7 +43,6 @@ class Bench:
         self.call_seconds: dict[str, list[float]] = {}
 
     def problem(self, budget: str | int) -> Any:
-        """The problem within ``budget``."""
         import graphrun
 
         return graphrun.estimate(
@@ -51,12 +50,12 @@ class Bench:
         )
 
     def build(self, record: dict[str, Any]) -> None:
-        """Weights into host arenas, and the device."""
+        """Move the weights into host arenas, and open the device."""
         self.prepare(record)
         self.open(record)
 
     def prepare(self, record: dict[str, Any]) -> None:
-        """The problem without limits and the weights, for which no device is needed."""
+        """Make the unlimited problem and the weights, without a device."""
         from graphrun.modules.build import build
 
         start = time.perf_counter()
@@ -70,7 +69,7 @@ class Bench:
         record["weights_seconds"] = round(time.perf_counter() - estimated, 3)
 
     def open(self, record: dict[str, Any]) -> None:
-        """The device, and host arenas with the prepared weights."""
+        """Open the device, and host arenas with the prepared weights."""
         from graphrun.runtime.host import Host
 
         start, problem = time.perf_counter(), self.ample
@@ -84,8 +83,8 @@ class Bench:
     def stages(
         self, modules: Mapping[str, Any], place: torch.device, fingerprints: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """The graph's stages on ``modules``; the fingerprint of every value goes to
-        ``fingerprints``, if there is one."""
+        """Run the graph's stages on ``modules``; store fingerprints of all values if a dict is
+        given."""
         from graphrun.ops import Stages
 
         def note(stage: str, outputs: Mapping[str, Any]) -> None:
@@ -98,8 +97,8 @@ class Bench:
         ).run()
 
     def measure_resident(self, record: dict[str, Any]) -> None:
-        """Everything on the device: the bits to compare with, and bytes and seconds of calls beside
-        the estimator's."""
+        """Run with everything on the device: the bits to compare with, and bytes and seconds of
+        calls next to the estimator's."""
         from graphrun.modules.interceptor import CallInterceptor
         from graphrun.ops.pipeline import assemble, known_arguments
 
@@ -168,7 +167,7 @@ class Bench:
         record["estimated"] = self._estimated()
 
     def _kernels(self) -> list[dict[str, Any]]:
-        """The card's kernels of one resident run, by their total time; the 40 longest."""
+        """Return the 40 kernels with the longest total time of one resident run."""
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -185,7 +184,7 @@ class Bench:
         ]
 
     def _estimated(self) -> Any:
-        """What the estimator says of the same calls, with everything else of a phase."""
+        """Return the estimate of the same calls, with everything else of a phase."""
         phases = []
         for phase in self.ample.phases:
             uses = [
@@ -224,7 +223,7 @@ class Bench:
         return {"phases": phases, "calls": traced}
 
     def measure_budget(self, budget: str | int, record: dict[str, Any], runs: int) -> None:
-        """Plans for ``budget``, runs by it, and compares slot by slot."""
+        """Plan for ``budget``, run the plan, and compare slot by slot."""
         import graphrun
 
         problem = self.problem(budget)
@@ -247,7 +246,7 @@ class Bench:
     def follow(
         self, solution: Any, progress: Any = None, *, digests: bool = True
     ) -> tuple[Any, dict[str, Any], float]:
-        """A run by ``solution``: trace, fingerprints unless ``digests`` is False, wall seconds."""
+        """Run ``solution``; return the trace, fingerprints if ``digests``, and wall seconds."""
         from graphrun.runtime.executor import follow
 
         fingerprints: dict[str, Any] = {}
@@ -325,8 +324,7 @@ class Bench:
         }
 
     def measure_host(self, budget: str | int, record: dict[str, Any]) -> None:
-        """Wall seconds of runs without digests, and where the host spends them: the functions with
-        the most seconds of their own, by Python's profiler."""
+        """Measure wall seconds of runs without digests, and the most expensive host functions."""
         import cProfile
         import pstats
 
@@ -359,8 +357,8 @@ class Bench:
     def measure_shortage(
         self, budget: str | int, record: dict[str, Any], targets: list[int] | None = None
     ) -> None:
-        """The device's memory is taken away as a slot opens: a typed error, an empty device, and a
-        next run that works."""
+        """Take away the device's memory when a slot begins: expect a typed error, an empty device,
+        and a next run that works."""
         import graphrun
         from graphrun.errors import OutOfMemory
 
@@ -386,7 +384,7 @@ class Bench:
         record["next run has the same bits"] = fingerprints == self.resident
 
     def measure_cap(self, record: dict[str, Any]) -> None:
-        """A session of 64 MiB refuses 1 GiB; the next one gives it."""
+        """Test that a session of 64 MiB refuses 1 GiB, and that the next session provides it."""
         with self.device.session(64 << 20):
             try:
                 self.device.allocate(1 << 30)
@@ -398,7 +396,7 @@ class Bench:
             record["given afterwards"] = self.device.allocate(1 << 30).numel() == 1 << 30
 
     def against_cpu(self, record: dict[str, Any]) -> None:
-        """The same values on the CPU, which differ by rounding alone. For graphs tiny."""
+        """Compute the same values on the CPU, which differ by rounding only. For tiny graphs."""
         device, values_by_device = self.device, {}
         for name, place in (("cpu", torch.device("cpu")), ("device", device.torch_device)):
             values: dict[str, torch.Tensor] = {}
@@ -440,8 +438,8 @@ class Bench:
 def graph(
     log: Log, lab: Lab, name: str, budgets: list[str], steps: int, runs: int, *, full_size: bool
 ) -> Bench:
-    """Every measurement of graph ``name``, and what they were made with. ``budgets``: sizes;
-    ``smallest`` is the least that can be planned."""
+    """Make every measurement of graph ``name``, and return its bench. ``budgets``: sizes;
+    ``smallest`` is the minimum VRAM."""
     from graphrun.solve.infeasible import smallest_budget
 
     bench = Bench(name, lab, steps, full_size=full_size)
@@ -479,7 +477,7 @@ def _call_seconds(problem: Any, use: Any) -> float:
 
 
 def _warm(place: torch.device) -> None:
-    """cuBLAS takes its workspace at its first product; it is counted apart from activations."""
+    """Make cuBLAS allocate its workspace, which is counted separately from activations."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x = torch.ones(64, 64, dtype=dtype, device=place)
         x @ x

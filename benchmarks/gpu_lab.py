@@ -1,5 +1,5 @@
-"""What the GPU benchmark measures with: results that survive failures, the device's books, and
-weights made at memory's speed."""
+"""Tools of the GPU benchmark: results that survive failures, memory counters, and weights made at
+memory speed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ TILE = 2**22
 
 
 class Log:
-    """Results by section and part, written after every part. A part that fails leaves its failure's
-    text and stops nothing."""
+    """Results by section and part, written after every part. A failed part records its error
+    text."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -32,7 +32,7 @@ class Log:
 
     @contextmanager
     def part(self, name: str) -> Iterator[dict[str, Any]]:
-        """The dictionary of part ``name``, to be filled."""
+        """Provide the dictionary of part ``name``, to be filled."""
         record: dict[str, Any] = self.results.setdefault(name, {})
         start = time.perf_counter()
         try:
@@ -46,12 +46,11 @@ class Log:
         print(f"  {name}: {record['took_seconds']} s", flush=True)
 
     def save(self) -> None:
-        """Writes what there is."""
         self.path.write_text(json.dumps(self.results, indent=1) + "\n")
 
 
 class Lab:
-    """The device under test: CUDA, or the simulated accelerator in a rehearsal. ``made`` are the
+    """The device under test: CUDA, or the simulated accelerator in a rehearsal. ``made``: the
     executor's devices for it."""
 
     def __init__(self, rehearse: bool) -> None:
@@ -60,15 +59,14 @@ class Lab:
 
     @functools.cached_property
     def hardware(self) -> Any:
-        """What `graphrun.estimate` is told: the card as `graphrun calibrate` measured it, if it
-        did."""
+        """Return the hardware for `graphrun.estimate`: the card as calibrated, if it was."""
         from graphrun.cli.common import cache_folder
         from graphrun.devices import hardware_for
 
         return "sim" if self.rehearse else hardware_for(None, cache=cache_folder(is_off=False))
 
     def open(self, problem: Any) -> Any:
-        """The executor's device for ``problem``, whose books at the end of each slot go to
+        """Return the executor's device for ``problem``; memory counters per slot go to
         ``slots``."""
         from graphrun.runtime.devices.open import open_device
 
@@ -86,8 +84,8 @@ class Lab:
         return device
 
     def books(self, device: Any) -> dict[str, int]:
-        """Bytes now, and the highest allocated since the peak was reset; ``used`` is what
-        nvidia-smi shows for the whole card."""
+        """Return the bytes now, and the peak since it was reset; ``used`` is nvidia-smi's value for
+        the whole card."""
         if self.rehearse:
             return {
                 "allocated_bytes": device.allocated_bytes,
@@ -103,19 +101,19 @@ class Lab:
         }
 
     def lower_cap(self, device: Any) -> None:
-        """From now on the device gives nothing more: another program took it."""
+        """Let the device refuse all further memory, as if another program took it."""
         if self.rehearse:
             device.machine.capacity_bytes = 1
         else:
             torch.cuda.set_per_process_memory_fraction(1e-6)
 
     def lift_cap(self, device: Any) -> None:
-        """It is given back. On a card the end of the session did that."""
+        """Undo `lower_cap`. On a card the end of the session did that."""
         if self.rehearse:
             device.machine.capacity_bytes = None
 
     def settle(self, device: Any) -> None:
-        """Streams drained, caches dropped, peaks reset: what is measured next begins here."""
+        """Drain streams, drop caches and reset peaks before the next measurement."""
         device.barrier()
         if not self.rehearse:
             torch.cuda.empty_cache()
@@ -123,7 +121,7 @@ class Lab:
 
 
 def woven(component: Component, graph: Graph) -> nn.Module:
-    """``component`` on the CPU with random weights by `weave`."""
+    """Return ``component`` on the CPU with random weights by `weave`."""
     from graphrun.modules.build import draft
 
     module, _ = draft(component, graph, component.dtype)
@@ -132,10 +130,11 @@ def woven(component: Component, graph: Graph) -> nn.Module:
 
 
 def weave(module: nn.Module, seed: str) -> None:
-    """Random weights of any size in no time and no memory: every matrix is a set of windows into
-    one random tile (row i starts i steps into it), scaled as `graphrun.modules.sources` does. Rows
-    differ, and a copy of it is a plain tensor of the real size. For benchmarks; where each weight
-    should be drawn for itself, use `graphrun.modules.build.build`.
+    """Fill ``module`` with random weights of any size in almost no time and memory.
+
+    Every matrix is a set of windows into one random tile (row i starts i steps into it), scaled as
+    `graphrun.modules.sources` does. Rows differ, and a copy of it is a plain tensor of the real
+    size. Use `graphrun.modules.build.build` for independent weights.
     """
     from graphrun.modules.sources import standard_deviation
 
@@ -190,8 +189,7 @@ def _windows(
 
 @contextmanager
 def placed(modules: Mapping[str, nn.Module], place: torch.device) -> Iterator[None]:
-    """Every parameter and buffer of ``modules`` is on ``place``, a copy of its own, until the
-    context ends."""
+    """Replace all parameters and buffers of ``modules`` by copies on ``place`` meanwhile."""
     originals: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     copies: dict[int, torch.Tensor] = {}
     try:
@@ -220,8 +218,7 @@ def placed(modules: Mapping[str, nn.Module], place: torch.device) -> Iterator[No
 
 
 def fingerprint(value: Any) -> Any:
-    """What tells two results apart: a digest of every tensor's or picture's bytes, with figures
-    that show that it is no noise."""
+    """Return a digest of every tensor or picture, with figures that show it is no noise."""
     import numpy as np
 
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The card itself, each figure in a part of its own: context and workspace bytes, copies, products,
+"""Measure the card itself, each figure in a part: context and workspace bytes, copies, products,
 attention, convolution."""
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ REPEATS = 5
 
 
 def machine(log: Log) -> None:
-    """Runs every measurement. The first part makes the context, so this belongs into a process of
-    its own."""
+    """Run every measurement. The first part makes the context, so use a fresh process."""
     with log.part("context") as record:
         _context(record)
     for name, measure in (
@@ -41,7 +40,7 @@ def machine(log: Log) -> None:
 
 
 def smi_used_bytes() -> int | None:
-    """What nvidia-smi says is used on the first card; None where it says nothing."""
+    """Return the used bytes of the first card by nvidia-smi; None without an answer."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
     try:
         text = subprocess.run(
@@ -53,7 +52,7 @@ def smi_used_bytes() -> int | None:
 
 
 def _beside() -> int:
-    """Bytes used on the card that the allocator does not know of: contexts, libraries, other
+    """Return the used bytes on the card outside the allocator: contexts, libraries, other
     programs."""
     torch.cuda.synchronize()
     free_bytes, total_bytes = torch.cuda.mem_get_info()
@@ -95,7 +94,7 @@ def _context(record: dict[str, Any]) -> None:
 
 
 def _rate(copy: Callable[[], object], nbytes: int) -> float:
-    """GB/s, the best of a few."""
+    """Return GB/s, the best of a few."""
     best = 0.0
     for _ in range(REPEATS):
         torch.cuda.synchronize()

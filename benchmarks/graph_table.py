@@ -1,11 +1,11 @@
-"""docs/graphs.md: every reference graph's components in GiB, and the predicted time and peak at
-four budgets on an RTX 4090; graphs/figures.json: of these, what `graphrun list` shows.
+"""Write docs/graphs.md and graphs/figures.json, the figures of `graphrun list`.
 
-    python benchmarks/graph_table.py [NAME ...]      all graphs, or those named; the others keep
-    their lines
+    python benchmarks/graph_table.py [NAME ...]    all graphs, or the named ones; others keep their
+                                                   lines
 
-Needs no weights and no GPU. Pyramid-Flow's code is no package: its rows are made where its folder
-is on PYTHONPATH.
+Tables: every reference graph's components in GiB, and the predicted time and peak at four budgets
+on an RTX 4090. Needs no weights and no GPU. Pyramid-Flow's code is no package: its rows need its
+folder on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs" / "graphs.md"
 FIGURES = ROOT / "graphs" / "figures.json"
-# packages that have to be on Python's path
+# packages that must be on Python's path
 CODE = {"pyramid-flow": ("pyramid_dit", "video_vae", "diffusion_schedulers")}
 HARDWARE = "rtx4090"
 BUDGETS = ("8G", "12G", "16G", "24G")
@@ -109,7 +109,7 @@ MIDDLE = """
 
 
 def component_line(name: str) -> str:
-    """One row of the first table: a graph's components, largest first."""
+    """Return a row of the first table: a graph's components, largest first."""
     import graphrun
     from graphrun.modules.build import meta_module
 
@@ -123,8 +123,8 @@ def component_line(name: str) -> str:
 
 
 def figures(name: str, plan_row: str) -> dict[str, Any]:
-    """The parameters of a graph, and by its row of the second table the smallest of `BUDGETS` that
-    is enough with `RAM`, and the seconds."""
+    """Return the parameters of a graph, and the smallest sufficient one of `BUDGETS` with `RAM`.
+    The budget and its seconds come from the row of the second table."""
     import graphrun
     from graphrun.modules.build import meta_module
 
@@ -145,7 +145,6 @@ def figures(name: str, plan_row: str) -> dict[str, Any]:
 
 
 def nbytes(module: Any) -> int:
-    """Bytes of the distinct tensors of ``module``."""
     return sum(
         t.numel() * t.element_size()
         for t in {id(t): t for t in (*module.parameters(), *module.buffers())}.values()
@@ -153,7 +152,6 @@ def nbytes(module: Any) -> int:
 
 
 def plan_line(name: str) -> str:
-    """One row of the second table."""
     import graphrun
     from graphrun.profile.dry_run import probe
     from graphrun.profile.hardware import hardware
@@ -181,7 +179,7 @@ def plan_line(name: str) -> str:
 
 
 def lines_of(text: str) -> dict[str, list[str]]:
-    """The rows of both tables by graph, as they stand in the document."""
+    """Return the rows of both tables by graph, as they are in the document."""
     rows_by_name: dict[str, list[str]] = {}
     for line in text.splitlines():
         if match := re.match(r"\| ([a-z0-9-]+) \|", line):
@@ -190,7 +188,6 @@ def lines_of(text: str) -> dict[str, list[str]]:
 
 
 def document(rows: dict[str, list[str]]) -> str:
-    """The whole document from its rows."""
     names = [name for name in NAMES if name in rows]
     header = (
         " | ".join(f"{budget[:-1]} GiB" for budget in BUDGETS)
@@ -203,7 +200,7 @@ def document(rows: dict[str, list[str]]) -> str:
 
 
 def main(names: list[str]) -> None:
-    """Rewrites the rows of ``names``, of all graphs where none is named."""
+    """Rewrite the rows of ``names``; by default of all graphs."""
     rows = lines_of(TABLE.read_text()) if TABLE.is_file() else {}
     absent = [
         name

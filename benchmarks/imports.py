@@ -1,17 +1,17 @@
-"""Every pipeline class that diffusers' own tests build, imported and run at its least budget.
+"""Import every pipeline class that diffusers' own tests build, and run it at its minimum budget.
 
-python benchmarks/imports.py --tests FOLDER [CLASS ...]       an hour on one core; writes
-benchmarks/results/imports.json
+    python benchmarks/imports.py --tests FOLDER [CLASS ...]    an hour on one core; writes
+                                                               results/imports.json
 
-FOLDER: the folder `tests` of a checkout of diffusers (none of it is here). It needs requests_mock
-and parameterized. Each class is built by its test's `get_dummy_components` and called with its
-`get_dummy_inputs`. Tokenizers, processors and models that the tests take from the hub are byte
-tokenizers and random models of the installed transformers.
+FOLDER: the folder `tests` of a checkout of diffusers, which needs requests_mock and parameterized.
+Each class is built by its test's `get_dummy_components` and called with its `get_dummy_inputs`.
+Byte tokenizers and random models of the installed transformers replace the tokenizers, processors
+and models that the tests take from the hub.
 
 A row of the results: `imported` (its stages), `least_bytes`, and `equal`: whether the graph, run at
-that budget on the simulated accelerator, made what the pipeline itself makes, bit for bit; else
-`failed`, or `not_built`, where the class's own call fails here. `without`: arguments that the graph
-does not take. With CLASS the rows of these classes are written again.
+that budget on the simulated accelerator, makes the pipeline's output bit for bit; or `failed`, or
+`not_built`, if the class's own call fails here. `without`: arguments that the graph does not take.
+With CLASS only the rows of these classes are replaced.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ sys.path[:0] = [
 
 import torch  # noqa: E402
 
-# operators that a torchvision made for CUDA wants where there is none
+# operators that a torchvision made for CUDA expects, declared if there is no CUDA
 DECLARED = torch.library.Library("torchvision", "DEF")
 for operator in () if torch.cuda.is_available() else ("nms", "qnms"):
     DECLARED.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -70,7 +70,7 @@ from graphrun.sim import Machine  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "imports.json"
 SECONDS = 240  # for one class
-# What a call needs that its test leaves to diffusers, or that no planning text has the form of.
+# arguments that a call needs but its test leaves to diffusers, or that need a special text
 GIVEN: dict[str, dict[str, Any]] = {
     "AuraFlowPipeline": {"height": 32, "width": 32},
     "BriaFiboEditPipeline": {"prompt": '{"edit_instruction": "make it night"}'},
@@ -84,9 +84,11 @@ NOT_PASSED = (
     "callback_steps",
 )
 
-# -- what stands in for the hub
+# -- replacements of the hub
+#
+# words with numbers of their own in a vocabulary, by a part of the repository's name
 
-# Words with numbers of their own in a vocabulary, by a part of the repository's name.
+# words with numbers of their own in a vocabulary, by a part of the repository's name
 VISION = {
     "<|vision_start|>": 151652,
     "<|vision_end|>": 151653,
@@ -120,7 +122,7 @@ T5 = {
 
 
 def configs() -> dict[str, Callable[[], Any]]:
-    """What stands in for a model's configuration, by a part of the repository's name."""
+    """Return replacements of models' configurations, by a part of the repository's name."""
     vision = {
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -178,12 +180,12 @@ def configs() -> dict[str, Callable[[], Any]]:
 
 
 def config_of(name: str) -> Any:
-    """The configuration that stands in for the repository ``name``."""
+    """Return the replacement of the configuration in the repository ``name``."""
     return next(make for part, make in configs().items() if part in name)()
 
 
 def tokenizer(name: str, **settings: Any) -> Any:
-    """A byte tokenizer in place of the one in the repository ``name``."""
+    """Return a byte tokenizer that replaces the one in the repository ``name``."""
     words = json.loads(stand_in_words())
     extra_words = next((words for part, words in WORDS.items() if part in name.lower()), {})
     words["model"]["vocab"] |= extra_words
@@ -212,8 +214,7 @@ def tokenizer(name: str, **settings: Any) -> Any:
 
 
 def processor(kind: Any, name: str) -> Any:
-    """A processor of class ``kind``, or of the model's in the repository ``name``, with a byte
-    tokenizer."""
+    """Return a processor of ``kind``, or of the model in the repository, for byte tokens."""
     if "mistral3" in name:
         return t.PixtralProcessor(
             t.PixtralImageProcessor(),
@@ -236,8 +237,7 @@ def processor(kind: Any, name: str) -> Any:
 
 
 def instead_of_the_hub() -> None:
-    """Makes `from_pretrained` of transformers build what stands in, for whatever is no folder
-    here."""
+    """Make `from_pretrained` of transformers build replacements, except for local folders."""
 
     def patched(owner: Any, make: Callable[..., Any]) -> None:
         usual = next(
@@ -275,7 +275,7 @@ def instead_of_the_hub() -> None:
 
 
 def tested(folder: Path) -> dict[str, tuple[Any, Any]]:
-    """Each pipeline class and the test that builds it, by its name."""
+    """Return each pipeline class and the test that builds it, by its name."""
     sys.path[:0] = [str(folder.parent)]
     package = importlib.import_module(f"{folder.name}.pipelines")
     pipelines: dict[str, tuple[Any, Any]] = {}
@@ -287,7 +287,7 @@ def tested(folder: Path) -> dict[str, tuple[Any, Any]]:
         except (
             ImportError,
             AttributeError,
-        ):  # of a class that this version of diffusers does not have
+        ):  # for a class that this version of diffusers does not have
             continue
         for test in (
             test_class
@@ -317,14 +317,14 @@ def tested(folder: Path) -> dict[str, tuple[Any, Any]]:
 
 @dataclass(frozen=True)
 class Built(Saved):
-    """A case of diffusers' tests. ``left_out``: arguments that are objects of diffusers' own, which
-    no file holds, and media that the graph does not take, since the call runs without."""
+    """A case of diffusers' tests. ``left_out``: arguments that are objects of diffusers, which no
+    file can contain, and media that the graph does not take, since the call runs without them."""
 
     left_out: frozenset[str] = frozenset()
-    pictured = False  # `row` says so, by the graph's outputs
+    pictured = False  # set by `row` from the graph's outputs
 
     def less(self, names: Iterable[str]) -> Built:
-        """Without the arguments ``names``."""
+        """Return the case without the arguments ``names``."""
         left_out = self.left_out.union(names)
         return replace(
             self,
@@ -334,8 +334,8 @@ class Built(Saved):
 
     @property
     def sets(self) -> dict[str, Any]:
-        """As of a case of this repository's; a text too, where no planning text has the form of
-        it."""
+        """Return the values to set, as for this repository's cases; also a text in a special
+        form."""
         texts = {key: value for key, value in GIVEN.get(self.name, {}).items() if key == "prompt"}
         return (
             super().sets
@@ -349,7 +349,7 @@ class Built(Saved):
 
 
 def built(name: str, kind: Any, test: Any, folder: Path) -> Built:
-    """The pipeline of ``test``, saved in ``folder``, and the arguments of its call."""
+    """Save the pipeline of ``test`` in ``folder``; return it with the arguments of its call."""
     case = test.__new__(test)
     torch.manual_seed(0)
     parts = case.get_dummy_components()
@@ -377,8 +377,8 @@ def built(name: str, kind: Any, test: Any, folder: Path) -> Built:
 
 
 def imported(source: Built, folder: Path) -> tuple[Graph, Any]:
-    """The graph of the saved pipeline. With a component of the tests' own, it is that of the live
-    pipeline, and its modules."""
+    """Return the graph of the saved pipeline, and its modules; with a component that only the tests
+    define, of the live pipeline."""
     if all(
         type(part).__module__.startswith(("diffusers", "transformers"))
         for part in source.pipe.components.values()
@@ -394,7 +394,7 @@ def listed(value: Any) -> Any:
 
 
 def strange(value: Any) -> bool:
-    """Whether ``value`` is neither plain data nor a picture or an array."""
+    """Return whether ``value`` is neither plain data nor a picture or an array."""
     if isinstance(value, (list, dict)):
         return any(strange(item) for item in (value.values() if isinstance(value, dict) else value))
     return not (
@@ -405,7 +405,7 @@ def strange(value: Any) -> bool:
 
 
 def row(name: str, kind: Any, test: Any) -> dict[str, Any]:
-    """What is seen of the class ``name``."""
+    """Return the row of results of the class ``name``."""
     result: dict[str, Any] = {"class": name}
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -452,7 +452,7 @@ def line(error: Exception) -> str:
 
 
 def bounded(name: str, kind: Any, test: Any) -> dict[str, Any]:
-    """`row` in a process of its own, ended after `SECONDS`."""
+    """Run `row` in a process of its own, ended after `SECONDS`."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
 
     def child() -> None:

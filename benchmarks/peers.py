@@ -1,18 +1,18 @@
-"""graphrun beside what people use today, on one instrument: one process per cell, the same seed,
-precision and cap.
+"""Compare graphrun with other tools on one instrument: equal seed, precision and cap.
 
-python benchmarks/peers.py                         every model and tool on the simulated
-accelerator; writes results/peers-sim.json python benchmarks/peers.py --device cuda           the
-same at full size, with random weights, on a card python benchmarks/peers.py --models flux --tools
-graphrun,"diffusers model offload" --steps 2 python benchmarks/peers_report.py
-results/peers-sim.json      tables (Markdown) and plots (PNG) from the results
+    python benchmarks/peers.py                    every model and tool on the simulated accelerator;
+                                                  writes results/peers-sim.json
+    python benchmarks/peers.py --device cuda      the same at full size, with random weights, on a
+                                                  card
+    python benchmarks/peers.py --models flux --tools graphrun,"diffusers model offload" --steps 2
+    python benchmarks/peers_report.py results/peers-sim.json    tables (Markdown) and plots (PNG)
 
-Peers that are not diffusers' own are installed beside graphrun, in an environment of one's own; one
-that is missing is reported:
+Each cell is a process. Other tools than diffusers' are installed next to graphrun, in an
+environment of their own; a missing one is reported:
 
     python -m venv peers && peers/bin/pip install -e . diffusers-mm mmgp
 
-benchmarks/README.md says what is measured, how, and what this cannot show.
+benchmarks/README.md describes the measurements and their limits.
 """
 
 from __future__ import annotations
@@ -49,19 +49,18 @@ from peers_tools import OWN, TOOLS  # noqa: E402
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "diffusers-mm", "mmgp", "highspy")
 SHARES = (0.0, 0.125, 0.25, 0.5, 0.75)
-"""Caps between the least that any peer takes and what everything resident needs. That is added, and
-so is graphrun's smallest: what graphrun learns moves no cell of a peer's."""
+"""Caps between the minimum of any peer and the needs of everything resident. The latter and
+graphrun's minimum are added. So progress of graphrun moves no cell of a peer."""
 
 TIGHT = 0.6
 """The tight RAM budget, as a share of all weights."""
 
 REFERENCES = ("diffusers resident", "diffusers model offload", "diffusers sequential offload")
-"""The first of these that finishes without a cap says what the output is; on sim that is always the
+"""The first of these that finishes without a cap provides the reference output; on sim always the
 first."""
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -123,7 +122,7 @@ class Bench:
         self._context: Any = multiprocessing.get_context("fork" if self.forks else "spawn")
 
     def cell(self, model: str, tool: str, kind: str = "run", **settings: Any) -> dict[str, Any]:
-        """One cell in a process of its own. A process that dies or hangs is a result too."""
+        """Run one cell in a process of its own. A process that dies or hangs is a result too."""
         model_facts = self.results["models"].get(model, {})
         request = _asked(model, tool, kind, settings) | {
             "device": self.options.device,
@@ -168,8 +167,8 @@ class Bench:
         }
 
     def facts(self, model: str, *, encodes: bool = True) -> dict[str, Any]:
-        """What the grid is made from: a run without a cap and its outputs, and, if it ``encodes``,
-        those of its encoders alone."""
+        """Return the base of the grid: a run without a cap and its outputs, and, if the model
+        ``encodes``, the outputs of its encoders alone."""
         model_subject = subject(model, self.options.device, self.options.steps)
         plain: dict[str, Any] = {"status": "", "message": "", "runs": []}
         for tool in REFERENCES:
@@ -194,8 +193,8 @@ class Bench:
         }
 
     def ample(self, model_subject: Any) -> Any:
-        """graphrun's problem without limits. Where cells are forked, this process may not open the
-        card."""
+        """Return graphrun's problem without limits. If cells are forked, this process may not open
+        the card."""
         import graphrun
 
         hardware = hardware_for(model_subject.model, self.options.device)
@@ -211,7 +210,7 @@ class Bench:
         )
 
     def model(self, name: str) -> None:
-        """All cells of one model: without a cap, the grid, encoding alone, tight RAM."""
+        """Run all cells of one model: without a cap, the grid, encoding alone, tight RAM."""
         from graphrun.solve.infeasible import smallest_budget
 
         path = graph_file(name, self.options.device)
@@ -220,8 +219,8 @@ class Bench:
             return
         model_subject = subject(name, self.options.device, self.options.steps)
         if self.options.device == "sim":
-            model_subject.pipeline()  # forked cells share its modules and what it imports
-            gc.freeze()  # nor need their collectors look at all that
+            model_subject.pipeline()  # forked cells share its modules and imports
+            gc.freeze()  # and their garbage collectors must not write to them
         old_facts = self.results["models"].get(name, {})
         facts = old_facts if "outputs" in old_facts else self.facts(name)
         self.results["models"][name] = facts
@@ -246,9 +245,7 @@ class Bench:
             self.many([(name, c["tool"], "encode", {}) for c in runnable])
         facts["tight_ram_bytes"] = ram = int(TIGHT * facts["weight_bytes"])
         tight = [tool for tool in self.tools if tool in OWN or TOOLS[tool].for_ram]
-        self.folder = model_subject.stored(
-            Path(self.cache)
-        )  # the weights in files, as a user's are
+        self.folder = model_subject.stored(Path(self.cache))  # the weights in files, like a user's
         ram_caps = [
             between(facts["peers_least_bytes"], facts["resident_peak_bytes"], 0.5),
             facts["resident_peak_bytes"],
@@ -263,8 +260,8 @@ class Bench:
         gc.unfreeze()
 
     def caps(self, facts: dict[str, Any]) -> list[int]:
-        """From the least that a peer needs to what all resident needs, in multiples of 512 bytes,
-        and graphrun's smallest."""
+        """Return the caps from the minimum of any peer to everything resident. They are multiples
+        of 512 bytes. graphrun's minimum is added."""
         if self.options.caps:
             from graphrun.units import parse_size
 
@@ -276,11 +273,10 @@ class Bench:
         return sorted({between(low, high, share) for share in SHARES} | {high} | graphrun_caps)
 
     def caps_of(self, uncapped: dict[str, Any], caps: list[int]) -> list[int]:
-        """Those of ``caps`` at which a tool has to be run: all, but for one that does not look at
-        the cap the two around its peak.
+        """Return the ``caps`` at which a tool must run: all, or the two around its peak.
 
-        Above its peak such a tool does the same as without a cap, below it it does not finish; the
-        two show that this is so.
+        Two are enough if it ignores the cap: above its peak such a tool does the same as without a
+        cap, below it it does not finish, and the two show this.
         """
         tool = uncapped["tool"]
         if (
@@ -293,8 +289,8 @@ class Bench:
         return [cap for cap in caps if cap < peak][-1:] + [cap for cap in caps if cap >= peak][:1]
 
     def many(self, cells: list[tuple[str, str, str, dict[str, Any]]]) -> list[dict[str, Any]]:
-        """Results of ``cells``, in order; kept and written as they come. Those of an earlier
-        command are not run again."""
+        """Return results of ``cells``, in order, writing each at once. Results of an earlier
+        command are reused."""
         cells_by_key = {_key(c): c for c in self.results["cells"]}
         results = [
             cells_by_key[key]
@@ -317,13 +313,12 @@ class Bench:
         return results
 
     def write(self) -> None:
-        """What there is so far."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.results, indent=1) + "\n")
 
 
 def between(low: int, high: int, share: float) -> int:
-    """In multiples of 512 bytes, as memory is allocated."""
+    """Return a multiple of 512 bytes, as memory is allocated."""
     return low + int(share * (high - low)) // 512 * 512
 
 
@@ -342,8 +337,8 @@ def _key(cell: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _same(output: list[str], reference: list[str], kind: str) -> bool:
-    """Bit for bit. Of the embeddings a graph keeps those that the pipeline's call takes back, so
-    not all need be there."""
+    """Return whether outputs are equal bit for bit. A graph returns only those embeddings that the
+    pipeline's call takes back, so some may be missing."""
     return output == reference if kind == "run" else bool(output) and set(output) <= set(reference)
 
 
@@ -364,7 +359,7 @@ def _line(cell: dict[str, Any]) -> str:
 
 
 def about(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Date, machine, versions, and what the cells have in common."""
+    """Return date, machine, versions, and what all cells share."""
     import torch
 
     facts: dict[str, Any] = {
@@ -399,7 +394,6 @@ def _versions() -> Iterator[tuple[str, str | None]]:
 
 
 def main() -> None:
-    """Runs what was asked for, and says where the results are."""
     import torch
 
     arguments = options()

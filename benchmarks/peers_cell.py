@@ -1,11 +1,11 @@
-"""One cell of the side-by-side runs: one tool, one model, one cap, in a process of its own. Returns
-plain data.
+"""One cell of the comparison with other tools: one tool, model and cap, in a process of its own.
 
-    weights in host memory -> tool put on the pipeline -> run 1 -> run 2       the device's books
-    before, between and after
+    weights in host memory -> tool applied to the pipeline -> run 1 -> run 2
+                              memory counters before, between and after
 
 Every tool gets the same weights (random, from the graph's seeds), inputs, seed and precision. What
-a tool does when it is put on a pipeline (moving everything to the device, say) belongs to run 1.
+a tool does when it is applied to a pipeline (moving everything to the device, say) belongs to run
+1. The result is plain data.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GRAPHS = {
     "wan": ("wan-tiny", "wan-14b"),
     "wan22": ("wan22-t2v-tiny", "wan22-t2v"),
 }
-"""Model -> its graph tiny, for sim, and at full size, for CUDA."""
+"""Model -> its tiny graph, for sim, and its full-size one, for CUDA."""
 
 PAGES = {
     "flux": 3.27e-4,
@@ -48,25 +48,24 @@ PAGES = {
     "wan": 2.78e-4,
     "wan22": 3.12e-4,
 }
-"""Model -> weights of its small graph over those of the full one (of the components that both have,
-by `graphrun estimate`): the size of sim's pages over that of a card's."""
+"""Model -> weights of its small graph over those of the full one: the ratio of their pages.
+Components that both have, by `graphrun estimate`; sim's pages over a card's."""
 
 NAMES = {"steps": "num_inference_steps", "frames": "num_frames"}
 SEED = 3
 
 
 def graph_file(model: str, device: str) -> Path:
-    """The graph of ``model`` that ``device`` runs."""
     return ROOT / "graphs" / f"{GRAPHS[model][device != 'sim']}.yaml"
 
 
 def hardware_for(model: str, device: str) -> str | None:
-    """What graphrun plans for: ``sim``, counting in pages; None: the card."""
+    """Return the hardware that graphrun plans for: ``sim`` with pages; None: the card."""
     return f"sim:pages={PAGES[model]:g}" if device == "sim" else None
 
 
 class Subject:
-    """A model: its graph, inputs, weights, and the pipeline over them."""
+    """A model: its graph, inputs and weights, and the pipeline with them."""
 
     def __init__(self, model: str, device: str, steps: int) -> None:
         import graphrun
@@ -85,7 +84,7 @@ class Subject:
 
     @functools.cached_property
     def modules(self) -> dict[str, Any]:
-        """Built in host memory."""
+        """The modules, built in host memory."""
         from graphrun.modules.build import build
 
         make = build
@@ -96,13 +95,13 @@ class Subject:
         modules = {
             name: make(component, self.graph) for name, component in self.graph.components.items()
         }
-        if self.full_size:  # memory of their own, as weights that were loaded have
+        if self.full_size:  # in memory of their own, like loaded weights
             for tensor in {id(p): p for m in modules.values() for p in m.parameters()}.values():
                 tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
         return modules
 
     def stored(self, cache: Path) -> Path:
-        """The folder with every component as a checkpoint has it; written once."""
+        """Return the folder with every component as a checkpoint, writing it once."""
         folder = cache / "weights" / self.graph.name
         for name, module in self.modules.items():
             if not (folder / name).exists():
@@ -110,8 +109,8 @@ class Subject:
         return folder
 
     def read(self, folder: Path) -> None:
-        """From now on the weights are those in ``folder``, read as the libraries read them, and the
-        graph's source is there."""
+        """Use the weights in ``folder`` from now on, read as the libraries read them; it becomes
+        the graph's source."""
         from dataclasses import replace
 
         names = {"diffusers": "torch_dtype", "transformers": "dtype"}
@@ -125,11 +124,11 @@ class Subject:
 
     @functools.cached_property
     def encodes_only(self) -> bool:
-        """Whether the graph ends with the embeddings."""
         return all(stage.op == "encode_prompt" for stage in self.graph.stages)
 
     def pipeline(self) -> Any:
-        """diffusers' pipeline as its users make it; what the graph does not have is None."""
+        """Return diffusers' pipeline as its users make it; members missing in the graph are
+        None."""
         from graphrun.modules.build import build_part, resolve_class
 
         kind = resolve_class(self.graph.pipeline, self.graph.trust)
@@ -148,7 +147,7 @@ class Subject:
         return pipeline
 
     def call(self, pipeline: Any) -> Any:
-        """What the pipeline makes, as its users call it."""
+        """Return the output of the pipeline, called as its users do."""
         from graphrun.modules.build import resolve_class
 
         if self.encodes_only:
@@ -164,7 +163,7 @@ class Subject:
         return pipeline(generator=generator, output_type="np", return_dict=False, **arguments)[0]
 
     def encode(self, pipeline: Any) -> Any:
-        """What its ``encode_prompt`` makes, guided where it can be."""
+        """Return the output of its ``encode_prompt``, with guidance if possible."""
         parameters = inspect.signature(pipeline.encode_prompt).parameters
         arguments = {
             "do_classifier_free_guidance": True,
@@ -182,8 +181,7 @@ class Subject:
 
 
 def _unrounded(graph: Any) -> Any:
-    """``graph`` whose pictures come as floating point numbers, so that equal means equal to the
-    last bit."""
+    """Return ``graph`` with pictures as floating-point numbers, to compare to the last bit."""
     from dataclasses import replace
 
     stages = [
@@ -195,12 +193,12 @@ def _unrounded(graph: Any) -> Any:
 
 @functools.cache
 def subject(model: str, device: str, steps: int) -> Subject:
-    """Of this process; made before cells are forked, its weights are shared."""
+    """Return this process's subject; made before cells are forked, its weights are shared."""
     return Subject(model, device, steps)
 
 
 def fingerprint(value: Any) -> list[str]:
-    """Digests of every tensor's and array's bytes, in order."""
+    """Return digests of every tensor's and array's bytes, in order."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
@@ -214,11 +212,8 @@ def fingerprint(value: Any) -> list[str]:
 
 
 def host_bytes(modules: Mapping[str, Any]) -> dict[str, int]:
-    """Bytes of tensors in host memory now, ``modules``' own among them, and of those what is
-    pinned.
-
-    What stands for a simulated device's memory is not counted.
-    """
+    """Return the bytes of all tensors in host memory, and of pinned ones. ``modules``: included.
+    Memory that represents a simulated device is not counted."""
     tensors = [
         item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter)
     ]
@@ -244,7 +239,7 @@ def host_bytes(modules: Mapping[str, Any]) -> dict[str, int]:
 
 
 class Books:
-    """Notes what a tool's runs take of ``instrument``; entries of ``runs`` are complete runs."""
+    """Records the use of ``instrument`` by a tool's runs; entries of ``runs`` are complete runs."""
 
     def __init__(self, instrument: Instrument) -> None:
         self.instrument = instrument
@@ -255,7 +250,7 @@ class Books:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """One run: seconds, peak, bytes moved and left."""
+        """Record one run: seconds, peak, bytes moved and left."""
         gc.collect()
         self.instrument.reset_peak()
         moved_bytes, start, start_bytes = (
@@ -286,7 +281,7 @@ class Books:
 def _peer(
     books: Books, model_subject: Subject, request: Mapping[str, Any], encode: bool
 ) -> dict[str, Any]:
-    """A tool on diffusers' pipeline."""
+    """Run a tool on diffusers' pipeline."""
     tool = TOOLS[request["tool"]]
     versions = tool.versions()
     pipeline = model_subject.pipeline()
@@ -309,11 +304,10 @@ def _peer(
 def _graphrun(
     books: Books, model_subject: Subject, request: Mapping[str, Any], encode: bool
 ) -> dict[str, Any]:
-    """The same graph, planned for the cap and the RAM, and run twice. The executor opens the
-    device.
+    """Run the same graph twice, planned for the cap and the RAM. The executor opens the device.
 
-    Weights are in host memory, as the peers' are, but where RAM is tight: there graphrun reads
-    their files as its plan says.
+    Weights are in host memory, as the peers' are. With tight RAM graphrun reads their files by its
+    plan.
     """
     import graphrun
     from graphrun.model.choices import apply_choices
@@ -372,7 +366,7 @@ def _graphrun(
 def _attached(
     books: Books, model_subject: Subject, request: Mapping[str, Any], encode: bool
 ) -> dict[str, Any]:
-    """diffusers' pipeline after `graphrun.attach`, within the cap."""
+    """Run diffusers' pipeline after `graphrun.attach`, within the cap."""
     import graphrun
 
     pipeline = model_subject.pipeline()
@@ -387,7 +381,8 @@ def _attached(
 
 
 def _problem(model_subject: Subject, graph: Any, request: Mapping[str, Any], device: str) -> Any:
-    """What graphrun plans: the cap is of tensors, and on a card a budget holds the context too."""
+    """Return graphrun's problem: the cap is for tensors, and on a card a budget includes the
+    context."""
     import graphrun
 
     cap = request["cap_bytes"]
@@ -414,16 +409,15 @@ def _context_bytes(device: str) -> int:
 
 
 def cell(request: Mapping[str, Any]) -> dict[str, Any]:
-    """What came of the cell ``request``: model, tool, kind ("run", "encode"), device, steps,
-    cap_bytes, ram_bytes, activation_bytes, folder (of weights, where they are to be read from
-    files).
+    """Return the result of the cell ``request`` as plain data.
 
-    ``status``: finished, oom, refused (before anything was loaded), unavailable, failed. ``runs``
-    has one entry per complete run.
+    ``request``: model, tool, kind ("run", "encode"), device, steps, cap_bytes, ram_bytes,
+    activation_bytes, folder (of weights to read from files). ``status``: finished, oom, refused
+    (before anything was loaded), unavailable, failed. ``runs``: one entry per complete run.
     """
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    # on the simulated accelerator cells run beside each other
+    # on the simulated accelerator cells run in parallel
     torch.set_num_threads(1 if request["device"] == "sim" else os.cpu_count() or 1)
     device_instrument = instrument(
         request["device"], request["cap_bytes"], hardware_for(request["model"], request["device"])
@@ -471,7 +465,7 @@ def _first_lines(error: Exception) -> str:
 
 
 def process(request: Mapping[str, Any], sender: Any) -> None:
-    """`cell` in a process of its own; the result goes through ``sender``."""
+    """Run `cell` in a process of its own; send the result through ``sender``."""
     os.environ["OMP_NUM_THREADS"] = "1"
     sender.send(cell(request))
     sender.close()

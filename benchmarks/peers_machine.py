@@ -1,13 +1,13 @@
-"""The instrument of the side-by-side runs: one device with a cap, its books, its clock. The same
-for graphrun and for its peers.
+"""The instrument of the comparison: one capped device with memory counters and a clock.
 
-    sim    graphrun's simulated accelerator: every storage counted, an allocation past the cap
-    refused, copies and FLOPs charged to
-           a virtual clock with a compute and a copy timeline
-    cuda   the caching allocator under a cap of its own, PyTorch's statistics, wall seconds of a
-    device that was waited for
+It is the same for graphrun and other tools.
 
-It knows neither tools nor models. What each cannot show is in benchmarks/README.md.
+    sim    graphrun's simulated accelerator: every storage counted, an allocation above the cap
+           refused, copies and FLOPs charged to a virtual clock with a compute and a copy timeline
+    cuda   the caching allocator with its own cap, PyTorch's statistics, wall seconds after
+           synchronizing
+
+benchmarks/README.md describes the limits of each.
 """
 
 from __future__ import annotations
@@ -22,40 +22,38 @@ import torch
 
 
 class Instrument(Protocol):
-    """A capped device with books. Sizes in bytes, times in seconds."""
+    """A capped device with memory counters. Sizes in bytes, times in seconds."""
 
     name: str
     device: torch.device
 
     def open(self) -> AbstractContextManager[None]:
-        """The device stands, capped, while the context does."""
+        """Provide the capped device within the context."""
 
     def executor(self) -> Any:
-        """The same device as graphrun's executor sees it."""
+        """Return the same device for graphrun's executor."""
 
     def seconds(self) -> float:
-        """The clock, once all that was issued is done."""
+        """Return the clock, once all issued work is done."""
 
     def allocated_bytes(self) -> int:
-        """Of tensors that live now."""
+        """Return the bytes of live tensors."""
 
     def peak_bytes(self) -> int:
-        """Most allocated since `reset_peak`."""
+        """Return the most allocated bytes since `reset_peak`."""
 
     def reserved_peak_bytes(self) -> int | None:
-        """Most held by the caching allocator since `reset_peak`; None where there is none."""
+        """Return the most bytes of the caching allocator since `reset_peak`; None without one."""
 
     def reset_peak(self) -> None:
-        """The peak starts again from what is allocated now."""
+        """Restart the peak at the bytes allocated now."""
 
     def moved(self) -> dict[str, int]:
-        """Bytes copied ``in`` and ``out``, and ``read`` from disk, so far, as far as they can be
-        counted."""
+        """Return the countable bytes copied ``in`` and ``out``, and ``read`` from disk."""
 
 
 class Sim:
-    """The simulated accelerator ``hardware_name`` (``sim``, ``sim:pages=FACTOR``) with
-    ``cap_bytes``, and the rates of its plans."""
+    """The simulated accelerator ``hardware_name``, with ``cap_bytes`` and its plans' rates."""
 
     name = "sim"
 
@@ -71,7 +69,7 @@ class Sim:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """The machine is active; modules can be moved to it by what moves them to a card."""
+        """Activate the machine; modules can be moved to it as to a card."""
         previous = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
@@ -81,8 +79,8 @@ class Sim:
             torch.__future__.set_swap_module_params_on_conversion(previous)
 
     def executor(self) -> Any:
-        """The machine behind the executor's protocol. The executor starts the peak again for each
-        slot: the highest is kept here."""
+        """Return the machine for the executor, which resets the peak in each slot: the highest is
+        stored."""
         from graphrun.runtime.devices.simulated import SimulatedDevice
 
         noting = self
@@ -95,30 +93,26 @@ class Sim:
         return Noted(self.machine)
 
     def seconds(self) -> float:
-        """The later of the two timelines."""
         self.machine.synchronize()
         return self.machine.seconds()
 
     def allocated_bytes(self) -> int:
-        """Storages that live, each rounded up to 512."""
         return self.machine.allocated_bytes
 
     def peak_bytes(self) -> int:
-        """Since `reset_peak`."""
         return max(self._highest_bytes, self.machine.peak_bytes)
 
     def reserved_peak_bytes(self) -> int | None:
-        """None: where memory counts in pages, `peak_bytes` does."""
+        """Return None: if memory counts in pages, `peak_bytes` does."""
         return None
 
     def reset_peak(self) -> None:
-        """Starts again."""
         self._highest_bytes = 0
         self.machine.reset_peak()
 
     def moved(self) -> dict[str, int]:
-        """Every copy between host and device, whoever made it, and what graphrun read from disk:
-        others' reads go unseen."""
+        """Return every copy between host and device, by anyone, and graphrun's reads from disk;
+        reads of others are not seen."""
         return {
             "in": self.machine.bytes_in,
             "out": self.machine.bytes_out,
@@ -127,8 +121,8 @@ class Sim:
 
 
 class Cuda:
-    """The first CUDA device, whose caching allocator may hold ``cap_bytes`` at most (None: all
-    there is)."""
+    """The first CUDA device, with a cap of ``cap_bytes`` on its caching allocator (None: no
+    cap)."""
 
     name = "cuda"
 
@@ -139,7 +133,6 @@ class Cuda:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """The allocator is capped; leaving lifts the cap."""
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(
             1.0 if self._cap_bytes is None else min(1.0, self._cap_bytes / total), 0
@@ -150,8 +143,8 @@ class Cuda:
             torch.cuda.set_per_process_memory_fraction(1.0, 0)
 
     def executor(self) -> Any:
-        """The device behind the executor's protocol. The executor starts the peak again for each
-        slot: the highest is kept here."""
+        """Return the device for the executor, which resets the peak in each slot: the highest is
+        stored."""
         from graphrun.profile.hardware import detect_card
         from graphrun.runtime.devices.cuda import CudaDevice
 
@@ -165,20 +158,17 @@ class Cuda:
         return Noted(workspace_bytes=0 if card is None else card.workspace_bytes)
 
     def seconds(self) -> float:
-        """Wall seconds, once the device has done what was issued."""
         torch.cuda.synchronize(0)
         return time.perf_counter()
 
     def allocated_bytes(self) -> int:
-        """Live blocks of the caching allocator."""
         return torch.cuda.memory_allocated(0)
 
     def peak_bytes(self) -> int:
-        """Most allocated."""
         return self._peaks()[0]
 
     def reserved_peak_bytes(self) -> int | None:
-        """Most reserved: what the card had to hold, without the context."""
+        """Return the most reserved bytes: the card's use without the context."""
         return self._peaks()[1]
 
     def _peaks(self) -> tuple[int, int]:
@@ -188,25 +178,24 @@ class Cuda:
         )
 
     def reset_peak(self) -> None:
-        """Starts again, with nothing cached."""
+        """Restart the peak, with an empty cache."""
         self._highest = (0, 0)
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(0)
 
     def moved(self) -> dict[str, int]:
-        """Nothing: PyTorch counts no copies, and a profiler would change what it measures."""
+        """Return nothing: PyTorch counts no copies, and a profiler would change the measurement."""
         return {}
 
 
 @contextmanager
 def data_moves() -> Iterator[None]:
-    """``parameter.data = tensor_on_sim`` works, as it does between CPU and CUDA, which diffusers'
-    group offloading does.
+    """Allow ``parameter.data = tensor_on_sim``, as between CPU and CUDA, for group offloading.
 
-    PyTorch refuses it where one side is a tensor subclass, as sim's are. Here the two tensors are
+    PyTorch refuses it if one side is a tensor subclass, as sim's are. Here the two tensors are
     swapped instead, as PyTorch itself does for subclasses in ``Module.to``: the same objects, the
-    same bytes, no copy but the one that made ``value``.
+    same bytes, no further copy.
     """
     from graphrun.sim.tensor import SimTensor
 
@@ -236,8 +225,8 @@ def data_moves() -> Iterator[None]:
 
 @contextmanager
 def pinning(machine: Any) -> Iterator[None]:
-    """``tensor.pin_memory()`` is a copy in host memory that ``machine`` takes as page-locked:
-    without a card PyTorch has nothing to pin with."""
+    """Make ``tensor.pin_memory()`` a copy in host memory that ``machine`` counts as page-locked.
+    Without a card PyTorch cannot pin."""
     from graphrun.sim.tensor import page_locked
 
     pin, pinned = torch.Tensor.pin_memory, torch.Tensor.is_pinned
@@ -261,8 +250,8 @@ def pinning(machine: Any) -> Iterator[None]:
 
 @contextmanager
 def reading_files() -> Iterator[None]:
-    """``safetensors.torch.load_file(path, device="sim")`` reads to the host and copies: safetensors
-    has its own list of devices."""
+    """Make ``safetensors.torch.load_file(path, device="sim")`` read to the host and copy:
+    safetensors has its own list of devices."""
     import safetensors.torch
 
     files: Any = safetensors.torch
@@ -283,5 +272,5 @@ def reading_files() -> Iterator[None]:
 
 
 def instrument(name: str, cap_bytes: int | None, hardware: str | None) -> Instrument:
-    """``sim`` or ``cuda``, capped. ``hardware``: the name of the simulated accelerator."""
+    """Return ``sim`` or ``cuda``, capped. ``hardware``: the name of the simulated accelerator."""
     return Sim(cap_bytes, hardware or name) if name == "sim" else Cuda(cap_bytes)

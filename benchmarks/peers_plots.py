@@ -1,4 +1,4 @@
-"""Lines with a legend as a picture. Knows nothing of what the lines mean."""
+"""Plot lines with a legend."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def plot(
     y_label: str,
     first: str,
 ) -> Figure:
-    """``lines`` by name, each a list of (x, y), both axes from 0. The line called ``first`` is
-    drawn last, black and wide."""
+    """Plot ``lines``, each a list of (x, y), both axes from 0. The line called ``first`` is drawn
+    last, black and wide."""
     figure = Figure(figsize=INCHES, dpi=DOTS, layout="constrained")
     axes = figure.add_subplot(title=title, xlabel=x_label, ylabel=y_label)
     order = sorted(

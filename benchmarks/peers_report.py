@@ -1,11 +1,10 @@
-"""Renders the results of peers.py: tables as Markdown, time against budget and peak against cap as
-pictures (SVG).
+"""Write tables (Markdown) and plots (time against budget, peak against cap) of peers.py's results.
 
-python benchmarks/peers_report.py [results/peers-sim.json]      writes peers-sim.md and
-peers-sim-*.png beside it
+    python benchmarks/peers_report.py [results/peers-sim.json]    writes peers-sim.md and
+                                                                  peers-sim-*.png next to it
 
-It computes nothing but ratios. A cell that was not run, because its tool does not look at the cap,
-shows what the tool did without.
+Only ratios are computed. A cell that was not run, because its tool ignores the cap, shows the
+tool's results without a cap.
 """
 
 from __future__ import annotations
@@ -23,34 +22,32 @@ HERE = Path(__file__).resolve().parent
 GRAPHRUN, SESSION = "graphrun", "graphrun, session of 2"
 OWN = (GRAPHRUN, SESSION)
 SLACK = 1.0005
-"""A ratio above this is behind: figures are shown with three digits."""
+"""A ratio above this counts as slower: figures are shown with three digits."""
 
 Cell = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What a results file holds, by model and tool."""
+    """The content of a results file, by model and tool."""
 
     data: dict[str, Any]
 
     @property
     def models(self) -> list[str]:
-        """Those that were run."""
         return [name for name, facts in self.data["models"].items() if "caps" in facts]
 
     def facts(self, model: str) -> dict[str, Any]:
-        """Caps, weights, peaks."""
         return dict(self.data["models"][model])
 
     def tools(self) -> list[str]:
-        """In the order of the cells, graphrun last."""
+        """The tools in the order of the cells, graphrun last."""
         return sorted(
             dict.fromkeys(c["tool"] for c in self.data["cells"]), key=lambda name: name in OWN
         )
 
     def cells(self, model: str, kind: str, tight: bool = False) -> list[Cell]:
-        """Of ``model``; with tight RAM or without a limit of it."""
+        """Return the cells of ``model``, with tight RAM or without a RAM limit."""
         return [
             c
             for c in self.data["cells"]
@@ -58,8 +55,8 @@ class Results:
         ]
 
     def at(self, model: str, tool: str, cap: int | None) -> Cell | None:
-        """The tool's cell at ``cap``: as it was run, or as the nearest that was run says it is.
-        None where there is none."""
+        """Return the tool's cell at ``cap``, as run or as implied by the nearest run; None if
+        unknown."""
         cells_by_cap = {c["cap_bytes"]: c for c in self.cells(model, "run") if c["tool"] == tool}
         if cap in cells_by_cap or cap is None or None not in cells_by_cap or tool in OWN:
             return cells_by_cap.get(cap)
@@ -77,8 +74,7 @@ class Results:
         }
 
     def smallest(self, model: str, tool: str) -> tuple[int, bool] | None:
-        """The least cap the tool finished with, and whether that is exact (else it is the least of
-        the grid)."""
+        """Return the smallest cap with which the tool finished, and whether that is exact."""
         if tool in OWN:
             minimum = self.facts(model)["graphrun_smallest_bytes"]
             cell = self.at(model, tool, minimum)
@@ -93,46 +89,45 @@ class Results:
 
 
 def good(cell: Cell) -> bool:
-    """Whether both runs finished with the right output."""
+    """Return whether both runs finished with the right output."""
     return cell["status"] == "finished" and cell.get("equal") is not False
 
 
 def peak(cell: Cell) -> int:
-    """The most it took in any of its runs: what the cap counts."""
+    """Return the most bytes of all its runs, as the cap counts."""
     return max(int(run.get("reserved_peak_bytes", run["peak_bytes"])) for run in cell["runs"])
 
 
 def first(cell: Cell) -> float:
-    """Seconds of run 1."""
+    """Return the seconds of run 1."""
     return float(cell["runs"][0]["seconds"])
 
 
 def second(cell: Cell) -> float:
-    """Seconds of run 2."""
+    """Return the seconds of run 2."""
     return float(cell["runs"][1]["seconds"])
 
 
 ALIKE = ((GRAPHRUN, "run 1", first), (SESSION, "run 2", second))
-"""One run, planned as one, beside a peer's first; of many, one that finds what the last left, as a
-peer's second does."""
+"""One run, planned as one, against a peer's first; a later run of a session, against a peer's
+second."""
 UNLIKE = ((GRAPHRUN, "run 2", second), (SESSION, "run 1", first))
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Markdown, the first row being the head."""
+    """Return a Markdown table; the first row is the head."""
     head, *rest = rows
     lines = [head, ["---", *("---:" for _ in head[1:])], *rest]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def mib(nbytes: float) -> str:
-    """With two decimals."""
     return f"{nbytes / 2**20:.2f}"
 
 
 def smallest_table(results: Results) -> str:
-    """A row per tool, a column per model: the least cap it finishes with. The least of a column is
-    bold."""
+    """Return a row per tool and a column per model with the smallest cap that it finishes with; the
+    minimum of a column is bold."""
     smallest_caps = {
         (model, tool): results.smallest(model, tool)
         for model in results.models
@@ -169,14 +164,14 @@ def _shown(cell: Cell | None, seconds: Callable[[Cell], float]) -> str:
 def best(
     results: Results, model: str, cap: int, seconds: Callable[[Cell], float]
 ) -> tuple[float, str] | None:
-    """The fastest peer that finishes."""
+    """Return the fastest peer that finishes."""
     cells = [results.at(model, tool, cap) for tool in results.tools() if tool not in OWN]
     return min(((seconds(c), c["tool"]) for c in cells if c is not None and good(c)), default=None)
 
 
 def time_table(results: Results, model: str, seconds: Callable[[Cell], float]) -> str:
-    """A row per tool, a column per cap, virtual milliseconds; below, graphrun's time over the best
-    peer's."""
+    """Return a row per tool and a column per cap in virtual milliseconds; below, graphrun's time
+    over the best peer's."""
     caps = results.facts(model)["caps"]
     rows = [["tool", *(f"{mib(cap)} MiB" for cap in caps)]]
     for tool in results.tools():
@@ -207,8 +202,8 @@ def _ratios(results: Results, model: str, tool: str, seconds: Callable[[Cell], f
 def behind(
     results: Results, pairs: Sequence[tuple[str, str, Callable[[Cell], float]]]
 ) -> list[str]:
-    """Every cell in which graphrun is behind the fastest peer, by model and cap; ``pairs``: its
-    regime and the run to compare."""
+    """Return every cell in which graphrun is slower than the fastest peer, by model and cap.
+    ``pairs``: its regime and the run to compare."""
     lines = []
     for model in results.models:
         for cap in results.facts(model)["caps"]:
@@ -242,8 +237,7 @@ def behind(
 def behind_in_ram(
     results: Results, pairs: Sequence[tuple[str, str, Callable[[Cell], float]]]
 ) -> list[str]:
-    """As `behind`, of the cells with tight RAM, where reading files is charged to graphrun
-    alone."""
+    """As `behind` for tight RAM, where only graphrun is charged for reading files."""
     lines = []
     for model in results.models:
         cells = results.cells(model, "run", tight=True)
@@ -279,11 +273,11 @@ def behind_in_ram(
 
 
 def encode_table(results: Results, model: str) -> str:
-    """What encode_prompt alone takes and leaves, with no cap, called twice."""
+    """Return the use of two calls of encode_prompt alone, without a cap."""
     rows = [["tool", "peak MiB", "second time MiB", "left MiB", "left the second time MiB"]]
     for cell in results.cells(model, "encode") or results.cells(
         model, "run"
-    ):  # a graph that only encodes has no cells for that alone
+    ):  # a graph that only encodes has no separate cells for it
         if cell["cap_bytes"] is None and cell["status"] == "finished":
             first_run, second_run = cell["runs"]
             rows.append(
@@ -300,7 +294,7 @@ def encode_table(results: Results, model: str) -> str:
 
 
 def books_table(results: Results, model: str) -> str:
-    """What whole runs take without a cap: bytes moved, left, and held on the host."""
+    """Return the use of whole runs without a cap: bytes moved, left, and in host memory."""
     rows = [
         [
             "tool",
@@ -332,7 +326,6 @@ def books_table(results: Results, model: str) -> str:
 
 
 def ram_table(results: Results, model: str) -> str:
-    """The cells with tight RAM."""
     rows = [
         [
             "tool",
@@ -368,7 +361,7 @@ def ram_table(results: Results, model: str) -> str:
 
 
 def not_run(results: Results) -> str:
-    """Tools that could not run, each with its own message."""
+    """Return the tools that could not run, each with its own message."""
     rows = [["tool", "model", "cap MiB", "message"]]
     for cell in results.data["cells"]:
         if cell["status"] in ("unavailable", "failed"):
@@ -382,7 +375,6 @@ def _text(message: str) -> str:
 
 
 def markdown(results: Results, name: str) -> str:
-    """The whole page."""
     facts_of_run = results.data["about"]
     versions = ", ".join(f"{k} {v}" for k, v in facts_of_run["versions"].items() if v)
     worse, mixed, graphrun_only = (
@@ -390,7 +382,7 @@ def markdown(results: Results, name: str) -> str:
         behind(results, UNLIKE),
         _alone(results),
     )
-    # where it does not finish is said above
+    # cells that do not finish are reported above
     mixed = [line for line in mixed if "run 1" in line or "run 2" in line]
     parts = [
         f"# Side by side on {facts_of_run['device']}",
@@ -442,7 +434,6 @@ def _alone(results: Results) -> list[str]:
 
 
 def main() -> None:
-    """Writes the page and its pictures beside the results."""
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "results" / "peers-sim.json"
     results = Results(json.loads(path.read_text()))
     path.with_suffix(".md").write_text(markdown(results, path.stem))

@@ -1,11 +1,8 @@
-"""What people use today to run a pipeline on a card too small for it, each put on a pipeline the
-way its users do.
+"""Tools that run a pipeline on a card too small for it, each applied as its users do.
 
-A tool gets a pipeline whose weights are in host memory, a device, and what is known of the cell.
-Where a tool has a figure to tune, it gets one from the reference run (how much activations take),
-which its users would have to find by trial. No tool may quantize.
-
-It measures nothing, and knows neither graphs nor graphrun.
+A tool gets a pipeline whose weights are in host memory, a device, and the known facts of the cell.
+A figure that must be tuned comes from the reference run (the bytes of activations); users would
+have to find it by trial. No tool may quantize.
 """
 
 from __future__ import annotations
@@ -25,13 +22,13 @@ UNLIMITED = 1 << 50
 
 
 class Unavailable(Exception):
-    """A tool cannot run in this cell; the text says why."""
+    """A tool cannot run in this cell; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What a tool may know: the device, its cap, the RAM allowed, and from the reference run what
-    activations take."""
+    """The facts that a tool may use: the device, its cap, the allowed RAM, and the activation bytes
+    of the reference run."""
 
     device: torch.device
     cap_bytes: int | None
@@ -40,16 +37,16 @@ class Cell:
 
     @property
     def cap(self) -> int:
-        """The cap, or more than there is of anything."""
+        """The cap, or a number larger than any memory."""
         return UNLIMITED if self.cap_bytes is None else self.cap_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """``put`` prepares a pipeline. ``packages``: whose versions count.
+    """A tool. ``put`` prepares a pipeline. ``packages``: whose versions are recorded.
 
-    ``adapts``: devices on which it behaves differently under another cap. ``for_ram``: it is there
-    for the sake of RAM, and is run where RAM is tight.
+    ``adapts``: devices on which it behaves differently under another cap. ``for_ram``: it saves
+    RAM, and is run if RAM is tight.
     """
 
     name: str
@@ -59,7 +56,7 @@ class Tool:
     for_ram: bool = False
 
     def versions(self) -> dict[str, str]:
-        """Of its packages; raises Unavailable where one is not installed."""
+        """Return the versions of its packages. Raises Unavailable if one is not installed."""
         try:
             return {name: version(name) for name in self.packages}
         except PackageNotFoundError as error:
@@ -69,12 +66,12 @@ class Tool:
 
 
 def modules_of(pipeline: Any) -> dict[str, nn.Module]:
-    """The pipeline's components with weights."""
+    """Return the pipeline's components with weights."""
     return {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}
 
 
 def denoiser_of(pipeline: Any) -> tuple[str, nn.Module] | None:
-    """Its transformer or UNet."""
+    """Return its transformer or UNet."""
     return next(
         (
             (name, module)
@@ -143,8 +140,7 @@ def _auto_offload(pipeline: Any, cell: Cell) -> None:
 
 
 def _dispatch(*, disk: bool = False) -> Callable[[Any, Cell], None]:
-    """One map per component, each allowed what those before have left of the cap without
-    activations."""
+    """Use one map per component, each within the rest of the cap without activations."""
 
     def put(pipeline: Any, cell: Cell) -> None:
         from accelerate import cpu_offload, dispatch_model, infer_auto_device_map
@@ -190,7 +186,7 @@ def _bytes_under(module: nn.Module, path: str) -> int:
 
 
 def _managed(strategy: str) -> Callable[[Any, Cell], None]:
-    """diffusers-mm. ``block_pin`` is told how many blocks fit, since what it assumes for
+    """Use diffusers-mm. ``block_pin`` gets the number of blocks that fit, since its assumption for
     activations is for large cards."""
 
     def put(pipeline: Any, cell: Cell) -> None:
@@ -265,5 +261,5 @@ TOOLS: Mapping[str, Tool] = {
 }
 GRAPHRUN, SESSION, ATTACH = "graphrun", "graphrun, session of 2", "graphrun.attach"
 OWN = (GRAPHRUN, SESSION)
-"""graphrun's two regimes: every run begins and ends with nothing on the device, or the second finds
-what the first left there."""
+"""graphrun's two regimes: cold, where every run begins and ends with an empty device, and a
+session, where the second run finds what the first left there."""

@@ -1,17 +1,16 @@
-"""How fast the planner is, how far from proven, and how its plans compare with fixed modes, by its
-own simulator.
+"""Measure the planner: speed, gaps, and its plans against fixed modes, by its own simulator.
 
-.venv/bin/python benchmarks/planner.py [GRAPH ...] [random] [sessions] [least]     some minutes;
-writes results/planner.json
+    python benchmarks/planner.py [GRAPH ...] [random] [sessions] [least]    minutes; writes
+                                                                            results/planner.json
 
-graphs     each graph x VRAM x RAM, with nothing allowed that changes the output and with
-everything: seconds to solve, gap,
-           predicted time, bytes moved, regime, and the fixed modes' times over the plan's (never
-           below 1)
-sessions   the same for ten runs, cold then warm, with RAM to spare and without; CPU seconds too,
-since other programs run beside it random     12 components x 20 stages, seeded: seconds to solve
-and gap least      each reference graph: the smallest budget, CPU seconds to name it, and whether a
-byte less is refused
+    graphs     each graph x VRAM x RAM, with no change of the output allowed and with all: seconds
+               to solve, gap, predicted time, bytes moved, regime, and the fixed modes' times over
+               the plan's (never below 1)
+    sessions   the same for ten runs, cold then warm, with ample RAM and without; also CPU seconds,
+               since other programs run on the machine
+    random     12 components x 20 stages, seeded: seconds to solve and gap
+    least      each reference graph: the smallest budget, CPU seconds to find it, and whether one
+               byte less is refused
 
 A graph with a single variant per component gets more by rule (three precisions x three backing
 stores); the results mark this.
@@ -60,8 +59,8 @@ from graphrun.verify.simulate import simulate  # noqa: E402
 GRAPHS = ("flux-dev", "sdxl", "hidream", "cogview4", "wan-14b", "auraflow")
 VRAM, RAM = (6, 8, 12, 16, 24, 48), (16, 32, 64)
 GIB, MIB = 2**30, 2**20
-# Bytes of a parameter over those of bfloat16, and what must be allowed; compute beyond bfloat16's
-# per byte of the block.
+# Bytes of a parameter over bfloat16's, what must be allowed, and compute beyond bfloat16's per byte
+# of the block.
 PRECISIONS = (
     ("bfloat16", 1.0, "", 0.0),
     ("int8", 0.5, "int8", 1e-12),
@@ -70,8 +69,8 @@ PRECISIONS = (
 
 
 def varied(problem: Problem) -> Problem:
-    """``problem`` with three precisions x three backing stores to each component, where its dry run
-    knew one variant."""
+    """Return ``problem`` with three precisions x three backing stores for each component. Unchanged
+    if its dry run had several variants."""
     if any(len(component.variants) > 1 for component in problem.components):
         return problem
 
@@ -119,7 +118,7 @@ def _variants(component: ComponentNumbers, hardware: Hardware) -> Iterator[Varia
 
 
 def measured(problem: Problem) -> dict[str, Any]:
-    """One solve: how long it took and what came of it."""
+    """Return the time and the figures of one solve."""
     begin, busy = time.perf_counter(), time.process_time()
     solution = solved(problem)
     seconds, cpu_seconds = (
@@ -180,13 +179,13 @@ def cells(name: str, runs: int = 1) -> Iterator[tuple[dict[str, Any], Problem]]:
 
 
 def graph_rows(name: str, runs: int) -> Iterator[dict[str, Any]]:
-    """Every budget of graph ``name``."""
+    """Yield a row for every budget of graph ``name``."""
     for conditions, problem in cells(name, runs):
         yield conditions | measured(problem)
 
 
 def least_row(name: str) -> dict[str, Any]:
-    """The smallest budget of graph ``name`` with 64 GiB of RAM."""
+    """Return the smallest budget of graph ``name`` with 64 GiB of RAM."""
     import graphrun
 
     problem = graphrun.estimate(
@@ -217,8 +216,8 @@ def least_row(name: str) -> dict[str, Any]:
 
 
 def random_problem(seed: int, components: int = 12, stages: int = 20) -> Problem:
-    """A chain of stages that use one or two of the components each, in two precisions and three
-    backing stores."""
+    """Return a chain of stages that use one or two of the components each. Components have two
+    precisions and three backing stores."""
     from graphrun.profile.hardware import data_sheet_estimates
 
     rng, card = random.Random(seed), data_sheet_estimates()["rtx4090"]
@@ -295,7 +294,7 @@ def _random_component(rng: random.Random, number: int, card: Hardware) -> Compon
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Median and worst of the rows that have a plan."""
+    """Return median and worst of the rows that have a plan."""
     solved_rows = [row for row in rows if row["feasible"]]
     times = [
         mode["times_ours"] for row in solved_rows for mode in row["fixed_modes"].values() if mode
@@ -314,7 +313,6 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, write after every part, and say what came of it."""
     part_names = sys.argv[1:] or [*GRAPHS, "sessions", "random", "least"]
     path = HERE / "results" / "planner.json"
     # parts that are not measured now stay

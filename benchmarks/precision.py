@@ -1,14 +1,13 @@
-"""What precision, tiling, splitting and fewer steps do to pictures of the small FLUX in
-graphs/shapes.
+"""Measure the effect of precision, tiling, splitting and fewer steps on pictures of graphs/shapes.
 
-    python benchmarks/precision.py                 measures, writes results/precision.json and the
-    table of docs/precision.md python benchmarks/precision.py --count 5       the first 5 prompts of
-    each kind, printed and not saved
+    python benchmarks/precision.py              writes results/precision.json and the table of
+                                                docs/precision.md
+    python benchmarks/precision.py --count 5    the first 5 prompts of each kind, only printed
 
-The held-out prompts of training/ (200 with one object, 200 with two), each with its seed; pictures
-are judged by the detector and compared with those in bfloat16 at 10 steps. Quantized are the
-transformer's linear layers, as graphrun quantizes them; the text encoders and the VAE stay in
-bfloat16.
+The held-out prompts of training/ (200 with one object, 200 with two), each with its seed. A
+detector judges the pictures; they are compared with those in bfloat16 at 10 steps. The
+transformer's linear layers are quantized, as graphrun does it; the text encoders and the VAE stay
+in bfloat16.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "training"))
 RESULTS, DOCS = ROOT / "benchmarks" / "results" / "precision.json", ROOT / "docs" / "precision.md"
 STEPS = 10
-# pixels: the small VAE's own tile is the whole picture, as is that of FLUX's at 1024 pixels
+# pixels: the small VAE's own tile is the whole picture, as is FLUX's at 1024 pixels
 TILE = 32
 LINE = "| {} | {} | {} | {} | {} |"
 
 
 def in_precision(precision: str) -> Any:
-    """The transformer with weights in ``precision``, on the CPU."""
+    """Return the transformer with weights in ``precision``, on the CPU."""
     graph = graphrun.load("shapes")
     if precision == "nf4":
         # as a GPU dequantizes it; bitsandbytes' CPU kernel is wrong for rows of 32 elements, which
@@ -79,8 +78,8 @@ def in_precision(precision: str) -> Any:
 
 
 def variants(pipe: Any) -> dict[str, Callable[[list[Any]], list[np.ndarray]]]:
-    """What makes the pictures of scenes with their seeds, by name; the first is what the others are
-    compared with."""
+    """Return the functions that make pictures of scenes with their seeds; the first is the
+    reference."""
     from evaluate import pictures
 
     def quantized_pictures(precision: str) -> Callable[[list[Any]], list[np.ndarray]]:
@@ -120,11 +119,8 @@ def variants(pipe: Any) -> dict[str, Callable[[list[Any]], list[np.ndarray]]]:
 
 
 def measured(count: int | None) -> list[dict[str, Any]]:
-    """A row for each variant: the shares of right pictures, and PSNR to the first in dB, of all
-    pictures and of the worst.
-
-    PSNR is 10 log10(255^2 / MSE) over 8-bit values, None for equal pictures.
-    """
+    """Return a row for each variant: the shares of correct pictures, and PSNR to the reference in
+    dB, of all pictures and of the worst. None for equal pictures."""
     from detector import judge
     from evaluate import load
     from scenes import held_out
@@ -155,12 +151,11 @@ def measured(count: int | None) -> list[dict[str, Any]]:
 
 
 def psnr(error: float) -> float | None:
-    """Of a mean squared error of 8-bit values, in dB."""
+    """Return PSNR in dB, 10 log10(255^2 / MSE), for a mean squared error of 8-bit values."""
     return round(10 * math.log10(255**2 / error), 1) if error else None
 
 
 def table(results: dict[str, Any]) -> str:
-    """The lines of docs/precision.md that ``results`` are shown in."""
     lines = [
         LINE.format("", "one object", "two objects", "PSNR", "of the worst picture"),
         "|---|---|---|---|---|",
@@ -186,7 +181,6 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measures, and saves what was measured."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,16 +1,15 @@
-"""Bytes and seconds that others published beside those of ``graphrun estimate``: every row of
-data/published.csv.
+"""Compare published bytes and seconds, data/published.csv, with ``graphrun estimate``.
 
-    .venv/bin/python benchmarks/published.py             runs every row's command; writes
-    benchmarks/results/published.json .venv/bin/python benchmarks/published.py cogvideox   runs the
-    rows with this word in their arguments, keeps the others .venv/bin/python
-    benchmarks/published.py --left-out  also each row with constants fitted without its source
-    (fit_costs.py),
-                                                         which takes a quarter of an hour
+    python benchmarks/published.py               runs every row's command; writes
+                                                 results/published.json
+    python benchmarks/published.py cogvideox     only rows with this word in their arguments; others
+                                                 stay
+    python benchmarks/published.py --left-out    also each row with constants fitted without its
+                                                 source (fit_costs.py); a quarter of an hour
 
 The constants of the cost model are fitted on the seconds of these rows: errors "as fitted" describe
-the fit, errors "left out" what a card and a model that nobody fitted may expect. Without --left-out
-the recorded ones are kept where the rows are the same.
+the fit, errors "left out" what to expect for other cards and models. Without --left-out the
+recorded ones stay if the rows are the same.
 
 A row's command is ``graphrun estimate`` with its ``arguments`` and ``--json``. ``of``: the whole
 call, a stage, or a phase. Bytes are those that PyTorch's allocator counts: ``load_gib`` the
@@ -39,7 +38,7 @@ GIB = 2**30
 
 
 def published() -> Iterator[dict[str, Any]]:
-    """The rows of data/published.csv, with numbers as floats or None."""
+    """Yield the rows of data/published.csv, with numbers as floats or None."""
     with (ROOT / "benchmarks/data/published.csv").open() as file:
         for row in csv.DictReader(file):
             numbers = {
@@ -50,7 +49,7 @@ def published() -> Iterator[dict[str, Any]]:
 
 
 def estimate(arguments: str) -> dict[str, Any]:
-    """What ``graphrun estimate ARGUMENTS --ram 1T --json`` prints, run in this process: published
+    """Return the JSON of ``graphrun estimate ARGUMENTS --ram 1T``, run in this process: published
     rows are of hosts with RAM for all weights."""
     command = ["estimate", *arguments.split(), "--ram", "1T", "--json"]
     result = CliRunner().invoke(app, command, catch_exceptions=False)
@@ -61,7 +60,7 @@ def estimate(arguments: str) -> dict[str, Any]:
 
 
 def predicted(row: Mapping[str, Any], estimate_json: Mapping[str, Any]) -> dict[str, float]:
-    """``seconds``, ``load_gib`` and ``peak_gib`` of ``row`` in the estimate ``estimate_json``."""
+    """Return ``seconds``, ``load_gib`` and ``peak_gib`` of ``row`` in the estimate."""
     mode, phase_name = estimate_json["mode"], row["of"]
     phases = [
         phase for phase in estimate_json["phases"] if phase_name in (phase["stage"], phase["phase"])
@@ -81,7 +80,7 @@ def predicted(row: Mapping[str, Any], estimate_json: Mapping[str, Any]) -> dict[
 
 
 def compared(row: Mapping[str, Any], estimates: Mapping[str, float]) -> dict[str, Any]:
-    """Published figures beside ours, with errors in percent."""
+    """Return published and estimated figures, with errors in percent."""
     comparison: dict[str, Any] = {}
     for name in ("seconds", "load_gib", "peak_gib"):
         if (published_value := row[name]) is not None:
@@ -95,17 +94,17 @@ def compared(row: Mapping[str, Any], estimates: Mapping[str, float]) -> dict[str
 
 
 def key(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    """What identifies a row: its source, arguments and part of the call."""
+    """Return the key of a row: its source, arguments and part of the call."""
     return row["source"], row["arguments"], row["of"]
 
 
 def timed(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What the errors of a recorded row depend on, beside the code."""
+    """Return what the errors of a recorded row depend on, except code."""
     return *key(row), row["seconds"]["published"]
 
 
 def summary_of(rows: list[dict[str, Any]], left_out: list[dict[str, Any]]) -> dict[str, str]:
-    """How many figures are within the shares that README and docs/estimating.md name."""
+    """Return how many figures are within the percentages in README and docs/estimating.md."""
     shares = {"seconds": (15, 25, 30), "load_gib": (1, 15), "peak_gib": (2, 3, 15)}
     counts = {}
     for kind in ("required", "all"):
@@ -127,13 +126,12 @@ def summary_of(rows: list[dict[str, Any]], left_out: list[dict[str, Any]]) -> di
 
 
 def within(rows: list[dict[str, Any]], name: str, percent: float) -> str:
-    """How many of the rows with the figure ``name`` are within ``percent``."""
+    """Return how many of the rows with the figure ``name`` are within ``percent``."""
     errors = [abs(row[name]["error_percent"]) for row in rows if name in row]
     return f"{sum(error <= percent for error in errors)} of {len(errors)}"
 
 
 def main() -> None:
-    """Runs the rows, prints and writes them."""
     os.chdir(ROOT)
     path, words = (
         ROOT / "benchmarks/results/published.json",

@@ -1,11 +1,10 @@
-"""Pyramid-Flow's own code (none of it is here), attached with tiny random weights.
+"""Attach Pyramid-Flow's own code with tiny random weights, and compare it bit for bit.
 
-python benchmarks/pyramid_flow.py --code FOLDER       some minutes; writes
-benchmarks/results/pyramid_flow.json
+    python benchmarks/pyramid_flow.py --code FOLDER    minutes; writes results/pyramid_flow.json
 
 FOLDER: a checkout of https://github.com/jy0205/Pyramid-Flow. It needs einops, timm, torchvision,
-tensorboardX and ipython. Every call under half of the weights' bytes is compared, bit for bit, with
-the same call of a model that is entirely on the simulated accelerator. Plans at true size:
+tensorboardX and ipython. Every call within half of the weights' bytes is compared with the same
+call of a model that is entirely on the simulated accelerator. Plans at true size:
 `benchmarks/graph_table.py pyramid-flow`, with FOLDER on PYTHONPATH.
 """
 
@@ -48,13 +47,12 @@ from graphrun.sim import Machine  # noqa: E402
 
 RESULTS = HERE / "results" / "pyramid_flow.json"
 SHARE = 0.5  # of the bytes of the weights: the budget of the attached calls
-# 1/3, which its constructor has by default, makes a singular covariance, which newer versions of
-# torch refuse.
+# the constructor's default, 1/3, makes a singular covariance, which newer versions of torch refuse
 GAMMA = 0.3333
 
 
 def write_tiny(folder: Path) -> None:
-    """Random weights in the layout of the checkpoint. Those of its own classes begin with zeros, so
+    """Write random weights in the layout of the checkpoint. Its own classes start with zeros, so
     all are drawn again."""
     from pyramid_dit.flux_modules import PyramidFluxTransformer
     from video_vae.modeling_causal_vae import CausalVideoVAE
@@ -123,7 +121,7 @@ def write_tiny(folder: Path) -> None:
 
 
 def made(folder: Path) -> Any:
-    """Its own object, with the weights in ``folder``."""
+    """Return Pyramid-Flow's object with the weights in ``folder``."""
     from pyramid_dit import PyramidDiTForVideoGeneration
 
     kinds = {"model_name": "pyramid_flux", "model_variant": "diffusion_transformer_768p"}
@@ -133,7 +131,7 @@ def made(folder: Path) -> Any:
 
 
 def generate(model: Any, text: str = "a lighthouse at dusk", **options: Any) -> Any:
-    """Its frames as bytes ``[frames, height, width, 3]``. Its noise comes from the generator and
+    """Return frames as bytes ``[frames, height, width, 3]``. Noise comes from the generator and
     from torch's own, both seeded."""
     torch.manual_seed(1)
     steps = {"num_inference_steps": [2, 2, 2], "video_num_inference_steps": [1, 1, 1]}
@@ -149,7 +147,7 @@ def generate(model: Any, text: str = "a lighthouse at dusk", **options: Any) -> 
 
 
 def animate(model: Any) -> Any:
-    """The frames that it makes of a picture."""
+    """Return the frames made from a picture."""
     torch.manual_seed(1)
     picture = Image.fromarray(np.arange(64 * 64 * 3, dtype=np.uint8).reshape(64, 64, 3))
     frames = model.generate_i2v(
@@ -163,7 +161,7 @@ def animate(model: Any) -> Any:
 
 
 def tiled(model: Any) -> Any:
-    """One frame that is decoded in two tiles."""
+    """Return one frame decoded in two tiles."""
     model.vae.enable_tiling()
     try:
         return generate(model, temp=1, height=64, width=320)
@@ -189,7 +187,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 
 
 def tiny(folder: Path) -> dict[str, Any]:
-    """Each of `CALLS` under half of the weights' bytes, and what is said to each of `REFUSED`."""
+    """Run each of `CALLS` within half of the weights' bytes; record `REFUSED`'s messages."""
     with quiet():
         write_tiny(folder)
         model = made(folder)
@@ -239,14 +237,14 @@ def tiny(folder: Path) -> dict[str, Any]:
 
 
 def autocast() -> AbstractContextManager[Any]:
-    """As its README calls it."""
+    """The autocast of its README."""
     return torch.autocast("sim", torch.bfloat16)
 
 
 def on_device(
     folder: Path, call: Callable[[Any], Any], context: Callable[[], AbstractContextManager[Any]]
 ) -> Any:
-    """What ``call`` makes of a model that is entirely on the simulated accelerator."""
+    """Return the result of ``call`` with a model that is entirely on the simulated accelerator."""
     model = made(folder)
     with SimulatedDevice(Machine()).machine, context():
         for part in (model.text_encoder, model.dit, model.vae):
@@ -256,15 +254,15 @@ def on_device(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what its code prints, but for errors."""
+    """Suppress its output, except errors."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         yield
 
 
 def import_from(code: Path) -> list[Any]:
-    """Puts ``code`` on Python's path. A torchvision made for CUDA wants two operators that a torch
-    without CUDA does not have: they are declared for as long as what this returns is held."""
+    """Put ``code`` on Python's path. A torchvision made for CUDA expects two operators that are
+    missing from a torch without CUDA: they are declared while the returned list is alive."""
     sys.path[:0] = [str(code)]
     libraries = [] if torch.cuda.is_available() else [torch.library.Library("torchvision", "DEF")]
     for library in libraries:

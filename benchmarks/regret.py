@@ -1,13 +1,11 @@
-"""What plans lose where the times that they were made with are wrong, by graphrun's own simulator.
+"""Measure what plans lose if their times are wrong, by graphrun's own simulator.
 
-    .venv/bin/python benchmarks/regret.py [GRAPH ...] [--draws N] [--minutes N]     writes
-    benchmarks/results/regret.json
+    python benchmarks/regret.py [GRAPH ...] [--draws N] [--minutes N]    writes results/regret.json
 
-Each reference graph x VRAM, on an RTX 4090 with 32 GiB of RAM, planned with its times, and again in
-each of the draws, in which every class of kernel and of copy, the launches and the disk are 30 %
-too slow or 30 % too fast, at random. Each plan is then simulated with the right times: what it
-takes above the best of them is its regret. Graphs of earlier runs are kept; ``--minutes``: begins
-no further graph after so many.
+Each reference graph x VRAM, on an RTX 4090 with 32 GiB of RAM, is planned with its times, and again
+for each draw, in which every class of kernel and of copy, the launches and the disk are 30 % too
+slow or 30 % too fast, at random. Each plan is then simulated with the right times: its excess over
+the best plan is its regret. Graphs of earlier runs stay; ``--minutes``: start no graph after that.
 """
 
 from __future__ import annotations
@@ -53,8 +51,8 @@ LEFT_OUT = (
     "shapes",
     "pyramid-flow",
 )
-# Class -> fields of `Hardware` and of its `KernelRates`: rates, but for the seconds named at the
-# end.
+# class -> fields of `Hardware` and of its `KernelRates`: rates, except for the seconds named at the
+# end
 CLASSES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "matrix products": (
         ("flops_per_second",),
@@ -73,7 +71,7 @@ SECONDS = ("launch_seconds", "page_lock_seconds")
 
 
 def wrong(card: Hardware, errors: Mapping[str, float]) -> Hardware:
-    """``card`` whose times are wrong by the factor that ``errors`` has for each of `CLASSES`."""
+    """Return ``card`` with times wrong by the factor in ``errors`` for each of `CLASSES`."""
     assert card.kernels is not None
     whole, kernels = {}, {}
     for name, (fields, of_kernels) in CLASSES.items():
@@ -87,13 +85,13 @@ def wrong(card: Hardware, errors: Mapping[str, float]) -> Hardware:
 
 
 def draws(count: int) -> list[dict[str, float]]:
-    """Errors by class."""
+    """Return errors by class, one dict per draw."""
     rng = random.Random(SEED)
     return [{name: rng.choice((1 - WRONG, 1 + WRONG)) for name in CLASSES} for _ in range(count)]
 
 
 def problems(name: str, cards: list[Hardware]) -> list[Problem]:
-    """The problem of a graph on each of ``cards``, from one dry run."""
+    """Return the problem of a graph on each of ``cards``, from one dry run."""
     graph = graphrun.load(GRAPHS / f"{name}.yaml")
     inputs = graph.for_planning({})
     run = dry_run(graph, inputs, None)
@@ -104,13 +102,12 @@ def problems(name: str, cards: list[Hardware]) -> list[Problem]:
 
 
 def seconds_with(right: Problem, plan: Solution | None) -> float | None:
-    """Seconds of ``plan``, made with other times, with those of ``right``."""
+    """Return the seconds of ``plan``, made with other times, with the times of ``right``."""
     solution = carried_over(right, plan, 0.0) if plan is not None else None
     return solution.simulation.total_seconds if solution is not None else None
 
 
 def graph_rows(name: str, errors: list[dict[str, float]]) -> Iterator[dict[str, Any]]:
-    """A row per budget."""
     card = hardware(CARD)
     card_problems = problems(name, [card, *(wrong(card, error) for error in errors)])
     for gib in VRAM:
@@ -141,7 +138,7 @@ def graph_rows(name: str, errors: list[dict[str, float]]) -> Iterator[dict[str, 
 
 
 def summary(graphs: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Of all plans that were made with wrong times: how many, and what they lose."""
+    """Return the number of plans made with wrong times, and their losses."""
     losses = [
         loss for rows in graphs.values() for row in rows for loss in row.get("lost_percent", ())
     ]
@@ -168,7 +165,6 @@ def summary(graphs: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the graphs, writes after each."""
     parser = argparse.ArgumentParser()
     parser.add_argument("graphs", nargs="*")
     parser.add_argument("--draws", type=int, default=4)

@@ -1,7 +1,8 @@
-"""Repeated work on the simulated accelerator, in virtual time: many prompts, sessions, kills and
-resumes, a shared cache.
+"""Measure repeated work on the simulated accelerator, in virtual time.
 
-.venv/bin/python benchmarks/repeated.py [--quick]      writes benchmarks/results/repeated.json
+    python benchmarks/repeated.py [--quick]    writes results/repeated.json
+
+Many prompts, sessions, kills and resumes, a shared cache.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 FORK = multiprocessing.get_context("fork")
 SMALL = {"height": 32, "width": 32, "steps": 4, "max_sequence_length": 16}
-# flux-tiny's transformer does not fit whole, its encoders do: FLUX.1-dev within 12 GiB, tiny.
+# flux-tiny's transformer does not fit whole, its encoders do, as FLUX.1-dev within 12 GiB
 BUDGET = {"vram": "6M", "ram": "8G", "hardware": "sim"}
 os.environ.update(
     TRANSFORMERS_VERBOSITY="error",
@@ -37,20 +38,19 @@ os.environ.update(
 
 
 def graph() -> Any:
-    """The small FLUX."""
     import graphrun
 
     return graphrun.load(ROOT / "graphs/flux-tiny.yaml")
 
 
 def prompts(count: int) -> list[dict[str, Any]]:
-    """So many, all different."""
+    """Return ``count`` different prompts."""
     return [{"prompt": f"a lighthouse, take {number}", "seed": number} for number in range(count)]
 
 
 def many(count: int) -> dict[str, Any]:
-    """Prompts by the chosen schedule, as separate cold runs, and under diffusers' model offload:
-    bytes and seconds."""
+    """Compare bytes and seconds of prompts by the chosen schedule with other ways. These are
+    separate cold runs, and diffusers' model offload."""
     import graphrun
     from graphrun.verify.simulate import simulate
 
@@ -90,8 +90,7 @@ def many(count: int) -> dict[str, Any]:
 
 
 def offloaded(pipeline_graph: Any, count: int) -> dict[str, Any]:
-    """Seconds and bytes of a prompt under ``enable_model_cpu_offload`` on the same machine without
-    a limit, after a first one."""
+    """Return seconds and bytes of a later prompt under ``enable_model_cpu_offload``, uncapped."""
     import torch
 
     from graphrun import sim
@@ -143,7 +142,7 @@ def offloaded(pipeline_graph: Any, count: int) -> dict[str, Any]:
 
 
 def full_size(count: int) -> dict[str, Any]:
-    """FLUX.1-dev within 12 GiB, planned and simulated: the same comparison at full size, without
+    """Plan and simulate the same comparison at full size: FLUX.1-dev within 12 GiB, without
     weights."""
     import graphrun
     from graphrun.batch.schedule import schedules
@@ -178,8 +177,8 @@ def full_size(count: int) -> dict[str, Any]:
 
 
 def session(runs: int) -> dict[str, Any]:
-    """Runs 2 to ``runs`` of a session: whether actions and virtual seconds are those of run 2, and
-    what closing leaves."""
+    """Compare runs 2 to ``runs`` of a session with run 2, in actions and virtual seconds; and what
+    closing leaves."""
     import graphrun
 
     with graphrun.Session(graph(), inputs=SMALL, runs=runs, **BUDGET) as session_object:
@@ -202,8 +201,8 @@ def session(runs: int) -> dict[str, Any]:
 
 
 def repeated_prompts(times: int) -> dict[str, Any]:
-    """Three prompts, each with several seeds: how often encoders were loaded, in a batch and with
-    outputs kept from it."""
+    """Run three prompts, each with several seeds: how often encoders were loaded, in a batch and
+    with its cached outputs."""
     import graphrun
 
     requests = [{"prompt": f"prompt {number % 3}", "seed": number} for number in range(3 * times)]
@@ -232,12 +231,12 @@ def repeated_prompts(times: int) -> dict[str, Any]:
 
 
 def encoder_bytes(batch: Any) -> int:
-    """Weights of text encoders that were copied to the device."""
+    """Return the bytes of text encoders that were copied to the device."""
     return sum(encoders_in(trace) for _, _, trace in batch.traces)
 
 
 def encoders_in(trace: Any) -> int:
-    """The same of one run."""
+    """Return `encoder_bytes` of one run."""
     return sum(
         e.nbytes
         for e in trace.events
@@ -246,8 +245,8 @@ def encoders_in(trace: Any) -> int:
 
 
 def kills(count: int, seeds: tuple[int, ...]) -> dict[str, Any]:
-    """A batch killed ``count`` times for each of ``seeds`` at random moments, each time gone on
-    with; then what is there beside an unbroken one: every file in the folder, hidden ones too."""
+    """Kill a batch ``count`` times for each of ``seeds`` at random moments, resuming each time;
+    then compare every file in the folder, hidden ones too, with an unbroken batch."""
     import graphrun
     from graphrun.report.outputs import save_outputs
 
@@ -273,7 +272,7 @@ def kills(count: int, seeds: tuple[int, ...]) -> dict[str, Any]:
         )
 
     def killed_until_done(moments: random.Random, seconds: float, limit: int) -> int:
-        """Kills of one batch, ``limit`` at most."""
+        """Return the number of kills of one batch, ``limit`` at most."""
         for name in ("broken", "broken.state"):
             shutil.rmtree(root / name, ignore_errors=True)
         for number in range(limit + 1):
@@ -323,7 +322,6 @@ def kills(count: int, seeds: tuple[int, ...]) -> dict[str, Any]:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Each picture's name and content."""
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.iterdir())
@@ -331,8 +329,8 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def two_on_one_cache(seconds: float, seed: int) -> dict[str, Any]:
-    """Two processes that write, read and evict in one cache, and what they saw: torn values,
-    errors, lost entries."""
+    """Let two processes write, read and evict in one cache; return torn values, errors and lost
+    entries."""
     import torch
 
     from graphrun.batch.cache.index import Index
@@ -345,7 +343,7 @@ def two_on_one_cache(seconds: float, seed: int) -> dict[str, Any]:
 
     def work(name: int) -> None:
         chance, index = random.Random(seed + name), Index(root / "cache", limit_bytes=64 * 1024)
-        roomy = Index(root / "roomy")  # nothing goes from here, so that what is missing was lost
+        roomy = Index(root / "roomy")  # nothing is evicted from here, so a missing entry was lost
         counts = {"puts": 0, "hits": 0, "misses": 0, "torn": 0}
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -394,7 +392,6 @@ def two_on_one_cache(seconds: float, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, write, and say where."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--quick",

@@ -1,12 +1,11 @@
-"""graphrun's server beside a plain one, under one cap on the simulated accelerator: pictures per
-virtual second, and failures.
+"""Compare graphrun's server with a plain one under one cap on the simulated accelerator.
 
-.venv/bin/python benchmarks/serve.py [--requests 120] [--caps 6M 10M]      writes
-benchmarks/results/serve.json
+    python benchmarks/serve.py [--requests 120] [--caps 6M 10M]    writes results/serve.json
 
-Both serve the small FLUX to the same clients, who ask for pictures of mixed sizes, one after
-another. The plain server is FastAPI around diffusers' pipeline with ``enable_model_cpu_offload()``
-and a lock. Where a call fails, it answers 500 and frees the hooks.
+Figures: pictures per virtual second, and failures. Both serve the small FLUX to the same clients,
+who ask for pictures of mixed sizes, one after another. The plain server is FastAPI around
+diffusers' pipeline with ``enable_model_cpu_offload()`` and a lock. If a call fails, it answers 500
+and frees the hooks.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ os.environ.update(
 
 
 def plain(cap_bytes: int) -> None:
-    """The plain server, in a process of its own: what its author would write."""
+    """Run the plain server, in a process of its own."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import torch
     import uvicorn
@@ -92,7 +91,7 @@ def plain(cap_bytes: int) -> None:
 
 @contextlib.contextmanager
 def started(name: str, cap_bytes: int, folder: Path) -> Iterator[str]:
-    """The server ``name``, and its address."""
+    """Start the server ``name``, and return its address."""
     graphrun_arguments = [
         str(ROOT / f"graphs/{MODEL}.yaml"),
         "--device",
@@ -134,7 +133,7 @@ def started(name: str, cap_bytes: int, folder: Path) -> Iterator[str]:
 
 
 def asked(address: str, requests: int) -> dict[str, Any]:
-    """What became of ``requests`` requests of `CLIENTS` clients."""
+    """Return the outcome of ``requests`` requests of `CLIENTS` clients."""
     import httpx
 
     client = httpx.Client(base_url=address, timeout=3600)
@@ -187,7 +186,6 @@ def asked(address: str, requests: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs both servers under each cap."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

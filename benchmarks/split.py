@@ -1,8 +1,6 @@
-"""What a second card brings to the reference graphs: plans for two cards, which may split a
-component, beside other ways.
+"""Compare plans for two cards, which may split a component, with other ways to use the cards.
 
-.venv/bin/python benchmarks/split.py [GRAPH ...]      half an hour; writes
-benchmarks/results/split.json
+    python benchmarks/split.py [GRAPH ...]    half an hour; writes results/split.json
 
 For each pair of budgets a session of ten runs with 64 GiB of RAM: seconds of the first run and of a
 further one, bytes streamed per call of the transformer, and how many of them are its own, bound and
@@ -13,9 +11,9 @@ gap, the split, and CPU seconds to plan (other programs run on the machine).
     halves     both cards, the last half of the transformer's blocks on the second
     balanced   both cards, blocks on the second as accelerate's ``device_map="balanced"`` has them
 
-``halves`` and ``balanced`` are what the planner's program finds best with these splits, which is
-more than libraries with fixed maps do: they neither overlap copies with compute nor choose what
-else stays. null: nothing fits, or it cannot be split so. All seconds are predictions of priors.
+``halves`` and ``balanced`` are the planner's best plans with these splits, better than libraries
+with fixed maps: those neither overlap copies with compute nor choose what else stays. null: nothing
+fits, or the component cannot be split so. All seconds are predictions from data-sheet estimates.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ from graphrun.solve.milp import Formulation  # noqa: E402
 from graphrun.solve.programs import program_of  # noqa: E402
 from graphrun.solve.search import choose  # noqa: E402
 
-# a call of FLUX.1-dev takes a fifth of the time that it takes for a picture of 1024 x 1024
+# a call of FLUX.1-dev takes a fifth of its time for a picture of 1024 x 1024
 SMALL = {
     "height": 512,
     "width": 512,
@@ -72,7 +70,7 @@ RUNS, RAM = 10, "64G"
 
 
 def planned(problem: Problem) -> dict[str, Any] | None:
-    """Figures of the plan for ``problem``."""
+    """Return figures of the plan for ``problem``."""
     start = time.process_time()
     try:
         solution = graphrun.plan(problem)
@@ -119,8 +117,7 @@ def planned(problem: Problem) -> dict[str, Any] | None:
 
 
 def seconds_with(problem: Problem, paths: list[str]) -> dict[str, float] | None:
-    """Seconds of the best choice with the blocks ``paths`` of the transformer on the second card;
-    None where that cannot be."""
+    """Return the best seconds with the transformer's blocks ``paths`` on the second card."""
     groups = problem.component("transformer").groups
     group_splits = [
         (group.name, tuple(i for i, path in enumerate(group.blocks) if path in paths))
@@ -152,8 +149,7 @@ def seconds_with(problem: Problem, paths: list[str]) -> dict[str, float] | None:
 
 
 def balanced(graph: Graph, problem: Problem) -> list[str]:
-    """Paths of the blocks of the transformer that accelerate puts on the second card, with memory
-    for activation left free."""
+    """Return the blocks of the transformer that accelerate puts on the second card."""
     (phase,) = (
         candidate
         for candidate in problem.phases
@@ -167,7 +163,7 @@ def balanced(graph: Graph, problem: Problem) -> list[str]:
     }
     modeling.get_max_memory = lambda limits_dict: (
         limits_dict
-    )  # it leaves out cards that this machine lacks
+    )  # accelerate omits cards that this machine does not have
     module = meta_module(graph.component("transformer"), graph.trust)
     whole = list(module._no_split_modules or ())
     limits = get_balanced_memory(module, budgets, no_split_module_classes=whole)

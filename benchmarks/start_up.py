@@ -1,14 +1,15 @@
-"""How long commands take from a shell: seconds of processor time, and the most memory.
+"""Measure commands from a shell: CPU seconds, and the most memory.
 
-.venv/bin/python benchmarks/start_up.py       writes benchmarks/results/start_up.json
-    --only help,list                          measures these commands, and writes nothing
-    --tree FOLDER                             measures another checkout, and writes nothing
+    python benchmarks/start_up.py                        writes results/start_up.json
+    python benchmarks/start_up.py --only help,list       measures these commands, writes nothing
+    python benchmarks/start_up.py --tree FOLDER          measures another checkout, writes nothing
 
-shipped  empty cache, dry run of the wheel: numbers, solver, screen
-cached   everything cached: no torch, no solver
-cold     empty cache, no dry run: imports of torch and diffusers, dry run, numbers, solver, screen
+    shipped  empty cache, dry run of the wheel: numbers, solver, screen
+    cached   everything cached: no torch, no solver
+    cold     empty cache, no dry run: imports of torch and diffusers, dry run, numbers, solver,
+             screen
 
-The figure to compare is user CPU: wall-clock seconds mean something on an idle machine only.
+Compare user CPU: wall-clock seconds mean something on an idle machine only.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RUNS = 5
 PLAN = "plan flux-dev --vram 8G --ram 64G --hardware rtx4090"
-# Command, package (with or without dry runs), and whether the cache is that of the first plan.
+# command, package (with or without dry runs), and whether the cache is that of the first plan
 COMMANDS = {
     "help": ("--help", "checkout", False),
     "list": ("list", "checkout", False),
@@ -43,7 +44,7 @@ COMMANDS = {
     "explain a component": ("explain plan.json transformer", "checkout", False),
     "doctor": ("doctor", "checkout", False),
 }
-# Seconds of user CPU that a command may take.
+# seconds of user CPU that a command may take
 LIMITS = {
     "help": 0.3,
     "list": 1.0,
@@ -74,7 +75,7 @@ def measure(arguments: list[str], package: Path, folder: Path, cache: Path) -> d
     message = process.stderr.read().decode()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode not in (0, 1):  # doctor ends with 1 where it finds a problem
+    if process.returncode not in (0, 1):  # doctor ends with 1 if it finds a problem
         raise SystemExit(f"graphrun {' '.join(arguments)} failed:\n{message}")
     return {
         "user_seconds": usage.ru_utime,
@@ -85,7 +86,6 @@ def measure(arguments: list[str], package: Path, folder: Path, cache: Path) -> d
 
 
 def summary(runs: list[dict[str, float]]) -> dict[str, Any]:
-    """Median, least and most of every figure."""
     return {
         name: {
             "median": round(statistics.median(run[name] for run in runs), 2),
@@ -118,7 +118,7 @@ def measure_all(tree: Path, names: list[str], runs: int) -> dict[str, Any]:
             for kind in sorted({COMMANDS[name][1] for name in names} | {"checkout"})
         }
         first_cache = folder / "cache"
-        # Compiles the modules, fills the cache, and makes the plan that report and explain read.
+        # compiles the modules, fills the cache, and makes the plan that report and explain read
         measure([*PLAN.split(), "-o", "plan.json"], packages["checkout"], folder, first_cache)
         for _ in range(runs):
             for name in names:
@@ -136,7 +136,7 @@ def measure_all(tree: Path, names: list[str], runs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, and write unless the figures are only of some commands or another tree."""
+    """Measure and print; write if all commands of this tree were measured."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default=",".join(key for key in COMMANDS), type=str)
     parser.add_argument("--tree", type=Path, default=ROOT)

@@ -1,10 +1,9 @@
-"""The VAEs of InvokeAI's benchmark report, measured as its scripts do: what one encode or decode
-takes beside weights.
+"""Measure the VAEs of InvokeAI's benchmark report as its scripts do: encode or decode, no weights.
 
 Source: benchmark_flux_vae.py and benchmark_sd_vae.py in vae_benchmarks/ of invoke-ai/InvokeAI, and
-the report that they wrote (RTX 4090). For each size there are two rounds first, then the cache is
-emptied; allocated is the peak minus what was allocated before, reserved the most reserved minus
-what was reserved before. Weights, the input and the result of a round before stay on the card.
+their report (RTX 4090). For each size there are two rounds first, then the cache is emptied;
+allocated is the peak minus the bytes allocated before, reserved the most reserved minus the bytes
+reserved before. Weights, the input and the result of an earlier round stay on the card.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def trace(module: nn.Module, call: Callable[..., Any], *inputs: torch.Tensor) -> list[MemoryEvent]:
-    """Every allocation of one call, released at the end."""
+    """Return every allocation of one call, released at the end."""
     recorder = Recorder(module, ())
     recorder.ignore(inputs)
     with torch.no_grad(), FusedKernels(recorder), recorder:
@@ -40,7 +39,7 @@ def trace(module: nn.Module, call: Callable[..., Any], *inputs: torch.Tensor) ->
 
 
 def replay(events: Sequence[MemoryEvent], allocator: Allocator) -> int:
-    """The most that ``allocator`` used while ``events`` happened, all of it released again."""
+    """Return the most bytes that ``allocator`` used during ``events``, all released again."""
     peak = allocator.used_bytes
     for event in events:
         if not event.nbytes and not event.scratch:
@@ -55,11 +54,10 @@ def replay(events: Sequence[MemoryEvent], allocator: Allocator) -> int:
 
 
 class FluxAE(nn.Module):
-    """The FLUX autoencoder as its own repository walks through it, over the layers of diffusers'
-    (which are the same).
+    """The FLUX autoencoder of its own repository, with the (equal) layers of diffusers'.
 
-    One variable runs through the decoder, so that no caller holds an earlier tensor; the encoder
-    keeps every block's result.
+    One variable runs through the decoder, so that no caller refers to an earlier tensor; the
+    encoder keeps every block's result.
     """
 
     def __init__(self, vae: Any) -> None:
@@ -67,7 +65,7 @@ class FluxAE(nn.Module):
         self.vae = vae
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """Pictures ``[b 3 h w]`` to a sample of latents ``[b c h/8 w/8]``."""
+        """Encode pictures ``[b 3 h w]`` to a sample of latents ``[b c h/8 w/8]``."""
         encoder = self.vae.encoder
         skips = [encoder.conv_in(x)]
         for block in encoder.down_blocks:
@@ -85,12 +83,12 @@ class FluxAE(nn.Module):
         return mean + torch.exp(0.5 * logvar) * torch.randn_like(mean)
 
     def decode(self, z: torch.Tensor) -> torch.Tensor:
-        """Latents ``[b c h/8 w/8]`` to pictures ``[b 3 h w]``."""
+        """Decode latents ``[b c h/8 w/8]`` to pictures ``[b 3 h w]``."""
         z = z / 0.3611 + 0.1159
         return self.decoded(z)
 
     def decoded(self, z: torch.Tensor) -> torch.Tensor:
-        """As `decode`, from scaled latents."""
+        """Decode scaled latents."""
         decoder = self.vae.decoder
         h = decoder.conv_in(z)
         h = self.resnet(decoder.mid_block.resnets[0], h)
@@ -105,7 +103,7 @@ class FluxAE(nn.Module):
         return decoder.conv_out(h)
 
     def resnet(self, block: Any, x: torch.Tensor) -> torch.Tensor:
-        """x + f(x), with a 1 x 1 convolution on x where the channels differ."""
+        """Return x + f(x), with a 1 x 1 convolution on x if the channels differ."""
         h = nn.functional.silu(block.norm1(x))
         h = block.conv1(h)
         h = block.norm2(h)
@@ -116,26 +114,24 @@ class FluxAE(nn.Module):
         return x + h
 
     def upsample(self, block: Any, x: torch.Tensor) -> torch.Tensor:
-        """Twice the size, then a convolution."""
         x = nn.functional.interpolate(x, scale_factor=2.0, mode="nearest")
         return block.conv(x)
 
     def downsample(self, block: Any, x: torch.Tensor) -> torch.Tensor:
-        """A row and a column more, then a convolution of every other pixel."""
         x = nn.functional.pad(x, (0, 1, 0, 1), mode="constant", value=0)
         return block.conv(x)
 
 
 @cache
 def vae(name: str, dtype: str) -> Any:
-    """The VAE of a reference graph on meta, in ``dtype``."""
+    """Return the VAE of a reference graph on meta, in ``dtype``."""
     graph = graphrun.load(ROOT / f"graphs/{name}.yaml")
     return meta_module(replace(graph.components["vae"], dtype=dtype), graph.trust)
 
 
 @cache
 def events_of(model: str, mode: str, pixels: int, dtype: str, tile: int = 0) -> list[MemoryEvent]:
-    """What one encode or decode of a square picture allocates. SD 1.5's VAE has SDXL's
+    """Return the allocations of one encode or decode of a square picture. SD 1.5's VAE has SDXL's
     configuration."""
     flux = model.startswith("FLUX")
     module = vae("flux-dev" if flux else "sdxl", dtype)
@@ -169,13 +165,13 @@ def events_of(model: str, mode: str, pixels: int, dtype: str, tile: int = 0) -> 
 
 
 def vae_bytes(model: str, mode: str, pixels: int, dtype: str, tile: int = 0) -> int:
-    """The most that is allocated beside weights and input."""
+    """Return the most bytes allocated besides weights and input."""
     return replay(events_of(model, mode, pixels, dtype, tile), Counting())
 
 
 def reserved_bytes(model: str, mode: str, pixels: int, dtype: str) -> int:
-    """What native segments reserve more than before, where weights, the input and an earlier result
-    already lie."""
+    """Return the additional bytes that native segments reserve in a later call. Weights, the input
+    and an earlier result are already allocated."""
     module, size = (
         vae("flux-dev" if model.startswith("FLUX") else "sdxl", dtype),
         getattr(torch, dtype).itemsize,

@@ -1,10 +1,10 @@
-"""Replays what the diffusers team published of video pipelines at 512 x 768, 121 frames, quantized
-transformers included.
+"""Compare dry runs with the diffusers team's published peaks of video pipelines.
 
-Weights are those that classes and configurations give; each component's call is traced by itself.
-Nothing is fitted here but one share: old versions of bitsandbytes kept, after an int8 layer's first
-call, the columns of its weight that met outliers of its input (`state.subB`, 16 bit); which those
-are depends on data. Their share is taken from one row (`OUTLIERS_FITTED`); the others judge it.
+Videos of 512 x 768, 121 frames, quantized transformers included. Weights come from classes and
+configurations; each component's call is traced by itself. Only one share is fitted: after an int8
+layer's first call, old versions of bitsandbytes kept the columns of its weight that met outliers of
+its input (`state.subB`, 16 bit), which depend on data. Their share comes from one row
+(`OUTLIERS_FITTED`); the others test it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @cache
 def module(name: str) -> Any:
-    """A component on meta, in bf16."""
+    """Return a component on meta, in bf16."""
     path, config = CONFIGS[name]
     return meta_module(
         Component(name, path, None, dict(config), True, "bfloat16", ("bfloat16",)),
@@ -92,14 +92,13 @@ def module(name: str) -> Any:
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """An input on meta."""
+    """Return an input on meta."""
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 @cache
 def call_of(name: str, tiled: bool = False) -> Call:
-    """One call of a component as its pipeline makes it for 512 x 768 and 121 frames, with 128
-    tokens of text."""
+    """Return one call of a component for 512 x 768, 121 frames and 128 tokens of text."""
     component, inputs = module(name), _inputs(name)
     if name == "hunyuan vae":
         (component.enable_tiling if tiled else component.disable_tiling)()
@@ -150,12 +149,12 @@ def _inputs(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def peak(events: Sequence[MemoryEvent]) -> int:
-    """The most that a call takes beside weights and inputs."""
+    """Return the most bytes of a call besides weights and inputs."""
     return replay(events, Counting())
 
 
 def activation(name: str, precision: str = "bfloat16", tiled: bool = False) -> int:
-    """The most that a call of a component takes with its weights in ``precision``."""
+    """Return the most bytes of a call of a component with its weights in ``precision``."""
     call = call_of(name, tiled)
     return peak(
         with_quantization_scratch(
@@ -166,15 +165,15 @@ def activation(name: str, precision: str = "bfloat16", tiled: bool = False) -> i
 
 @cache
 def weights(name: str) -> dict[str, int]:
-    """Bytes by precision, as allocations take them."""
+    """Return bytes by precision, as allocated."""
     return weights_by_precision(module(name), "bfloat16", allocated=True) | {
         "fp8": layerwise_bytes(name)
     }
 
 
 def layerwise_bytes(name: str) -> int:
-    """Bytes with diffusers' own layer-wise casting, as in the published fp8 rows: it leaves
-    modulation and norms in 16 bits."""
+    """Return the bytes with diffusers' own layer-wise casting, as in the published fp8 rows:
+    modulation and norms stay in 16 bits."""
     cast = copy.deepcopy(module(name))
     if hasattr(cast, "enable_layerwise_casting"):
         cast.enable_layerwise_casting(
@@ -185,14 +184,14 @@ def layerwise_bytes(name: str) -> int:
 
 
 def outliers_bytes(share: float) -> int:
-    """What an int8 transformer of HunyuanVideo grows by in its first call with old versions of
-    bitsandbytes."""
+    """Return the growth of HunyuanVideo's int8 transformer with old versions of bitsandbytes."""
     shapes = quantized_shapes(module("hunyuan"), "bfloat16")
     return int(2 * share * sum(outputs * inputs for outputs, inputs in shapes.values()))
 
 
 def hunyuan_bytes(row: dict[str, str], share: float) -> int:
-    """The most that HunyuanVideo takes; int8 modules stay where they are made (older than 0.48)."""
+    """Return the most bytes of HunyuanVideo; before bitsandbytes 0.48, int8 modules stay on their
+    device."""
     precision, tiled = row["precision"], row["tiling"] == "yes"
     encoders = weights("llama")["bfloat16"] + weights("clip")["bfloat16"]
     transformer, vae = weights("hunyuan")[precision], weights("hunyuan vae")["bfloat16"]
@@ -217,7 +216,6 @@ def hunyuan_bytes(row: dict[str, str], share: float) -> int:
 
 
 def bytes_of(row: dict[str, str], share: float) -> int:
-    """The most that a published row's pipeline takes."""
     if row["pipeline"] == "HunyuanVideo":
         return hunyuan_bytes(row, share)
     name = "ltx" if row["pipeline"].startswith("LTX") else "cogvideox"
@@ -226,7 +224,7 @@ def bytes_of(row: dict[str, str], share: float) -> int:
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    """Every row, replayed; int8 rows with and without what old versions kept of outliers."""
+    """Yield every row, replayed; int8 rows with and without the outliers of old versions."""
     with (ROOT / "benchmarks/data/video_peaks.csv").open() as file:
         published = list(csv.DictReader(file))
     fitted = next(

@@ -1,17 +1,19 @@
-"""Calls 2 to 5 of attached pipelines beside other tools, all warm: bytes copied to the simulated
-accelerator, and virtual time.
+"""Compare calls 2 to 5 of attached pipelines with other tools, all warm.
 
-.venv/bin/python benchmarks/warm_calls.py [NAME ...]     writes benchmarks/results/warm_calls.json
-.venv/bin/python benchmarks/warm_calls.py --table        prints the table from there
+    python benchmarks/warm_calls.py [NAME ...]    writes results/warm_calls.json
+    python benchmarks/warm_calls.py --table       prints the table from there
 
 Tiny pipelines of ten families (`TABLE` of tests/attach/test_attach_warm.py), each within half of
-its weights' bytes (or the least that graphrun needs), nine tenths and ten times as much. Every tool
-calls its pipeline five times, then with two sizes in turn.
+its weights' bytes (or graphrun's minimum), nine tenths and ten times as much. Every tool calls its
+pipeline five times, then with two sizes in turn.
 
-bytes     most bytes copied to the device in one of calls 2 to 5; its own code's included, which
-`.to(device)` shows alone seconds   virtual, the mean of calls 2 to 5 in turn   bytes of two calls,
-one of each size, after both were called before A tool that takes more than the budget does not fit,
-and is not compared. Those that look at the budget are run with each.
+    bytes      most bytes copied to the simulated accelerator in one of calls 2 to 5, including the
+               pipeline's own copies, which `.to(device)` shows alone
+    seconds    virtual, the mean of calls 2 to 5
+    in turn    bytes of two calls, one of each size, after both were called before
+
+A tool that takes more than the budget does not fit, and is not compared. Tools that adapt to the
+budget run with each.
 """
 
 from __future__ import annotations
@@ -58,8 +60,7 @@ RESULTS = ROOT / "benchmarks/results/warm_calls.json"
 
 
 def resized(case: Case) -> Case:
-    """The same calls of twice the height; of another number of steps where the height cannot be
-    said."""
+    """Return the same calls with twice the height, or else another number of steps."""
     arguments = case.arguments()
     size_input = (
         {"height": 2 * arguments["height"]}
@@ -72,8 +73,8 @@ def resized(case: Case) -> Case:
 def measured(
     simulator: Sim, case: Case, pipe: Any, expected: Any, put: Callable[[Any], Any]
 ) -> dict[str, Any]:
-    """Five calls of ``pipe``, then two sizes in turn. ``expected``: the first output, which all
-    equal; None: not compared."""
+    """Measure five calls of ``pipe``, then two sizes in turn. ``expected``: the first output, equal
+    for all; None: not compared."""
     resized_case, marks = resized(case), []
     for next_case in (*[case] * 5, resized_case, case, resized_case, case):
         start, start_bytes = simulator.seconds(), simulator.moved()["in"]
@@ -93,7 +94,7 @@ def measured(
 def peer(
     name: str, case: Case, cap_bytes: int | None, activation_bytes: int, expected: Any
 ) -> dict[str, Any]:
-    """A tool of `peers_tools`; how it fails, where it does."""
+    """Run a tool of `peers_tools`; return its failure if it fails."""
     simulator, pipe = Sim(cap_bytes), case.build()
     try:
         with simulator.open(), torch.no_grad():
@@ -108,7 +109,7 @@ def peer(
 
 
 def attached(case: Case, budget_bytes: int, expected: Any) -> dict[str, Any]:
-    """graphrun's own, within the budget, or within the least that it needs where that is more."""
+    """Run graphrun within the budget, or within its minimum if that is more."""
     simulator, pipe = Sim(None), case.build()
     with graphrun.attach(pipe, vram=budget_bytes, device=simulator.executor()):
         try:
@@ -118,13 +119,13 @@ def attached(case: Case, budget_bytes: int, expected: Any) -> dict[str, Any]:
             }
         except Infeasible as error:
             least_bytes = error.smallest_budget_bytes
-    # of the first size; the other one may need a little more
+    # for the first size; the other one may need a little more
     return attached(case, int(1.05 * least_bytes), expected)
 
 
 def family(case: Case) -> dict[str, Any]:
-    """All tools on one pipeline: ``.to(device)``, the peers without a cap, and by budget graphrun
-    and ComponentsManager."""
+    """Run all tools on one pipeline: ``.to(device)``, the peers without a cap, and by budget
+    graphrun and ComponentsManager."""
     weights, expected = weight_bytes(case.build()), case.call(case.build())
     resident = peer("resident", case, None, 0, expected)
     activation_bytes = max(0, resident.get("peak_bytes", weights) - weights)
@@ -164,7 +165,7 @@ def family(case: Case) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """A row per pipeline and budget: graphrun beside the best of the tools that fit."""
+    """Return a row per pipeline and budget: graphrun and the best of the tools that fit."""
     lines = [
         "| pipeline | budget | bytes | best peer | its bytes | ms | its ms | in turn | its "
         "bytes in turn |",
@@ -196,7 +197,6 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measures, writes after each pipeline, and prints the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -70,8 +70,8 @@ class Items:
         )
 
     def finish(self, batch: Batch) -> Batch:
-        """Return the batch of the requests from that of the items; the first error of an item
-        counts."""
+        """Return the batch of the requests, made from the items' ``batch``; the first error of an
+        item counts."""
         for number in batch.done_before:  # killed before their outputs were collected
             if number == self._items[self._request_of[number].number][0]:
                 self._gather(self._request_of[number])

@@ -1,4 +1,4 @@
-"""Run a list of requests by the fastest schedule; resume where an earlier process was killed.
+"""Run a list of requests by the fastest schedule; resume after a kill.
 
     requests -> skip finished ones -> group by settings (equal sizes: one problem)
              -> fastest schedule -> groups of requests that fit RAM and disk -> segments -> runs
@@ -186,7 +186,8 @@ def _fingerprint(request: Request) -> str:
 
 
 class Works:
-    """Requests with equal settings: known values, and how they end. ``ram_bytes``: for values."""
+    """Requests with equal settings: known values, and how they end. ``ram_bytes``: for waiting
+    values."""
 
     def __init__(
         self,
@@ -410,8 +411,7 @@ class _Runner(Works):
     def _group_equal(
         self, stages: Sequence[str], works: Sequence[RequestWork]
     ) -> list[list[RequestWork]]:
-        """Return the requests that lack outputs of ``stages``, those with equal outputs in one
-        list."""
+        """Return the requests without outputs of ``stages``, equal ones in one list."""
         names = [str(reference)[1:] for reference in self.graph.part(stages).outputs.values()]
         groups: dict[Any, list[RequestWork]] = {}
         for work in works:

@@ -37,8 +37,7 @@ class StageSegment:
     solution: Solution
 
     def total(self, runs: int) -> tuple[float, int]:
-        """Return the predicted seconds, and the bytes copied to the device, of a session of
-        ``runs`` runs."""
+        """Return the predicted seconds and copied bytes of a session of ``runs`` runs."""
         simulation = self.solution.simulation
         seconds, nbytes = (
             (simulation.further_seconds, simulation.further_moved_bytes)
@@ -74,7 +73,7 @@ class Schedule:
 
     @property
     def name(self) -> str:
-        """``request by request``, ``stage by stage``, ``one run``, or as in ``encode | denoise
+        """``request by request``, ``stage by stage``, ``one run`` or ``encode | denoise
         decode``."""
         if len(self.segments) == 1:
             return (
@@ -213,8 +212,7 @@ def _transfer_bytes(
 
 
 def _partitions(order: Sequence[str]) -> Iterator[list[tuple[str, ...]]]:
-    """Yield every partition of ``order`` into consecutive parts, few parts and long first parts
-    first."""
+    """Yield every partition of ``order`` into consecutive parts: few and long ones first."""
     for count in range(len(order)):
         for cuts in sorted(combinations(range(1, len(order)), count), reverse=True):
             yield [tuple(order[begin:end]) for begin, end in pairwise((0, *cuts, len(order)))]

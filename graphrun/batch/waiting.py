@@ -27,8 +27,7 @@ class WaitingValues(contextlib.ExitStack):
         return sum(nbytes for _, nbytes in self._in_ram.values())
 
     def put(self, request: int, name: str, value: Any) -> None:
-        """Store ``value`` as output ``name`` (as in ``encode.embeds``) of request number
-        ``request``."""
+        """Store ``value`` as output ``name``, such as ``encode.embeds``, of a request."""
         nbytes = _nbytes(value, set())
         if self.held_bytes + nbytes <= self.ram_bytes:
             self._in_ram[request, name] = (value, nbytes)

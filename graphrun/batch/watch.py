@@ -23,8 +23,7 @@ class Watcher:
     """Receives the progress of a batch. These methods do nothing; override the ones you need."""
 
     def schedule(self, schedule: Schedule, counts: Mapping[str, int]) -> None:
-        """Requests with equal settings are about to run, with ``counts[stage]`` runs of each
-        stage."""
+        """Requests with equal settings are about to run, ``counts[stage]`` times a stage."""
 
     def segment(self, segment: StageSegment, runs: int) -> None:
         """A session of ``runs`` runs of ``segment`` begins."""
@@ -48,8 +47,7 @@ class Watcher:
         """``request`` cannot be run, or its run failed; ``request.error`` is the reason."""
 
     def restarts(self, stage: str, reason: str) -> None:
-        """The loop of ``stage`` (re)starts at its first step after an interruption, for this
-        reason."""
+        """The loop of ``stage`` restarts, or would, at its first step after an interruption."""
 
     def waits(self) -> None:
         """Called at least every second while cluster devices work; may raise KeyboardInterrupt."""

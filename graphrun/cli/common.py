@@ -490,8 +490,8 @@ def precisions_of(solution: Solution) -> dict[str, str]:
 
 
 def checkpoint_lines(graph: Graph, precisions: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a line for each component that a plan, with these ``precisions``, reads from a
-    published checkpoint. Bytes are as the checkpoint's page states them."""
+    """Return a line for each component that a plan reads from a published checkpoint.
+    ``precisions``: of each component. Bytes are as the checkpoint's page states them."""
     lines = []
     for name, precision in precisions.items():
         if (checkpoint := graph.components[name].checkpoint(precision)) is not None:

@@ -115,8 +115,7 @@ def fit_command(
 
 @contextmanager
 def _graph_file(model: str, trust: list[str] | None) -> Iterator[Path]:
-    """Provide the graph file of ``model``, importing a folder or repository by its
-    configurations."""
+    """Provide the graph file of ``model``; import a folder or repository without weights."""
     path = Path(model)
     if model in shipped_graphs() or path.suffix in (".yaml", ".yml"):
         yield path

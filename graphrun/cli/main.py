@@ -96,8 +96,8 @@ def main() -> NoReturn:
 
 
 def _interrupt_again(dropped_error: sys.UnraisableHookArgs) -> None:
-    """Repeat an interrupt that Python dropped inside ``__del__``, for example of the tokenizers'
-    regular expressions."""
+    """Repeat an interrupt that Python dropped inside ``__del__``. Example: the ``__del__`` of the
+    tokenizers' regular expressions."""
     if isinstance(dropped_error.exc_value, KeyboardInterrupt):
         threading.Timer(0.1, _thread.interrupt_main).start()
     else:

@@ -291,8 +291,8 @@ def run(
 
 
 def _is_expected(graph_plan: Planned) -> bool:
-    """Return whether the plan has a published GGUF file that is to be downloaded, whose bytes are
-    expected from the graph and not read from its header."""
+    """Return whether the plan has a published GGUF file that is still to be downloaded. Its bytes
+    are then expected from the graph and not read from its header."""
     return bool(graph_plan.downloads) and any(
         component.variants[0].precision in GGUF_MIXES
         for component in graph_plan.solution.chosen.components

@@ -34,8 +34,8 @@ class Stop:
     def watch(
         self, progress: Callable[[int, int, int], None] | None
     ) -> Callable[[int, int, int], None]:
-        """Return ``progress``, extended to raise KeyboardInterrupt after an interrupt, at the start
-        of a call, which is the end of a step."""
+        """Return ``progress``, extended to raise KeyboardInterrupt after an interrupt. The error is
+        raised at the start of a call, which is the end of a step."""
 
         def called(slot: int, call: int, calls: int) -> None:
             if self.requested:

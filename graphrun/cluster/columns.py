@@ -187,8 +187,7 @@ class Pricing:
         return [option for chain in self._chains(kind).values() for option in chain]
 
     def refine(self, kind: DeviceClass, option: Option) -> None:
-        """Price ``option``, which has only bounds, and if its share is below 1, all smaller
-        shares."""
+        """Price ``option``, which has only bounds. Below share 1, price all smaller shares too."""
         chain = self._chains(kind)[option.parts]
         chain.remove(option)
         next_option = self._priced(kind, option, chain)

@@ -53,8 +53,8 @@ def save(path: Path, graph: Path, placement: Placement, summary: dict[str, Any])
 
 
 def read(path: Path) -> tuple[Placement, dict[str, Any]]:
-    """Return the placement in the file ``path``, checked and simulated, and all entries of the
-    file. Raises PlanError, and InputError for a cluster beyond a limit."""
+    """Return the placement in ``path``, checked and simulated, and all entries of the file. Raises
+    PlanError, and InputError for a cluster beyond a limit."""
     data = read_json(path, PlanError)
     hint = "plan again: graphrun plan GRAPH --cluster FILE -o FILE"
     if not is_placement(data) or data.get("graphrun") != plan_files.VERSION:

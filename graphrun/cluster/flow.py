@@ -248,11 +248,8 @@ class Flow(Works):
         return has_moved
 
     def _helping_posts(self, begin: int) -> list[Post]:
-        """Return the parts from stage ``begin`` on where one more item ends early enough to help.
-
-        It helps if the part finishes it before the other parts with these stages finish all that
-        remain.
-        """
+        """Return the parts from stage ``begin`` on that help with one more item. A part helps if it
+        finishes the item before the other parts with these stages finish all that remain."""
         item_count = sum(item.stage <= begin for item in self.order) - sum(
             post.queued for post in self.posts if post.span[0] == begin
         )
@@ -361,8 +358,7 @@ class Flow(Works):
             self.shared[key] = result
 
     def _start(self, worker: FlowWorker, runs: Sequence[ItemRun]) -> None:
-        """Start one run of ``worker`` with ``runs``, without the requests that the watcher
-        stops."""
+        """Start one run of ``worker`` with ``runs``, except requests that the watcher stops."""
         started_runs, visits = list[ItemRun](), list[Visit]()
         for run in runs:
             try:

@@ -24,8 +24,7 @@ class Crew(Protocol):
         """Start loading the blocks that worker number ``worker`` needs first."""
 
     def begin(self, worker: int, visits: Sequence[Visit]) -> Ticket:
-        """Queue a run of worker number ``worker`` with a `Visit`, whose values are handles, per
-        item."""
+        """Queue a run of worker number ``worker``, with a `Visit` of value handles per item."""
 
     def finished(self, tickets: Collection[Ticket], *, wait_for_all: bool) -> Collection[Ticket]:
         """Wait up to a second for one of ``tickets``, or for all. Return the finished ones."""

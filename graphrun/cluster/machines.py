@@ -165,7 +165,7 @@ class Cluster:
 
     @property
     def label(self) -> str:
-        """The classes of its devices, as part of the keys of cached outputs."""
+        """The distinct hardware labels of its devices, as in the keys of cached outputs."""
         return ", ".join(sorted({device.hardware.label for device in self.devices}))
 
     def link(self, host: str, other: str) -> Link | None:

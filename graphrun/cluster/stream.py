@@ -131,8 +131,7 @@ class _Stream:
             self._schedule_event(arrives, self._receive, worker)
 
     def _next(self, begin: int) -> tuple[str, _StreamWorker, Link] | None:
-        """Return the host of the longest waiting item that can be sent, its next device, the
-        link."""
+        """Return the host of the next item to send, the item's next device, and the link."""
         free = [
             worker
             for worker in self.workers[begin]
@@ -160,8 +159,7 @@ class _Stream:
         return None
 
     def _helps(self, worker: _StreamWorker) -> bool:
-        """Whether one more item on ``worker`` ends before its peers can finish all remaining
-        items."""
+        """Whether one more item on ``worker`` ends before its peers finish all the others."""
         finish = self._ready_seconds(worker) + worker.assignment.column.steady_seconds
         item_count = self.unsent_items[worker.begin]
         for peer in self.workers[worker.begin]:

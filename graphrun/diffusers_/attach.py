@@ -495,8 +495,7 @@ class Attachment:
         return self._continuations[key]
 
     def make_room(self, solution: Solution, component_names: Collection[str]) -> None:
-        """Evict weights of other plans so that the first run of ``solution``, with
-        ``component_names``, fits."""
+        """Evict weights of other plans so that the first run of ``solution`` fits."""
         slots, problem = solution.simulation.slots, solution.problem
         peak_bytes = max((report.peak_bytes for report in slots), default=0)
         page_bytes = (
@@ -542,8 +541,8 @@ class Attachment:
         reinstall([other for other in interceptors if other is not self._interceptor])
 
     def _detect_changes(self, modules: list[Owned]) -> bool:
-        """Return whether the pipeline changed (VAE tiling, a LoRA, another scheduler) since the
-        last call; if so, drop all its plans."""
+        """Return whether the pipeline changed since the last call; if so, drop all its plans.
+        Examples: VAE tiling, a LoRA, another scheduler."""
         state, settings = state_of(self.pipe, modules), settings_of(self.pipe, modules)
         has_changed = (state, settings) != (self._state, self._settings)
         if self._host.find_mapped():
@@ -555,8 +554,7 @@ class Attachment:
         return has_changed
 
     def _say_unmapped(self) -> None:
-        """Say which components stay in memory instead of being read from files, on unified
-        memory."""
+        """Say which components stay in memory instead of being read from files."""
         if sizes := self._host.unmapped_bytes():
             self.say(
                 f"{own_class(self.pipe).__name__}: {show_size(sum(sizes.values()))} of "

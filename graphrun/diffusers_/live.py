@@ -252,8 +252,8 @@ def meta_module_of(
     """Return a copy of ``pipe`` with its modules on meta, and the copies of its ``components``.
 
     The copy reports ``device`` as its device. Classes, configurations, processors and tied weights
-    stay those of ``pipe``; tokenizers are shared, schedulers copied. No weight is read. Raises
-    InputError if something in the pipeline cannot be copied.
+    are kept; tokenizers are shared, schedulers copied. No weight is read. Raises InputError if
+    something in the pipeline cannot be copied.
     """
     memo: dict[int, Any] = {}
     for _, module in _modules_of(pipe):
@@ -490,8 +490,8 @@ def _plain(config: Any) -> dict[str, Any]:
 
 
 def packages_of(pipe: Any, modules: Mapping[str, nn.Module]) -> set[str]:
-    """Return the packages of the classes of ``pipe``, its modules and its attributes, whose code a
-    call of ``pipe`` runs."""
+    """Return the packages of the classes of ``pipe``, its modules and its attributes. A call of
+    ``pipe`` runs their code."""
     kinds = {type(child) for module in modules.values() for child in module.modules()}
     for owner in pipelines_in(pipe).values():
         kinds |= {own_class(owner), *(type(value) for value in vars(owner).values())}

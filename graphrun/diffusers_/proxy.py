@@ -167,8 +167,7 @@ def _refusing_method(name: str) -> Callable[..., Any]:
 
 
 def refuse_placed(pipe: Any) -> None:
-    """Raise InputError if other code already places the pipeline's weights, saying how to turn that
-    off."""
+    """Raise InputError if other code already places the weights, saying how to stop that."""
     name = type(pipe).__name__
     for path, owner in pipelines_in(pipe).items():
         label = f"{name}.{path}" if path else name
@@ -194,8 +193,11 @@ def refuse_placed(pipe: Any) -> None:
 def refuse_unnamed(
     program: Any, components: Mapping[str, torch.nn.Module] | None, entries: Collection[str]
 ) -> None:
-    """Raise InputError unless ``components`` contain all weights of ``program``, and ``entries``
-    are methods of its class. For a diffusers pipeline both must be empty."""
+    """Raise InputError unless ``components`` and ``entries`` cover what to plan of ``program``.
+
+    ``components`` must contain all weights, ``entries`` methods of the class. For a diffusers
+    pipeline both must be empty.
+    """
     name, kind = type(program).__name__, type(program)
     if is_pipeline(program):
         if components is not None or entries:

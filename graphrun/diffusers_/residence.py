@@ -160,8 +160,8 @@ class LiveHost(Host):
         residency.place(numbers, self._device)
 
     def _is_laid_out(self, numbers: ComponentNumbers, mapped_tensors: MappedTensors | None) -> bool:
-        """Return whether the component's layout has the blocks of ``numbers`` and its own tensors,
-        which loading other weights replaces. ``mapped_tensors``: mapped now."""
+        """Return whether the component's layout has the blocks of ``numbers`` and its own tensors.
+        Loading other weights replaces the tensors. ``mapped_tensors``: mapped now."""
         previous = self._numbers.get(numbers.name)
         is_same_layout = previous is not None and layout_of(previous) == layout_of(numbers)
         return (
@@ -231,8 +231,7 @@ class LiveHost(Host):
         return lru_caches(self.modules)
 
     def _cached_storages(self) -> dict[int, int]:
-        """Return the bytes of tensors that methods cached on the device (Qwen-Image's position
-        tables), by storage."""
+        """Return the bytes of tensors that methods cached on the device, by storage."""
         tensors = (tensor for cache in self._caches for tensor in tensors_in(cached_in(cache)))
         return _storages([tensor for tensor in tensors if self._device.holds(tensor)], self._device)
 
@@ -379,7 +378,7 @@ class LiveHost(Host):
             )
 
     def release(self) -> None:
-        """Evict all weights of these modules, including those of other hosts at rest."""
+        """Evict all weights of these modules, also from other hosts at rest."""
         self.evict()
         for module in self.modules.values():
             for host in self._other_hosts():

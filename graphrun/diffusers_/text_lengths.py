@@ -53,8 +53,8 @@ class TextLengths:
                 self.input_lengths.add(tensor.shape[-1])
 
     def add_masks(self, operands: Iterable[torch.Tensor]) -> None:
-        """Add the lengths that boolean masks among ``operands``, of an operator that cuts tensors
-        by masks, leave, if as long as a text."""
+        """Add the lengths that boolean masks among ``operands`` leave, if as long as a text.
+        ``operands``: of an operator that cuts tensors by masks."""
         masks = [mask for mask in operands if mask.dtype is torch.bool and mask.ndim]
         self.mask_lengths.update(
             int(mask.sum())
@@ -75,8 +75,7 @@ class TextLengths:
 
     @contextmanager
     def watch(self, pipe: Any) -> Iterator[None]:
-        """Record the results of the tokenizers of ``pipe`` and of its processors, within the
-        context."""
+        """Record, in the context, the results of all tokenizers of ``pipe`` and its processors."""
         from transformers import PreTrainedTokenizerBase
 
         parts = [*getattr(pipe, "__dict__", {}).values()]

@@ -36,8 +36,7 @@ class Document:
     _entries: dict[int, dict[str, tuple[yaml.Node, yaml.Node]]] = field(default_factory=dict)
 
     def file_line(self, location: Location) -> str:
-        """Return ``path:line`` of the entry at ``location``, or of its innermost enclosing
-        entry."""
+        """Return ``path:line`` of the entry at ``location``, or of the entry around it."""
         return f"{self.path}:{self._line(location)}"
 
     def _line(self, location: Location) -> int:

@@ -107,8 +107,7 @@ class Graph:
         return next((reference.name for reference in lists if reference.kind == "input"), "")
 
     def per_item(self) -> Graph:
-        """Return the graph in which its `list_input`, if any, takes one item instead of the
-        list."""
+        """Return the graph whose `list_input`, if any, takes one item instead of the list."""
         if not (name := self.list_input):
             return self
         stages = tuple(replace(stage, for_each="") for stage in self.stages)
@@ -411,8 +410,8 @@ class Graph:
     def _stages_for(
         self, targets: set[str], precomputed_names: Collection[str] = ()
     ) -> tuple[Stage, ...]:
-        """Return the stages ``targets`` and all stages that they need, without
-        ``precomputed_names`` and stages that only these need."""
+        """Return the stages ``targets`` and all stages that they need. Stages in
+        ``precomputed_names``, and stages that only these need, are omitted."""
         stage_names = targets.difference(precomputed_names)
         for stage in reversed(self.stages):  # consumers before producers
             if stage.name in stage_names:

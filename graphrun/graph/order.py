@@ -32,8 +32,7 @@ def order_stages(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
 
 
 def read_by(stage: Stage) -> frozenset[Reference]:
-    """Return the references whose values ``stage`` reads, not only shapes
-    (`Operation.outlined`)."""
+    """Return the references that ``stage`` reads not only for shapes (`Operation.outlined`)."""
     outlined = stage.operation.outlined
     numbers = {name: value for name, value in stage.arguments.items() if name not in outlined}
     return frozenset(replace(stage, arguments=numbers).references)

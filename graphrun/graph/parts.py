@@ -62,9 +62,9 @@ class Component:
     ``gguf``: the file for precision gguf. ``checkpoints``: published ones, whose formats are among
     ``precision``. ``loras``: fused into the weights of ``source`` or ``gguf``. ``config``: of the
     class if ``has_config``; ``{}``: the constructor's defaults. ``precision``: the default first;
-    the others must be allowed. ``backing_store``: the kinds of memory that may hold the master
-    copy; empty: any. ``compile``: ``blocks`` asks for compiled blocks. ``file_line``:
-    ``file:line``, for errors.
+    the others must be allowed. ``backing_store``: the kinds of memory allowed for the master copy;
+    empty: any. ``compile``: ``blocks`` asks for compiled blocks. ``file_line``: ``file:line``, for
+    errors.
     """
 
     name: str

@@ -164,8 +164,7 @@ def _keys(schema: dict[str, Any], location: Iterable[str | int]) -> list[str]:
 
 
 def _existing(location: Iterable[Any], data: Any) -> Iterator[Any]:
-    """Yield ``location`` without pydantic's steps for the branch of a union and for a missing
-    key."""
+    """Yield ``location`` without pydantic's steps for union branches and missing keys."""
     for step in location:
         if (isinstance(data, dict) and step in data) or (
             isinstance(data, list) and step in range(len(data))

@@ -99,8 +99,8 @@ def _import(source: str, name: str, revision: str | None = None) -> str:
 
 
 def _sources() -> dict[str, tuple[str, ...]]:
-    """Return the hub repositories that are sources of shipped graphs, each with its graphs, the
-    shortest name first."""
+    """Return the hub repositories that are sources of shipped graphs, each with its graphs. The
+    graph with the shortest name is first."""
     from graphrun.graph.document import read_document
 
     sources: dict[str, tuple[str, ...]] = {}

@@ -143,8 +143,8 @@ def on_host() -> Iterator[None]:
 
 @contextmanager
 def empty_parameters() -> Iterator[None]:
-    """Construct parameters on meta, and buffers on the CPU, where those not saved with the weights
-    are computed."""
+    """Construct parameters on meta, and buffers on the CPU. Buffers that are not saved with the
+    weights are computed there."""
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False), _SkipRandomInit():
@@ -247,11 +247,8 @@ def held_meta_module(
 
 @on_host()
 def build(component: Component, graph: Graph) -> nn.Module:
-    """Return ``component`` on the CPU with its weights and its LoRAs fused.
-
-    Weights come from its source, or are random and depend only on its name and seed. Values and
-    errors are those of `draft`.
-    """
+    """Return ``component`` on the CPU with its weights and its LoRAs fused. Weights come from its
+    source, or are random and depend only on its name and seed. Values and errors as in `draft`."""
     module, writer = draft(component, graph, component.dtype)
     for entry in lay_out(module, ())[""].entries:
         tensor = torch.empty_like(entry.tensor, device="cpu")
@@ -424,8 +421,7 @@ def _tokenizer(part: Part, file: Path) -> Any:
 
 
 def _construct(kind: type[Any], component: Component) -> Any:
-    """Return the module in the component's dtype, as `from_pretrained` constructs it, without
-    weights."""
+    """Return the module in the component's dtype, as `from_pretrained` constructs it."""
     label, dtype = f"components.{component.name}", getattr(torch, component.dtype)
     config = _config_of(component)
     if not _SAVED_KEYS & config.keys():

@@ -56,8 +56,8 @@ _DESCRIPTIONS = {
 
 
 def refusal(component: Component, text: str, member: str = "") -> GraphError:
-    """Return the error ``text`` about ``component``, or about its ``member`` such as ``.loras``, at
-    the component's line."""
+    """Return the error ``text`` about ``component``, or about its ``member`` such as ``.loras``.
+    The error names the component's line."""
     return GraphError(f"components.{component.name}{member}: {text}", component.file_line)
 
 
@@ -115,8 +115,7 @@ def pipeline_class(pipeline: Pipeline, trust: Collection[str]) -> type[Any]:
 
 
 def require_code(graph: Graph) -> None:
-    """Raise GraphError if a trusted package is not on Python's path, with the graph's hint about
-    it."""
+    """Raise GraphError, with the graph's hint, if a trusted package is not on Python's path."""
     absent = [package for package in graph.trust if importlib.util.find_spec(package) is None]
     if absent and graph.code:
         problem = (

@@ -53,8 +53,8 @@ def outermost_compiled(module: nn.Module, path: str) -> nn.Module:
 def hook_around(
     module: nn.Module, on_enter: Callable[[], None], on_exit: Callable[[], None] | None = None
 ) -> list[HookHandle]:
-    """Call ``on_enter`` and ``on_exit`` around each run of ``module``, outside of its compiled
-    code. Remove the last handle first."""
+    """Call ``on_enter`` and ``on_exit`` around each run of ``module``, outside compiled code.
+    Remove the last handle first."""
     if vars(module).get("_compiled_call_impl") is not None:
         return [_AroundCompiled(module, on_enter, on_exit)]
     handles: list[HookHandle] = [module.register_forward_pre_hook(lambda *_: on_enter())]

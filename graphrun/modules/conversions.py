@@ -106,8 +106,7 @@ class SymbolicTensors(TorchFunctionMode):
         return Derivation(name, dtype, tuple(tensor.shape), tuple(leaves.values()), make)
 
     def _leaves_of(self, tensor: torch.Tensor) -> dict[int, Stored]:
-        """Return the stored tensors that ``tensor`` is computed from, by the ids of their meta
-        tensors."""
+        """Return the stored tensors behind ``tensor``, by the id of their meta tensors."""
         if id(tensor) in self._leaves:
             return {id(tensor): self._leaves[id(tensor)]}
         leaves: dict[int, Stored] = {}

@@ -28,8 +28,7 @@ Switched = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class DtypeVariant:
-    """A component's current ``dtypes``, and earlier dtypes that rounded its values, oldest
-    first."""
+    """A component's current ``dtypes``, and the earlier ``rounded`` ones, oldest first."""
 
     component: str
     rounded: tuple[Dtypes, ...]

@@ -201,8 +201,8 @@ class CallInterceptor:
     def listed(
         self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return the results of ``module.named_parameters(...)`` and ``named_buffers(...)``, which
-        all listings of weights use."""
+        """Return the results of ``module.named_parameters(...)`` and ``named_buffers(...)``. All
+        listings of weights use these."""
         weights: Iterator[tuple[str, torch.Tensor]] = original(module, *args, **kwargs)
         if self._is_in_call or self._is_casting or isinstance(self.casts, HostCasts):
             return weights
@@ -311,8 +311,7 @@ class CallInterceptor:
             self._is_in_call = False
 
     def read(self, module: nn.Module, name: str, value: Any) -> Any:
-        """Return what code gets that reads the attribute ``name``, of this ``value``, of
-        ``module``."""
+        """Return the result, in place of ``value``, for code that reads the attribute ``name``."""
         location = self._paths.get(id(module))
         if (
             self._is_in_call

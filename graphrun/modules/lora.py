@@ -129,8 +129,8 @@ def _deltas(
 
 
 def _fit(down_shape: tuple[int, ...], up_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether up [out r ...] x down [r in ...] is a weight of ``shape``, where the
-    dimensions after the first count as one."""
+    """Return whether up [out r ...] x down [r in ...] is a weight of ``shape``. The dimensions
+    after the first count as one."""
     if min(len(down_shape), len(up_shape), len(shape)) < 2 or down_shape[0] == 0:
         return False
     return (up_shape[0], math.prod(up_shape[1:]), math.prod(down_shape[1:])) == (

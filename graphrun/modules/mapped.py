@@ -54,8 +54,8 @@ class FileMapping:
 
 
 def file_mappings(smaps: Path = SMAPS) -> list[FileMapping]:
-    """Return the mappings of files with no written page, by address. Mappings that write to their
-    files are left out. Empty if ``smaps`` does not exist."""
+    """Return the mappings of files with no written page, by address; empty if ``smaps`` does not
+    exist. Mappings that write to their files are omitted."""
     try:
         lines = smaps.read_bytes().split(b"\n")
     except OSError:
@@ -75,8 +75,8 @@ def file_mappings(smaps: Path = SMAPS) -> list[FileMapping]:
 
 
 class MappedTensors:
-    """The tensors of ``modules`` that are mapped from files, now. Keeps them alive. Contiguous
-    tensors count, unless their class is of their own, as of quantized weights."""
+    """The tensors of ``modules`` that are mapped from files, now. Keeps them alive. Only contiguous
+    tensors count, and no parameters of special classes (quantized weights)."""
 
     def __init__(self, modules: Iterable[nn.Module], smaps: Path = SMAPS) -> None:
         self._tensors = dict[int, tuple[torch.Tensor, Stored]]()

@@ -100,8 +100,7 @@ def is_helper(value: Any) -> bool:
 
 
 def forget(modules: Mapping[str, nn.Module]) -> None:
-    """Empty the caches of ``modules`` and of the modules in them, such as Qwen-Image's tables of
-    rotary frequencies."""
+    """Empty the caches in ``modules``, such as Qwen-Image's tables of rotary frequencies."""
     for memo in memos(modules):
         memo.cache_clear()
 
@@ -172,7 +171,7 @@ def _is_on_device(tensor: torch.Tensor) -> bool:
 def on_device(
     attributes: Mapping[str, Any], is_on_device: Callable[[torch.Tensor], bool] = _is_on_device
 ) -> list[str]:
-    """Return the names of ``attributes`` that hold tensors on a device."""
+    """Return the names of ``attributes`` with tensors on a device."""
     return [
         key
         for key, value in attributes.items()

@@ -127,7 +127,7 @@ def normalize_quantized_layers(module: nn.Module) -> None:
 
 
 def ill_suited(module: nn.Module, component: str) -> str:
-    """Return why ``module``, the nf4 ``component``, is wrong on the CPU; "" if it is not.
+    """Return why ``module``, the nf4 ``component``, computes wrong results on the CPU, or "".
 
     On a CPU with AVX-512, the kernel of bitsandbytes 0.50 (`dequantize_4bit` in its
     backends/cpu/ops.py) starts a new absmax block at each row, while weights are quantized without

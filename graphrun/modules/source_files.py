@@ -112,10 +112,11 @@ def file_stamp(file: str | int) -> FileStamp:
 
 
 def find_folder(source: str, patterns: tuple[str, ...], file_line: str, variant: str = "") -> Path:
-    """Return the local path of ``source`` with the files that match ``patterns``, downloading them.
+    """Return the local path of ``source`` with the files that match ``patterns``.
 
-    ``source``: an absolute path or ``owner/repo[@revision][/subfolder or file]``. ``variant``:
-    which variant of the files to use. Raises GraphError at ``file_line``.
+    Missing files are downloaded to the hub's cache. ``source``: an absolute path or
+    ``owner/repo[@revision][/subfolder or file]``. ``variant``: which variant of the files to use.
+    Raises GraphError at ``file_line``.
     """
     if Path(source).is_absolute():
         if not os.path.exists(source):
@@ -138,7 +139,7 @@ def find_folder(source: str, patterns: tuple[str, ...], file_line: str, variant:
 def hub_query(
     source: str, patterns: Sequence[str], variant: str = ""
 ) -> tuple[str | None, list[str], list[str]]:
-    """Return (revision, patterns of paths, patterns to leave out) for files of a hub path.
+    """Return (revision, patterns of paths, patterns to exclude) for files of a hub path.
 
     The revision is the commit in the local cache if there is one, even if the branch has moved
     since.
@@ -425,8 +426,8 @@ def origin_of(component: Component, precision: str) -> dict[str, Any] | None:
 def commits_of(components: Iterable[Component]) -> tuple[tuple[str, str], ...]:
     """Return (repository, commit) for each repository that ``components`` have weights from.
 
-    A repository is ``owner/name`` or ``owner/name@revision``. Repositories whose commit is not in
-    the local hub cache are left out.
+    A repository is ``owner/name`` or ``owner/name@revision``. Repositories without a commit in the
+    local hub cache are omitted.
     """
     commits = {}
     for component in components:

@@ -39,8 +39,7 @@ TILE = 2**20 - 3
 
 
 def values_of(owner: nn.Module, key: str, template: torch.Tensor, seed: str) -> torch.Tensor:
-    """Return random values on the CPU for the parameter ``key`` of ``owner``, in the shape and
-    dtype of ``template``. They depend on ``seed``."""
+    """Return random CPU values for ``owner``'s parameter ``key``, shaped like ``template``."""
     if template.dim() == 1 and "Norm" in type(owner).__name__:
         return torch.full(
             template.shape, 0.0 if key == "bias" else 1.0, dtype=template.dtype, device="cpu"

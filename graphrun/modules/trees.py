@@ -18,8 +18,8 @@ Change = Callable[[Any], Any]
 
 
 def modules_below(module: nn.Module) -> list[nn.Module]:
-    """Return ``module`` and the modules inside it, each once, in the order of `nn.Module.modules`,
-    without its nested generators, which take most of the time of a loop."""
+    """Return ``module`` and the modules inside it, each once, in the order of `nn.Module.modules`.
+    Avoids its nested generators, which take most of the time of a loop."""
     modules: dict[int, nn.Module] = {}
     pending = [module]
     while pending:
@@ -55,7 +55,7 @@ def named_modules_below(
 
 
 def own_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """Return the parameters and buffers of ``module`` itself, without those of its children."""
+    """Return the parameters and buffers of ``module`` itself, without its children's."""
     return [
         tensor
         for tensor in (*module._parameters.values(), *module._buffers.values())
@@ -79,8 +79,8 @@ def walk(value: Any, change: Change, kind: type[Any] = torch.Tensor) -> Any:
 
 
 def holders_in(arguments: Any) -> list[Any]:
-    """Return the outermost lists, dicts, deques and objects in ``arguments``, the ``(args,
-    kwargs)`` of a call, whose code may put tensors in them."""
+    """Return the outermost lists, dicts, deques and objects in the arguments of a call.
+    ``arguments``: ``(args, kwargs)``. The called code may put tensors in them."""
     holders = []
     for item in (*arguments[0], *arguments[1].values()):
         if isinstance(item, tuple):
@@ -151,7 +151,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def found_in(value: Any, kind: type[Any], visited_ids: set[int] | None = None) -> Iterator[Any]:
     """Yield every instance of ``kind`` in ``value``, in the order of `walk`. ``visited_ids``: ids
-    of objects that are left out."""
+    of objects to skip."""
     if isinstance(value, kind):
         yield value
         return

@@ -138,7 +138,7 @@ def _names_read(node: ast.AST) -> set[str]:
 
 
 def _calls_callback(node: ast.AST) -> bool:
-    """Return whether ``node`` only calls the step callback; graphrun's callback changes nothing."""
+    """Return whether ``node`` is an ``if`` around the step callback; graphrun's changes nothing."""
     return isinstance(node, ast.If) and any(
         isinstance(name, ast.Name) and name.id in CALLBACKS for name in ast.walk(node.test)
     )

@@ -104,7 +104,8 @@ def fix_device(pipeline: Any, device: torch.device) -> None:
 
 
 def recreate(part: Any) -> Any:
-    """Return a new part with the configuration of ``part``, if it has any, without its state."""
+    """Return a new, stateless part with the configuration of ``part``; without one, ``part``
+    itself."""
     return (
         type(part).from_config(part.config)
         if hasattr(part, "from_config") and hasattr(part, "config")

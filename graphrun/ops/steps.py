@@ -101,8 +101,7 @@ class Steps:
             self._last, self._versions = None, []
 
     def move_to_host(self) -> None:
-        """Copy the state to the host, or drop it if that fails or the unfinished step changed
-        it."""
+        """Copy the state to the host; drop it if that fails or the unfinished step changed it."""
         state, versions = self._last, self._versions
         self._last, self._versions = None, []
         if state is not None and all(tensor._version == version for tensor, version in versions):

@@ -407,8 +407,7 @@ IMAGE_DESCRIPTION = 0x010E  # tag of Exif 2.3
 
 
 def _metadata(kind: str, metadata: str) -> dict[str, Any]:
-    """Return the arguments of PIL's ``save`` that put ``metadata``, ASCII, into this kind of
-    picture."""
+    """Return the arguments of PIL's ``save`` that store ``metadata`` (ASCII) in the picture."""
     from PIL import Image, PngImagePlugin
 
     if not metadata or kind == "BMP":
@@ -468,8 +467,7 @@ def _with_comment(wav: bytes, comment: bytes) -> bytes:
 
 
 def _folder(path: Path, pictures: Sequence[Any], metadata: str) -> list[Path]:
-    """Write numbered ``pictures`` to the folder ``path`` by renaming, replacing an earlier
-    folder."""
+    """Write numbered ``pictures`` to the folder ``path``, replacing an earlier one whole."""
     _refuse_foreign(path)
     digits = max(4, len(str(len(pictures) - 1)))
     names = [f"{number:0{digits}}.png" for number in range(len(pictures))]
@@ -504,8 +502,8 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def _parts(name: str, value: Any, *, videos: bool) -> Iterator[tuple[str, str, Any]]:
-    """Yield the kind (``picture``, ``sound`` or ``tensor``), the path and the content of all parts
-    of ``value``. ``videos``: a list of images is one picture."""
+    """Yield the kind, the path and the content of all parts of ``value``. The kind is ``picture``,
+    ``sound`` or ``tensor``. ``videos``: a list of images is one picture."""
     if hasattr(value, "save") or (
         videos and isinstance(value, list) and value and hasattr(value[0], "save")
     ):

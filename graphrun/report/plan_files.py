@@ -39,8 +39,8 @@ _NUMBERS = re.compile(r"\[\n\s*((?:-?[\d.eE+-]+,\n\s*)*-?[\d.eE+-]+)\n\s*\]")
 
 
 def save(path: Path, graph: Path, solution: Solution, summary: Mapping[str, Any]) -> None:
-    """Write ``solution`` to ``path``, with the name of a shipped graph, or the path of the graph
-    file relative to ``path``. Raises InputError."""
+    """Write ``solution`` to ``path``. Raises InputError. The file has the name of a shipped graph,
+    or the path of the graph file relative to ``path``."""
     write_json(path, content(path, graph, solution, summary))
 
 
@@ -138,8 +138,8 @@ def _up_to_errors(schema: Any) -> Any:
 
 
 def refuse_large(sections: Sequence[tuple[Problem, Plan]], source: str = "") -> None:
-    """Raise PlanError if the plan file ``source``, with these problems and plans, is beyond a
-    limit: ``entries``, ``placements`` or ``block_calls``."""
+    """Raise PlanError if the plan file ``source`` is beyond a limit. The limits are ``entries``,
+    ``placements`` and ``block_calls`` of all ``sections``."""
     placements = block_calls = 0
     for problem, plan in sections:
         phases = (
@@ -230,8 +230,8 @@ def refuse_violations(path: Path, problem: Problem, plan: Plan) -> None:
 
 
 def read_solution(path: Path) -> tuple[Solution, dict[str, Any]]:
-    """Return the solution in the plan file at ``path``, checked and simulated, and all keys of the
-    file. Raises PlanError."""
+    """Return the solution in the plan file, checked and simulated, and all keys of the file. Raises
+    PlanError."""
     return solution_in(read_json(path, PlanError), path)
 
 

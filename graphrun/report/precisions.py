@@ -1,5 +1,5 @@
-"""The effect of lower precisions on pictures of the small trained pipeline (docs/precision.md), for
-screens that suggest a lower precision."""
+"""The effect of lower precisions on pictures of the small trained pipeline. Screens that suggest a
+lower precision show it (docs/precision.md)."""
 
 from __future__ import annotations
 

@@ -48,8 +48,7 @@ class Look:
     files: tuple[str, ...] = ()
 
     def first(self, verdict: str) -> str:
-        """Return ``verdict``, the suggestion, the next command, the note and the published
-        checkpoints."""
+        """Return ``verdict``, suggestion, next command, note and published checkpoints."""
         return "\n".join(
             (
                 self.folded(verdict),
@@ -457,8 +456,8 @@ def _bars(marks: Sequence[str], columns: int) -> list[str]:
 def _placed(
     problem: Problem, slots: Sequence[Slot], finds: DeviceBlocks
 ) -> list[tuple[str, list[str], str, dict[str, str]]]:
-    """Return each component with its mark in each phase, its variant, and, for each phase that
-    streams it, its resident blocks as text."""
+    """Return each component with its mark in each phase, its variant, and its resident blocks. The
+    blocks are text, for each phase that streams the component."""
     placements = []
     for component in problem.components:
         variant, streams = component.variants[0], phase_streams(slots, component.name)

@@ -555,9 +555,7 @@ def frontier_svg(
     problem: Problem, series: Swept, name: str = "", *, marked_bytes: int | None = None
 ) -> str:
     """Return predicted seconds (y) against budget (x) as SVG text, one line per value of ``name``.
-
-    Both axes start at 0. ``marked_bytes``: a budget to mark, such as that of the plan on the page.
-    """
+    Both axes start at 0. ``marked_bytes``: a budget to mark, such as the plan's on the page."""
     bottom = HEIGHT - MARGIN
     most_bytes = max((point.budget_bytes for _, points in series for point in points), default=1)
     most_seconds = 1.05 * max(

@@ -1,4 +1,4 @@
-"""The worker process of a server on a cluster. Ray actors hold the weights.
+"""The worker process of a server on a cluster. The weights are in Ray actors.
 
 A batch is a stream through the devices (`graphrun.cluster.flow`). A cancelled request stops when a
 device finishes the request's current stages.

@@ -139,8 +139,8 @@ class Line:
         raise AssertionError("at the end nobody is overtaken")
 
     def _places(self, entry: QueueEntry) -> Iterator[tuple[int, object, int]]:
-        """Yield possible positions for ``entry``, the best first, each with its batch and the
-        number of the first delayed entry."""
+        """Yield possible positions for ``entry``, the best first, each with its batch. The third
+        value is the number of the first delayed entry."""
         end, kind = len(self.entries), (entry.group, entry.shape)
         alike_numbers = [
             number
@@ -184,15 +184,13 @@ class Line:
 
 
 def _in_time(entry: QueueEntry, times: tuple[float, float], clock: float) -> bool:
-    """Whether ``entry`` keeps its promise, within `PATIENCE`, if it starts and ends at
-    ``times``."""
+    """Whether ``entry`` at ``times`` (start, end) keeps its promise, within `PATIENCE`."""
     patience = PATIENCE * max(0.0, entry.start - clock)
     return times[0] <= entry.start + patience and times[1] <= entry.end + patience
 
 
 def go_together(entries: Sequence[QueueEntry], warm: Mapping[Hashable, Hashable]) -> bool:
-    """Whether ``entries`` of one batch are faster as a batch, including the reload of the next
-    weights."""
+    """Whether ``entries`` are faster as a batch, including the reload of the next weights."""
     first, runs = entries[0], sum(entry.runs for entry in entries)
     cost, has_weights = first.cost, is_warm(first, warm)
     if first.batch is None or not (cost.segments or cost.concurrent_end_seconds) or runs == 1:

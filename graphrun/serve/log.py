@@ -64,8 +64,7 @@ _FORM: list[Callable[[str, str, Mapping[str, object]], str]] = [_text]
 
 
 class _Escaped(io.TextIOBase):
-    """A text stream that writes to ``stream`` and reports that it is no terminal, so that libraries
-    write no progress bars or colours."""
+    """A text stream to ``stream`` that is no terminal: libraries write no bars or colours."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

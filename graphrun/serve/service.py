@@ -440,8 +440,7 @@ class Service:
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
-        """Count a request that waits for its plan as work in progress, as if it were in the
-        queue."""
+        """Count a request that waits for its plan as work in progress, like one in the queue."""
         self._unplanned += 1
         self.metrics.planning.set(self._unplanned)
         self._idle.clear()

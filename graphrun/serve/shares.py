@@ -27,8 +27,8 @@ Arrangement = Mapping[str, float]
 
 
 def arrangements(runs: Sequence[str]) -> Iterator[Arrangement]:
-    """Yield every arrangement of the most frequent graphs in ``runs`` that can have shares at
-    once."""
+    """Yield every arrangement of the most frequent graphs in ``runs``; shares add up to 1 at
+    most."""
     graphs = sorted(graph for graph, _ in Counter(runs).most_common(int(WHOLE / SHARES[0])))
     for shares in product((0.0, *SHARES), repeat=len(graphs)):
         arrangement = {graph: share for graph, share in zip(graphs, shares, strict=True) if share}

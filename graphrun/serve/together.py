@@ -272,6 +272,5 @@ def run_together(
 
 
 def session_of(problem: Problem) -> Problem:
-    """Return ``problem`` as the session that all requests share, so that it is planned only
-    once."""
+    """Return ``problem`` as the session of all requests, which is planned only once."""
     return replace(problem, runs=api.RUNS)

@@ -1,4 +1,4 @@
-"""The process that holds the weights and runs requests, one at a time.
+"""The process that loads the weights and runs requests, one at a time.
 
 It has one session per graph and share of the budgets. A cancelled request stops at the next call
 into a component. After each step, a journal stores the state of the loop; another worker can resume

@@ -110,8 +110,7 @@ def _is_eligible(tensor: torch.Tensor) -> bool:
 
 
 class _Redirected:
-    """A context in which ``torch.autocast`` for CUDA works without CUDA, in threads with a dry
-    run."""
+    """A context where ``torch.autocast`` for CUDA works without CUDA, in dry-run threads."""
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _entry_count: ClassVar[int] = 0

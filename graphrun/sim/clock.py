@@ -89,8 +89,8 @@ class Clock:
             self.current, self._synchronous = previous
 
     def transfer(self, other: Clock, seconds: float) -> None:
-        """Charge a copy to the current streams of this device and of ``other``, which wait for each
-        other before and after it. The host does not wait."""
+        """Charge a copy to the current streams of this device and of ``other``. The streams wait
+        for each other before and after the copy; the host does not wait."""
         self.launch()
         begin = max(self._times[self.current], other._times[other.current], self._host["host"])
         for clock in (self, other):

@@ -34,15 +34,13 @@ class Traits(NamedTuple):
     """Whether the operator decomposes into others. Undecomposed operators arrive in inference mode
     only, and are decomposed here."""
     written_arguments: tuple[tuple[int, str], ...]
-    """(position, name) of the arguments that the operator writes and returns, in order of the
-    results. Empty: results are new tensors."""
+    """(position, name) of arguments that are written and returned; empty: new results."""
     views: bool
     reshapes: bool
     """Whether the operator may change the shape or the storage of the arguments that it writes."""
     indexing: bool
     size_position: int | None
-    """Position of the argument with the size of the tensor that the operator creates (``zeros``,
-    ``randn``, ``new_full``). None for other operators."""
+    """Position of the argument with the created tensor's size (``zeros``), or None."""
     dynamic: bool
     """Whether the shapes of the results depend on values (indexing with a boolean mask)."""
     launches: bool
@@ -210,8 +208,8 @@ def _report(machine: Any, traits: Traits, tensors: Sequence[Any], output: Any) -
 
 
 def uninitialized(func: Any, raws: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """Return results of ``func`` on CPU tensors with the right shapes and undefined contents, whose
-    unwritten pages take no host memory."""
+    """Return results of ``func`` on CPU tensors with the right shapes and undefined contents.
+    Unwritten pages take no host memory."""
 
     def to_meta(value: Any) -> Any:
         if isinstance(value, torch.Tensor):

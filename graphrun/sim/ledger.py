@@ -19,8 +19,8 @@ from graphrun.errors import InputError
 from graphrun.units import round_up, show_size
 
 BLOCK_BYTES = 512
-"""Sizes are rounded up to a multiple of this, as in PyTorch's CUDA caching allocator
-(``kMinBlockSize`` in c10/cuda/CUDACachingAllocator)."""
+"""Granularity of sizes, which are rounded up, as in PyTorch's CUDA caching allocator.
+``kMinBlockSize`` in c10/cuda/CUDACachingAllocator."""
 
 
 class SimulatedOutOfMemory(torch.OutOfMemoryError):

@@ -216,8 +216,8 @@ class Machine(Ledger):
 
     @contextmanager
     def on_copy_stream(self) -> Iterator[None]:
-        """Charge copies inside the context to the copy timeline, asynchronously to compute, and to
-        the host too if memory is page-locked."""
+        """Charge copies inside the context to the copy timeline, asynchronously to compute. They
+        are asynchronous to the host too if memory is page-locked."""
         with self.clock.use_stream("copy"):
             yield
 

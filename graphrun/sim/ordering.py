@@ -122,8 +122,7 @@ class Ordering:
     # -- order
 
     def issue(self, stream: str) -> VectorClock:
-        """Return the clock of a new event on ``stream``, after everything that the issuing agent
-        saw."""
+        """Return the clock of a new event on ``stream``, after all that the issuer has seen."""
         clock = self._clocks[stream]
         _join(clock, self._clocks[self._current_agent])
         clock[stream] += 1
@@ -185,8 +184,7 @@ class Ordering:
         read_tensors: Iterable[torch.Tensor],
         written_tensors: Iterable[torch.Tensor],
     ) -> None:
-        """Record an operator on ``stream`` with the raw tensors, of device or host, that it
-        accesses."""
+        """Record an operator on ``stream`` with its raw tensors, of the device or the host."""
         self.issue(stream)
         for tensor in read_tensors:
             self._touch(tensor, stream, False, name)
@@ -238,8 +236,8 @@ class Ordering:
     # -- accesses of the host
 
     def host_wrote(self, tensor: torch.Tensor, action: str) -> None:
-        """Record a write of ``tensor`` in host memory that bypasses PyTorch's operators, by the
-        host, or the disk reader in its job."""
+        """Record a write of ``tensor`` in host memory that bypasses PyTorch's operators. The writer
+        is the host, or the disk reader in its job."""
         self._track(tensor)
         self._host(tensor, True, action)
 
@@ -318,8 +316,8 @@ class Ordering:
 
 
 class _HostOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Reports operators on CPU tensors, except those that a simulated tensor runs on its raw
-    tensors, which belong to the device."""
+    """Reports operators on CPU tensors. Operators that a simulated tensor runs on its raw tensors
+    belong to the device."""
 
     def __init__(self, ordering: Ordering) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

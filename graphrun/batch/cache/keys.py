@@ -95,8 +95,7 @@ class StageKeys:
             return None
 
     def candidates(self, stage: str, allow: Collection[str]) -> Iterator[Choices]:
-        """Yield the choices that ``allow`` permits for ``stage`` and earlier stages, the default
-        first."""
+        """Yield the choices that ``allow`` permits up to ``stage``, the default first."""
         components = [
             self.graph.components[name]
             for name in dict.fromkeys(self._uses(self.graph.stage(stage)))
@@ -308,8 +307,8 @@ def _digest(content: Any) -> str:
 
 
 def dependencies(graph: Graph, device: str) -> dict[str, str]:
-    """Return what the outputs of ``graph`` depend on besides its inputs, by name, to compare and
-    show. Files count by size and mtime."""
+    """Return the dependencies of ``graph``'s outputs besides its inputs, by name, as text. Files
+    count by size and mtime."""
 
     def stamp(path: Path) -> str:
         status = path.stat()

@@ -205,8 +205,8 @@ def _add_configured(
 
 
 def _class_path_in(config: Mapping[str, Any], classes: list[type[Any]]) -> str:
-    """Return the class path of a configuration, from diffusers' class name in it, the pipeline's
-    annotation, or transformers' ``architectures``; "" if there is none."""
+    """Return the class path of a configuration; "" if there is none. Sources: diffusers' class name
+    in it, the pipeline's annotation, transformers' ``architectures``."""
     class_name = config.get("_class_name")
     if isinstance(class_name, str):
         return f"diffusers.{class_name}"

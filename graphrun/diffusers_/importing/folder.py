@@ -150,8 +150,8 @@ def _add_members(
 
 
 def _has_default_scheduler(description: PipelineDescription, name: str, entry: list[str]) -> bool:
-    """Return whether member ``name`` is a scheduler that was not saved, because the pipeline's
-    constructor creates it with fixed settings."""
+    """Return whether member ``name`` is a scheduler that was not saved. The pipeline's constructor
+    then creates it with fixed settings."""
     parameter = inspect.signature(description.kind.__init__).parameters.get(name)
     if (_folder(description) / name).exists() or parameter is None or parameter.default is not None:
         return False

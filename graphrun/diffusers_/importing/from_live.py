@@ -90,8 +90,7 @@ def of_pipeline(pipe: Any) -> PipelineDescription:
 
 
 def _components(pipe: Any) -> dict[str, Any]:
-    """Return the members of ``pipe``, with parts that its constructor creates by default, such as
-    LongCat's scheduler."""
+    """Return the members of ``pipe``, with its constructor's defaults (LongCat's scheduler)."""
     candidates = {
         name: getattr(pipe, name, None)
         for name, entry in pipe.config.items()

@@ -114,7 +114,7 @@ def import_source(source: str, options: ImportOptions) -> Imported:
 
 
 def find(source: str, options: ImportOptions) -> PipelineDescription:
-    """Return the description of ``source``, whose form tells its kind. Raises InputError."""
+    """Return the description of ``source``, whose form shows its kind. Raises InputError."""
     path = Path(source).expanduser()
     looks_local = source.startswith((".", "/", "~")) or path.exists()
     if looks_local and path.suffix in ONE_FILE and not path.is_dir():

@@ -99,8 +99,8 @@ class _TracedState(dict[str, Any]):
 
 
 def _is_passable(value: Any) -> bool:
-    """Return whether ``value`` (tensors, plain data, pictures and containers of these) can pass
-    between stages and be cached."""
+    """Return whether ``value`` can pass between stages and be cached. This holds for tensors, plain
+    data, pictures, and containers of these."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _is_passable(item) for key, item in value.items())
     if isinstance(value, (list, tuple)):
