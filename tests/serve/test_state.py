@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def test_jobs_go_on_after_the_server_was_killed_and_after_it_stopped(
         assert job["state"] == "running"
         server.process.send_signal(signal.SIGKILL)
         server.process.wait()
-    with serving(tmp_path / "second", "--state", str(state)) as server:
+    with serving(tmp_path / "second", "--state", str(state), "--drain", "0s") as server:
         listed = server.client.get("/v1/jobs").json()
         assert [entry["id"] for entry in listed["data"]] == [waiting[1], waiting[0], long, done]
         assert not listed["has_more"]
@@ -51,9 +52,12 @@ def test_jobs_go_on_after_the_server_was_killed_and_after_it_stopped(
     with serving(tmp_path / "third", "--state", str(state)) as server:
         pictures = [picture_of(server, id) for id in (long, *waiting)]
         assert server.metric("pictures_total") == 3, "each once"
-        with pytest.raises(AssertionError, match="another server uses this folder"):
-            with serving(tmp_path / "fourth", "--state", str(state)):
-                pass
+        text = "another server uses this folder"
+        with (
+            pytest.raises(AssertionError, match=text),
+            serving(tmp_path / "fourth", "--state", str(state)),
+        ):
+            pass
     assert not list((state / "jobs").iterdir()), "ended jobs leave no files"
     with serving(tmp_path / "fifth") as server:
         for id, seed, steps in ((0, 2, 60), (1, 3, 2), (2, 4, 2)):
@@ -103,8 +107,6 @@ def test_a_warm_server_is_ready_when_it_has_made_a_picture(serving: Any, tmp_pat
 
 
 def test_the_log_tells_of_answers_plans_and_deaths(serving: Any, tmp_path: Path) -> None:
-    import json
-
     with serving(tmp_path, "--log", "json") as server:
         id = submitted(server, steps=40).json()["id"]
         server.until(lambda: _after_step(server, id, 3))
