@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import json
 import secrets
 from collections import OrderedDict
+from collections.abc import AsyncIterator
 from typing import Any
 
 from graphrun.graph.graph import Graph
@@ -13,6 +15,14 @@ from graphrun.serve.jobs import Job
 from graphrun.serve.service import KEPT_PICTURES_BYTES, Service
 from graphrun.serve.shares import WHOLE
 from graphrun.trace import verdict
+
+# of OpenAI's clients, which expect counts
+NO_TOKENS = {
+    "input_tokens": 0,
+    "output_tokens": 0,
+    "total_tokens": 0,
+    "input_tokens_details": {"image_tokens": 0, "text_tokens": 0},
+}
 
 
 class Pictures:
@@ -86,6 +96,42 @@ def result(job: Job, pictures: Pictures, base: str) -> dict[str, Any]:
         **size,
         "graphrun": _figures(job),
     }
+
+
+async def picture_events(job: Job, kind: str) -> AsyncIterator[str]:
+    """Yield server-sent events as OpenAI's images API does: ``KIND.partial_image`` for previews,
+    then ``KIND.completed`` for each picture, or ``error``."""
+    first, preview, count = job.request.runs[0], None, 0
+    size = f"{first['width']}x{first['height']}" if {"width", "height"} <= first.keys() else "auto"
+    fields = {
+        "created_at": job.created,
+        "size": size,
+        "quality": "auto",
+        "background": "opaque",
+    }
+
+    def event(name: str, picture: bytes, suffix: str, **values: Any) -> str:
+        content = {
+            "type": name,
+            "b64_json": base64.b64encode(picture).decode(),
+            "output_format": suffix.removeprefix("."),
+            **fields,
+            **values,
+        }
+        return f"event: {name}\ndata: {json.dumps(content)}\n\n"
+
+    async for _ in job.changes():
+        if job.preview not in (None, preview) and count < job.request.partial_images:
+            preview = job.preview
+            assert preview is not None
+            yield event(f"{kind}.partial_image", preview, ".png", partial_image_index=count)
+            count += 1
+    if job.error is not None:
+        yield f"event: error\ndata: {json.dumps(job.error.body)}\n\n"
+        return
+    for number, picture in enumerate(job.pictures):
+        numbers = _seed(job, number) | ({"graphrun": _figures(job)} if not number else {})
+        yield event(f"{kind}.completed", picture, job.request.suffix, usage=NO_TOKENS, **numbers)
 
 
 def timing(job: Job) -> str:

@@ -36,7 +36,26 @@ IGNORED = frozenset(
         "user",
     ]
 )
-OWN = frozenset(["model", "n", "size", "response_format", "output_format", "seed"])
+OWN = frozenset(
+    [
+        "model",
+        "n",
+        "size",
+        "response_format",
+        "output_format",
+        "seed",
+        "stream",
+        "partial_images",
+    ]
+)
+# other names of inputs, where the graph has the second and not the first
+ALIASES = {
+    "num_inference_steps": "steps",
+    "cfg_scale": "guidance_scale",
+    "guidance": "guidance_scale",
+    "num_frames": "frames",
+}
+MOST_PARTIAL = 3  # pictures before the end, as in the OpenAI API
 FORMATS = ("png", "jpeg", "webp")
 SEEDS = 2**31  # upper bound of random seeds
 
@@ -54,6 +73,8 @@ class PictureRequest:
     runs: tuple[Mapping[str, Any], ...]
     suffix: str
     as_url: bool
+    streams: bool = False
+    partial_images: int = 0
 
 
 def picture_inputs(graph: Graph) -> list[str]:
@@ -83,7 +104,9 @@ def asked_of(
 ) -> PictureRequest:
     """Return the request in ``body`` to ``graph``. ``files``: values of picture inputs. Raises
     Refused (422)."""
-    entries = {name: value for name, value in body.items() if value is not None}
+    entries = _without_aliases(
+        {name: value for name, value in body.items() if value is not None}, graph
+    )
     fields = {
         name: value for name, value in entries.items() if name in graph.inputs and name not in OWN
     }
@@ -115,13 +138,31 @@ def asked_of(
         raise _bad("output_format", f"it is one of {', '.join(FORMATS)}")
     if answer not in ("b64_json", "url"):
         raise _bad("response_format", "it is b64_json or url")
+    streams = _is_true("stream", entries.get("stream", False))
+    partial_images = _whole("partial_images", entries.get("partial_images", 0))
+    if not 0 <= partial_images <= MOST_PARTIAL * streams:
+        raise _bad("partial_images", f"it is 0 to {MOST_PARTIAL}, and needs stream=true")
     return PictureRequest(
         graph.name,
         (graph.name, settings_of(graph, resolved[0])),
         tuple(resolved),
         f".{output}",
         answer == "url",
+        streams,
+        partial_images,
     )
+
+
+def _without_aliases(entries: Mapping[str, Any], graph: Graph) -> dict[str, Any]:
+    """Return ``entries`` by the names of the graph's inputs. Raises Refused for a name twice."""
+    renamed: dict[str, Any] = {}
+    for name, value in entries.items():
+        target = ALIASES.get(name, name)
+        input_name = target if target in graph.inputs and name not in graph.inputs else name
+        if input_name in renamed:
+            raise _bad(name, f"it is another name of {input_name}, which has a value already")
+        renamed[input_name] = value
+    return renamed
 
 
 def _bad(param: str, fault: str, code: str = "invalid_value") -> Refused:
@@ -152,6 +193,14 @@ def _whole(name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 2**62:
         raise _bad(name, "it is an integer")
     return value
+
+
+def _is_true(name: str, value: Any) -> bool:
+    """Return ``value`` as a truth value. Form fields are texts."""
+    values = {"true": True, "false": False}
+    if value not in (True, False) and value not in values:
+        raise _bad(name, "it is true or false")
+    return bool(values.get(value, value))
 
 
 def _count(value: Any, bounds: Bounds) -> int:

@@ -15,7 +15,14 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
-from graphrun.serve.answers import Pictures, job_json, model_of, result, timing
+from graphrun.serve.answers import (
+    Pictures,
+    job_json,
+    model_of,
+    picture_events,
+    result,
+    timing,
+)
 from graphrun.serve.asked import PictureRequest, graph_of
 from graphrun.serve.errors import Refused
 from graphrun.serve.intake import edit_in, generation_in, owner_in, unless_gone
@@ -25,6 +32,7 @@ from graphrun.serve.schema import EDIT, GENERATION
 from graphrun.serve.service import Service
 
 LISTED = 100  # jobs in one answer, at most
+EVENT_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 KEY_CHARACTERS = 255  # of an Idempotency-Key
 
 
@@ -34,23 +42,40 @@ def images(service: Service, pictures: Pictures) -> APIRouter:
     router, settings = APIRouter(prefix="/v1/images"), service.settings
 
     async def answer_pictures(
-        request: Request, generation: PictureRequest, folder: Path, owner: str
+        request: Request, generation: PictureRequest, folder: Path, owner: str, kind: str
     ) -> Response:
         job: Job | None = None
 
         async def run() -> Job:
             nonlocal job
-            job = await service.submit(generation, owner, folder)
-            await job.end()
+            job = await service.submit(
+                generation, owner, folder, preview=bool(generation.partial_images)
+            )
+            if not generation.streams:
+                await job.end()
             return job
 
+        async def stream(started_job: Job) -> AsyncIterator[str]:
+            try:
+                async for event in picture_events(started_job, kind):
+                    yield event
+            finally:  # the client may have left
+                service.cancel(started_job)
+
+        is_streaming = False
         try:
             ended_job = await unless_gone(request, run())
+            is_streaming = generation.streams
         finally:
-            if job is not None:
-                service.cancel(job)
-            else:
+            if job is None:
                 shutil.rmtree(folder, ignore_errors=True)
+            elif not is_streaming:
+                service.cancel(job)
+        request.state.job = ended_job.id
+        if is_streaming:
+            return StreamingResponse(
+                stream(ended_job), media_type="text/event-stream", headers=EVENT_HEADERS
+            )
         return JSONResponse(
             result(ended_job, pictures, str(request.base_url)),
             headers={"Server-Timing": timing(ended_job)},
@@ -61,7 +86,9 @@ def images(service: Service, pictures: Pictures) -> APIRouter:
         """Pictures from a text."""
         owner = owner_in(request, settings.keys)
         generation = await generation_in(request, service.graphs, settings.bounds)
-        return await answer_pictures(request, generation, _folder(service), owner)
+        return await answer_pictures(
+            request, generation, _folder(service), owner, "image_generation"
+        )
 
     @router.post("/edits", openapi_extra=EDIT)
     async def edits(request: Request) -> Response:
@@ -72,7 +99,7 @@ def images(service: Service, pictures: Pictures) -> APIRouter:
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        return await answer_pictures(request, generation, folder, owner)
+        return await answer_pictures(request, generation, folder, owner, "image_edit")
 
     @router.get("/files/{name}", include_in_schema=False)
     async def file(name: str) -> Response:
@@ -132,6 +159,9 @@ def jobs(service: Service, pictures: Pictures) -> APIRouter:
             text = f"the Idempotency-Key has {len(key)} characters, and {KEY_CHARACTERS} are taken"
             raise Refused(422, text, "invalid_value")
         generation = await generation_in(request, service.graphs, settings.bounds)
+        if generation.streams:
+            text = "stream: a job is answered at once; its events are at /v1/jobs/ID/events"
+            raise Refused(422, text, "invalid_value", param="stream")
         body = hashlib.sha256(await request.body()).hexdigest() if key else ""
         job = await service.submit_job(generation, owner, key=key, body=body)
         request.state.job = job.id
@@ -199,8 +229,7 @@ def jobs(service: Service, pictures: Pictures) -> APIRouter:
                 kind = "end" if job.ended else "state"
                 yield f"event: {kind}\ndata: {json.dumps(state_of(job, request))}\n\n"
 
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(stream(), media_type="text/event-stream", headers=EVENT_HEADERS)
 
     return router
 

@@ -22,6 +22,18 @@ _FIELDS: dict[str, Any] = {
     },
     "seed": {"type": "integer", "description": "Without it one is drawn; the answer has it."},
     "response_format": {"type": "string", "enum": ["b64_json", "url"], "default": "b64_json"},
+    "stream": {
+        "type": "boolean",
+        "default": False,
+        "description": "Answer with server-sent events, as OpenAI's API does.",
+    },
+    "partial_images": {
+        "type": "integer",
+        "default": 0,
+        "minimum": 0,
+        "maximum": 3,
+        "description": "With stream: previews before the end, at most so many.",
+    },
     "output_format": {"type": "string", "enum": ["png", "jpeg", "webp"], "default": "png"},
 }
 _FILES: dict[str, Any] = {

@@ -60,6 +60,36 @@ def test_pictures_of_what_was_asked(client: openai.OpenAI) -> None:
     )
 
 
+def test_a_stream_has_previews_and_then_the_pictures_of_a_plain_answer(
+    client: openai.OpenAI,
+) -> None:
+    fields: Any = {"prompt": "a", "size": "32x32", "n": 2}
+    extra = {"seed": 5, "num_inference_steps": 40}
+    events = list(client.images.generate(**fields, stream=True, partial_images=3, extra_body=extra))
+    kinds = [event.type.removeprefix("image_generation.") for event in events]
+    partial = kinds.count("partial_image")
+    assert kinds == ["partial_image"] * partial + ["completed"] * 2
+    assert 1 <= partial <= 3
+    assert [event.partial_image_index for event in events[:partial]] == list(range(partial))
+    plain = client.images.generate(**fields, extra_body=extra).data or []
+    assert [picture(event).tobytes() for event in events[partial:]] == [
+        picture(image).tobytes() for image in plain
+    ]
+    assert {(event.size, event.output_format) for event in events} == {("32x32", "png")}
+
+
+def test_a_stream_that_is_refused_is_refused_before_it_begins(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.UnprocessableEntityError, match="would fit"):
+        client.images.generate(prompt="a", size="512x512", stream=True)
+    for extra, text in (
+        ({"partial_images": 2}, "partial_images"),
+        ({"stream": "yes"}, "true or false"),
+        ({"steps": 2, "num_inference_steps": 3}, "another name of steps"),
+    ):
+        with pytest.raises(openai.UnprocessableEntityError, match=text):
+            client.images.generate(prompt="a", extra_body=extra)
+
+
 def test_an_answer_says_what_was_planned_and_measured(server: Any, client: openai.OpenAI) -> None:
     raw = client.images.with_raw_response.generate(
         prompt="never encoded before", output_format="webp", response_format="url"
@@ -133,7 +163,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(
     server: Any, client: openai.OpenAI
 ) -> None:
     picture_count = server.metric("pictures_total")
-    text = "flux-tiny: size=.*16 would fit; for size=512x512.* nothing fits"
+    text = r"flux-tiny: size=\d+x\d+.* would fit; for size=512x512.* nothing fits"
     with pytest.raises(openai.UnprocessableEntityError, match=text) as refusal:
         client.images.generate(prompt="a", size="512x512", extra_body={"steps": 2})
     assert refusal.value.code == "does_not_fit"
