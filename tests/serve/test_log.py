@@ -14,7 +14,7 @@ import pytest
 from graphrun.serve import server
 from graphrun.serve.child import Child
 
-HOSTILE = "\x1b]0;owned\x07 \u202etxt\u2069 \x9b31m\ngraphrun: forged"
+HOSTILE = "\x1b]0;owned\x07 \u202etxt\u2069 \x9b31m\n2026-01-01T00:00:00Z answer forged"
 
 
 def tells(connection: Connection, settings: Any) -> None:
@@ -32,6 +32,7 @@ class Few:
 
     limits: dict[str, int] = {}
     connections = 512
+    log_as_json = False
 
 
 async def ended() -> None:
@@ -48,7 +49,7 @@ def test_whatever_a_process_of_the_server_writes_has_escapes(capfd: Any) -> None
     for way in ("print", "stderr", "logging", "warning", "RuntimeError: error"):
         assert f"{way} \\x1b]0;owned\\x07 \\u202etxt" in output
     assert not {"\x1b", "\x07", "\u202e", "\u2069", "\x9b"} & set(output)
-    assert not [line for line in output.splitlines() if line.startswith("graphrun:")], (
+    assert not [line for line in output.splitlines() if line.startswith("2026-")], (
         "an entry that nobody wrote"
     )
 
@@ -66,4 +67,4 @@ def test_so_has_what_the_server_itself_writes(capfd: Any, monkeypatch: pytest.Mo
     output = "".join(capfd.readouterr())
     assert "\\x1b]0;owned" in output
     assert not {"\x1b", "\x07", "\u202e", "\u2069", "\x9b"} & set(output)
-    assert "31m\\ngraphrun: forged" in output
+    assert "31m\\n2026-01-01T00:00:00Z answer forged" in output

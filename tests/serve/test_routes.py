@@ -1,35 +1,48 @@
-"""What the addresses keep."""
+"""What the server keeps of jobs that have ended."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from fastapi import FastAPI
-from fastapi.testclient import TestClient
 
-import graphrun
-from graphrun.serve import routes
-from graphrun.serve.answers import Pictures
+from graphrun.serve import service as services
+from graphrun.serve.asked import PictureRequest
 from graphrun.serve.jobs import Job
-from graphrun.serve.settings import Bounds
+from graphrun.serve.service import Service
+from graphrun.serve.settings import Settings
+from graphrun.serve.state import JobStore
+
+REQUEST = PictureRequest("flux-tiny", ("flux-tiny", ()), ({"prompt": "a"},), ".png", as_url=False)
 
 
-def test_jobs_that_have_ended_are_kept_within_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "KEPT_PICTURES_BYTES", 150)
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_jobs_that_have_ended_are_kept_within_bytes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_stored: bool
+) -> None:
+    monkeypatch.setattr(services, "KEPT_PICTURES_BYTES", 150)
 
-    async def submit(request: Any, owner: str, folder: Path, *, preview: bool) -> Job:
-        return Job(request, owner, folder, preview, state="done", pictures=[b"x" * 60])
+    async def end_at_once(job: Job) -> Job:
+        job.state, job.pictures = "done", [b"x" * 60]
+        return job
 
-    settings = SimpleNamespace(keys={}, bounds=Bounds(), folder=Path("none"))
-    graphs = {"flux-tiny": graphrun.load("flux-tiny")}
-    service: Any = SimpleNamespace(
-        settings=settings, graphs=graphs, submit=submit, pace=1.0, predicted_wait=lambda job: 0.0
-    )
-    (app := FastAPI()).include_router(routes.jobs(service, Pictures()))
-    # without the handler of Refused it is 500
-    client = TestClient(app, raise_server_exceptions=False)
-    names = [client.post("/v1/jobs", json={"prompt": "a"}).json()["id"] for _ in range(4)]
-    assert [client.get(f"/v1/jobs/{name}").status_code for name in names] == [500, 500, 200, 200]
+    async def ids_of_jobs() -> tuple[list[str], list[str]]:
+        state = tmp_path / "state" if is_stored else None
+        settings = Settings(
+            (Path("flux-tiny"),), (), {}, (), tmp_path, "none", tmp_path, {}, "1", state=state
+        )
+        service = Service(settings)
+        monkeypatch.setattr(service, "_submit", end_at_once)
+        ids = [(await service.submit_job(REQUEST, "", key=f"{n}")).id for n in range(4)]
+        again = await service.submit_job(REQUEST, "", key="0")
+        assert again.id not in ids, "the key of a forgotten job is free"
+        service.close()
+        return [*ids, again.id], list(service.jobs)
+
+    ids, kept_ids = asyncio.run(ids_of_jobs())
+    assert kept_ids == ids[-2:]
+    if is_stored:
+        store = JobStore(tmp_path / "state")
+        assert [job.id for job in store.jobs({})] == kept_ids
+        store.close()
