@@ -38,6 +38,7 @@ PICTURES = {
     ".tiff": "TIFF",
 }
 VIDEOS = (".mp4", ".gif")
+VIDEO_THREADS = 4
 SOUNDS = (".wav", ".flac")
 TENSORS = ".safetensors"
 # the allowed suffixes of each kind of output, the default first. "": a folder
@@ -435,6 +436,8 @@ def _video(path: Path, frames: Sequence[Any], fps: float, metadata: str) -> None
             "libx264", rate=Fraction(fps).limit_denominator(1001), options={"crf": "17"}
         )
         stream.width, stream.height = width, height
+        # the bytes depend on both, and by default on the number of CPUs
+        stream.codec_context.thread_count, stream.codec_context.thread_type = VIDEO_THREADS, "FRAME"
         stream.pix_fmt = "yuv420p" if width % 2 == height % 2 == 0 else "yuv444p"
         of_picture: Any = av.VideoFrame.from_image
         for frame in frames:

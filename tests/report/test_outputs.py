@@ -3,6 +3,8 @@ anything is loaded."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -323,3 +325,32 @@ def test_a_wrong_pattern_is_refused(pattern: str, message: str) -> None:
             {"seed": 3, "prompt": "x", "image": object()},
             {"image": "image"},
         )
+
+
+def test_the_bytes_of_a_video_do_not_depend_on_the_number_of_cpus(tmp_path: Path) -> None:
+    code = "\n".join(
+        (
+            "import os, sys, hashlib, pathlib",
+            "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))} if sys.argv[1] == 'one' else"
+            " os.sched_getaffinity(0))",
+            "from PIL import Image",
+            "from graphrun.report.outputs import save_outputs",
+            "import random; rng = random.Random(0)",
+            "frames = [Image.frombytes('RGB', (320, 192), rng.randbytes(3 * 320 * 192))"
+            " for _ in range(12)]",
+            "path = pathlib.Path(sys.argv[1] + '.mp4')",
+            "save_outputs({'film': frames}, path)",
+            "print(hashlib.sha256(path.read_bytes()).hexdigest())",
+        )
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code, name],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for name in ("one", "all")
+    }
+    assert len(digests) == 1
