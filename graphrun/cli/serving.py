@@ -149,9 +149,9 @@ def serve(
     reuse: ReuseOption = "encoded",
     cluster: ClusterFile = None,
 ) -> None:
-    """Serve graphs that make pictures over HTTP (docs/serving.md).
+    """Serve graphs that make pictures or videos over HTTP (docs/serving.md).
 
-    Has OpenAI's images API, jobs, metrics and a web page.
+    Has OpenAI's images and videos API, jobs, metrics and a web page.
     """
     if missing_packages := [
         name
@@ -183,10 +183,10 @@ def serve(
     pipeline_graphs = [load(path, options) for path in graphs]
     for graph in pipeline_graphs:
         graph.refuse_list()
-        if "image" not in graph.kinds().values():
+        if not {"image", "video"}.intersection(graph.kinds().values()):
             raise InputError(
-                f"{graph.name} makes {', '.join(graph.kinds().values())} and no pictures: "
-                "leave it out"
+                f"{graph.name} makes {', '.join(graph.kinds().values())}, and no pictures or "
+                "videos: leave it out"
             )
     names = [graph.name for graph in pipeline_graphs]
     if duplicates := {name for name in names if names.count(name) > 1}:

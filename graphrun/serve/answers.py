@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from graphrun.graph.graph import Graph
-from graphrun.serve.asked import picture_inputs
+from graphrun.serve.asked import frames_input, makes_videos, picture_inputs
 from graphrun.serve.jobs import Job
 from graphrun.serve.service import KEPT_PICTURES_BYTES, Service
 from graphrun.serve.shares import WHOLE
@@ -68,6 +68,33 @@ def job_json(job: Job, service: Service, base: str) -> dict[str, Any]:
         answer |= (
             {"result": f"{base}v1/jobs/{job.id}/result"} if job.error is None else job.error.body
         )
+    return answer
+
+
+STATUSES = {"waiting": "queued", "running": "in_progress", "done": "completed"}
+
+
+def video_json(job: Job, service: Service) -> dict[str, Any]:
+    """Return a job as OpenAI's ``/v1/videos`` shows it, with ``graphrun`` once it is done."""
+    inputs, graph = job.request.runs[0], service.graphs.get(job.request.graph)
+    frames = inputs.get(frames_input(graph)) if graph is not None else None
+    rate = graph.fps if graph is not None else None
+    progress = 100 if job.state == "done" else 100 * job.step // max(1, job.steps)
+    answer: dict[str, Any] = {
+        "id": job.id,
+        "object": "video",
+        "created_at": job.created,
+        "status": STATUSES.get(job.state, "failed"),
+        "model": job.request.graph,
+        "prompt": inputs.get("prompt"),
+        "progress": min(99, progress) if job.state != "done" else 100,
+        "seconds": f"{frames / rate:g}" if frames and rate else "",
+        "size": f"{inputs['width']}x{inputs['height']}" if {"width", "height"} <= {*inputs} else "",
+    }
+    if job.error is not None:
+        answer["error"] = {"code": job.error.code, "message": job.error.message}
+    if job.state == "done":
+        answer["graphrun"] = _figures(job)
     return answer
 
 
@@ -160,7 +187,8 @@ def model_of(graph: Graph, service: Service) -> dict[str, Any]:
         }
         for spec in graph.inputs.values()
     }
-    answer["edits"] = bool(picture_inputs(graph))
+    answer["edits"] = bool(picture_inputs(graph)) and not makes_videos(graph)
+    answer["videos"] = makes_videos(graph)
     answer["limits"] = {
         "n": bounds.pictures,
         "pixels": bounds.pixels,

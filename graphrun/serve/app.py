@@ -39,6 +39,7 @@ def create_app(service: Service, host: str) -> FastAPI:
         routes.images(service, pictures),
         routes.models(service),
         routes.jobs(service, pictures),
+        routes.videos(service),
         routes.health(service),
         routes.pages(service),
     ):

@@ -55,6 +55,8 @@ ALIASES = {
     "guidance": "guidance_scale",
     "num_frames": "frames",
 }
+VIDEO = ".mp4"
+FRAMES = ("frames", "num_frames")  # names of the input with the length of a video
 MOST_PARTIAL = 3  # pictures before the end, as in the OpenAI API
 FORMATS = ("png", "jpeg", "webp")
 SEEDS = 2**31  # upper bound of random seeds
@@ -65,8 +67,8 @@ RequestShape = tuple[str, tuple[tuple[str, str], ...]]
 
 @dataclass(frozen=True, slots=True)
 class PictureRequest:
-    """A request. ``runs``: the complete inputs of each picture. ``suffix``: of picture files.
-    ``as_url``: answer with URLs."""
+    """A request. ``runs``: the complete inputs of each output. ``suffix``: of its file; `VIDEO` for
+    videos. ``as_url``: answer with URLs."""
 
     graph: str
     shape: RequestShape
@@ -83,11 +85,47 @@ def picture_inputs(graph: Graph) -> list[str]:
     return [spec.name for spec in sorted(pictures, key=lambda spec: not spec.required)]
 
 
-def graph_of(body: Mapping[str, Any], graphs: Mapping[str, Graph]) -> Graph:
-    """Return the graph named by ``model``, by default the first. Raises Refused (404)."""
+def frames_input(graph: Graph) -> str:
+    """Return the name of the input with the number of frames, "" without one."""
+    return next((name for name in FRAMES if name in graph.inputs), "")
+
+
+def makes_videos(graph: Graph) -> bool:
+    """Whether the outputs of ``graph`` are videos."""
+    return bool(graph.fps or frames_input(graph) or "video" in graph.kinds().values())
+
+
+def seconds_as_frames(body: Mapping[str, Any], graph: Graph) -> dict[str, Any]:
+    """Return ``body`` with frames in place of ``seconds``.
+
+    Models take one frame more than a multiple of 4 or 8, as the default of the graph shows; the
+    number is rounded to the next such one. Raises Refused (422).
+    """
+    fields, name = dict(body), frames_input(graph)
+    if (seconds := fields.pop("seconds", None)) is None:
+        return fields
+    if not name or graph.fps is None:
+        raise _bad("seconds", f"{graph.name} has one length or no known rate: leave it out")
+    if name in fields:
+        raise _bad("seconds", f"{name} says how long the video is already")
+    try:
+        count = float(seconds) * graph.fps
+    except (TypeError, ValueError):
+        raise _bad("seconds", "it is a number") from None
+    if not 0 < count < SEEDS:
+        raise _bad("seconds", "it is above 0")
+    default = graph.inputs[name].default
+    step = next((step for step in (8, 4) if isinstance(default, int) and default % step == 1), 1)
+    return {**fields, name: max(0, round((count - 1) / step)) * step + 1}
+
+
+def graph_of(body: Mapping[str, Any], graphs: Mapping[str, Graph], *, video: bool = False) -> Graph:
+    """Return the graph named by ``model``, by default the first one that makes pictures, or a
+    ``video``. Raises Refused (404)."""
     name = body.get("model")
     if name is None:
-        return next(iter(graphs.values()))
+        alike = (graph for graph in graphs.values() if makes_videos(graph) == video)
+        return next(alike, next(iter(graphs.values())))
     if not isinstance(name, str) or name not in graphs:
         label = str(name)[:100]
         raise Refused(
@@ -100,10 +138,21 @@ def graph_of(body: Mapping[str, Any], graphs: Mapping[str, Graph]) -> Graph:
 
 
 def asked_of(
-    body: Mapping[str, Any], graph: Graph, bounds: Bounds, files: Mapping[str, Any]
+    body: Mapping[str, Any],
+    graph: Graph,
+    bounds: Bounds,
+    files: Mapping[str, Any],
+    *,
+    video: bool = False,
 ) -> PictureRequest:
-    """Return the request in ``body`` to ``graph``. ``files``: values of picture inputs. Raises
-    Refused (422)."""
+    """Return the request in ``body`` to ``graph``. ``files``: values of picture inputs. ``video``:
+    for a video. Raises Refused (422; 404 for a graph that makes something else)."""
+    if makes_videos(graph) != video:
+        address = "/v1/images/generations" if video else "/v1/videos"
+        text = f"{graph.name} makes {'pictures' if video else 'videos'}: send it to {address}"
+        raise Refused(404, text, "model_not_found", param="model")
+    if video:
+        body = seconds_as_frames(body, graph)
     entries = _without_aliases(
         {name: value for name, value in body.items() if value is not None}, graph
     )
@@ -146,7 +195,7 @@ def asked_of(
         graph.name,
         (graph.name, settings_of(graph, resolved[0])),
         tuple(resolved),
-        f".{output}",
+        VIDEO if video else f".{output}",
         answer == "url",
         streams,
         partial_images,

@@ -17,7 +17,12 @@ from graphrun.errors import InputError
 from graphrun.graph import media
 from graphrun.graph.graph import Graph
 from graphrun.reading import parse_json
-from graphrun.serve.asked import PictureRequest, asked_of, graph_of, picture_inputs
+from graphrun.serve.asked import (
+    PictureRequest,
+    asked_of,
+    graph_of,
+    picture_inputs,
+)
 from graphrun.serve.errors import Refused
 from graphrun.serve.keys import owner_of
 from graphrun.serve.settings import Bounds
@@ -156,26 +161,67 @@ async def edit_in(
     request: Request, graphs: Mapping[str, Graph], bounds: Bounds, folder: Path
 ) -> PictureRequest:
     """Return the request in a form, and write its files to ``folder``. Raises Refused."""
-    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+    if not _is_form(request):
         raise Refused(415, "send a form, with Content-Type: multipart/form-data", "not_a_form")
-    async with request.form(max_files=8, max_fields=64, max_part_size=bounds.body_bytes) as form:
-        body: dict[str, Any] = {}
-        uploads: dict[str, list[bytes]] = {}
-        for name, value in form.multi_items():
-            if isinstance(value, UploadFile):
-                uploads.setdefault(name.removesuffix("[]"), []).append(await value.read())
-            else:
-                body[name] = value
+    body, uploads = await _form(request, bounds)
     graph = graph_of(body, graphs)
-    names = picture_inputs(graph)
-    if not names:
+    if not picture_inputs(graph):
         takers = [other.name for other in graphs.values() if picture_inputs(other)]
         message = (
             f"{graph.name} takes no picture; models that do: {', '.join(takers) or 'none here'}"
         )
         raise Refused(404, message, "model_not_found", param="model")
+    files = await _files(uploads, graph, folder)
+    return asked_of(body, graph, bounds, files)
+
+
+async def video_in(
+    request: Request, graphs: Mapping[str, Graph], bounds: Bounds, folder: Path
+) -> PictureRequest:
+    """Return the request for a video in a form or a JSON body, and write its files to ``folder``.
+    Raises Refused."""
+    uploads: dict[str, list[bytes]] = {}
+    if _is_form(request):
+        body, uploads = await _form(request, bounds)
+    else:
+        body = await _json(request)
+    graph = graph_of(body, graphs, video=True)
+    if "input_reference" in uploads:  # the first picture, in OpenAI's API
+        uploads["image"] = uploads.pop("input_reference")
+    files = await _files(uploads, graph, folder)
+    missing = [
+        name for name in picture_inputs(graph) if graph.inputs[name].required and name not in files
+    ]
+    if missing:
+        text = f"{graph.name} takes a picture: send it as input_reference in a form"
+        raise Refused(422, text, "picture_needed", param="input_reference")
+    return asked_of(body, graph, bounds, files, video=True)
+
+
+def _is_form(request: Request) -> bool:
+    kind = request.headers.get("content-type", "").lower()
+    return kind.startswith("multipart/form-data")
+
+
+async def _form(request: Request, bounds: Bounds) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
+    """Return the fields and the files of a form."""
+    body: dict[str, Any] = {}
+    uploads: dict[str, list[bytes]] = {}
+    async with request.form(max_files=8, max_fields=64, max_part_size=bounds.body_bytes) as form:
+        for name, value in form.multi_items():
+            if isinstance(value, UploadFile):
+                uploads.setdefault(name.removesuffix("[]"), []).append(await value.read())
+            else:
+                body[name] = value
+    return body, uploads
+
+
+async def _files(uploads: Mapping[str, list[bytes]], graph: Graph, folder: Path) -> dict[str, Any]:
+    """Write ``uploads`` to ``folder``, and return the values of the inputs of ``graph`` that they
+    are for: ``image`` is the first picture input."""
+    names = picture_inputs(graph)
     places = {
-        "image": names[0],
+        **({"image": names[0]} if names else {}),
         **{
             spec.name: spec.name for spec in graph.inputs.values() if spec.type in ("image", "mask")
         },
@@ -185,7 +231,8 @@ async def edit_in(
             (spec.name for spec in graph.inputs.values() if spec.type == "mask"), "mask"
         )
     files: dict[str, Any] = {}
-    folder.mkdir(parents=True)
+    if uploads:
+        folder.mkdir(parents=True)
     for name, contents in uploads.items():
         target = graph.inputs.get(places.get(name, ""))
         if target is None:
@@ -202,7 +249,7 @@ async def edit_in(
         path = folder / target.name
         path.write_bytes(contents[0])
         files[target.name] = await asyncio.to_thread(_picture, name, target.type, path)
-    return asked_of(body, graph, bounds, files)
+    return files
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:

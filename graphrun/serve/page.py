@@ -22,7 +22,9 @@ POLICY = {
 
 def page(models: list[dict[str, Any]], settings: Settings) -> str:
     """Return the HTML. ``models``: as ``/v1/models`` shows them."""
-    options = "".join(f"<option>{html.escape(model['id'])}</option>" for model in models)
+    options = "".join(
+        f"<option>{html.escape(model['id'])}</option>" for model in models if not model["videos"]
+    )
     rows = "".join(
         f"<tr><td>{html.escape(model['id'])}</td><td>{html.escape(_verdict(model))}</td></tr>"
         for model in models

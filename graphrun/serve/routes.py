@@ -8,7 +8,7 @@ import hashlib
 import json
 import secrets
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ from graphrun.serve.answers import (
     picture_events,
     result,
     timing,
+    video_json,
 )
-from graphrun.serve.asked import PictureRequest, graph_of
+from graphrun.serve.asked import VIDEO, PictureRequest, graph_of
 from graphrun.serve.errors import Refused
-from graphrun.serve.intake import edit_in, generation_in, owner_in, unless_gone
+from graphrun.serve.intake import edit_in, generation_in, owner_in, unless_gone, video_in
 from graphrun.serve.jobs import Job
 from graphrun.serve.page import ASSETS, POLICY, page
 from graphrun.serve.schema import EDIT, GENERATION
@@ -172,18 +173,11 @@ def jobs(service: Service, pictures: Pictures) -> APIRouter:
     @router.get("")
     async def list_jobs(request: Request) -> Any:
         """The jobs of the key, the newest first: ``limit`` of them, older than job ``after``."""
-        owner, query = owner_in(request, settings.keys), request.query_params
-        if not (limit := query.get("limit", "20")).isdecimal() or not 1 <= int(limit) <= LISTED:
-            text = f"limit: it is a number from 1 to {LISTED}"
-            raise Refused(422, text, "invalid_value", param="limit")
+        owner = owner_in(request, settings.keys)
         own_jobs = [job for job in reversed(service.jobs.values()) if job.owner == owner]
-        if "after" in query:
-            own_jobs = own_jobs[own_jobs.index(job_of(request, query["after"])) + 1 :]
-        return {
-            "object": "list",
-            "data": [state_of(job, request) for job in own_jobs[: int(limit)]],
-            "has_more": len(own_jobs) > int(limit),
-        }
+        selection, has_more = page_of(own_jobs, request, lambda name: job_of(request, name))
+        data = [state_of(job, request) for job in selection]
+        return {"object": "list", "data": data, "has_more": has_more}
 
     @router.get("/{name}")
     async def state(request: Request, name: str) -> Any:
@@ -234,6 +228,94 @@ def jobs(service: Service, pictures: Pictures) -> APIRouter:
     return router
 
 
+def videos(service: Service) -> APIRouter:
+    """``/v1/videos``: videos, made as jobs. A key sees only its own."""
+    router, settings = APIRouter(prefix="/v1/videos"), service.settings
+
+    def video_of(request: Request, name: str) -> Job:
+        job = service.jobs.get(name)
+        owner = owner_in(request, settings.keys)
+        if job is None or job.owner != owner or job.request.suffix != VIDEO:
+            raise Refused(404, f"there is no video {name[:100]!r}", "not_found")
+        request.state.job = name
+        return job
+
+    @router.post("", openapi_extra=GENERATION)
+    async def create(request: Request) -> Any:
+        """Submits a request for a video, in JSON or a form with ``input_reference``, a picture."""
+        owner, folder = owner_in(request, settings.keys), _folder(service)
+        try:
+            generation = await video_in(request, service.graphs, settings.bounds, folder)
+            uploads = folder if folder.exists() else None
+            job = await service.submit_job(generation, owner, folder=uploads)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        request.state.job = job.id
+        return video_json(job, service)
+
+    @router.get("")
+    async def list_videos(request: Request) -> Any:
+        """The videos of the key: ``limit``, ``order`` (asc, desc), and ``after``, an id."""
+        owner = owner_in(request, settings.keys)
+        own_jobs = [
+            job
+            for job in reversed(service.jobs.values())
+            if job.owner == owner and job.request.suffix == VIDEO
+        ]
+        if request.query_params.get("order") == "asc":
+            own_jobs.reverse()
+        selection, has_more = page_of(own_jobs, request, lambda name: video_of(request, name))
+        ids = [job.id for job in selection]
+        return {
+            "object": "list",
+            "data": [video_json(job, service) for job in selection],
+            "has_more": has_more,
+            **({"first_id": ids[0], "last_id": ids[-1]} if ids else {}),
+        }
+
+    @router.get("/{name}")
+    async def state(request: Request, name: str) -> Any:
+        """The state of a video."""
+        return video_json(video_of(request, name), service)
+
+    @router.get("/{name}/content")
+    async def content(request: Request, name: str) -> Response:
+        """The file of a video that is completed: MP4."""
+        job = video_of(request, name)
+        if job.error is not None and job.ended:
+            raise job.error
+        if not job.ended:
+            text, wait = f"the video is {job.state}", max(1.0, service.predicted_wait(job))
+            raise Refused(409, text, "not_ended", retry_seconds=wait)
+        return Response(job.pictures[0], media_type="video/mp4")
+
+    @router.delete("/{name}")
+    async def delete(request: Request, name: str) -> Any:
+        """Deletes a video; one that is being made is cancelled, at the end of its step."""
+        job = video_of(request, name)
+        service.cancel(job)
+        if job.ended:
+            service.forget(job)
+        return {"id": name, "object": "video.deleted", "deleted": True}
+
+    return router
+
+
+def page_of(
+    jobs: Sequence[Job], request: Request, job_of: Callable[[str], Job]
+) -> tuple[Sequence[Job], bool]:
+    """Return the jobs that the query asks for by ``limit`` and ``after``, and whether there are
+    more. Raises Refused."""
+    query = request.query_params
+    if not (limit := query.get("limit", "20")).isdecimal() or not 1 <= int(limit) <= LISTED:
+        text = f"limit: it is a number from 1 to {LISTED}"
+        raise Refused(422, text, "invalid_value", param="limit")
+    start = jobs.index(job_of(query["after"])) + 1 if "after" in query else 0
+    end = start + int(limit)
+    return jobs[start:end], len(jobs) > end
+
+
 def health(service: Service) -> APIRouter:
     """Routes for liveness, readiness and metrics."""
     router = APIRouter()
@@ -264,9 +346,8 @@ def pages(service: Service) -> APIRouter:
 
     @router.get("/")
     async def front() -> Response:
-        body = page(
-            [model_of(graph, service) for graph in service.graphs.values()], service.settings
-        )
+        models = [model_of(graph, service) for graph in service.graphs.values()]
+        body = page(models, service.settings)
         return HTMLResponse(body, headers=POLICY)
 
     @router.get("/page/{name}")

@@ -347,9 +347,17 @@ class Service:
         return await self._submit(Job(request, owner, folder, preview))
 
     async def submit_job(
-        self, request: PictureRequest, owner: str, *, key: str = "", body: str = ""
+        self,
+        request: PictureRequest,
+        owner: str,
+        *,
+        key: str = "",
+        body: str = "",
+        folder: Path | None = None,
     ) -> Job:
-        """Admit a job of ``/v1/jobs``, which outlives the server if it has a store.
+        """Admit a job of ``/v1/jobs`` or ``/v1/videos``.
+
+        It outlives the server if that has a store, unless its ``folder`` has uploaded files.
 
         ``key``: the client's Idempotency-Key. If ``owner`` sent it before, that job is returned.
         ``body``: the digest of the request's body. Raises Refused as `submit`, and 422 if the key
@@ -362,7 +370,9 @@ class Service:
                 raise Refused(422, text, "idempotency_key_reused")
             return earlier_job
         id = secrets.token_urlsafe(16)
-        folder = self.settings.folder / id if self.store is None else self.store.folder_of(id)
+        store = self.store if folder is None else None
+        if folder is None:
+            folder = self.settings.folder / id if store is None else store.folder_of(id)
         job = Job(request, owner, folder, preview_wanted=True, id=id, key=key, body=body)
         if key:
             self._keys[owner, key] = asyncio.get_running_loop().create_future()
@@ -374,9 +384,9 @@ class Service:
                 reason = error if isinstance(error, Refused) else Refused.stopping()
                 self._keys.pop((owner, key)).set_exception(reason)
             raise
-        if self.store is not None:
+        if store is not None:
             job.is_stored = True
-            self.store.add(job)
+            store.add(job)
         self._remember(job)
         self._forget_old_jobs()
         return job
@@ -393,10 +403,14 @@ class Service:
             nbytes = sum(len(data) for job in self.jobs.values() for data in job.pictures)
             if len(self.jobs) <= KEPT_JOBS and nbytes <= KEPT_PICTURES_BYTES:
                 break
-            del self.jobs[old.id]
-            self._keys.pop((old.owner, old.key), None)
-            if self.store is not None:
-                self.store.remove(old)
+            self.forget(old)
+
+    def forget(self, job: Job) -> None:
+        """Forget an ended job, with its pictures and its Idempotency-Key."""
+        del self.jobs[job.id]
+        self._keys.pop((job.owner, job.key), None)
+        if self.store is not None and job.is_stored:
+            self.store.remove(job)
 
     async def _submit(self, job: Job) -> Job:
         self._refuse_if(self.draining)

@@ -24,8 +24,10 @@ from graphrun.batch.watch import LeftOut, Watcher
 from graphrun.graph.graph import Graph
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
-from graphrun.report.outputs import provenance, save_outputs
+from graphrun.ops.pipeline import frames_per_second
+from graphrun.report.outputs import FPS, provenance, save_outputs
 from graphrun.runtime.host import Host
+from graphrun.serve.asked import VIDEO
 from graphrun.trace import Overrun, Trace
 
 PREVIEW_SECONDS = 0.5  # least time between previews
@@ -96,11 +98,13 @@ def save_pictures(
     figures: RunFigures,
     problem: str,
 ) -> dict[str, Any]:
-    """Save the pictures among ``outputs``. Return the fields of the message to the server.
-    ``problem``: the digest for the metadata of the files."""
-    pictures = {name: value for name, value in outputs.items() if graph.kinds()[name] == "image"}
+    """Save the pictures or the video among ``outputs``; return the fields of the message to the
+    server. ``problem``: the digest for the metadata of the files."""
+    kinds = graph.kinds()
+    pictures = {name: value for name, value in outputs.items() if kinds[name] in ("image", "video")}
     metadata = provenance(graph.name, run.inputs, problem, version)
-    files = save_outputs(pictures, run.folder / f"picture{run.suffix}", source=metadata)
+    fps = frames_per_second(graph, run.inputs) if run.suffix == VIDEO else None
+    files = save_outputs(pictures, run.folder / f"picture{run.suffix}", fps or FPS, source=metadata)
     names = ("stages", "seconds", "peak_bytes", "plan", "notes", "overruns")
     entries = {name: getattr(figures, name) for name in names}
     return {"files": list(files), **entries}

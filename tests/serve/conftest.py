@@ -32,6 +32,9 @@ SMALL = {
         ("default: 4,", "default: 3,"),
         ("default: 64,", "default: 16,"),
     ),
+    "wan-tiny.yaml": (
+        ("pipeline: diffusers.WanPipeline", "pipeline: diffusers.WanPipeline\nfps: 8"),
+    ),
     "configs/tiny-flux-transformer.json": (
         ('"num_layers": 4', '"num_layers": 1'),
         ('"num_single_layers": 8', '"num_single_layers": 3'),
@@ -197,6 +200,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         tmp_path_factory.mktemp("serve"), "--max-steps", "200", "--vram", "2.5M"
     ) as started:
         yield started
+
+
+@pytest.fixture(name="module_serving", scope="module")
+def module_serving_fixture() -> Any:
+    """`serving`, for fixtures of a module."""
+    return serving
 
 
 @pytest.fixture(name="serving")
