@@ -188,7 +188,7 @@ def model_of(graph: Graph, service: Service) -> dict[str, Any]:
         for spec in graph.inputs.values()
     }
     answer["edits"] = bool(picture_inputs(graph)) and not makes_videos(graph)
-    answer["videos"] = makes_videos(graph)
+    answer["videos"], answer["fps"] = makes_videos(graph), graph.fps
     answer["limits"] = {
         "n": bounds.pictures,
         "pixels": bounds.pixels,

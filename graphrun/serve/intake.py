@@ -146,14 +146,7 @@ async def generation_in(
     """Return the request in a JSON body. Raises Refused."""
     body = await _json(request)
     graph = graph_of(body, graphs)
-    required = [name for name in picture_inputs(graph) if graph.inputs[name].required]
-    if required:
-        raise Refused(
-            422,
-            f"{graph.name} takes a picture: send it to /v1/images/edits",
-            "picture_needed",
-            param=required[0],
-        )
+    _refuse_missing(graph, {}, "send it to /v1/images/edits")
     return asked_of(body, graph, bounds, {})
 
 
@@ -175,6 +168,19 @@ async def edit_in(
     return asked_of(body, graph, bounds, files)
 
 
+async def job_in(
+    request: Request, graphs: Mapping[str, Graph], bounds: Bounds, folder: Path
+) -> PictureRequest:
+    """Return the request in a JSON body, or in a form with or without pictures. Raises Refused."""
+    if not _is_form(request):
+        return await generation_in(request, graphs, bounds)
+    body, uploads = await _form(request, bounds)
+    graph = graph_of(body, graphs)
+    files = await _files(uploads, graph, folder)
+    _refuse_missing(graph, files, "send it as image")
+    return asked_of(body, graph, bounds, files)
+
+
 async def video_in(
     request: Request, graphs: Mapping[str, Graph], bounds: Bounds, folder: Path
 ) -> PictureRequest:
@@ -189,13 +195,15 @@ async def video_in(
     if "input_reference" in uploads:  # the first picture, in OpenAI's API
         uploads["image"] = uploads.pop("input_reference")
     files = await _files(uploads, graph, folder)
-    missing = [
-        name for name in picture_inputs(graph) if graph.inputs[name].required and name not in files
-    ]
-    if missing:
-        text = f"{graph.name} takes a picture: send it as input_reference in a form"
-        raise Refused(422, text, "picture_needed", param="input_reference")
+    _refuse_missing(graph, files, "send it as input_reference in a form")
     return asked_of(body, graph, bounds, files, video=True)
+
+
+def _refuse_missing(graph: Graph, files: Mapping[str, Any], instruction: str) -> None:
+    names = [name for name in picture_inputs(graph) if graph.inputs[name].required]
+    if missing := [name for name in names if name not in files]:
+        text = f"{graph.name} takes a picture: {instruction}"
+        raise Refused(422, text, "picture_needed", param=missing[0])
 
 
 def _is_form(request: Request) -> bool:

@@ -14,7 +14,8 @@ ASSETS = {name: ((files(__package__) / name).read_bytes(), kind) for name, kind 
 POLICY = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; "
     "style-src 'self'; connect-src 'self'; "
-    "img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "img-src 'self' data: blob:; media-src blob:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
@@ -22,9 +23,7 @@ POLICY = {
 
 def page(models: list[dict[str, Any]], settings: Settings) -> str:
     """Return the HTML. ``models``: as ``/v1/models`` shows them."""
-    options = "".join(
-        f"<option>{html.escape(model['id'])}</option>" for model in models if not model["videos"]
-    )
+    options = "".join(map(_option, models))
     rows = "".join(
         f"<tr><td>{html.escape(model['id'])}</td><td>{html.escape(_verdict(model))}</td></tr>"
         for model in models
@@ -45,23 +44,48 @@ def page(models: list[dict[str, Any]], settings: Settings) -> str:
 <label class="wide">Prompt \
 <textarea name="prompt" rows="3" maxlength="{bounds.characters}" \
 required autofocus></textarea></label>
+<label class="wide" data-for="negative">Negative prompt \
+<textarea name="negative_prompt" rows="1" maxlength="{bounds.characters}"></textarea></label>
 <label>Model <select name="model">{options}</select></label>
-<label>Size <input name="size" value="auto" pattern="auto|[0-9]+x[0-9]+" \
+<label data-for="image">Picture <input name="image" type="file" accept="image/*"></label>
+<label>Size in pixels <input name="size" value="auto" pattern="auto|[0-9]+x[0-9]+" \
 title="auto, or width x height such as 1024x768"></label>
+<label data-for="pictures">Pictures <input name="n" type="number" min="1" \
+max="{bounds.pictures}" value="1"></label>
+<label data-for="seconds">Seconds <input name="seconds" type="number" min="0" step="any" \
+placeholder="default"></label>
 <label>Seed <input name="seed" type="number" min="0" placeholder="drawn"></label>
-<label>Steps <input name="steps" type="number" min="1" max="{bounds.steps}" \
+<label data-for="steps">Steps <input name="steps" type="number" min="1" max="{bounds.steps}" \
 placeholder="default"></label>
 {key}
-<span class="wide"><button>Make a picture</button> \
+<span class="wide buttons"><button id="make">Make it</button> \
 <button type="button" id="stop" disabled>Cancel</button></span>
 </form>
 <p id="state" role="status"></p><progress id="bar" max="1" value="0" hidden></progress>
-<figure><img id="picture" alt="" hidden></figure>
-<table id="figures" hidden><caption>Seconds and memory</caption>
+<figure id="preview" hidden><img alt="preview"></figure>
+<div id="gallery"></div>
+<table id="figures" hidden><caption>Time and memory of the last one</caption>
 <thead><tr><th></th><th>planned</th><th>measured</th></tr></thead><tbody></tbody></table>
 <table><caption>Models on this server</caption><tbody>{rows}</tbody></table>
 </body></html>
 """
+
+
+def _option(model: dict[str, Any]) -> str:
+    """Return the choice of a model, with what it takes as ``data-`` attributes."""
+    inputs = model["inputs"]
+    pictures = [spec for spec in inputs.values() if spec["type"] == "image"]
+    takes = {
+        "negative": "negative_prompt" in inputs,
+        "image": bool(pictures),
+        "needs": any(spec["required"] for spec in pictures),
+        "pictures": not model["videos"],
+        "videos": model["videos"],
+        "seconds": model["videos"] and model["fps"] is not None,
+        "steps": "steps" in inputs,
+    }
+    marks = "".join(f" data-{name}" for name, is_taken in takes.items() if is_taken)
+    return f"<option{marks}>{html.escape(model['id'])}</option>"
 
 
 def _verdict(model: dict[str, Any]) -> str:

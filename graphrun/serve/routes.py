@@ -26,7 +26,14 @@ from graphrun.serve.answers import (
 )
 from graphrun.serve.asked import VIDEO, PictureRequest, graph_of
 from graphrun.serve.errors import Refused
-from graphrun.serve.intake import edit_in, generation_in, owner_in, unless_gone, video_in
+from graphrun.serve.intake import (
+    edit_in,
+    generation_in,
+    job_in,
+    owner_in,
+    unless_gone,
+    video_in,
+)
 from graphrun.serve.jobs import Job
 from graphrun.serve.page import ASSETS, POLICY, page
 from graphrun.serve.schema import EDIT, GENERATION
@@ -153,18 +160,27 @@ def jobs(service: Service, pictures: Pictures) -> APIRouter:
 
     @router.post("", status_code=202, openapi_extra=GENERATION)
     async def submit(request: Request) -> Response:
-        """Submits a request, as for /v1/images/generations, and answers at once. With the header
-        Idempotency-Key, sending it again returns the same job."""
+        """Submits a request, as for /v1/images/generations or, in a form, as for /v1/images/edits,
+        and answers at once. With the header Idempotency-Key, sending it again returns the same
+        job."""
         owner, key = owner_in(request, settings.keys), request.headers.get("idempotency-key", "")
         if len(key) > KEY_CHARACTERS:
             text = f"the Idempotency-Key has {len(key)} characters, and {KEY_CHARACTERS} are taken"
             raise Refused(422, text, "invalid_value")
-        generation = await generation_in(request, service.graphs, settings.bounds)
-        if generation.streams:
-            text = "stream: a job is answered at once; its events are at /v1/jobs/ID/events"
-            raise Refused(422, text, "invalid_value", param="stream")
         body = hashlib.sha256(await request.body()).hexdigest() if key else ""
-        job = await service.submit_job(generation, owner, key=key, body=body)
+        folder = _folder(service)
+        try:
+            generation = await job_in(request, service.graphs, settings.bounds, folder)
+            if generation.streams:
+                text = "stream: a job is answered at once; its events are at /v1/jobs/ID/events"
+                raise Refused(422, text, "invalid_value", param="stream")
+            uploads = folder if folder.exists() else None
+            job = await service.submit_job(generation, owner, key=key, body=body, folder=uploads)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        if job.folder != folder:  # the job of an earlier request with the same key
+            shutil.rmtree(folder, ignore_errors=True)
         request.state.job = job.id
         return JSONResponse(
             state_of(job, request), 202, headers={"Location": f"{request.base_url}v1/jobs/{job.id}"}

@@ -79,44 +79,99 @@ def evaluate(tmp_path: Path) -> Iterator[Evaluate]:
         browser.wait()
 
 
-def test_a_prompt_becomes_a_picture_beside_its_figures(server: Any, evaluate: Evaluate) -> None:
+def opened(server: Any, evaluate: Evaluate) -> Callable[[str], Any]:
+    """Opens the page; returns a function that waits until a script is true, and returns it."""
     evaluate(f"location.href = {server.url + '/'!r}")
 
     def until(script: str) -> Any:
         return server.until(lambda: evaluate(script))
 
     until("document.readyState === 'complete' && !!document.getElementById('ask')")
+    return until
+
+
+def send(evaluate: Evaluate, **values: object) -> None:
+    """Fills in the form and sends it."""
     evaluate(
-        "for (const [name, value] of Object.entries({prompt: '<b>a</b> lighthouse', "
-        "key: 'a key for tests', seed: 5, steps: 8}))"
+        f"for (const [name, value] of Object.entries({json.dumps(values)}))"
         " document.getElementById('ask').elements[name].value = value;"
-        "window.seen = []; new MutationObserver("
-        "() => seen.push(document.getElementById('state').textContent))"
-        ".observe(document.getElementById('state'), {childList: true}); "
         "document.getElementById('ask').requestSubmit()"
     )
-    until("document.getElementById('state').textContent.startsWith('done')")
-    assert (
-        evaluate("document.getElementById('state').textContent")
-        == "done, seed 5; the run matched the plan"
+
+
+STATE = "document.getElementById('state').textContent"
+GALLERY = (
+    "[...document.querySelectorAll('#gallery figure')].map(figure =>"
+    " [figure.firstChild.naturalWidth, figure.firstChild.alt, figure.lastChild.textContent,"
+    " figure.querySelector('a').download.length > 0])"
+)
+
+
+def test_a_prompt_becomes_pictures_beside_their_figures(server: Any, evaluate: Evaluate) -> None:
+    until = opened(server, evaluate)
+    evaluate(
+        "window.seen = []; new MutationObserver("
+        f"() => seen.push({STATE}))"
+        ".observe(document.getElementById('state'), {childList: true})"
     )
+    send(evaluate, prompt="<b>a</b> lighthouse", key="a key for tests", seed=5, steps=8, n=2)
+    until(f"{STATE}.startsWith('done')")
+    assert evaluate(STATE) == "done; the run matched the plan"
     assert [text for text in evaluate("seen") if re.fullmatch(r"denoise: step \d of 8", text)]
-    assert evaluate(
-        "(i => [i.naturalWidth, i.naturalHeight, i.alt])(document.getElementById('picture'))"
-    ) == [
-        32,
-        32,
-        "<b>a</b> lighthouse",
+    assert evaluate(GALLERY) == [
+        [32, "<b>a</b> lighthouse", f"<b>a</b> lighthouse (seed {seed}) Download", True]
+        for seed in (5, 6)
     ]
     rows = evaluate(
         "[...document.querySelectorAll('#figures tbody tr')]"
         ".map(row => [...row.cells].map(cell => cell.textContent))"
     )
     assert [row[0] for row in rows] == ["queue", "encode", "denoise", "decode", "peak memory"]
-    assert all(re.match(r"[\d.]", cell) for row in rows for cell in row[1:])
+    assert all(re.fullmatch(r"[\d.]+ (ms|s|MiB)", cell) for row in rows for cell in row[1:])
     assert evaluate("document.querySelectorAll('b').length") == 0
-    evaluate(
-        "document.getElementById('ask').elements.key.value = 'another'; "
-        "document.getElementById('ask').requestSubmit()"
-    )
-    until("document.getElementById('state').textContent === 'the API key is wrong'")
+    send(evaluate, key="another")
+    until(f"{STATE} === 'the API key is wrong'")
+    assert evaluate("document.getElementById('preview').hidden"), "nothing of the last one"
+    assert evaluate("document.getElementById('figures').hidden")
+    assert len(evaluate(GALLERY)) == 2, "what was made stays"
+
+
+def test_the_form_has_what_the_model_takes(
+    serving: Any, evaluate: Evaluate, tmp_path: Path
+) -> None:
+    names = ("flux-tiny", "sdxl-img2img-tiny", "wan-tiny")
+    budgets = ("--vram", "16M", "--ram", "8G", "--device", "sim")
+    with serving(tmp_path, names=names, budgets=budgets) as server:
+        until = opened(server, evaluate)
+        shown = {
+            name: evaluate(
+                "(form => { form.model.value = '" + name + "';"
+                " form.model.dispatchEvent(new Event('change'));"
+                " return [...form].filter(field => field.name && field.offsetParent)"
+                ".map(field => field.name) })(document.getElementById('ask').elements)"
+            )
+            for name in names
+        }
+        common = ["prompt", "model", "size", "seed", "steps", "key"]
+        assert [sorted(set(shown[name]) - set(common)) for name in names] == [
+            ["n"],
+            ["image", "n", "negative_prompt"],
+            ["negative_prompt", "seconds"],
+        ]
+        send(evaluate, prompt="a boat", key="a key for tests", seconds=1)
+        until(f"{STATE}.startsWith('done')")
+        until("document.querySelector('#gallery video').videoWidth === 64")
+        evaluate(
+            "(form => { form.model.value = 'sdxl-img2img-tiny';"
+            " form.model.dispatchEvent(new Event('change')); const files = new DataTransfer();"
+            " const canvas = Object.assign(document.createElement('canvas'), {width: 128,"
+            " height: 128}); return new Promise(ready => canvas.toBlob(blob => {"
+            " files.items.add(new File([blob], 'a.png', {type: 'image/png'}));"
+            " form.image.files = files.files; ready(); })) })"
+            "(document.getElementById('ask').elements)"
+        )
+        send(evaluate, prompt="a boat", seed=3)
+        until(f"{STATE}.startsWith('done') && !!document.querySelector('#gallery img')")
+        assert evaluate("document.querySelector('#gallery').firstChild.textContent") == (
+            "a boat (seed 3) Download"
+        )
