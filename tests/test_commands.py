@@ -154,6 +154,24 @@ def test_of_two_devices_what_helps_names_both_budgets(graphrun: Cli) -> None:
 
 
 @pytest.mark.parametrize(
+    ("budgets", "text"),
+    [
+        ("3M,3M", r"device1 \(sim\) saves \d+%: the first device alone takes \d+ ms a run"),
+        ("20M,20M", r"device1 \(sim\) saves nothing here: .* graphrun plan --cluster"),
+        ("1.5M,20M", r"without device1 \(sim\) nothing fits"),
+    ],
+)
+def test_the_second_line_says_what_another_device_saves(
+    graphrun: Cli, budgets: str, text: str
+) -> None:
+    options = ("--device", "sim:0,sim:1", "--ram", "8G", "--set", "steps=1", "--runs", "50")
+    code, output, _ = graphrun("plan", TINY, *options, "--vram", budgets)
+    head = " ".join(output.split())
+    assert code == 0
+    assert re.search(rf"(waiting for copies|MiB) {text}", head), head
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("--device", "sim:0,sim:1", "--vram", "2M:3M,3M:4M"), "one device is varied at a time"),

@@ -95,6 +95,7 @@ class Planned:
     not planned. ``downloads``: files from the hub that a run needs and that are missing here.
     ``problem``: the solved problem; None if a saved plan was read. ``suggestions``: that would make
     a slow plan faster. ``interrupted``: the step at which Ctrl-C stopped planning; "": none.
+    ``gain``: what secondary devices save, as text.
     """
 
     graph: Graph
@@ -107,6 +108,7 @@ class Planned:
     problem: Any = None
     suggestions: tuple[Any, ...] = ()
     interrupted: str = ""
+    gain: str = ""
 
 
 def open_graph(path: Path, options: PlanOptions, *, to_run: bool = False) -> Planned:
@@ -280,6 +282,20 @@ def plan_graph(
         solve_seconds=seconds[0] if seconds else None,
         problem=problem,
     )
+    if advise and problem.secondaries:
+        from graphrun.files import Store
+        from graphrun.report.verdicts import gain_text
+        from graphrun.store import fitting_for
+
+        budget = str(options.vram).partition(",")[0]
+        with solving(), alive(f"planning {graph.name} for {hardware.name} alone"):
+            alone = api.estimate(
+                graph,
+                **{**arguments, "vram": budget, "hardware": hardware, "inputs": inputs},
+            )
+            single = fitting_for(alone, Store(cache) if cache is not None else None)
+        seconds_alone = None if single is None else single.simulation.total_seconds
+        graph_plan = replace(graph_plan, gain=gain_text(solution, seconds_alone))
     if advise and solution.slow:
         from graphrun.files import Store
         from graphrun.solve.suggestions import options_of
@@ -468,7 +484,15 @@ def look(
             suggestion_command = f"graphrun {merge_options(words, change)}"
     files = checkpoint_lines(graph, precisions_of(graph_plan.solution))
     return Look(
-        width(), verbose, product, next_command, note, suggestion_text, suggestion_command, files
+        width(),
+        verbose,
+        product,
+        next_command,
+        note,
+        suggestion_text,
+        suggestion_command,
+        files,
+        graph_plan.gain,
     )
 
 

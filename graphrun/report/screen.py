@@ -35,7 +35,8 @@ class Look:
     ``verbose``: show all figures. ``product``: what a run makes, such as ``a picture``.
     ``next_command``: the line with the next command. ``note``: a remark on the budget.
     ``suggestion``, ``suggestion_command``: the best suggestion in a sentence, and the command that
-    follows it. ``files``: published checkpoints that the plan reads.
+    follows it. ``files``: published checkpoints that the plan reads. ``gain``: what the secondary
+    devices save.
     """
 
     width: int = 80
@@ -46,12 +47,14 @@ class Look:
     suggestion: str = ""
     suggestion_command: str = ""
     files: tuple[str, ...] = ()
+    gain: str = ""
 
     def first(self, verdict: str) -> str:
-        """Return ``verdict``, suggestion, next command, note and published checkpoints."""
+        """Return ``verdict``, gain, suggestion, next command, note and published checkpoints."""
         return "\n".join(
             (
                 self.folded(verdict),
+                *([self.folded(self.gain)] if self.gain else []),
                 *([self.folded(self.suggestion)] if self.suggestion else []),
                 *(
                     [folded_command(f"  {self.suggestion_command}", self.width)]

@@ -18,6 +18,8 @@ PRODUCTS = (
     ("image", "picture"),
     ("audio", "sound"),
 )
+# seconds without secondary devices relative to those with them, from which on they help
+HELPS = 1.02
 # inputs with the number of outputs of a run
 COUNTS = (
     "batch",
@@ -164,3 +166,26 @@ def estimate_verdict(estimate: Mapping[str, Any]) -> str:
     )
     seconds = roughly(whole["seconds"])
     return f"needs {size} with {mode_text(estimate)}{device}; takes {seconds}"
+
+
+def gain_text(solution: Solution, seconds_alone: float | None) -> str:
+    """Return what the secondary devices of ``solution`` save, and where they would help more.
+
+    ``seconds_alone``: of all runs on the main device alone; None: nothing fits it.
+    """
+    problem = solution.problem
+    names = " and ".join(
+        f"device{number} ({secondary.hardware.name})"
+        for number, secondary in enumerate(problem.secondaries, 1)
+    )
+    seconds = solution.simulation.total_seconds
+    if seconds_alone is None:
+        return f"without {names} nothing fits"
+    alone = f"the first device alone takes {roughly(seconds_alone / problem.runs)} a run"
+    saves = "saves" if len(problem.secondaries) == 1 else "save"
+    if seconds_alone < HELPS * seconds:
+        return (
+            f"{names} {saves} nothing here: {alone}. Another card helps with many pictures, as a "
+            "second copy of the model: graphrun plan --cluster (docs/howto/cluster.md)"
+        )
+    return f"{names} {saves} {1 - seconds / seconds_alone:.0%}: {alone}"

@@ -39,7 +39,7 @@ class Metrics:
         )
         self.share = gauge(
             "share",
-            "Share of the budgets that a graph has; below 1 its weights stay beside those of "
+            "Share of the budgets that a graph has; below 1 its weights stay next to those of "
             "others",
             "graph",
         )
