@@ -21,7 +21,7 @@ from graphrun.batch.queue import Batch, BatchContext
 from graphrun.batch.requests import Request
 from graphrun.batch.schedule import StageSegment
 from graphrun.cluster.flow import Flow, segments_of
-from graphrun.cluster.machines import Cluster, ClusterDevice
+from graphrun.cluster.machines import Cluster, ClusterDevice, ClusterHost
 from graphrun.cluster.place import place
 from graphrun.cluster.placement import Assignment, Objective, Placement
 from graphrun.cluster.worker import LostValue, Report, StageWorker, Visit
@@ -71,11 +71,25 @@ def ray_connection(cluster: Cluster) -> Iterator[Any]:
             }
             ray.init("local", **resources, **quiet, _system_config={"worker_niceness": 0})
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise InputError(f"Ray at {cluster.address or 'this machine'}: {error}") from error
+        raise InputError(
+            f"Ray at {cluster.address or 'this machine'}: {error}{_hint(ray, cluster)}"
+        ) from error
     try:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _hint(ray: Any, cluster: Cluster) -> str:
+    """Return what to check where a running cluster is not reached: Ray does not say why."""
+    if cluster.address is None:
+        return ""
+    if os.environ.get("RAY_AUTH_MODE") == "token":
+        return "; is the token of RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH the cluster's?"
+    return (
+        "; if the cluster asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE; "
+        f"it must run Ray {ray.__version__}, as this process does"
+    )
 
 
 def _import_ray() -> Any:
@@ -187,7 +201,7 @@ class Actors(contextlib.ExitStack):
 
     def _start(self, assignments: Sequence[Assignment], cluster: Cluster) -> None:
         ray, nodes = self._ray, _nodes(self._ray, cluster)
-        bundles = [_bundle(assignment.devices, nodes) for assignment in assignments]
+        bundles = [bundle_of(assignment, nodes, cluster) for assignment in assignments]
         places = ray.util.placement_group(bundles, strategy="PACK")
         self.callback(ray.util.remove_placement_group, places)
         if not places.wait(READY_SECONDS):
@@ -200,9 +214,10 @@ class Actors(contextlib.ExitStack):
             actor = ray.remote(_Actor).options(
                 num_cpus=CPUS,
                 num_gpus=bundles[number].get("GPU", 0),
+                memory=bundles[number].get("memory"),
                 max_restarts=-1,
                 max_task_retries=RETRIES,
-                runtime_env={"env_vars": _visible(assignment.devices)},
+                runtime_env={"env_vars": visible_devices(assignment.devices, cluster)},
                 scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
                     places, number
                 ),
@@ -251,16 +266,32 @@ class Actors(contextlib.ExitStack):
         return dict(unpack(_value(handle)))
 
 
-def _bundle(devices: Sequence[ClusterDevice], nodes: Mapping[str, str]) -> dict[str, float]:
-    host = devices[0].host
-    gpus = sum(bool(device.hardware.kind.visibility) for device in devices)
-    node = {f"node:{nodes[host]}": CPUS} if host in nodes else {}
-    return {"CPU": CPUS, **({"GPU": gpus} if gpus else {}), **node}
+def bundle_of(
+    assignment: Assignment, nodes: Mapping[str, str], cluster: Cluster
+) -> dict[str, float]:
+    """Return the resources of an actor in Ray's accounting. On a running cluster they include the
+    planned RAM, which other jobs then leave free. ``nodes``: host -> address of its node."""
+    host = assignment.devices[0].host
+    gpus = sum(bool(device.hardware.kind.visibility) for device in assignment.devices)
+    nbytes = assignment.column.ram_bytes if cluster.address is not None else 0
+    return {
+        "CPU": CPUS,
+        **({"GPU": gpus} if gpus else {}),
+        **({"memory": nbytes} if nbytes else {}),
+        **({f"node:{nodes[host]}": CPUS} if host in nodes else {}),
+    }
 
 
-def _visible(devices: Sequence[ClusterDevice]) -> dict[str, str]:
-    """Return the environment that makes only ``devices`` visible, in this order."""
+def visible_devices(devices: Sequence[ClusterDevice], cluster: Cluster) -> dict[str, str]:
+    """Return the environment of an actor on ``devices``.
+
+    It makes only them visible, in this order. On a running cluster with equal GPUs in the host it
+    is empty: Ray chooses GPUs that no other job has, and makes these visible.
+    """
     if not (variable := devices[0].hardware.kind.visibility):
+        return {}
+    host = next(host for host in cluster.hosts if host.name == devices[0].host)
+    if cluster.address is not None and len({device.hardware.name for device in host.devices}) == 1:
         return {}
     numbers = ",".join(device.torch.partition(":")[2] or "0" for device in devices)
     return {variable: numbers, f"RAY_EXPERIMENTAL_NOSET_{variable}": "1"}
@@ -270,20 +301,50 @@ def _nodes(ray: Any, cluster: Cluster) -> dict[str, str]:
     """Return the address of each host's Ray node, by host name. Empty on a single node if all hosts
     are simulated or there is only one. Raises InputError for a host without a node."""
     alive = [node for node in ray.nodes() if node["Alive"]]
-    if len(alive) == 1 and (len(cluster.hosts) == 1 or not _gpus(cluster)):
+    has_labels = any(host.labels for host in cluster.hosts)
+    if len(alive) == 1 and not has_labels and (len(cluster.hosts) == 1 or not _gpus(cluster)):
         return {}
+    return node_addresses(cluster.hosts, alive)
+
+
+def node_addresses(
+    hosts: Sequence[ClusterHost], nodes: Sequence[Mapping[str, Any]]
+) -> dict[str, str]:
+    """Return the address of each host's node among ``nodes``, as `ray.nodes` lists them: the node
+    with the host's name, or for a host with labels one that has them and is no other host's. Raises
+    InputError for a host without a node."""
     address_of = {
         node[key]: node["NodeManagerAddress"]
         for key in ("NodeManagerHostname", "NodeManagerAddress", "NodeName")
-        for node in alive
+        for node in nodes
     }
-    if unknown_hosts := [host.name for host in cluster.hosts if host.name not in address_of]:
+    if unknown_hosts := [
+        host.name for host in hosts if not host.labels and host.name not in address_of
+    ]:
         raise InputError(
             f"Ray has no node called {', '.join(unknown_hosts)}, "
-            f"but {', '.join(sorted(address_of))}: name the hosts of the cluster file so, "
-            "or start a node with ray start --node-name NAME"
+            f"but {', '.join(sorted(address_of))}: name the hosts of the cluster file so, give "
+            "them labels, or start a node with ray start --node-name NAME"
         )
-    return {host.name: address_of[host.name] for host in cluster.hosts}
+    addresses = {host.name: address_of[host.name] for host in hosts if not host.labels}
+    # hosts with many labels choose first, since fewer nodes have them
+    for host in sorted(hosts, key=lambda host: -len(host.labels)):
+        if not host.labels:
+            continue
+        candidates = (
+            node["NodeManagerAddress"]
+            for node in nodes
+            if {*host.labels} <= {*node.get("Labels", {}).items()}
+        )
+        free = [address for address in candidates if address not in addresses.values()]
+        if not free:
+            labels = ", ".join(f"{name}={value}" for name, value in host.labels)
+            raise InputError(
+                f"Ray has no free node with the labels {labels} of host {host.name}: start one "
+                f"with ray start --labels {labels.replace(', ', ',')}"
+            )
+        addresses[host.name] = min(free)
+    return addresses
 
 
 class ClusterRunner(contextlib.ExitStack):

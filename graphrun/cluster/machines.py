@@ -87,6 +87,11 @@ class HostSpec(Spec):
         "left out: each has what its hardware has.",
     )
     devices: list[DeviceSpec] = Field(min_length=1, description="Its devices.")
+    labels: dict[Text, Text] = Field(
+        default_factory=dict,
+        description="Labels of its node in a running Ray cluster, such as {pool: big}: for nodes "
+        "whose names are not known before; left out: the node with the name of the host.",
+    )
 
 
 class LinkSpec(Spec):
@@ -133,12 +138,13 @@ class ClusterDevice:
 @dataclass(frozen=True, slots=True)
 class ClusterHost:
     """A machine. ``pinned_bytes``: page-locked RAM of all its devices; None: up to
-    ``ram_bytes``."""
+    ``ram_bytes``. ``labels``: pairs that its Ray node has; empty: the node has the host's name."""
 
     name: str
     ram_bytes: int
     pinned_bytes: int | None
     devices: tuple[ClusterDevice, ...]
+    labels: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +245,8 @@ def _host(name: str, spec: HostSpec, document: Document, cache: Path | None) -> 
         )
     if len({device.torch for device in devices}) < len(devices):
         document.add((*location, "devices"), "two devices have the same `device`")
-    return ClusterHost(name, spec.ram, spec.pinned, tuple(devices))
+    labels = tuple(sorted(spec.labels.items()))
+    return ClusterHost(name, spec.ram, spec.pinned, tuple(devices), labels)
 
 
 def _shared(hardware: Hardware, count: int, pcie: float | None) -> Hardware:
