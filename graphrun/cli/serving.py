@@ -63,7 +63,8 @@ def serve(
     keys: Annotated[
         Path | None,
         typer.Option(
-            help="File of API keys: one name and SHA-256 a line.",
+            help="File of API keys: a name, a SHA-256 and optionally 30/min a line. SIGHUP reads "
+            "it again.",
             metavar="FILE",
             show_default=False,
         ),
@@ -238,6 +239,7 @@ def serve(
             version=graphrun.__version__,
             bounds=bounds,
             keys=owners,
+            keys_file=keys.resolve() if keys is not None else None,
             queue_seconds=parse_seconds(queue),
             drain_seconds=parse_seconds(drain),
             connections=connections,

@@ -24,7 +24,7 @@ from graphrun.serve.asked import (
     picture_inputs,
 )
 from graphrun.serve.errors import Refused
-from graphrun.serve.keys import owner_of
+from graphrun.serve.keys import ApiKey, owner_of
 from graphrun.serve.settings import Bounds
 
 T = TypeVar("T")
@@ -126,7 +126,7 @@ class _Body:
             raise Refused(413, f"the body has more than {self._limit_bytes:,} bytes", "too_large")
 
 
-def owner_in(request: Request, keys: Mapping[str, str]) -> str:
+def owner_in(request: Request, keys: Mapping[str, ApiKey]) -> str:
     """Return the name whose key the request has; empty if the server has no keys. Raises Refused
     (401)."""
     if not keys:

@@ -92,7 +92,7 @@ def images(service: Service, pictures: Pictures) -> APIRouter:
     @router.post("/generations", openapi_extra=GENERATION)
     async def generations(request: Request) -> Response:
         """Pictures from a text."""
-        owner = owner_in(request, settings.keys)
+        owner = owner_in(request, service.keys)
         generation = await generation_in(request, service.graphs, settings.bounds)
         return await answer_pictures(
             request, generation, _folder(service), owner, "image_generation"
@@ -101,7 +101,7 @@ def images(service: Service, pictures: Pictures) -> APIRouter:
     @router.post("/edits", openapi_extra=EDIT)
     async def edits(request: Request) -> Response:
         """Pictures from a text and a picture."""
-        owner, folder = owner_in(request, settings.keys), _folder(service)
+        owner, folder = owner_in(request, service.keys), _folder(service)
         try:
             generation = await edit_in(request, service.graphs, settings.bounds, folder)
         except BaseException:
@@ -124,12 +124,12 @@ def images(service: Service, pictures: Pictures) -> APIRouter:
 
 def models(service: Service) -> APIRouter:
     """``/v1/models``: the graphs."""
-    router, keys = APIRouter(prefix="/v1/models"), service.settings.keys
+    router = APIRouter(prefix="/v1/models")
 
     @router.get("")
     async def models(request: Request) -> Any:
         """The graphs, with their inputs, limits and predicted seconds."""
-        owner_in(request, keys)
+        owner_in(request, service.keys)
         return {
             "object": "list",
             "data": [model_of(graph, service) for graph in service.graphs.values()],
@@ -138,7 +138,7 @@ def models(service: Service) -> APIRouter:
     @router.get("/{name}")
     async def model(request: Request, name: str) -> Any:
         """One graph."""
-        owner_in(request, keys)
+        owner_in(request, service.keys)
         return model_of(graph_of({"model": name}, service.graphs), service)
 
     return router
@@ -149,7 +149,7 @@ def jobs(service: Service, pictures: Pictures) -> APIRouter:
     router, settings = APIRouter(prefix="/v1/jobs"), service.settings
 
     def job_of(request: Request, name: str) -> Job:
-        owner = owner_in(request, settings.keys)
+        owner = owner_in(request, service.keys)
         if name not in service.jobs or service.jobs[name].owner != owner:
             raise Refused(404, f"there is no job {name[:100]!r}", "not_found")
         request.state.job = name
@@ -163,7 +163,7 @@ def jobs(service: Service, pictures: Pictures) -> APIRouter:
         """Submits a request, as for /v1/images/generations or, in a form, as for /v1/images/edits,
         and answers at once. With the header Idempotency-Key, sending it again returns the same
         job."""
-        owner, key = owner_in(request, settings.keys), request.headers.get("idempotency-key", "")
+        owner, key = owner_in(request, service.keys), request.headers.get("idempotency-key", "")
         if len(key) > KEY_CHARACTERS:
             text = f"the Idempotency-Key has {len(key)} characters, and {KEY_CHARACTERS} are taken"
             raise Refused(422, text, "invalid_value")
@@ -189,7 +189,7 @@ def jobs(service: Service, pictures: Pictures) -> APIRouter:
     @router.get("")
     async def list_jobs(request: Request) -> Any:
         """The jobs of the key, the newest first: ``limit`` of them, older than job ``after``."""
-        owner = owner_in(request, settings.keys)
+        owner = owner_in(request, service.keys)
         own_jobs = [job for job in reversed(service.jobs.values()) if job.owner == owner]
         selection, has_more = page_of(own_jobs, request, lambda name: job_of(request, name))
         data = [state_of(job, request) for job in selection]
@@ -250,7 +250,7 @@ def videos(service: Service) -> APIRouter:
 
     def video_of(request: Request, name: str) -> Job:
         job = service.jobs.get(name)
-        owner = owner_in(request, settings.keys)
+        owner = owner_in(request, service.keys)
         if job is None or job.owner != owner or job.request.suffix != VIDEO:
             raise Refused(404, f"there is no video {name[:100]!r}", "not_found")
         request.state.job = name
@@ -259,7 +259,7 @@ def videos(service: Service) -> APIRouter:
     @router.post("", openapi_extra=GENERATION)
     async def create(request: Request) -> Any:
         """Submits a request for a video, in JSON or a form with ``input_reference``, a picture."""
-        owner, folder = owner_in(request, settings.keys), _folder(service)
+        owner, folder = owner_in(request, service.keys), _folder(service)
         try:
             generation = await video_in(request, service.graphs, settings.bounds, folder)
             uploads = folder if folder.exists() else None
@@ -273,7 +273,7 @@ def videos(service: Service) -> APIRouter:
     @router.get("")
     async def list_videos(request: Request) -> Any:
         """The videos of the key: ``limit``, ``order`` (asc, desc), and ``after``, an id."""
-        owner = owner_in(request, settings.keys)
+        owner = owner_in(request, service.keys)
         own_jobs = [
             job
             for job in reversed(service.jobs.values())

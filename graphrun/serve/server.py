@@ -48,6 +48,8 @@ async def _serve(settings: Settings, host: str, port: int, say: Callable[[str], 
     for number in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(NotImplementedError):  # Windows
             loop.add_signal_handler(number, stop)
+    if hasattr(signal, "SIGHUP"):
+        loop.add_signal_handler(signal.SIGHUP, service.reload_keys)
     service.start()
     server_task = asyncio.ensure_future(server.serve([listener]))
     port = listener.getsockname()[1]

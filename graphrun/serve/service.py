@@ -20,12 +20,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from graphrun.errors import InputError
 from graphrun.graph.settings import settings_of
 from graphrun.serve.asked import PictureRequest, RequestShape, picture_inputs
 from graphrun.serve.child import Child
 from graphrun.serve.clustered import work_on_a_cluster
 from graphrun.serve.errors import Refused
 from graphrun.serve.jobs import Job
+from graphrun.serve.keys import Rates, read_keys
 from graphrun.serve.line import Line, QueueEntry, go_together, is_warm
 from graphrun.serve.log import log
 from graphrun.serve.metrics import Metrics
@@ -115,6 +117,7 @@ class Service:
         self._batch_key: tuple[RequestShape, float] | None = None
         self._ready, self._closed, self._deaths = False, False, 0
         self._unplanned = 0  # requests waiting for a plan
+        self.keys, self._rates = settings.keys, Rates()
         self.store = JobStore(settings.state) if settings.state is not None else None
         self.jobs: OrderedDict[str, Job] = OrderedDict()  # of ``/v1/jobs``, the oldest first
         # (owner, Idempotency-Key) -> its job
@@ -214,6 +217,16 @@ class Service:
             self.cancel(entry.item, Refused.stopping())
         for entry in list(self._active.entries) if self._active is not None else ():
             self.cancel(entry.item, Refused.stopping())
+
+    def reload_keys(self) -> None:
+        """Read the file of API keys again. If it is malformed, the present keys stay."""
+        if self.settings.keys_file is None:
+            return
+        try:
+            self.keys = read_keys(self.settings.keys_file)
+            log("keys read", keys=len(self.keys))
+        except InputError as error:
+            log("keys refused", error=error)
 
     async def idle(self) -> None:
         await self._idle.wait()
@@ -414,6 +427,8 @@ class Service:
 
     async def _submit(self, job: Job) -> Job:
         self._refuse_if(self.draining)
+        if (key := self.keys.get(job.owner)) is not None:
+            self._rates.take(job.owner, key.per_minute, len(job.request.runs))
         with self._at_work():
             plan, share = await self._plan(job.request)
             return self._admit(job, plan, share)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from graphrun import api
 from graphrun.devices import in_dtype
 from graphrun.model.problem import Hardware
+from graphrun.serve.keys import ApiKey
 
 if TYPE_CHECKING:
     from graphrun.cluster.machines import Cluster
@@ -39,10 +40,10 @@ class Settings:
     device, the main one first. ``cluster``: has the devices and their budgets; ``hardware`` is
     empty then, and ``budgets`` has only the other arguments. ``folder``: for journals, uploads and
     pictures. ``dtype``: as for `graphrun.devices.in_dtype`. ``limits``: of `graphrun.limits`, for
-    the processes. ``keys``: hashes of API keys by name; empty: no key is needed. ``queue_seconds``:
-    the longest predicted wait that is admitted. ``drain_seconds``: the time for requests after
-    SIGTERM. ``connections``: the most that may be open. ``allow_hosts`` and ``allow_origins``: as
-    in `graphrun.serve.origins`. ``state``: the folder of a `JobStore`; None: jobs end with the
+    the processes. ``keys``: by name; empty: no key is needed. ``keys_file``: where they are from.
+    ``queue_seconds``: the longest predicted wait that is admitted. ``drain_seconds``: the time for
+    requests after SIGTERM. ``connections``: the most that may be open. ``allow_hosts`` and
+    ``allow_origins``: as in `graphrun.serve.origins`. ``state``: the folder of a `JobStore`; None: jobs end with the
     server. ``warms``: the server is ready once every graph has made a picture. ``log_as_json``: as
     in `graphrun.serve.log`.
     """
@@ -57,7 +58,8 @@ class Settings:
     limits: Mapping[str, int]
     version: str
     bounds: Bounds = field(default_factory=Bounds)
-    keys: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, ApiKey] = field(default_factory=dict)
+    keys_file: Path | None = None
     queue_seconds: float = 300.0
     drain_seconds: float = 30.0
     connections: int = 512

@@ -159,12 +159,13 @@ async def port_of(
 ) -> AsyncIterator[Port]:
     """A port whose deadlines are an hour off but for ``bounds``. ``changed``: of its settings.
     Everything ends after 10 s."""
+    from graphrun.serve.keys import ApiKey
     from graphrun.serve.server import http_server
     from graphrun.serve.service import Service
     from graphrun.serve.settings import Bounds, Settings
 
     limits: dict[str, Any] = {"body_seconds": 3600.0, "idle_seconds": 3600.0, **(bounds or {})}
-    keys = {"tester": hashlib.sha256(b"a key").hexdigest()}
+    keys = {"tester": ApiKey(hashlib.sha256(b"a key").hexdigest())}
     settings = Settings(
         (Path("flux-tiny"),), (), {}, (), folder, "none", folder, {}, "1", Bounds(**limits), keys
     )

@@ -3,17 +3,13 @@ planned."""
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import graphrun
-from graphrun.errors import InputError
 from graphrun.serve.asked import asked_of, graph_of, picture_inputs
 from graphrun.serve.errors import Refused
-from graphrun.serve.keys import owner_of, read_keys
 from graphrun.serve.settings import Bounds
 
 BOUNDS = Bounds(characters=50, pixels=256 * 256, steps=10, pictures=3)
@@ -95,29 +91,3 @@ def test_a_picture_cannot_be_named_by_its_path() -> None:
     (name,) = picture_inputs(graph)
     with pytest.raises(Refused, match="part of a form"):
         asked_of({"prompt": "a", name: "/etc/passwd"}, graph, BOUNDS, {})
-
-
-def test_keys_are_found_by_their_hash(tmp_path: Path) -> None:
-    digests = [hashlib.sha256(key.encode()).hexdigest() for key in ("one", "two")]
-    (file := tmp_path / "keys").write_text(
-        f"# people\nann {digests[0]}\nbob {digests[1]} # until May\n"
-    )
-    keys = read_keys(file)
-    assert [owner_of(key, keys) for key in ("one", "two", "three", "", "\udcff", digests[0])] == [
-        "ann",
-        "bob",
-        None,
-        None,
-        None,
-        None,
-    ]
-    assert "one" not in repr(keys)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "ann", "ann one", "ann " + "g" * 64, "ann " + "0" * 64 + "\nann " + "1" * 64]
-)
-def test_a_file_of_keys_in_another_form_is_refused(tmp_path: Path, text: str) -> None:
-    (file := tmp_path / "keys").write_text(text)
-    with pytest.raises(InputError, match="keys"):
-        read_keys(file)
