@@ -43,9 +43,9 @@ class Settings:
     the processes. ``keys``: by name; empty: no key is needed. ``keys_file``: where they are from.
     ``queue_seconds``: the longest predicted wait that is admitted. ``drain_seconds``: the time for
     requests after SIGTERM. ``connections``: the most that may be open. ``allow_hosts`` and
-    ``allow_origins``: as in `graphrun.serve.origins`. ``state``: the folder of a `JobStore`; None: jobs end with the
-    server. ``warms``: the server is ready once every graph has made a picture. ``log_as_json``: as
-    in `graphrun.serve.log`.
+    ``allow_origins``: as in `graphrun.serve.origins`. ``state``: the folder of a `JobStore`; None:
+    jobs end with the server. ``warms``: the server is ready once every graph has made a picture.
+    ``log_as_json``: as in `graphrun.serve.log`.
     """
 
     graphs: tuple[Path, ...]
