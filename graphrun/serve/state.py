@@ -50,7 +50,8 @@ class JobStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            (folder / "jobs").mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts are in it
+            (folder / "jobs").mkdir(exist_ok=True)
             self._lock = take_lock(folder / "lock")
         except OSError as error:
             raise InputError(f"--state {folder}: {error.strerror}") from error

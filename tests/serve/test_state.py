@@ -39,6 +39,7 @@ def test_jobs_go_on_after_the_server_was_killed_and_after_it_stopped(
         assert job["state"] == "running"
         server.process.send_signal(signal.SIGKILL)
         server.process.wait()
+    assert state.stat().st_mode & 0o077 == 0, "prompts are for the owner alone"
     with serving(tmp_path / "second", "--state", str(state), "--drain", "0s") as server:
         listed = server.client.get("/v1/jobs").json()
         assert [entry["id"] for entry in listed["data"]] == [waiting[1], waiting[0], long, done]
