@@ -127,7 +127,7 @@ def test_a_frontier_on_which_nothing_fits_says_what_would(graphrun: Cli) -> None
 
 def test_the_budget_of_one_of_two_devices_is_varied(graphrun: Cli) -> None:
     options = ("--device", "sim:0,sim:1", "--set", "steps=1", "--json", "--vram")
-    code, output, _ = graphrun("frontier", TINY, *options, "3M,1M:4M:1M")
+    code, output, _ = graphrun("frontier", TINY, *options, "4M,1M:4M:3M")
     data = json.loads(output)
     assert (code, data["device"]) == (0, 1)
     seconds = [point["predicted_seconds"] for point in data["points"]]
@@ -135,7 +135,7 @@ def test_the_budget_of_one_of_two_devices_is_varied(graphrun: Cli) -> None:
     assert seconds[-1] < seconds[0]
     assert all(point["peak_bytes"] <= point["budget_bytes"] for point in data["points"])
     lower, upper = (
-        json.loads(graphrun("plan", TINY, *options, f"3M,{last}M")[1]) for last in (1, 4)
+        json.loads(graphrun("plan", TINY, *options, f"4M,{last}M")[1]) for last in (1, 4)
     )
     assert [lower["predicted_seconds"], upper["predicted_seconds"]] == pytest.approx(
         [seconds[0], seconds[-1]]
