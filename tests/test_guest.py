@@ -53,9 +53,7 @@ def test_the_process_is_as_it_was(backend: str, folder: Path) -> None:
         } == {}, action
 
 
-def _states(
-    actions: Sequence[str], backend: str, folder: Path
-) -> dict[str, list[dict[str, Any]]]:
+def _states(actions: Sequence[str], backend: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the states of one process before and after each of ``actions``."""
     guest = str(FOLDER / "standins" / "guest.py")
     command = [sys.executable, guest, ",".join(actions), backend, str(folder)]

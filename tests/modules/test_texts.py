@@ -19,6 +19,8 @@ from graphrun.modules.build import build_part
 from graphrun.modules.texts import MAX_TOKENS
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
+
+
 @pytest.fixture
 def flux() -> Graph:
     return load(GRAPHS / "flux-tiny.yaml")

@@ -221,7 +221,9 @@ def import_folder(folder: Path) -> None:
     """Imports a saved pipeline."""
     from graphrun.diffusers_.importing.imported import ImportOptions, import_source
 
-    import_source(str(folder / "flux"), ImportOptions({}, {})).write(folder / "flux.yaml", force=True)
+    import_source(str(folder / "flux"), ImportOptions({}, {})).write(
+        folder / "flux.yaml", force=True
+    )
 
 
 def serve(folder: Path) -> None:
