@@ -138,7 +138,9 @@ def test_a_change_between_calls_has_its_effect(folder: Path, change: Callable[[A
     assert equal(seeded(pipe, prompt=prompt), want)
 
 
-@pytest.mark.parametrize("is_attached", [False, True], ids=["before", "while attached"])
+@pytest.mark.parametrize(
+    "is_attached", sampled([False, True], [True], "changes"), ids=["before", "while attached"]
+)
 def test_loras_are_loaded_fused_and_unloaded(folder: Path, is_attached: bool) -> None:
     pytest.importorskip("peft")
     pipe, plain = load(SD, folder), load(SD, folder)
