@@ -174,10 +174,12 @@ def test_a_curve_ends_at_the_card_and_solves_what_is_seen_of_it(
             "steep parts are drawn finely"
         )
     store, steps = Store(tmp_path), list[str]()
-    drawn = curve_for(problem, solution, store, steps.append)
-    assert len(steps) == len({point.budget_bytes for point in drawn} - {min(budget, card) * GIB})
+    drawn_curve = curve_for(problem, solution, store, steps.append)
+    assert len(steps) == len(
+        {point.budget_bytes for point in drawn_curve} - {min(budget, card) * GIB}
+    )
     assert "GiB" in steps[-1]
-    for point in drawn:
+    for point in drawn_curve:
         best = solved(at_budget(problem, point.budget_bytes))
         assert best is not None
         assert point.seconds <= 1.03 * best.simulation.total_seconds, "a few per cent at most"
