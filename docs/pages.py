@@ -304,8 +304,8 @@ Others:
         ]
         if names:
             text += f"Shared options: {', '.join(names)}.\n\n"
-        if others := [row for row in rows[path] if row not in (*planning, *shared)]:
-            text += table("option | meaning", iter(others)) + "\n"
+        if command_rows := [row for row in rows[path] if row not in (*planning, *shared)]:
+            text += table("option | meaning", iter(command_rows)) + "\n"
     # a page that a help text names becomes a link
     text = re.sub(r"docs/((?:\w+/)*)(\w+)\.md", r"[\2](\1\2.md)", text)
     return text.rstrip() + "\n"

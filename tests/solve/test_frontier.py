@@ -186,7 +186,7 @@ def test_a_curve_ends_at_the_card_and_solves_what_is_seen_of_it(
         keep_plan(best.problem, best, store)
     steps.clear()
     curve_for(problem, solution, store, steps.append)
-    stored_budgets = {show_size(point.budget_bytes) for point in drawn}
+    stored_budgets = {show_size(point.budget_bytes) for point in drawn_curve}
     assert not stored_budgets.intersection(steps), "plans in the cache are drawn"
 
 
