@@ -256,18 +256,19 @@ def test_memory_that_vanishes_during_a_request_has_its_unblocked_planned_again(
         def planned_again(self, line: str) -> None:
             lines.append(line)
 
-    expected = batch(REQUESTS[:2], modules=modules)
+    requests = [*REQUESTS[:2], REQUESTS[0] | {"seed": 5}]
+    expected = batch(requests, modules=modules)
     hook = modules["transformer"].register_forward_pre_hook(shrink)
     try:
         results = batch(
-            [*REQUESTS[:2], REQUESTS[0] | {"seed": 5}],
+            requests,
             modules=modules,
             device=device,
             watcher=Listener(),
         )
     finally:
         hook.remove()
-    for number in (1, 2):
+    for number in (1, 2, 3):
         assert np.array_equal(
             np.asarray(results.outputs[number]["image"]),
             np.asarray(expected.outputs[number]["image"]),
