@@ -86,6 +86,14 @@ def free_ram() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def equal_programs_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that was solved in this process is not solved again. tests/solve solves it."""
+    from answers import RememberingHighs
+
+    monkeypatch.setattr("graphrun.solve.linear._Quiet", RememberingHighs)
+
+
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder shared by all workers of a test session, for files that several processes may write

@@ -201,7 +201,7 @@ def test_a_process_over_its_cap_is_killed_and_its_peak_known(part: Any, tmp_path
 
 
 @LIMITED
-@pytest.mark.long
+@pytest.mark.sweep("cpu")
 def test_a_cell_has_bytes_read_peak_and_plan(part: Any, bench: Any) -> None:
     model, tool = part("cpu_models").MINI, part("cpu_tools").TOOLS["graphrun"]
     assert bench.model(model, [tool], [1], reference=False) == 0

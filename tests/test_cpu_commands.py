@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from campaign import sampled
 from PIL import Image
 
 import graphrun as api
@@ -98,22 +99,22 @@ def test_lists_and_sessions_run_within_the_memory(graphrun: Any, tmp_path: Path)
         assert trace.peak_bytes <= 2 * GIB - 432 * MIB
 
 
-@pytest.mark.parametrize(
-    ("features", "options", "dtype"),
-    [
-        ("avx2", (), "float32"),
-        ("avx2", ("--dtype", "graph"), "bfloat16"),
-        ("avx512f avx512_bf16", (), "bfloat16"),
-        ("avx512f avx512_bf16", ("--dtype", "float32"), "float32"),
-    ],
-)
+CPUS: list[tuple[str, tuple[str, ...], str]] = [
+    ("avx2", (), "float32"),
+    ("avx512f avx512_bf16", (), "bfloat16"),
+    ("avx2", ("--dtype", "graph"), "bfloat16"),
+    ("avx512f avx512_bf16", ("--dtype", "float32"), "float32"),
+]
+
+
+@pytest.mark.parametrize("cpu", sampled(CPUS, CPUS[:2], "cpu"), ids=str)
 def test_a_cpu_computes_in_the_dtype_that_it_is_fast_in(
     graphrun: Any,
     monkeypatch: pytest.MonkeyPatch,
-    features: str,
-    options: tuple[str, ...],
-    dtype: str,
+    cpu: tuple[str, tuple[str, ...], str],
 ) -> None:
+    """Without an option: what the CPU is fast in. The options are in the sweep."""
+    features, options, dtype = cpu
     facts = ("a CPU", 2, frozenset(features.split()))
     monkeypatch.setattr("graphrun.profile.hardware._cpu_facts", lambda: facts)
     command = (*TOTAL_CPU, "--memory", "2G", *options)

@@ -3,33 +3,21 @@ that there is none."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from forks import forked, forked_command
 
-# Sends this process a SIGINT at the call number NUMBER of WHERE.
-SCRIPT = """
-import importlib, os, signal, sys
-# a shell makes its background jobs ignore SIGINT
-signal.signal(signal.SIGINT, signal.default_int_handler)
-module, _, name = sys.argv[1].rpartition(".")
-number = int(sys.argv[2])
-holder, calls = importlib.import_module(module), []
-plain = getattr(holder, name)
-def called(*arguments, **options):
-    calls.append(1)
-    if len(calls) == number:
-        os.kill(os.getpid(), signal.SIGINT)
-    return plain(*arguments, **options)
-setattr(holder, name, called)
-sys.argv = ["graphrun", *sys.argv[3:]]
 from graphrun.cli import main
-main.main()
-"""
+
 FLUX = ("flux-tiny", "--device", "sim", "--vram", "6M", "--ram", "8G", "--no-cache")
 # the first candidate is known when it is checked
 SECOND_CANDIDATE = (
@@ -38,18 +26,36 @@ SECOND_CANDIDATE = (
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def libraries(dry: Any) -> None:
+    """Those of a dry run are imported before processes are forked."""
+    dry("flux-tiny")
+
+
 def interrupted(
     breakpoint_line: tuple[str, int], *command: str, folder: Path
 ) -> subprocess.CompletedProcess[str]:
-    arguments = [
-        sys.executable,
-        "-c",
-        SCRIPT,
-        breakpoint_line[0],
-        str(breakpoint_line[1]),
-        *command,
-    ]
-    process = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=folder)
+    """``graphrun COMMAND`` in a process that gets a SIGINT at the n-th call of a function."""
+
+    def run() -> None:
+        # a shell makes its background jobs ignore SIGINT
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        path, number = breakpoint_line
+        module, _, name = path.rpartition(".")
+        holder, calls = importlib.import_module(module), list[int]()
+        plain = getattr(holder, name)
+
+        def called(*arguments: Any, **options: Any) -> Any:
+            calls.append(1)
+            if len(calls) == number:
+                os.kill(os.getpid(), signal.SIGINT)
+            return plain(*arguments, **options)
+
+        setattr(holder, name, called)
+        sys.argv = ["graphrun", *command]
+        main.main()
+
+    process = forked(run, folder)
     assert "Traceback" not in process.stderr
     assert process.returncode == 130, process.stderr
     return process
@@ -66,12 +72,7 @@ def test_the_best_plan_so_far_is_shown_with_its_bound_and_saved(tmp_path: Path) 
     bound = re.search(rf"{message}; it is saved in plan.json\n$", process.stderr)
     assert bound is not None, process.stderr
     assert bound[1] in " ".join(process.stdout.split())
-    check = subprocess.run(
-        [sys.executable, "-m", "graphrun", "check", "plan.json"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
+    check = forked_command("check", "plan.json", folder=tmp_path)
     assert check.stdout.startswith("ok: ")
 
 

@@ -117,7 +117,8 @@ CHANGES: list[Callable[[Any], None]] = [
     inverted,
 ]
 NAMES = ["another unet", *(change.__name__ for change in CHANGES[1:])]
-ALWAYS = (other_vae, new_weights, tiled, another_scheduler, vae_halved, fused, inverted)
+# Another module, other numbers, another dtype, other modules in a module, another tokenizer.
+ALWAYS = (other_vae, new_weights, vae_halved, fused, inverted)
 
 
 @pytest.mark.parametrize("change", sampled(CHANGES, ALWAYS, "changes"), ids=NAMES)
@@ -207,7 +208,9 @@ def test_a_callback_that_interrupts_ends_the_call_and_the_next_one_is_whole(sd: 
     assert sd.device.allocated_bytes == sd.attachment.held_bytes
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize(
+    "error", sampled([KeyboardInterrupt, ValueError], [KeyboardInterrupt], "changes")
+)
 def test_an_error_in_a_callback_leaves_the_baseline(
     sd: Attached, error: type[BaseException]
 ) -> None:

@@ -130,7 +130,9 @@ def test_without_a_size_the_budget_is_what_the_process_takes_and_what_is_left(
     assert whole_bytes == pytest.approx(GIB + taken_bytes, abs=64 * MIB)
 
 
-@pytest.mark.parametrize("name", ["FluxPipeline", "StableDiffusionXLPipeline"])
+@pytest.mark.parametrize(
+    "name", sampled(["FluxPipeline", "StableDiffusionXLPipeline"], ["FluxPipeline"], "pipelines")
+)
 def test_at_the_minimum_the_bits_are_the_same_and_below_it_the_minimum_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +220,9 @@ def test_components_that_two_pipelines_share(flux: Any, reads: FileReads) -> Non
             assert (sum(reads.taken().values()) > 0) == (number == 0)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize(
+    "error", sampled([KeyboardInterrupt, ValueError], [KeyboardInterrupt], "pipelines")
+)
 def test_an_error_in_a_call_leaves_nothing_and_the_next_call_works(
     flux: Any, error: type[BaseException]
 ) -> None:

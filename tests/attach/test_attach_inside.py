@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import diffusers as d
@@ -91,16 +92,25 @@ CHANGES: list[tuple[str, Callable[[Any], Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("number", sampled(range(len(CHANGES)), [0, 5, 7], "changes"))
-@pytest.mark.parametrize("is_between", [False, True], ids=["before", "between"])
-def test_methods_that_change_modules_are_no_calls(number: int, is_between: bool) -> None:
+@pytest.mark.parametrize(
+    "moment_and_number",
+    sampled(
+        product(("before", "between"), range(len(CHANGES))),
+        [("before", 7), ("between", 0)],
+        "changes",
+    ),
+    ids=str,
+)
+def test_methods_that_change_modules_are_no_calls(moment_and_number: tuple[str, int]) -> None:
+    """The sample has a change of parameters between calls, and one of the call before any."""
+    moment, number = moment_and_number
     name, change = CHANGES[number]
     case = CASES[name]
     plain, pipe = case.build(), case.build()
     change(plain)
     want = case.call(plain)
     attachment, device = attached(pipe)
-    if is_between:
+    if moment == "between":
         case.call(pipe)
     solution, held_bytes = attachment.solution, device.allocated_bytes
     change(pipe)
@@ -127,7 +137,9 @@ def test_detaching_inside_a_call_is_done_when_it_ends() -> None:
         assert equal(SD.call(pipe), want)
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    "error", sampled([ValueError, KeyboardInterrupt], [KeyboardInterrupt], "changes")
+)
 def test_detaching_inside_a_call_that_fails(error: type[BaseException]) -> None:
     pipe = SD.build()
     want = SD.call(pipe)
@@ -153,19 +165,19 @@ def test_another_thread_that_detaches_waits_for_the_call() -> None:
     assert_detached(pipe, device, SD.kind)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda pipe: pipe.fuse_qkv_projections(),
-        lambda pipe: pipe.vae.enable_tiling(),
-        lambda pipe: pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4),
-        lambda pipe: pipe(prompt="b", height=16, width=16, num_inference_steps=1),
-    ],
-    ids=["fused", "tiled", "freeu", "called"],
-)
+INNER_CHANGES: dict[str, Callable[[Any], Any]] = {
+    "fused": lambda pipe: pipe.fuse_qkv_projections(),
+    "tiled": lambda pipe: pipe.vae.enable_tiling(),
+    "freeu": lambda pipe: pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4),
+    "called": lambda pipe: pipe(prompt="b", height=16, width=16, num_inference_steps=1),
+}
+
+
+@pytest.mark.parametrize("name", sampled(INNER_CHANGES, ["fused", "called"], "changes"))
 def test_a_change_in_a_callback_has_its_effect_and_leaves_nothing_on_the_device(
-    change: Callable[[Any], Any],
+    name: str,
 ) -> None:
+    change = INNER_CHANGES[name]
     plain, pipe = SD.build(), SD.build()
     want = stepping(lambda: change(plain)).call(plain)
     # fused projections are new weights, which the plan of the call does not count
@@ -183,41 +195,36 @@ def other(pipe: Any) -> Any:
     return d.StableDiffusionImg2ImgPipeline(**pipe.components)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda pipe, other_attachment: graphrun.attach(pipe, vram="1G", device="sim"),
-            r"attached to StableDiffusionPipeline already",
-        ),
-        (
-            lambda pipe, other_attachment: graphrun.attach(other(pipe), vram="1G", device="sim"),
-            r"another attached pipeline is using",
-        ),
-        (
-            lambda pipe, other_attachment: other_attachment.pipe.encode_prompt(
-                "a", "cpu", 1, False
-            ),
-            r"another attached pipeline is using",
-        ),
-        (
-            lambda pipe, other_attachment: other_attachment.detach(),
-            r"another attached pipeline is using",
-        ),
-        (lambda pipe, other_attachment: pipe.fuse_lora(), r"fuse_lora\(\) before or after it"),
-    ],
-    ids=["attach", "attach another", "call another", "detach another", "fuse a LoRA"],
-)
-def test_moving_the_weights_of_a_running_call_is_refused(
-    change: Callable[[Any, Any], Any], message: str
-) -> None:
+MOVES: list[tuple[Callable[[Any, Any], Any], str]] = [
+    (
+        lambda pipe, other_attachment: graphrun.attach(pipe, vram="1G", device="sim"),
+        r"attached to StableDiffusionPipeline already",
+    ),
+    (
+        lambda pipe, other_attachment: graphrun.attach(other(pipe), vram="1G", device="sim"),
+        r"another attached pipeline is using",
+    ),
+    (
+        lambda pipe, other_attachment: other_attachment.pipe.encode_prompt("a", "cpu", 1, False),
+        r"another attached pipeline is using",
+    ),
+    (
+        lambda pipe, other_attachment: other_attachment.detach(),
+        r"another attached pipeline is using",
+    ),
+    (lambda pipe, other_attachment: pipe.fuse_lora(), r"fuse_lora\(\) before or after it"),
+]
+
+
+def test_moving_the_weights_of_a_running_call_is_refused() -> None:
     pipe = SD.build()
     want = SD.call(pipe)
     other_attachment = graphrun.attach(other(pipe), vram="1G", device="sim")
     attachment, device = attached(pipe)
-    with pytest.raises(InputError, match=message):
-        stepping(lambda: change(pipe, other_attachment)).call(pipe)
-    assert device.allocated_bytes == 0
+    for move, message in MOVES:
+        with pytest.raises(InputError, match=message):
+            stepping(lambda move=move: move(pipe, other_attachment)).call(pipe)  # type: ignore[misc]
+        assert device.allocated_bytes == 0
     assert equal(SD.call(pipe), want)
     attachment.detach()
     other_attachment.detach()

@@ -40,12 +40,11 @@ CASES = {
 }
 
 
+# Two pictures to one; a video to a video; a text to tensors.
 ALWAYS = (
     "StableDiffusionControlNetPipeline-two",
     "CogVideoXVideoToVideoPipeline",
-    "StableAudioPipeline",
     "KandinskyV22PriorPipeline",
-    "MarigoldDepthPipeline",
 )
 
 

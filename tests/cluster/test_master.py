@@ -121,8 +121,8 @@ def test_hosts_without_a_link_exchange_nothing() -> None:
         assert rate == pytest.approx(sum(map(best_rate, parts)), rel=1e-5)
 
 
-def test_510_devices_are_counted_and_not_named() -> None:
-    """The rate of 170 equal hosts on a fast network is at least 170 times that of one."""
+def test_102_devices_are_counted_and_not_named() -> None:
+    """The rate of 34 equal hosts on a fast network is at least 34 times that of one."""
     case = next(
         case
         for case in map(case_of, range(30))
@@ -135,12 +135,12 @@ def test_510_devices_are_counted_and_not_named() -> None:
             name=f"h{n}",
             devices=tuple(replace(device, host=f"h{n}") for device in host.devices),
         )
-        for n in range(170)
+        for n in range(34)
     )
     link = Link(tuple(machine.name for machine in hosts), 1e12, 0.0)
     placement = placed(replace(case, cluster=Cluster(hosts, (link,))), "throughput")
     assert placement is not None
-    assert placement.items_per_second >= 170 * best_rate(case) * (1 - 1e-5)
+    assert placement.items_per_second >= 34 * best_rate(case) * (1 - 1e-5)
 
 
 def test_only_columns_that_may_win_are_priced() -> None:

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import graphrun as package
 from graphrun.errors import GraphError
+from graphrun.graph import shipped
 from graphrun.graph.shipped import graph_file, graphs_folder, shipped_graphs
 
 Cli = Callable[..., tuple[int, str, str]]
 GRAPHS = Path(__file__).parents[2] / "graphs"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def sources_are_read_once() -> Iterator[None]:
+    """The 80 shipped graphs are read once for all tests, not at each hint."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shipped, "_sources", cache(shipped._sources))
+        yield
 
 
 def test_every_file_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

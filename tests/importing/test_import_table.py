@@ -15,15 +15,12 @@ from graphrun.diffusers_.dry_call import ProbeError
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "pipelines.md"
 HEAD = "| class | stages | why one |\n|---|---|---|\n"
 SAMPLE = (
-    "AnimateDiffVideoToVideoPipeline",  # takes video
     "DiTPipeline",  # no encode_prompt
     "IFPipeline",  # no latents
-    "KandinskyV22Pipeline",  # takes tensors
     "LatentConsistencyModelPipeline",  # fails when split
     "StableAudioPipeline",  # an argument that the ops lack
     "StableDiffusionXLImg2ImgPipeline-float16",  # not: a cast
     "StableDiffusionXLInpaintPipeline",  # takes image and mask
-    "WanPipeline-two-experts",
 )
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from graphrun.profile import calibrate_cpu
+
 DOCUMENT = Path(__file__).parents[2] / "docs" / "json.md"
 Cli = Callable[..., tuple[int, str, str]]
 SIM = ("flux-tiny", "--device", "sim", "--ram", "8G", "--set", "steps=2")
@@ -89,7 +91,19 @@ def named_by(key: str, pattern: str) -> bool:
     ) is not None or pattern.startswith(f"{key}.")
 
 
+@pytest.fixture
+def few_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A calibration that measures two products and two sums, and no blocks."""
+    names = ("_products", "_convolutions", "_elementwise")
+    products, _, sums = (getattr(calibrate_cpu, name) for name in names)
+    for name, probes in zip(names, (products, lambda _: (), sums), strict=True):
+        monkeypatch.setattr(calibrate_cpu, name, lambda dtype, probes=probes: [*probes(dtype)][:2])
+    monkeypatch.setattr(calibrate_cpu, "_blocks", lambda _: ())
+    monkeypatch.setattr(calibrate_cpu, "POOL_BYTES", 1 << 26)
+
+
 @pytest.mark.long
+@pytest.mark.usefixtures("few_probes")
 def test_every_key_is_documented_and_printed(graphrun: Cli) -> None:
     assert graphrun("plan", *SIM, "--vram", "6M", "-o", "plan.json")[0] == 0
     assert graphrun("plan", *SIM, "--vram", "12M", "-o", "large.json")[0] == 0

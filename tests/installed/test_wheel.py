@@ -147,6 +147,7 @@ def test_the_wheel_has_the_package_and_the_graphs(wheel: Path) -> None:
     assert names - {shipped} == package_files | graphs
 
 
+@pytest.mark.sweep("installed")
 def test_an_sdist_builds_the_same_wheel(tree: Path, wheel: Path, tmp_path: Path) -> None:
     code = "import build_backend, sys; print(build_backend.build_sdist(sys.argv[1]))"
     process = subprocess.run(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from bitsandbytes import functional
+from campaign import sampled
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -64,7 +65,10 @@ def quantization(kind: str) -> Any:
     )
 
 
-@pytest.fixture(scope="module", params=["nf4", "nested", "int8"])
+KINDS = ["nf4", "nested", "int8"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def folder(
     request: pytest.FixtureRequest, plain_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
@@ -161,6 +165,7 @@ def test_nothing_is_quantized_and_the_plan_reads_the_bytes_of_the_files(
         assert seconds == tuple(nbytes / rate for nbytes in variant.block_bytes)
 
 
+@pytest.mark.parametrize("folder", sampled(KINDS, ["nested"], "precisions"), indirect=True)
 def test_streamed_and_resident_with_the_same_picture(flux: Graph, folder: Path) -> None:
     component, precision = component_with(flux, folder), precision_of(folder)
     graph = replace(
@@ -168,9 +173,9 @@ def test_streamed_and_resident_with_the_same_picture(flux: Graph, folder: Path) 
         components={**flux.components, "transformer": replace(component, precision=(precision,))},
     )
     pictures, streamed = set(), set()
-    for vram, exclude in (("64M", ()), ("64M", ("transformer",)), ("4M", ())):
+    for exclude in ((), ("transformer",)):
         problem = graphrun.estimate(
-            graph, vram=vram, ram="1G", hardware="sim", inputs={"steps": 2}, exclude=exclude
+            graph, vram="64M", ram="1G", hardware="sim", inputs={"steps": 2}, exclude=exclude
         )
         solution = graphrun.plan(problem)
         trace = graphrun.run(solution, graph, {"steps": 2})

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from campaign import sampled
 from safetensors.torch import save_file
 from torch import nn
 
@@ -77,7 +78,7 @@ def picture(graph: Graph, vram: str = "64M") -> bytes:
     return trace.outputs["image"].tobytes()
 
 
-@pytest.mark.parametrize("kind", ["cast", "scaled"])
+@pytest.mark.parametrize("kind", sampled(["cast", "scaled"], ["scaled"], "precisions"))
 def test_fp8_layers_and_weights_widened_when_read_give_the_same_picture(
     flux: Graph, kind: str, request: pytest.FixtureRequest
 ) -> None:

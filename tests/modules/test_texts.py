@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import forked, forked_command
 
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Graph
@@ -21,16 +19,6 @@ from graphrun.modules.build import build_part
 from graphrun.modules.texts import MAX_TOKENS
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
-SCRIPT = """
-import sys
-from graphrun.modules.build import build_part
-from graphrun.graph.parts import Part
-from graphrun.graph.loading import load
-kind = "transformers.PreTrainedTokenizerFast"
-part = Part("tokenizer", kind, {}, source=sys.argv[1], file_line="graph.yaml:9")
-made = build_part(part, load(sys.argv[2]))
-made("a", padding="max_length", max_length=made.model_max_length, truncation=True)
-"""
 
 
 @pytest.fixture
@@ -50,15 +38,19 @@ def folder(place: Path, length: object) -> Path:
     return place
 
 
-def test_the_process_survives_and_the_error_names_file_and_value(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-c",
-        SCRIPT,
-        str(folder(tmp_path, 77_000_000_000_000)),
-        str(GRAPHS / "flux-tiny.yaml"),
-    ]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_the_process_survives_and_the_error_names_file_and_value(
+    flux: Graph, tmp_path: Path
+) -> None:
+    source = folder(tmp_path, 77_000_000_000_000)
+    kind = "transformers.PreTrainedTokenizerFast"
+    part = Part("tokenizer", kind, {}, source=source, file_line="graph.yaml:9")
+
+    def encode() -> None:
+        tokenizer = build_part(part, flux)
+        length = tokenizer.model_max_length
+        tokenizer("a", padding="max_length", max_length=length, truncation=True)
+
+    process = forked(encode, tmp_path)
     assert process.returncode == 1, process.stderr
     message = (
         "a text cannot be padded to 77000000000000 tokens (model_max_length in "
@@ -228,9 +220,10 @@ def test_an_interrupt_is_no_panic(
 
 @pytest.mark.long
 @pytest.mark.parametrize("command", ["plan", "run"])
-def test_commands_refuse_such_a_file(tmp_path: Path, command: str) -> None:
+def test_commands_refuse_such_a_file(tmp_path: Path, command: str, dry: Any) -> None:
     """The last line on stderr is a message with file and line, without a traceback of Python, and
     the exit status is 2."""
+    dry("flux-tiny")  # imports the libraries, before the fork
     file = edited(
         tmp_path, normalizer={"type": "Replace", "pattern": {"Regex": ""}, "content": "x"}
     )
@@ -240,13 +233,12 @@ def test_commands_refuse_such_a_file(tmp_path: Path, command: str) -> None:
         "plan": ["--vram", "6M"],
         "run": ["--vram", "6M", "--device", "sim", "--prompt", "a"],
     }[command]
-    process = subprocess.run(
-        [sys.executable, "-m", "graphrun", command, str(tmp_path / "graph.yaml"), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "RUST_BACKTRACE": "0", "XDG_CACHE_HOME": str(tmp_path / "cache")},
-        cwd=tmp_path,
+    process = forked_command(
+        command,
+        str(tmp_path / "graph.yaml"),
+        *arguments,
+        folder=tmp_path,
+        environment={"RUST_BACKTRACE": "0", "XDG_CACHE_HOME": str(tmp_path / "cache")},
     )
     last = process.stderr.splitlines()[-1]
     assert (process.returncode, "Traceback" in process.stderr) == (2, False), process.stderr

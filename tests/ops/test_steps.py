@@ -161,10 +161,8 @@ CASES = [
 ALWAYS = [
     ("flux-tiny", ""),
     ("sdxl-tiny", "EulerAncestralDiscreteScheduler"),
-    ("sdxl-tiny", "DPMSolverMultistepScheduler"),
     ("cogvideox-5b-tiny", "CogVideoXDPMScheduler"),
     ("pixart-sigma-tiny", ""),
-    ("sd3-tiny", ""),
     ("wan-tiny", ""),
 ]
 

@@ -279,8 +279,7 @@ def test_only_the_source_of_graphrun_is_hashed(monkeypatch: pytest.MonkeyPatch) 
     assert {path for path in read_paths if package not in path.parents} == set()
 
 
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("frozen", "fails"), [(False, True), (True, False)])
 def test_the_garbage_collector_state_is_restored(
     monkeypatch: pytest.MonkeyPatch, dry: Any, fails: bool, frozen: bool
 ) -> None:

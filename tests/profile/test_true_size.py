@@ -74,9 +74,7 @@ STEPS = {
 }
 
 
-@pytest.fixture(
-    scope="module", params=sampled(STEPS, ["auraflow", "cogview4", "ltx", "sd3"], "graphs")
-)
+@pytest.fixture(scope="module", params=sampled(STEPS, ["ltx", "sd3"], "graphs"))
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

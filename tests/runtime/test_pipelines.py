@@ -26,7 +26,9 @@ from graphrun.verify.simulate import simulate
 ONE_STEP = {"steps": 1, "height": 32, "width": 32}
 
 
-@pytest.fixture(scope="module", params=["flux-tiny", "sdxl-tiny"])
+@pytest.fixture(
+    scope="module", params=sampled(["flux-tiny", "sdxl-tiny"], ["flux-tiny"], "reference")
+)
 def whole(request: pytest.FixtureRequest) -> TinyPipeline:
     return TinyPipeline(request.param, {"steps": 3})
 

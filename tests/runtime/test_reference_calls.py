@@ -28,8 +28,8 @@ OPS = {
     for path in sorted(GRAPHS.glob("*-tiny.yaml"))
 }
 CALLS = [name for name, ops in OPS.items() if "call" in ops and ops <= {"call", "depth"}]
-# A sound; two pipelines; a picture with a mask. The others are in the sweep.
-ALWAYS = ("stable-audio-tiny", "stable-cascade-tiny", "flux-fill-tiny")
+# A sound; a picture with a mask. The others are in the sweep.
+ALWAYS = ("stable-audio-tiny", "flux-fill-tiny")
 
 
 def small(graph: Graph) -> dict[str, Any]:

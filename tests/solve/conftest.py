@@ -6,4 +6,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True)
+def equal_programs_are_solved_once() -> None:
+    """Here HiGHS runs at every solve."""

@@ -20,6 +20,7 @@ from graphrun.model.choices import apply_choices
 from graphrun.model.phase_trace import CALL, CallTrace, PhaseTrace, Repeat, repeats_in
 from graphrun.model.plan import Evict, Load, Slot
 from graphrun.model.problem import Problem
+from graphrun.model.solution import Solution
 from graphrun.profile.dry_run import probe
 from graphrun.profile.hardware import hardware
 from graphrun.profile.problems import ProblemLimits, problem_of
@@ -64,23 +65,33 @@ def flux(make_problem: Any) -> Problem:
     return problem
 
 
+@pytest.fixture(scope="module")
+def by_tensors(make_problem: Any) -> Solution:
+    """The fastest plan for `flux` by bytes of tensors alone."""
+    solution = fastest(make_problem("flux-dev", 8 * GIB, hardware="rtx4090"))
+    assert solution is not None
+    return solution
+
+
+@pytest.fixture(scope="module")
+def flux_solution(make_problem: Any) -> Solution:
+    """The plan for `flux`."""
+    return solve(make_problem("flux-dev", 8 * GIB, hardware="rtx4090"))
+
+
 def test_a_plan_that_fits_by_bytes_of_tensors_may_reserve_more_than_the_budget(
-    flux: Problem,
+    flux: Problem, by_tensors: Solution
 ) -> None:
     """What made pages count: the plan by bytes of tensors reserves tens of MiB above its budget on
     a card."""
-    by_tensors = fastest(flux)
-    assert by_tensors is not None
     assert by_tensors.simulation.peak_bytes <= flux.effective_bytes
     assert max(reserved_bytes(by_tensors.chosen, by_tensors.plan)) > flux.effective_bytes
 
 
 def test_a_plan_that_reserves_more_than_the_budget_is_refused(
-    flux: Problem, tmp_path: Path
+    flux: Problem, by_tensors: Solution, tmp_path: Path
 ) -> None:
     """As are plans that an older model of the allocator let pass: in a file, and before a run."""
-    by_tensors = fastest(flux)
-    assert by_tensors is not None
     assert not check(by_tensors.problem, by_tensors.plan)
     exceeded = [
         n
@@ -104,9 +115,10 @@ def test_a_plan_that_reserves_more_than_the_budget_is_refused(
             refuse()
 
 
-def test_plans_keep_to_the_budget_in_pages_and_cost_next_to_nothing(flux: Problem) -> None:
-    solution, by_tensors = solve(flux), fastest(flux)
-    assert by_tensors is not None
+def test_plans_keep_to_the_budget_in_pages_and_cost_next_to_nothing(
+    flux: Problem, flux_solution: Solution, by_tensors: Solution
+) -> None:
+    solution = flux_solution
     assert (
         solution.simulation.peak_bytes
         == max(reserved_bytes(solution.chosen, solution.plan))
@@ -117,16 +129,16 @@ def test_plans_keep_to_the_budget_in_pages_and_cost_next_to_nothing(flux: Proble
     assert solution.plan.problem == solution.problem.digest
 
 
-def test_what_pages_take_is_set_aside_and_no_more(flux: Problem) -> None:
+def test_what_pages_take_is_set_aside_and_no_more(
+    flux: Problem, flux_solution: Solution, by_tensors: Solution
+) -> None:
     """The plan is as fast as the best with what the first replay reserved beyond its tensors set
     aside, within the gap at which rounded solutions are accepted."""
-    by_tensors = fastest(flux)
-    assert by_tensors is not None
     short = in_pages(by_tensors).excess_page_overheads()
     assert short
     stricter = fastest(with_reserve(flux, short))
     assert stricter is not None
-    seconds = solve(flux).simulation.seconds
+    seconds = flux_solution.simulation.seconds
     assert seconds <= (1 + ROUNDING_GAP) * stricter.simulation.seconds
 
 

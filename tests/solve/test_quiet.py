@@ -3,43 +3,51 @@ process."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import highspy
 import pytest
+from forks import forked
 
 import graphrun
 
 BUDGETS = {"vram": "6M", "ram": "8G", "hardware": "sim"}
-PLAN = f"""
-import sys, pathlib, graphrun
-graph = graphrun.load("flux-tiny")
-problem = graphrun.estimate(graph, cache=pathlib.Path(sys.argv[1]), **{BUDGETS})
-graphrun.plan(problem)
-"""
-# What HiGHS 1.16 does, whichever version is installed: the first call that may print writes the
-# licence.
-AS_1_16 = """
-import os, highspy
-def says(name, plain):
-    def called(self, *arguments):
-        if self.getOptionValue("output_flag")[1]:
-            os.write(1, b"Running HiGHS 1.16.0: Copyright (c) 2026 under MIT licence terms\\n")
-        return plain(self, *arguments)
-    setattr(highspy._Highs, name, called)
-for name in ("setCallback", "passModel", "run"):
-    says(name, getattr(highspy._Highs, name))
-"""
+# What HiGHS 1.16 writes at its first call that may print, whichever version is installed.
+LICENCE = b"Running HiGHS 1.16.0: Copyright (c) 2026 under MIT licence terms\n"
+
+
+def print_as_1_16() -> None:
+    def printing(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def called(highs: Any, *arguments: Any) -> Any:
+            if highs.getOptionValue("output_flag")[1]:
+                os.write(1, LICENCE)
+            return plain(highs, *arguments)
+
+        return called
+
+    for name in ("setCallback", "passModel", "run"):
+        setattr(highspy._Highs, name, printing(getattr(highspy._Highs, name)))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("preamble", ["", AS_1_16], ids=["installed", "as 1.16"])
-def test_a_plan_in_python_prints_nothing(preamble: str, cached_dry_runs: Path) -> None:
+@pytest.mark.parametrize("prepare", [None, print_as_1_16], ids=["installed", "as 1.16"])
+def test_a_plan_in_python_prints_nothing(
+    prepare: Callable[[], None] | None, cached_dry_runs: Path, tmp_path: Path
+) -> None:
     # whose libraries print on import
-    graphrun.estimate(graphrun.load("flux-tiny"), cache=cached_dry_runs, **BUDGETS)
-    command = [sys.executable, "-c", preamble + PLAN, str(cached_dry_runs)]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    problem = graphrun.estimate(graphrun.load("flux-tiny"), cache=cached_dry_runs, **BUDGETS)
+
+    def plan() -> None:
+        if prepare is not None:
+            prepare()
+        graphrun.plan(problem)
+
+    process = forked(plan, tmp_path)
     assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
 
 

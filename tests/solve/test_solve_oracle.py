@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from campaign import sampled
 from planner_oracle import Oracle
 from planner_problems import component, hardware, problem
 
@@ -109,7 +110,13 @@ def compared(
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(start, start + 20) for start in range(0, 120, 20)], ids=str
+    "seeds",
+    sampled(
+        (TWENTIES := [range(start, start + 20) for start in range(0, 120, 20)]),
+        TWENTIES[:3],
+        "random",
+    ),
+    ids=str,
 )
 def test_solver_agrees_with_brute_force(seeds: range) -> None:
     for seed in seeds:

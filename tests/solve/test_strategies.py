@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from campaign import sampled
 from planner_random import random_problem, with_secondaries
 
 from graphrun.solve.pages import solved
@@ -41,7 +42,10 @@ def test_plans_without_any_strategy_are_valid_and_within_the_bound(seed: int) ->
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["near plans", "reserved pages", "paged baselines"])
+@pytest.mark.parametrize(
+    "strategy",
+    sampled(["near plans", "reserved pages", "paged baselines"], ["near plans"], "pages"),
+)
 def test_pages_are_kept_without_a_strategy(strategy: Strategy, make_problem: Any) -> None:
     """FLUX.1-dev in 8 GiB, whose first plan reserves more pages than that."""
     problem = make_problem("flux-dev", 8 * GIB, hardware="rtx4090")

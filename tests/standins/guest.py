@@ -1,7 +1,7 @@
 """A user's process: prints its state before and after actions of graphrun, as JSON.
 
 python guest.py ACTION,ACTION BACKEND FOLDER   BACKEND: "" or the label of a backend to register
-                                               first
+                                               first; FOLDER/flux has a saved pipeline
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import warnings
@@ -23,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-# of the tiny pipelines that tests attach to
-TINY_PIPELINES = [str(ROOT / "tests" / name) for name in ("attach", "sweep", "runtime", "standins")]
 
 
 def answer(ask: Callable[[], Any]) -> str:
@@ -158,16 +155,12 @@ def register_backend() -> None:
 def prepared(action: str, folder: Path) -> Callable[[], Any]:
     """What a user does, with everything ready that is not graphrun's."""
     if action in ("attach", "attach to the CPU"):
-        sys.path += TINY_PIPELINES
         import diffusers
 
-        saved_pipeline(folder / "flux")
         pipe = diffusers.FluxPipeline.from_pretrained(folder / "flux")
         pipe.set_progress_bar_config(disable=True)
         call(pipe)
         return lambda: attach(pipe, on_card=action == "attach")
-    if action == "import a folder":
-        saved_pipeline(folder / "flux")
     actions = {
         "import graphrun": lambda: __import__("graphrun"),
         "plan": lambda: estimate(plan=True),
@@ -230,16 +223,9 @@ def import_folder(folder: Path) -> None:
     """Imports a saved pipeline."""
     from graphrun.diffusers_.importing.imported import ImportOptions, import_source
 
-    import_source(str(folder / "flux"), ImportOptions({}, {})).write(folder / "flux.yaml")
-
-
-def saved_pipeline(folder: Path) -> None:
-    """Saves a tiny FLUX to ``folder`` in a process of its own, if it is not there."""
-    if folder.exists():
-        return
-    code = f"import sys; sys.path += {TINY_PIPELINES}; from tiny_pipelines import cases; "
-    code += f"cases()['FluxPipeline'].build().save_pretrained({str(folder)!r})"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    import_source(str(folder / "flux"), ImportOptions({}, {})).write(
+        folder / "flux.yaml", force=True
+    )
 
 
 def serve(folder: Path) -> None:
