@@ -416,6 +416,27 @@ class Residency:
         for path in self._blocks:
             self.backing_store.wait_read(path, "compute", self.device)
 
+    def read(self, name: str) -> torch.Tensor:
+        """Return the tensor ``name`` of the module on the host, read from its source.
+
+        For a tensor whose block is not in host memory.
+        """
+        owner_path, _, key = name.rpartition(".")
+        owner = self.module.get_submodule(owner_path)
+        path = next(
+            path
+            for path, block in self._blocks.items()
+            for entry in block.entries
+            if any(place.owner is owner and place.key == key for place in entry.locations)
+        )
+        buffer = torch.empty(self.nbytes(path), dtype=torch.uint8, device="cpu")
+        self.backing_store.read(path, buffer)
+        return next(
+            view.detach()
+            for entry, view in self._blocks[path].views_in(buffer)
+            if any(place.owner is owner and place.key == key for place in entry.locations)
+        )
+
     def bind(self, path: str, buffer: torch.Tensor) -> None:
         """Make the tensors of block ``path`` views of ``buffer``."""
         block = self._blocks[path]

@@ -186,3 +186,44 @@ def minimax_h3() -> Any:
     )
     pipe.set_progress_bar_config(disable=True)
     return frozen(pipe)
+
+
+def cosmos3() -> Any:
+    """Cosmos 3: one transformer reads the tokens of the text and of the video."""
+    return _cosmos3(d.Cosmos3OmniModularPipeline(), d.UniPCMultistepScheduler())
+
+
+def cosmos3_distilled() -> Any:
+    """Cosmos 3 of four steps, whose noise levels are in its configuration."""
+    pipe = _cosmos3(d.Cosmos3DistilledModularPipeline(), d.FlowMatchEulerDiscreteScheduler())
+    pipe.update_components(distilled_sigmas=[1.0, 0.9, 0.75, 0.5])
+    return pipe
+
+
+def _cosmos3(pipe: Any, scheduler: Any) -> Any:
+    torch.manual_seed(0)
+    tokenizer = qwen_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    )
+    pipe.update_components(
+        text_tokenizer=tokenizer,
+        transformer=d.Cosmos3OmniTransformer(
+            head_dim=8,
+            hidden_size=16,
+            intermediate_size=32,
+            latent_channel=16,
+            latent_patch_size=1,
+            num_attention_heads=2,
+            num_hidden_layers=3,
+            num_key_value_heads=1,
+            patch_latent_dim=16,
+            rope_axes_dim=[2, 1, 1],
+            vocab_size=VOCABULARY,
+        ),
+        vae=tiny("AutoencoderKLWan", z_dim=16),
+        scheduler=scheduler,
+        enable_safety_checker=False,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return frozen(pipe)
