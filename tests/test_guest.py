@@ -47,9 +47,7 @@ def test_only_who_asks_for_sim_gets_it(tmp_path: Path) -> None:
     )
 
 
-def _states(
-    actions: Sequence[str], backend: str, folder: Path
-) -> dict[str, list[dict[str, Any]]]:
+def _states(actions: Sequence[str], backend: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the states of one process before and after each of ``actions``."""
     guest = str(FOLDER / "standins" / "guest.py")
     command = [sys.executable, guest, ",".join(actions), backend, str(folder)]

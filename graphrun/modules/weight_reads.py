@@ -89,6 +89,4 @@ class UnreadWeight(torch.Tensor):
 
 def with_values(arguments: Any) -> Any:
     """Return ``arguments`` with the values of unread weights in them."""
-    return walk(
-        arguments, lambda tensor: tensor.values if type(tensor) is UnreadWeight else tensor
-    )
+    return walk(arguments, lambda tensor: tensor.values if type(tensor) is UnreadWeight else tensor)

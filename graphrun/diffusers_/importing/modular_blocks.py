@@ -29,7 +29,7 @@ from graphrun.diffusers_.importing.layout import (
     checked_layout,
     outputs_in,
 )
-from graphrun.diffusers_.importing.trial import TrialPipeline, few_steps
+from graphrun.diffusers_.importing.trial import TrialPipeline
 from graphrun.graph.graph import PLANNING_TEXT
 from graphrun.graph.parts import Reference, Stage
 from graphrun.ops.block import GENERATOR
@@ -153,7 +153,7 @@ def split_at_blocks(trial: TrialPipeline, call: CallInputs) -> GraphLayout:
         call,
         stages,
         stages[-1].outputs,
-        _trials(call),
+        _trials(trial, call),
         ("split at its blocks", "values"),
         stage_of,
     )
@@ -166,7 +166,7 @@ def _trace_blocks(trial: TrialPipeline, arguments: Mapping[str, Any]) -> _Traced
     """
     generator = torch.Generator("cpu").manual_seed(0)
     inputs = {
-        "num_inference_steps": few_steps(arguments.get("strength")),
+        **trial.few_steps(arguments.get("strength")),
         **arguments,
         GENERATOR: generator,
     }
@@ -289,7 +289,9 @@ def _stages(
     ]
 
 
-def _trials(call: CallInputs) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+def _trials(
+    trial: TrialPipeline, call: CallInputs
+) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
     """Yield each trial: (inputs, names to leave out if the stages differ from the whole call).
 
     The trials are the defaults, a batch of two, and a negative prompt. A prompt is the planning
@@ -303,11 +305,11 @@ def _trials(call: CallInputs) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]
             if parameter == "prompt"
             else entry.get("default", call.arguments.get(parameter))
         )
-    step_count = few_steps(call.arguments.get("strength"))
+    few_steps = trial.few_steps(call.arguments.get("strength"))
     reduced_steps = {
-        name: step_count
+        name: few_steps[parameter]
         for name, parameter in call.parameters.items()
-        if parameter == "num_inference_steps"
+        if parameter in few_steps
     }
     yield values, ()
     for name, value in (("batch", 2), ("negative_prompt", "blurry")):
