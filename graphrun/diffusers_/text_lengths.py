@@ -60,7 +60,7 @@ class TextLengths:
                 self.cut_input_lengths |= self.mask_lengths.intersection(tensor.shape)
             elif tensor.ndim > 1:
                 self.input_lengths.add(tensor.shape[-1])
-            elif tensor.dtype == torch.int64:
+            elif tensor.ndim == 1 and tensor.dtype == torch.int64:
                 ids = tuple((tensor.raw if isinstance(tensor, SimTensor) else tensor).tolist())
                 self.are_extended |= any(ids[: len(text)] == text for text in self.text_ids)
 

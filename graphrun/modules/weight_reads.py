@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-
-from graphrun.modules.trees import walk
+from torch.utils._pytree import tree_leaves, tree_map
 
 _METADATA = frozenset(
     {
@@ -33,7 +32,7 @@ _METADATA = frozenset(
         torch.Tensor.__len__,
     }
 )
-_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_DEVICE = torch.Tensor.device.__get__
 
 
 class UnreadWeight(torch.Tensor):
@@ -41,7 +40,7 @@ class UnreadWeight(torch.Tensor):
 
     _device: torch.device
     _copy: Callable[[], torch.Tensor]
-    _values: torch.Tensor | None
+    _on_device: torch.Tensor | None
 
     @staticmethod
     def of(
@@ -49,17 +48,21 @@ class UnreadWeight(torch.Tensor):
     ) -> torch.Tensor:
         """Return ``weight`` as an unread weight."""
         shell = torch.Tensor._make_wrapper_subclass(
-            UnreadWeight, weight.shape, weight.stride(), dtype=weight.dtype, device="meta"
+            UnreadWeight,
+            weight.shape,
+            weight.stride(),
+            dtype=weight.dtype,
+            device=torch.device("meta"),
         )
-        shell._device, shell._copy, shell._values = device, copy, None
+        shell._device, shell._copy, shell._on_device = device, copy, None
         return shell
 
     @property
-    def values(self) -> torch.Tensor:
+    def on_device(self) -> torch.Tensor:
         """The weight on the device, copied at the first use."""
-        if self._values is None:
-            self._values = self._copy()
-        return self._values
+        if self._on_device is None:
+            self._on_device = self._copy()
+        return self._on_device
 
     @classmethod
     def __torch_function__(
@@ -77,7 +80,7 @@ class UnreadWeight(torch.Tensor):
         return func(*with_values(args), **with_values(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Any,
@@ -88,5 +91,7 @@ class UnreadWeight(torch.Tensor):
 
 
 def with_values(arguments: Any) -> Any:
-    """Return ``arguments`` with the values of unread weights in them."""
-    return walk(arguments, lambda tensor: tensor.values if type(tensor) is UnreadWeight else tensor)
+    """Return ``arguments`` with the values of unread weights in them; without any, unchanged."""
+    if not any(type(leaf) is UnreadWeight for leaf in tree_leaves(arguments)):
+        return arguments
+    return tree_map(lambda leaf: leaf.on_device if type(leaf) is UnreadWeight else leaf, arguments)

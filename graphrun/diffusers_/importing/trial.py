@@ -53,8 +53,8 @@ class TrialPipeline:
     ``media``: parameters with media in the last successful `find_arguments`. ``optional_media``:
     parameters that may have media too. ``tensors``: shapes of tensor arguments, by parameter.
     ``is_tiled``: whether the VAE must work tile by tile. ``fixed_steps``: the number of steps of a
-    call that refuses few (0: it decides itself); else None. ``whole_runs``: calls into components by
-    digest of the arguments.
+    call that refuses few (0: it decides itself); else None. ``whole_runs``: calls into components
+    by digest of the arguments.
     """
 
     description: PipelineDescription
