@@ -48,6 +48,7 @@ NAMES = (
     "ernie-image",
     "ideogram4",
     "hunyuan-image",
+    "bria-fibo",
     "sana",
     "stable-cascade",
     "sd3",
@@ -67,6 +68,7 @@ NAMES = (
     "cogvideox-5b",
     "ltx",
     "ltx2",
+    "cosmos3-nano",
     "pyramid-flow",
     "stable-audio",
 )

@@ -32,6 +32,8 @@ TWINS = (
     "ernie-image",
     "ideogram4",
     "hunyuan-image",
+    "bria-fibo",
+    "cosmos3-nano",
     "sana",
     "stable-cascade",
     "kandinsky5",
