@@ -45,6 +45,10 @@ NAMES = (
     "chroma",
     "z-image",
     "krea2",
+    "ernie-image",
+    "ideogram4",
+    "hunyuan-image",
+    "bria-fibo",
     "sana",
     "stable-cascade",
     "sd3",
@@ -64,6 +68,7 @@ NAMES = (
     "cogvideox-5b",
     "ltx",
     "ltx2",
+    "cosmos3-nano",
     "pyramid-flow",
     "stable-audio",
 )
@@ -81,9 +86,13 @@ error says where to get it
 - Kandinsky 5 and HunyuanVideo 1.5 decode in tiles; `--set tiling=false` switches that off. \
 sd21-upscaled decodes 2048 pixels at once; with
   `--allow tiling`, 8 GiB are enough (39 s).
-- Missing: Qwen-Image-Edit (needs torchvision), Kolors (needs sentencepiece and its vocabulary), \
-Cosmos 2.5 (needs a checker whose configuration
-  diffusers does not have), ACE-Step 1.5 (its code counts values, which a dry run does not have).
+- Ideogram 4 needs 18 GiB: its pipeline calls the layers of the text encoder one by one, and such \
+layers are not streamed.
+- Missing: Qwen-Image-Edit, Qwen-Image 2.1, MiniMax-H3, FLUX.3 and Bria FIBO 2 (their processors \
+need torchvision), Kolors (needs sentencepiece
+  and its vocabulary), Cosmos 2.5 (needs a checker whose configuration diffusers does not have), \
+ACE-Step 1.5 (its code counts values, which a dry
+  run does not have).
 
 `graphrun graph graphs/flux-dev.yaml --as svg -o flux-dev.svg` draws stages, components, and \
 values with their bytes; `--as mermaid` and

@@ -102,7 +102,7 @@ def import_(
     configs = dict(pair("--config", text) if "=" in text else ("", text) for text in config or [])
     dtypes = {name: value for name, _, value in (text.rpartition("=") for text in dtype or [])}
     sets = {
-        name: _value(name, value)
+        name: set_value(name, value)
         for name, value in (pair("--set", text, may_be_empty=True) for text in set_ or [])
     }
     options = ImportOptions(
@@ -134,15 +134,20 @@ def imported_screen(imported: Imported, path: Path) -> str:
     return "\n".join(lines)
 
 
-def _value(name: str, text: str) -> Any:
-    """Return ``text`` parsed as YAML: 512, 0.5, true, [1, 2], or a string, which may be empty.
-    Raises InputError."""
+def set_value(name: str, text: str) -> Any:
+    """Return ``text`` parsed as YAML: 512, 0.5, true, [1, 2], {a: 1}, or a string.
+
+    What is no YAML ("[verse] ..."), or reads as a mapping without braces ("Verse: ..."), is a text.
+    Raises InputError for null.
+    """
     import yaml
 
     try:
         value = yaml.safe_load(text) if text else ""
-    except yaml.YAMLError as error:
-        raise InputError(f"--set {name}: {text!r} cannot be read: {error}") from error
+    except yaml.YAMLError:
+        return text
+    if isinstance(value, dict) and not text.lstrip().startswith("{"):
+        return text
     if value is None:
         raise InputError(f"--set {name}: give it a value, or leave it out")
     return value

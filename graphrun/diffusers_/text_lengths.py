@@ -4,6 +4,7 @@
     tokenizer(text, padding=True)           as many ids as the text has: each text needs a plan
     embeddings[mask]                        padded, then cut to the length of the text (Z-Image):
                                             likewise
+    [*ids, end, start]                      with special ids after the text (Cosmos 3): likewise
 
 Pipelines also count a text's ids to warn about truncation. So only arguments of calls into
 components matter.
@@ -18,14 +19,17 @@ from typing import Any
 import torch
 
 from graphrun.modules.trees import tensors_in
+from graphrun.sim.tensor import SimTensor
 
 
 class TextLengths:
     """The lengths of a dry run's texts, in tokens.
 
     ``padded_lengths``: fixed by padding to a maximum. ``text_lengths``: the texts' own lengths.
-    ``mask_lengths``: of embeddings cut by masks of texts. ``input_lengths`` and
-    ``cut_input_lengths``: of integer and of cut floating-point arguments of components.
+    ``text_ids``: the ids of texts of their own length. ``are_extended``: whether a component
+    received such ids with further ids after them.
+    ``mask_lengths``: lengths of embeddings after masks of texts cut them. ``input_lengths`` and
+    ``cut_input_lengths``: lengths of integer and of cut floating-point arguments of components.
     """
 
     def __init__(self) -> None:
@@ -35,12 +39,15 @@ class TextLengths:
             set[int](),
         )
         self.input_lengths, self.cut_input_lengths = set[int](), set[int]()
+        self.text_ids, self.are_extended = set[tuple[int, ...]](), False
 
     @property
     def matter(self) -> bool:
         """Whether a component received ids, or cut embeddings, of a text's own length."""
         return bool(
-            self.input_lengths & (self.text_lengths - self.padded_lengths) or self.cut_input_lengths
+            self.input_lengths & (self.text_lengths - self.padded_lengths)
+            or self.cut_input_lengths
+            or self.are_extended
         )
 
     def add_inputs(self, arguments: Any) -> None:
@@ -51,6 +58,9 @@ class TextLengths:
                 self.cut_input_lengths |= self.mask_lengths.intersection(tensor.shape)
             elif tensor.ndim > 1:
                 self.input_lengths.add(tensor.shape[-1])
+            elif tensor.ndim == 1 and tensor.dtype == torch.int64:
+                ids = tuple((tensor.raw if isinstance(tensor, SimTensor) else tensor).tolist())
+                self.are_extended |= any(ids[: len(text)] == text for text in self.text_ids)
 
     def add_masks(self, operands: Iterable[torch.Tensor]) -> None:
         """Add the lengths that boolean masks among ``operands`` leave, if as long as a text.
@@ -100,7 +110,11 @@ class TextLengths:
             ids = encoding.get("input_ids", [])
             rows = ids if isinstance(ids, list) and ids and isinstance(ids[0], list) else [ids]
             lengths = {row.shape[-1] if hasattr(row, "shape") else len(row) for row in rows}
-            self.add_lengths(lengths, padding == "max_length")
+            is_padded = padding == "max_length"
+            self.add_lengths(lengths, is_padded)
+            self.text_ids |= {
+                tuple(row) for row in rows if isinstance(row, list) and row and not is_padded
+            }
             return encoding
 
         return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": call})

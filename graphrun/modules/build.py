@@ -169,6 +169,7 @@ _TOKENIZER_KEYS = frozenset(
     {
         "model_max_length",
         "chat_template",
+        "extra_special_tokens",
         "padding_side",
         "truncation_side",
         "model_input_names",

@@ -43,6 +43,7 @@ from graphrun.errors import BrokenPlan, InputError
 from graphrun.modules.compiled import is_compiled
 from graphrun.modules.dtype_variants import DtypeVariants, HostCasts
 from graphrun.modules.trees import tensors_in, walk
+from graphrun.modules.weight_reads import UnreadWeight, with_values
 
 # Methods besides `__call__` (which calls `forward`) that diffusers' pipelines call on components.
 # Their calls are always intercepted; calls of other public methods only if an argument contains a
@@ -301,6 +302,7 @@ class CallInterceptor:
         ):
             return method(module, *args, **kwargs)
         component, path = self._dtype_variant(location[0]), location[1]
+        args, kwargs = with_values((args, kwargs))
         entry = f"{path}:{name}" if path and name else path or name or "forward"
         self._is_in_call = True
         try:
@@ -320,10 +322,10 @@ class CallInterceptor:
             or not isinstance(value, torch.Tensor)
         ):
             return value
-        return self._reads(
-            self._dtype_variant(location[0]),
-            f"{location[1]}.{name}" if location[1] else name,
-            value,
+        path = f"{location[1]}.{name}" if location[1] else name
+        component = self._dtype_variant(location[0])
+        return UnreadWeight.of(
+            value, self.device, functools.partial(self._reads, component, path, value)
         )
 
     def _dtype_variant(self, component: str) -> str:

@@ -125,6 +125,12 @@ class BackingStore:
         """Return block ``path`` in host memory, after its read (host and copy stream wait)."""
         raise NotImplementedError
 
+    def read(self, path: str, buffer: torch.Tensor) -> None:
+        """Read block ``path`` into ``buffer``, after the reads that have begun."""
+        self.device.background(
+            lambda: self._writer.write(self._layouts[path], buffer, lambda _: None)
+        )()
+
     def finish_reads(self) -> list[tuple[str, int, Marks]]:
         """Return the blocks read since the last call: path, bytes from files, marks."""
         blocks, self._finished = self._finished, []

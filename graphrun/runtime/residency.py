@@ -397,6 +397,31 @@ class Residency:
         for path in self._blocks:
             self.backing_store.wait_read(path, "compute", self.device)
 
+    def read(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the values of ``tensor``, which the module has as ``name``, on the host.
+
+        Waits for the read of its block, or reads the block, if the block is not in host memory.
+        """
+        owner_path, _, key = name.rpartition(".")
+        owner = self.module.get_submodule(owner_path)
+
+        def is_named(entry: _Entry) -> bool:
+            return any(place.owner is owner and place.key == key for place in entry.locations)
+
+        path = next(
+            (path for path, block in self._blocks.items() if any(map(is_named, block.entries))),
+            None,
+        )
+        if path is None:  # outside of the blocks
+            return tensor
+        if isinstance(self.backing_store, Arena) and self.backing_store.memory is not None:
+            self.backing_store.wait_read(path, "compute", self.device)
+            return tensor
+        buffer = torch.empty(self.nbytes(path), dtype=torch.uint8, device="cpu")
+        self.backing_store.read(path, buffer)
+        views = self._blocks[path].views_in(buffer)
+        return next(view.detach() for entry, view in views if is_named(entry))
+
     def bind(self, path: str, buffer: torch.Tensor) -> None:
         """Make the tensors of block ``path`` views of ``buffer``."""
         block = self._blocks[path]

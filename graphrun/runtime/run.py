@@ -380,6 +380,8 @@ class PlanRun:
 
     def _read_weight(self, component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a weight on the device, for code outside the component that reads it."""
+        if tensor.device.type in ("cpu", "meta") and component in self._host.residencies:
+            tensor = self._host.residencies[component].read(path, tensor)
         return tensor.to(self._device.torch_device, copy=True)
 
     def _finish(self) -> None:

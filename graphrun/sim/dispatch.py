@@ -21,7 +21,14 @@ import torch
 from graphrun.sim.active import active_machine, is_simulated
 from graphrun.sim.attention import as_on_cards, take_additive_mask
 from graphrun.sim.flops import FORMULAS, Formula, launches_kernel
-from graphrun.sim.special import CONTIGUOUS, INDEXING, LEAVES, SPECIAL, OperatorHandler
+from graphrun.sim.special import (
+    CONTIGUOUS,
+    INDEX_WRITES,
+    INDEXING,
+    LEAVES,
+    SPECIAL,
+    OperatorHandler,
+)
 from graphrun.sim.tensor import SimTensor, sync_storage, wrap, wrap_all
 
 
@@ -39,6 +46,7 @@ class Traits(NamedTuple):
     reshapes: bool
     """Whether the operator may change the shape or the storage of the arguments that it writes."""
     indexing: bool
+    writes_by_index: bool
     size_position: int | None
     """Position of the argument with the created tensor's size (``zeros``), or None."""
     dynamic: bool
@@ -81,6 +89,7 @@ def traits_of(func: Any) -> Traits:
         views=any(alias is not None and not alias.is_write for alias in aliases),
         reshapes=has_out or torch.Tag.inplace_view in func.tags or name == "aten::resize_as_",
         indexing=name in INDEXING,
+        writes_by_index=name in INDEX_WRITES,
         size_position=sizes[0] if sizes and not any(aliases) else None,
         dynamic=torch.Tag.dynamic_output_shape in func.tags,
         launches=launches_kernel(func),
@@ -97,6 +106,8 @@ def dispatch(
         return traits.handler(func, args, kwargs or {})
     if traits.composite:
         return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **(kwargs or {}))
+    if traits.writes_by_index and args[0].device.type == "cpu":
+        args = _indices_on_host(args)
     if traits.name in CONTIGUOUS:  # as on other devices
         args = (args[0].contiguous(), *args[1:])
     tensors: list[Any] = []
@@ -301,6 +312,23 @@ def _device_error(traits: Traits, first_device: Any, second_device: Any) -> Runt
         "Expected all tensors to be on the same device, but found at least two devices, "
         f"{first_device} and {second_device}! (op {traits.name})"
     )
+
+
+def _indices_on_host(args: Sequence[Any]) -> Sequence[Any]:
+    """Return ``args`` of a write by indices to a CPU tensor, with indices and scalars copied there.
+
+    A mask's positions are computed on the device, as on CUDA.
+    """
+    indices: list[Any] = []
+    for index in args[1]:
+        if type(index) is not SimTensor:
+            indices.append(index)
+        elif index.dtype in (torch.bool, torch.uint8):
+            indices += index.nonzero().cpu().unbind(1)
+        else:
+            indices.append(index.cpu())
+    value = args[2].cpu() if type(args[2]) is SimTensor and not args[2].dim() else args[2]
+    return (args[0], indices, value, *args[3:])
 
 
 def _is_index(traits: Traits, args: Sequence[Any], tensor: torch.Tensor) -> bool:

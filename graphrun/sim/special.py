@@ -37,6 +37,12 @@ INDEXING = frozenset(
 )
 """Operators whose second argument may contain index tensors on the CPU, as on CUDA."""
 
+INDEX_WRITES = INDEXING - {"aten::index", "aten::_unsafe_index"}
+"""Operators that also take index tensors on the device for a tensor on the CPU, as on CUDA.
+`_index_put_impl_` copies indices to the tensor they index (`expandTensors` in PyTorch's
+ATen/native/IndexingUtils.h); `index` refuses them (`check_indices_on_cpu_or_selfdevice` in
+ATen/native/TensorAdvancedIndexing.cpp)."""
+
 
 def _new(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``empty(size)``, ``empty_strided(size, stride)``: refused before the host allocates

@@ -190,3 +190,38 @@ def test_a_length_that_is_an_earlier_texts_own_is_no_fixed_one() -> None:
         pipe.tokenizer("", padding="max_length", max_length=ids.shape[-1], return_tensors="pt")
         lengths.add_inputs((ids,))
     assert lengths.matter
+
+
+def test_ids_with_special_ids_after_them_make_texts_matter() -> None:
+    pipe = SimpleNamespace(tokenizer=tiny("tokenizer"))
+    extended, unrelated = TextLengths(), TextLengths()
+    for lengths in (extended, unrelated):
+        with lengths.watch(pipe):
+            ids = pipe.tokenizer("a ship")["input_ids"]
+        unrelated_ids = [id_ + 1 for id_ in ids]
+        lengths.add_inputs(
+            (torch.tensor([*(ids if lengths is extended else unrelated_ids), 1, 2]),)
+        )
+    assert (extended.matter, unrelated.matter) == (True, False)
+
+
+class Inspecting(diffusers.StableDiffusionPipeline):
+    """Looks at the dtypes of all weights of its UNet, as Cosmos 3 does."""
+
+    def encode_prompt(self, *args: Any, **kwargs: Any) -> Any:
+        weights = [getattr(layer, "weight", None) for layer in self.unet.modules()]
+        self.dtypes = {weight.dtype for weight in weights if isinstance(weight, torch.Tensor)}
+        return super().encode_prompt(*args, **kwargs)
+
+
+def test_weights_whose_dtypes_are_read_are_not_copied() -> None:
+    peaks = []
+    for kind in (diffusers.StableDiffusionPipeline, Inspecting):
+        case = replace(cases()["StableDiffusionPipeline"], kind=kind)
+        pipe, device = case.build(), SimulatedDevice(Machine())
+        want = case.call(pipe)
+        with graphrun.attach(pipe, vram=2 * weight_bytes(pipe), device=device) as attachment:
+            assert equal(case.call(pipe), want)
+            peaks.append(attachment.solution.simulation.slots)
+    assert pipe.dtypes == {torch.float32}
+    assert [slot.peak_bytes for slot in peaks[0]] == [slot.peak_bytes for slot in peaks[1]]

@@ -26,6 +26,11 @@ OTHERS = {
     "FluxModularPipeline",
     "StableDiffusionXLModularPipeline",
     "LEditsPPPipelineStableDiffusion",
+    "Cosmos3DistilledModularPipeline",
+    "Cosmos3OmniModularPipeline",
+    "LTX2VideoDiffusionDecodePipeline",
+    "MiniMaxH3ModularPipeline",
+    "QwenImage21ModularPipeline",
 }
 ROWS = {table: documented(head) for table, head in HEADS.items()}
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import diffusers as d
 import pytest
+import tiny_modular
 import torch
 from campaign import sampled
 from diffusers.modular_pipelines import ModularPipelineBlocks, SequentialPipelineBlocks
 from import_whole import NAMES, SEED, equal, planned, run
-from tiny_modular import qwen_image_21
 from tiny_pipelines import cases, mask, modular, picture
 
 import graphrun
@@ -113,21 +113,58 @@ def test_a_modular_pipeline_is_split_at_its_blocks(case: str, tmp_path: Path) ->
         assert equal(next(iter(trace.outputs.values())), expected(pipe, call | in_call)), changes
 
 
+NEW_MODELS = {  # name: (stages, arguments)
+    "qwen_image_21": (THREE, {"height": 64, "width": 64, "num_inference_steps": 3}),
+    "cosmos3": (
+        THREE[1:],
+        {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 2},
+    ),
+    "cosmos3_distilled": (
+        THREE[1:],
+        {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 4},
+    ),
+    "minimax_h3": (
+        THREE,
+        {"height": 32, "width": 32, "num_frames": 124, "num_inference_steps": 3},
+    ),
+}
+
+
 @pytest.mark.long
-def test_steps_that_share_a_cache_of_keys_and_values_are_one_stage(tmp_path: Path) -> None:
-    pipe = qwen_image_21()
-    call = {
-        "prompt": "a lighthouse at dusk",
-        "height": 64,
-        "width": 64,
-        "num_inference_steps": 3,
-    }
+@pytest.mark.parametrize("name", sampled(NEW_MODELS, ["cosmos3_distilled"], "imports"))
+def test_a_model_of_blocks_only_gives_the_pipelines_own_output(name: str, tmp_path: Path) -> None:
+    """From a live pipeline and, where no class of the tests is in it, from its folder."""
+    pipe, (stages, arguments) = getattr(tiny_modular, name)(), NEW_MODELS[name]
+    call = {"prompt": "a lighthouse at dusk", **arguments}
     live, graph = written(pipe, call, tmp_path / "graph.yaml")
-    assert [stage.name for stage in graph.stages] == THREE
-    inputs = inputs_of(call, graph)
-    solution = planned(graph, inputs, at_minimum=True)
-    trace = run(graph, solution, inputs, live.graph_modules)
-    assert equal(trace.outputs["image"], expected(pipe, call))
+    sources = [(graph, live.graph_modules)]
+    if name.startswith("cosmos3"):
+        pipe.save_pretrained(str(tmp_path / "saved"), overwrite_modular_index=True)
+        folder_graph = imported(tmp_path / "saved", sets_of(call)).write(tmp_path / "folder.yaml")
+        assert folder_graph.stages == graph.stages
+        sources.append((folder_graph, None))
+    want = expected(pipe, call)
+    for source_graph, modules in sources:
+        assert [stage.name for stage in source_graph.stages] == stages
+        inputs = inputs_of(call, source_graph)
+        solution = planned(source_graph, inputs, at_minimum=True)
+        trace = run(source_graph, solution, inputs, modules)
+        assert equal(next(iter(trace.outputs.values())), want)
+
+
+def test_settings_of_blocks_are_set_as_inputs_are(tmp_path: Path) -> None:
+    """Cosmos 3 refuses to run without its checker unless the setting says so."""
+    pipe = tiny_modular.cosmos3_distilled()
+    pipe.update_components(enable_safety_checker=True)
+    call = {"height": 32, "width": 32, "num_frames": 5}
+    with pytest.raises(InputError, match="requires a safety checker"):
+        written(pipe, call, tmp_path / "graph.yaml")
+    live = graphrun.from_pipeline(pipe)
+    sets = {**sets_of(call), "enable_safety_checker": False}
+    graph = live.to_yaml(tmp_path / "graph.yaml", inputs=sets)
+    assert graph.pipeline_config["enable_safety_checker"] is False
+    assert "steps" not in graph.inputs  # its four noise levels are fixed
+    assert planned(graph, inputs_of(call, graph)).plan
 
 
 def test_values_are_passed_by_name_and_random_numbers_continue(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from tiny_pipelines import Case, cases, picture, tiny
 
 import graphrun
+from graphrun.cli.importing import set_value
 from graphrun.diffusers_.dry_call import ProbeError
 from graphrun.diffusers_.importing.folder import of_folder
 from graphrun.diffusers_.importing.signature import media_kind
@@ -204,3 +205,18 @@ def test_components_that_share_weights_are_refused_for_a_graph_and_planned_live(
         InputError, match="makes transformer and controlnet share weights.*graphrun.attach"
     ):
         _ = live.graph
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("512", 512),
+        ("[1, 2]", [1, 2]),
+        ("{scale: 2}", {"scale": 2}),
+        ("[verse]\nby the sea", "[verse]\nby the sea"),
+        ("[verse] by the sea", "[verse] by the sea"),
+        ("Verse: by the sea", "Verse: by the sea"),
+    ],
+)
+def test_a_set_value_that_is_no_yaml_is_a_text(text: str, value: object) -> None:
+    assert set_value("lyrics", text) == value

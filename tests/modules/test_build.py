@@ -116,6 +116,10 @@ PUBLISHED = {
     "flux2-klein": {"transformer": "4", "text_encoder": "4"},
     "flux-controlnet": {"transformer": "12"},
     "krea2": {"transformer": "13"},
+    "ernie-image": {"transformer": "8", "text_encoder": "3.8"},
+    "ideogram4": {"transformer": "9.3", "unconditional_transformer": "9.3", "text_encoder": "8"},
+    "hunyuan-image": {"transformer": "17"},
+    "bria-fibo": {"transformer": "8", "text_encoder": "3"},
     "sana": {"transformer": "1.6"},
     "stable-cascade": {"prior": "3.6"},
     "wan22-i2v": {"transformer": "14", "transformer_2": "14"},
@@ -176,6 +180,19 @@ def test_parameter_counts_are_those_published(name: str) -> None:
     for key, published in PUBLISHED[name].items():
         count = sum(p.numel() for p in meta_module(graph.component(key), graph.trust).parameters())
         assert f"{count / 1e9:.{len(published.partition('.')[2])}f}" == published, key
+
+
+def test_cosmos_3_has_the_text_model_of_qwen3_vl_8b() -> None:
+    """Its parameters, 8.191 billion by their published count, and others for video."""
+    graph = load(GRAPHS / "cosmos3-nano.yaml")
+    module = meta_module(graph.component("transformer"), graph.trust)
+    of_video = re.compile(r"moe_gen|\.add_|norm_added|to_add_out|^proj_|^time_embedder")
+    text_count = sum(
+        parameter.numel()
+        for name, parameter in module.named_parameters()
+        if not of_video.search(name)
+    )
+    assert f"{text_count / 1e9:.3f}" == "8.191"
 
 
 @pytest.mark.parametrize("name", ["flux-tiny", "sdxl-tiny"])

@@ -231,7 +231,7 @@ def test_a_state_that_the_interrupted_step_changed_is_dropped(loops: Loops) -> N
     assert torch.equal(stages.run()["latents"], loops("flux-tiny", "", MemoryJournal()))
 
 
-def test_the_loops_of_all_reference_graphs_but_three_can_be_resumed() -> None:
+def test_the_loops_of_all_reference_graphs_but_four_can_be_resumed() -> None:
     graphs = {path.stem: graphrun.load(path) for path in GRAPHS.glob("*-tiny.yaml")}
     cannot = {
         name
@@ -239,6 +239,7 @@ def test_the_loops_of_all_reference_graphs_but_three_can_be_resumed() -> None:
         if resume_obstacle(resolve_class(graph.pipeline, graph.trust))
     }
     assert cannot == {
+        "cosmos3-nano-tiny",  # its steps read sound and actions of the step before
         "hunyuan-video15-tiny",  # has no callback
         "ltx2-tiny",  # its steps read the sound of the step before
         "stable-cascade-tiny",  # no loop over timesteps is found in its prior

@@ -496,3 +496,21 @@ def test_a_run_that_fails_waits_for_the_reads_under_way(make: Make) -> None:
     case.host.modules["a"].callback = None
     device.log.clear()
     assert torch.equal(case.run().outputs["x"], case.expected)
+
+
+@pytest.mark.parametrize("backing_store", ["pinned", "disk"])
+def test_a_weight_that_code_outside_reads_has_its_values_before_its_block_is_loaded(
+    make: Make, backing_store: str
+) -> None:
+    text = FROM_DISK if backing_store == "disk" else BESIDE
+    case = make(backing_store, text, ["a", "a", "b"])
+    residency, plain_module = case.host.residencies["a"], Small()
+    for has_backing_store in (False, True):
+        if has_backing_store:
+            residency.prepare_reads()
+        for name, expected in plain_module.named_parameters():
+            owner = residency.module.get_submodule(name.rpartition(".")[0])
+            weight = owner._parameters[name.rpartition(".")[2]]
+            assert weight is not None
+            assert torch.equal(residency.read(name, weight), expected)
+    assert case.device.allocated_bytes == 0

@@ -343,3 +343,16 @@ def test_norms_and_softmax_copy_an_input_that_is_not_contiguous(sim: Machine, op
         result = operator(tensor, *options)
         small_bytes = 2 * 512 if not options else 0  # means and deviations
         assert sim.peak_bytes - before_bytes == (1 + copies) * result.nbytes + small_bytes
+
+
+def test_indices_on_the_device_write_to_a_tensor_on_the_host() -> None:
+    """As on CUDA, which copies them there; reads by them are refused."""
+    host, value = torch.zeros(6), torch.tensor(2.0)
+    indices = torch.tensor([1, 4], device="sim")
+    host[indices] = 1.0
+    host[torch.tensor([True, False, False, False, False, True], device="sim")] = value.to("sim")
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        host[indices]
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        host[indices] = torch.ones(2, device="sim")
+    assert host.tolist() == [2, 1, 0, 0, 1, 2]

@@ -19,7 +19,7 @@ from graphrun.diffusers_.importing.by_class import of_class
 from graphrun.diffusers_.importing.folder import of_folder, of_hub
 from graphrun.diffusers_.importing.found import DTYPES, OF_FILES, PipelineDescription, slug
 from graphrun.diffusers_.importing.layout import GraphLayout
-from graphrun.diffusers_.importing.modular_spec import WORKFLOW, set_workflow
+from graphrun.diffusers_.importing.modular_spec import WORKFLOW, set_settings
 from graphrun.diffusers_.importing.single import ONE_FILE, of_file
 from graphrun.diffusers_.importing.split import lay_out
 from graphrun.diffusers_.importing.trial import build_trial
@@ -219,7 +219,7 @@ def stage(
     description: PipelineDescription, input_defaults: Mapping[str, Any], *, whole: bool = False
 ) -> Imported:
     """Return the pipeline with its stages. Raises ProbeError if the dry run of its call fails."""
-    input_defaults = set_workflow(description, input_defaults)
+    input_defaults = set_settings(description, input_defaults)
     try:
         return Imported(description, lay_out(build_trial(description), input_defaults, whole=whole))
     except ProbeError:

@@ -28,7 +28,7 @@ from graphrun.diffusers_.importing.layout import (
     checked_layout,
     outputs_in,
 )
-from graphrun.diffusers_.importing.trial import TrialPipeline, few_steps
+from graphrun.diffusers_.importing.trial import TrialPipeline
 from graphrun.graph.graph import PLANNING_TEXT
 from graphrun.graph.parts import Reference, Stage
 from graphrun.ops.block import GENERATOR
@@ -149,7 +149,7 @@ def split_at_blocks(trial: TrialPipeline, call: CallInputs) -> GraphLayout:
         call,
         stages,
         stages[-1].outputs,
-        _trials(call),
+        _trials(trial, call),
         ("split at its blocks", "values"),
         stage_of,
     )
@@ -160,7 +160,7 @@ def _trace_blocks(trial: TrialPipeline, arguments: Mapping[str, Any]) -> _Traced
     Raises ProbeError."""
     generator = torch.Generator("cpu").manual_seed(0)
     inputs = {
-        "num_inference_steps": few_steps(arguments.get("strength")),
+        **trial.few_steps(arguments.get("strength")),
         **arguments,
         GENERATOR: generator,
     }
@@ -281,8 +281,10 @@ def _stages(
     ]
 
 
-def _trials(call: CallInputs) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
-    """Yield each trial: (inputs, names to omit if the stages differ from the whole call).
+def _trials(
+    trial: TrialPipeline, call: CallInputs
+) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+    """Yield each trial: (inputs, names to leave out if the stages differ from the whole call).
 
     The trials are the defaults, a batch of two, and a negative prompt. A prompt is the planning
     text; media come from ``call.arguments``.
@@ -295,11 +297,11 @@ def _trials(call: CallInputs) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]
             if parameter == "prompt"
             else entry.get("default", call.arguments.get(parameter))
         )
-    step_count = few_steps(call.arguments.get("strength"))
+    few_steps = trial.few_steps(call.arguments.get("strength"))
     reduced_steps = {
-        name: step_count
+        name: few_steps[parameter]
         for name, parameter in call.parameters.items()
-        if parameter == "num_inference_steps"
+        if parameter in few_steps
     }
     yield values, ()
     for name, value in (("batch", 2), ("negative_prompt", "blurry")):

@@ -149,12 +149,14 @@ def source_of(spec: Any) -> str | None:
     return f"{base}/{spec.subfolder}" if spec.subfolder else base
 
 
-def set_workflow(
+def set_settings(
     description: PipelineDescription, input_defaults: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Set the workflow of a modular pipeline; return the other ``input_defaults``. Raises
-    InputError for an unknown workflow."""
-    if WORKFLOW not in input_defaults or not is_modular_class(description.kind):
+    """Set the workflow and settings of a modular pipeline; return the other ``input_defaults``.
+
+    Raises InputError for an unknown workflow.
+    """
+    if not is_modular_class(description.kind):
         return input_defaults
     blocks_path = description.settings.get(BLOCKS)
     blocks = (
@@ -162,6 +164,17 @@ def set_workflow(
         if blocks_path
         else _default_blocks(description.kind)
     )
+    if blocks is None:
+        return input_defaults
+    defaults = {spec.name: spec.default for spec in blocks.expected_configs}
+    settings = {name: value for name, value in input_defaults.items() if name in defaults}
+    for name, value in settings.items():
+        description.settings.pop(name, None)
+        if value != defaults[name]:
+            description.settings[name] = value
+    input_defaults = {k: v for k, v in input_defaults.items() if k not in settings}
+    if WORKFLOW not in input_defaults:
+        return input_defaults
     workflows, workflow = blocks._workflow_map or {}, input_defaults[WORKFLOW]
     if workflow not in workflows:
         raise InputError(

@@ -197,7 +197,7 @@ def _split(
         raise NotSplit(f"the three ops take no {unsupported[0]}")
     if "prompt" not in inputs or "steps" not in inputs:
         raise NotSplit("it takes no prompt or no number of steps")
-    few_steps = {"steps": STEPS}
+    few_steps = {"steps": trial.fixed_steps or STEPS}
     base = {name: input_spec.default for name, input_spec in inputs.items()}
     base["prompt"] = inputs["prompt"].default or PLANNING_TEXT
     entry_table = {name: input_spec.entry for name, input_spec in inputs.items()}

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
@@ -49,10 +50,11 @@ HAND_WRITTEN = (
 class TrialPipeline:
     """A pipeline with components on meta and real parts, and the prober of its fingerprint runs.
 
-    ``media``: parameters with media in the last successful `find_arguments`; ``optional_media``:
-    those that may have media too. ``tensors``: shapes of tensor arguments, by parameter.
-    ``is_tiled``: the VAE must work tile by tile. ``whole_runs``: calls into components by digest of
-    the arguments.
+    ``media``: parameters with media in the last successful `find_arguments`. ``optional_media``:
+    parameters that may have media too. ``tensors``: shapes of tensor arguments, by parameter.
+    ``is_tiled``: whether the VAE must work tile by tile. ``fixed_steps``: the number of steps of a
+    call that refuses few (0: it decides itself); else None. ``whole_runs``: calls into components
+    by digest of the arguments.
     """
 
     description: PipelineDescription
@@ -64,7 +66,8 @@ class TrialPipeline:
     optional_media: tuple[str, ...] = ()
     tensors: dict[str, list[int]] = field(default_factory=dict)
     is_tiled: bool = False
-    output: Any = None  # result of the last whole call
+    fixed_steps: int | None = None
+    output: Any = None  # what the last whole call returned
     whole_runs: dict[Any, tuple[ComponentCall, ...]] = field(default_factory=dict)
 
     @cached_property
@@ -85,12 +88,7 @@ class TrialPipeline:
         """Return the calls into components of the whole call. Raises ProbeError."""
         key = digest_of((dict(arguments), seed))
         if key not in self.whole_runs:
-            call_arguments = dict(arguments)
-            # a strength below 1 runs only a share of the steps
-            if "num_inference_steps" in self.parameters:
-                call_arguments.setdefault(
-                    "num_inference_steps", few_steps(call_arguments.get("strength"))
-                )
+            call_arguments = self.few_steps(arguments.get("strength")) | dict(arguments)
             if "generator" in self.parameters:
                 call_arguments["generator"] = torch.Generator("cpu").manual_seed(seed)
             with self.as_probe_errors(call_arguments), self.fingerprint.record_run():
@@ -107,6 +105,18 @@ class TrialPipeline:
                 }
             self.whole_runs[key] = tuple(self.fingerprint.component_calls)
         return self.whole_runs[key]
+
+    def few_steps(self, strength: float | None) -> dict[str, int]:
+        """Return the argument of a call with few steps: two, unless the call refuses them.
+
+        A call with ``strength`` below 1 runs only this share of the steps (None: all).
+        """
+        steps = math.ceil(STEPS / (strength or 1)) if self.fixed_steps is None else self.fixed_steps
+        return (
+            {"num_inference_steps": steps}
+            if "num_inference_steps" in self.parameters and steps
+            else {}
+        )
 
     @contextmanager
     def as_probe_errors(self, argument_names: Iterable[str]) -> Iterator[None]:
@@ -180,11 +190,6 @@ class TrialPipeline:
         )
 
 
-def few_steps(strength: float | None) -> int:
-    """Return the number of steps of which a call with ``strength`` (None: 1) runs two."""
-    return math.ceil(STEPS / (strength or 1))
-
-
 def build_trial(description: PipelineDescription, *, dtype: str = "") -> TrialPipeline:
     """Build the trial pipeline of ``description``, with components on meta.
 
@@ -227,8 +232,9 @@ def find_arguments(
 
     Sets ``trial.media`` and ``trial.optional_media``. Media before the prompt are a pipeline's main
     input; if the call also runs without them, they are optional. ``sizes``: of the media.
-    ``literals``: arguments to pass unchanged. Raises ProbeError if no choice of media works: the
-    error of the first attempt with the most calls into components.
+    ``literals``: arguments to pass unchanged. A call that fails with two steps is tried with its
+    own number (Cosmos 3, distilled). Raises ProbeError if no choice of media works: the error of
+    the first attempt with the most calls into components.
     """
     parameters = trial.parameters
     excluded_names = ("generator", "num_inference_steps")
@@ -283,11 +289,13 @@ def find_arguments(
     choices += _media_choices([*required_media, *leading_media], optional_media)
     failure: ProbeError | None = None
     best_count = -1
+    steps = plain["steps"].default if "steps" in plain else 0
     lists = (value for value in trial.description.settings.values() if isinstance(value, list))
     list_length = max(
         (len(value) for value in lists if str(value[:1]).startswith("['$")), default=1
     )
-    for count in sorted({1, list_length}):
+    step_numbers = (trial.fixed_steps,) if trial.fixed_steps is not None else (None, steps or 0)
+    for trial.fixed_steps, count in product(step_numbers, sorted({1, list_length})):
         for choice in choices:
             call_arguments = arguments | _blanks(choice, candidates, sizes, count)
             try:
@@ -305,6 +313,7 @@ def find_arguments(
                     trial.optional_media += (media_name,)
             return call_arguments
     assert failure is not None
+    trial.fixed_steps = step_numbers[0]
     raise failure
 
 
