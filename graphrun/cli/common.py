@@ -289,11 +289,11 @@ def plan_graph(
 
         budget = str(options.vram).partition(",")[0]
         with solving(), alive(f"planning {graph.name} for {hardware.name} alone"):
-            alone = api.estimate(
+            single_problem = api.estimate(
                 graph,
                 **{**arguments, "vram": budget, "hardware": hardware, "inputs": inputs},
             )
-            single = fitting_for(alone, Store(cache) if cache is not None else None)
+            single = fitting_for(single_problem, Store(cache) if cache is not None else None)
         seconds_alone = None if single is None else single.simulation.total_seconds
         graph_plan = replace(graph_plan, gain=gain_text(solution, seconds_alone))
     if advise and solution.slow:

@@ -181,11 +181,11 @@ def gain_text(solution: Solution, seconds_alone: float | None) -> str:
     seconds = solution.simulation.total_seconds
     if seconds_alone is None:
         return f"without {names} nothing fits"
-    alone = f"the first device alone takes {roughly(seconds_alone / problem.runs)} a run"
+    alone_text = f"the first device alone takes {roughly(seconds_alone / problem.runs)} a run"
     saves = "saves" if len(problem.secondaries) == 1 else "save"
     if seconds_alone < HELPS * seconds:
         return (
-            f"{names} {saves} nothing here: {alone}. Another card helps with many pictures, as a "
+            f"{names} {saves} nothing here: {alone_text}. Another card helps with many pictures, as a "
             "second copy of the model: graphrun plan --cluster (docs/howto/cluster.md)"
         )
-    return f"{names} {saves} {1 - seconds / seconds_alone:.0%}: {alone}"
+    return f"{names} {saves} {1 - seconds / seconds_alone:.0%}: {alone_text}"

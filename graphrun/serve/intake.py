@@ -201,9 +201,9 @@ async def video_in(
 
 def _refuse_missing(graph: Graph, files: Mapping[str, Any], instruction: str) -> None:
     names = [name for name in picture_inputs(graph) if graph.inputs[name].required]
-    if missing := [name for name in names if name not in files]:
+    if missing_names := [name for name in names if name not in files]:
         text = f"{graph.name} takes a picture: {instruction}"
-        raise Refused(422, text, "picture_needed", param=missing[0])
+        raise Refused(422, text, "picture_needed", param=missing_names[0])
 
 
 def _is_form(request: Request) -> bool:

@@ -83,12 +83,12 @@ class Rates:
         unlimited."""
         if not per_minute:
             return
-        now = self._clock()
-        spent, since = self._spent.get(owner, (0.0, now))
-        spent = max(0.0, spent - (now - since) * per_minute / 60)
+        second = self._clock()
+        spent, spent_second = self._spent.get(owner, (0.0, second))
+        spent = max(0.0, spent - (second - spent_second) * per_minute / 60)
         if spent + pictures > per_minute:
             wait = (spent + pictures - per_minute) * 60 / per_minute
             text = f"the API key has {per_minute} pictures a minute"
             never = pictures > per_minute
             raise Refused(429, text, "rate_limited", retry_seconds=None if never else wait)
-        self._spent[owner] = spent + pictures, now
+        self._spent[owner] = spent + pictures, second

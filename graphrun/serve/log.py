@@ -36,9 +36,9 @@ def log(event: str, **values: object) -> None:
 
     2026-11-27T13:05:11Z planned graph=flux-dev height=1024 answer="fits: yes"
     """
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    time_text = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     entries = {name: value for name, value in values.items() if value not in ("", None)}
-    sys.stderr.write(_FORM[-1](now, event, entries) + "\n")
+    sys.stderr.write(_FORM[-1](time_text, event, entries) + "\n")
     sys.stderr.flush()
 
 
@@ -47,17 +47,17 @@ def note(line: str) -> None:
     log("note", message=line)
 
 
-def _text(now: str, event: str, values: Mapping[str, object]) -> str:
+def _text(time_text: str, event: str, values: Mapping[str, object]) -> str:
     texts = {name: str(value) for name, value in values.items()}
     pairs = (
         f"{name}={text if _PLAIN.fullmatch(text) else json.dumps(text)}"
         for name, text in texts.items()
     )
-    return " ".join((now, event, *pairs))
+    return " ".join((time_text, event, *pairs))
 
 
-def _json(now: str, event: str, values: Mapping[str, object]) -> str:
-    return json.dumps({"time": now, "event": event, **values}, default=str)
+def _json(time_text: str, event: str, values: Mapping[str, object]) -> str:
+    return json.dumps({"time": time_text, "event": event, **values}, default=str)
 
 
 _FORM: list[Callable[[str, str, Mapping[str, object]], str]] = [_text]

@@ -252,8 +252,8 @@ def _refusal(
         def estimate(inputs: Any, allow: tuple[str, ...]) -> Any:
             return _estimate(graph, inputs, settings, allow=allow)
 
-        allowed = tuple(settings.budgets.get("allow", ()))
-        suggestions = best_first(setting_suggestions(graph, inputs, allowed, estimate))
+        permissions = tuple(settings.budgets.get("allow", ()))
+        suggestions = best_first(setting_suggestions(graph, inputs, permissions, estimate))
         error.suggestions = best_first((*error.suggestions, *suggestions))
         fitting_sizes = [
             {**inputs, **dict(value.split("=", 1) for _, value in suggestion.change)}
@@ -261,10 +261,12 @@ def _refusal(
             if all(option == "--set" for option, _ in suggestion.change)
         ][:1]
     verdict = str(error).partition(". Do one of: ")[0]
-    fitting = max(fitting_sizes, key=_pixels, default=inputs)
-    names = [name for name in inputs if str(fitting[name]) != str(inputs[name])]
+    fitting_inputs = max(fitting_sizes, key=_pixels, default=inputs)
+    names = [name for name in inputs if str(fitting_inputs[name]) != str(inputs[name])]
     if names:
-        verdict = f"{_shown(fitting, names)} would fit; for {_shown(inputs, names)} {verdict}"
+        verdict = (
+            f"{_shown(fitting_inputs, names)} would fit; for {_shown(inputs, names)} {verdict}"
+        )
     return {
         "status": 422,
         "code": code,

@@ -121,10 +121,10 @@ def test_a_token_opens_the_cluster_and_without_it_the_error_says_what_to_set(
         *("run", "flux-tiny", "--cluster", "cluster.yaml", "--inputs", "prompts.jsonl"),
         *(*settings, "-o", "out"),
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     assert len(list(tmp_path.glob("out/*.png"))) == 1
     open_environment = {
         name: value for name, value in environment.items() if not name.startswith("RAY_AUTH")
@@ -133,7 +133,7 @@ def test_a_token_opens_the_cluster_and_without_it_the_error_says_what_to_set(
         (open_environment, "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE"),
         ({**environment, "RAY_AUTH_TOKEN": TOKEN[::-1]}, "is the token of RAY_AUTH_TOKEN"),
     ):
-        refused = subprocess.run(
+        refusal = subprocess.run(
             [*command, "--overwrite"],
             env=variables,
             cwd=tmp_path,
@@ -141,6 +141,6 @@ def test_a_token_opens_the_cluster_and_without_it_the_error_says_what_to_set(
             text=True,
             check=False,
         )
-        assert refused.returncode == 2
-        assert text in " ".join(refused.stderr.split())
-        assert "Traceback" not in refused.stderr
+        assert refusal.returncode == 2
+        assert text in " ".join(refusal.stderr.split())
+        assert "Traceback" not in refusal.stderr

@@ -54,25 +54,25 @@ def test_a_key_may_have_a_rate(tmp_path: Path) -> None:
 
 
 def test_a_rate_is_a_minutes_worth_at_once_and_then_as_time_passes() -> None:
-    now = [0.0]
-    rates = Rates(lambda: now[0])
+    clock = [0.0]
+    rates = Rates(lambda: clock[0])
     for _ in range(6):
         rates.take("bob", 12, 2)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(Refused) as refusal:
         rates.take("bob", 12, 2)
-    assert (refused.value.status, refused.value.retry_seconds) == (429, pytest.approx(10))
+    assert (refusal.value.status, refusal.value.retry_seconds) == (429, pytest.approx(10))
     rates.take("ann", 12, 12)
-    now[0] = 10.0
+    clock[0] = 10.0
     rates.take("bob", 12, 2)
-    now[0] = 14.0
+    clock[0] = 14.0
     with pytest.raises(Refused):
         rates.take("bob", 12, 1)
-    now[0] = 15.0
+    clock[0] = 15.0
     rates.take("bob", 12, 1)
-    now[0] = 1e6
-    with pytest.raises(Refused) as refused:
+    clock[0] = 1e6
+    with pytest.raises(Refused) as refusal:
         rates.take("bob", 12, 13)
-    assert refused.value.retry_seconds is None, "never"
+    assert refusal.value.retry_seconds is None, "never"
     for _ in range(100):
         rates.take("free", 0, 4)
 

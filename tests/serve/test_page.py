@@ -143,7 +143,7 @@ def test_the_form_has_what_the_model_takes(
     budgets = ("--vram", "16M", "--ram", "8G", "--device", "sim")
     with serving(tmp_path, names=names, budgets=budgets) as server:
         until = opened(server, evaluate)
-        shown = {
+        field_names = {
             name: evaluate(
                 "(form => { form.model.value = '" + name + "';"
                 " form.model.dispatchEvent(new Event('change'));"
@@ -153,7 +153,7 @@ def test_the_form_has_what_the_model_takes(
             for name in names
         }
         common = ["prompt", "model", "size", "seed", "steps", "key"]
-        assert [sorted(set(shown[name]) - set(common)) for name in names] == [
+        assert [sorted(set(field_names[name]) - set(common)) for name in names] == [
             ["n"],
             ["image", "n", "negative_prompt"],
             ["negative_prompt", "seconds"],

@@ -35,10 +35,10 @@ def test_jobs_that_have_ended_are_kept_within_bytes(
         service = Service(settings)
         monkeypatch.setattr(service, "_submit", end_at_once)
         ids = [(await service.submit_job(REQUEST, "", key=f"{n}")).id for n in range(4)]
-        again = await service.submit_job(REQUEST, "", key="0")
-        assert again.id not in ids, "the key of a forgotten job is free"
+        repeated_job = await service.submit_job(REQUEST, "", key="0")
+        assert repeated_job.id not in ids, "the key of a forgotten job is free"
         service.close()
-        return [*ids, again.id], list(service.jobs)
+        return [*ids, repeated_job.id], list(service.jobs)
 
     ids, kept_ids = asyncio.run(ids_of_jobs())
     assert kept_ids == ids[-2:]

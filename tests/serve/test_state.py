@@ -31,27 +31,32 @@ def test_jobs_go_on_after_the_server_was_killed_and_after_it_stopped(
 ) -> None:
     state = tmp_path / "state"
     with serving(tmp_path / "first", "--state", str(state)) as server:
-        done = submitted(server, steps=2, seed=1).json()["id"]
-        first_picture = picture_of(server, done)
+        done_id = submitted(server, steps=2, seed=1).json()["id"]
+        first_picture = picture_of(server, done_id)
         long = submitted(server, key="again", steps=60, seed=2).json()["id"]
-        waiting = [submitted(server, steps=2, seed=seed).json()["id"] for seed in (3, 4)]
+        waiting_ids = [submitted(server, steps=2, seed=seed).json()["id"] for seed in (3, 4)]
         job = server.until(lambda: _after_step(server, long, 5))
         assert job["state"] == "running"
         server.process.send_signal(signal.SIGKILL)
         server.process.wait()
     assert state.stat().st_mode & 0o077 == 0, "prompts are for the owner alone"
     with serving(tmp_path / "second", "--state", str(state), "--drain", "0s") as server:
-        listed = server.client.get("/v1/jobs").json()
-        assert [entry["id"] for entry in listed["data"]] == [waiting[1], waiting[0], long, done]
-        assert not listed["has_more"]
-        assert picture_of(server, done) == first_picture, "ended jobs keep their pictures"
+        job_list = server.client.get("/v1/jobs").json()
+        assert [entry["id"] for entry in job_list["data"]] == [
+            waiting_ids[1],
+            waiting_ids[0],
+            long,
+            done_id,
+        ]
+        assert not job_list["has_more"]
+        assert picture_of(server, done_id) == first_picture, "ended jobs keep their pictures"
         assert submitted(server, key="again", steps=60, seed=2).json()["id"] == long
         server.until(lambda: _after_step(server, long, 8))
         assert server.stop() == 0, "SIGTERM leaves what runs and waits to the next server"
         assert "draining" in server.log.read_text()
         assert "stored=" in server.log.read_text()
     with serving(tmp_path / "third", "--state", str(state)) as server:
-        pictures = [picture_of(server, id) for id in (long, *waiting)]
+        pictures = [picture_of(server, id) for id in (long, *waiting_ids)]
         assert server.metric("pictures_total") == 3, "each once"
         text = "another server uses this folder"
         with (
@@ -74,16 +79,16 @@ def _after_step(server: Any, id: str, step: int) -> Any:
 def test_an_idempotency_key_makes_one_job(serving: Any, tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         first = submitted(server, key="one", steps=2)
-        again = submitted(server, key="one", steps=2)
-        assert (first.status_code, again.status_code) == (202, 202)
-        assert first.json()["id"] == again.json()["id"]
+        repeated = submitted(server, key="one", steps=2)
+        assert (first.status_code, repeated.status_code) == (202, 202)
+        assert first.json()["id"] == repeated.json()["id"]
         other = submitted(server, key="one", steps=3)
         assert other.status_code == 422
         assert other.json()["error"]["code"] == "idempotency_key_reused"
         assert submitted(server, key="two", steps=2).json()["id"] != first.json()["id"]
         assert submitted(server, key="k" * 256, steps=2).status_code == 422
-        refused = submitted(server, key="three", size="512x512")
-        assert refused.status_code == submitted(server, key="three", size="512x512").status_code
+        refusal = submitted(server, key="three", size="512x512")
+        assert refusal.status_code == submitted(server, key="three", size="512x512").status_code
         assert submitted(server, key="three", steps=2).status_code == 202, "a refusal uses no key"
 
 

@@ -45,16 +45,18 @@ def test_a_video_is_made_listed_downloaded_and_deleted(client: openai.OpenAI) ->
         (stream,) = container.streams.video
         frames = [frame.to_image().size for frame in container.decode(stream)]
         assert (frames, float(stream.average_rate or 0)) == ([(32, 48)] * 9, 8.0)
-    again = client.videos.create_and_poll(
+    second_video = client.videos.create_and_poll(
         prompt="a boat",
         size="32x48",
         poll_interval_ms=200,
         extra_body={**extra, "frames": 9},
     )
-    assert client.videos.download_content(again.id).read() == content, "the same frames and bytes"
-    assert [entry.id for entry in client.videos.list(limit=1)] == [again.id, video.id]
+    assert client.videos.download_content(second_video.id).read() == content, (
+        "the same frames and bytes"
+    )
+    assert [entry.id for entry in client.videos.list(limit=1)] == [second_video.id, video.id]
     assert client.videos.delete(video.id).deleted
-    assert [entry.id for entry in client.videos.list(order="asc")] == [again.id]
+    assert [entry.id for entry in client.videos.list(order="asc")] == [second_video.id]
     with pytest.raises(openai.NotFoundError):
         client.videos.retrieve(video.id)
 
