@@ -185,7 +185,7 @@ def gain_text(solution: Solution, seconds_alone: float | None) -> str:
     saves = "saves" if len(problem.secondaries) == 1 else "save"
     if seconds_alone < HELPS * seconds:
         return (
-            f"{names} {saves} nothing here: {alone_text}. Another card helps with many pictures, as a "
-            "second copy of the model: graphrun plan --cluster (docs/howto/cluster.md)"
+            f"{names} {saves} nothing here: {alone_text}. Another card helps with many pictures, "
+            "as a second copy of the model: graphrun plan --cluster (docs/howto/cluster.md)"
         )
     return f"{names} {saves} {1 - seconds / seconds_alone:.0%}: {alone_text}"
