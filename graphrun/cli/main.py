@@ -21,9 +21,8 @@ from graphrun.cli.terminal import print_coloured, width
 from graphrun.errors import GraphrunError, InputError
 from graphrun.limits import LIMITS, raise_limits
 
-# Commands join the app when they are imported: in the order of --help.
 # isort: off
-from graphrun.cli import (  # noqa: F401
+from graphrun.cli import (
     plans,
     teams,
     run,
@@ -36,6 +35,25 @@ from graphrun.cli import (  # noqa: F401
 )
 
 # isort: on
+
+# The order of --help. Commands join the app when their module is imported, perhaps before this one.
+_ORDER = [
+    module.__name__
+    for module in (
+        plans,
+        teams,
+        run,
+        serving,
+        graphs,
+        importing,
+        fitting,
+        interop,
+        maintenance,
+    )
+]
+app.registered_commands.sort(
+    key=lambda command: _ORDER.index(command.callback.__module__) if command.callback else 0
+)
 
 
 def _show_version(is_requested: bool) -> None:

@@ -77,7 +77,7 @@ def execute(
     """
     if ram_bytes is not None and (host_bytes := solution.simulation.host_peak_bytes) > ram_bytes:
         raise PlanError(
-            f"the plan keeps {show_size(host_bytes)} in RAM, and this machine, or this process's "
+            f"the plan needs {show_size(host_bytes)} of RAM, and this machine, or this process's "
             f"cgroup, has {show_size(ram_bytes)} "
             f"left: plan again with --ram {ram_bytes}"
         )

@@ -137,7 +137,7 @@ def test_options_that_the_file_takes_the_place_of_are_refused(graphrun: Cli, clu
         "plan", "flux-tiny", "--cluster", str(cluster), "--vram", "4M", "--runs", "3"
     )
     assert code == 2
-    assert "leave --vram, --runs out" in err
+    assert "leave out --vram, --runs" in err
     code, _, err = graphrun("plan", "flux-tiny", "--cluster", str(cluster), "--fail-over", "3s")
     assert code == 2
     assert "leave them out with --cluster" in err

@@ -224,7 +224,7 @@ def import_folder(folder: Path) -> None:
     from graphrun.diffusers_.importing.imported import ImportOptions, import_source
 
     import_source(str(folder / "flux"), ImportOptions({}, {})).write(
-        folder / "flux.yaml", force=True
+        folder / "flux.yaml", overwrite=True
     )
 
 
