@@ -33,7 +33,7 @@ near: $(STAMP)
 	files=$$($(BIN)/python tests/near.py $(PKG)) && \
 		$(BIN)/python -m pytest -n auto --dist worksteal -m "not long" --minutes=$(or $(MINUTES),0.75) $$files
 
-# Ten minutes on two cores: every small case.
+# Eighteen minutes on two cores: every small case.
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
