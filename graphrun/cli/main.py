@@ -15,42 +15,26 @@ from typing import Annotated, NoReturn
 import typer
 
 import graphrun
+from graphrun.cli import (
+    fitting,
+    graphs,
+    importing,
+    interop,
+    maintenance,
+    plans,
+    run,
+    serving,
+    teams,
+)
 from graphrun.cli.common import app, json_text, say
 from graphrun.cli.options import merge_options, pair
 from graphrun.cli.terminal import print_coloured, width
 from graphrun.errors import GraphrunError, InputError
 from graphrun.limits import LIMITS, raise_limits
 
-# isort: off
-from graphrun.cli import (
-    plans,
-    teams,
-    run,
-    serving,
-    graphs,
-    importing,
-    fitting,
-    interop,
-    maintenance,
-)
-
-# isort: on
-
 # The order of --help. Commands join the app when their module is imported, perhaps before this one.
-_ORDER = [
-    module.__name__
-    for module in (
-        plans,
-        teams,
-        run,
-        serving,
-        graphs,
-        importing,
-        fitting,
-        interop,
-        maintenance,
-    )
-]
+_MODULES = (plans, teams, run, serving, graphs, importing, fitting, interop, maintenance)
+_ORDER = [module.__name__ for module in _MODULES]
 app.registered_commands.sort(
     key=lambda command: _ORDER.index(command.callback.__module__) if command.callback else 0
 )

@@ -6,7 +6,7 @@ import base64
 import json
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from graphrun.graph.graph import Graph
@@ -89,7 +89,7 @@ def video_json(job: Job, service: Service) -> dict[str, Any]:
         "prompt": inputs.get("prompt"),
         "progress": min(99, progress) if job.state != "done" else 100,
         "seconds": f"{frames / rate:g}" if frames and rate else "",
-        "size": f"{inputs['width']}x{inputs['height']}" if {"width", "height"} <= {*inputs} else "",
+        "size": _size(inputs),
     }
     if job.error is not None:
         answer["error"] = {"code": job.error.code, "message": job.error.message}
@@ -109,18 +109,13 @@ def result(job: Job, pictures: Pictures, base: str) -> dict[str, Any]:
         else:
             data.append({"b64_json": base64.b64encode(picture).decode()})
         data[-1] |= _seed(job, number)
-    first = job.request.runs[0]
-    size = (
-        {"size": f"{first['width']}x{first['height']}"}
-        if {"width", "height"} <= first.keys()
-        else {}
-    )
+    size = _size(job.request.runs[0])
     kind = job.request.suffix.removeprefix(".")
     return {
         "created": job.created,
         "data": data,
         "output_format": kind,
-        **size,
+        **({"size": size} if size else {}),
         "graphrun": _figures(job),
     }
 
@@ -128,11 +123,10 @@ def result(job: Job, pictures: Pictures, base: str) -> dict[str, Any]:
 async def picture_events(job: Job, kind: str) -> AsyncIterator[str]:
     """Yield server-sent events as OpenAI's images API does: ``KIND.partial_image`` for previews,
     then ``KIND.completed`` for each picture, or ``error``."""
-    first, preview, count = job.request.runs[0], None, 0
-    size = f"{first['width']}x{first['height']}" if {"width", "height"} <= first.keys() else "auto"
+    preview, count = None, 0
     fields = {
         "created_at": job.created,
-        "size": size,
+        "size": _size(job.request.runs[0]) or "auto",
         "quality": "auto",
         "background": "opaque",
     }
@@ -207,6 +201,12 @@ def model_of(graph: Graph, service: Service) -> dict[str, Any]:
         **answer,
         "plan": {"fits": True, "verdict": shape.verdict, **seconds, "peak_bytes": shape.peak_bytes},
     }
+
+
+def _size(inputs: Mapping[str, Any]) -> str:
+    """Return width and height as in ``size`` of the OpenAI API, "" without them."""
+    has_size = {"width", "height"} <= inputs.keys()
+    return f"{inputs['width']}x{inputs['height']}" if has_size else ""
 
 
 def _seed(job: Job, number: int) -> dict[str, Any]:

@@ -172,13 +172,18 @@ async def job_in(
     request: Request, graphs: Mapping[str, Graph], bounds: Bounds, folder: Path
 ) -> PictureRequest:
     """Return the request in a JSON body, or in a form with or without pictures. Raises Refused."""
-    if not _is_form(request):
-        return await generation_in(request, graphs, bounds)
-    body, uploads = await _form(request, bounds)
-    graph = graph_of(body, graphs)
-    files = await _files(uploads, graph, folder)
-    _refuse_missing(graph, files, "send it as image")
-    return asked_of(body, graph, bounds, files)
+    if _is_form(request):
+        body, uploads = await _form(request, bounds)
+        graph = graph_of(body, graphs)
+        files = await _files(uploads, graph, folder)
+        _refuse_missing(graph, files, "send it as image")
+        generation = asked_of(body, graph, bounds, files)
+    else:
+        generation = await generation_in(request, graphs, bounds)
+    if generation.streams:
+        text = "stream: a job is answered at once; its events are at /v1/jobs/ID/events"
+        raise Refused(422, text, "invalid_value", param="stream")
+    return generation
 
 
 async def video_in(

@@ -8,13 +8,14 @@ import hashlib
 import json
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
+from graphrun.graph.graph import Graph
 from graphrun.serve.answers import (
     Pictures,
     job_json,
@@ -38,10 +39,12 @@ from graphrun.serve.jobs import Job
 from graphrun.serve.page import ASSETS, POLICY, page
 from graphrun.serve.schema import EDIT, GENERATION
 from graphrun.serve.service import Service
+from graphrun.serve.settings import Bounds
 
 LISTED = 100  # jobs in one answer, at most
 EVENT_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 KEY_CHARACTERS = 255  # of an Idempotency-Key
+JobKind = Literal["job", "video"]
 
 
 def images(service: Service, pictures: Pictures) -> APIRouter:
@@ -146,14 +149,7 @@ def models(service: Service) -> APIRouter:
 
 def jobs(service: Service, pictures: Pictures) -> APIRouter:
     """``/v1/jobs``: requests answered at once and polled later. A key sees only its own jobs."""
-    router, settings = APIRouter(prefix="/v1/jobs"), service.settings
-
-    def job_of(request: Request, name: str) -> Job:
-        owner = owner_in(request, service.keys)
-        if name not in service.jobs or service.jobs[name].owner != owner:
-            raise Refused(404, f"there is no job {name[:100]!r}", "not_found")
-        request.state.job = name
-        return service.jobs[name]
+    router = APIRouter(prefix="/v1/jobs")
 
     def state_of(job: Job, request: Request) -> dict[str, Any]:
         return job_json(job, service, str(request.base_url))
@@ -168,20 +164,7 @@ def jobs(service: Service, pictures: Pictures) -> APIRouter:
             text = f"the Idempotency-Key has {len(key)} characters, and {KEY_CHARACTERS} are taken"
             raise Refused(422, text, "invalid_value")
         body = hashlib.sha256(await request.body()).hexdigest() if key else ""
-        folder = _folder(service)
-        try:
-            generation = await job_in(request, service.graphs, settings.bounds, folder)
-            if generation.streams:
-                text = "stream: a job is answered at once; its events are at /v1/jobs/ID/events"
-                raise Refused(422, text, "invalid_value", param="stream")
-            uploads = folder if folder.exists() else None
-            job = await service.submit_job(generation, owner, key=key, body=body, folder=uploads)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        if job.folder != folder:  # the job of an earlier request with the same key
-            shutil.rmtree(folder, ignore_errors=True)
-        request.state.job = job.id
+        job = await _submitted(request, service, job_in, owner, key=key, body=body)
         return JSONResponse(
             state_of(job, request), 202, headers={"Location": f"{request.base_url}v1/jobs/{job.id}"}
         )
@@ -191,35 +174,26 @@ def jobs(service: Service, pictures: Pictures) -> APIRouter:
         """The jobs of the key, the newest first: ``limit`` of them, older than job ``after``."""
         owner = owner_in(request, service.keys)
         own_jobs = [job for job in reversed(service.jobs.values()) if job.owner == owner]
-        selection, has_more = page_of(own_jobs, request, lambda name: job_of(request, name))
+        selection, has_more = page_of(own_jobs, request, service, "job")
         data = [state_of(job, request) for job in selection]
         return {"object": "list", "data": data, "has_more": has_more}
 
     @router.get("/{name}")
     async def state(request: Request, name: str) -> Any:
         """The state of a job."""
-        return state_of(job_of(request, name), request)
+        return state_of(_own_job(request, service, name, "job"), request)
 
     @router.delete("/{name}")
     async def cancel(request: Request, name: str) -> Any:
         """Cancels a job, at the end of its step where it runs."""
-        job = job_of(request, name)
+        job = _own_job(request, service, name, "job")
         service.cancel(job)
         return state_of(job, request)
 
     @router.get("/{name}/result")
     async def pictures_of(request: Request, name: str) -> Response:
         """The pictures of a job that has ended."""
-        job = job_of(request, name)
-        if job.error is not None and job.ended:
-            raise job.error
-        if not job.ended:
-            raise Refused(
-                409,
-                f"the job is {job.state}",
-                "not_ended",
-                retry_seconds=max(1.0, service.predicted_wait(job)),
-            )
+        job = _ended(_own_job(request, service, name, "job"), service, "job")
         return JSONResponse(
             result(job, pictures, str(request.base_url)), headers={"Server-Timing": timing(job)}
         )
@@ -228,7 +202,7 @@ def jobs(service: Service, pictures: Pictures) -> APIRouter:
     async def events(request: Request, name: str) -> Response:
         """Server-sent events: ``state`` after each change, ``preview`` (a PNG, base64) and at last
         ``end``."""
-        job = job_of(request, name)
+        job = _own_job(request, service, name, "job")
 
         async def stream() -> AsyncIterator[str]:
             last_preview = None
@@ -246,28 +220,13 @@ def jobs(service: Service, pictures: Pictures) -> APIRouter:
 
 def videos(service: Service) -> APIRouter:
     """``/v1/videos``: videos, made as jobs. A key sees only its own."""
-    router, settings = APIRouter(prefix="/v1/videos"), service.settings
-
-    def video_of(request: Request, name: str) -> Job:
-        job = service.jobs.get(name)
-        owner = owner_in(request, service.keys)
-        if job is None or job.owner != owner or job.request.suffix != VIDEO:
-            raise Refused(404, f"there is no video {name[:100]!r}", "not_found")
-        request.state.job = name
-        return job
+    router = APIRouter(prefix="/v1/videos")
 
     @router.post("", openapi_extra=GENERATION)
     async def create(request: Request) -> Any:
         """Submits a request for a video, in JSON or a form with ``input_reference``, a picture."""
-        owner, folder = owner_in(request, service.keys), _folder(service)
-        try:
-            generation = await video_in(request, service.graphs, settings.bounds, folder)
-            uploads = folder if folder.exists() else None
-            job = await service.submit_job(generation, owner, folder=uploads)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        request.state.job = job.id
+        owner = owner_in(request, service.keys)
+        job = await _submitted(request, service, video_in, owner)
         return video_json(job, service)
 
     @router.get("")
@@ -281,7 +240,7 @@ def videos(service: Service) -> APIRouter:
         ]
         if request.query_params.get("order") == "asc":
             own_jobs.reverse()
-        selection, has_more = page_of(own_jobs, request, lambda name: video_of(request, name))
+        selection, has_more = page_of(own_jobs, request, service, "video")
         ids = [job.id for job in selection]
         return {
             "object": "list",
@@ -293,23 +252,18 @@ def videos(service: Service) -> APIRouter:
     @router.get("/{name}")
     async def state(request: Request, name: str) -> Any:
         """The state of a video."""
-        return video_json(video_of(request, name), service)
+        return video_json(_own_job(request, service, name, "video"), service)
 
     @router.get("/{name}/content")
     async def content(request: Request, name: str) -> Response:
         """The file of a video that is completed: MP4."""
-        job = video_of(request, name)
-        if job.error is not None and job.ended:
-            raise job.error
-        if not job.ended:
-            text, wait = f"the video is {job.state}", max(1.0, service.predicted_wait(job))
-            raise Refused(409, text, "not_ended", retry_seconds=wait)
+        job = _ended(_own_job(request, service, name, "video"), service, "video")
         return Response(job.pictures[0], media_type="video/mp4")
 
     @router.delete("/{name}")
     async def delete(request: Request, name: str) -> Any:
         """Deletes a video; one that is being made is cancelled, at the end of its step."""
-        job = video_of(request, name)
+        job = _own_job(request, service, name, "video")
         service.cancel(job)
         if job.ended:
             service.forget(job)
@@ -319,7 +273,7 @@ def videos(service: Service) -> APIRouter:
 
 
 def page_of(
-    jobs: Sequence[Job], request: Request, job_of: Callable[[str], Job]
+    jobs: Sequence[Job], request: Request, service: Service, kind: JobKind
 ) -> tuple[Sequence[Job], bool]:
     """Return the jobs that the query asks for by ``limit`` and ``after``, and whether there are
     more. Raises Refused."""
@@ -327,7 +281,9 @@ def page_of(
     if not (limit := query.get("limit", "20")).isdecimal() or not 1 <= int(limit) <= LISTED:
         text = f"limit: it is a number from 1 to {LISTED}"
         raise Refused(422, text, "invalid_value", param="limit")
-    start = jobs.index(job_of(query["after"])) + 1 if "after" in query else 0
+    start = 0
+    if "after" in query:
+        start = jobs.index(_own_job(request, service, query["after"], kind)) + 1
     end = start + int(limit)
     return jobs[start:end], len(jobs) > end
 
@@ -378,3 +334,48 @@ def pages(service: Service) -> APIRouter:
 def _folder(service: Service) -> Path:
     """Return a folder for one request, which does not exist yet."""
     return service.settings.folder / secrets.token_hex(8)
+
+
+def _own_job(request: Request, service: Service, name: str, kind: JobKind) -> Job:
+    """Return the job ``name`` of the request's key. Raises Refused (401, 404)."""
+    owner, job = owner_in(request, service.keys), service.jobs.get(name)
+    is_kind = job is not None and (kind == "job" or job.request.suffix == VIDEO)
+    if job is None or job.owner != owner or not is_kind:
+        raise Refused(404, f"there is no {kind} {name[:100]!r}", "not_found")
+    request.state.job = name
+    return job
+
+
+def _ended(job: Job, service: Service, kind: JobKind) -> Job:
+    """Return ``job``, which is done. Raises Refused: its error, or 409 if it has not ended."""
+    if not job.ended:
+        text, wait = f"the {kind} is {job.state}", max(1.0, service.predicted_wait(job))
+        raise Refused(409, text, "not_ended", retry_seconds=wait)
+    if job.error is not None:
+        raise job.error
+    return job
+
+
+async def _submitted(
+    request: Request,
+    service: Service,
+    reader: Callable[[Request, Mapping[str, Graph], Bounds, Path], Awaitable[PictureRequest]],
+    owner: str,
+    *,
+    key: str = "",
+    body: str = "",
+) -> Job:
+    """Admit the job that ``reader`` finds in the request. Its uploaded files are deleted if it is
+    refused, or if it is the job of an earlier request with the same ``key``."""
+    folder = _folder(service)
+    try:
+        generation = await reader(request, service.graphs, service.settings.bounds, folder)
+        uploads = folder if folder.exists() else None
+        job = await service.submit_job(generation, owner, key=key, body=body, folder=uploads)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if job.folder != folder:
+        shutil.rmtree(folder, ignore_errors=True)
+    request.state.job = job.id
+    return job

@@ -267,8 +267,7 @@ class Service:
                     retry_seconds=RESTART_SECONDS,
                 )
             self.shapes[key] = asyncio.get_running_loop().create_future()
-            # without this, asyncio logs exceptions that nobody awaits
-            self.shapes[key].add_done_callback(lambda future: future.exception())
+            self.shapes[key].add_done_callback(_ignore_error)
             sizes = {name: inputs[name] for name, _ in shape[1]}
             self._planner.send("plan", key=key, graph=shape[0], inputs=sizes, share=share)
         self.shapes.move_to_end(key)

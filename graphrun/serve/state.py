@@ -102,7 +102,8 @@ class JobStore:
         result = {name: value for name, value in job.results[-1].items() if name != "files"}
         result["overruns"] = [asdict(overrun) for overrun in result["overruns"]]
         number = self._number(job)
-        with self._transaction():
+        with self._database:  # all of it, or nothing
+            self._database.execute("BEGIN IMMEDIATE")
             self._database.execute("INSERT INTO runs VALUES (?, ?)", (number, json.dumps(result)))
             self._database.executemany(
                 "INSERT INTO pictures VALUES (?, ?)",
@@ -111,7 +112,8 @@ class JobStore:
 
     def drop_runs(self, job: Job) -> None:
         """Delete the runs and pictures of ``job``, which starts again."""
-        with self._transaction():
+        with self._database:  # all of it, or nothing
+            self._database.execute("BEGIN IMMEDIATE")
             for table in ("runs", "pictures"):
                 self._database.execute(f"DELETE FROM {table} WHERE job = ?", (self._number(job),))
 
@@ -189,22 +191,6 @@ class JobStore:
             "SELECT number FROM jobs WHERE id = ?", (job.id,)
         ).fetchone()
         return int(number)
-
-    def _transaction(self) -> _Transaction:
-        return _Transaction(self._database)
-
-
-class _Transaction:
-    """Context in which all statements take effect, or none."""
-
-    def __init__(self, database: sqlite3.Connection) -> None:
-        self._database = database
-
-    def __enter__(self) -> None:
-        self._database.execute("BEGIN IMMEDIATE")
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._database.execute("COMMIT" if kind is None else "ROLLBACK")
 
 
 def _no_longer_accepted(fields: Mapping[str, Any], graphs: Mapping[str, Graph]) -> Refused | None:
