@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,15 @@ def _after_step(server: Any, id: str, step: int) -> Any:
     return job if job["step"] >= step else None
 
 
+@pytest.fixture
+def idle_after(server: Any) -> Iterator[None]:
+    """Leaves the shared server without requests: what waits may join those of the next test."""
+    yield
+    names = ("waiting_requests", "running_requests", "planning_requests")
+    server.until(lambda: not any(server.metric(name) for name in names))
+
+
+@pytest.mark.usefixtures("idle_after")
 def test_an_idempotency_key_makes_one_job(server: Any) -> None:
     first = submitted(server, key="one", steps=2)
     repeated = submitted(server, key="one", steps=2)
@@ -90,6 +100,7 @@ def test_an_idempotency_key_makes_one_job(server: Any) -> None:
     assert submitted(server, key="three", steps=2).status_code == 202, "a refusal uses no key"
 
 
+@pytest.mark.usefixtures("idle_after")
 def test_jobs_are_listed_page_by_page(server: Any) -> None:
     ids = [submitted(server, steps=2, seed=seed).json()["id"] for seed in range(5)][::-1]
     first = server.client.get("/v1/jobs", params={"limit": 3}).json()
