@@ -2,7 +2,7 @@
 
     make pipelines                                              all tables; ten minutes on a core
     python benchmarks/class_tables.py features                  one: imports, attached or features
-    python benchmarks/class_tables.py attached ZImagePipeline   rows of attached classes
+    python benchmarks/class_tables.py attached ZImagePipeline   attached classes
 
 Features are switched while attached. `make sweep` compares the page with the same functions.
 """
@@ -24,25 +24,33 @@ os.environ.update(
 )
 sys.path[:0] = [
     str(ROOT),
-    *(str(ROOT / "tests" / part) for part in ("attach", "importing", "sweep")),
+    *(str(ROOT / "tests" / part) for part in ("attach", "docs", "importing", "sweep")),
 ]
 
+import class_lists  # noqa: E402
 import class_rows  # noqa: E402
 import test_import_table  # noqa: E402
 
 
 def imports() -> Iterator[str]:
-    for name in test_import_table.rows():
+    cells = {}
+    for name in sorted(test_import_table.IMPORTED):
         with tempfile.TemporaryDirectory() as folder:
-            yield test_import_table.row_of(name, Path(folder))
+            cells[name] = shown(name, test_import_table.imported_cells(name, Path(folder)))
+    return class_lists.grouped(cells)
 
 
 def attached() -> Iterator[str]:
-    yield from map(class_rows.attached_row, sorted(class_rows.CASES))
+    return class_lists.grouped(
+        {name: shown(name, class_rows.attached_cells(name)) for name in sorted(class_rows.CASES)}
+    )
 
 
 def features() -> Iterator[str]:
-    yield from map(class_rows.feature_row, class_rows.SWITCHES)
+    for switch in class_rows.SWITCHES:
+        row = class_rows.feature_row(switch)
+        print(row, flush=True)
+        yield row
 
 
 TABLES: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
@@ -52,30 +60,28 @@ TABLES: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
 }
 
 
-def printed(row: str) -> str:
-    print(row, flush=True)
-    return row
+def shown(name: str, cells: tuple[str, ...]) -> tuple[str, ...]:
+    print(f"{name}: {'; '.join(cells)}", flush=True)
+    return cells
 
 
-def attached_rows(names: list[str]) -> None:
-    """Replace the rows of the classes ``names`` in the table of attached classes."""
+def attached_classes(names: list[str]) -> None:
+    """Replace the cells of the classes ``names`` in the table of attached classes."""
     if unknown := set(names) - class_rows.CASES.keys():
         sys.exit(f"there is no class {min(unknown)} in tests/attach/tiny_pipelines.yaml")
     head = class_rows.HEADS["attached"]
-    rows = {name: printed(class_rows.attached_row(name)) for name in names}
-    class_rows.write(
-        head, [row for _, row in sorted({**class_rows.documented(head), **rows}.items())]
-    )
+    cells = {name: shown(name, class_rows.attached_cells(name)) for name in names}
+    class_lists.write(head, class_lists.grouped({**class_lists.classes_below(head), **cells}))
 
 
 def main() -> None:
     if sys.argv[1:2] == ["attached"] and sys.argv[2:]:
-        return attached_rows(sys.argv[2:])
+        return attached_classes(sys.argv[2:])
     if unknown := set(sys.argv[1:]) - TABLES.keys():
         sys.exit(f"there is no table {min(unknown)}; there are: {', '.join(TABLES)}")
     for name in sys.argv[1:] or TABLES:
         head, rows = TABLES[name]
-        class_rows.write(head, [printed(row) for row in rows()])
+        class_lists.write(head, rows())
 
 
 if __name__ == "__main__":

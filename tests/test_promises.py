@@ -1,4 +1,4 @@
-"""Every test that docs/promises.md names exists."""
+"""Every test that tests/PROMISES.md names exists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-DOCUMENT = ROOT / "docs" / "promises.md"
+DOCUMENT = ROOT / "tests" / "PROMISES.md"
 
 
 @cache

@@ -1,13 +1,12 @@
-"""The tables of classes in `docs/pipelines.md`: each row from what was seen. `make pipelines`
+"""The tables of classes in `docs/pipelines.md`: their cells from what was seen. `make pipelines`
 writes them, tests compare."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
 from graphrun.solve.infeasible import Infeasible
 
-DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "pipelines.md"
 CASES = cases()
 OTHER = "two ships"
 AMPLE_BYTES = 1 << 40
@@ -34,27 +32,12 @@ CLASSES = (
     "StableDiffusionXLPipeline",
 )
 HEADS = {
-    "attached": "| class | family | result |\n|---|---|---|\n",
+    "attached": "| result | family | classes |\n|---|---|---|\n",
     "features": (
         f"| feature | {' | '.join(name.removesuffix('Pipeline') for name in CLASSES)} "
         f"|\n|---|{'---|' * len(CLASSES)}\n"
     ),
 }
-
-
-def documented(head: str) -> dict[str, str]:
-    """The rows below ``head`` in the document, by their first cell."""
-    lines = DOCUMENT.read_text().partition(head)[2].partition("\n\n")[0].splitlines()
-    return {row.split(" | ")[0].removeprefix("| "): row for row in lines}
-
-
-def write(head: str, rows: Iterable[str]) -> None:
-    """Puts ``rows`` in the place of those below ``head``."""
-    head_text, separator, tail_text = DOCUMENT.read_text().partition(head)
-    assert separator, f"{DOCUMENT} has no table {head}"
-    DOCUMENT.write_text(
-        head_text + head + "\n".join(rows) + "\n\n" + tail_text.partition("\n\n")[2]
-    )
 
 
 def another(case: Case) -> Case | None:
@@ -75,9 +58,9 @@ def least_bytes(case: Case) -> int:
     return int(error_info.value.smallest_budget_bytes)
 
 
-def attached_row(name: str) -> str:
-    """Three calls, another text and the first again, attached with a generous budget and with
-    exactly the least one."""
+def attached_cells(name: str) -> tuple[str, str]:
+    """The result and the family of a class. Its result: three calls, another text and the first
+    again, attached with a generous budget and with exactly the least one."""
     case, other = CASES[name], another(CASES[name])
     plain = case.build()
     want = case.call(plain)
@@ -115,7 +98,7 @@ def attached_row(name: str) -> str:
     parts["detached"] = "equal" if all(cells["detached"]) else "differs"
     exceptions = [f"{part}: {cell}" for part, cell in parts.items() if cell != "equal"]
     result = "; ".join(exceptions) or "equal"
-    return f"| {name} | {case.family} | {result}{', takes no text' if other is None else ''} |"
+    return f"{result}{', takes no text' if other is None else ''}", case.family
 
 
 def lora(pipe: Any) -> None:
