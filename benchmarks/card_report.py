@@ -138,10 +138,10 @@ def models_text(models: Record) -> list[str]:
         "",
         f"{len(models)} graphs at full size with their usual inputs, random weights and two "
         "denoising steps (`benchmarks/card.sh models`), each within a budget and with the whole "
-        "card. The table shows the peaks that this version plans for the slots of the plan that "
-        "ran, and the measured ones (`benchmarks/card_models.py`, "
-        "`tests/profile/test_allocator.py`). *Same bits*: the output with the whole card and the "
-        "one within the budget. `-`: not run.",
+        "card: the peaks that this version plans for the slots of the plan that ran, and the "
+        "measured ones (`benchmarks/card_models.py`, "
+        "`tests/profile/test_allocator.py`). *Same bits*: in the outputs with the whole card and "
+        "within the budget. `-`: not run.",
         "",
         *models_table(models),
         "",
@@ -149,10 +149,8 @@ def models_text(models: Record) -> list[str]:
         f"{sum(a < b for a, b in pairs)} took less than planned. {len(over_bytes)} took more, at "
         f"most {max(over_bytes) / MIB:.0f} MiB, and none of them is the peak of its plan.",
         "- Text encoders of CogView4 and Qwen-Image took less because a plan has room for the "
-        "longest prompt. cuDNN takes up to 16.5 MiB of scratch per convolution, by rules that are "
-        "unknown; plans count the most.",
-        "- The rules for scratch on this card come from 874 kernels, measured one by one "
-        "(`benchmarks/card_kernels.py`, `tests/profile/test_corrections.py`).",
+        "longest prompt. cuDNN takes up to 16.5 MiB of scratch per convolution; plans count the "
+        "most, by rules from 874 kernels, measured one by one (`benchmarks/card_kernels.py`).",
         "",
     ]
 
@@ -209,21 +207,19 @@ def page(recorded: dict[str, Record]) -> str:
         *memory_table(parts),
         "",
         "Peaks are bytes that PyTorch's allocator reserved, without cuBLAS's workspace. *Of the "
-        "budget, with context*: what the whole process took of the card, over the budget. The last "
-        "budget is the minimum VRAM. Each plan ran twice.",
+        "budget, with context*: what the whole process took, over the budget. The last budget is "
+        "the minimum VRAM. Each plan ran twice.",
         "",
         f"- Of {len(big_slots)} slots, {exact(big_slots)} reserved exactly the planned bytes. "
         f"{len(different)} reserved more, at most "
         f"{max(over(slot) for slot in different) / MIB:.0f} MiB: load slots in a process's first "
-        "run, and the denoiser, whose RMS norms were planned as several kernels. Plans now count "
-        "one kernel, and match the second runs to the byte (`tests/profile/test_allocator.py`). No "
-        "run exceeded its limit for tensors.",
+        "run, and the denoiser, whose RMS norms were planned as several kernels. Plans of this "
+        "version match the second runs to the byte (`tests/profile/test_allocator.py`).",
         f"- Of {len(small_slots)} slots of small FLUX and SDXL, "
         f"{exact(small_slots)} reserved exactly the planned bytes.",
-        "- In two runs, with the first and the last budget, the card recorded "
-        f"{allocators[0]['events']:,} and {allocators[1]['events']:,} allocations, releases and "
-        "pages. graphrun's model of the allocator reserves the same bytes as the card at each of "
-        f"them (largest difference {_largest(allocators)} B).",
+        f"- In two runs with {allocators[0]['events']:,} and {allocators[1]['events']:,} "
+        "allocations, releases and pages, graphrun's model of the allocator reserves the same "
+        f"bytes as the card at each of them (largest difference {_largest(allocators)} B).",
         "- The process took up to "
         f"{max(_context(part) for part in parts.values()) / 1e6:.0f} MB next to the allocator "
         "(CUDA context and loaded kernels); budgets count "
@@ -246,9 +242,9 @@ def page(recorded: dict[str, Record]) -> str:
         f"{_decode(parts)['run_seconds']:.3f} s. Half of it, {norm['seconds']:.3f} s, is the "
         "kernel that computes the means of group norms ([costs](estimating.md#seconds)).",
         "- Host work outside of calls: tokenizer, scheduler, the picture to PIL; in this table "
-        "also the benchmark's digests of every value. Plans do not count it.",
+        "also the benchmark's checksums of every value. Plans do not count it.",
         "",
-        "Without digests, a first and a second run took "
+        "Without checksums, a first and a second run took "
         f"{_walls(results['flux-dev host within 8G'])} s at {list(parts)[0]} GiB and "
         f"{_walls(host)} s at {list(parts)[1]} GiB (wall time). The first run copies "
         "the weights into pinned memory. With everything resident, diffusers' own "
@@ -330,10 +326,9 @@ def _peer_lines(peers: Record) -> Iterator[str]:
         yield f"| {cap} | {cell['tool']} | {first} | {second} | {peak:.2f} | {equal} |"
     yield ""
     yield (
-        "graphrun begins and ends each run with nothing on the card. Its rows are of an earlier "
-        "version, which did not map pages while copying. Not measured: `graphrun.attach` at this "
-        "size, a graphrun session, diffusers-mm, accelerate's dispatch (`benchmarks/card.sh "
-        "peers`)."
+        "graphrun begins and ends each run with nothing on the card; its rows are of an earlier "
+        "version. Not measured: `graphrun.attach` at this size, a graphrun session, diffusers-mm, "
+        "accelerate's dispatch (`benchmarks/card.sh peers`)."
     )
 
 

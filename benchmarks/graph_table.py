@@ -3,8 +3,8 @@
     python benchmarks/graph_table.py [NAME ...]    all graphs, or the named ones; others keep their
                                                    lines
 
-Tables: every reference graph's components in GiB, and the predicted time and peak at four budgets
-on an RTX 4090. Needs no weights and no GPU. Pyramid-Flow's code is no package: its rows need its
+The table: every reference graph's predicted time and peak at four budgets on an RTX 4090, and its
+components in GiB. Needs no weights and no GPU. Pyramid-Flow's code is no package: its rows need its
 folder on PYTHONPATH.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -75,13 +76,21 @@ NAMES = (
 
 HEAD = f"""# Reference graphs
 
-Each file in `graphs/` plans without weights and GPU. Times are of one cold run, predicted for an \
-RTX 4090 with {RAM[:-1]} GiB of RAM at the
-graph's default inputs, with weights read from disk. Peaks are as `nvidia-smi` shows them. `make \
-tables` writes this page.
+Each file in `graphs/` plans without weights and GPU. `graphrun list` prints the names, and \
+`graphrun fit NAME` the formats that fit your card.
 
+Seconds are of one cold run, predicted for an RTX 4090 with {RAM[:-1]} GiB of RAM at the graph's \
+default inputs, with weights read from disk.
+Next to them is the peak in GiB, as `nvidia-smi` shows it. `-`: does not fit; the minimum VRAM is \
+in parentheses. Components are in GiB, in
+the checkpoint's precision. `make tables` writes this page.
+
+| graph | {" | ".join(f"{budget[:-1]} GiB" for budget in BUDGETS)} | components |
+|---{"|---" * len(BUDGETS)}|---|
+"""
+TAIL = """
 - Pyramid-Flow (miniFLUX, 768p) needs its own code on PYTHONPATH, and `--trust-package`; the \
-error says where to get it
+error names where to get it
   ([its results](howto/own-code.md#a-program-of-any-class)).
 - Kandinsky 5 and HunyuanVideo 1.5 decode in tiles; `--set tiling=false` switches that off. \
 sd21-upscaled decodes 2048 pixels at once; with
@@ -96,29 +105,12 @@ ACE-Step 1.5 (its code counts values, which a dry
 
 `graphrun graph graphs/flux-dev.yaml --as svg -o flux-dev.svg` draws stages, components, and \
 values with their bytes; `--as mermaid` and
-`--as dot` write text. An edge that a longer path implies is left out, and its value names the \
-other readers. In Python,
-`graphrun.load(file).to_networkx()` returns a `networkx.DiGraph` with nodes such as \
-`stage:encode`, `value:encode.embeds`,
-`component:vae`, `input:prompt` and `output:image`.
-
-## Components
-
-GiB in the checkpoint's precision, with buffers.
-
-| graph | components |
-|---|---|
+`--as dot` write text. In Python, `graphrun.load(file).to_networkx()` returns a `networkx.DiGraph`.
 """
-MIDDLE = """
-## Predicted time and peak
-
-`-`: does not fit; the minimum VRAM is in parentheses.
-
-| graph | """
 
 
-def component_line(name: str) -> str:
-    """Return a row of the first table: a graph's components, largest first."""
+def components_cell(name: str) -> str:
+    """Return the last cell of a graph's row: its components, largest first."""
     import graphrun
     from graphrun.modules.build import meta_module
 
@@ -128,12 +120,12 @@ def component_line(name: str) -> str:
         for key, component in graph.components.items()
     }
     ordered = sorted(sizes.items(), key=lambda item: -item[1])
-    return f"| {name} | {', '.join(f'{key} {size / 2**30:.2f}' for key, size in ordered)} |"
+    return ", ".join(f"{key} {size / 2**30:.2f}" for key, size in ordered)
 
 
-def figures(name: str, plan_row: str) -> dict[str, Any]:
+def figures(name: str, row_cells: Sequence[str]) -> dict[str, Any]:
     """Return the parameters of a graph, and the smallest sufficient one of `BUDGETS` with `RAM`.
-    The budget and its seconds come from the row of the second table."""
+    The budget and its seconds come from the cells of the graph's row."""
     import graphrun
     from graphrun.modules.build import meta_module
 
@@ -142,8 +134,8 @@ def figures(name: str, plan_row: str) -> dict[str, Any]:
     row: dict[str, Any] = {
         "parameters": sum(p.numel() for module in modules for p in module.parameters())
     }
-    for budget, cell in zip(BUDGETS, plan_row.split("|")[2:], strict=False):
-        if match := re.match(r" ([\d.]+) s,", cell):
+    for budget, cell in zip(BUDGETS, row_cells, strict=False):
+        if match := re.match(r"([\d.]+) s,", cell):
             return {
                 **row,
                 "card_gib": int(budget[:-1]),
@@ -160,7 +152,8 @@ def nbytes(module: Any) -> int:
     )
 
 
-def plan_line(name: str) -> str:
+def plan_cells(name: str) -> list[str]:
+    """Return the time and the peak of a graph at each of `BUDGETS`."""
     import graphrun
     from graphrun.profile.dry_run import probe
     from graphrun.profile.hardware import hardware
@@ -184,46 +177,36 @@ def plan_line(name: str) -> str:
         simulation = solution.simulation
         peak_bytes = simulation.peak_bytes + problem.budget_bytes - problem.effective_bytes
         cells.append(f"{simulation.seconds:.1f} s, {peak_bytes / 2**30:.1f}")
-    return f"| {name} | {' | '.join(cells)} |"
+    return cells
 
 
-def lines_of(text: str) -> dict[str, list[str]]:
-    """Return the rows of both tables by graph, as they are in the document."""
-    rows_by_name: dict[str, list[str]] = {}
-    for line in text.splitlines():
-        if match := re.match(r"\| ([a-z0-9-]+) \|", line):
-            rows_by_name.setdefault(match[1], []).append(line)
-    return {name: rows for name, rows in rows_by_name.items() if name in NAMES and len(rows) == 2}
+def cells_of(text: str) -> dict[str, list[str]]:
+    """Return the cells of the rows by graph, as they are in the document."""
+    rows = (line.removeprefix("| ").removesuffix(" |").split(" | ") for line in text.splitlines())
+    return {name: cells for name, *cells in rows if name in NAMES}
 
 
 def document(rows: dict[str, list[str]]) -> str:
-    names = [name for name in NAMES if name in rows]
-    header = (
-        " | ".join(f"{budget[:-1]} GiB" for budget in BUDGETS)
-        + " |\n|---"
-        + "|---" * len(BUDGETS)
-        + "|\n"
-    )
-    first, second = ("".join(f"{rows[name][table]}\n" for name in names) for table in (0, 1))
-    return HEAD + first + MIDDLE + header + second
+    lines = (f"| {' | '.join([name, *rows[name]])} |\n" for name in NAMES if name in rows)
+    return HEAD + "".join(lines) + TAIL
 
 
 def main(names: list[str]) -> None:
     """Rewrite the rows of ``names``; by default of all graphs."""
-    rows = lines_of(TABLE.read_text()) if TABLE.is_file() else {}
+    rows = cells_of(TABLE.read_text()) if TABLE.is_file() else {}
     absent = [
         name
         for name, packages in CODE.items()
         if any(find_spec(package) is None for package in packages)
     ]
     for name in names or [name for name in NAMES if name not in absent]:
-        rows[name] = [component_line(name), plan_line(name)]
-        print(*rows[name], sep="\n", flush=True)
+        rows[name] = [*plan_cells(name), components_cell(name)]
+        print(name, *rows[name], sep=" | ", flush=True)
         TABLE.write_text(document(rows))
         figures_by_name = json.loads(FIGURES.read_text()) if FIGURES.is_file() else {}
         FIGURES.write_text(
             json.dumps(
-                figures_by_name | {name: figures(name, rows[name][1])}, indent=1, sort_keys=True
+                figures_by_name | {name: figures(name, rows[name])}, indent=1, sort_keys=True
             )
             + "\n"
         )

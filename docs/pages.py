@@ -14,7 +14,7 @@ import json
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from html import escape
 from pathlib import Path
@@ -94,10 +94,10 @@ def type_of(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
             type_of(option, defs) for option in schema["anyOf"] if option.get("type") != "null"
         )
         plain = [kind for kind in ("text", "bool", "int", "number") if kind in kinds]
-        return " or ".join(
-            (["value"] if len(plain) == 4 else plain)
-            + [kind for kind in kinds if kind not in plain]
-        )
+        others = [kind for kind in kinds if kind not in plain]
+        if len(plain) == 4:
+            plain, others = ["value"], list(dict.fromkeys(kind.split()[0] for kind in others))
+        return " or ".join([*plain, *others])
     match schema.get("type"):
         case "array":
             return f"list of {type_of(schema['items'], defs)}"
@@ -128,18 +128,18 @@ def keys(
     required = schema.get("required", ())
     for key, value in schema["properties"].items():
         default = value.get("default")
-        default_text = (
-            "required"
+        end = (
+            " Required."
             if key in required
             else ""
             if default in (None, [], {})
-            else f"`{json.dumps(default)}`"
+            else f" Default: `{json.dumps(default)}`."
         )
         meaning, name = value["description"], title(schema["title"])
         section = sections.setdefault((key, meaning), name)
         if section != name and len(meaning) > 50:
             meaning = f"As for [{section}](#{section.replace(' ', '-')})."
-        yield f"`{key}`", type_of(value, defs), default_text, meaning
+        yield f"`{key}`", type_of(value, defs), meaning + end
 
 
 def graph_file() -> str:
@@ -157,7 +157,7 @@ Unknown keys are refused with their line.
 
 ## graph
 
-{table("key | type | default | meaning", keys(whole, defs, sections))}
+{table("key | type | meaning", keys(whole, defs, sections))}
 """
     order = (
         "InputSpec",
@@ -175,7 +175,7 @@ Unknown keys are refused with their line.
         definition = defs[name]
         text += (
             f"## {title(name)}\n\n{markdown(definition['description'])}"
-            f"\n\n{table('key | type | default | meaning', keys(definition, defs, sections))}\n"
+            f"\n\n{table('key | type | meaning', keys(definition, defs, sections))}\n"
         )
     return (
         text
@@ -264,6 +264,11 @@ session. A slot ends with a barrier: the next slot waits for its copies.
 # -- commands
 
 
+def option_list(rows: Iterable[tuple[str, str]]) -> str:
+    """A Markdown list of options."""
+    return "".join(f"- {names}: {meaning}\n" for names, meaning in rows)
+
+
 def commands() -> str:
     whole = typer.main.get_command(cli.app)
     rows = {path: list(options(command)) for path, command in listed(whole, ())}
@@ -276,15 +281,17 @@ def commands() -> str:
 {MADE}`graphrun COMMAND --help` prints the same. [Exit codes](errors.md). GRAPH is a graph file, \
 the name of a graph (`graphrun list`), or a plan saved with `-o`.
 
-{table("option before the command | meaning", options(whole))}
+Options before the command:
+
+{option_list(options(whole))}
 ## Shared options
 
 The planning options:
 
-{table("option | meaning", iter(planning))}
+{option_list(planning)}
 Others:
 
-{table("option | meaning", iter(shared))}
+{option_list(shared)}
 """
     for path, command in listed(whole, ()):
         arguments = " ".join(
@@ -305,7 +312,7 @@ Others:
         if names:
             text += f"Shared options: {', '.join(names)}.\n\n"
         if specific := [row for row in rows[path] if row not in (*planning, *shared)]:
-            text += table("option | meaning", iter(specific)) + "\n"
+            text += option_list(specific) + "\n"
     # a page that a help text names becomes a link
     text = re.sub(r"docs/((?:\w+/)*)(\w+)\.md", r"[\2](\1\2.md)", text)
     return text.rstrip() + "\n"

@@ -18,6 +18,7 @@ PAGES = [
         ROOT / "SECURITY.md",
         *sorted((ROOT / "docs").rglob("*.md")),
         ROOT / "benchmarks" / "README.md",
+        ROOT / "packaging" / "RELEASING.md",
     )
 ]
 FENCE = re.compile(
