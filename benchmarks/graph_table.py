@@ -4,7 +4,7 @@
                                                    lines
 
 The table: every reference graph's predicted time and peak at four budgets on an RTX 4090, and its
-components in GiB. Needs no weights and no GPU. Pyramid-Flow's code is no package: its rows need its
+weights in GiB. Needs no weights and no GPU. Pyramid-Flow's code is no package: its rows need its
 folder on PYTHONPATH.
 """
 
@@ -82,10 +82,11 @@ Each file in `graphs/` plans without weights and GPU. `graphrun list` prints the
 Seconds are of one cold run, predicted for an RTX 4090 with {RAM[:-1]} GiB of RAM at the graph's \
 default inputs, with weights read from disk.
 Next to them is the peak in GiB, as `nvidia-smi` shows it. `-`: does not fit; the minimum VRAM is \
-in parentheses. Components are in GiB, in
-the checkpoint's precision. `make tables` writes this page.
+in parentheses. Weights are in GiB, in
+the checkpoint's precision; `graphrun estimate NAME` shows each component. `make tables` writes \
+this page.
 
-| graph | {" | ".join(f"{budget[:-1]} GiB" for budget in BUDGETS)} | components |
+| graph | {" | ".join(f"{budget[:-1]} GiB" for budget in BUDGETS)} | weights |
 |---{"|---" * len(BUDGETS)}|---|
 """
 TAIL = """
@@ -109,18 +110,14 @@ values with their bytes; `--as mermaid` and
 """
 
 
-def components_cell(name: str) -> str:
-    """Return the last cell of a graph's row: its components, largest first."""
+def weights_cell(name: str) -> str:
+    """Return the last cell of a graph's row: the GiB of its components."""
     import graphrun
     from graphrun.modules.build import meta_module
 
     graph = graphrun.load(ROOT / "graphs" / f"{name}.yaml", trust=CODE.get(name, ()))
-    sizes = {
-        key: nbytes(meta_module(component, graph.trust))
-        for key, component in graph.components.items()
-    }
-    ordered = sorted(sizes.items(), key=lambda item: -item[1])
-    return ", ".join(f"{key} {size / 2**30:.2f}" for key, size in ordered)
+    modules = (meta_module(component, graph.trust) for component in graph.components.values())
+    return f"{sum(map(nbytes, modules)) / 2**30:.1f}"
 
 
 def figures(name: str, row_cells: Sequence[str]) -> dict[str, Any]:
@@ -200,7 +197,7 @@ def main(names: list[str]) -> None:
         if any(find_spec(package) is None for package in packages)
     ]
     for name in names or [name for name in NAMES if name not in absent]:
-        rows[name] = [*plan_cells(name), components_cell(name)]
+        rows[name] = [*plan_cells(name), weights_cell(name)]
         print(name, *rows[name], sep=" | ", flush=True)
         TABLE.write_text(document(rows))
         figures_by_name = json.loads(FIGURES.read_text()) if FIGURES.is_file() else {}

@@ -1,4 +1,4 @@
-"""docs/graphs.md has every reference graph, with the sizes, times and peaks that graphrun computes
+"""docs/graphs.md has every reference graph, with the weights, times and peaks that graphrun computes
 for it."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("name", sampled(GRAPHS, SAMPLE, "graphs"))
 def test_the_documented_sizes_are_those_of_the_components(table: Any, name: str) -> None:
-    assert table.components_cell(name) == table.cells_of(TEXT)[name][-1]
+    assert table.weights_cell(name) == table.cells_of(TEXT)[name][-1]
 
 
 @pytest.mark.parametrize("name", sampled(GRAPHS, ("sd3",), "graphs"))

@@ -60,7 +60,7 @@ def documented() -> dict[str, set[str]]:
     """The keys of each section of the document, and of those that all have."""
     keys_by_section: dict[str, set[str]] = {}
     for section in re.split(r"^##? ", DOCUMENT.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
-        rows = [row.split("|")[1] for row in section.splitlines() if row.startswith("| `")]
+        rows = re.findall(r"^- (`.*?`): ", section, flags=re.MULTILINE)
         keys_by_section[section.partition("\n")[0]] = {
             key for row in rows for text in re.findall("`([^`]+)`", row) for key in expanded(text)
         }
