@@ -137,11 +137,10 @@ def models_text(models: Record) -> list[str]:
         "## Other models at full size",
         "",
         f"{len(models)} graphs at full size with their usual inputs, random weights and two "
-        "denoising steps (`benchmarks/card.sh models`), each within a budget and with the whole "
-        "card: the peaks that this version plans for the slots of the plan that ran, and the "
-        "measured ones (`benchmarks/card_models.py`, "
-        "`tests/profile/test_allocator.py`). *Same bits*: in the outputs with the whole card and "
-        "within the budget. `-`: not run.",
+        "denoising steps ran within a budget and with the whole card (`benchmarks/card.sh "
+        "models`). *planned*: peaks that this version plans for the slots of the plan that ran "
+        "(`benchmarks/card_models.py`). *same bits*: in the outputs with the whole card and within "
+        "the budget. `-`: not run.",
         "",
         *models_table(models),
         "",

@@ -223,7 +223,7 @@ def plan_text() -> str:
     rows = ((f"`{plan.CHOICE_LINES[name][1]}`", meaning) for name, meaning in choices.items())
     return f"""# Plan text
 
-{MADE}A plan is a text that says what is done and when. A saved plan has it, line by line, under \
+{MADE}A plan is a text: what is done, and when. A saved plan has it, line by line, under \
 `actions`. `graphrun check plan.json`
 computes its peaks and seconds, and refuses a text that breaks a rule. [Read a \
 plan](tutorial/read-a-plan.md) explains an example.

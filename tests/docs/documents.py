@@ -22,7 +22,7 @@ PAGES = [
     )
 ]
 FENCE = re.compile(
-    r"^(?P<note><!--[^>]*-->\n\n?)?^(?P<indent> *)```(?P<info>[^\n]*)\n(?P<text>.*?)^ *```$",
+    r"^(?P<note> *<!--[^>]*-->\n\n?)?^(?P<indent> *)```(?P<info>[^\n]*)\n(?P<text>.*?)^ *```$",
     re.MULTILINE | re.DOTALL,
 )
 NOTE = re.compile(r"<!-- (not run|fails): (.+) -->")
