@@ -1,5 +1,5 @@
-"""docs/graphs.md has every reference graph, with the weights, times and peaks that graphrun computes
-for it."""
+"""docs/graphs.md has every reference graph, with the weights, times and peaks that graphrun
+computes for it."""
 
 from __future__ import annotations
 

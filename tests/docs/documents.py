@@ -19,6 +19,7 @@ PAGES = [
         *sorted((ROOT / "docs").rglob("*.md")),
         ROOT / "benchmarks" / "README.md",
         ROOT / "packaging" / "RELEASING.md",
+        ROOT / "tests" / "PROMISES.md",
     )
 ]
 FENCE = re.compile(
