@@ -94,10 +94,10 @@ def type_of(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
             type_of(option, defs) for option in schema["anyOf"] if option.get("type") != "null"
         )
         plain = [kind for kind in ("text", "bool", "int", "number") if kind in kinds]
-        others = [kind for kind in kinds if kind not in plain]
+        nested = [kind for kind in kinds if kind not in plain]
         if len(plain) == 4:
-            plain, others = ["value"], list(dict.fromkeys(kind.split()[0] for kind in others))
-        return " or ".join([*plain, *others])
+            plain, nested = ["value"], list(dict.fromkeys(kind.split()[0] for kind in nested))
+        return " or ".join([*plain, *nested])
     match schema.get("type"):
         case "array":
             return f"list of {type_of(schema['items'], defs)}"
