@@ -5,7 +5,11 @@ An estimate is a card's data sheet (`SHEETS`) times the share that kernels reach
 and RTX Blackwell (dense tensor rates with fp32 accumulation), data sheets of V100, T4, A100, H100,
 H200, B200, A10, L4, L40S and RTX A6000; AMD's of MI300X, RX 7900 XT and XTX and RX 9070 XT; Intel's
 of Arc A770 and B580 (fp16 by their matrix units is half of the rate in int8). Laptop rates are for
-the highest power limit. Chips whose processor and GPU share memory are in `chips`.
+the highest power limit: cores and boost clocks of nvidia.com/geforce/gaming-laptops/compare. From
+pages that are not NVIDIA's: RTX 4090 D, RTX PRO 6000 and the RTX 5090 laptop (150 W; its PCIe is
+assumed) from hmc-tech.com; RTX 6000 Ada from grafikkarten.com, after NVIDIA's site; L20 from
+topcpu.net; tensor rates of RTX 6000 Ada and L20 from tables of training tools. Chips whose
+processor and GPU share memory are in `chips`.
 
 Shares: fitted by ``benchmarks/fit_costs.py`` on published seconds
 (``benchmarks/data/published.csv``), like the constants marked "Fitted" in `costs`. Errors of rows
@@ -138,21 +142,26 @@ SHEETS = {
     "rtx4070ti": Sheet(12, 80.2, 40.1, 60, 504, 25, "ada"),
     "rtx4080": Sheet(16, 97.5, 48.7, 76, 717, 25, "ada"),
     "rtx4090": Sheet(24, 165.2, 82.6, 128, 1008, 25, "ada"),
+    "rtx4090d": Sheet(24, 147.1, 73.5, 114, 1008, 25, "ada"),
     "rtx4060laptop": Sheet(8, 29.2, 14.6, 24, 256, 12, "ada"),
     "rtx4070laptop": Sheet(8, 40.0, 20.0, 36, 256, 12, "ada"),
-    "rtx4080laptop": Sheet(12, 66.0, 33.0, 58, 432, 25, "ada"),
+    "rtx4080laptop": Sheet(12, 67.7, 33.9, 58, 432, 25, "ada"),
     "rtx4090laptop": Sheet(16, 79.4, 39.7, 76, 576, 25, "ada"),
     "rtx5060ti": Sheet(16, 47.4, 23.7, 36, 448, 25, "blackwell"),
     "rtx5070": Sheet(12, 61.7, 30.9, 48, 672, 50, "blackwell"),
     "rtx5070ti": Sheet(16, 87.9, 43.9, 70, 896, 50, "blackwell"),
     "rtx5080": Sheet(16, 112.6, 56.3, 84, 960, 50, "blackwell"),
     "rtx5090": Sheet(32, 209.5, 104.8, 170, 1792, 50, "blackwell"),
+    "rtx5090laptop": Sheet(24, 114.0, 45.3, 82, 896, 25, "blackwell"),
     "t4": Sheet(16, 65, 8.1, 40, 320, 12, "turing"),
     "v100": Sheet(16, 125, 15.7, 80, 900, 12, "volta", "ampere"),
     "a10": Sheet(24, 125, 31.2, 72, 600, 25, "ga10x"),
     "a6000": Sheet(48, 154.8, 38.7, 84, 768, 25, "ga10x"),
     "l4": Sheet(24, 121, 30.3, 58, 300, 25, "ada"),
     "l40s": Sheet(48, 362, 91.6, 142, 864, 25, "ada"),
+    "l20": Sheet(48, 119.5, 59.4, 92, 864, 25, "ada"),
+    "6000ada": Sheet(48, 364, 91.1, 142, 960, 25, "ada"),
+    "pro6000": Sheet(96, 503.8, 126, 188, 1792, 50, "blackwell"),
     "a100": Sheet(80, 312, 19.5, 108, 2039, 25, "ampere", "ampere"),
     "a100-40": Sheet(40, 312, 19.5, 108, 1555, 25, "ampere", "ampere"),
     "h100": Sheet(80, 989.4, 66.9, 132, 3350, 55, "hopper", "hopper"),

@@ -38,6 +38,11 @@ def test_an_unknown_size_is_refused_with_those_that_exist() -> None:
     ("reported", "kind", "name"),
     [
         ("NVIDIA GeForce RTX 4090", "cuda", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090 D", "cuda", "rtx4090d"),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", "cuda", "rtx5090laptop"),
+        ("NVIDIA RTX 6000 Ada Generation", "cuda", "6000ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "cuda", "pro6000"),
+        ("NVIDIA L20", "cuda", "l20"),
         ("NVIDIA A100-SXM4-40GB", "cuda", "a100"),
         ("NVIDIA GB10", "cuda", "gb10"),
         ("NVIDIA Thor", "cuda", "thor-128"),
