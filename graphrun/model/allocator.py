@@ -36,7 +36,7 @@ LARGEST_KEPT, MOST_KEPT, LARGEST_BIT = 1040, 7, 128
 ALIGNMENT = 64
 ALIGNING_BYTES = ALIGNMENT + LEAST_CHUNK
 # The heap without live tensors, counted more than it is, for small objects.
-FRAGMENTS_SHARE = 1.5
+FRAGMENTS_SHARE = 2.0
 SMALL_PAGE_BYTES, LARGE_PAGE_BYTES = 2 * MIB, 20 * MIB
 PACKED_BYTES, SEGMENT_STEP_BYTES = 10 * MIB, 2 * MIB  # native segments: kMinLargeAlloc, kRoundLarge
 
@@ -84,8 +84,8 @@ class Heap:
 
     Follows malloc/malloc.c of glibc 2.36 (`_int_memalign`, `_int_malloc`, `_int_free`, `systrim`,
     `mtrim`): a request asks for `ALIGNING_BYTES` more, and gives back what is left before and
-    behind the aligned tensor. The first few such bits of each size are kept, and part the free
-    ranges next to them; others are merged at the next large request. The smallest range that is
+    behind the aligned tensor. In a call, the first few such bits of each size stay, and part the
+    free ranges next to them; others are merged at the next large request. The smallest range that is
     large enough is taken, the last one freed among equals; without one, the heap grows. Sizes above
     `MAPPED_BYTES` are mapped. Bytes count from the first write until a trim.
 
@@ -138,6 +138,7 @@ class Heap:
 
     def trim(self) -> None:
         """Return the memory of whole free pages, as `malloc_trim` does."""
+        self._cached.clear()  # small objects have taken them
         self._merge_bits()
         for begin, end in self._free.items():
             # the library's own words are at the begin of a range
