@@ -496,7 +496,7 @@ def summary(rows: list[dict[str, Any]], ended: Ended) -> dict[str, Any]:
                 differences = [second[key] - first[key] for first, second in pairs]
                 result[f"step_{key}"] = round(statistics.median(differences), 3)
     described = {"event", "seconds", "cpu_seconds", "read_bytes", "load_seconds", "process_bytes"}
-    for name in ("rate", "plan", "end", "picture"):
+    for name in ("rate", "plan", "slots", "end", "picture"):
         result |= {k: v for k, v in events.get(name, {}).items() if k not in described}
     if end and ready and "load_seconds" in end:
         loads = end["load_seconds"] - ready.get("load_seconds", 0.0)

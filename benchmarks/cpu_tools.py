@@ -267,6 +267,19 @@ def _graphrun(job: Job) -> Picture:
 
     def picture() -> Any:
         trace = graphrun.run(solution, graph, inputs)
+        slots = [
+            {
+                "slot": slot.name,
+                "planned_seconds": plan_slot.seconds,
+                "seconds": slot.end_seconds - slot.start_seconds,
+                "planned_peak_bytes": plan_slot.peak_bytes,
+                "peak_bytes": slot.peak_bytes,
+                "activation_bytes": plan_slot.activation_bytes,
+                "pages_bytes": plan_slot.pages_bytes,
+            }
+            for plan_slot, slot in trace.pairs_with(solution.simulation.slots)
+        ]
+        job.note("slots", slots=slots)
         return next(iter(trace.outputs.values()))
 
     return picture

@@ -184,12 +184,6 @@ if sys.platform == "linux":
     os.register_at_fork(after_in_child=_reserve_unforked_memory)
 
 
-def trim_freed_memory() -> None:
-    """Return freed memory at the end of the C library's heaps to the system (glibc)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def spills_vram(wsl: Path = Path("/dev/dxg")) -> bool:
     """Return whether the driver moves what exceeds a card's memory to RAM.
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from graphrun import memory_group
+from graphrun.c_heap import trim_freed_memory
 from graphrun.errors import InputError
 from graphrun.memory_group import (
     GroupFolder,
@@ -25,7 +26,6 @@ from graphrun.memory_group import (
     group_bytes,
     process_bytes,
 )
-from graphrun.systems import trim_freed_memory
 from graphrun.units import MIB
 
 LIMIT = 128 * MIB

@@ -1,8 +1,9 @@
 """Models of device allocators: the bytes that allocations, releases and trims reserve.
 
-Counting   every size rounded up to 512 bytes: the simulated accelerator Heap       the C library's
-memory on a CPU Caching    PyTorch's caching allocator with ``expandable_segments:True`` Native
-PyTorch's caching allocator with native segments, its default
+Counting   every size rounded up to 512 bytes: the simulated accelerator
+Heap       the C library's memory on a CPU
+Caching    PyTorch's caching allocator with ``expandable_segments:True``
+Native     PyTorch's caching allocator with native segments, its default
 
 The rules of PyTorch's caching allocator are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.11
 to 2.13), for one stream and the default settings. Sizes up to 1 MiB come from a small pool, larger
@@ -21,16 +22,21 @@ from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable
 from typing import Protocol
 
-from graphrun.units import MIB, round_up
+from graphrun.units import KIB, MIB, PAGE_BYTES, round_up
 
 ROUND_BYTES = 512
 SMALL_BYTES = MIB
-# glibc's largest M_MMAP_THRESHOLD, which the threshold reaches once such tensors are released
-HEAP_LIMIT_BYTES = 32 * MIB
-# Heap bytes per live byte in a call. Measured on x86-64: FLUX's transformer 3.8 at 256x256, T5 3.0;
-# one FLUX block again and again 2.5 at 256x256 and 3.1 at 1024x1024. Mapping smaller tensors too
-# needs no such factor, but takes 40 to 70 % longer because of page faults.
-HEAP_GROWTH = 4.0
+# The C library's heap, malloc/malloc.c of glibc 2.36 on 64-bit systems: the largest threshold of
+# mapping, reached once such tensors are released; room kept above the top; sizes of chunks.
+MAPPED_BYTES, TOP_BYTES = 32 * MIB, 128 * KIB
+CHUNK_STEP, LEAST_CHUNK, LEAST_LARGE, MERGING_BYTES = 16, 32, KIB, 64 * KIB
+# Chunks up to these sizes are kept, so many of each size (tcache), or merged later (fast bins).
+LARGEST_KEPT, MOST_KEPT, LARGEST_BIT = 1040, 7, 128
+# PyTorch aligns tensors to so many bytes (c10/core/alignment.h).
+ALIGNMENT = 64
+ALIGNING_BYTES = ALIGNMENT + LEAST_CHUNK
+# The heap without live tensors, counted more than it is, for small objects.
+FRAGMENTS_SHARE = 2.0
 SMALL_PAGE_BYTES, LARGE_PAGE_BYTES = 2 * MIB, 20 * MIB
 PACKED_BYTES, SEGMENT_STEP_BYTES = 10 * MIB, 2 * MIB  # native segments: kMinLargeAlloc, kRoundLarge
 
@@ -71,39 +77,178 @@ class Counting:
 
 
 class Heap:
-    """The C library's memory on a CPU (glibc 2.36).
+    """The C library's memory on a CPU: the heap of glibc, at first empty (`HeapFragments.take`).
 
-    Sizes above 32 MiB are mapped and unmapped. Smaller ones share a heap, which keeps released
-    memory. Best fit scatters new allocations over it, so the heap grows to several times the live
-    bytes until it is trimmed.
+    0                                                         top            end
+    |##|..free..|#####|.free.|###|......free......|####|.free.|   never given   |
+
+    Follows malloc/malloc.c of glibc 2.36 (`_int_memalign`, `_int_malloc`, `_int_free`, `systrim`,
+    `mtrim`): a request asks for `ALIGNING_BYTES` more, and gives back what is left before and
+    behind the aligned tensor. In a call, the first few such bits of each size stay, and part the
+    free ranges next to them; others are merged at the next large request. The smallest range that is
+    large enough is taken, the last one freed among equals; without one, the heap grows. Sizes above
+    `MAPPED_BYTES` are mapped. Bytes count from the first write until a trim.
+
+    Small objects, which part ranges too, are not recorded: `FRAGMENTS_SHARE` allows for them.
     """
 
     def __init__(self) -> None:
-        self._mapped_bytes = self._heap_bytes = self._live_heap_bytes = 0
-        self._live: dict[int, int] = {}
+        self._live: dict[int, tuple[int, int]] = {}  # key -> (begin or -1, bytes)
+        self._live_bytes = self._mapped_bytes = 0
+        self._top = self._end = 0
+        self._free: dict[int, int] = {}  # begin -> end, of the ranges below the top
+        self._begins: dict[int, int] = {}  # end -> begin
+        self._sizes: list[tuple[int, int, int]] = []  # (bytes, -number, begin), sorted
+        self._numbers: dict[int, int] = {}  # begin -> -number
+        self._freed = 0
+        self._cached: dict[int, int] = {}  # size of bits -> how many are kept
+        self._bits: dict[int, int] = {}  # begin -> end, of bits to be merged
+        self._cold: list[tuple[int, int]] = []  # ranges without memory, in order
+        self._cold_bytes = 0
 
     @property
     def used_bytes(self) -> int:
-        return self._mapped_bytes + self._heap_bytes
+        """Bytes of the live tensors, plus `FRAGMENTS_SHARE` of the other bytes of the heap."""
+        other_bytes = self._mapped_bytes + self._end - self._cold_bytes - self._live_bytes
+        return self._live_bytes + int(FRAGMENTS_SHARE * other_bytes)
 
     def allocate(self, key: int, nbytes: int) -> None:
-        self._live[key] = rounded = round_up(nbytes, ROUND_BYTES)
-        if rounded > HEAP_LIMIT_BYTES:
-            self._mapped_bytes += rounded
-            return
-        self._live_heap_bytes += rounded
-        self._heap_bytes = max(self._heap_bytes, int(HEAP_GROWTH * self._live_heap_bytes))
+        chunk_bytes = _chunk(nbytes)
+        begin, taken_bytes = self._take(chunk_bytes + ALIGNING_BYTES + CHUNK_STEP)
+        if begin >= 0:
+            gap_bytes = -(begin + CHUNK_STEP) % ALIGNMENT
+            if 0 < gap_bytes < LEAST_CHUNK:
+                gap_bytes += ALIGNMENT
+            self._give(begin, begin + gap_bytes)
+            begin, taken_bytes = begin + gap_bytes, taken_bytes - gap_bytes
+            if taken_bytes > chunk_bytes + LEAST_CHUNK:
+                self._give(begin + chunk_bytes, begin + taken_bytes)
+                taken_bytes = chunk_bytes
+            self._warm(begin, begin + taken_bytes)
+        self._live[key] = begin, taken_bytes
+        self._live_bytes += taken_bytes
 
     def release(self, key: int) -> None:
-        nbytes = self._live.pop(key)
-        if nbytes > HEAP_LIMIT_BYTES:
+        begin, nbytes = self._live.pop(key)
+        self._live_bytes -= nbytes
+        if begin < 0:
             self._mapped_bytes -= nbytes
         else:
-            self._live_heap_bytes -= nbytes
+            self._give(begin, begin + nbytes)
 
     def trim(self) -> None:
-        """Return the heap's unused bytes, as `malloc_trim` does."""
-        self._heap_bytes = self._live_heap_bytes
+        """Return the memory of whole free pages, as `malloc_trim` does."""
+        self._cached.clear()  # small objects have taken them
+        self._merge_bits()
+        for begin, end in self._free.items():
+            # the library's own words are at the begin of a range
+            self._cool(begin + LEAST_CHUNK, end)
+        self._shrink(0)
+
+    def _take(self, nbytes: int) -> tuple[int, int]:
+        """Return (begin, bytes) of a chunk; begin -1: mapped."""
+        if nbytes >= LEAST_LARGE:
+            self._merge_bits()
+        index = bisect_left(self._sizes, (nbytes,))
+        if index < len(self._sizes):
+            size, _, begin = self._sizes[index]
+            self._remove(begin)
+            if size < nbytes + LEAST_CHUNK:
+                return begin, size
+            self._add(begin + nbytes, begin + size)
+            return begin, nbytes
+        if self._end - self._top < nbytes + LEAST_CHUNK:
+            if nbytes >= MAPPED_BYTES:
+                nbytes = round_up(nbytes + CHUNK_STEP, PAGE_BYTES)
+                self._mapped_bytes += nbytes
+                return -1, nbytes
+            end = round_up(self._top + nbytes + LEAST_CHUNK + TOP_BYTES, PAGE_BYTES)
+            self._cold.append((self._end, end))
+            self._cold_bytes += end - self._end
+            self._end = end
+        begin = self._top
+        self._top += nbytes
+        return begin, nbytes
+
+    def _give(self, begin: int, end: int) -> None:
+        nbytes = end - begin
+        if nbytes <= 0:
+            return
+        if nbytes <= LARGEST_KEPT and self._cached.get(nbytes, 0) < MOST_KEPT:
+            self._cached[nbytes] = self._cached.get(nbytes, 0) + 1
+        elif nbytes <= LARGEST_BIT:
+            self._bits[begin] = end
+        elif self._merge(begin, end) >= MERGING_BYTES:
+            self._merge_bits()
+            if self._end - self._top >= 2 * MAPPED_BYTES:
+                self._shrink(TOP_BYTES)
+
+    def _merge(self, begin: int, end: int) -> int:
+        """Free a range together with the free ranges next to it; return the bytes of all."""
+        if begin in self._begins:
+            begin = self._begins[begin]
+            self._remove(begin)
+        if end == self._top:
+            self._top = begin
+            return self._end - begin
+        if end in self._free:
+            end = self._remove(end)
+        self._add(begin, end)
+        return end - begin
+
+    def _merge_bits(self) -> None:
+        while self._bits:
+            self._merge(*self._bits.popitem())
+
+    def _add(self, begin: int, end: int) -> None:
+        self._freed -= 1
+        self._free[begin], self._begins[end] = end, begin
+        self._numbers[begin] = self._freed
+        insort(self._sizes, (end - begin, self._freed, begin))
+
+    def _remove(self, begin: int) -> int:
+        """Remove a free range; return its end."""
+        end = self._free.pop(begin)
+        del self._begins[end]
+        row = end - begin, self._numbers.pop(begin), begin
+        del self._sizes[bisect_left(self._sizes, row)]
+        return end
+
+    def _shrink(self, spare_bytes: int) -> None:
+        """Return the pages above the top to the system, without ``spare_bytes`` of them."""
+        end = round_up(self._top + LEAST_CHUNK + spare_bytes, PAGE_BYTES)
+        if end < self._end:
+            self._warm(end, self._end)
+            self._end = end
+
+    def _warm(self, begin: int, end: int) -> None:
+        """Note that a range has memory."""
+        first = index = bisect_left(self._cold, (begin,))
+        if index and self._cold[index - 1][1] > begin:
+            first = index = index - 1
+        rest = list[tuple[int, int]]()
+        while index < len(self._cold) and self._cold[index][0] < end:
+            cold_begin, cold_end = self._cold[index]
+            self._cold_bytes -= min(end, cold_end) - max(begin, cold_begin)
+            if cold_begin < begin:
+                rest.append((cold_begin, begin))
+            if cold_end > end:
+                rest.append((end, cold_end))
+            index += 1
+        self._cold[first:index] = rest
+
+    def _cool(self, begin: int, end: int) -> None:
+        """Note that the whole pages of a range have no memory."""
+        begin, end = round_up(begin, PAGE_BYTES), end // PAGE_BYTES * PAGE_BYTES
+        if begin < end:
+            self._warm(begin, end)
+            insort(self._cold, (begin, end))
+            self._cold_bytes += end - begin
+
+
+def _chunk(nbytes: int) -> int:
+    """Return the bytes that the C library takes for a request of ``nbytes``."""
+    return max(LEAST_CHUNK, round_up(nbytes + CHUNK_STEP // 2, CHUNK_STEP))
 
 
 class Pool:

@@ -13,14 +13,11 @@ from linked_blocks import LinkedBlocks
 
 import graphrun
 from graphrun.model.allocator import (
-    HEAP_GROWTH,
-    HEAP_LIMIT_BYTES,
     LARGE_PAGE_BYTES,
     ROUND_BYTES,
     SMALL_PAGE_BYTES,
     Caching,
     Counting,
-    Heap,
     Native,
     Pool,
 )
@@ -307,16 +304,3 @@ def test_plans_of_other_models_reserve_what_a_card_reserved_in_every_slot(
     simulation = card_models.replayed(name, budget, parts[key])
     recorded = [slot["peak_bytes"] for slot in parts[key]["runs"][-1]["slots"]]
     assert [slot.peak_bytes for slot in simulation.slots] == recorded
-
-
-def test_the_heap_of_a_cpu_keeps_several_times_what_is_live_until_it_is_trimmed() -> None:
-    heap = Heap()
-    heap.allocate(1, 3 * MIB)
-    heap.allocate(2, HEAP_LIMIT_BYTES + 512)
-    assert heap.used_bytes == HEAP_GROWTH * 3 * MIB + HEAP_LIMIT_BYTES + 512
-    heap.release(2)
-    heap.allocate(3, MIB)
-    heap.release(1)
-    assert heap.used_bytes == HEAP_GROWTH * 4 * MIB  # released tensors leave the heap as it is
-    heap.trim()
-    assert heap.used_bytes == MIB

@@ -1,0 +1,91 @@
+"""The C library's heap, from which PyTorch takes CPU tensors: trim it, and keep its fragments away.
+
+Needs glibc; elsewhere nothing is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+from collections.abc import Iterator
+
+from graphrun.units import KIB, MIB
+
+# Fragments from this size on are taken away. Smaller ones are the library's best fit only for small
+# tensors, of which all together take little memory.
+LEAST_FRAGMENT_BYTES = 64 * KIB
+LARGEST_FRAGMENT_BYTES = 256 * MIB
+
+
+def trim_freed_memory() -> None:
+    """Return the freed memory of the C library's heaps to the system."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+class HeapFragments:
+    """Takes the free ranges between allocations of the heap, so that tensors lie side by side.
+
+    The C library puts a tensor into the smallest free range that is large enough. Objects that stay
+    (weights of modules, code that kernels generate) part the free memory into many ranges, and
+    tensors of different sizes then write to all of them, one after the other: a UNet whose tensors
+    take 180 MiB at once wrote to 560 MiB. Taken ranges are not written to, so they take no memory,
+    and new tensors lie at the end of the heap, as in a new process.
+
+    Only the heap of the main thread is one range; in other threads nothing is taken.
+    """
+
+    def __init__(self) -> None:
+        self._library = _c_library()
+        self._addresses = list[int]()
+
+    def take(self) -> None:
+        """Return freed memory to the system, and take the free ranges."""
+        trim_freed_memory()
+        library = self._library
+        if library is None or not self._in_main_heap():
+            return
+        end: int = library.sbrk(0)
+        for nbytes in _sizes():
+            while address := library.malloc(nbytes):
+                if address + nbytes > end:  # no free range, but at the heap's end, or a mapping
+                    library.free(address)
+                    break
+                self._addresses.append(address)
+        trim_freed_memory()
+
+    def release(self) -> None:
+        """Free the ranges."""
+        while self._addresses:
+            assert self._library is not None
+            self._library.free(self._addresses.pop())
+
+    def _in_main_heap(self) -> bool:
+        """Return whether this thread's memory is in the heap that ends at the program break."""
+        library = self._library
+        assert library is not None
+        address: int = library.malloc(LEAST_FRAGMENT_BYTES)
+        library.free(address)
+        return address < int(library.sbrk(0))  # mappings are above it
+
+
+def _sizes() -> Iterator[int]:
+    """Yield sizes of ranges, descending."""
+    nbytes = LARGEST_FRAGMENT_BYTES
+    while nbytes >= LEAST_FRAGMENT_BYTES:
+        yield nbytes
+        nbytes = nbytes * 3 // 4
+
+
+def _c_library() -> ctypes.CDLL | None:
+    """Return glibc; None if this process uses another C library."""
+    if sys.platform != "linux":
+        return None
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version"):
+        return None
+    library.malloc.argtypes, library.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+    library.free.argtypes, library.free.restype = [ctypes.c_void_p], None
+    library.sbrk.argtypes, library.sbrk.restype = [ctypes.c_ssize_t], ctypes.c_void_p
+    return library

@@ -1,0 +1,168 @@
+"""The C library's heap: where tensors lie in it, and the model that predicts its bytes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from graphrun.c_heap import HeapFragments
+from graphrun.model import allocator
+from graphrun.model.allocator import MAPPED_BYTES, Heap
+from graphrun.units import KIB, MIB
+
+pytestmark = pytest.mark.skipif(
+    HeapFragments()._library is None, reason="needs glibc, whose heap is modelled"
+)
+
+SDXL = Path(__file__).parent / "profile/sdxl-512-events.json.gz"
+# (key, bytes): 0 bytes releases, -1 trims
+Event = tuple[int, int]
+
+REPLAY = """
+import ctypes, json, sys
+from graphrun.c_heap import HeapFragments, trim_freed_memory
+library, fragments = ctypes.CDLL(None), HeapFragments()
+library.free.argtypes = [ctypes.c_void_p]
+def anonymous():
+    rows = open("/proc/self/status").read().split()
+    return 1024 * int(rows[rows.index("RssAnon:") + 1])
+events, first_events, takes = json.load(sys.stdin)
+address, live, begin, peaks = ctypes.c_void_p(), {}, 0, [0]
+def allocate(key, nbytes):
+    assert library.posix_memalign(ctypes.byref(address), 64, nbytes) == 0
+    ctypes.memset(address, 1, nbytes)
+    live[key] = address.value
+allocate(-1, 30 << 20)  # raises the threshold of mapping, as tensors of earlier calls do
+library.free(live.pop(-1))
+for key, nbytes in first_events:  # with objects that stay
+    if nbytes > 0:
+        allocate(key, nbytes)
+        library.malloc(40)
+    elif nbytes == 0:
+        library.free(live.pop(key))
+fragments.take() if takes else trim_freed_memory()
+begin = anonymous()
+for key, nbytes in events:
+    if nbytes > 0:
+        allocate(key, nbytes)
+        peaks[-1] = max(peaks[-1], anonymous() - begin)
+    elif nbytes == 0:
+        library.free(live.pop(key))
+    else:
+        trim_freed_memory()
+        peaks.append(0)
+trim_freed_memory()
+left_bytes = anonymous() - begin
+fragments.release()
+trim_freed_memory()
+print(json.dumps([peaks, left_bytes, anonymous() - begin]))
+"""
+
+
+def sdxl(component: str) -> list[Event]:
+    """Return the tensors of a call, in fp32 at 512x512, as a dry run records them."""
+    rows = json.loads(gzip.decompress(SDXL.read_bytes()))[component]
+    return [(0, -1), *((key, nbytes) for key, nbytes in rows)]
+
+
+def calls(seed: int, most_bytes: int, count: int = 3) -> list[Event]:
+    """Return the tensors of ``count`` calls: of each layer the last two, and some for longer."""
+    random_numbers, events, key = random.Random(seed), list[Event](), 0
+    sizes = [most_bytes >> random_numbers.randrange(8) for _ in range(12)]
+    layers = [random_numbers.choice(sizes) for _ in range(120)]
+    skips = {n for n in range(len(layers)) if random_numbers.random() < 0.1}
+    for _ in range(count):
+        events.append((0, -1))
+        recent, skipped = list[int](), list[int]()
+        for number, nbytes in enumerate(layers):
+            key += 1
+            events.append((key, nbytes))
+            (skipped if number in skips else recent).append(key)
+            if len(recent) > 2:
+                events.append((recent.pop(0), 0))
+        events += [(key, 0) for key in (*recent, *skipped)]
+    return events
+
+
+def in_the_library(
+    events: list[Event], first_events: list[Event] | None = None, *, takes: bool = True
+) -> tuple[list[int], int, int]:
+    """Return the peak of each call, and the bytes left before and after `HeapFragments.release`."""
+    result = subprocess.run(
+        [sys.executable, "-c", REPLAY],
+        input=json.dumps([events, first_events or [], takes]),
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parent.parent,
+    )
+    peaks, left_bytes, freed_bytes = json.loads(result.stdout)
+    return peaks[1:], left_bytes, freed_bytes
+
+
+def modelled(events: list[Event]) -> list[int]:
+    """Return the peak of each call."""
+    heap, peaks = Heap(), [0]
+    for key, nbytes in events:
+        if nbytes > 0:
+            heap.allocate(key, nbytes)
+            peaks[-1] = max(peaks[-1], heap.used_bytes)
+        elif nbytes == 0:
+            heap.release(key)
+        else:
+            heap.trim()
+            peaks.append(heap.used_bytes)
+    return peaks[1:]
+
+
+@pytest.mark.parametrize(
+    ("component", "error"),
+    [("unet", 0.1), ("vae", 0.06)],
+)
+def test_the_heap_grows_as_the_librarys(
+    component: str, error: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = sdxl(component)
+    (peak,), _, _ = in_the_library(events)
+    (planned_peak,) = modelled(events)
+    assert peak <= 1.05 * planned_peak
+    monkeypatch.setattr(allocator, "FRAGMENTS_SHARE", 1.0)
+    (predicted,) = modelled(events)
+    assert predicted == pytest.approx(peak, rel=error)
+
+
+def test_other_sequences_take_no_more_than_modelled() -> None:
+    for seed in range(3):
+        events = calls(seed, 24 * MIB)
+        peaks, _, _ = in_the_library(events)
+        assert max(peaks) <= 1.05 * max(modelled(events))
+
+
+def test_a_trim_leaves_what_is_live_and_a_mapped_tensor_goes_at_once() -> None:
+    heap = Heap()
+    heap.allocate(1, 3 * MIB)
+    heap.allocate(2, MAPPED_BYTES)
+    heap.allocate(3, MIB)
+    heap.release(2)
+    assert 4 * MIB <= heap.used_bytes < 5 * MIB
+    heap.release(1)
+    assert heap.used_bytes > 4 * MIB  # the heap keeps released tensors
+    heap.trim()
+    assert MIB <= heap.used_bytes < MIB + 64 * KIB
+
+
+def test_tensors_do_not_spread_over_a_heap_that_objects_part() -> None:
+    events = sdxl("unet")
+    (in_new_heap,), _, _ = in_the_library(events)
+    (spread_peak,), _, _ = in_the_library(events, events[1:], takes=False)
+    (compact,), left_bytes, freed_bytes = in_the_library(events, events[1:])
+    assert spread_peak > 1.4 * compact
+    assert compact < 1.1 * in_new_heap
+    assert left_bytes < MIB  # taken ranges have no memory
+    assert abs(freed_bytes) < MIB
