@@ -175,7 +175,8 @@ class CheckpointSpec(Spec):
     plain: list[Text] = Field(
         default_factory=list,
         description=(
-            "Modules that the file has in 16 bits or more. Used for plans until the file is "
+            "Modules of the component that the file has in 16 bits or more: `proj_out` is not "
+            "that of a block. Used for plans until the file is "
             "on this machine."
         ),
     )

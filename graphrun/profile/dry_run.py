@@ -676,7 +676,7 @@ def expected_rows(
         name: (kind, inputs // elements * nbytes)
         for name, (_, inputs) in layers.items()
         if inputs % elements == 0
-        and not any(f".{path}." in f".{name}" for path in checkpoint.plain)
+        and not any(f"{name}.".startswith(f"{path}.") for path in checkpoint.plain)
     }
 
 

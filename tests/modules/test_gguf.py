@@ -23,6 +23,7 @@ from graphrun.graph.graph import Graph
 from graphrun.graph.parts import Component
 from graphrun.modules.build import build, draft, held_meta_module, meta_module
 from graphrun.modules.gguf import dequantized, gguf_tensors, quantized_types, shape_of
+from graphrun.profile.dry_run import expected_rows
 from graphrun.profile.precision import flags
 from graphrun.profile.quantized import dequantization_bytes
 from graphrun.solve.infeasible import Infeasible
@@ -149,6 +150,14 @@ def test_planned_bytes_are_the_file_s(graph: Graph, file: Path) -> None:
     assert numbers.variants[0].read_seconds == tuple(
         n / rate for n in numbers.variants[0].block_bytes
     )
+
+
+def test_a_plain_module_of_a_published_file_is_not_that_of_a_block() -> None:
+    component = graphrun.load(GRAPHS / "flux-dev.yaml").component("transformer")
+    sizes = (3072, 15360)
+    layers = {"proj_out": sizes, "single_transformer_blocks.0.proj_out": sizes}
+    rows = expected_rows(component, "Q4_K_S", layers)
+    assert rows == {"single_transformer_blocks.0.proj_out": ("Q4_K", 15360 // 256 * 144)}
 
 
 @pytest.mark.parametrize("kind", sorted(quantized_types()))
