@@ -85,9 +85,9 @@ class Heap:
     Follows malloc/malloc.c of glibc 2.36 (`_int_memalign`, `_int_malloc`, `_int_free`, `systrim`,
     `mtrim`): a request asks for `ALIGNING_BYTES` more, and gives back what is left before and
     behind the aligned tensor. In a call, the first few such bits of each size stay, and part the
-    free ranges next to them; others are merged at the next large request. The smallest range that is
-    large enough is taken, the last one freed among equals; without one, the heap grows. Sizes above
-    `MAPPED_BYTES` are mapped. Bytes count from the first write until a trim.
+    free ranges next to them; others are merged at the next large request. The smallest range that
+    is large enough is taken, the last one freed among equals; without one, the heap grows. Sizes
+    above `MAPPED_BYTES` are mapped. Bytes count from the first write until a trim.
 
     Small objects, which part ranges too, are not recorded: `FRAGMENTS_SHARE` allows for them.
     """
