@@ -26,8 +26,8 @@ def loaded_pack(patch: pytest.MonkeyPatch, *, with_api: bool) -> ModuleType:
     comfy_standin.install(patch, with_api=with_api)
     patch.setenv("GRAPHRUN_URL", "http://127.0.0.1:9")  # where nothing listens
     patch.delitem(sys.modules, "graphrun.comfyui.pack", raising=False)
-    if not with_api:
-        patch.setitem(sys.modules, "comfy_api", None)  # type: ignore[arg-type]
+    for name in () if with_api else ("comfy_api", "comfy_api.latest"):
+        patch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
     pack = importlib.import_module("graphrun.comfyui.pack")
     patch.delitem(sys.modules, "graphrun.comfyui.pack")
     return pack
