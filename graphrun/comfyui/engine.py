@@ -90,6 +90,11 @@ class LocalEngine:
         self._is_stopped = threading.Event()
 
     @property
+    def session(self) -> Session | None:
+        """The session; None before the first run."""
+        return self._session
+
+    @property
     def patcher(self) -> Any:
         """ComfyUI's patcher for the weights; None without a session."""
         return self._patcher

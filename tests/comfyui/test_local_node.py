@@ -98,7 +98,7 @@ def test_comfyui_and_graphrun_hand_the_memory_to_each_other(
     comfy_model = comfy_ui.model(63 * MIB)
     assert comfy_ui.free() == MIB
     first, _ = draw(node, small_flux)
-    patcher, session = node.engine.patcher, node.engine._session
+    patcher, session = node.engine.patcher, node.engine.session
     assert session is not None
     assert patcher.load_device == comfy_standin.CARD, "a simulated device stands for ComfyUI's"
     held_bytes = patcher.loaded_size()
@@ -129,7 +129,7 @@ def test_unload_frees_everything_and_a_renewed_entry_nothing(
     node: LocalNode, comfy_ui: comfy_standin.ComfyUI, small_flux: str
 ) -> None:
     draw(node, small_flux)
-    patcher, session = node.engine.patcher, node.engine._session
+    patcher, session = node.engine.patcher, node.engine.session
     assert session is not None
     held_bytes = patcher.loaded_size()
     comfy_ui.load([patcher])
@@ -147,7 +147,7 @@ def test_unload_frees_everything_and_a_renewed_entry_nothing(
 @pytest.mark.long
 def test_tensors_of_comfyui_are_outside_of_the_budget(node: LocalNode, small_flux: str) -> None:
     draw(node, small_flux)
-    session = node.engine._session
+    session = node.engine.session
     assert session is not None
     with session.device.machine:  # type: ignore[attr-defined]
         comfy_tensor = torch.empty(80 * MIB, dtype=torch.uint8, device=session.device.torch_device)
@@ -178,7 +178,7 @@ def test_cancelling_stops_the_run_and_empties_the_device(
     comfy_ui.interrupt_after = 3
     with pytest.raises(comfy_standin.Interrupted):
         draw(node, small_flux, steps=40)
-    session = node.engine._session
+    session = node.engine.session
     assert session is not None
     assert session.device.allocated_bytes == node.engine.patcher.loaded_size() == 0
     assert len(comfy_ui.updates) < 40
@@ -191,7 +191,7 @@ def test_another_graph_takes_the_place_of_the_first(
     node: LocalNode, comfy_ui: comfy_standin.ComfyUI, small_flux: str
 ) -> None:
     draw(node, small_flux)
-    session = node.engine._session
+    session = node.engine.session
     assert session is not None
     image = torch.rand(1, 64, 64, 3, generator=torch.Generator().manual_seed(0))
     result, _ = draw(node, "sdxl-img2img-tiny", image=image, steps=2)
@@ -240,7 +240,7 @@ def test_on_a_cpu_the_budget_is_of_the_process(
     image, text = draw(node, "shapes", device="auto", budget="", ram="", steps=2)
     assert image.shape == (1, 64, 64, 3)
     assert " of memory" in text.partition("\n\n")[0]
-    patcher, session = node.engine.patcher, node.engine._session
+    patcher, session = node.engine.patcher, node.engine.session
     assert session is not None
     assert patcher.load_device == torch.device("cpu")
     assert patcher.loaded_size() == session.held_bytes > 0
