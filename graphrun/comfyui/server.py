@@ -206,7 +206,7 @@ def pictures_of(answer: Mapping[str, Any]) -> list[Any]:
 def figures_text(answer: Mapping[str, Any]) -> str:
     """Return the planned and measured numbers of an answer, a line for each stage."""
     figures = answer["graphrun"]
-    planned_bytes, measured_bytes = figures["peak_bytes"].values()
+    planned_bytes, measured_bytes = (figures["peak_bytes"][key] for key in ("planned", "measured"))
     rows = [
         f"{stage['name']}: {show_seconds(stage['measured_seconds'])} "
         f"(planned {show_seconds(stage['planned_seconds'])})"
