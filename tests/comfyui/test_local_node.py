@@ -160,7 +160,7 @@ def test_tensors_of_comfyui_are_outside_of_the_budget(node: LocalNode, small_flu
 @pytest.mark.long
 def test_a_refusal_says_what_to_type(node: LocalNode, small_flux: str) -> None:
     with pytest.raises(DoesNotFit) as refusal:
-        draw(node, small_flux, budget="1M")
+        draw(node, small_flux, budget="200K")
     message = str(refusal.value)
     assert message.startswith("flux-tiny on sim: nothing fits: ")
     assert "--vram" not in message

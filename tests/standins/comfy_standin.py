@@ -64,11 +64,13 @@ class ModelPatcher:
 
 @dataclass
 class ComfyUI:
-    """The state of the stand-in. ``card_bytes``: of its card. ``updates``: of progress bars.
-    ``requests``: bytes that `load_models_gpu` was to make free, without those of weights."""
+    """The state of the stand-in. ``card_bytes``: of its card. ``patchers``: the list of loaded
+    models, the newest first; ``known_patchers``: all that were ever in it. ``updates``: of progress
+    bars. ``requests``: bytes that `load_models_gpu` was to make free, without those of weights."""
 
     card_bytes: int = 64 * MIB
     patchers: list[Any] = field(default_factory=list)
+    known_patchers: list[Any] = field(default_factory=list)
     updates: list[tuple[int, int, Any]] = field(default_factory=list)
     requests: list[float] = field(default_factory=list)
     interrupt: bool = False
@@ -83,7 +85,9 @@ class ComfyUI:
 
     def free(self, device: Any = CARD) -> int:
         return self.card_bytes - sum(
-            patcher.loaded_size() for patcher in self.patchers if patcher.load_device == device
+            patcher.loaded_size()
+            for patcher in self.known_patchers
+            if patcher.load_device == device
         )
 
     def make_free(self, nbytes: float, device: Any) -> None:
@@ -102,6 +106,8 @@ class ComfyUI:
     def load(self, patchers: list[Any], memory_required: float = 0) -> None:
         self.requests.append(memory_required)
         for patcher in patchers:
+            if patcher not in self.known_patchers:
+                self.known_patchers.append(patcher)
             if patcher in self.patchers:  # its entry is renewed
                 self.patchers.remove(patcher)
                 patcher.detach(unpatch_all=False)
