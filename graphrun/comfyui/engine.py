@@ -27,7 +27,7 @@ from graphrun.graph.settings import seeds_of
 from graphrun.graph.shipped import shipped_graphs
 from graphrun.graph.values import did_you_mean
 from graphrun.serve.asked import picture_inputs
-from graphrun.units import roughly, show_size
+from graphrun.units import parse_size, roughly, show_size
 
 if TYPE_CHECKING:
     from graphrun.model.problem import Hardware
@@ -314,11 +314,15 @@ def budgets_for(card: Hardware, request: LocalRequest, free: Callable[[], int]) 
     """Return the budgets of ``request`` as arguments of `graphrun.estimate`.
 
     ``free``: returns the bytes that the device has free for an empty budget. Raises InputError for
-    a device without memory of its own, and for a ``ram`` that the device does not have.
+    what is not a size, for a device without memory of its own, and for a ``ram`` that the device
+    does not have.
     """
     from graphrun.profile.hardware import budget_of
 
     budget, ram = request.budget.strip(), request.ram.strip()
+    for name, size in (("budget", budget), ("ram", ram)):
+        if size:
+            parse_size(size, whole_bytes=card.capacity_bytes, name=name)
     if card.unified:
         if ram:
             raise InputError(

@@ -39,7 +39,7 @@ def patcher_of(weights: HeldWeights, device: Any) -> Any:
     import torch
     from comfy.model_patcher import ModelPatcher
 
-    class GraphrunPatcher(ModelPatcher):
+    class GraphrunPatcher(ModelPatcher):  # type: ignore[misc]
         def is_dynamic(self) -> bool:
             return False
 

@@ -71,7 +71,7 @@ def extension_class(kind: NodeKind, io: Any) -> type:
             outputs=[types[output].Output(display_name=name) for output, name in kind.outputs],
         )
 
-    def execute(cls: type, **values: Any) -> Any:
+    def execute(cls: type, /, **values: Any) -> Any:
         return io.NodeOutput(*kind.run(**values))
 
     members: dict[str, Any] = {
@@ -129,7 +129,7 @@ except ImportError:  # older than August 2025
 else:
     __all__ = ["comfy_entrypoint"]
 
-    class GraphrunExtension(ComfyExtension):
+    class GraphrunExtension(ComfyExtension):  # type: ignore[misc]
         """The nodes of graphrun."""
 
         async def get_node_list(self) -> list[type]:

@@ -298,6 +298,8 @@ def test_budgets_of_each_kind_of_device() -> None:
     assert 9 * 2**30 < free_budget < 11 * 2**30
     assert budgets_for(cpu, request(), free) == {"memory": "auto"}
     assert budgets_for(cpu, request(budget="8G"), free) == {"memory": "8G"}
+    with pytest.raises(InputError, match="budget: '8X' is not a size; write it as 8G"):
+        budgets_for(cpu, request(budget="8X"), free)
     with pytest.raises(InputError, match="one pool of memory, which budget is for; empty ram"):
         budgets_for(cpu, request(ram="8G"), free)
     with pytest.raises(InputError, match="sim has no memory of its own; type a size, such as 8G"):
