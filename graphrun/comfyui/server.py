@@ -47,8 +47,8 @@ class ServerClient:
         if parts.scheme not in ("http", "https") or not self._address[0]:
             raise InputError(f"url: {url!r} is not the address of a server; type {DEFAULT_URL}")
         self._is_secure, self._path = parts.scheme == "https", parts.path
-        if any(not " " < character < "\x7f" for character in self._key):
-            raise InputError("key: it has spaces or characters that no key has; paste it again")
+        if any(not " " <= character < "\x7f" for character in self._key):
+            raise InputError("key: it has characters that no key has; paste it again")
 
     def models(self, timeout_seconds: float = LIST_SECONDS) -> list[dict[str, Any]]:
         """Return the graphs of the server, as ``/v1/models`` shows them."""

@@ -61,10 +61,10 @@ def plain(server: Any, path: str = "/v1/images/generations", **fields: Any) -> l
 
 @pytest.mark.long
 def test_pictures_progress_and_previews(server: Any, comfy_ui: comfy_standin.ComfyUI) -> None:
-    values = {"width": 32, "height": 48, "steps": 60, "pictures": 2, "inputs": "guidance_scale=2"}
+    values = {"width": 32, "height": 48, "steps": 24, "pictures": 2, "inputs": "guidance_scale=2"}
     prompt = "a boat that no other test draws"  # so that it is not in the cache
     images, figures = draw(server, prompt=prompt, **values)
-    body = {"prompt": prompt, "size": "32x48", "steps": 60, "seed": 7, "n": 2}
+    body = {"prompt": prompt, "size": "32x48", "steps": 24, "seed": 7, "n": 2}
     expected = plain(server, json={**body, "guidance_scale": 2})
     assert images.shape == (2, 48, 32, 3)
     assert np.array_equal(images.numpy(), np.stack(expected))
@@ -78,9 +78,9 @@ def test_pictures_progress_and_previews(server: Any, comfy_ui: comfy_standin.Com
         "seeds",
     ]
     assert lines[-1] == "seeds: 7, 8"
-    progress = [(value, total) for value, total, _ in comfy_ui.updates if total == 120]
+    progress = [(value, total) for value, total, _ in comfy_ui.updates if total == 48]
     assert progress == sorted(progress)
-    assert {value for value, _ in progress} >= {120}
+    assert {value for value, _ in progress} >= {48}
     assert len({value for value, _ in progress}) > 3
     previews = [preview for _, _, preview in comfy_ui.updates if preview is not None]
     assert previews
@@ -170,7 +170,7 @@ def test_no_server_and_no_address(comfy_ui: comfy_standin.ComfyUI) -> None:
     for url in ("127.0.0.1:8000", "file:///etc/passwd", "http://", "http://a:b"):
         with pytest.raises(InputError, match="is not the address of a server; type http://127"):
             ServerClient(url)
-    with pytest.raises(InputError, match="key: it has spaces or characters"):
+    with pytest.raises(InputError, match="key: it has characters that no key has"):
         ServerClient("http://127.0.0.1", "a key\r\nHost: elsewhere")
 
 
