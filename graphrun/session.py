@@ -142,6 +142,11 @@ class Session:
         )
 
     @property
+    def active(self) -> Solution | None:
+        """The plan of the current run, or of the last one; None before the first."""
+        return self._current.solution if self._current is not None else None
+
+    @property
     def held_bytes(self) -> int:
         """Bytes of weights on the device now, secondary devices included."""
         host = self._host

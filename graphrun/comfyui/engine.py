@@ -181,9 +181,9 @@ class LocalEngine:
         device.foreign_bytes = (
             0 if device.unified else max(0, device.allocated_bytes - session.held_bytes)
         )
-        watcher = RunWatcher(run, session.current is run.solution, report, self._is_stopped)
+        watcher = RunWatcher(session, run, report, self._is_stopped)
         trace = session.run(run.inputs, progress=watcher.called, journal=watcher)
-        solution = session.current or run.solution
+        solution = session.active or run.solution
         kinds = session.graph.kinds()
         pictures = [
             picture
@@ -197,16 +197,18 @@ class LocalEngine:
 class RunWatcher:
     """Reports progress and previews of a run, and stops it.
 
-    A journal of loops (`graphrun.ops.steps.StepJournal`) that saves nothing. ``is_warm``: the run
-    finds the weights of an earlier one.
+    A journal of loops (`graphrun.ops.steps.StepJournal`) that saves nothing.
     """
 
     def __init__(
-        self, run: PreparedRun, is_warm: bool, report: ReportProgress, is_stopped: threading.Event
+        self,
+        session: Session,
+        run: PreparedRun,
+        report: ReportProgress,
+        is_stopped: threading.Event,
     ) -> None:
-        simulation = run.solution.simulation
-        slots = simulation.further_slots if is_warm else ()
-        self._seconds = [slot.seconds for slot in slots or simulation.slots]
+        self._session, self._warm_plan = session, session.current
+        self._seconds: list[float] = []  # predicted, of each slot
         self._aspect = float(run.inputs.get("height") or 1) / float(run.inputs.get("width") or 1)
         self._report, self._is_stopped, self._value = report, is_stopped, 0
 
@@ -216,6 +218,13 @@ class RunWatcher:
 
         if self._is_stopped.is_set():
             raise Stopped("cancelled")
+        if not self._seconds:
+            # a run without stages whose outputs are cached has a plan of its own
+            solution = self._session.active
+            assert solution is not None
+            simulation, is_warm = solution.simulation, solution is self._warm_plan
+            slots = (simulation.further_slots if is_warm else ()) or simulation.slots
+            self._seconds = [slot_report.seconds for slot_report in slots]
         slot = min(slot, len(self._seconds) - 1)  # a replan may have more slots
         done_seconds = seconds_before(self._seconds, slot, call, calls)
         self._value = int(BAR * done_seconds / max(sum(self._seconds), 1e-12))

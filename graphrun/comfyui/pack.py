@@ -93,14 +93,17 @@ def _extension_input(node_input: NodeInput, types: dict[str, Any]) -> Any:
         parameters["default"] = node_input.default
     if node_input.choices is not None:
         parameters["options"] = list(node_input.choices())
-    extras = {name: value for name, value in node_input.options.items() if name not in PARAMETERS}
-    return types[node_input.kind].Input(
+    widget = types[node_input.kind].Input(
         node_input.name,
         optional=node_input.is_optional,
         tooltip=node_input.tooltip,
-        extra_dict=extras,
         **parameters,
     )
+    # not all inputs of the first version take it as an argument
+    widget.extra_dict |= {
+        name: value for name, value in node_input.options.items() if name not in PARAMETERS
+    }
+    return widget
 
 
 def _has_model(kind: NodeKind) -> bool:

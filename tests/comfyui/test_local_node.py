@@ -92,6 +92,18 @@ def test_other_sizes_and_texts_are_runs_of_one_session(node: LocalNode, small_fl
 
 
 @pytest.mark.long
+def test_progress_is_of_the_plan_without_cached_stages(
+    node: LocalNode, comfy_ui: comfy_standin.ComfyUI, small_flux: str
+) -> None:
+    draw(node, small_flux)
+    node.engine.close()
+    comfy_ui.updates.clear()
+    _, text = draw(node, small_flux)
+    assert "precomputed encode" in text
+    assert max(value for value, total, _ in comfy_ui.updates if total == 100) > 50
+
+
+@pytest.mark.long
 def test_comfyui_and_graphrun_hand_the_memory_to_each_other(
     node: LocalNode, comfy_ui: comfy_standin.ComfyUI, small_flux: str
 ) -> None:

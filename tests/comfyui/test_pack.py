@@ -79,6 +79,14 @@ def test_both_forms_have_the_same_inputs(monkeypatch: pytest.MonkeyPatch) -> Non
             for node_input in nodes[name].define_schema().inputs
         }
         assert types["optional"]["image"][0] == "IMAGE"
+        advanced = {
+            input_name
+            for input_name, (_, options) in types["optional"].items()
+            if options.get("advanced")
+        }
+        schema = nodes[name].define_schema()
+        assert advanced == {item.id for item in schema.inputs if item.options.get("advanced")}
+        assert "inputs" in advanced
         assert types["required"]["seed"][1]["control_after_generate"] is True
         assert types["required"]["prompt"][1]["dynamicPrompts"] is True
     devices = pack.NODE_CLASS_MAPPINGS["GraphrunLocal"].INPUT_TYPES()["required"]["device"][0]

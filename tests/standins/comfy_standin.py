@@ -145,13 +145,18 @@ class _Input:
         id: str,
         optional: bool = False,
         tooltip: str | None = None,
-        extra_dict: Any = None,
         **parameters: Any,
     ) -> None:
         if unknown := parameters.keys() - set(self.parameters_taken):
             raise TypeError(f"unexpected {unknown}")
         self.id, self.optional, self.tooltip = id, optional, tooltip
-        self.options = {**parameters, **(extra_dict or {})}
+        self.extra_dict: dict[str, Any] = {}
+        self._parameters = parameters
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the page gets."""
+        return {**self._parameters, **self.extra_dict}
 
 
 @dataclass
