@@ -11,8 +11,12 @@ from pathlib import Path
 from graphrun.errors import InputError
 from graphrun.reading import read_text
 
-LINE = "from graphrun.comfyui.pack import *  # graphrun comfyui install wrote this line\n"
-OUR_LINE = "from graphrun.comfyui.pack import *"  # the start of the line, in every version
+MARK = "# graphrun comfyui install wrote this line"
+# older versions of ComfyUI load the folder as the module graphrun, in place of the package
+LINE = (
+    "import sys; __name__ == 'graphrun' and sys.modules.pop(__name__); "
+    f"from graphrun.comfyui.pack import *  {MARK}\n"
+)
 WORKFLOWS = Path(__file__).parent / "workflows"
 SIGNS = ("main.py", "nodes.py", "comfy", "custom_nodes")  # in ComfyUI's folder
 
@@ -73,7 +77,7 @@ def _our_folder(folder: Path) -> Path:
     target = folder / "custom_nodes" / "graphrun"
     line_file = target / "__init__.py"
     is_empty = not target.exists() or (target.is_dir() and not any(target.iterdir()))
-    if not is_empty and not (line_file.is_file() and read_text(line_file).startswith(OUR_LINE)):
+    if not is_empty and not (line_file.is_file() and MARK in read_text(line_file)):
         raise InputError(
             f"{target} already exists and is not from graphrun comfyui install; move it away"
         )

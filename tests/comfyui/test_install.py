@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def test_one_line_loads_the_nodes(comfyui: Path, monkeypatch: pytest.MonkeyPatch
         r"next: in ComfyUI's Python, pip install .*; then start ComfyUI again", result.stdout
     )
     (line,) = init.read_text().splitlines()
-    assert line.startswith("from graphrun.comfyui.pack import *")
+    assert "; from graphrun.comfyui.pack import *  #" in line
     comfy_standin.install(monkeypatch)
     monkeypatch.setenv("GRAPHRUN_URL", "http://127.0.0.1:9")
     monkeypatch.delitem(sys.modules, "graphrun.comfyui.pack", raising=False)
@@ -48,6 +49,24 @@ def test_one_line_loads_the_nodes(comfyui: Path, monkeypatch: pytest.MonkeyPatch
     exec(init.read_text(), names)
     sys.modules.pop("graphrun.comfyui.pack", None)
     assert callable(names["comfy_entrypoint"])
+
+
+def test_versions_that_call_the_folder_graphrun_find_the_package(comfyui: Path) -> None:
+    """In a process of its own, where this module replaces the package."""
+    install(comfyui)
+    code = (
+        "import importlib.util, sys\n"
+        f"file = {str(comfyui / 'custom_nodes' / 'graphrun' / '__init__.py')!r}\n"
+        "spec = importlib.util.spec_from_file_location('graphrun', file)\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "sys.modules['graphrun'] = module\n"
+        "spec.loader.exec_module(module)\n"
+        "print(*module.NODE_CLASS_MAPPINGS)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == ["GraphrunServer", "GraphrunLocal"]
 
 
 def test_workflows_are_where_comfyui_looks_for_templates(comfyui: Path) -> None:
