@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 PREVIEWS = 8  # about the largest number of previews in a run
 BAR = 100  # of ComfyUI's progress bar
-SCREEN_COLUMNS = 100
+SCREEN_COLUMNS = 80
 MOST_SUGGESTIONS = 3  # in an error
 STEPS = ("steps", "num_inference_steps")  # names of the input with the number of steps
 
@@ -380,7 +380,8 @@ def plan_text(solution: Solution, graph: Graph, trace: Any) -> str:
     from graphrun.report.verdicts import clock_text, product_name
 
     product = product_name(graph.kinds(), dict(solution.problem.settings))
-    screen = plan_screen(solution, look=Look(SCREEN_COLUMNS, verbose=True, product=product))
+    screen = plan_screen(solution, look=Look(SCREEN_COLUMNS, product=product))
+    screen = screen.rpartition("\n\n")[0]  # without the option of the command line
     return (
         f"{screen}\n\nthis run: {roughly(trace.seconds)} {clock_text(trace.device)}, peak "
         f"{show_size(trace.peak_bytes)} of tensors; {trace.verdict}"
