@@ -191,7 +191,8 @@ class LocalEngine:
             if kinds.get(name) in ("image", "video")
             for picture in pictures_in(value)
         ]
-        return pictures, plan_text(solution, session.graph, trace)
+        note = allocator_note(solution.problem.hardware, allocator_backend())
+        return pictures, "\n".join(filter(None, (plan_text(solution, session.graph, trace), note)))
 
 
 class RunWatcher:
@@ -371,6 +372,26 @@ def _typed(option: str, value: str, error: Infeasible) -> str:
         ", ".join((*error.problem.allow, value))
         if option == "--allow"
         else typed_value(option, value)
+    )
+
+
+def allocator_backend() -> str:
+    """Return the name of PyTorch's allocator for CUDA; "native" without CUDA."""
+    import torch
+
+    return str(getattr(torch._C, "_cuda_getAllocatorBackend", lambda: "native")())
+
+
+def allocator_note(hardware: Hardware, backend: str) -> str:
+    """Return what to do if plans for ``hardware`` count the pages of another allocator; "": nothing.
+
+    ComfyUI chooses CUDA's own allocator on most NVIDIA cards.
+    """
+    if backend == "native" or not hardware.caching_allocator:
+        return ""
+    return (
+        f"ComfyUI's allocator is {backend}, and plans count the pages of PyTorch's own: start "
+        "ComfyUI with --disable-cuda-malloc for exact figures"
     )
 
 

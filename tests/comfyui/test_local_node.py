@@ -16,7 +16,14 @@ from PIL import Image
 
 import graphrun
 from graphrun.comfyui import engine
-from graphrun.comfyui.engine import DoesNotFit, LocalRequest, budgets_for, inputs_for
+from graphrun.comfyui.engine import (
+    DoesNotFit,
+    LocalRequest,
+    allocator_backend,
+    allocator_note,
+    budgets_for,
+    inputs_for,
+)
 from graphrun.comfyui.nodes import LocalNode
 from graphrun.errors import GraphError, InputError
 from graphrun.profile.hardware import cpu_estimate, data_sheet_estimates
@@ -317,6 +324,13 @@ def test_budgets_of_each_kind_of_device() -> None:
         budgets_for(cpu, request(ram="8G"), free)
     with pytest.raises(InputError, match="sim has no memory of its own; type a size, such as 8G"):
         budgets_for(sim, request(), free)
+
+
+def test_another_allocator_is_noted_on_cards() -> None:
+    sim, card = (data_sheet_estimates()[name] for name in ("sim", "rtx4090"))
+    assert "--disable-cuda-malloc" in allocator_note(card, "cudaMallocAsync")
+    assert allocator_note(sim, "cudaMallocAsync") == allocator_note(card, "native") == ""
+    assert allocator_backend() in ("native", "cudaMallocAsync")
 
 
 @pytest.mark.parametrize(
