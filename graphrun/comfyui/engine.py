@@ -383,7 +383,7 @@ def allocator_backend() -> str:
 
 
 def allocator_note(hardware: Hardware, backend: str) -> str:
-    """Return what to do if plans for ``hardware`` count the pages of another allocator; "": nothing.
+    """Return what to do if plans for ``hardware`` count another allocator's pages; "": nothing.
 
     ComfyUI chooses CUDA's own allocator on most NVIDIA cards.
     """
