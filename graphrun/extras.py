@@ -10,8 +10,8 @@ from pathlib import Path
 _PACKAGE = Path(__file__).parent
 
 
-def install_command(extra: str) -> str:
-    """Return the command for the optional dependencies ``extra``.
+def install_command(extra: str = "") -> str:
+    """Return the command for the optional dependencies ``extra``, or for graphrun alone.
 
     It is ``pip install 'graphrun[serve]'``; in a checkout ``pip install -e '.[serve]'``, elsewhere
     with the checkout's or the wheel's path in place of the dot.
@@ -19,12 +19,12 @@ def install_command(extra: str) -> str:
     checkout = _PACKAGE.parent
     if (checkout / "pyproject.toml").is_file():
         return f"pip install -e {_quoted(checkout, extra)}"
-    source = _installed_from()
-    return f"pip install {_quoted(source, extra)}" if source else f"pip install 'graphrun[{extra}]'"
+    return f"pip install {_quoted(_installed_from() or 'graphrun', extra)}"
 
 
-def _quoted(source: Path, extra: str) -> str:
-    return shlex.quote(f"{'.' if source == Path.cwd() else source}[{extra}]")
+def _quoted(source: Path | str, extra: str) -> str:
+    place = "." if source == Path.cwd() else str(source)
+    return shlex.quote(f"{place}[{extra}]" if extra else place)
 
 
 def _installed_from() -> Path | None:

@@ -21,7 +21,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,12 @@ from graphrun.errors import InputError
 from graphrun.reading import parse_json, read_bytes
 from graphrun.systems import take_lock
 from graphrun.units import MIB
+
+
+def user_cache(environment: Mapping[str, str]) -> Path:
+    """Return the cache folder: ``$XDG_CACHE_HOME/graphrun``, or else ``~/.cache/graphrun``."""
+    base = Path(environment.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "graphrun"
 
 
 def write_whole(path: Path, write: Callable[[Path], Any], *, lasting: bool = False) -> None:

@@ -141,6 +141,32 @@ class Session:
             else None
         )
 
+    @property
+    def active(self) -> Solution | None:
+        """The plan of the current run, or of the last one; None before the first."""
+        return self._current.solution if self._current is not None else None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of weights on the device now, secondary devices included."""
+        host = self._host
+        return (
+            sum(residency.loaded_bytes() for residency in host.residencies.values())
+            if host is not None
+            else 0
+        )
+
+    def plan(self, inputs: Mapping[str, Any] | None = None) -> Solution:
+        """Return the plan for runs with ``inputs``, made once for each set of sizes.
+
+        Waits for the current run. Raises the errors of planning, and InputError in a forked
+        process.
+        """
+        self._refuse_forked()
+        values = self.graph.resolve({**self._inputs, **(inputs or {})})
+        with device_lock(self.device.name):
+            return self._plan_for(values, ()).solution
+
     def run(
         self,
         inputs: Mapping[str, Any] | None = None,

@@ -21,6 +21,7 @@ from graphrun.cli.downloads import Told, required_downloads
 from graphrun.cli.options import PlanOptions, merge_options
 from graphrun.cli.terminal import alive, print_coloured, width
 from graphrun.errors import GraphrunError, InputError, Interrupted, PlanError, PlanningInterrupted
+from graphrun.files import user_cache
 from graphrun.garbage import collected_seldom
 from graphrun.graph.shipped import shipped_graphs
 from graphrun.reading import printable
@@ -533,14 +534,8 @@ def say(line: str) -> None:
 
 
 def cache_folder(is_off: bool) -> Path | None:
-    """Return the cache folder: ``$XDG_CACHE_HOME/graphrun``, or else ``~/.cache/graphrun``; None if
-    ``is_off``."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (
-        None
-        if is_off
-        else (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "graphrun"
-    )
+    """Return the cache folder (`graphrun.files.user_cache`); None if ``is_off``."""
+    return None if is_off else user_cache(os.environ)
 
 
 def cards_for(options: PlanOptions, cache: Path | None, *, to_run: bool = False) -> list[Hardware]:

@@ -21,6 +21,7 @@ from graphrun.cli import (
     importing,
     interop,
     maintenance,
+    nodes,
     plans,
     run,
     serving,
@@ -33,7 +34,7 @@ from graphrun.errors import GraphrunError, InputError
 from graphrun.limits import LIMITS, raise_limits
 
 # The order of --help. Commands join the app when their module is imported, perhaps before this one.
-_MODULES = (plans, teams, run, serving, graphs, importing, fitting, interop, maintenance)
+_MODULES = (plans, teams, run, serving, graphs, importing, fitting, interop, nodes, maintenance)
 _ORDER = [module.__name__ for module in _MODULES]
 app.registered_commands.sort(
     key=lambda command: _ORDER.index(command.callback.__module__) if command.callback else 0

@@ -156,7 +156,7 @@ class PlanRun:
                 self._finish()
             except BaseException:
                 self._failure_bytes = [
-                    (accelerator.peak_bytes, accelerator.available_bytes)
+                    (accelerator.peak_bytes, accelerator.plannable_bytes)
                     for accelerator in device.all_devices
                 ]
                 raise
@@ -200,7 +200,7 @@ class PlanRun:
                 self._close()
             except BaseException:
                 self._failure_bytes = [
-                    (accelerator.peak_bytes, accelerator.available_bytes)
+                    (accelerator.peak_bytes, accelerator.plannable_bytes)
                     for accelerator in self._device.all_devices
                 ]
                 raise
@@ -220,6 +220,7 @@ class PlanRun:
         foreign_bytes = self._host.outside_bytes
         if not device.unified:
             foreign_bytes += min(self._problem.reserve_bytes, self._bytes_before_run["device"])
+            foreign_bytes += device.foreign_bytes
         # ``limits``: of the allocator's reserved pages; ``tensor_limit_bytes``: the budget for
         # tensors
         page_limit_bytes, *limits = self._setting.limits
@@ -290,7 +291,7 @@ class PlanRun:
             self._device.all_devices[: len(self._problem.secondaries) + 1]
         ):
             available_bytes, needed_bytes = (
-                device.available_bytes,
+                device.plannable_bytes,
                 max((peaks[number] for peaks in self._peaks[next_slot:]), default=0),
             )
             if available_bytes < needed_bytes:

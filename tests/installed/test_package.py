@@ -22,8 +22,9 @@ from graphrun.store import LIBRARIES
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# pydantic depends on it; audio files other than .wav need soundfile, whose absence is reported.
-NOT_DECLARED = {"pydantic_core", "soundfile"}
+# pydantic depends on it; audio files other than .wav need soundfile, whose absence is reported;
+# nodes run in ComfyUI's process.
+NOT_DECLARED = {"pydantic_core", "soundfile", "comfy", "comfy_api"}
 
 
 def names(texts: list[str]) -> set[str]:

@@ -98,6 +98,8 @@ class Device(ABC):
     serial_copies = False  # whether copies and compute take turns
     # further devices of the machine, on which components or some of their blocks may compute
     secondaries: tuple[Device, ...] = ()
+    # of tensors of other code in this process, outside the budget; set by whoever shares the device
+    foreign_bytes = 0
 
     def __init__(self) -> None:
         # counters of live host memory from `arena`, and of its page-locked part
@@ -231,6 +233,11 @@ class Device(ABC):
     @abstractmethod
     def available_bytes(self) -> int:
         """Bytes that this process can allocate in total: bytes allocated now plus free bytes."""
+
+    @property
+    def plannable_bytes(self) -> int:
+        """Bytes that plans of this process can have: available bytes without foreign bytes."""
+        return self.available_bytes - self.foreign_bytes
 
     @property
     @abstractmethod
