@@ -3,7 +3,7 @@
     resident   on the device all the time
     swapped    copied to the device as a whole when it is called, and back when it leaves
     streamed   the first blocks stay on the device; each of the others is copied in every call,
-               while the block before it computes, through a buffer of the two largest
+               from when the block before it starts to compute, to a buffer of the two largest
     hooked     the same blocks stay, and nothing overlaps: the tensors of the others are copied when
                their layer computes (accelerate's hooks)
 
@@ -126,6 +126,7 @@ class _PlacementWalk:
         self.always_bytes = sum(map(self._always_bytes, placements))
         # by the id of a call, since a loop repeats calls
         self._seconds, self._reads = dict[int, float](), dict[int, tuple[list[float], int]]()
+        self._wait_seconds = dict[tuple[int, bool], float]()
 
     def pass_through(self) -> None:
         seconds: dict[str, float] = defaultdict(float)
@@ -204,16 +205,53 @@ class _PlacementWalk:
             else:
                 buffer_bytes = 2 * parts.largest_bytes if sizes else 0.0
                 buffer_bytes += parts.rest_bytes if placement.rest == "call" else 0.0
-                copies = self._copy_in(sum(sizes), pinned)
-                copies += len(sizes) * self.hardware.copy_start_seconds
-                # nothing computes while the first block is copied; later calls find it there
-                waits = sum(sizes[:1]) / pinned if placement.rest == "call" or is_first else 0.0
-                seconds += max(0.0, copies - compute_seconds) + waits
+                self._copy_in(sum(sizes), pinned)
+                is_prefetched = placement.rest != "call" and not is_first
+                seconds += self._waits(call, is_prefetched)
                 self.present.setdefault(name, 0.0)
         self.estimate.on_device.append(
             self.always_bytes + sum(self.present.values()) + buffer_bytes
         )
         return seconds
+
+    def _waits(self, call: Call, is_prefetched: bool) -> float:
+        """Return the seconds in which ``call`` waits for blocks.
+
+        The copy of a block starts when the block before it starts to compute, after the copy
+        before. ``is_prefetched``: that of the first block started in the last block of the call
+        before.
+        """
+        key = (id(call), is_prefetched)
+        if key not in self._wait_seconds:
+            parts = self.parts[call.component]
+            segments = [
+                (owner(path, parts.blocks), seconds)
+                for (path, _), seconds in zip(
+                    call.work, work_seconds(call, self.hardware), strict=True
+                )
+            ]
+            order = list(dict.fromkeys(path for path, _ in segments if path))
+            copies = {
+                path: 0.0
+                if path in parts.staying
+                else parts.blocks[path] / self.hardware.h2d_bytes_per_second
+                + self.hardware.copy_start_seconds
+                for path in order
+            }
+            following_blocks = dict(zip(order, order[1:], strict=False))
+            last_seconds = sum(seconds for path, seconds in segments if path in order[-1:])
+            head_start = last_seconds if is_prefetched else 0.0
+            copied_at = max(0.0, copies[order[0]] - head_start) if order else 0.0
+            ready, clock, waits = {path: copied_at for path in order[:1]}, 0.0, 0.0
+            for path, seconds in segments:
+                wait = max(0.0, ready.get(path, 0.0) - clock)
+                clock, waits = clock + wait, waits + wait
+                if (block := following_blocks.get(path, "")) and block not in ready:
+                    copied_at = max(copied_at, clock) + copies[block]
+                    ready[block] = copied_at if copies[block] else clock
+                clock += seconds
+            self._wait_seconds[key] = waits
+        return self._wait_seconds[key]
 
     def _copy_in(self, nbytes: float, rate: float) -> float:
         self.estimate.copied_in_bytes += nbytes

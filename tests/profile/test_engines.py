@@ -237,6 +237,28 @@ def test_placements_take_the_memory_and_the_copies_that_they_are_described_with(
 
 
 @pytest.mark.long
+def test_a_streamed_component_waits_for_what_compute_cannot_hide() -> None:
+    scene, rates = comparison_at("64M").scene, {"copy_start_seconds": 0.0}
+    names = list(scene.weights)
+    streamed = {**dict.fromkeys(names, RESIDENT), "transformer": STREAMED_BESIDE}
+    resident_seconds = sum(scene.estimate(dict.fromkeys(names, RESIDENT)).seconds.values())
+
+    def seconds(h2d_bytes_per_second: float, blocks: tuple[int, ...] = ()) -> float:
+        card = replace(scene.hardware, h2d_bytes_per_second=h2d_bytes_per_second, **rates)
+        placements = {**streamed, "transformer": replace(STREAMED_BESIDE, blocks=blocks)}
+        return sum(replace(scene, hardware=card).estimate(placements).seconds.values())
+
+    assert seconds(1e18) == pytest.approx(resident_seconds)
+    copied_bytes = scene.estimate(streamed).copied_in_bytes
+    # so slow that all computing of blocks is hidden behind copies, or nearly
+    slow = copied_bytes / 100 / resident_seconds
+    assert seconds(slow) == pytest.approx(100 * resident_seconds, rel=0.02)
+    # a copy starts one block ahead: a block waits for it where its copy takes longer
+    middle = copied_bytes / resident_seconds
+    assert resident_seconds < seconds(middle, (4,)) < seconds(middle) < 2 * resident_seconds
+
+
+@pytest.mark.long
 def test_more_memory_is_never_slower_and_what_does_not_fit_says_so() -> None:
     comparisons = {vram: comparison_at(vram) for vram in ("3M", "8M", "12M", "64M")}
     for name in ("diffusers", "accelerate", "sglang", "vllm-omni"):
