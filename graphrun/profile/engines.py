@@ -375,7 +375,7 @@ ENGINES: Mapping[str, Engine] = {
         Engine(
             "sd.cpp",
             "leejet/stable-diffusion.cpp examples/common/common.cpp at "
-            "00c5766f73456996faf3c78afb77b553b2cbe509, read on 2026-11-27",
+            "97d2990807fe6d558e395f8764198d7c7e7b411c (2026-08-19), read on 2026-11-27",
             _sd_cpp,
             frozenset({"budget", "cpu", "tiling"}),
             reason="its kernels are not PyTorch's",
