@@ -23,6 +23,7 @@ from graphrun.api import (
     plan,
     precomputed,
     run,
+    strategy,
     survey,
 )
 from graphrun.devices import Budget
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from graphrun.diffusers_.attach import Attachment
     from graphrun.diffusers_.description import LivePipeline
     from graphrun.diffusers_.dry_call import ProbeError
+    from graphrun.diffusers_.strategy import OffloadStrategy
     from graphrun.graph.graph import Graph
     from graphrun.model.problem import Hardware, Problem
     from graphrun.model.solution import Solution
@@ -74,6 +76,7 @@ __all__ = [
     "InputError",
     "Interrupted",
     "LivePipeline",
+    "OffloadStrategy",
     "OutOfMemory",
     "PlanError",
     "PlanningInterrupted",
@@ -96,6 +99,7 @@ __all__ = [
     "raise_limits",
     "run",
     "run_many",
+    "strategy",
     "survey",
 ]
 
@@ -108,6 +112,7 @@ _LAZY = {
     "Hardware": "graphrun.model.problem",
     "Infeasible": "graphrun.solve.infeasible",
     "LivePipeline": "graphrun.diffusers_.description",
+    "OffloadStrategy": "graphrun.diffusers_.strategy",
     "ProbeError": "graphrun.diffusers_.dry_call",
     "Problem": "graphrun.model.problem",
     "RaceError": "graphrun.sim.ordering",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from graphrun.batch.cache.reuse import What
     from graphrun.diffusers_.attach import Attachment
     from graphrun.diffusers_.description import LivePipeline
+    from graphrun.diffusers_.strategy import OffloadStrategy
     from graphrun.graph.graph import Graph
     from graphrun.model.problem import Hardware, Problem
     from graphrun.model.solution import Solution
@@ -442,6 +443,41 @@ def attach(
     return Attachment(
         pipe, main_device, cards[0], limits, demands, budget, tell, store, components, methods
     )
+
+
+def strategy(vram: str | int, *, reserve: str | int | None = None) -> OffloadStrategy:
+    """Return an offload strategy with a budget, for diffusers' `ComponentsManager`.
+
+        manager.enable_auto_cpu_offload("cuda", offload_strategy=graphrun.strategy("8G"))
+
+    diffusers' default decides by the free memory. This strategy decides by a plan. It notes the
+    bytes of the components and the order of their uses. When an order comes back, it evicts the
+    components whose eviction moves the fewest bytes over the next uses. Before that, it evicts the
+    fewest bytes, and among equal ones the least recently used.
+
+    ``vram``     budget of the components on the device and all other tensors of the program, in
+                 bytes, or a size such as ``"8G"``
+    ``reserve``  part of ``vram`` that weights leave free for activations, in bytes or as a size.
+                 None: a quarter of ``vram``; where the device reports its peak memory (CUDA), after
+                 the first use of a component what it was seen to need. Fragments of the allocator
+                 are not counted
+
+    A strategy serves one manager on one device. ``strategy.report()`` returns a line about its
+    copies, in bytes. Components move as a whole: `attach` streams one that is too large. Raises
+    InputError for a text that is not a size, and for a reserve that is not below the budget.
+    """
+    from graphrun.devices import parse_limit
+    from graphrun.units import parse_size
+
+    budget_bytes, reserve_bytes = parse_size(vram, name="vram"), parse_limit(reserve, "reserve")
+    if reserve_bytes is not None and reserve_bytes >= budget_bytes:
+        raise InputError(
+            f"reserve {reserve}: is no less than vram {vram}, which leaves nothing for components: "
+            "give a smaller one"
+        )
+    with without_notices():
+        from graphrun.diffusers_.strategy import OffloadStrategy
+    return OffloadStrategy(budget_bytes, reserve_bytes)
 
 
 def planned_inputs(problem: Problem, graph: Graph, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,30 +1,100 @@
-"""The commands ``export`` and ``map``: plans to diffusers calls and device maps, and back."""
+"""The commands ``compare``, ``export`` and ``map``: other engines, plans for them, and device maps
+as plans."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from graphrun import api
-from graphrun.cli.common import AsJson, app, show, write_or_print
-from graphrun.cli.options import Trust
+from graphrun.cli.common import (
+    AsJson,
+    OnlyGraph,
+    app,
+    cache_folder,
+    open_graph,
+    plan_graph,
+    say,
+    show,
+    solving,
+    write_or_print,
+)
+from graphrun.cli.options import NoCache, PlanOptions, Trust, shared
+from graphrun.cli.terminal import alive, width
 from graphrun.errors import InputError, PlanError
 from graphrun.reading import read_json
 from graphrun.report import plan_files as planfile
+
+if TYPE_CHECKING:
+    from graphrun.graph.graph import Graph
+    from graphrun.model.solution import Solution
+    from graphrun.profile.engines import Engine
+
+
+Engines = Annotated[
+    str,
+    typer.Option(
+        "--engines",
+        help="Engines to compare: all, or names joined by commas.",
+        metavar="NAMES",
+    ),
+]
+
+
+@app.command()
+@shared(
+    "vram",
+    "ram",
+    "pinned",
+    "hardware",
+    "device",
+    "set_",
+    "keep",
+    "exclude",
+    "reserve",
+    "trust_package",
+    "source",
+    "dtype",
+    "no_cache",
+)
+def compare(
+    graph: OnlyGraph, options: PlanOptions, engines: Engines = "all", as_json: AsJson = False
+) -> None:
+    """Compare graphrun with other engines within a budget.
+
+    Shows seconds of a warm run and peak of each engine's best setting, by
+    simulation, and what to type. Needs no weights and no GPU.
+    """
+    from graphrun.comparing import EngineComparison, engines_called
+    from graphrun.report.engines_screen import compare_screen
+
+    chosen_engines = engines_called(engines.split(","))
+    options = replace(options, runs=api.RUNS)
+    graph_plan = plan_graph(open_graph(graph, options), options, "none")
+    with solving(), alive(f"other engines for {graph_plan.graph.name}"):
+        comparison = EngineComparison(
+            graph_plan.graph, graph_plan.solution, cache_folder(options.no_cache)
+        )
+        rows = [comparison.row(engine, comparison.best(engine)) for engine in chosen_engines]
+    summary = comparison.summary(rows)
+    show(summary, as_json, compare_screen(summary, width()))
 
 
 @app.command()
 def export(
     plan: Annotated[Path, typer.Argument(help="Plan saved with -o.", show_default=False)],
-    kind: Annotated[
+    name: Annotated[
         str,
         typer.Option(
+            "--to",
             "--as",
-            help="diffusers (a Python script) or accelerate (device maps as JSON).",
-            metavar="FORMAT",
+            help="diffusers (a Python script), accelerate (device maps as JSON; with -o FILE.py a "
+            "script), sglang, vllm-omni, sd.cpp or comfyui (a command line).",
+            metavar="ENGINE",
         ),
     ],
     output_file: Annotated[
@@ -34,28 +104,76 @@ def export(
         ),
     ] = None,
     trust_package: Trust = None,
+    no_cache: NoCache = False,
 ) -> None:
-    """Translate a plan to diffusers calls or accelerate device maps.
+    """Translate a plan for another engine.
 
-    The nearest equivalent: comments say what is lost.
+    The nearest equivalent: stderr says what is lost, and what that costs by
+    simulation.
     """
+    from graphrun.comparing import engines_called
+    from graphrun.report.engines_screen import export_lines
+
+    (engine,) = engines_called([name]) if name != "all" else [None]
+    if engine is None:
+        raise InputError("--to all: a plan is exported to one engine; graphrun compare shows all")
     solution, entries = planfile.read_solution(plan)
     problem, source = solution.problem, planfile.graph_path(plan, entries)
     graph = api.load(source, trust=trust_package or ()).in_dtypes(dict(problem.dtypes))
     graph = graph.until(problem.until)
     if graph.digest != problem.graph_digest:
         raise PlanError(f"is for an earlier version of {source}: plan again", str(plan))
-    if kind == "diffusers":
-        from graphrun.diffusers_.script import diffusers_script
-
-        text = diffusers_script(graph, solution)
-    elif kind == "accelerate":
-        from graphrun.diffusers_.device_map import device_maps
-
-        text = json.dumps(device_maps(graph, solution), indent=1) + "\n"
-    else:
-        raise InputError(f"--as {kind!r} is not known; it is diffusers or accelerate")
+    with solving():
+        text, summary = _exported(engine, graph, solution, output_file, cache_folder(no_cache))
     write_or_print(text, output_file)
+    for line in export_lines(summary) if summary is not None else []:
+        say(line)
+
+
+def _exported(
+    engine: Engine,
+    graph: Graph,
+    solution: Solution,
+    output_file: Path | None,
+    cache: Path | None,
+) -> tuple[str, dict[str, Any] | None]:
+    """Return the text for ``engine``, and the comparison with it; None for a plan of a CPU, whose
+    placements are not simulated."""
+    from graphrun.comparing import EngineComparison
+    from graphrun.diffusers_.device_map import device_maps, maps_of, placements_of
+    from graphrun.diffusers_.script import accelerate_script, diffusers_script, script_placements
+
+    text = diffusers_script(graph, solution) if engine.name == "diffusers" else ""
+    maps = device_maps(graph, solution) if engine.name == "accelerate" else {}
+    random = [item.name for item in graph.components.values() if item.source is None]
+    if random and not text and not maps:
+        raise InputError(
+            f"{', '.join(random)}: random weights are graphrun's own; give the graph a source to "
+            "export its plan"
+        )
+    comparison = None
+    if not solution.problem.hardware.unified or not (text or maps):
+        comparison = EngineComparison(graph, solution, cache)
+    setting = None
+    if comparison is not None:
+        dry_run = comparison.scene.dry_run
+        if text:
+            setting = comparison.setting(script_placements(graph, solution))
+        elif maps:
+            setting = comparison.setting(placements_of(dry_run, maps))
+            best = comparison.best(engine)
+            if best is not None and best.fits and not setting.fits:
+                setting, maps = best, maps_of(graph, dry_run, best.placements)
+        else:
+            setting = comparison.best(engine)
+    if maps and output_file is not None and output_file.suffix == ".py":
+        text = accelerate_script(graph, solution, maps)
+    elif maps:
+        text = json.dumps(maps, indent=1) + "\n"
+    if comparison is None:
+        return text, None
+    row = comparison.row(engine, setting)
+    return text or f"{row['command']}\n", comparison.summary([row])
 
 
 @app.command("map")

@@ -13,6 +13,7 @@ what it costs.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import nn
 
@@ -22,6 +23,9 @@ from graphrun.model.plan import Stream
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.modules.build import meta_module
+from graphrun.profile.engines import HOOKED, HOOKED_WHOLE, RESIDENT
+from graphrun.profile.placements import WeightPlacement
+from graphrun.profile.recording import DryRun
 from graphrun.solve.actions import plan_of
 from graphrun.solve.baselines import mapped
 from graphrun.solve.programs import program_of
@@ -65,6 +69,45 @@ def device_maps(graph: Graph, solution: Solution) -> dict[str, dict[str, DeviceP
             dict(_complete(module, "", placements)) if set(placements.values()) - {0} else {"": 0}
         )
     return maps
+
+
+def maps_of(
+    graph: Graph, dry_run: DryRun, placements: Mapping[str, WeightPlacement]
+) -> dict[str, dict[str, DevicePlacement]]:
+    """Return the device maps of ``placements`` of accelerate, as `device_maps` does."""
+    maps: dict[str, dict[str, DevicePlacement]] = {}
+    for name, placement in placements.items():
+        if placement in (RESIDENT, HOOKED_WHOLE):
+            maps[name] = {"": 0 if placement == RESIDENT else "cpu"}
+            continue
+        counts, paths = iter(placement.blocks), dict[str, DevicePlacement]()
+        for group in dry_run.profiles[name].groups:
+            if group.streamable:
+                count = next(counts, 0)
+                paths |= {
+                    path: 0 if number < count else "cpu" for number, path in enumerate(group.blocks)
+                }
+        module = meta_module(graph.component(name), graph.trust)
+        maps[name] = dict(_complete(module, "", paths))
+    return maps
+
+
+def placements_of(dry_run: DryRun, maps: Maps) -> dict[str, WeightPlacement]:
+    """Return the placements of accelerate with the device maps ``maps``."""
+    placements = dict[str, WeightPlacement]()
+    for name, device_map in maps.items():
+        if not any(isinstance(place, str) for place in device_map.values()):
+            placements[name] = RESIDENT
+        elif set(device_map) == {""}:
+            placements[name] = HOOKED_WHOLE
+        else:
+            counts = (
+                sum(_placement_of(name, path, device_map) == 0 for path in group.blocks)
+                for group in dry_run.profiles[name].groups
+                if group.streamable
+            )
+            placements[name] = replace(HOOKED, blocks=tuple(counts))
+    return placements
 
 
 def plan_for(problem: Problem, maps: Maps) -> Solution:

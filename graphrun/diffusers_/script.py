@@ -1,4 +1,4 @@
-"""Export of a plan as a plain diffusers script that loads, runs and frees components per stage.
+"""Export of a plan as a plain Python script that loads, runs and frees components per stage.
 
 For each component the script uses the closest function of diffusers or accelerate; its docstring
 lists the differences from the plan.
@@ -7,6 +7,8 @@ lists the differences from the plan.
     streamed component              group offloading, by blocks; by leaves if the module has no
                                     block list of diffusers
     component of the decode stage   accelerate's cpu_offload_with_hook: copied at its first call
+
+With device maps (`accelerate_script`), every component is dispatched by its map instead.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import pprint
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from graphrun.diffusers_.device_map import Maps
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
 from graphrun.graph.parts import Component, Part, Reference
@@ -26,6 +29,7 @@ from graphrun.model.solution import Solution
 from graphrun.modules.classes import resolve_class
 from graphrun.modules.source_files import split_source
 from graphrun.ops.diffusion import returned_names
+from graphrun.profile.placements import WeightPlacement
 from graphrun.units import show_seconds, show_size
 
 EXPORTED_OPS = ("encode_prompt", "denoise", "decode")
@@ -40,7 +44,24 @@ def diffusers_script(graph: Graph, solution: Solution) -> str:
     return _Script(graph, solution).text()
 
 
+def accelerate_script(graph: Graph, solution: Solution, maps: Maps) -> str:
+    """Return the text of the script that dispatches components by ``maps``, as `diffusers_script`
+    does."""
+    return _DispatchScript(graph, solution, maps).text()
+
+
+def script_placements(graph: Graph, solution: Solution) -> dict[str, WeightPlacement]:
+    """Return how `diffusers_script` holds each component, to estimate it."""
+    return _Script(graph, solution).placements()
+
+
 class _Script:
+    imports: tuple[str, ...] = (
+        "from accelerate import cpu_offload_with_hook",
+        "from diffusers.hooks import apply_group_offloading",
+    )
+    title = "plain diffusers calls"
+
     def __init__(self, graph: Graph, solution: Solution) -> None:
         self.graph, self.problem, self.plan, self.simulation = (
             graph,
@@ -82,11 +103,7 @@ class _Script:
             "import torch",
             "import transformers",
         ]
-        lines += [
-            "from accelerate import cpu_offload_with_hook",
-            "from diffusers.hooks import apply_group_offloading",
-            "",
-        ]
+        lines += [*self.imports, ""]
         lines += ['DEVICE = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cuda")']
         lines += [f'OUTPUT = sys.argv[2] if len(sys.argv) > 2 else "{self.graph.name}.png"']
         lines += [f"INPUTS = {pprint.pformat(self.inputs, width=100, sort_dicts=False)}", ""]
@@ -114,8 +131,7 @@ class _Script:
 
     def _losses(self) -> Iterator[str]:
         yield (
-            f"{self.graph.name}: the closest plain diffusers calls to plan {self.plan.digest} of "
-            "graphrun."
+            f"{self.graph.name}: the closest {self.title} to plan {self.plan.digest} of graphrun."
         )
         yield ""
         peak = show_size(self.simulation.peak_bytes)
@@ -178,6 +194,19 @@ class _Script:
         if self.plan.further_slots:
             yield "- the session: further runs that reuse what the first left on the device"
 
+    def placements(self) -> dict[str, WeightPlacement]:
+        """Return how the script holds each component on the device."""
+        return {
+            name: WeightPlacement("streamed", rest="call")
+            if self._stream(name) is not None
+            else WeightPlacement(
+                "swapped",
+                leaves="stage" if name in self.encode.uses else "end",
+                copies_back=False,
+            )
+            for name in self.variants
+        }
+
     def _stream(self, name: str) -> Stream | None:
         """Return the component's last `Stream` action, which covers most of its calls, or None."""
         actions = [
@@ -217,14 +246,17 @@ class _Script:
         for name in names:
             component, variant = self.graph.component(name), self.variants[name]
             yield from self._construct(component, variant)
-            if self._stream(name) is not None:
-                yield from self._group_offload(component)
-            elif (
-                stage == "remaining" and name in self.decode.uses and name not in self.denoise.uses
-            ):
-                yield f"{name}, _ = cpu_offload_with_hook({name}, DEVICE)"
-            else:
-                yield f"{name}.to(DEVICE)"
+            yield from self._place(component, stage)
+
+    def _place(self, component: Component, stage: str) -> Iterator[str]:
+        """Yield the lines that place ``component``, which is loaded for ``stage``."""
+        name = component.name
+        if self._stream(name) is not None:
+            yield from self._group_offload(component)
+        elif stage == "remaining" and name in self.decode.uses and name not in self.denoise.uses:
+            yield f"{name}, _ = cpu_offload_with_hook({name}, DEVICE)"
+        else:
+            yield f"{name}.to(DEVICE)"
 
     def _construct(self, component: Component, variant: Variant) -> Iterator[str]:
         name, precision = component.name, variant.precision
@@ -418,6 +450,33 @@ class _Script:
             if isinstance(value, Reference) and value.kind == "input"
             else value
         )
+
+
+class _DispatchScript(_Script):
+    imports = ("from accelerate import cpu_offload, dispatch_model",)
+    title = "device maps of accelerate"
+
+    def __init__(self, graph: Graph, solution: Solution, maps: Maps) -> None:
+        super().__init__(graph, solution)
+        self.maps = maps
+
+    def _place(self, component: Component, stage: str) -> Iterator[str]:
+        name, places = component.name, self.maps[component.name]
+        if set(places.values()) == {0}:
+            yield f"{name}.to(DEVICE)"
+        elif set(places.values()) == {"cpu"}:  # dispatch_model does not take such a map
+            yield f"cpu_offload({name}, DEVICE, offload_buffers=True)"
+        else:
+            yield f"{name}_map = {pprint.pformat(dict(places), width=100, sort_dicts=False)}"
+            yield (
+                f"dispatch_model({name}, {{path: DEVICE if place == 0 else place for path, place "
+                f"in {name}_map.items()}},"
+            )
+            yield (
+                f'               main_device=DEVICE, offload_dir="offload/{name}", '
+                f'offload_buffers=True, skip_keys=getattr({name}, "_skip_keys", None), '
+                "force_hooks=True)"
+            )
 
 
 def _source_arguments(source: str) -> str:

@@ -277,14 +277,14 @@ def _block_sizes_read(
         sizes |= dict.fromkeys(group.blocks, nbytes)
         total += nbytes * len(group.blocks)
     share = weights / total if total else 0.0
-    owners = [_owner(name, sizes) for name in call.read_weights]
+    owners = [owner(name, sizes) for name in call.read_weights]
     read_blocks = dict.fromkeys(path for path in owners if path)
     unblocked = sizes.get("", 0) * share if "" in owners else 0.0
     pieces = [sizes[path] * share for path in read_blocks]
     return pieces, unblocked, max(pieces, default=0.0)
 
 
-def _owner(name: str, paths: Mapping[str, int]) -> str:
+def owner(name: str, paths: Mapping[str, float]) -> str:
     """Return which of ``paths`` is the block with the tensor ``name``; "" if none is."""
     while name and name not in paths:
         name = name.rpartition(".")[0]

@@ -51,7 +51,7 @@ def survey(
     problem = problem_of(
         graph, dry_run, hardware, ProblemLimits(hardware.capacity_bytes, 1), inputs
     )
-    phases = _phases(problem, dry_run, hardware)
+    phases = phase_rows(problem, dry_run, hardware)
     if store is not None:
         store_measurement_keys(graph, dry_run, problem, store)
         measurements_by_phase, measured_problem = (
@@ -116,7 +116,7 @@ def _mode(
     component_bytes: Mapping[str, int],
     phases: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Return the totals of the mode, and its seconds by stage."""
+    """Return the totals of ``mode``, and its seconds by stage."""
     estimate = estimate_mode(graph, dry_run, hardware, mode, component_bytes)
     entries = dry_run.recording.entries()
     weights = [max(map(int, estimate.on_device[begin:end])) for begin, end in phase_spans(entries)]
@@ -182,7 +182,8 @@ def _component(
     }
 
 
-def _phases(problem: Problem, dry_run: DryRun, hardware: Hardware) -> list[dict[str, Any]]:
+def phase_rows(problem: Problem, dry_run: DryRun, hardware: Hardware) -> list[dict[str, Any]]:
+    """Return the rows of `survey` for the phases of ``problem``, which comes from ``dry_run``."""
     entries = dry_run.recording.entries()
     spans = phase_spans(entries)
     counting = phase_memories_of(dry_run.recording, spans, hardware)

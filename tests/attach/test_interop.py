@@ -20,7 +20,7 @@ from PIL import Image
 import graphrun
 from graphrun import sim
 from graphrun.diffusers_.device_map import device_maps, plan_for
-from graphrun.diffusers_.script import diffusers_script
+from graphrun.diffusers_.script import accelerate_script, diffusers_script
 from graphrun.errors import InputError, PlanError
 from graphrun.graph.graph import Graph
 from graphrun.model.plan import Load, Stream
@@ -29,6 +29,9 @@ from graphrun.modules.build import build, build_part
 from graphrun.report import plan_files as planfile
 from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from peers_machine import Sim  # noqa: E402
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 OPTIONS: dict[str, Any] = {"ram": "1G", "hardware": "sim", "inputs": {"steps": 2}}
@@ -80,6 +83,38 @@ def test_a_script_runs_with_the_picture_of_the_plan(
     assert numpy.array_equal(
         numpy.asarray(Image.open(picture)), numpy.asarray(trace.outputs["image"])
     )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("vram", ["64M", "5M"])
+@pytest.mark.parametrize("engine", ["diffusers", "accelerate"])
+def test_a_script_runs_on_the_simulated_accelerator_with_the_picture_of_the_plan(
+    saved_graph: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: str,
+    vram: str,
+) -> None:
+    graph = graphrun.load(saved_graph("flux-tiny"))
+    solution = solved(graph, vram)
+    script, picture = tmp_path / "script.py", tmp_path / "picture.png"
+    script.write_text(
+        diffusers_script(graph, solution)
+        if engine == "diffusers"
+        else accelerate_script(graph, solution, device_maps(graph, solution))
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["script.py", "sim", str(picture)])
+    simulator = Sim(None)
+    with simulator.open():
+        runpy.run_path(str(script), run_name="__main__")
+    trace = graphrun.run(solution, graph, {"steps": 2})
+    assert numpy.array_equal(
+        numpy.asarray(Image.open(picture)), numpy.asarray(trace.outputs["image"])
+    )
+    weights = [solution.problem.component(name).weight_bytes() for name in graph.components]
+    # block sizes of plans are rounded up to allocations
+    assert simulator.moved()["in"] > 0.95 * sum(weights)
 
 
 def test_a_script_lists_what_is_lost_and_streams_what_the_plan_streams(
@@ -322,12 +357,12 @@ def test_the_commands_write_both_and_plan_a_map(
         str(plan),
     ]
     assert run(cli.app, arguments).exit_code == 0
-    script = run(cli.app, ["export", str(plan), "--as", "diffusers"])
+    script = run(cli.app, ["export", str(plan), "--to", "diffusers"])
     assert script.exit_code == 0
     compile(script.stdout, "script.py", "exec")
     assert (
         run(
-            cli.app, ["export", str(plan), "--as", "accelerate", "-o", str(tmp_path / "map.json")]
+            cli.app, ["export", str(plan), "--to", "accelerate", "-o", str(tmp_path / "map.json")]
         ).exit_code
         == 0
     )
@@ -364,7 +399,5 @@ def test_the_commands_write_both_and_plan_a_map(
     (tmp_path / "none.json").write_text('{"transformer": [0]}')
     with pytest.raises(InputError, match="none.json: has no device maps by component"):
         run(cli.app, ["map", str(plan), str(tmp_path / "none.json")], catch_exceptions=False)
-    with pytest.raises(
-        InputError, match="--as 'comfy' is not known; it is diffusers or accelerate"
-    ):
-        run(cli.app, ["export", str(plan), "--as", "comfy"], catch_exceptions=False)
+    with pytest.raises(InputError, match="engine 'comfy' is not known; did you mean 'comfyui'"):
+        run(cli.app, ["export", str(plan), "--to", "comfy"], catch_exceptions=False)

@@ -39,6 +39,7 @@ CASES = [
     ("check", ("check", "broken.json")),
     ("diff", ("diff", "plan.json", "large.json")),
     ("estimate", ("estimate", "flux-tiny", "--device", "sim", "--set", "steps=2")),
+    ("compare", ("compare", *SIM, "--vram", "12M")),
     ("fit", ("fit", "flux-tiny", "--card", "rtx4060laptop", "--ram", "16G", "--set", "steps=2")),
     ("frontier", ("frontier", *SIM, "--vram", "2M:6M:4M")),
     ("frontier", ("frontier", *SIM[:-2], "--vram", "6M", "--sweep", "steps=2:3:1")),
