@@ -160,9 +160,9 @@ def _exported(
         if text:
             setting = comparison.setting(script_placements(graph, solution))
         elif maps:
-            setting = comparison.setting(placements_of(dry_run, maps))
-            best = comparison.best(engine)
-            if best is not None and best.fits and not setting.fits:
+            placements, best = placements_of(dry_run, maps), comparison.best(engine)
+            setting = comparison.setting(placements) if placements else None
+            if best is not None and (setting is None or (best.fits and not setting.fits)):
                 setting, maps = best, maps_of(graph, dry_run, best.placements)
         else:
             setting = comparison.best(engine)

@@ -93,7 +93,8 @@ def maps_of(
 
 
 def placements_of(dry_run: DryRun, maps: Maps) -> dict[str, WeightPlacement]:
-    """Return the placements of accelerate with the device maps ``maps``."""
+    """Return the placements of accelerate with the device maps ``maps``; none if a map splits a
+    block, whose layers have no placement of their own."""
     placements = dict[str, WeightPlacement]()
     for name, device_map in maps.items():
         if not any(isinstance(place, str) for place in device_map.values()):
@@ -101,10 +102,17 @@ def placements_of(dry_run: DryRun, maps: Maps) -> dict[str, WeightPlacement]:
         elif set(device_map) == {""}:
             placements[name] = HOOKED_WHOLE
         else:
+            groups = [group for group in dry_run.profiles[name].groups if group.streamable]
+            if any(
+                key.startswith(f"{path}.")
+                for group in groups
+                for path in group.blocks
+                for key in device_map
+            ):
+                return {}
             counts = (
                 sum(_placement_of(name, path, device_map) == 0 for path in group.blocks)
-                for group in dry_run.profiles[name].groups
-                if group.streamable
+                for group in groups
             )
             placements[name] = replace(HOOKED, blocks=tuple(counts))
     return placements

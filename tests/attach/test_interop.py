@@ -392,7 +392,10 @@ def test_the_commands_write_both_and_plan_a_map(
     assert printed.pop("version") == 1
     assert {**exported, **printed} == exported
     assert run(cli.app, ["check", str(tmp_path / "back.json")]).exit_code == 0
-    # the blocks on the device are there in all slots
+    assert run(cli.app, ["map", str(plan), str(tmp_path / "map.json")]).exit_code == 0
+    # those of the plan itself do not fit: the blocks on the device are there in all slots
+    graph, solution = graphrun.load(saved_graph("flux-tiny")), planfile.read_solution(plan)[0]
+    (tmp_path / "map.json").write_text(json.dumps(device_maps(graph, solution)))
     keeps = r"map\.json: .* broken; the plan is refused\n  slot .*\n  \^ vram: "
     with pytest.raises(PlanError, match=keeps):
         run(cli.app, ["map", str(plan), str(tmp_path / "map.json")], catch_exceptions=False)
