@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphrun.comfyui.memory import free_bytes, patcher_of, reserve
 from graphrun.comfyui.progress import NodeProgress, ReportProgress, Stopped
-from graphrun.comfyui.values import pictures_in
+from graphrun.comfyui.values import joined, pictures_in
 from graphrun.errors import GraphError, GraphrunError, InputError
 from graphrun.files import user_cache
 from graphrun.graph.graph import Graph
@@ -306,10 +306,7 @@ def inputs_for(graph: Graph, request: LocalRequest) -> dict[str, Any]:
         if target is not None:
             inputs[target] = value
     inputs |= dict.fromkeys(seeds_of(graph), values["seed"])
-    if duplicates := inputs.keys() & request.extra_inputs.keys():
-        name = min(duplicates)
-        raise InputError(f"inputs: {name} has a value in the node already; take it out of inputs")
-    return graph.resolve(inputs | dict(request.extra_inputs))
+    return graph.resolve(joined(inputs, request.extra_inputs))
 
 
 def _leave_out(name: str) -> str:

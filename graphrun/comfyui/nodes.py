@@ -18,9 +18,8 @@ from graphrun.comfyui.server import (
     pictures_of,
     png_of,
 )
-from graphrun.comfyui.values import further_inputs, images_of, mask_of, picture_of
+from graphrun.comfyui.values import further_inputs, images_of, joined, mask_of, picture_of
 from graphrun.device_kinds import names as device_names
-from graphrun.errors import InputError
 
 if TYPE_CHECKING:
     from graphrun.comfyui.engine import LocalEngine
@@ -111,16 +110,13 @@ def draw_on_server(
         "num_inference_steps": steps,
     }
     fields |= {name: value for name, value in optional_fields.items() if value}
-    extra_inputs = further_inputs(inputs)
-    if duplicates := fields.keys() & extra_inputs.keys():
-        name = min(duplicates)
-        raise InputError(f"inputs: {name} has a value in the node already; take it out of inputs")
+    fields = joined(fields, further_inputs(inputs))
     files = {}
     if image is not None:
         files["image"] = png_of(picture_of(image, "image"))
     if mask is not None:
         files["mask"] = png_of(mask_of(mask, "mask"))
-    job = ServerJob(client, {**fields, **extra_inputs}, files)
+    job = ServerJob(client, fields, files)
     answer = follow(job.run, job.stop)
     MODELS.refresh(client)
     return images_of(pictures_of(answer)), figures_text(answer)

@@ -6,7 +6,7 @@ height, width], 1 where it selects.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from graphrun.errors import InputError
@@ -75,3 +75,11 @@ def further_inputs(text: str) -> dict[str, str]:
             )
         values[name.strip()] = value.strip()
     return values
+
+
+def joined(fields: Mapping[str, Any], extra_inputs: Mapping[str, str]) -> dict[str, Any]:
+    """Return the inputs of the node and further ones. Raises InputError for a name in both."""
+    if duplicates := fields.keys() & extra_inputs.keys():
+        name = min(duplicates)
+        raise InputError(f"inputs: {name} has a value in the node already; take it out of inputs")
+    return {**fields, **extra_inputs}

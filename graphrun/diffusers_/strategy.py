@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations, islice
+from itertools import combinations
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -242,8 +242,7 @@ def next_uses(uses: Sequence[str]) -> list[str]:
             length += 1
         if length > best:
             best, begin = length, end
-    round_of_uses = list(uses[begin:]) if best else []
-    return list(islice(round_of_uses * 2, 2 * len(round_of_uses)))
+    return list(uses[begin:]) * 2 if best else []
 
 
 def weight_bytes(module: nn.Module) -> int:
