@@ -149,12 +149,7 @@ class Session:
     @property
     def held_bytes(self) -> int:
         """Bytes of weights on the device now, secondary devices included."""
-        host = self._host
-        return (
-            sum(residency.loaded_bytes() for residency in host.residencies.values())
-            if host is not None
-            else 0
-        )
+        return 0 if self._host is None else self._host.loaded_bytes
 
     def plan(self, inputs: Mapping[str, Any] | None = None) -> Solution:
         """Return the plan for runs with ``inputs``, made once for each set of sizes.

@@ -187,10 +187,7 @@ class Attachment:
     @property
     def held_bytes(self) -> int:
         """Bytes on the device of the pipeline's weights and of its modules' cached tables."""
-        return (
-            sum(residency.loaded_bytes() for residency in self._host.residencies.values())
-            + self._host.cached_bytes
-        )
+        return self._host.loaded_bytes + self._host.cached_bytes
 
     def _uninstall(self) -> None:
         interceptors = remove_interceptors(self._modules)

@@ -137,6 +137,11 @@ class Host:
         """Bytes of graphrun's weights outside of the budget (`graphrun.diffusers_.residence`)."""
         return 0
 
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of weights on all devices now."""
+        return sum(residency.loaded_bytes() for residency in self.residencies.values())
+
     @functools.cached_property
     def memos(self) -> tuple[Any, ...]:
         """Caches in the modules (such as functools.cache) with tensors; cleared between phases."""
