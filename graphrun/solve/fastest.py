@@ -23,17 +23,17 @@ from graphrun.model.solution import Solution
 from graphrun.solve.actions import plan_of
 from graphrun.solve.baselines import BASELINES, fitting
 from graphrun.solve.dominance import simplest_variants, undominated_variants
-from graphrun.solve.granularity import smaller_as_layers, split_into_layers
+from graphrun.solve.granularity import smaller_as_layers, split_as, split_into_layers
 from graphrun.solve.interrupts import Candidate, offer
 from graphrun.solve.least import ever_finer, surely_infeasible
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import StageChoice, stage_choices
 from graphrun.solve.program import Choice, Program
 from graphrun.solve.programs import on_first_device, program_of, with_variants
-from graphrun.solve.rows import excess_bytes, rows_of
+from graphrun.solve.rows import Rows, excess_bytes, rows_of
 from graphrun.solve.search import REFINE_GOALS, SLACK, Answer, can_reach, choose, least_seconds
 from graphrun.solve.sessions import choose_for, many_runs
-from graphrun.solve.strategies import has
+from graphrun.solve.strategies import Strategy, has
 from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
 from graphrun.verify.solution import checked_solution
@@ -86,7 +86,7 @@ def find(
     ``template``: a result for a larger budget. The same components are split into layers first.
     """
     split = (
-        split_as_solution(problem, template.solution)
+        split_as(problem, template.solution.problem)
         if template is not None and template.choice is not None
         else problem
     )
@@ -105,6 +105,7 @@ def find(
         return None
     if (
         layers
+        and smaller_as_layers(best.solution.problem)
         and has("layers")
         and (name_and_formulation := _worth_splitting(best.solution)) is not None
     ):
@@ -132,7 +133,7 @@ def find_near(problem: Problem, previous: ProgramSolution) -> ProgramSolution | 
     # Sessions of many runs are solved run by run, which cannot start from ``previous``.
     if previous.choice is None or many_runs(problem) or previous.solution.plan.splits:
         return None
-    plan, split = previous.solution.plan, split_as_solution(problem, previous.solution)
+    plan, split = previous.solution.plan, split_as(problem, previous.solution.problem)
     programs = [
         stage_choice.program for stage_choice in stage_choices(_with_choices_of(split, plan))[0]
     ]
@@ -186,13 +187,6 @@ def faster_baselines(solution: Solution) -> Iterator[Solution]:
 def least_seconds_of(program: Program, choice: Choice) -> float:
     """Return a lower bound on the simulated seconds of ``choice``: all copies overlap compute."""
     return rows_of(program, choice, full_overlap=True).seconds()
-
-
-def split_as_solution(problem: Problem, solution: Solution) -> Problem:
-    """Return ``problem`` with the same components split into layers as in ``solution``."""
-    return split_into_layers(
-        problem, {c.name for c in solution.problem.components if c.granularity == "layers"}
-    )
 
 
 def _seconds(result: ProgramSolution) -> float:
@@ -356,12 +350,15 @@ def _refined(
         offer(Candidate(problem, candidate.plan, seconds, objective, first.bound))
         return candidate
 
+    def is_slow(candidate: _SimulatedChoice, rows: Rows[float]) -> bool:
+        return candidate.simulation.total_seconds > TOLERANCE * max(target_seconds, rows.seconds())
+
     factors = (1.0,) * len(program.intervals)
     best = last = offered(simulated_choice(choice))
     rounds = 1 if first.large or many_runs(problem) else ROUNDS
-    for _ in range(rounds if has("refinement") else 0):
+    for _ in range(rounds):
         rows = rows_of(program, last.choice, factors)
-        if last.simulation.total_seconds <= TOLERANCE * max(target_seconds, rows.seconds()):
+        if not is_slow(last, rows) or not has("refinement"):
             break
         predicted = [rows.slot_seconds(t) for t in range(len(program.intervals))]
         slots = (*last.simulation.slots[: program.run_length], *last.simulation.further_slots)
@@ -383,18 +380,20 @@ def _refined(
         raise BrokenPlan(
             f"the planner made a plan that breaks its rules, which is a bug: {violations[0]}"
         )
-    for choices in (
-        _deeper_ring_buffers(program, best.choice) if has("deeper ring buffers") else (),
-        _baseline_choices(program) if baselines and has("baselines") else (),
-    ):
-        for choice in choices:
-            if best.simulation.total_seconds <= TOLERANCE * max(
-                target_seconds, rows_of(program, best.choice).seconds()
-            ):
-                break
-            if least_seconds_of(program, choice) >= best.simulation.total_seconds:
+    attempts: dict[Strategy, Iterator[Choice]] = {
+        "deeper ring buffers": _deeper_ring_buffers(program, best.choice)
+    }
+    if baselines:
+        attempts["baselines"] = _baseline_choices(program)
+    for strategy, choices in attempts.items():
+        while (
+            is_slow(best, rows_of(program, best.choice))
+            and has(strategy)
+            and (attempt := next(choices, None)) is not None
+        ):
+            if least_seconds_of(program, attempt) >= best.simulation.total_seconds:
                 continue
-            other = simulated_choice(choice)
+            other = simulated_choice(attempt)
             if other.rank() < best.rank() and not check(problem, other.plan):
                 best = other
     return program, offered(best)

@@ -72,6 +72,13 @@ def split_into_layers(problem: Problem, names: Collection[str]) -> Problem:
     )
 
 
+def split_as(problem: Problem, model: Problem) -> Problem:
+    """Return ``problem`` with the same components split into layers as in ``model``."""
+    return split_into_layers(
+        problem, {c.name for c in model.components if c.granularity == "layers"}
+    )
+
+
 def finer(problem: Problem, needs: Sequence[PhaseMinimum]) -> Problem | None:
     """Return ``problem`` with more components split into layers; None if that gains nothing.
 

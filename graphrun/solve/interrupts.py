@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from graphrun.model.plan import Plan
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
-from graphrun.solve.granularity import granularities, split_into_layers, splittable
+from graphrun.solve.granularity import granularities, split_as, splittable
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import stage_choices
 from graphrun.verify.solution import checked_solution
@@ -54,7 +54,7 @@ def offer(candidate: Candidate) -> None:
 def best_of(candidates: list[Candidate], problem: Problem) -> Solution | None:
     """Return the fastest candidate that is valid for ``problem``, with a bound; None if none."""
     for candidate in sorted(candidates, key=lambda candidate: candidate.seconds):
-        split = split_as_candidate(problem, candidate)
+        split = split_as(problem, candidate.problem)
         if candidate.problem.components != split.components:
             continue  # with other times
         solution = checked_solution(
@@ -66,13 +66,6 @@ def best_of(candidates: list[Candidate], problem: Problem) -> Solution | None:
     return None
 
 
-def split_as_candidate(problem: Problem, candidate: Candidate) -> Problem:
-    """Return ``problem`` with the same components split into layers as in ``candidate``."""
-    return split_into_layers(
-        problem, {c.name for c in candidate.problem.components if c.granularity == "layers"}
-    )
-
-
 def _bound_seconds(candidates: list[Candidate], problem: Problem) -> float:
     """Return a lower bound on the seconds of any plan for ``problem``.
 
@@ -82,7 +75,7 @@ def _bound_seconds(candidates: list[Candidate], problem: Problem) -> float:
     if not stage_choices(problem)[1]:
         return 0.0
     for candidate in candidates:
-        split = split_as_candidate(problem, candidate)
+        split = split_as(problem, candidate.problem)
         if (split is not problem or not splittable(problem)) and candidate.problem == split:
             return candidate.bound_seconds
     bounds = list[float]()

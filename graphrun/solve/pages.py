@@ -32,8 +32,8 @@ from graphrun.solve.fastest import (
     fastest,
     find,
     find_near,
-    split_as_solution,
 )
+from graphrun.solve.granularity import split_as
 from graphrun.solve.least import has_usable_variants, smallest_tensor_budget, with_ample_host
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import stage_choices
@@ -109,7 +109,7 @@ def _may_lose(problem: Problem, fast: Solution) -> bool:
     """Whether a plan for ``problem`` may beat ``fast`` by LEAST_LOSS; False if unclear."""
     limit_seconds = _seconds_with(problem, fast) / (1 + LEAST_LOSS)
     programs = (
-        stage_choice.program for stage_choice in stage_choices(split_as_solution(problem, fast))[0]
+        stage_choice.program for stage_choice in stage_choices(split_as(problem, fast.problem))[0]
     )
     return limit_seconds > 0 and any(
         can_reach(Formulation(program), limit_seconds) for program in programs
@@ -388,7 +388,7 @@ def carried_over(problem: Problem, solution: Solution, bound_seconds: float) -> 
 
 def _plan_for(problem: Problem, solution: Solution) -> tuple[Problem, Plan]:
     """Return ``problem`` split into layers as in ``solution``, and its plan for that problem."""
-    split = split_as_solution(problem, solution)
+    split = split_as(problem, solution.problem)
     return split, replace(solution.plan, problem=split.digest)
 
 

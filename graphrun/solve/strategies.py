@@ -37,18 +37,23 @@ Strategy = Literal[
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 _OFF: ContextVar[frozenset[Strategy]] = ContextVar("off", default=frozenset())
+_CONSULTED: ContextVar[set[Strategy] | None] = ContextVar("consulted", default=None)
 
 
 def has(strategy: Strategy) -> bool:
-    """Return whether the search uses ``strategy``."""
+    """Return whether the search uses ``strategy``. Asked only where that may change the plan."""
+    if (consulted := _CONSULTED.get()) is not None:
+        consulted.add(strategy)
     return strategy not in _OFF.get()
 
 
 @contextmanager
-def without(*strategies: Strategy) -> Iterator[None]:
-    """Context in which the search does not use ``strategies``."""
-    token = _OFF.set(_OFF.get() | frozenset(strategies))
+def without(*strategies: Strategy) -> Iterator[set[Strategy]]:
+    """Context in which the search does not use ``strategies``. Yields those it has asked for."""
+    consulted = set[Strategy]()
+    tokens = _OFF.set(_OFF.get() | frozenset(strategies)), _CONSULTED.set(consulted)
     try:
-        yield
+        yield consulted
     finally:
-        _OFF.reset(token)
+        _OFF.reset(tokens[0])
+        _CONSULTED.reset(tokens[1])

@@ -155,7 +155,7 @@ def test_nodes_are_drawn_in_the_order_of_the_file() -> None:
         assert list(drawing) == [node for node in whole if node in drawing]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10**6))
 def test_any_graph_is_drawn_with_its_boxes_apart(seed: int) -> None:
     assert_drawn_alike(drawing_graph(random_graph(seed).to_networkx()))

@@ -23,7 +23,7 @@ GRAPHS = Path(__file__).parents[2] / "graphs"
 FILES = sorted(GRAPHS.glob("*.yaml"))
 TINY = load(GRAPHS / "flux-tiny.yaml")
 SEEDS = st.integers(0, 10**6)
-QUICK = settings(max_examples=50, deadline=None)
+QUICK = settings(max_examples=50)
 
 
 def expected_order(reads: dict[str, set[str]]) -> list[str]:
@@ -177,7 +177,7 @@ def test_an_edge_that_a_longer_path_implies_goes_and_is_named() -> None:
     assert "also_read_by" not in digraph.nodes["value:denoise.latents"]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(SEEDS)
 def test_the_reduction_keeps_what_reaches_what_and_no_edge_too_many(seed: int) -> None:
     full = random_graph(seed).to_networkx()

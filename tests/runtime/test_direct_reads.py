@@ -119,7 +119,7 @@ def elements(dtype: str) -> int:
     return getattr(torch, dtype).itemsize if hasattr(torch, dtype) else 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(stored_tensors)
 def test_every_tensor_of_a_random_layout_has_the_bits_of_its_file(drawing: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
