@@ -41,6 +41,7 @@ from graphrun.errors import (
     TransferFailed,
 )
 from graphrun.graph.ops import op
+from graphrun.hook import Hook
 from graphrun.limits import raise_limits
 from graphrun.many import run_many
 from graphrun.notices import without_notices
@@ -72,6 +73,7 @@ __all__ = [
     "GraphError",
     "GraphrunError",
     "Hardware",
+    "Hook",
     "Infeasible",
     "InputError",
     "Interrupted",

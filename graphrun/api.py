@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from graphrun.diffusers_.description import LivePipeline
     from graphrun.diffusers_.strategy import OffloadStrategy
     from graphrun.graph.graph import Graph
+    from graphrun.hook import Hook, Progress
     from graphrun.model.problem import Hardware, Problem
     from graphrun.model.solution import Solution
     from graphrun.ops.steps import StepJournal
@@ -270,7 +271,7 @@ def run(
     *,
     modules: Mapping[str, Any] | None = None,
     random_weights: bool = False,
-    progress: Callable[[int, int, int], None] | None = None,
+    progress: Progress | None = None,
     tell: Callable[[str], None] | None = None,
     cache: Path | None = None,
     precomputed: Mapping[str, Any] | None = None,
@@ -285,7 +286,8 @@ def run(
     ``modules``         components that are already built, to run several times without reading
                         weights again
     ``random_weights``  random weights instead of the weights of the graph's source
-    ``progress``        called with (slot, call, calls) at the start of every call into a component
+    ``progress``        a `Hook`; or a function, called with (slot, call, calls) at the start of
+                        every call into a component
     ``cache``           a folder: measurements are saved there for the next `estimate`, and stage
                         outputs for `precomputed`
     ``reuse``           which stage outputs are cached: ``encoded``, ``all`` or ``none``
@@ -374,6 +376,7 @@ def attach(
     between_calls: Literal["warm", "empty"] = "warm",
     cache: Path | None = None,
     tell: Callable[[str], None] | None = None,
+    hook: Hook | None = None,
 ) -> Attachment:
     """Manage where the weights of ``pipe`` are, a diffusers pipeline on the CPU.
 
@@ -410,6 +413,7 @@ def attach(
                        before is not planned again
     ``tell``           called with one line when a call is planned, which takes seconds; the line is
                        logged too (``logging``, INFO)
+    ``hook``           sees each run of a plan while it happens
 
     Other arguments are as for `estimate`. Raises InputError for arguments that mean nothing, and if
     something else moves the weights already. A call raises ProbeError or Infeasible if it cannot be
@@ -441,7 +445,7 @@ def attach(
     )
     store = CallStore(Store(cache)) if cache is not None else None
     return Attachment(
-        pipe, main_device, cards[0], limits, demands, budget, tell, store, components, methods
+        pipe, main_device, cards[0], limits, demands, budget, tell, store, components, methods, hook
     )
 
 

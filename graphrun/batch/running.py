@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from graphrun.batch.schedule import StageSegment
+from graphrun.hook import Progress
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.executor import PlanSession, refuse_unfit, stages_for
 from graphrun.runtime.host import Host
 from graphrun.runtime.recovery import run_to_the_end
-from graphrun.runtime.run import ProgressCallback
 from graphrun.trace import Trace
 
 
@@ -52,7 +52,7 @@ class Running(contextlib.ExitStack):
     def run(
         self,
         inputs: Mapping[str, Any],
-        progress: ProgressCallback | None = None,
+        progress: Progress | None = None,
         tell: Callable[[str], None] | None = None,
         **options: Any,
     ) -> Trace:

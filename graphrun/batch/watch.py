@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from graphrun.errors import GraphrunError
 if TYPE_CHECKING:
     from graphrun.batch.requests import Request
     from graphrun.batch.schedule import Schedule, StageSegment
+    from graphrun.hook import Progress
     from graphrun.trace import Trace
 
 
@@ -28,9 +29,7 @@ class Watcher:
     def segment(self, segment: StageSegment, runs: int) -> None:
         """A session of ``runs`` runs of ``segment`` begins."""
 
-    def run(
-        self, segment: StageSegment, request: Request
-    ) -> Callable[[int, int, int], None] | None:
+    def run(self, segment: StageSegment, request: Request) -> Progress | None:
         """A run of ``segment`` for ``request`` begins. Return its ``progress`` callback, or
         None."""
 

@@ -55,6 +55,7 @@ from graphrun.diffusers_.proxy import PipelineProxy, dtype_of_to, reinstall, rem
 from graphrun.diffusers_.residence import Leftovers, LiveHost, device_bytes
 from graphrun.errors import InputError
 from graphrun.graph.parts import Directives
+from graphrun.hook import Hook
 from graphrun.model.allocator import LARGE_PAGE_BYTES
 from graphrun.model.plan import Plan, Slot
 from graphrun.model.problem import Hardware, Problem, ProblemLimits
@@ -108,8 +109,9 @@ class Attachment:
         store: CallRecords | None = None,
         components: Mapping[str, torch.nn.Module] | None = None,
         entries: Collection[str] = (),
+        hook: Hook | None = None,
     ) -> None:
-        self.pipe = pipe
+        self.pipe, self._hook = pipe, hook
         self._named_components, self._entries = components, tuple(entries)
         self.solution: Solution | None = None
         self.trace: Trace | None = None
@@ -423,7 +425,14 @@ class Attachment:
         host.bind_loaded_blocks()
         try:
             trace = follow(
-                solution, host, device, work, replan=replan, handed_out=output_bytes, checked=True
+                solution,
+                host,
+                device,
+                work,
+                self._hook,
+                replan=replan,
+                handed_out=output_bytes,
+                checked=True,
             )
         finally:
             host.bind_host_tensors(component_names)

@@ -22,6 +22,7 @@ from typing import Any
 
 from graphrun.errors import OutOfMemory, PlanError
 from graphrun.graph.graph import Graph
+from graphrun.hook import Progress, hook_of
 from graphrun.model.plan import Drop, Plan, marked_text
 from graphrun.model.problem import Problem
 from graphrun.model.simulation import SlotReport
@@ -36,7 +37,6 @@ from graphrun.runtime.run import (
     HandedOut,
     PipelineCode,
     PlanRun,
-    ProgressCallback,
     Replan,
     Setting,
     planned_peaks,
@@ -76,7 +76,7 @@ def follow(
     host: Host,
     device: Device,
     work: PipelineCode | Stages,
-    progress: ProgressCallback | None = None,
+    progress: Progress | None = None,
     *,
     replan: Replan | None = None,
     handed_out: HandedOut | None = None,
@@ -195,7 +195,7 @@ class PlanSession:
         self._next_run = run
 
     @on_host()
-    def run(self, work: PipelineCode | Stages, progress: ProgressCallback | None = None) -> Trace:
+    def run(self, work: PipelineCode | Stages, progress: Progress | None = None) -> Trace:
         """Execute a run; return its trace. Raises PlanError at the second of a one-run plan."""
         plan = self._setting.plan
         if self._has_begun and not plan.further_slots:
@@ -209,7 +209,7 @@ class PlanSession:
             else None
         )
         run = further_run or self._next_run or self._first()
-        self._has_begun, self._next_run, run.progress = True, None, progress
+        self._has_begun, self._next_run, run.hook = True, None, hook_of(progress)
         try:
             return run.execute(work, keep=bool(plan.further_slots))
         except BaseException as error:  # KeyboardInterrupt too must leave the device empty
@@ -228,7 +228,7 @@ class PlanSession:
         return self._run(self._setting.plan, self._simulation.slots)
 
     def _run(self, plan: Plan, reports: Sequence[SlotReport]) -> PlanRun:
-        return PlanRun(self._setting, plan, planned_peaks(reports), None)
+        return PlanRun(self._setting, plan, planned_peaks(reports))
 
     def _empty_and_explain(
         self, run: PlanRun, error: BaseException, work: Stages | None = None

@@ -26,6 +26,7 @@ from torch import nn
 from graphrun.errors import BrokenPlan, InputError, OutOfMemory, PlanError
 from graphrun.files import write_whole
 from graphrun.graph.graph import Graph
+from graphrun.hook import Progress
 from graphrun.model.choices import reorder, stages_of
 from graphrun.model.plan import Plan
 from graphrun.model.precomputed import with_fewer_steps
@@ -35,7 +36,6 @@ from graphrun.ops import Stages
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.executor import PlanSession, refuse_broken, stages_for
 from graphrun.runtime.host import Host
-from graphrun.runtime.run import ProgressCallback
 from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.solve import solve
 from graphrun.trace import Event, SlotTrace, Trace
@@ -53,7 +53,7 @@ def execute(
     inputs: Mapping[str, Any],
     device: Device,
     modules: Mapping[str, nn.Module] | None = None,
-    progress: ProgressCallback | None = None,
+    progress: Progress | None = None,
     *,
     host: Host | None = None,
     tell: Tell | None = None,
@@ -95,7 +95,7 @@ def run_to_the_end(
     stages: Stages,
     host: Host,
     device: Device,
-    progress: ProgressCallback | None = None,
+    progress: Progress | None = None,
     *,
     tell: Tell | None = None,
     keep: Path | None = None,

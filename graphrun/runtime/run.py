@@ -12,6 +12,7 @@ import torch
 
 from graphrun.errors import BrokenPlan, OutOfMemory
 from graphrun.graph.precisions import QUANTIZED
+from graphrun.hook import Hook
 from graphrun.model.plan import Plan, slot_text
 from graphrun.model.problem import Problem
 from graphrun.model.simulation import SlotReport
@@ -30,10 +31,6 @@ from graphrun.runtime.spilled import RunValues
 from graphrun.runtime.transfer import call_split, move_tensors
 from graphrun.trace import SlotTrace, Tier, Trace
 from graphrun.units import show_size
-
-ProgressCallback = Callable[[int, int, int], None]
-"""Called at each call with the index of the slot, the number of the call in the slot (0: the slot
-opens), and the planned calls of the slot."""
 
 Proceed = Callable[..., Any]
 """Runs the component's own code for an intercepted call (see `CallInterceptor`)."""
@@ -90,7 +87,7 @@ class Setting:
 class PlanRun:
     """One run of the slots of ``plan``.
 
-    ``peaks``: planned peak bytes of each slot, by device. ``progress`` is called at each call.
+    ``peaks``: planned peak bytes of each slot, by device.
 
     No attribute refers to a tensor: the traceback of an error may keep this object alive, and must
     not keep device memory allocated.
@@ -101,10 +98,9 @@ class PlanRun:
         setting: Setting,
         plan: Plan,
         peaks: Sequence[Sequence[int]],
-        progress: ProgressCallback | None,
     ) -> None:
         self._setting, self._device, self._host = setting, setting.device, setting.host
-        self.progress = progress
+        self.hook = Hook()
         self._recorder = EventRecorder(self._device)
         self._values = RunValues(self._device, None)
         self._measured_components: set[str] = set()  # quantized, and their size was measured
@@ -315,7 +311,7 @@ class PlanRun:
         self._advance(self._slots_to_open(component, entry, args, kwargs))
         assert self._open is not None
         start = self._open.enter(component)
-        self._report_progress()
+        self.hook.call_begins(component, entry, args, kwargs)
         if component in self._host.casts:
             proceed = _cast(proceed, *self._host.casts[component])
         if component in self._setting.slowdowns:
@@ -338,6 +334,7 @@ class PlanRun:
             self._measured_components.add(component)
             size = self._host.residencies[component].measured_bytes()
             self._recorder.note("size", component, "after its first call", size, (end, end))
+        self.hook.call_ends(component, entry, result)
         return result
 
     def _staying_outputs(self, component: str) -> dict[str, frozenset[int]]:
@@ -452,7 +449,7 @@ class PlanRun:
             self._open = OpenSlot(
                 index, slot, self._problem, self._host.residencies, self._recorder, self._values
             )
-            self._report_progress()
+            self.hook.slot_opens(index, slot)
             self._open.open()
 
     def _close(self) -> None:
@@ -462,6 +459,7 @@ class PlanRun:
             peak_bytes = max(0, closed.peak_bytes - self._cached_bytes)
             slot_peaks = self._planned_with_others(self._peaks[self._open.index])
             self._slots.append(replace(closed, peak_bytes=peak_bytes, planned_peaks=slot_peaks))
+            self.hook.slot_closes(self._open.index, self._slots[-1])
 
     def _planned_with_others(self, peaks: Sequence[int]) -> tuple[int, ...]:
         """Return ``peaks`` of a slot plus the bytes on each device that are not part of the plan.
@@ -480,10 +478,6 @@ class PlanRun:
             )
             for number, peak in enumerate(peaks)
         )
-
-    def _report_progress(self) -> None:
-        if self.progress is not None and self._open is not None:
-            self.progress(self._open.index, self._open.calls, self._open.slot.calls)
 
     def _release(self) -> None:
         """Wait for copies under way, remove hooks and free ring buffers, also after a failure."""

@@ -27,6 +27,7 @@ from graphrun.model.problem import Problem
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
 from graphrun.solve.infeasible import Infeasible
+from graphrun.trace import SlotTrace
 from graphrun.units import round_up
 
 SD: Case = cases()["StableDiffusionPipeline"]
@@ -420,3 +421,24 @@ def test_a_forked_process_is_refused_at_once_also_while_a_call_runs(sd: Attached
             in answers.get()
         )
     assert answers.get() == "detached"
+
+
+def test_a_hook_sees_the_calls_and_slots_of_each_run() -> None:
+    class Notes(graphrun.Hook):
+        calls: list[tuple[str, str]] = []
+        slots: list[SlotTrace] = []
+
+        def call_begins(self, component: str, entry: str, args: Any, kwargs: Any) -> None:
+            self.calls.append((component, entry))
+
+        def slot_closes(self, index: int, measured: SlotTrace) -> None:
+            self.slots.append(measured)
+
+    pipe, device, notes = SD.build(), SimulatedDevice(Machine()), Notes()
+    with graphrun.attach(pipe, vram=weight_bytes(pipe), device=device, hook=notes) as attachment:
+        seeded(pipe)
+        trace = attachment.trace
+    assert trace is not None
+    runs = [(event.component, event.detail) for event in trace.events if event.kind == "run"]
+    assert notes.calls == runs
+    assert [slot.name for slot in notes.slots] == [slot.name for slot in trace.slots]
