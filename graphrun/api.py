@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from graphrun.diffusers_.description import LivePipeline
     from graphrun.diffusers_.strategy import OffloadStrategy
     from graphrun.graph.graph import Graph
-    from graphrun.hook import Hook, Progress
+    from graphrun.hook import Hook, ProgressCallback
     from graphrun.model.problem import Hardware, Problem
     from graphrun.model.solution import Solution
     from graphrun.ops.steps import StepJournal
@@ -271,7 +271,7 @@ def run(
     *,
     modules: Mapping[str, Any] | None = None,
     random_weights: bool = False,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     tell: Callable[[str], None] | None = None,
     cache: Path | None = None,
     precomputed: Mapping[str, Any] | None = None,

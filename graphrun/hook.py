@@ -34,7 +34,7 @@ class Hook:
     def call_ends(self, component: str, entry: str, result: Any) -> None:
         """The call has returned ``result``. A device may still be computing it."""
 
-    def slot_closes(self, index: int, measured: SlotTrace) -> None:
+    def slot_closes(self, index: int, slot_trace: SlotTrace) -> None:
         """All compute and copies of slot ``index`` are done."""
 
 
@@ -57,12 +57,12 @@ class _CountingHook(Hook):
         self._progress(self._index, max(self._calls.values()), self._planned_calls)
 
 
-Progress = Callable[[int, int, int], None] | Hook
+ProgressCallback = Callable[[int, int, int], None] | Hook
 """A hook; or a function that is called when a slot opens and at each call, with the index of the
 slot, the number of the call in it (0: the slot opens), and its planned calls."""
 
 
-def hook_of(progress: Progress | None) -> Hook:
+def hook_of(progress: ProgressCallback | None) -> Hook:
     """Return ``progress`` as a hook."""
     if progress is None:
         return Hook()

@@ -32,7 +32,7 @@ from graphrun.devices import resolved_in_process
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
 from graphrun.graph.settings import settings_of
-from graphrun.hook import Progress
+from graphrun.hook import ProgressCallback
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.ops.steps import StepJournal
@@ -167,7 +167,7 @@ class Session:
         self,
         inputs: Mapping[str, Any] | None = None,
         *,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         journal: StepJournal | None = None,
     ) -> Trace:
         """Run once, after the runs submitted before. Returns the trace, with the outputs.
@@ -181,7 +181,7 @@ class Session:
         self,
         inputs: Mapping[str, Any] | None = None,
         *,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         journal: StepJournal | None = None,
     ) -> Future[Trace]:
         """Queue a run and return its future.
@@ -249,7 +249,7 @@ class Session:
     def _refuse_forked(self) -> None:
         refuse_forked(self._process, "the session", "create a session")
 
-    def _run(self, progress: Progress | None, journal: StepJournal | None) -> Trace:
+    def _run(self, progress: ProgressCallback | None, journal: StepJournal | None) -> Trace:
         with self._state:
             values = self._queue.popleft()
         with device_lock(self.device.name):

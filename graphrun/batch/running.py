@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from graphrun.batch.schedule import StageSegment
-from graphrun.hook import Progress
+from graphrun.hook import ProgressCallback
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.executor import PlanSession, refuse_unfit, stages_for
 from graphrun.runtime.host import Host
@@ -52,7 +52,7 @@ class Running(contextlib.ExitStack):
     def run(
         self,
         inputs: Mapping[str, Any],
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         tell: Callable[[str], None] | None = None,
         **options: Any,
     ) -> Trace:

@@ -11,7 +11,7 @@ from graphrun.errors import GraphrunError
 if TYPE_CHECKING:
     from graphrun.batch.requests import Request
     from graphrun.batch.schedule import Schedule, StageSegment
-    from graphrun.hook import Progress
+    from graphrun.hook import ProgressCallback
     from graphrun.trace import Trace
 
 
@@ -29,7 +29,7 @@ class Watcher:
     def segment(self, segment: StageSegment, runs: int) -> None:
         """A session of ``runs`` runs of ``segment`` begins."""
 
-    def run(self, segment: StageSegment, request: Request) -> Progress | None:
+    def run(self, segment: StageSegment, request: Request) -> ProgressCallback | None:
         """A run of ``segment`` for ``request`` begins. Return its ``progress`` callback, or
         None."""
 

@@ -37,7 +37,7 @@ COMPARED = 8
 REMEMBERED = 512  # uses, without repetitions in a row
 
 
-class Hook(Protocol):
+class UserOffloadHook(Protocol):
     """A component on the device, as `ComponentsManager` names it."""
 
     model_id: str
@@ -60,7 +60,7 @@ class OffloadStrategy:
 
     def __call__(
         self,
-        hooks: Sequence[Hook],
+        hooks: Sequence[UserOffloadHook],
         model_id: str,
         model: nn.Module,
         execution_device: torch.device,

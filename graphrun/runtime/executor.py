@@ -22,7 +22,7 @@ from typing import Any
 
 from graphrun.errors import OutOfMemory, PlanError
 from graphrun.graph.graph import Graph
-from graphrun.hook import Progress, hook_of
+from graphrun.hook import ProgressCallback, hook_of
 from graphrun.model.plan import Drop, Plan, marked_text
 from graphrun.model.problem import Problem
 from graphrun.model.simulation import SlotReport
@@ -76,7 +76,7 @@ def follow(
     host: Host,
     device: Device,
     work: PipelineCode | Stages,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     *,
     replan: Replan | None = None,
     handed_out: HandedOut | None = None,
@@ -195,7 +195,7 @@ class PlanSession:
         self._next_run = run
 
     @on_host()
-    def run(self, work: PipelineCode | Stages, progress: Progress | None = None) -> Trace:
+    def run(self, work: PipelineCode | Stages, progress: ProgressCallback | None = None) -> Trace:
         """Execute a run; return its trace. Raises PlanError at the second of a one-run plan."""
         plan = self._setting.plan
         if self._has_begun and not plan.further_slots:

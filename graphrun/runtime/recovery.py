@@ -26,7 +26,7 @@ from torch import nn
 from graphrun.errors import BrokenPlan, InputError, OutOfMemory, PlanError
 from graphrun.files import write_whole
 from graphrun.graph.graph import Graph
-from graphrun.hook import Progress
+from graphrun.hook import ProgressCallback
 from graphrun.model.choices import reorder, stages_of
 from graphrun.model.plan import Plan
 from graphrun.model.precomputed import with_fewer_steps
@@ -53,7 +53,7 @@ def execute(
     inputs: Mapping[str, Any],
     device: Device,
     modules: Mapping[str, nn.Module] | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     *,
     host: Host | None = None,
     tell: Tell | None = None,
@@ -95,7 +95,7 @@ def run_to_the_end(
     stages: Stages,
     host: Host,
     device: Device,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     *,
     tell: Tell | None = None,
     keep: Path | None = None,

@@ -431,8 +431,8 @@ def test_a_hook_sees_the_calls_and_slots_of_each_run() -> None:
         def call_begins(self, component: str, entry: str, args: Any, kwargs: Any) -> None:
             self.calls.append((component, entry))
 
-        def slot_closes(self, index: int, measured: SlotTrace) -> None:
-            self.slots.append(measured)
+        def slot_closes(self, index: int, slot_trace: SlotTrace) -> None:
+            self.slots.append(slot_trace)
 
     pipe, device, notes = SD.build(), SimulatedDevice(Machine()), Notes()
     with graphrun.attach(pipe, vram=weight_bytes(pipe), device=device, hook=notes) as attachment:

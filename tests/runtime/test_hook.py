@@ -20,10 +20,10 @@ SMALL = {"prompt": "a fox", "height": 32, "width": 32, "steps": 2, "max_sequence
 class Notes(graphrun.Hook):
     """Notes each moment; raises an error when the calls of a component begin."""
 
-    def __init__(self, refused: str = "") -> None:
+    def __init__(self, failing: str = "") -> None:
         self.moments: list[tuple[str, Any]] = []
-        self.measured: list[SlotTrace] = []
-        self.refused = refused
+        self.slot_traces: list[SlotTrace] = []
+        self.failing = failing
 
     def slot_opens(self, index: int, slot: Slot) -> None:
         self.moments.append(("opens", (index, slot.phase, slot.part)))
@@ -31,7 +31,7 @@ class Notes(graphrun.Hook):
     def call_begins(
         self, component: str, entry: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        if component == self.refused:
+        if component == self.failing:
             raise ZeroDivisionError("enough")
         assert torch.is_tensor(next(iter([*args, *kwargs.values()])))
         self.moments.append(("begins", (component, entry)))
@@ -39,9 +39,9 @@ class Notes(graphrun.Hook):
     def call_ends(self, component: str, entry: str, result: Any) -> None:
         self.moments.append(("ends", (component, entry)))
 
-    def slot_closes(self, index: int, measured: SlotTrace) -> None:
-        self.moments.append(("closes", (index, measured.phase, measured.part)))
-        self.measured.append(measured)
+    def slot_closes(self, index: int, slot_trace: SlotTrace) -> None:
+        self.moments.append(("closes", (index, slot_trace.phase, slot_trace.part)))
+        self.slot_traces.append(slot_trace)
 
 
 @pytest.fixture(scope="module")
@@ -61,28 +61,28 @@ def test_a_hook_sees_the_slots_and_calls_of_the_trace_in_order(solution: Any) ->
     notes = Notes()
     trace = run(solution, notes)
     slots = [(n, slot.phase, slot.part) for n, slot in enumerate(solution.plan.slots)]
-    assert [what for kind, what in notes.moments if kind == "opens"] == slots
-    assert [what for kind, what in notes.moments if kind == "closes"] == slots
-    assert tuple(notes.measured) == trace.slots
+    assert [item for kind, item in notes.moments if kind == "opens"] == slots
+    assert [item for kind, item in notes.moments if kind == "closes"] == slots
+    assert tuple(notes.slot_traces) == trace.slots
     calls = [(event.component, event.detail) for event in trace.events if event.kind == "run"]
-    assert [what for kind, what in notes.moments if kind == "begins"] == calls
+    assert [item for kind, item in notes.moments if kind == "begins"] == calls
     # each moment inside its slot, and a call ends before the next begins
     depth = {"opens": 0, "begins": 1, "ends": 2, "closes": 1}
-    after = {"opens": 1, "begins": 2, "ends": 1, "closes": 0}
+    level_after = {"opens": 1, "begins": 2, "ends": 1, "closes": 0}
     level = 0
     for kind, _ in notes.moments:
         assert level == depth[kind]
-        level = after[kind]
+        level = level_after[kind]
     assert level == 0
 
 
 def test_an_error_of_a_hook_ends_the_run_with_an_empty_device(solution: Any) -> None:
-    notes = Notes(refused="transformer")
+    notes = Notes(failing="transformer")
     with pytest.raises(graphrun.StageError, match="enough") as raised:
         run(solution, notes)
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
     assert notes.moments[-1][0] == "opens"  # of the slot whose first call was refused
-    again = Notes()
-    trace = run(solution, again)
+    later_notes = Notes()
+    trace = run(solution, later_notes)
     assert trace.left_bytes == 0
-    assert tuple(again.measured) == trace.slots
+    assert tuple(later_notes.slot_traces) == trace.slots
