@@ -295,7 +295,7 @@ def plan_graph(
                 **{**arguments, "vram": budget, "hardware": hardware, "inputs": inputs},
             )
             single = fitting_for(single_problem, Store(cache) if cache is not None else None)
-        seconds_alone = None if single is None else single.simulation.total_seconds
+        seconds_alone = None if single is None else single.seconds
         graph_plan = replace(graph_plan, gain=gain_text(solution, seconds_alone))
     if advise and solution.slow:
         from graphrun.files import Store

@@ -134,9 +134,7 @@ def least_weights(
         resident, ring_buffer = _resident_and_ring_buffer(
             problem, component, use, phase, part, number
         )
-        part_bytes.append(
-            resident + ring_buffer + (phase.first_bytes if part == "first" else phase.steady_bytes)
-        )
+        part_bytes.append(resident + ring_buffer + phase.activation_bytes(part))
     return max(part_bytes)
 
 
@@ -173,7 +171,7 @@ def _minimum(
 ) -> PhaseMinimum:
     variants = [problem.component(use.component).variants[0] for use in phase.uses]
     activation = activation_bytes(
-        phase.first_bytes if part == "first" else phase.steady_bytes,
+        phase.activation_bytes(part),
         variants,
         phase.pipeline_code_bytes,
     )

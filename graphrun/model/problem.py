@@ -437,6 +437,10 @@ class PhaseNumbers:
         """Calls after the first, of the component with the most calls; 0: no steady slot."""
         return max((use.calls - 1 for use in self.uses), default=0)
 
+    def activation_bytes(self, part: str) -> int:
+        """Return the peak activation in the slot ``part``; 0 without compute."""
+        return {"first": self.first_bytes, "steady": self.steady_bytes}.get(part, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class ValueNumbers:

@@ -56,10 +56,14 @@ class Solution:
         return html_table(repr(self), [("slot", "peak", "moves", "takes"), *rows])
 
     @property
+    def seconds(self) -> float:
+        """Simulated seconds, in a session of all runs."""
+        return self.simulation.total_seconds
+
+    @property
     def gap(self) -> float:
         """Share of the simulated time above the bound; 1.0 if no bound is known."""
-        seconds = self.simulation.total_seconds
-        return max(0.0, 1 - self.bound_seconds / seconds) if seconds else 0.0
+        return max(0.0, 1 - self.bound_seconds / self.seconds) if self.seconds else 0.0
 
     @property
     def proven_optimal(self) -> bool:
@@ -69,7 +73,7 @@ class Solution:
     @property
     def slow(self) -> bool:
         """Whether the device waits for at least two thirds of a run's time, and for ten seconds."""
-        seconds = self.simulation.total_seconds / self.problem.runs
+        seconds = self.seconds / self.problem.runs
         return seconds - self.simulation.compute_seconds >= max(SLOW_SECONDS, SLOW_SHARE * seconds)
 
     @property

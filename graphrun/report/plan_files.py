@@ -249,9 +249,7 @@ def solution_in(data: Any, path: Path) -> tuple[Solution, dict[str, Any]]:
         )
     solution = solution_of(problem, plan, float(bound), float(objective))
     return (
-        solution
-        if objective
-        else replace(solution, objective_seconds=solution.simulation.total_seconds)
+        solution if objective else replace(solution, objective_seconds=solution.seconds)
     ), entries
 
 

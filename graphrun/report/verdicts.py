@@ -178,7 +178,7 @@ def gain_text(solution: Solution, seconds_alone: float | None) -> str:
         f"device{number} ({secondary.hardware.name})"
         for number, secondary in enumerate(problem.secondaries, 1)
     )
-    seconds = solution.simulation.total_seconds
+    seconds = solution.seconds
     if seconds_alone is None:
         return f"without {names} nothing fits"
     alone_text = f"the first device alone takes {roughly(seconds_alone / problem.runs)} a run"

@@ -310,7 +310,7 @@ def alternatives_screen(
 
 def faster_than(solution: Solution, is_cached: bool) -> str:
     """Return a line for a plan that replaces ``solution``, and the cached plan if ``is_cached``."""
-    seconds = show_seconds(solution.simulation.total_seconds)
+    seconds = show_seconds(solution.seconds)
     return (
         f" as planned: one of these rows, since it is faster than the {seconds} "
         f"before{'; graphrun plan shows it from now on' * is_cached}"

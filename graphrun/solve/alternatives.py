@@ -88,7 +88,7 @@ def alternatives(
     )
     best = min(
         (solution, *(candidate for candidate in candidates if candidate is not None)),
-        key=lambda candidate: candidate.simulation.total_seconds,
+        key=lambda candidate: candidate.seconds,
     )
     rows = (
         _simulated(alternative, result, best.plan) if result is not None else alternative

@@ -73,6 +73,10 @@ class ProgramSolution:
     solution: Solution
     choice: Choice | None
 
+    @property
+    def seconds(self) -> float:
+        return self.solution.seconds
+
 
 def find(
     problem: Problem,
@@ -118,7 +122,7 @@ def find(
             if is_single_run
             else _repeated_run(finer, name_and_formulation[1], target_seconds)
         )
-        if finer_result is not None and _seconds(finer_result) * TOLERANCE <= _seconds(best):
+        if finer_result is not None and finer_result.seconds * TOLERANCE <= best.seconds:
             return finer_result
     return best
 
@@ -156,8 +160,8 @@ def find_near(problem: Problem, previous: ProgramSolution) -> ProgramSolution | 
         ),
         answer.choice,
     )
-    offer(Candidate(split, near_plan, _seconds(result), objective, 0.0))
-    return result if _seconds(result) <= TOLERANCE * _seconds(previous) else None
+    offer(Candidate(split, near_plan, result.seconds, objective, 0.0))
+    return result if result.seconds <= TOLERANCE * previous.seconds else None
 
 
 def faster_baselines(solution: Solution) -> Iterator[Solution]:
@@ -170,16 +174,13 @@ def faster_baselines(solution: Solution) -> Iterator[Solution]:
     program = program_of(_with_choices_of(problem, plan))
     for baseline in BASELINES if not plan.splits else ():
         for choice in fitting(program, baseline, limit=MOST_SINGLE_K):
-            if least_seconds_of(program, choice) >= solution.simulation.total_seconds:
+            if least_seconds_of(program, choice) >= solution.seconds:
                 break
             other = plan_of(program, choice, problem, plan.options, plan.order)
             candidate = checked_solution(
                 problem, other, solution.bound_seconds, rows_of(program, choice).seconds()
             )
-            if (
-                candidate is None
-                or candidate.simulation.total_seconds >= solution.simulation.total_seconds
-            ):
+            if candidate is None or candidate.seconds >= solution.seconds:
                 break
             yield candidate
 
@@ -187,10 +188,6 @@ def faster_baselines(solution: Solution) -> Iterator[Solution]:
 def least_seconds_of(program: Program, choice: Choice) -> float:
     """Return a lower bound on the simulated seconds of ``choice``: all copies overlap compute."""
     return rows_of(program, choice, full_overlap=True).seconds()
-
-
-def _seconds(result: ProgramSolution) -> float:
-    return result.solution.simulation.total_seconds
 
 
 def _worth_splitting(solution: Solution) -> tuple[str, Formulation] | None:
@@ -305,7 +302,7 @@ def _solve_as_split(
     objective, bound = rows_of(program, best.choice).seconds(), first.bound
     # The simulation may overlap more copies with compute than the program does, so the plan can
     # beat the program's bound. The minimum with `Program.full_overlap` bounds every plan.
-    if best.simulation.total_seconds < bound * (1 - SLACK):
+    if best.seconds < bound * (1 - SLACK):
         bound = least_seconds(
             [Formulation(replace(candidate, full_overlap=True)) for candidate in programs]
         )
@@ -345,13 +342,13 @@ def _refined(
         return _SimulatedChoice(choice, plan, simulate(problem, plan))
 
     def offered(candidate: _SimulatedChoice) -> _SimulatedChoice:
-        seconds = candidate.simulation.total_seconds
+        seconds = candidate.seconds
         objective = rows_of(program, candidate.choice).seconds()
         offer(Candidate(problem, candidate.plan, seconds, objective, first.bound))
         return candidate
 
     def is_slow(candidate: _SimulatedChoice, rows: Rows[float]) -> bool:
-        return candidate.simulation.total_seconds > TOLERANCE * max(target_seconds, rows.seconds())
+        return candidate.seconds > TOLERANCE * max(target_seconds, rows.seconds())
 
     factors = (1.0,) * len(program.intervals)
     best = last = offered(simulated_choice(choice))
@@ -391,7 +388,7 @@ def _refined(
             and has(strategy)
             and (attempt := next(choices, None)) is not None
         ):
-            if least_seconds_of(program, attempt) >= best.simulation.total_seconds:
+            if least_seconds_of(program, attempt) >= best.seconds:
                 continue
             other = simulated_choice(attempt)
             if other.rank() < best.rank() and not check(problem, other.plan):
@@ -405,9 +402,13 @@ class _SimulatedChoice:
     plan: Plan
     simulation: Simulation
 
+    @property
+    def seconds(self) -> float:
+        return self.simulation.total_seconds
+
     def rank(self) -> tuple[float, int, int]:
         return (
-            self.simulation.total_seconds,
+            self.seconds,
             self.simulation.total_moved_bytes,
             self.simulation.peak_bytes,
         )

@@ -110,7 +110,7 @@ def frontier(
                     budget_problem, capacity_solution, capacity_solution.bound_seconds
                 )
             )
-        if best is not None and (solution is None or _seconds(best) < _seconds(solution)):
+        if best is not None and (solution is None or best.seconds < solution.seconds):
             solution = (
                 carried_over(
                     budget_problem,
@@ -148,7 +148,7 @@ def curve(
     def seconds(nbytes: int) -> float:
         if nbytes not in solutions:
             solutions[nbytes] = solve(at_budget(problem, nbytes))
-        return inf if (candidate := solutions[nbytes]) is None else _seconds(candidate)
+        return inf if (candidate := solutions[nbytes]) is None else candidate.seconds
 
     highest, parts = seconds(minimum), [(minimum, budget), (budget, maximum)]
     while parts:
@@ -197,10 +197,6 @@ def at_budget(problem: Problem, nbytes: int, device: int = 0) -> Problem:
             for n, secondary in secondaries
         ),
     )
-
-
-def _seconds(solution: Solution) -> float:
-    return solution.simulation.total_seconds
 
 
 def _point(

@@ -21,6 +21,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
+from operator import attrgetter
 
 from graphrun.model.choices import with_each_variant
 from graphrun.model.plan import Plan
@@ -81,9 +82,10 @@ def _preferred(problem: Problem, fast: Solution) -> Solution:
             and (disk_solution := _fastest_in_pages(disk_problem)) is not None
         ):
             candidate = carried_over(problem, disk_solution, fast.bound_seconds)
-            if candidate is not None and fast.bound_seconds <= _seconds(candidate) <= (
-                1 + MOST_PRICE
-            ) * _seconds(fast):
+            if (
+                candidate is not None
+                and fast.bound_seconds <= candidate.seconds <= (1 + MOST_PRICE) * fast.seconds
+            ):
                 candidates.append(
                     replace(
                         candidate,
@@ -102,7 +104,7 @@ def _preferred(problem: Problem, fast: Solution) -> Solution:
         max(weight * (row[number] - min(row)) for weight, row in weighted_seconds)
         for number in range(len(candidates))
     ]
-    return fast if worst[0] <= LEAST_LOSS * _seconds(fast) else candidates[worst.index(min(worst))]
+    return fast if worst[0] <= LEAST_LOSS * fast.seconds else candidates[worst.index(min(worst))]
 
 
 def _may_lose(problem: Problem, fast: Solution) -> bool:
@@ -137,7 +139,11 @@ def _fastest_in_pages(problem: Problem) -> Solution | None:
     """Return the fastest plan found for these disk rates, else one of least memory, else None."""
     solution, bound = _within_pages(problem)
     if solution is not None and problem.secondaries and has("main device"):
-        return min(solution, _on_first_device(problem, solution) or solution, key=_seconds)
+        return min(
+            solution,
+            _on_first_device(problem, solution) or solution,
+            key=attrgetter("seconds"),
+        )
     if solution is not None or bound is None:
         return solution
     unlimited = _without_budget(problem)
@@ -247,10 +253,6 @@ def forget_least() -> None:
     _small.cache_clear()
 
 
-def _seconds(solution: Solution) -> float:
-    return solution.simulation.total_seconds
-
-
 def _peak_bytes(solution: Solution) -> int:
     return solution.simulation.peak_bytes
 
@@ -285,7 +287,7 @@ def _within_pages(problem: Problem) -> tuple[Solution | None, float | None]:
     if best is None or best.proven_optimal or not has("paged baselines"):
         return best, bound
     faster = (other for other in faster_baselines(best) if not other.excess_page_overheads())
-    return min(faster, key=_seconds, default=best), bound
+    return min(faster, key=attrgetter("seconds"), default=best), bound
 
 
 def _in_rounds(problem: Problem) -> tuple[Solution | None, float | None]:
@@ -321,7 +323,7 @@ def _in_rounds(problem: Problem) -> tuple[Solution | None, float | None]:
             else None
         )
         if candidate is None:
-            target_seconds = previous.solution.simulation.total_seconds if previous else 0.0
+            target_seconds = previous.solution.seconds if previous else 0.0
             candidate = previous = find(
                 reserved_problem if number == 1 and has("reserved pages") else smaller_problem,
                 target_seconds=target_seconds,

@@ -9,7 +9,7 @@ from graphrun.model.choices import secondary_bytes as bytes_on_secondary
 from graphrun.model.choices import use_with
 from graphrun.model.least_memory import streamable_groups, used_components
 from graphrun.model.plan import SlotPart
-from graphrun.model.problem import ALLOCATION_BYTES, Problem, Use
+from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, Problem, Use
 from graphrun.model.splits import (
     block_seconds,
     secondaries_for,
@@ -174,40 +174,24 @@ def _intervals(
         for use, component in zip(uses, components, strict=True)
     ]
     pairs = [(uses[group.variant_choice], group.index) for group in groups]
-    parts: tuple[tuple[SlotPart, int, int], ...] = (
-        ("load", 0, 0),
-        ("first", 1, phase.first_bytes),
-        ("steady", phase.steady_calls, phase.steady_bytes),
+    parts: tuple[tuple[SlotPart, int], ...] = (
+        ("load", 0),
+        ("first", 1),
+        ("steady", phase.steady_calls),
     )
-    for part, rounds, activation in parts:
+    for part, rounds in parts:
         if not rounds and (part != "load" or not phase.uses):
             continue
         calls = tuple(use.group_calls_in(part)[k] if use else 0 for use, k in pairs)
-        off_device_seconds, secondary_bytes = (
-            [0.0] * len(variant_choices),
-            [(0,) * len(problem.secondaries)] * len(variant_choices),
-        )
-        for n, (use, component) in enumerate(zip(uses, components, strict=True)):
-            if use is None:
-                continue
-            variant = variant_choices[n].variant
-            triples = zip(component.groups, use.group_calls_in(part), use.seconds, strict=True)
-            remote = [
-                triple for triple in triples if variant.device != "device" or triple[0].secondary
-            ]
-            off_device_seconds[n] = sum(
-                (len(group.blocks) * times * seconds for group, times, seconds in remote), 0.0
+        activation = phase.activation_bytes(part)
+        off_device = [
+            _off_device(
+                problem, part, activation, use, replace(component, variants=(choice.variant,))
             )
-            component_variant = replace(component, variants=(variant,))
-            if rounds:
-                off_device_seconds[n] += use.calls_in(part) * sum(
-                    transfer_seconds(problem, use, component_variant).values()
-                )
-                numbers = range(1, len(problem.secondaries) + 1)
-                secondary_bytes[n] = tuple(
-                    bytes_on_secondary(activation, [(use, component_variant)], number)
-                    for number in numbers
-                )
+            if use is not None
+            else (0.0, (0,) * len(problem.secondaries))
+            for use, component, choice in zip(uses, components, variant_choices, strict=True)
+        ]
         yield Interval(
             phase=number,
             part=part,
@@ -230,8 +214,8 @@ def _intervals(
                 for c, component in enumerate(problem.components)
                 if component.name in uses_by_name and part != "load"
             ),
-            off_device_seconds=tuple(off_device_seconds),
-            secondary_bytes=tuple(secondary_bytes),
+            off_device_seconds=tuple(seconds for seconds, _ in off_device),
+            secondary_bytes=tuple(nbytes for _, nbytes in off_device),
             block_seconds=tuple(
                 seconds_by_choice[group.variant_choice][group.index]
                 if use and group.mirror < 0
@@ -239,6 +223,30 @@ def _intervals(
                 for group, (use, _) in zip(groups, pairs, strict=True)
             ),
         )
+
+
+def _off_device(
+    problem: Problem, part: SlotPart, activation: int, use: Use, component: ComponentNumbers
+) -> tuple[float, tuple[int, ...]]:
+    """Return the seconds of ``use`` in ``part`` off the main device, and its bytes there by device.
+
+    ``component`` has one variant. Seconds: compute on the CPU or a secondary device, and transfers.
+    """
+    variant = component.variants[0]
+    seconds = sum(
+        len(group.blocks) * calls * block_seconds
+        for group, calls, block_seconds in zip(
+            component.groups, use.group_calls_in(part), use.seconds, strict=True
+        )
+        if variant.device != "device" or group.secondary
+    )
+    if part == "load":
+        return seconds, (0,) * len(problem.secondaries)
+    transfers = transfer_seconds(problem, use, component).values()
+    return seconds + use.calls_in(part) * sum(transfers), tuple(
+        bytes_on_secondary(activation, [(use, component)], number)
+        for number in range(1, len(problem.secondaries) + 1)
+    )
 
 
 def _seconds(

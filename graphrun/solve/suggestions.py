@@ -557,7 +557,7 @@ def speedups(problem: Problem, options: Iterable[Suggestion]) -> Iterator[Sugges
 
 def worthwhile(suggestions: Iterable[Suggestion], solution: Solution) -> tuple[Suggestion, ...]:
     """Return the ``suggestions`` that save at least LEAST_GAIN, best first."""
-    limit_seconds = (1 - LEAST_GAIN) * solution.simulation.total_seconds / solution.problem.runs
+    limit_seconds = (1 - LEAST_GAIN) * solution.seconds / solution.problem.runs
     return best_first(item for item in suggestions if item.seconds <= limit_seconds)
 
 

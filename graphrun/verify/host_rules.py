@@ -122,7 +122,7 @@ class HostRules:
             if name in self.restored_values or name in self.spilled_values
         }
         if (phase := self.on_cpu.get(slot.phase)) and slot.part != "load":
-            terms["activation"] = activation_bytes(phase, slot)
+            terms["activation"] = phase.activation_bytes(slot.part)
         pinned = self.applied.pinned_bytes
         for position, (rule, bytes_by_name, limit) in enumerate(
             (("ram", terms, self.applied.ram_bytes), ("pinned", pinned_terms, pinned))
@@ -200,8 +200,3 @@ def _spill_gaps(value: ValueNumbers, phases: tuple[PhaseNumbers, ...]) -> Iterat
             first = None
         elif unused and first is None:
             first = number
-
-
-def activation_bytes(phase: PhaseNumbers, slot: Slot) -> int:
-    """Return the peak activation in ``slot``; 0 without compute."""
-    return {"first": phase.first_bytes, "steady": phase.steady_bytes}.get(slot.part, 0)

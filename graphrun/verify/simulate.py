@@ -97,7 +97,7 @@ class HostMemory:
         nbytes += sum(self._values[name] for name in self._spilled_values)
         if slot.phase in self._on_cpu:
             phase = self._on_cpu[slot.phase]
-            nbytes += {"first": phase.first_bytes, "steady": phase.steady_bytes}.get(slot.part, 0)
+            nbytes += phase.activation_bytes(slot.part)
         self._spilled_values -= {action.value for action in actions if isinstance(action, Restore)}
         return nbytes, sum(self._variants[name].locked_bytes for name in self._stores_in_ram)
 
@@ -364,7 +364,7 @@ class _State:
                 f"slot {index}: {self._path(unavailable_key)} of {unavailable_key[0]} is needed, "
                 "but neither resident, loaded nor streamed"
             )
-        activation = {"first": phase.first_bytes, "steady": phase.steady_bytes}.get(slot.part, 0)
+        activation = phase.activation_bytes(slot.part)
         values = self.problem.value_bytes(number) - self.host.spilled_bytes(slot)
         return works, activation, values + phase.input_bytes
 

@@ -22,7 +22,6 @@ from graphrun.model.plan import (
 )
 from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Problem, Use
 from graphrun.units import round_up
-from graphrun.verify.host_rules import activation_bytes
 
 # types of actions, in the order that a slot must follow
 KINDS = (Drop, Evict, Spill, Restore, Read, Stream, Load, Run)
@@ -265,7 +264,7 @@ class SlotRules:
         values = (
             self.problem.value_bytes(number) - spilled_bytes + phase.input_bytes if phase else 0
         )
-        activation = activation_bytes(phase, self.slot) if phase else 0
+        activation = phase.activation_bytes(self.slot.part) if phase else 0
         total, limit = weights + ring_buffers + activation + values, self.problem.effective_bytes
         if total > limit:
             terms = (
