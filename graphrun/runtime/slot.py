@@ -64,44 +64,52 @@ class OpenSlot:
 
     def open(self) -> None:
         """Perform or begin the slot's actions. Call after a barrier."""
-        recorder, device, residencies = self._recorder, self._device, self._residencies
-        recorder.slot, recorder.moved_bytes = self.index, 0
+        device = self._device
+        self._recorder.slot, self._recorder.moved_bytes = self.index, 0
         device.annotate(slot=f"slot {self.slot.phase} {self.slot.part}")
         self._start = device.mark("compute")
-        for action in self.slot.actions:
-            if isinstance(action, Drop):
-                store = residencies[action.component].backing_store
-                nbytes = 0 if store.memory is None else store.nbytes
-                residencies[action.component].drop()
-                recorder.note(
-                    "drop", action.component, "backing_store", nbytes, (self._start, self._start)
-                )
-            elif isinstance(action, Evict):
-                for residency, path in self._blocks(action):
-                    residency.evict(path)
-                    recorder.note(
-                        "evict",
-                        residency.name,
-                        path,
-                        residency.nbytes(path),
-                        (self._start, self._start),
-                    )
+        self._release_weights()
         for accelerator in device.all_devices:
             if self.slot.part == "load":
                 accelerator.release_cached()
             accelerator.reset_peak()
         device.arenas.reset_peaks()
+        self._move_values()
+        self._begin_copies()
+
+    def _release_weights(self) -> None:
+        """Drop backing stores and evict blocks."""
+        now = (self._start, self._start)
         for action in self.slot.actions:
-            if isinstance(action, (Spill, Restore)):
+            if isinstance(action, Drop):
+                residency = self._residencies[action.component]
+                store = residency.backing_store
+                nbytes = 0 if store.memory is None else store.nbytes
+                residency.drop()
+                self._recorder.note("drop", action.component, "backing_store", nbytes, now)
+            elif isinstance(action, Evict):
+                for residency, path in self._blocks(action):
+                    residency.evict(path)
+                    nbytes = residency.nbytes(path)
+                    self._recorder.note("evict", residency.name, path, nbytes, now)
+
+    def _move_values(self) -> None:
+        """Spill and restore values."""
+        for action in self.slot.actions:
+            if isinstance(action, Spill | Restore):
                 kind, move = (
                     ("spill", self._values.spill)
                     if isinstance(action, Spill)
                     else ("restore", self._values.restore)
                 )
-                start = device.mark("copy")
-                recorder.note(
-                    kind, "", action.value, move(action.value), (start, device.mark("copy"))
-                )
+                start = self._device.mark("copy")
+                nbytes = move(action.value)
+                marks = (start, self._device.mark("copy"))
+                self._recorder.note(kind, "", action.value, nbytes, marks)
+
+    def _begin_copies(self) -> None:
+        """Begin reads, allocate what loads and streams need, and issue the first copies."""
+        device, recorder, residencies = self._device, self._recorder, self._residencies
         loads = [
             block
             for action in self.slot.actions

@@ -337,9 +337,13 @@ def _refined(
     )
     program = with_variants(first.program, variants)
 
+    simulations = dict[Plan, Simulation]()
+
     def simulated_choice(choice: Choice) -> _SimulatedChoice:
         plan = plan_of(program, choice, problem, stage_choice.options, stage_choice.order)
-        return _SimulatedChoice(choice, plan, simulate(problem, plan))
+        if plan not in simulations:
+            simulations[plan] = simulate(problem, plan)
+        return _SimulatedChoice(choice, plan, simulations[plan])
 
     def offered(candidate: _SimulatedChoice) -> _SimulatedChoice:
         seconds = candidate.seconds
