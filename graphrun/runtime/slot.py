@@ -79,19 +79,19 @@ class OpenSlot:
 
     def _release_weights(self) -> None:
         """Drop backing stores and evict blocks."""
-        now = (self._start, self._start)
+        marks = (self._start, self._start)
         for action in self.slot.actions:
             if isinstance(action, Drop):
                 residency = self._residencies[action.component]
                 store = residency.backing_store
                 nbytes = 0 if store.memory is None else store.nbytes
                 residency.drop()
-                self._recorder.note("drop", action.component, "backing_store", nbytes, now)
+                self._recorder.note("drop", action.component, "backing_store", nbytes, marks)
             elif isinstance(action, Evict):
                 for residency, path in self._blocks(action):
                     residency.evict(path)
                     nbytes = residency.nbytes(path)
-                    self._recorder.note("evict", residency.name, path, nbytes, now)
+                    self._recorder.note("evict", residency.name, path, nbytes, marks)
 
     def _move_values(self) -> None:
         """Spill and restore values."""
