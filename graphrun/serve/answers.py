@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from graphrun.graph.graph import Graph
-from graphrun.serve.asked import frames_input, makes_videos, picture_inputs
+from graphrun.serve.bodies import frames_input, makes_videos, picture_inputs
 from graphrun.serve.jobs import Job
 from graphrun.serve.service import KEPT_PICTURES_BYTES, Service
 from graphrun.serve.shares import WHOLE

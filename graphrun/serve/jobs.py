@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from graphrun.serve.asked import PictureRequest
+from graphrun.serve.bodies import PictureRequest
 from graphrun.serve.errors import Refused
 
 ENDED = ("done", "failed", "cancelled")

@@ -22,7 +22,7 @@ from typing import Any
 
 from graphrun.errors import InputError
 from graphrun.graph.settings import settings_of
-from graphrun.serve.asked import PictureRequest, RequestShape, picture_inputs
+from graphrun.serve.bodies import PictureRequest, RequestShape, body_model, picture_inputs
 from graphrun.serve.child import Child
 from graphrun.serve.clustered import work_on_a_cluster
 from graphrun.serve.errors import Refused
@@ -93,6 +93,9 @@ class Service:
         self.settings, self.metrics, self.line = settings, Metrics(), Line()
         self.created = int(time.time())
         self.graphs = settings.loaded_graphs()
+        self.bodies = {
+            graph.name: body_model(graph, settings.bounds) for graph in self.graphs.values()
+        }
         self.defaults: dict[str, RequestShape] = {
             g.name: (g.name, settings_of(g, g.for_planning({}))) for g in self.graphs.values()
         }

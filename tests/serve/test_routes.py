@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from graphrun.serve import service as services
-from graphrun.serve.asked import PictureRequest
+from graphrun.serve.bodies import PictureRequest
 from graphrun.serve.jobs import Job
 from graphrun.serve.service import Service
 from graphrun.serve.settings import Settings
