@@ -120,10 +120,24 @@ def result(job: Job, pictures: Pictures, base: str) -> dict[str, Any]:
     }
 
 
+def event(name: str, data: str) -> str:
+    """Return a server-sent event."""
+    return f"event: {name}\ndata: {data}\n\n"
+
+
+async def job_events(job: Job, service: Service, base: str) -> AsyncIterator[str]:
+    """Yield the events of ``/v1/jobs``: ``preview`` for previews, ``state`` after each change, and
+    at last ``end``."""
+    async for preview in job.changes():
+        if preview is not None:
+            yield event("preview", base64.b64encode(preview).decode())
+        yield event("end" if job.ended else "state", json.dumps(job_json(job, service, base)))
+
+
 async def picture_events(job: Job, kind: str) -> AsyncIterator[str]:
     """Yield server-sent events as OpenAI's images API does: ``KIND.partial_image`` for previews,
     then ``KIND.completed`` for each picture, or ``error``."""
-    preview, count = None, 0
+    count = 0
     fields = {
         "created_at": job.created,
         "size": _size(job.request.runs[0]) or "auto",
@@ -131,7 +145,7 @@ async def picture_events(job: Job, kind: str) -> AsyncIterator[str]:
         "background": "opaque",
     }
 
-    def event(name: str, picture: bytes, suffix: str, **values: Any) -> str:
+    def picture_event(name: str, picture: bytes, suffix: str, **values: Any) -> str:
         content = {
             "type": name,
             "b64_json": base64.b64encode(picture).decode(),
@@ -139,20 +153,20 @@ async def picture_events(job: Job, kind: str) -> AsyncIterator[str]:
             **fields,
             **values,
         }
-        return f"event: {name}\ndata: {json.dumps(content)}\n\n"
+        return event(name, json.dumps(content))
 
-    async for _ in job.changes():
-        if job.preview not in (None, preview) and count < job.request.partial_images:
-            preview = job.preview
-            assert preview is not None
-            yield event(f"{kind}.partial_image", preview, ".png", partial_image_index=count)
+    async for preview in job.changes():
+        if preview is not None and count < job.request.partial_images:
+            yield picture_event(f"{kind}.partial_image", preview, ".png", partial_image_index=count)
             count += 1
     if job.error is not None:
-        yield f"event: error\ndata: {json.dumps(job.error.body)}\n\n"
+        yield event("error", json.dumps(job.error.body))
         return
     for number, picture in enumerate(job.pictures):
         numbers = _seed(job, number) | ({"graphrun": _figures(job)} if not number else {})
-        yield event(f"{kind}.completed", picture, job.request.suffix, usage=NO_TOKENS, **numbers)
+        yield picture_event(
+            f"{kind}.completed", picture, job.request.suffix, usage=NO_TOKENS, **numbers
+        )
 
 
 def timing(job: Job) -> str:

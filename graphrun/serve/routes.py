@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import json
 import secrets
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -19,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from graphrun.serve.answers import (
     Pictures,
+    job_events,
     job_json,
     model_of,
     picture_events,
@@ -213,17 +212,8 @@ def jobs(service: Service, pictures: Pictures) -> APIRouter:
     async def events(request: Request, job: OwnJob) -> Response:
         """Server-sent events: ``state`` after each change, ``preview`` (a PNG, base64) and at last
         ``end``."""
-
-        async def stream() -> AsyncIterator[str]:
-            last_preview = None
-            async for _ in job.changes():
-                if job.preview is not None and job.preview is not last_preview:
-                    last_preview = job.preview
-                    yield f"event: preview\ndata: {base64.b64encode(last_preview).decode()}\n\n"
-                kind = "end" if job.ended else "state"
-                yield f"event: {kind}\ndata: {json.dumps(state_of(job, request))}\n\n"
-
-        return StreamingResponse(stream(), media_type="text/event-stream", headers=EVENT_HEADERS)
+        stream = job_events(job, service, str(request.base_url))
+        return StreamingResponse(stream, media_type="text/event-stream", headers=EVENT_HEADERS)
 
     return router
 
