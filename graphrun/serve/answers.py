@@ -12,7 +12,8 @@ from typing import Any
 from graphrun.graph.graph import Graph
 from graphrun.serve.bodies import frames_input, makes_videos, picture_inputs
 from graphrun.serve.jobs import Job
-from graphrun.serve.service import KEPT_PICTURES_BYTES, Service
+from graphrun.serve.records import KEPT_PICTURES_BYTES
+from graphrun.serve.service import Service
 from graphrun.serve.shares import WHOLE
 from graphrun.trace import verdict
 
@@ -61,8 +62,8 @@ def job_json(job: Job, service: Service, base: str) -> dict[str, Any]:
     }
     answer |= {
         "of": len(job.request.runs),
-        "waits_seconds": service.predicted_wait(job),
-        "predicted_seconds": job.seconds * service.pace,
+        "waits_seconds": service.queue.predicted_wait(job),
+        "predicted_seconds": job.seconds * service.queue.pace,
     }
     if job.ended:
         answer |= (
@@ -203,8 +204,8 @@ def model_of(graph: Graph, service: Service) -> dict[str, Any]:
         "steps": bounds.steps,
         "prompt": bounds.characters,
     }
-    answer["share"] = service.shares.get(graph.name, WHOLE)
-    plan = service.shapes.get((service.defaults[graph.name], WHOLE))
+    answer["share"] = service.plans.shares.get(graph.name, WHOLE)
+    plan = service.plans.shapes.get((service.plans.defaults[graph.name], WHOLE))
     if plan is None or not plan.done():
         return {**answer, "plan": None}
     if (error := plan.exception()) is not None:

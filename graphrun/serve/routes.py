@@ -46,11 +46,16 @@ EarlierId = Annotated[str, Query(alias="after")]
 IdempotencyKey = Annotated[str, Header(alias="Idempotency-Key", max_length=255)]
 
 
+def absent(kind: str, id: str) -> Refused:
+    """Return the refusal of a request for what does not exist."""
+    return Refused(404, f"there is no {kind} {id[:100]!r}", "not_found")
+
+
 async def own_job(request: Request, owner: Owner, name: str) -> Job:
     """Return the job ``name`` of ``owner``. Raises Refused (404)."""
-    job: Job | None = request.app.state.service.jobs.get(name)
+    job: Job | None = request.app.state.service.records.jobs.get(name)
     if job is None or job.owner != owner:
-        raise Refused(404, f"there is no job {name[:100]!r}", "not_found")
+        raise absent("job", name)
     request.state.job = name
     return job
 
@@ -61,7 +66,7 @@ OwnJob = Annotated[Job, Depends(own_job)]
 async def own_video(job: OwnJob) -> Job:
     """Return ``job``, which makes a video. Raises Refused (404)."""
     if job.request.suffix != VIDEO:
-        raise Refused(404, f"there is no video {job.id!r}", "not_found")
+        raise absent("video", job.id)
     return job
 
 
@@ -71,7 +76,7 @@ OwnVideo = Annotated[Job, Depends(own_video)]
 def refuse_unended(job: Job, service: Service) -> None:
     """Raise Refused: the error of ``job``, or 409 if it has not ended."""
     if not job.ended:
-        wait = max(1.0, service.predicted_wait(job))
+        wait = max(1.0, service.queue.predicted_wait(job))
         raise Refused(409, f"the job is {job.state}", "not_ended", retry_seconds=wait)
     if job.error is not None:
         raise job.error
@@ -106,13 +111,13 @@ def images(service: Service, pictures: Pictures) -> APIRouter:
             job = await unless_gone(request, submission)
             request.state.job = job.id
             if generation.streams:
-                return JobStream(picture_events(job, kind), partial(service.cancel, job))
+                return JobStream(picture_events(job, kind), partial(service.queue.cancel, job))
             await unless_gone(request, job.end())
         except BaseException:
             if job is None:
                 shutil.rmtree(folder, ignore_errors=True)
             else:
-                service.cancel(job)
+                service.queue.cancel(job)
             raise
         return JSONResponse(
             result(job, pictures, str(request.base_url)), headers={"Server-Timing": timing(job)}
@@ -183,9 +188,8 @@ def jobs(service: Service, pictures: Pictures) -> APIRouter:
         request: Request, owner: Owner, limit: PageLength = 20, earlier_id: EarlierId = ""
     ) -> Any:
         """The jobs of the key, the newest first: ``limit`` of them, older than job ``after``."""
-        own_jobs = [job for job in reversed(service.jobs.values()) if job.owner == owner]
-        earlier_job = await own_job(request, owner, earlier_id) if earlier_id else None
-        selection, has_more = page_of(own_jobs, limit, earlier_job)
+        own_jobs = [job for job in reversed(service.records.jobs.values()) if job.owner == owner]
+        selection, has_more = page_of(own_jobs, limit, earlier_id)
         data = [state_of(job, request) for job in selection]
         return {"object": "list", "data": data, "has_more": has_more}
 
@@ -197,7 +201,7 @@ def jobs(service: Service, pictures: Pictures) -> APIRouter:
     @router.delete("/{name}")
     async def cancel(request: Request, job: OwnJob) -> Any:
         """Cancels a job, at the end of its step where it runs."""
-        service.cancel(job)
+        service.queue.cancel(job)
         return state_of(job, request)
 
     @router.get("/{name}/result")
@@ -238,15 +242,12 @@ def videos(service: Service) -> APIRouter:
         """The videos of the key: ``limit``, ``order`` (asc, desc), and ``after``, an id."""
         own_jobs = [
             job
-            for job in reversed(service.jobs.values())
+            for job in reversed(service.records.jobs.values())
             if job.owner == owner and job.request.suffix == VIDEO
         ]
         if order == "asc":
             own_jobs.reverse()
-        earlier_job = (
-            await own_video(await own_job(request, owner, earlier_id)) if earlier_id else None
-        )
-        selection, has_more = page_of(own_jobs, limit, earlier_job)
+        selection, has_more = page_of(own_jobs, limit, earlier_id)
         ids = [job.id for job in selection]
         return {
             "object": "list",
@@ -269,17 +270,21 @@ def videos(service: Service) -> APIRouter:
     @router.delete("/{name}")
     async def delete(job: OwnVideo) -> Any:
         """Deletes a video; one that is being made is cancelled, at the end of its step."""
-        service.cancel(job)
+        service.queue.cancel(job)
         if job.ended:
-            service.forget(job)
+            service.records.forget(job)
         return {"id": job.id, "object": "video.deleted", "deleted": True}
 
     return router
 
 
-def page_of(jobs: Sequence[Job], limit: int, earlier_job: Job | None) -> tuple[Sequence[Job], bool]:
-    """Return ``limit`` jobs after ``earlier_job``, and whether there are more."""
-    start = 0 if earlier_job is None else jobs.index(earlier_job) + 1
+def page_of(jobs: Sequence[Job], limit: int, earlier_id: str) -> tuple[Sequence[Job], bool]:
+    """Return ``limit`` jobs after ``earlier_id``, and whether there are more. Raises Refused
+    (404)."""
+    ids = ["", *(job.id for job in jobs)]
+    if earlier_id not in ids:
+        raise absent("job", earlier_id)
+    start = ids.index(earlier_id)
     return jobs[start : start + limit], len(jobs) > start + limit
 
 

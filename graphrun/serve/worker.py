@@ -99,20 +99,20 @@ class RequestWorker:
 
     def run(
         self,
-        id: str,
+        run: Mapping[str, Any],
         group: GraphShare,
         graph: str,
         budgets: Mapping[str, int],
         resident_groups: Collection[GraphShare],
-        **run_fields: Any,
     ) -> None:
-        """Run a request in the session of ``group``, and send how it ended. ``run_fields``: further
-        fields of the run's `RunRequest`."""
+        """Run a request in the session of ``group``, and send how it ended. ``run``: the fields of
+        its `RunRequest`."""
         from graphrun.serve.together import RunRequest
 
+        id = run["id"]
         try:
             result = self._execute(
-                RunRequest(id, 0, **run_fields),
+                RunRequest(**run),
                 group,
                 self._graphs[graph],
                 budgets,

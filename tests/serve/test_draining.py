@@ -45,8 +45,8 @@ def waiting(port: Any) -> float:
 def planned(port: Any) -> None:
     """The planner has answered what it was asked."""
     shape = PlannedShape(Cost(1.0, 1.0), 1, "fits", {})
-    for key in list(port.service.shapes):
-        port.service._hear_planner("planned", key, shape=shape)
+    for key in list(port.service.plans.shapes):
+        port.service.plans.hear("planned", key, shape=shape)
 
 
 def refused(answer: httpx.Response) -> bool:
