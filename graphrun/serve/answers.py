@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import secrets
@@ -12,6 +13,7 @@ from typing import Any
 from graphrun.graph.graph import Graph
 from graphrun.serve.bodies import frames_input, makes_videos, picture_inputs
 from graphrun.serve.jobs import Job
+from graphrun.serve.planner import PlannedShape
 from graphrun.serve.records import KEPT_PICTURES_BYTES
 from graphrun.serve.service import Service
 from graphrun.serve.shares import WHOLE
@@ -47,29 +49,24 @@ class Pictures:
 
 def job_json(job: Job, service: Service, base: str) -> dict[str, Any]:
     """Return a job as ``/v1/jobs/{id}`` shows it."""
-    answer: dict[str, Any] = {
+    answer = {
         "id": job.id,
         "object": "job",
         "created": job.created,
         "model": job.request.graph,
         "state": job.state,
-    }
-    answer |= {
         "stage": job.stage,
         "step": job.step,
         "steps": job.steps,
         "pictures": len(job.pictures),
-    }
-    answer |= {
         "of": len(job.request.runs),
         "waits_seconds": service.queue.predicted_wait(job),
         "predicted_seconds": job.seconds * service.queue.pace,
     }
-    if job.ended:
-        answer |= (
-            {"result": f"{base}v1/jobs/{job.id}/result"} if job.error is None else job.error.body
-        )
-    return answer
+    if not job.ended:
+        return answer
+    link = {"result": f"{base}v1/jobs/{job.id}/result"}
+    return answer | (link if job.error is None else job.error.body)
 
 
 STATUSES = {"waiting": "queued", "running": "in_progress", "done": "completed"}
@@ -181,40 +178,46 @@ def timing(job: Job) -> str:
 
 def model_of(graph: Graph, service: Service) -> dict[str, Any]:
     """Return a graph as ``/v1/models`` shows it."""
-    bounds = service.settings.bounds
-    answer: dict[str, Any] = {
+    bounds, plans = service.settings.bounds, service.plans
+    return {
         "id": graph.name,
         "object": "model",
         "created": service.created,
         "owned_by": "graphrun",
+        "inputs": {
+            spec.name: {
+                "type": spec.type,
+                "required": spec.required,
+                **({} if spec.default is None else {"default": spec.default}),
+            }
+            for spec in graph.inputs.values()
+        },
+        "edits": bool(picture_inputs(graph)) and not makes_videos(graph),
+        "videos": makes_videos(graph),
+        "fps": graph.fps,
+        "limits": {
+            "n": bounds.pictures,
+            "pixels": bounds.pixels,
+            "steps": bounds.steps,
+            "prompt": bounds.characters,
+        },
+        "share": plans.shares.get(graph.name, WHOLE),
+        "plan": _plan_json(plans.shapes.get((plans.defaults[graph.name], WHOLE))),
     }
-    answer["inputs"] = {
-        spec.name: {
-            "type": spec.type,
-            "required": spec.required,
-            **({} if spec.default is None else {"default": spec.default}),
-        }
-        for spec in graph.inputs.values()
-    }
-    answer["edits"] = bool(picture_inputs(graph)) and not makes_videos(graph)
-    answer["videos"], answer["fps"] = makes_videos(graph), graph.fps
-    answer["limits"] = {
-        "n": bounds.pictures,
-        "pixels": bounds.pixels,
-        "steps": bounds.steps,
-        "prompt": bounds.characters,
-    }
-    answer["share"] = service.plans.shares.get(graph.name, WHOLE)
-    plan = service.plans.shapes.get((service.plans.defaults[graph.name], WHOLE))
+
+
+def _plan_json(plan: asyncio.Future[PlannedShape] | None) -> dict[str, Any] | None:
     if plan is None or not plan.done():
-        return {**answer, "plan": None}
+        return None
     if (error := plan.exception()) is not None:
-        return {**answer, "plan": {"fits": False, "verdict": str(error)}}
+        return {"fits": False, "verdict": str(error)}
     shape = plan.result()
-    seconds = {"first_seconds": shape.cost.first_seconds, "again_seconds": shape.cost.again_seconds}
     return {
-        **answer,
-        "plan": {"fits": True, "verdict": shape.verdict, **seconds, "peak_bytes": shape.peak_bytes},
+        "fits": True,
+        "verdict": shape.verdict,
+        "first_seconds": shape.cost.first_seconds,
+        "again_seconds": shape.cost.again_seconds,
+        "peak_bytes": shape.peak_bytes,
     }
 
 

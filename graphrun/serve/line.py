@@ -74,12 +74,12 @@ class QueueEntry:
     """
 
     item: Any
-    group: Hashable
+    group: Any  # hashable
     shape: Hashable
     cost: Cost
     runs: int
     start: float = 0.0
-    resident_groups: Collection[Hashable] = ()
+    resident_groups: Collection[Any] = ()
     end: float = 0.0
     batch: object | None = field(default_factory=object)
 

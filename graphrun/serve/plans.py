@@ -225,6 +225,4 @@ def ignore_error(future: asyncio.Future[Any]) -> None:
 
 
 def _key(entry: QueueEntry) -> ShapeKey:
-    group = entry.group
-    assert isinstance(group, tuple)
-    return entry.item.request.shape, group[1]
+    return entry.item.request.shape, entry.group[1]

@@ -19,7 +19,7 @@ from graphrun.serve.metrics import Metrics
 from graphrun.serve.plans import PACE
 from graphrun.serve.records import JobRecords
 from graphrun.serve.settings import Settings
-from graphrun.serve.worker import work_forever
+from graphrun.serve.worker import SessionBudget, work_forever
 
 # workers that may die while they run the same request; then it fails: it may be the cause
 ATTEMPTS = 3
@@ -206,14 +206,8 @@ class RunQueue:
     def _send(self, entry: QueueEntry, kind: str, **fields: Any) -> None:
         """Send a message about the session that runs ``entry`` to the worker."""
         assert self._worker is not None
-        self._worker.send(
-            kind,
-            group=entry.group,
-            graph=entry.item.request.graph,
-            budgets=entry.item.budgets,
-            resident_groups=entry.resident_groups,
-            **fields,
-        )
+        budget = SessionBudget(entry.group, entry.item.budgets, entry.resident_groups)
+        self._worker.send(kind, budget=budget, **fields)
 
     def _hear_worker(self, kind: str, clock_seconds: float | None = None, **content: Any) -> None:
         if clock_seconds is not None:

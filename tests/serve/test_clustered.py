@@ -21,6 +21,7 @@ from graphrun.cli.main import app
 from graphrun.errors import DeviceLost, OutOfMemory, StageError
 from graphrun.serve.clustered import ClusterWorker
 from graphrun.serve.settings import Settings
+from graphrun.serve.worker import SessionBudget
 
 CLUSTER = """
 graphrun: 1
@@ -70,7 +71,7 @@ def test_errors_of_devices_are_those_of_the_api(tmp_path: Path) -> None:
     }
     errors = [DeviceLost("its process died"), OutOfMemory("full"), StageError("no such guidance")]
     for _ in range(4):
-        worker.run(run, ("flux-tiny", 1.0), "flux-tiny", {}, ())
+        worker.run(run, SessionBudget(("flux-tiny", 1.0), {}, ()))
     assert [(kind, content.get("status")) for kind, content in messages] == [
         ("failed", 503),
         ("failed", 503),

@@ -17,7 +17,7 @@ from graphrun.profile.hardware import hardware
 from graphrun.serve.line import Cost, Line, QueueEntry
 from graphrun.serve.planner import share_of
 from graphrun.serve.shares import SHARES, WHOLE, Arrangement, arrangements, best, seconds_of
-from graphrun.serve.worker import RequestWorker
+from graphrun.serve.worker import RequestWorker, SessionBudget
 
 SMALL = {"height": 32, "width": 32, "steps": 2, "max_sequence_length": 16}
 
@@ -166,7 +166,7 @@ def test_sessions_in_shares_find_their_weights_and_keep_to_the_budget(tmp_path: 
             "preview": False,
         }
         fields["folder"].mkdir()
-        worker.run(fields, (str(graph), share), str(graph), limits, resident_groups)
+        worker.run(fields, SessionBudget((str(graph), share), limits, resident_groups))
         assert messages[-1][0] == "done", messages[-1]
         return messages[-1][1]
 
