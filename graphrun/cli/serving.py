@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import tempfile
-from dataclasses import asdict, replace
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,7 +23,7 @@ from graphrun.limits import LIMITS
 from graphrun.units import parse_seconds, parse_size
 
 if TYPE_CHECKING:
-    from graphrun.model.problem import Hardware
+    from graphrun.graph.graph import Graph
 
 SHARED = (
     "vram",
@@ -154,103 +156,121 @@ def serve(
 
     Has OpenAI's images and videos API, jobs, metrics and a web page.
     """
-    if missing_packages := [
-        name
-        for name in ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
-        if find_spec(name) is None
-    ]:
-        raise InputError(f"{', '.join(missing_packages)} not installed: {install_command('serve')}")
-    from graphrun.devices import Budget, limits_for, resolved_budgets
-    from graphrun.serve.keys import read_keys
-    from graphrun.serve.origins import host_of, origin_of
+    _require_packages()
     from graphrun.serve.server import serve as run
     from graphrun.serve.settings import Bounds, Settings
 
     if log not in ("text", "json"):
         raise InputError(f"--log {log}: it is text or json")
-    owners = read_keys(keys) if keys is not None else {}
-    if not owners and not _is_loopback(host):
-        raise InputError(
-            f"--host {host} without --keys: anyone who reaches this machine could use it; "
-            "add --keys FILE"
-        )
-    hosts = tuple(map(host_of, allow_host or ()))
-    origins = tuple(map(origin_of, allow_origin or ()))
-    for option, values in {"--allow-host": hosts, "--allow-origin": origins}.items():
-        if "*" in values and not owners:
-            raise InputError(
-                f"{option} '*' without --keys: any web page could use the server; add --keys FILE"
-            )
-    pipeline_graphs = [load(path, options) for path in graphs]
-    for graph in pipeline_graphs:
-        graph.refuse_list()
-        if not {"image", "video"}.intersection(graph.kinds().values()):
-            raise InputError(
-                f"{graph.name} makes {', '.join(graph.kinds().values())}, and no pictures or "
-                "videos: leave it out"
-            )
-    names = [graph.name for graph in pipeline_graphs]
-    if duplicates := {name for name in names if names.count(name) > 1}:
-        raise InputError(
-            f"two graphs are called {', '.join(sorted(duplicates))}: give one of them another name"
-        )
+    access = _access(host, keys, allow_host or (), allow_origin or ())
+    _refuse_graphs([load(path, options) for path in graphs])
+    bounds = Bounds(
+        parse_size(max_body),
+        parse_size(max_upload),
+        max_prompt,
+        max_pixels,
+        max_steps,
+        max_n,
+        body_seconds=_above_zero("--arrival", arrival),
+        idle_seconds=_above_zero("--idle", idle),
+    )
     with tempfile.TemporaryDirectory(prefix="graphrun-serve-") as name:
         folder = Path(name)
         cache = cache_folder(options.no_cache) or folder / "cache"
-        hardware: tuple[Hardware, ...] = ()
-        if cluster is not None:
-            devices = open_cluster(cluster, options)
-            if find_spec("ray") is None:
-                raise InputError(
-                    f"--cluster runs on Ray, which is not installed: {install_command('cluster')}"
-                )
-            budgets = {
-                name: options.estimate_arguments[name]
-                for name in ("allow", "keep", "exclude", "pin", "reserve")
-            }
-        else:
-            devices, hardware = None, tuple(cards_for(options, cache, to_run=True))
-            options = with_budget(options, hardware[0])
-            budgets = {"vram": options.vram} | {
-                name: value
-                for name, value in options.estimate_arguments.items()
-                if name not in ("runs", "until")
-            }
-            limits = limits_for(Budget.of(budgets), hardware)
-            budgets = resolved_budgets(budgets, limits, hardware[0])
-        bounds = Bounds(
-            parse_size(max_body), parse_size(max_upload), max_prompt, max_pixels, max_steps, max_n
-        )
-        bounds = replace(
-            bounds,
-            body_seconds=_above_zero("--arrival", arrival),
-            idle_seconds=_above_zero("--idle", idle),
-        )
         settings = Settings(
             graphs=tuple(graphs),
             trust=tuple(options.trust_package or ()),
             dtype=options.dtype,
-            budgets=budgets,
-            hardware=hardware,
             cache=cache,
             reuse=parse_reuse(reuse),
             folder=folder,
             limits=asdict(LIMITS),
             version=graphrun.__version__,
             bounds=bounds,
-            keys=owners,
-            keys_file=keys.resolve() if keys is not None else None,
             queue_seconds=parse_seconds(queue),
             drain_seconds=parse_seconds(drain),
             connections=connections,
-            allow_hosts=hosts,
-            allow_origins=origins,
-            cluster=devices,
             state=state,
             warms=warm,
             log_as_json=log == "json",
+            **access,
+            **_devices(options, cluster, cache),
         )
         run(settings, host, port, say)
+
+
+def _require_packages() -> None:
+    """Raise InputError if packages of the extra ``serve`` are not installed."""
+    names = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
+    if missing_names := [name for name in names if find_spec(name) is None]:
+        raise InputError(f"{', '.join(missing_names)} not installed: {install_command('serve')}")
+
+
+def _access(
+    host: str, keys: Path | None, names: Iterable[str], pages: Iterable[str]
+) -> dict[str, Any]:
+    """Return the `Settings` for who may use the server. Raises InputError if that is anyone."""
+    from graphrun.serve.keys import read_keys
+    from graphrun.serve.origins import host_of, origin_of
+
+    owners = read_keys(keys) if keys is not None else {}
+    if not owners and not _is_loopback(host):
+        raise InputError(
+            f"--host {host} without --keys: anyone who reaches this machine could use it; "
+            "add --keys FILE"
+        )
+    hosts, origins = tuple(map(host_of, names)), tuple(map(origin_of, pages))
+    for option, values in {"--allow-host": hosts, "--allow-origin": origins}.items():
+        if "*" in values and not owners:
+            raise InputError(
+                f"{option} '*' without --keys: any web page could use the server; add --keys FILE"
+            )
+    return {
+        "keys": owners,
+        "keys_file": keys and keys.resolve(),
+        "allow_hosts": hosts,
+        "allow_origins": origins,
+    }
+
+
+def _refuse_graphs(graphs: Sequence[Graph]) -> None:
+    """Raise InputError for a graph that makes no pictures or videos, and for a name twice."""
+    for graph in graphs:
+        graph.refuse_list()
+        kinds = graph.kinds().values()
+        if not {"image", "video"}.intersection(kinds):
+            raise InputError(
+                f"{graph.name} makes {', '.join(kinds)}, and no pictures or videos: leave it out"
+            )
+    counts = Counter(graph.name for graph in graphs)
+    if duplicates := sorted(name for name, count in counts.items() if count > 1):
+        raise InputError(
+            f"two graphs are called {', '.join(duplicates)}: give one of them another name"
+        )
+
+
+def _devices(options: PlanOptions, cluster: Path | None, cache: Path) -> dict[str, Any]:
+    """Return the `Settings` for the devices and their budgets."""
+    from graphrun.devices import Budget, limits_for, resolved_budgets
+
+    if cluster is not None:
+        machines = open_cluster(cluster, options)
+        if find_spec("ray") is None:
+            raise InputError(
+                f"--cluster runs on Ray, which is not installed: {install_command('cluster')}"
+            )
+        names = ("allow", "keep", "exclude", "pin", "reserve")
+        budgets = {name: options.estimate_arguments[name] for name in names}
+        return {"budgets": budgets, "hardware": (), "cluster": machines}
+    hardware = tuple(cards_for(options, cache, to_run=True))
+    options = with_budget(options, hardware[0])
+    budgets = {"vram": options.vram, **options.estimate_arguments}
+    del budgets["runs"], budgets["until"]
+    limits = limits_for(Budget.of(budgets), hardware)
+    return {
+        "budgets": resolved_budgets(budgets, limits, hardware[0]),
+        "hardware": hardware,
+    }
 
 
 def _above_zero(option: str, text: str) -> float:

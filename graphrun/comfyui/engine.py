@@ -26,7 +26,7 @@ from graphrun.graph.graph import Graph
 from graphrun.graph.settings import seeds_of
 from graphrun.graph.shipped import shipped_graphs
 from graphrun.graph.values import did_you_mean
-from graphrun.serve.asked import picture_inputs
+from graphrun.serve.bodies import picture_inputs
 from graphrun.units import parse_size, roughly, show_size
 
 if TYPE_CHECKING:

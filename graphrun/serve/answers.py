@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import secrets
@@ -10,9 +11,11 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from graphrun.graph.graph import Graph
-from graphrun.serve.asked import frames_input, makes_videos, picture_inputs
+from graphrun.serve.bodies import frames_input, makes_videos, picture_inputs
 from graphrun.serve.jobs import Job
-from graphrun.serve.service import KEPT_PICTURES_BYTES, Service
+from graphrun.serve.planner import PlannedShape
+from graphrun.serve.records import KEPT_PICTURES_BYTES
+from graphrun.serve.service import Service
 from graphrun.serve.shares import WHOLE
 from graphrun.trace import verdict
 
@@ -46,29 +49,24 @@ class Pictures:
 
 def job_json(job: Job, service: Service, base: str) -> dict[str, Any]:
     """Return a job as ``/v1/jobs/{id}`` shows it."""
-    answer: dict[str, Any] = {
+    answer = {
         "id": job.id,
         "object": "job",
         "created": job.created,
         "model": job.request.graph,
         "state": job.state,
-    }
-    answer |= {
         "stage": job.stage,
         "step": job.step,
         "steps": job.steps,
         "pictures": len(job.pictures),
-    }
-    answer |= {
         "of": len(job.request.runs),
-        "waits_seconds": service.predicted_wait(job),
-        "predicted_seconds": job.seconds * service.pace,
+        "waits_seconds": service.queue.predicted_wait(job),
+        "predicted_seconds": job.seconds * service.queue.pace,
     }
-    if job.ended:
-        answer |= (
-            {"result": f"{base}v1/jobs/{job.id}/result"} if job.error is None else job.error.body
-        )
-    return answer
+    if not job.ended:
+        return answer
+    link = {"result": f"{base}v1/jobs/{job.id}/result"}
+    return answer | (link if job.error is None else job.error.body)
 
 
 STATUSES = {"waiting": "queued", "running": "in_progress", "done": "completed"}
@@ -120,10 +118,24 @@ def result(job: Job, pictures: Pictures, base: str) -> dict[str, Any]:
     }
 
 
+def event(name: str, data: str) -> str:
+    """Return a server-sent event."""
+    return f"event: {name}\ndata: {data}\n\n"
+
+
+async def job_events(job: Job, service: Service, base: str) -> AsyncIterator[str]:
+    """Yield the events of ``/v1/jobs``: ``preview`` for previews, ``state`` after each change, and
+    at last ``end``."""
+    async for preview in job.changes():
+        if preview is not None:
+            yield event("preview", base64.b64encode(preview).decode())
+        yield event("end" if job.ended else "state", json.dumps(job_json(job, service, base)))
+
+
 async def picture_events(job: Job, kind: str) -> AsyncIterator[str]:
     """Yield server-sent events as OpenAI's images API does: ``KIND.partial_image`` for previews,
     then ``KIND.completed`` for each picture, or ``error``."""
-    preview, count = None, 0
+    count = 0
     fields = {
         "created_at": job.created,
         "size": _size(job.request.runs[0]) or "auto",
@@ -131,7 +143,7 @@ async def picture_events(job: Job, kind: str) -> AsyncIterator[str]:
         "background": "opaque",
     }
 
-    def event(name: str, picture: bytes, suffix: str, **values: Any) -> str:
+    def picture_event(name: str, picture: bytes, suffix: str, **values: Any) -> str:
         content = {
             "type": name,
             "b64_json": base64.b64encode(picture).decode(),
@@ -139,20 +151,20 @@ async def picture_events(job: Job, kind: str) -> AsyncIterator[str]:
             **fields,
             **values,
         }
-        return f"event: {name}\ndata: {json.dumps(content)}\n\n"
+        return event(name, json.dumps(content))
 
-    async for _ in job.changes():
-        if job.preview not in (None, preview) and count < job.request.partial_images:
-            preview = job.preview
-            assert preview is not None
-            yield event(f"{kind}.partial_image", preview, ".png", partial_image_index=count)
+    async for preview in job.changes():
+        if preview is not None and count < job.request.partial_images:
+            yield picture_event(f"{kind}.partial_image", preview, ".png", partial_image_index=count)
             count += 1
     if job.error is not None:
-        yield f"event: error\ndata: {json.dumps(job.error.body)}\n\n"
+        yield event("error", json.dumps(job.error.body))
         return
     for number, picture in enumerate(job.pictures):
         numbers = _seed(job, number) | ({"graphrun": _figures(job)} if not number else {})
-        yield event(f"{kind}.completed", picture, job.request.suffix, usage=NO_TOKENS, **numbers)
+        yield picture_event(
+            f"{kind}.completed", picture, job.request.suffix, usage=NO_TOKENS, **numbers
+        )
 
 
 def timing(job: Job) -> str:
@@ -166,40 +178,46 @@ def timing(job: Job) -> str:
 
 def model_of(graph: Graph, service: Service) -> dict[str, Any]:
     """Return a graph as ``/v1/models`` shows it."""
-    bounds = service.settings.bounds
-    answer: dict[str, Any] = {
+    bounds, plans = service.settings.bounds, service.plans
+    return {
         "id": graph.name,
         "object": "model",
         "created": service.created,
         "owned_by": "graphrun",
+        "inputs": {
+            spec.name: {
+                "type": spec.type,
+                "required": spec.required,
+                **({} if spec.default is None else {"default": spec.default}),
+            }
+            for spec in graph.inputs.values()
+        },
+        "edits": bool(picture_inputs(graph)) and not makes_videos(graph),
+        "videos": makes_videos(graph),
+        "fps": graph.fps,
+        "limits": {
+            "n": bounds.pictures,
+            "pixels": bounds.pixels,
+            "steps": bounds.steps,
+            "prompt": bounds.characters,
+        },
+        "share": plans.shares.get(graph.name, WHOLE),
+        "plan": _plan_json(plans.shapes.get((plans.defaults[graph.name], WHOLE))),
     }
-    answer["inputs"] = {
-        spec.name: {
-            "type": spec.type,
-            "required": spec.required,
-            **({} if spec.default is None else {"default": spec.default}),
-        }
-        for spec in graph.inputs.values()
-    }
-    answer["edits"] = bool(picture_inputs(graph)) and not makes_videos(graph)
-    answer["videos"], answer["fps"] = makes_videos(graph), graph.fps
-    answer["limits"] = {
-        "n": bounds.pictures,
-        "pixels": bounds.pixels,
-        "steps": bounds.steps,
-        "prompt": bounds.characters,
-    }
-    answer["share"] = service.shares.get(graph.name, WHOLE)
-    plan = service.shapes.get((service.defaults[graph.name], WHOLE))
+
+
+def _plan_json(plan: asyncio.Future[PlannedShape] | None) -> dict[str, Any] | None:
     if plan is None or not plan.done():
-        return {**answer, "plan": None}
+        return None
     if (error := plan.exception()) is not None:
-        return {**answer, "plan": {"fits": False, "verdict": str(error)}}
+        return {"fits": False, "verdict": str(error)}
     shape = plan.result()
-    seconds = {"first_seconds": shape.cost.first_seconds, "again_seconds": shape.cost.again_seconds}
     return {
-        **answer,
-        "plan": {"fits": True, "verdict": shape.verdict, **seconds, "peak_bytes": shape.peak_bytes},
+        "fits": True,
+        "verdict": shape.verdict,
+        "first_seconds": shape.cost.first_seconds,
+        "again_seconds": shape.cost.again_seconds,
+        "peak_bytes": shape.peak_bytes,
     }
 
 

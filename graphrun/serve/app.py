@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -10,6 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from graphrun.serve import routes
 from graphrun.serve.access import Logged
 from graphrun.serve.answers import Pictures
+from graphrun.serve.bodies import refusal_of
 from graphrun.serve.errors import Refused
 from graphrun.serve.intake import Bounded
 from graphrun.serve.origins import Guarded, ServerNames
@@ -34,6 +36,7 @@ def create_app(service: Service, host: str) -> FastAPI:
     )
     app.add_middleware(Bounded, bounds=settings.bounds)
     app.add_middleware(Logged, metrics=service.metrics)
+    app.state.service = service
     pictures = Pictures()
     for router in (
         routes.images(service, pictures),
@@ -48,6 +51,10 @@ def create_app(service: Service, host: str) -> FastAPI:
     @app.exception_handler(Refused)
     async def refused(_: Request, error: Refused) -> Response:
         return JSONResponse(error.body, error.status, headers=error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return await refused(request, refusal_of(error.errors()[0]))
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:

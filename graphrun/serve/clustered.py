@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from graphrun import api
 from graphrun.batch.watch import LeftOut, Watcher
 from graphrun.serve.settings import Settings
-from graphrun.serve.worker import Cancelled, GraphShare, RequestWorker, work_forever
+from graphrun.serve.worker import Cancelled, GraphShare, RequestWorker, SessionBudget, work_forever
 
 if TYPE_CHECKING:
     from graphrun.batch.queue import Batch
@@ -60,16 +60,9 @@ class ClusterWorker(RequestWorker):
             return time.monotonic() - self._began
         return self._past_seconds + (self._batch.seconds if self._batch is not None else 0.0)
 
-    def _execute(
-        self,
-        run: RunRequest,
-        group: GraphShare,
-        graph: Graph,
-        budgets: Mapping[str, int],
-        resident_groups: Collection[GraphShare],
-    ) -> dict[str, Any]:
+    def _execute(self, run: RunRequest, budget: SessionBudget) -> dict[str, Any]:
         answer = dict[str, Any]()
-        self._stream([run], graph, lambda _, entries: answer.update(entries), strict=True)
+        self._stream([run], budget, lambda _, entries: answer.update(entries), strict=True)
         if not answer:
             raise Cancelled("cancelled")
         return answer
@@ -77,21 +70,18 @@ class ClusterWorker(RequestWorker):
     def _run_together(
         self,
         runs: Sequence[RunRequest],
-        group: GraphShare,
-        graph: Graph,
+        budget: SessionBudget,
         segments: tuple[tuple[str, ...], ...],
-        budgets: Mapping[str, int],
-        resident_groups: Collection[GraphShare],
     ) -> None:
         def done(run: RunRequest, entries: Mapping[str, Any]) -> None:
             self._notify("done", id=run.id, number=run.number, **entries)
 
-        self._stream(runs, graph, done, strict=False)
+        self._stream(runs, budget, done, strict=False)
 
     def _stream(
         self,
         runs: Sequence[RunRequest],
-        graph: Graph,
+        budget: SessionBudget,
         on_done: Callable[[RunRequest, Mapping[str, Any]], None],
         *,
         strict: bool,
@@ -103,7 +93,8 @@ class ClusterWorker(RequestWorker):
         from graphrun.batch.requests import Request
         from graphrun.serve.together import RunFigures, save_pictures
 
-        settings, allow = self._settings, graph.allowed(self._settings.budgets.get("allow", ()))
+        settings, graph = self._settings, self._graphs[budget.group[0]]
+        allow = graph.allowed(settings.budgets.get("allow", ()))
 
         def elsewhere(
             graph: Graph, requests: Sequence[Request], context: BatchContext, batch: Batch

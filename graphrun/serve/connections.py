@@ -14,7 +14,7 @@ from graphrun.serve.settings import Settings
 
 
 def protocol_within(settings: Settings) -> type[H11Protocol]:
-    """Return uvicorn's HTTP/1.1 protocol with timeouts. uvicorn waits for clients forever.
+    """Return uvicorn's HTTP/1.1 protocol with timeouts. uvicorn has one, between requests.
 
     If more than ``settings.connections`` are open, the one that has waited longest for its client
     is cut off. If the server is working for all of them, the new one gets 503. uvicorn's own limit

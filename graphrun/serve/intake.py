@@ -6,32 +6,38 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import Request
+from fastapi import Depends, Request
 from fastapi.responses import JSONResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.datastructures import UploadFile
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from graphrun.errors import InputError
-from graphrun.graph import media
 from graphrun.graph.graph import Graph
 from graphrun.reading import parse_json
-from graphrun.serve.asked import (
-    PictureRequest,
-    asked_of,
-    graph_of,
-    picture_inputs,
-)
+from graphrun.serve.bodies import PictureRequest, makes_videos, picture_inputs
 from graphrun.serve.errors import Refused
-from graphrun.serve.keys import ApiKey, owner_of
+from graphrun.serve.keys import owner_of
 from graphrun.serve.settings import Bounds
 
 T = TypeVar("T")
+Route = Literal["generations", "edits", "jobs", "videos"]
+JSON, FORM = "application/json", "multipart/form-data"
+NAMES = {JSON: "JSON", FORM: "a form"}
+CONTENT_TYPES: Mapping[Route, tuple[str, ...]] = {
+    "generations": (JSON,),
+    "edits": (FORM,),
+    "jobs": (JSON, FORM),
+    "videos": (JSON, FORM),
+}
+BEARER = HTTPBearer(auto_error=False)
 
 
 class Bounded:
     """ASGI middleware that bounds the body of a request, in bytes and in seconds.
+
+    Starlette's limit has no seconds, one size for JSON and forms, and an answer in plain text.
 
     An answer sent before the end of the body closes the connection. The rest of the body is then
     read, up to the size limit, so that the client gets the answer instead of a reset (RFC 9112,
@@ -126,143 +132,82 @@ class _Body:
             raise Refused(413, f"the body has more than {self._limit_bytes:,} bytes", "too_large")
 
 
-def owner_in(request: Request, keys: Mapping[str, ApiKey]) -> str:
+async def owner_in(
+    request: Request,
+    credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)],
+) -> str:
     """Return the name whose key the request has; empty if the server has no keys. Raises Refused
     (401)."""
-    if not keys:
+    if not (keys := request.app.state.service.keys):
         return ""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    owner = owner_of(key.strip(), keys) if scheme.lower() == "bearer" else None
+    owner = owner_of(credentials.credentials.strip(), keys) if credentials else None
     if owner is None:
-        text = "the API key is wrong" if key else "an API key is needed: Authorization: Bearer KEY"
-        raise Refused(401, text, "invalid_api_key")
+        text = "an API key is needed: Authorization: Bearer KEY"
+        raise Refused(401, "the API key is wrong" if credentials else text, "invalid_api_key")
     request.state.owner = owner
     return owner
 
 
-async def generation_in(
-    request: Request, graphs: Mapping[str, Graph], bounds: Bounds
-) -> PictureRequest:
-    """Return the request in a JSON body. Raises Refused."""
-    body = await _json(request)
-    graph = graph_of(body, graphs)
-    _refuse_missing(graph, {}, "send it to /v1/images/edits")
-    return asked_of(body, graph, bounds, {})
+Owner = Annotated[str, Depends(owner_in)]
 
 
-async def edit_in(
-    request: Request, graphs: Mapping[str, Graph], bounds: Bounds, folder: Path
-) -> PictureRequest:
-    """Return the request in a form, and write its files to ``folder``. Raises Refused."""
-    if not _is_form(request):
-        raise Refused(415, "send a form, with Content-Type: multipart/form-data", "not_a_form")
-    body, uploads = await _form(request, bounds)
-    graph = graph_of(body, graphs)
-    if not picture_inputs(graph):
-        takers = [other.name for other in graphs.values() if picture_inputs(other)]
-        message = (
-            f"{graph.name} takes no picture; models that do: {', '.join(takers) or 'none here'}"
-        )
-        raise Refused(404, message, "model_not_found", param="model")
-    files = await _files(uploads, graph, folder)
-    return asked_of(body, graph, bounds, files)
+def graph_of(name: Any, graphs: Mapping[str, Graph]) -> Graph:
+    """Return the graph called ``name``. Raises Refused (404)."""
+    if not isinstance(name, str) or name not in graphs:
+        label = str(name)[:100]
+        text = f"there is no model {label!r}; models are {', '.join(graphs)}"
+        raise Refused(404, text, "model_not_found", param="model")
+    return graphs[name]
 
 
-async def job_in(
-    request: Request, graphs: Mapping[str, Graph], bounds: Bounds, folder: Path
-) -> PictureRequest:
-    """Return the request in a JSON body, or in a form with or without pictures. Raises Refused."""
-    if _is_form(request):
-        body, uploads = await _form(request, bounds)
-        graph = graph_of(body, graphs)
-        files = await _files(uploads, graph, folder)
-        _refuse_missing(graph, files, "send it as image")
-        generation = asked_of(body, graph, bounds, files)
+def graph_for(route: Route, name: Any, graphs: Mapping[str, Graph]) -> Graph:
+    """Return the graph called ``name``; for None, the first one that makes what ``route`` is for.
+    Raises Refused (404)."""
+    video = route == "videos"
+    if name is None:
+        alike = (graph for graph in graphs.values() if makes_videos(graph) == video)
+        name = next(alike, next(iter(graphs.values()))).name
+    graph = graph_of(name, graphs)
+    takers = [other.name for other in graphs.values() if picture_inputs(other)]
+    if route == "edits" and graph.name not in takers:
+        text = f"takes no picture; models that do: {', '.join(takers) or 'none here'}"
+    elif makes_videos(graph) != video:
+        address = "/v1/images/generations" if video else "/v1/videos"
+        text = f"makes {'pictures' if video else 'videos'}: send it to {address}"
     else:
-        generation = await generation_in(request, graphs, bounds)
-    if generation.streams:
-        text = "stream: a job is answered at once; its events are at /v1/jobs/ID/events"
-        raise Refused(422, text, "invalid_value", param="stream")
-    return generation
+        return graph
+    raise Refused(404, f"{graph.name} {text}", "model_not_found", param="model")
 
 
-async def video_in(
-    request: Request, graphs: Mapping[str, Graph], bounds: Bounds, folder: Path
-) -> PictureRequest:
-    """Return the request for a video in a form or a JSON body, and write its files to ``folder``.
-    Raises Refused."""
-    uploads: dict[str, list[bytes]] = {}
-    if _is_form(request):
-        body, uploads = await _form(request, bounds)
-    else:
-        body = await _json(request)
-    graph = graph_of(body, graphs, video=True)
-    if "input_reference" in uploads:  # the first picture, in OpenAI's API
-        uploads["image"] = uploads.pop("input_reference")
-    files = await _files(uploads, graph, folder)
-    _refuse_missing(graph, files, "send it as input_reference in a form")
-    return asked_of(body, graph, bounds, files, video=True)
+async def picture_request(request: Request, route: Route, folder: Path) -> PictureRequest:
+    """Return the request in a body of one of the content types of ``route``, and write its files to
+    ``folder``. Raises Refused."""
+    service, kinds = request.app.state.service, CONTENT_TYPES[route]
+    # browsers send other types across sites without a preflight request
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind not in kinds:
+        texts = (f"{NAMES[name]}, with Content-Type: {name}" for name in kinds)
+        code = "not_json" if JSON in kinds else "not_a_form"
+        raise Refused(415, f"send {', or '.join(texts)}", code)
+    bounds = service.settings.bounds
+    fields = await (_json(request) if kind == JSON else _form(request, bounds, folder))
+    graph = graph_for(route, fields.get("model"), service.graphs)
+    return await asyncio.to_thread(service.bodies[graph.name].read, fields)
 
 
-def _refuse_missing(graph: Graph, files: Mapping[str, Any], instruction: str) -> None:
-    names = [name for name in picture_inputs(graph) if graph.inputs[name].required]
-    if missing_names := [name for name in names if name not in files]:
-        text = f"{graph.name} takes a picture: {instruction}"
-        raise Refused(422, text, "picture_needed", param=missing_names[0])
-
-
-def _is_form(request: Request) -> bool:
-    kind = request.headers.get("content-type", "").lower()
-    return kind.startswith("multipart/form-data")
-
-
-async def _form(request: Request, bounds: Bounds) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
-    """Return the fields and the files of a form."""
-    body: dict[str, Any] = {}
-    uploads: dict[str, list[bytes]] = {}
+async def _form(request: Request, bounds: Bounds, folder: Path) -> dict[str, Any]:
+    """Return the fields of a form. Its files are written to ``folder``."""
+    fields: dict[str, Any] = {}
     async with request.form(max_files=8, max_fields=64, max_part_size=bounds.body_bytes) as form:
-        for name, value in form.multi_items():
+        for number, (name, value) in enumerate(form.multi_items()):
             if isinstance(value, UploadFile):
-                uploads.setdefault(name.removesuffix("[]"), []).append(await value.read())
+                folder.mkdir(parents=True, exist_ok=True)
+                path, name = folder / f"upload-{number}", name.removesuffix("[]")
+                path.write_bytes(await value.read())
+                fields[name] = [fields[name], path] if name in fields else path
             else:
-                body[name] = value
-    return body, uploads
-
-
-async def _files(uploads: Mapping[str, list[bytes]], graph: Graph, folder: Path) -> dict[str, Any]:
-    """Write ``uploads`` to ``folder``, and return the values of the inputs of ``graph`` that they
-    are for: ``image`` is the first picture input."""
-    names = picture_inputs(graph)
-    places = {
-        **({"image": names[0]} if names else {}),
-        **{
-            spec.name: spec.name for spec in graph.inputs.values() if spec.type in ("image", "mask")
-        },
-    }
-    if "mask" in uploads and "mask" not in places:
-        places["mask"] = next(
-            (spec.name for spec in graph.inputs.values() if spec.type == "mask"), "mask"
-        )
-    files: dict[str, Any] = {}
-    if uploads:
-        folder.mkdir(parents=True)
-    for name, contents in uploads.items():
-        target = graph.inputs.get(places.get(name, ""))
-        if target is None:
-            raise Refused(
-                422,
-                f"{graph.name} takes no file {name[:100]!r}",
-                "unknown_parameter",
-                param=name[:100],
-            )
-        if len(contents) > 1:
-            raise Refused(
-                422, f"{name}: {len(contents)} files, and one is taken", "invalid_value", param=name
-            )
-        path = folder / target.name
-        path.write_bytes(contents[0])
-        files[target.name] = await asyncio.to_thread(_picture, name, target.type, path)
-    return files
+                fields[name] = value
+    return fields
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
@@ -284,13 +229,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 async def _json(request: Request) -> dict[str, Any]:
-    """Return the JSON object in the body. Refuse other content types: browsers send some of them
-    across sites without a preflight request."""
-    if (
-        request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        != "application/json"
-    ):
-        raise Refused(415, "send JSON, with Content-Type: application/json", "not_json")
+    """Return the JSON object in the body."""
     try:
         body = parse_json(await request.body())
     except (ValueError, RecursionError) as error:
@@ -298,13 +237,3 @@ async def _json(request: Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise Refused(400, "the body is not a JSON object", "not_json")
     return body
-
-
-def _picture(name: str, kind: str, path: Path) -> Any:
-    """Return the picture in the file ``path``. Raises Refused (422); its message hides the path."""
-    try:
-        return media.accept(kind, path)
-    except (InputError, ValueError) as error:
-        raise Refused(
-            422, f"{name}: {str(error).replace(str(path), 'the file')}", "invalid_value", param=name
-        ) from None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from graphrun.serve.asked import PictureRequest
+from graphrun.serve.bodies import PictureRequest
 from graphrun.serve.errors import Refused
 
 ENDED = ("done", "failed", "cancelled")
@@ -71,12 +71,13 @@ class Job:
         self._change.set()
         self._change = asyncio.Event()
 
-    async def changes(self) -> AsyncIterator[None]:
-        """Yield at once and after changes, several of which may merge; stop when the job has
-        ended."""
+    async def changes(self) -> AsyncIterator[bytes | None]:
+        """Yield at once and after changes, several of which may merge: the preview if it is new,
+        else None. Stop when the job has ended."""
+        preview = None
         while True:
-            event = self._change
-            yield
+            event, previous, preview = self._change, preview, self.preview
+            yield preview if preview is not previous else None
             if self.ended:
                 return
             await event.wait()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
@@ -57,6 +60,17 @@ class Metrics:
         self.stage_seconds = histogram(
             "stage_seconds", "Seconds of the device's clock in a stage", "graph", "stage", "kind"
         )
+
+    def add_run(self, graph: str, run: Mapping[str, Any]) -> None:
+        """Record a run of ``graph``, which the worker's message ``run`` describes."""
+        kinds = ("planned", "measured")
+        for stage, pair in run["stages"].items():
+            for kind, seconds in zip(kinds, pair, strict=True):
+                self.stage_seconds.labels(graph, stage, kind).observe(seconds)
+        for kind, nbytes in zip(kinds, run["peak_bytes"], strict=True):
+            self.peak_bytes.labels(graph, kind).set(nbytes)
+        self.pictures.labels(graph).inc()
+        self.overruns.labels(graph).inc(len(run["overruns"]))
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

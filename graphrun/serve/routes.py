@@ -3,21 +3,21 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import json
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-from graphrun.graph.graph import Graph
 from graphrun.serve.answers import (
     Pictures,
+    job_events,
     job_json,
     model_of,
     picture_events,
@@ -25,92 +25,113 @@ from graphrun.serve.answers import (
     timing,
     video_json,
 )
-from graphrun.serve.asked import VIDEO, PictureRequest, graph_of
+from graphrun.serve.bodies import VIDEO, bad, body_schema, makes_videos, picture_inputs
 from graphrun.serve.errors import Refused
 from graphrun.serve.intake import (
-    edit_in,
-    generation_in,
-    job_in,
+    CONTENT_TYPES,
+    Owner,
+    Route,
+    graph_of,
     owner_in,
+    picture_request,
     unless_gone,
-    video_in,
 )
 from graphrun.serve.jobs import Job
 from graphrun.serve.page import ASSETS, POLICY, page
-from graphrun.serve.schema import EDIT, GENERATION
 from graphrun.serve.service import Service
-from graphrun.serve.settings import Bounds
 
-LISTED = 100  # jobs in one answer, at most
 EVENT_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-KEY_CHARACTERS = 255  # of an Idempotency-Key
-JobKind = Literal["job", "video"]
+PageLength = Annotated[int, Query(alias="limit", ge=1, le=100)]  # jobs in one answer
+EarlierId = Annotated[str, Query(alias="after")]
+IdempotencyKey = Annotated[str, Header(alias="Idempotency-Key", max_length=255)]
+
+
+def absent(kind: str, id: str) -> Refused:
+    """Return the refusal of a request for what does not exist."""
+    return Refused(404, f"there is no {kind} {id[:100]!r}", "not_found")
+
+
+async def own_job(request: Request, owner: Owner, name: str) -> Job:
+    """Return the job ``name`` of ``owner``. Raises Refused (404)."""
+    job: Job | None = request.app.state.service.records.jobs.get(name)
+    if job is None or job.owner != owner:
+        raise absent("job", name)
+    request.state.job = name
+    return job
+
+
+OwnJob = Annotated[Job, Depends(own_job)]
+
+
+async def own_video(job: OwnJob) -> Job:
+    """Return ``job``, which makes a video. Raises Refused (404)."""
+    if job.request.suffix != VIDEO:
+        raise absent("video", job.id)
+    return job
+
+
+OwnVideo = Annotated[Job, Depends(own_video)]
+
+
+def refuse_unended(job: Job, service: Service) -> None:
+    """Raise Refused: the error of ``job``, or 409 if it has not ended."""
+    if not job.ended:
+        wait = max(1.0, service.queue.predicted_wait(job))
+        raise Refused(409, f"the job is {job.state}", "not_ended", retry_seconds=wait)
+    if job.error is not None:
+        raise job.error
+
+
+class JobStream(StreamingResponse):
+    """Events for the client of a job. ``cancel`` is called at the end, also if the client leaves
+    before the first event: then ``events`` never begins."""
+
+    def __init__(self, events: AsyncIterator[str], cancel: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=EVENT_HEADERS)
+        self._cancel = cancel
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._cancel()
 
 
 def images(service: Service, pictures: Pictures) -> APIRouter:
     """``/v1/images``: answer requests with their pictures. A client that leaves cancels its
     request."""
-    router, settings = APIRouter(prefix="/v1/images"), service.settings
+    router = APIRouter(prefix="/v1/images")
 
-    async def answer_pictures(
-        request: Request, generation: PictureRequest, folder: Path, owner: str, kind: str
-    ) -> Response:
-        job: Job | None = None
-
-        async def run() -> Job:
-            nonlocal job
-            job = await service.submit(
-                generation, owner, folder, preview=bool(generation.partial_images)
-            )
-            if not generation.streams:
-                await job.end()
-            return job
-
-        async def stream(started_job: Job) -> AsyncIterator[str]:
-            try:
-                async for event in picture_events(started_job, kind):
-                    yield event
-            finally:  # the client may have left
-                service.cancel(started_job)
-
-        is_streaming = False
+    async def answer(request: Request, route: Route, owner: str, kind: str) -> Response:
+        folder, job = _folder(service), None
         try:
-            ended_job = await unless_gone(request, run())
-            is_streaming = generation.streams
-        finally:
+            generation = await picture_request(request, route, folder)
+            preview = bool(generation.partial_images)
+            submission = service.submit(generation, owner, folder, preview=preview)
+            job = await unless_gone(request, submission)
+            request.state.job = job.id
+            if generation.streams:
+                return JobStream(picture_events(job, kind), partial(service.queue.cancel, job))
+            await unless_gone(request, job.end())
+        except BaseException:
             if job is None:
                 shutil.rmtree(folder, ignore_errors=True)
-            elif not is_streaming:
-                service.cancel(job)
-        request.state.job = ended_job.id
-        if is_streaming:
-            return StreamingResponse(
-                stream(ended_job), media_type="text/event-stream", headers=EVENT_HEADERS
-            )
-        return JSONResponse(
-            result(ended_job, pictures, str(request.base_url)),
-            headers={"Server-Timing": timing(ended_job)},
-        )
-
-    @router.post("/generations", openapi_extra=GENERATION)
-    async def generations(request: Request) -> Response:
-        """Pictures from a text."""
-        owner = owner_in(request, service.keys)
-        generation = await generation_in(request, service.graphs, settings.bounds)
-        return await answer_pictures(
-            request, generation, _folder(service), owner, "image_generation"
-        )
-
-    @router.post("/edits", openapi_extra=EDIT)
-    async def edits(request: Request) -> Response:
-        """Pictures from a text and a picture."""
-        owner, folder = owner_in(request, service.keys), _folder(service)
-        try:
-            generation = await edit_in(request, service.graphs, settings.bounds, folder)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            else:
+                service.queue.cancel(job)
             raise
-        return await answer_pictures(request, generation, folder, owner, "image_edit")
+        return JSONResponse(
+            result(job, pictures, str(request.base_url)), headers={"Server-Timing": timing(job)}
+        )
+
+    @router.post("/generations", openapi_extra=_schema(service, "generations"))
+    async def generations(request: Request, owner: Owner) -> Response:
+        """Pictures from a text."""
+        return await answer(request, "generations", owner, "image_generation")
+
+    @router.post("/edits", openapi_extra=_schema(service, "edits"))
+    async def edits(request: Request, owner: Owner) -> Response:
+        """Pictures from a text and a picture."""
+        return await answer(request, "edits", owner, "image_edit")
 
     @router.get("/files/{name}", include_in_schema=False)
     async def file(name: str) -> Response:
@@ -127,22 +148,20 @@ def images(service: Service, pictures: Pictures) -> APIRouter:
 
 def models(service: Service) -> APIRouter:
     """``/v1/models``: the graphs."""
-    router = APIRouter(prefix="/v1/models")
+    router = APIRouter(prefix="/v1/models", dependencies=[Depends(owner_in)])
 
     @router.get("")
-    async def models(request: Request) -> Any:
+    async def models() -> Any:
         """The graphs, with their inputs, limits and predicted seconds."""
-        owner_in(request, service.keys)
         return {
             "object": "list",
             "data": [model_of(graph, service) for graph in service.graphs.values()],
         }
 
     @router.get("/{name}")
-    async def model(request: Request, name: str) -> Any:
+    async def model(name: str) -> Any:
         """One graph."""
-        owner_in(request, service.keys)
-        return model_of(graph_of({"model": name}, service.graphs), service)
+        return model_of(graph_of(name, service.graphs), service)
 
     return router
 
@@ -154,66 +173,51 @@ def jobs(service: Service, pictures: Pictures) -> APIRouter:
     def state_of(job: Job, request: Request) -> dict[str, Any]:
         return job_json(job, service, str(request.base_url))
 
-    @router.post("", status_code=202, openapi_extra=GENERATION)
-    async def submit(request: Request) -> Response:
+    @router.post("", status_code=202, openapi_extra=_schema(service, "jobs"))
+    async def submit(request: Request, owner: Owner, key: IdempotencyKey = "") -> Response:
         """Submits a request, as for /v1/images/generations or, in a form, as for /v1/images/edits,
         and answers at once. With the header Idempotency-Key, sending it again returns the same
         job."""
-        owner, key = owner_in(request, service.keys), request.headers.get("idempotency-key", "")
-        if len(key) > KEY_CHARACTERS:
-            text = f"the Idempotency-Key has {len(key)} characters, and {KEY_CHARACTERS} are taken"
-            raise Refused(422, text, "invalid_value")
-        body = hashlib.sha256(await request.body()).hexdigest() if key else ""
-        job = await _submitted(request, service, job_in, owner, key=key, body=body)
+        job = await _submitted(request, service, "jobs", owner, key=key)
         return JSONResponse(
             state_of(job, request), 202, headers={"Location": f"{request.base_url}v1/jobs/{job.id}"}
         )
 
     @router.get("")
-    async def list_jobs(request: Request) -> Any:
+    async def list_jobs(
+        request: Request, owner: Owner, limit: PageLength = 20, earlier_id: EarlierId = ""
+    ) -> Any:
         """The jobs of the key, the newest first: ``limit`` of them, older than job ``after``."""
-        owner = owner_in(request, service.keys)
-        own_jobs = [job for job in reversed(service.jobs.values()) if job.owner == owner]
-        selection, has_more = page_of(own_jobs, request, service, "job")
+        own_jobs = [job for job in reversed(service.records.jobs.values()) if job.owner == owner]
+        selection, has_more = page_of(own_jobs, limit, earlier_id)
         data = [state_of(job, request) for job in selection]
         return {"object": "list", "data": data, "has_more": has_more}
 
     @router.get("/{name}")
-    async def state(request: Request, name: str) -> Any:
+    async def state(request: Request, job: OwnJob) -> Any:
         """The state of a job."""
-        return state_of(_own_job(request, service, name, "job"), request)
+        return state_of(job, request)
 
     @router.delete("/{name}")
-    async def cancel(request: Request, name: str) -> Any:
+    async def cancel(request: Request, job: OwnJob) -> Any:
         """Cancels a job, at the end of its step where it runs."""
-        job = _own_job(request, service, name, "job")
-        service.cancel(job)
+        service.queue.cancel(job)
         return state_of(job, request)
 
     @router.get("/{name}/result")
-    async def pictures_of(request: Request, name: str) -> Response:
+    async def pictures_of(request: Request, job: OwnJob) -> Response:
         """The pictures of a job that has ended."""
-        job = _ended(_own_job(request, service, name, "job"), service, "job")
+        refuse_unended(job, service)
         return JSONResponse(
             result(job, pictures, str(request.base_url)), headers={"Server-Timing": timing(job)}
         )
 
     @router.get("/{name}/events")
-    async def events(request: Request, name: str) -> Response:
+    async def events(request: Request, job: OwnJob) -> Response:
         """Server-sent events: ``state`` after each change, ``preview`` (a PNG, base64) and at last
         ``end``."""
-        job = _own_job(request, service, name, "job")
-
-        async def stream() -> AsyncIterator[str]:
-            last_preview = None
-            async for _ in job.changes():
-                if job.preview is not None and job.preview is not last_preview:
-                    last_preview = job.preview
-                    yield f"event: preview\ndata: {base64.b64encode(last_preview).decode()}\n\n"
-                kind = "end" if job.ended else "state"
-                yield f"event: {kind}\ndata: {json.dumps(state_of(job, request))}\n\n"
-
-        return StreamingResponse(stream(), media_type="text/event-stream", headers=EVENT_HEADERS)
+        stream = job_events(job, service, str(request.base_url))
+        return StreamingResponse(stream, media_type="text/event-stream", headers=EVENT_HEADERS)
 
     return router
 
@@ -222,25 +226,28 @@ def videos(service: Service) -> APIRouter:
     """``/v1/videos``: videos, made as jobs. A key sees only its own."""
     router = APIRouter(prefix="/v1/videos")
 
-    @router.post("", openapi_extra=GENERATION)
-    async def create(request: Request) -> Any:
+    @router.post("", openapi_extra=_schema(service, "videos"))
+    async def create(request: Request, owner: Owner) -> Any:
         """Submits a request for a video, in JSON or a form with ``input_reference``, a picture."""
-        owner = owner_in(request, service.keys)
-        job = await _submitted(request, service, video_in, owner)
-        return video_json(job, service)
+        return video_json(await _submitted(request, service, "videos", owner), service)
 
     @router.get("")
-    async def list_videos(request: Request) -> Any:
+    async def list_videos(
+        request: Request,
+        owner: Owner,
+        limit: PageLength = 20,
+        earlier_id: EarlierId = "",
+        order: Literal["asc", "desc"] = "desc",
+    ) -> Any:
         """The videos of the key: ``limit``, ``order`` (asc, desc), and ``after``, an id."""
-        owner = owner_in(request, service.keys)
         own_jobs = [
             job
-            for job in reversed(service.jobs.values())
+            for job in reversed(service.records.jobs.values())
             if job.owner == owner and job.request.suffix == VIDEO
         ]
-        if request.query_params.get("order") == "asc":
+        if order == "asc":
             own_jobs.reverse()
-        selection, has_more = page_of(own_jobs, request, service, "video")
+        selection, has_more = page_of(own_jobs, limit, earlier_id)
         ids = [job.id for job in selection]
         return {
             "object": "list",
@@ -250,42 +257,35 @@ def videos(service: Service) -> APIRouter:
         }
 
     @router.get("/{name}")
-    async def state(request: Request, name: str) -> Any:
+    async def state(job: OwnVideo) -> Any:
         """The state of a video."""
-        return video_json(_own_job(request, service, name, "video"), service)
+        return video_json(job, service)
 
     @router.get("/{name}/content")
-    async def content(request: Request, name: str) -> Response:
+    async def content(job: OwnVideo) -> Response:
         """The file of a video that is completed: MP4."""
-        job = _ended(_own_job(request, service, name, "video"), service, "video")
+        refuse_unended(job, service)
         return Response(job.pictures[0], media_type="video/mp4")
 
     @router.delete("/{name}")
-    async def delete(request: Request, name: str) -> Any:
+    async def delete(job: OwnVideo) -> Any:
         """Deletes a video; one that is being made is cancelled, at the end of its step."""
-        job = _own_job(request, service, name, "video")
-        service.cancel(job)
+        service.queue.cancel(job)
         if job.ended:
-            service.forget(job)
-        return {"id": name, "object": "video.deleted", "deleted": True}
+            service.records.forget(job)
+        return {"id": job.id, "object": "video.deleted", "deleted": True}
 
     return router
 
 
-def page_of(
-    jobs: Sequence[Job], request: Request, service: Service, kind: JobKind
-) -> tuple[Sequence[Job], bool]:
-    """Return the jobs that the query asks for by ``limit`` and ``after``, and whether there are
-    more. Raises Refused."""
-    query = request.query_params
-    if not (limit := query.get("limit", "20")).isdecimal() or not 1 <= int(limit) <= LISTED:
-        text = f"limit: it is a number from 1 to {LISTED}"
-        raise Refused(422, text, "invalid_value", param="limit")
-    start = 0
-    if "after" in query:
-        start = jobs.index(_own_job(request, service, query["after"], kind)) + 1
-    end = start + int(limit)
-    return jobs[start:end], len(jobs) > end
+def page_of(jobs: Sequence[Job], limit: int, earlier_id: str) -> tuple[Sequence[Job], bool]:
+    """Return ``limit`` jobs after ``earlier_id``, and whether there are more. Raises Refused
+    (404)."""
+    ids = ["", *(job.id for job in jobs)]
+    if earlier_id not in ids:
+        raise absent("job", earlier_id)
+    start = ids.index(earlier_id)
+    return jobs[start : start + limit], len(jobs) > start + limit
 
 
 def health(service: Service) -> APIRouter:
@@ -336,46 +336,33 @@ def _folder(service: Service) -> Path:
     return service.settings.folder / secrets.token_hex(8)
 
 
-def _own_job(request: Request, service: Service, name: str, kind: JobKind) -> Job:
-    """Return the job ``name`` of the request's key. Raises Refused (401, 404)."""
-    owner, job = owner_in(request, service.keys), service.jobs.get(name)
-    is_kind = job is not None and (kind == "job" or job.request.suffix == VIDEO)
-    if job is None or job.owner != owner or not is_kind:
-        raise Refused(404, f"there is no {kind} {name[:100]!r}", "not_found")
-    request.state.job = name
-    return job
-
-
-def _ended(job: Job, service: Service, kind: JobKind) -> Job:
-    """Return ``job``, which is done. Raises Refused: its error, or 409 if it has not ended."""
-    if not job.ended:
-        text, wait = f"the {kind} is {job.state}", max(1.0, service.predicted_wait(job))
-        raise Refused(409, text, "not_ended", retry_seconds=wait)
-    if job.error is not None:
-        raise job.error
-    return job
-
-
 async def _submitted(
-    request: Request,
-    service: Service,
-    reader: Callable[[Request, Mapping[str, Graph], Bounds, Path], Awaitable[PictureRequest]],
-    owner: str,
-    *,
-    key: str = "",
-    body: str = "",
+    request: Request, service: Service, route: Route, owner: str, *, key: str = ""
 ) -> Job:
-    """Admit the job that ``reader`` finds in the request. Its uploaded files are deleted if it is
-    refused, or if it is the job of an earlier request with the same ``key``."""
-    folder = _folder(service)
+    """Admit the job in the request. Its uploaded files are deleted if it is refused, or if it is
+    the job of an earlier request with the same ``key``."""
+    folder, job = _folder(service), None
+    body = hashlib.sha256(await request.body()).hexdigest() if key else ""
     try:
-        generation = await reader(request, service.graphs, service.settings.bounds, folder)
+        generation = await picture_request(request, route, folder)
+        if generation.streams:
+            text = "a job is answered at once; its events are at /v1/jobs/ID/events"
+            raise bad("stream", text)
         uploads = folder if folder.exists() else None
         job = await service.submit_job(generation, owner, key=key, body=body, folder=uploads)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    if job.folder != folder:
-        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        if job is None or job.folder != folder:
+            shutil.rmtree(folder, ignore_errors=True)
     request.state.job = job.id
     return job
+
+
+def _schema(service: Service, route: Route) -> dict[str, Any]:
+    """Return the OpenAPI entries of the bodies of ``route``."""
+    models = [
+        model
+        for model in service.bodies.values()
+        if makes_videos(model.graph) == (route == "videos")
+        and (route != "edits" or picture_inputs(model.graph))
+    ]
+    return body_schema(models, *CONTENT_TYPES[route])

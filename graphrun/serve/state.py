@@ -22,7 +22,7 @@ from typing import Any
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
 from graphrun.graph.settings import settings_of
-from graphrun.serve.asked import PictureRequest
+from graphrun.serve.bodies import PictureRequest
 from graphrun.serve.errors import Refused
 from graphrun.serve.jobs import ENDED, Job
 from graphrun.systems import take_lock

@@ -27,7 +27,7 @@ from graphrun.model.solution import Solution
 from graphrun.ops.pipeline import frames_per_second
 from graphrun.report.outputs import FPS, provenance, save_outputs
 from graphrun.runtime.host import Host
-from graphrun.serve.asked import VIDEO
+from graphrun.serve.bodies import VIDEO
 from graphrun.trace import Overrun, Trace
 
 PREVIEW_SECONDS = 0.5  # least time between previews

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +22,20 @@ from graphrun.serve.log import note
 from graphrun.serve.settings import Settings
 
 if TYPE_CHECKING:
-    from graphrun.graph.graph import Graph
     from graphrun.serve.together import RunRequest
 
 GraphShare = tuple[str, float]
 """A graph's name, and its share of the budgets (`graphrun.serve.shares`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionBudget:
+    """The session of a run. ``budgets``: of its share; empty: the whole budgets.
+    ``resident_groups``: sessions that keep their memory meanwhile; the others release it."""
+
+    group: GraphShare
+    budgets: Mapping[str, int]
+    resident_groups: Collection[GraphShare]
 
 
 class Cancelled(GraphrunError):
@@ -97,28 +107,13 @@ class RequestWorker:
             - sum(session.unplanned_seconds for session in self._sessions.values())
         )
 
-    def run(
-        self,
-        id: str,
-        group: GraphShare,
-        graph: str,
-        budgets: Mapping[str, int],
-        resident_groups: Collection[GraphShare],
-        **run_fields: Any,
-    ) -> None:
-        """Run a request in the session of ``group``, and send how it ended. ``run_fields``: further
-        fields of the run's `RunRequest`."""
+    def run(self, run: Mapping[str, Any], budget: SessionBudget) -> None:
+        """Run a request, and send how it ended. ``run``: the fields of its `RunRequest`."""
         from graphrun.serve.together import RunRequest
 
+        id = run["id"]
         try:
-            result = self._execute(
-                RunRequest(id, 0, **run_fields),
-                group,
-                self._graphs[graph],
-                budgets,
-                resident_groups,
-            )
-            self._notify("done", id=id, **result)
+            self._notify("done", id=id, **self._execute(RunRequest(**run), budget))
         except Cancelled:
             self._notify("cancelled", id=id)
         except (OutOfMemory, TransferFailed, DeviceLost) as error:
@@ -131,7 +126,7 @@ class RequestWorker:
             traceback.print_exc()
             self._fail(id, 500, error)
         finally:
-            self._end_run(group, [id])
+            self._end_run(budget.group, [id])
 
     def _fail(self, id: str, status: int, error: BaseException) -> None:
         note(f"request {id}: {error}")
@@ -142,27 +137,18 @@ class RequestWorker:
         )
         self._notify("failed", id=id, status=status, message=message)
 
-    def _execute(
-        self,
-        run: RunRequest,
-        group: GraphShare,
-        graph: Graph,
-        budgets: Mapping[str, int],
-        resident_groups: Collection[GraphShare],
-    ) -> dict[str, Any]:
-        """Do ``run`` within ``budgets``. Sessions outside ``resident_groups`` release their memory
-        first."""
+    def _execute(self, run: RunRequest, budget: SessionBudget) -> dict[str, Any]:
         from graphrun.serve.together import Keeper, RunFigures, save_pictures
 
-        self._release(group, resident_groups)
-        session, figures = self._session(group, run.inputs, budgets), RunFigures()
+        session, figures = self._session(budget, run.inputs), RunFigures()
         previous = session.current
         journal = Keeper(run, lambda **content: self._notify("step", id=run.id, **content))
         trace = session.run(
             run.inputs, progress=lambda *_: self._refuse_cancelled(run.id), journal=journal
         )
         solution = session.current or session.solution
-        figures.add(trace, solution, solution is previous, self._others_bytes(group))
+        figures.add(trace, solution, solution is previous, self._others_bytes(budget.group))
+        graph = self._graphs[budget.group[0]]
         return save_pictures(
             run, trace.outputs, graph, self._settings.version, figures, solution.problem.digest
         )
@@ -170,58 +156,44 @@ class RequestWorker:
     def run_together(
         self,
         runs: list[dict[str, Any]],
-        group: GraphShare,
-        graph: str,
+        budget: SessionBudget,
         segments: tuple[tuple[str, ...], ...],
-        budgets: Mapping[str, int],
-        resident_groups: Collection[GraphShare],
     ) -> None:
         """Run requests of one shape as a batch (`graphrun.serve.together`); end with
         ``together``."""
         from graphrun.serve.together import RunRequest
 
         try:
-            self._run_together(
-                [RunRequest(**fields) for fields in runs],
-                group,
-                self._graphs[graph],
-                segments,
-                budgets,
-                resident_groups,
-            )
+            self._run_together([RunRequest(**fields) for fields in runs], budget, segments)
         except GraphrunError as error:  # each run then runs by itself and reports its own error
             note(f"{len(runs)} runs together: {error}")
         except BaseException:  # noqa: BLE001 (the next request must run)
             traceback.print_exc()
         finally:
-            self._end_run(group, [fields["id"] for fields in runs])
+            self._end_run(budget.group, [fields["id"] for fields in runs])
             self._notify("together", id=runs[0]["id"])
 
     def _run_together(
         self,
         runs: Sequence[RunRequest],
-        group: GraphShare,
-        graph: Graph,
+        budget: SessionBudget,
         segments: tuple[tuple[str, ...], ...],
-        budgets: Mapping[str, int],
-        resident_groups: Collection[GraphShare],
     ) -> None:
         from graphrun.serve.together import run_together
 
-        self._release(group, resident_groups)
-        inputs = runs[0].inputs
-        with self._session(group, inputs, budgets).lend(inputs) as host:
+        inputs, (name, _) = runs[0].inputs, budget.group
+        with self._session(budget, inputs).lend(inputs) as host:
             run_together(
                 runs,
-                graph,
+                self._graphs[name],
                 segments,
-                self._arguments(budgets),
+                self._arguments(budget),
                 host,
                 self._settings.reuse,
                 self._notify,
                 self._is_cancelled,
                 self._settings.version,
-                self._others_bytes(group),
+                self._others_bytes(budget.group),
             )
 
     def _end_run(self, group: GraphShare, ids: Collection[str]) -> None:
@@ -234,33 +206,31 @@ class RequestWorker:
     def _others_bytes(self, group: GraphShare) -> int:
         return sum(nbytes for other, nbytes in self._held_bytes.items() if other != group)
 
-    def _release(self, group: GraphShare, resident_groups: Collection[GraphShare]) -> None:
-        for other, session in self._sessions.items():
-            if other != group and other not in resident_groups:
-                session.release()
-                self._held_bytes.pop(other, None)
-
-    def _session(
-        self, group: GraphShare, inputs: Mapping[str, Any], budgets: Mapping[str, int]
-    ) -> Any:
+    def _session(self, budget: SessionBudget, inputs: Mapping[str, Any]) -> Any:
+        """Return the session of ``budget``, after sessions that may not stay have released their
+        memory."""
         from graphrun.session import Session
 
+        group = budget.group
+        for other, session in self._sessions.items():
+            if other != group and other not in budget.resident_groups:
+                session.release()
+                self._held_bytes.pop(other, None)
         if group not in self._sessions:
-            settings = self._settings
-            arguments = self._arguments(budgets)
-            self._sessions[group] = Session(
-                self._graphs[group[0]], inputs=inputs, reuse=settings.reuse, **arguments
-            )
+            graph, reuse = self._graphs[group[0]], self._settings.reuse
+            arguments = self._arguments(budget)
+            self._sessions[group] = Session(graph, inputs=inputs, reuse=reuse, **arguments)
         return self._sessions[group]
 
-    def _arguments(self, budgets: Mapping[str, int]) -> dict[str, Any]:
+    def _arguments(self, budget: SessionBudget) -> dict[str, Any]:
         settings = self._settings
-        shared_arguments = {
+        return {
+            **settings.budgets,
+            **budget.budgets,
             "hardware": settings.hardware,
             "device": self._device,
             "cache": settings.cache,
         }
-        return {**settings.budgets, **budgets, **shared_arguments}
 
     def _notify(self, kind: str, **content: Any) -> None:
         self._send(kind, clock_seconds=self.clock_seconds, **content)

@@ -29,17 +29,7 @@ from graphrun.errors import GraphError, InputError
 from graphrun.profile.hardware import cpu_estimate, data_sheet_estimates
 
 BUDGET = "64M"
-VALUES: dict[str, Any] = {
-    "device": "sim",
-    "budget": BUDGET,
-    "prompt": "a boat",
-    "negative_prompt": "",
-    "width": 0,
-    "height": 0,
-    "steps": 0,
-    "seed": 7,
-    "ram": "8G",
-}
+VALUES = {**comfy_standin.VALUES, "device": "sim", "budget": BUDGET, "ram": "8G"}
 
 
 def draw(node: LocalNode, graph: str, **values: Any) -> tuple[Any, str]:

@@ -24,7 +24,7 @@ from graphrun.report.page import trace_from_json
 from graphrun.report.summary import summarize
 from graphrun.runtime.devices import open as devices
 from graphrun.serve.answers import Pictures, result
-from graphrun.serve.asked import PictureRequest
+from graphrun.serve.bodies import PictureRequest
 from graphrun.serve.jobs import Job
 from graphrun.serve.together import RunFigures
 from graphrun.trace import Overrun, SlotTrace, Trace, verdict

@@ -170,7 +170,7 @@ async def port_of(
         (Path("flux-tiny"),), (), {}, (), folder, "none", folder, {}, "1", Bounds(**limits), keys
     )
     service: Any = Service(replace(settings, **overrides))
-    service._planner = SimpleNamespace(send=lambda *_, **__: None)
+    service.plans._planner = SimpleNamespace(send=lambda *_, **__: None)
     server, listener = http_server(service, host, 0)
     if buffer_bytes is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)

@@ -21,6 +21,7 @@ from graphrun.cli.main import app
 from graphrun.errors import DeviceLost, OutOfMemory, StageError
 from graphrun.serve.clustered import ClusterWorker
 from graphrun.serve.settings import Settings
+from graphrun.serve.worker import SessionBudget
 
 CLUSTER = """
 graphrun: 1
@@ -60,17 +61,17 @@ def test_errors_of_devices_are_those_of_the_api(tmp_path: Path) -> None:
 
     settings = Settings((Path("flux-tiny"),), (), {}, (), tmp_path, "none", tmp_path, {}, "1")
     worker = Failing(settings, lambda kind, **content: messages.append((kind, content)))
-    run_arguments: dict[str, Any] = {
+    run = {
+        "id": "1",
+        "number": 0,
         "inputs": {},
         "folder": tmp_path,
         "suffix": ".png",
         "preview": False,
-        "budgets": {},
-        "resident_groups": (),
     }
     errors = [DeviceLost("its process died"), OutOfMemory("full"), StageError("no such guidance")]
     for _ in range(4):
-        worker.run("1", ("flux-tiny", 1.0), graph="flux-tiny", **run_arguments)
+        worker.run(run, SessionBudget(("flux-tiny", 1.0), {}, ()))
     assert [(kind, content.get("status")) for kind, content in messages] == [
         ("failed", 503),
         ("failed", 503),

@@ -25,17 +25,7 @@ from graphrun.comfyui.server import ServerClient, ServerRefusal
 from graphrun.errors import InputError
 
 KEY = "a key for tests"
-VALUES: dict[str, Any] = {
-    "key": KEY,
-    "model": "flux-tiny",
-    "prompt": "a boat",
-    "negative_prompt": "",
-    "width": 0,
-    "height": 0,
-    "steps": 0,
-    "seed": 7,
-    "pictures": 1,
-}
+VALUES = {**comfy_standin.VALUES, "key": KEY, "model": "flux-tiny", "pictures": 1}
 
 
 @pytest.fixture

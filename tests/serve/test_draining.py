@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -44,8 +45,8 @@ def waiting(port: Any) -> float:
 def planned(port: Any) -> None:
     """The planner has answered what it was asked."""
     shape = PlannedShape(Cost(1.0, 1.0), 1, "fits", {})
-    for key in list(port.service.shapes):
-        port.service._hear_planner("planned", key, shape=shape)
+    for key in list(port.service.plans.shapes):
+        port.service.plans.hear("planned", key, shape=shape)
 
 
 def refused(answer: httpx.Response) -> bool:
@@ -108,6 +109,46 @@ def test_a_client_that_leaves_while_its_request_is_planned_holds_no_drain_up(
                 assert not draining.done()
                 tasks.pop().cancel()
             await draining
+
+    asyncio.run(ask())
+
+
+def test_a_client_that_leaves_before_the_first_event_of_a_stream_cancels_its_request(
+    port_of: Any, tmp_path: Path
+) -> None:
+    """Its connection accepts no bytes when the answer begins, and then ends."""
+
+    async def ask() -> None:
+        async with port_of(tmp_path) as port:
+            body = json.dumps({**ASK, "stream": True}).encode()
+            headers = {"host": "127.0.0.1", "content-type": "application/json", **HEADERS}
+            scope = {
+                "type": "http",
+                "method": "POST",
+                "path": URL,
+                "query_string": b"",
+                "headers": [(name.lower().encode(), headers[name].encode()) for name in headers],
+            }
+            messages, started = [{"type": "http.request", "body": body}], asyncio.Event()
+
+            async def receive() -> Any:
+                if messages:
+                    return messages.pop()
+                await started.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message: Any) -> None:
+                assert message["status"] == 200, message
+                started.set()
+                await asyncio.Event().wait()
+
+            application = port.server.config.loaded_app
+            task = asyncio.ensure_future(application(scope, receive, send))
+            await until(lambda: waiting(port) == 1)
+            planned(port)
+            await task
+            assert started.is_set()
+            assert not port.service.line.entries
 
     asyncio.run(ask())
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from graphrun.serve import service as services
-from graphrun.serve.asked import PictureRequest
+from graphrun.serve import records
+from graphrun.serve.bodies import PictureRequest
 from graphrun.serve.jobs import Job
 from graphrun.serve.service import Service
 from graphrun.serve.settings import Settings
@@ -21,7 +21,7 @@ REQUEST = PictureRequest("flux-tiny", ("flux-tiny", ()), ({"prompt": "a"},), ".p
 def test_jobs_that_have_ended_are_kept_within_bytes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_stored: bool
 ) -> None:
-    monkeypatch.setattr(services, "KEPT_PICTURES_BYTES", 150)
+    monkeypatch.setattr(records, "KEPT_PICTURES_BYTES", 150)
 
     async def end_at_once(job: Job) -> Job:
         job.state, job.pictures = "done", [b"x" * 60]
@@ -38,7 +38,7 @@ def test_jobs_that_have_ended_are_kept_within_bytes(
         repeated_job = await service.submit_job(REQUEST, "", key="0")
         assert repeated_job.id not in ids, "the key of a forgotten job is free"
         service.close()
-        return [*ids, repeated_job.id], list(service.jobs)
+        return [*ids, repeated_job.id], list(service.records.jobs)
 
     ids, kept_ids = asyncio.run(ids_of_jobs())
     assert kept_ids == ids[-2:]

@@ -17,7 +17,7 @@ from graphrun.profile.hardware import hardware
 from graphrun.serve.line import Cost, Line, QueueEntry
 from graphrun.serve.planner import share_of
 from graphrun.serve.shares import SHARES, WHOLE, Arrangement, arrangements, best, seconds_of
-from graphrun.serve.worker import RequestWorker
+from graphrun.serve.worker import RequestWorker, SessionBudget
 
 SMALL = {"height": 32, "width": 32, "steps": 2, "max_sequence_length": 16}
 
@@ -158,20 +158,15 @@ def test_sessions_in_shares_find_their_weights_and_keep_to_the_budget(tmp_path: 
         number += 1
         inputs = graphrun.load(graph).resolve({**SMALL, "prompt": "a"})
         fields = {
-            "graph": str(graph),
+            "id": str(number),
+            "number": 0,
             "inputs": inputs,
             "folder": tmp_path / str(number),
             "suffix": ".png",
             "preview": False,
         }
         fields["folder"].mkdir()
-        worker.run(
-            str(number),
-            (str(graph), share),
-            **fields,
-            budgets=limits,
-            resident_groups=resident_groups,
-        )
+        worker.run(fields, SessionBudget((str(graph), share), limits, resident_groups))
         assert messages[-1][0] == "done", messages[-1]
         return messages[-1][1]
 

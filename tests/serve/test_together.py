@@ -13,7 +13,7 @@ import graphrun
 from graphrun.profile.hardware import hardware
 from graphrun.serve.planner import _plan_batch
 from graphrun.serve.settings import Settings
-from graphrun.serve.worker import RequestWorker
+from graphrun.serve.worker import RequestWorker, SessionBudget
 
 SMALL = {"height": 32, "width": 32, "steps": 3, "max_sequence_length": 16}
 GROUP = ("flux-tiny", 1.0)
@@ -43,26 +43,20 @@ def test_the_pictures_are_those_of_runs_one_by_one_and_the_seconds_those_predict
     }
     worker = RequestWorker(settings, lambda kind, **content: messages.append((kind, content)))
 
-    def asked(seed: int, folder_name: str, **options: Any) -> dict[str, Any]:
+    def asked(seed: int, folder_name: str) -> dict[str, Any]:
         (folder := tmp_path / f"{folder_name}-{seed}").mkdir()
         inputs = graph.resolve({**SMALL, "prompt": str(seed), "seed": seed})
         return {
             "id": str(seed),
+            "number": 0,
             "inputs": inputs,
             "folder": folder,
             "suffix": ".png",
             "preview": False,
-            **options,
         }
 
     for number in range(3):
-        worker.run(
-            group=GROUP,
-            graph="flux-tiny",
-            budgets={},
-            resident_groups=frozenset(),
-            **asked(number, "alone"),
-        )
+        worker.run(asked(number, "alone"), SessionBudget(GROUP, {}, frozenset()))
     single_runs = [content for kind, content in messages if kind == "done"]
     took = sum(result["seconds"][1] for result in single_runs)
     assert worker.clock_seconds == pytest.approx(took, rel=0.01), (
@@ -71,8 +65,8 @@ def test_the_pictures_are_those_of_runs_one_by_one_and_the_seconds_those_predict
     messages.clear()
     worker.cancelled.add("9")
     start = worker.clock_seconds
-    runs = [asked(number, "together", number=0) for number in (0, 1, 9, 2)]
-    worker.run_together(runs, GROUP, "flux-tiny", tuple(segments), {}, frozenset())
+    runs = [asked(number, "together") for number in (0, 1, 9, 2)]
+    worker.run_together(runs, SessionBudget(GROUP, {}, frozenset()), tuple(segments))
     took = worker.clock_seconds - start
     batch_runs = [content for kind, content in messages if kind == "done"]
     assert [kind for kind, _ in messages if kind not in ("begins", "step")] == [

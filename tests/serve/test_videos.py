@@ -71,7 +71,7 @@ def test_what_is_no_video_is_refused_with_where_to_send_it(
     fields: Any = {"prompt": "a", "model": "flux-tiny"}
     with pytest.raises(openai.NotFoundError, match="send it to /v1/images/generations"):
         client.videos.create(**fields)
-    for seconds, text in (("soon", "it is a number"), ("0", "above 0"), ("1e99", "above 0")):
+    for seconds, text in (("soon", "it is a number"), ("0", "above 0"), ("1e99", "it is below")):
         fields = {"prompt": "a", "seconds": seconds}
         with pytest.raises(openai.UnprocessableEntityError, match=text):
             client.videos.create(**fields)

@@ -17,6 +17,15 @@ import torch
 
 CARD = torch.device("cuda", 0)
 MIB = 2**20
+# of the inputs that both nodes have
+VALUES: dict[str, Any] = {
+    "prompt": "a boat",
+    "negative_prompt": "",
+    "width": 0,
+    "height": 0,
+    "steps": 0,
+    "seed": 7,
+}
 
 
 class Interrupted(BaseException):

@@ -1,0 +1,228 @@
+"""The plans of requests, made by the planner process, and the share of the budgets that each graph
+gets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from graphrun.graph.graph import Graph
+from graphrun.graph.settings import settings_of
+from graphrun.serve.bodies import PictureRequest, RequestShape
+from graphrun.serve.child import Child
+from graphrun.serve.errors import Refused
+from graphrun.serve.line import Line, QueueEntry
+from graphrun.serve.log import log
+from graphrun.serve.metrics import Metrics
+from graphrun.serve.planner import PlannedShape, plan_forever
+from graphrun.serve.settings import Settings
+from graphrun.serve.shares import RECENT, SHARES, WHOLE, Arrangement, best
+
+# plans in memory; the least recently used ones are read from the cache folder again
+KEPT_SHAPES = 256
+PLANNING = 8  # shapes that may wait to be planned
+PLAN_SECONDS = 5.0  # to plan a shape, until one is measured
+RESTART_SECONDS = 1.0  # until the planner process restarts
+# weight of the latest measurement in a running mean: three measurements outweigh all earlier ones
+# (0.8 ** 3 = 0.51)
+PACE = 0.2
+
+ShapeKey = tuple[RequestShape, float]
+"""A shape, and the share of the budgets within which it is planned."""
+
+
+class Plans:
+    """Plans by shape and share, cached. Better costs for the entries of ``line`` are set there."""
+
+    def __init__(
+        self, settings: Settings, graphs: Mapping[str, Graph], metrics: Metrics, line: Line
+    ) -> None:
+        self._settings, self._graphs, self._metrics, self._line = settings, graphs, metrics, line
+        self.defaults: dict[str, RequestShape] = {
+            name: (name, settings_of(graph, graph.for_planning({})))
+            for name, graph in graphs.items()
+        }
+        self.shapes: OrderedDict[ShapeKey, asyncio.Future[PlannedShape]] = OrderedDict()
+        # graph -> share of the budgets within which its weights stay on the device
+        self.shares: Arrangement = {}
+        self._recent: deque[str] = deque(maxlen=RECENT)  # graphs of the latest runs
+        self._seconds, self._closed = PLAN_SECONDS, False  # of one plan
+        self._planner: Child | None = None
+        self._batch_key: ShapeKey | None = None  # the shape that the planner checks for batches
+
+    def start(self) -> None:
+        """Start the planner process, and plan each graph at its defaults."""
+        self._start_planner()
+        for name in self._graphs:
+            self._plan_default(name)
+
+    def close(self) -> None:
+        self._closed = True
+        if self._planner is not None:
+            self._planner.stop()
+
+    @property
+    def ready(self) -> bool:
+        """Whether each graph has been planned at its defaults."""
+        return all(
+            future.done()
+            for (shape, share), future in self.shapes.items()
+            if share == WHOLE and shape in self.defaults.values()
+        )
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._planner is not None and all(future.done() for future in self.shapes.values())
+
+    async def plan(self, request: PictureRequest) -> tuple[PlannedShape, float]:
+        """Return the plan for ``request``, and its share of the budgets. Raises Refused as
+        `shape`, and 422 if nothing fits."""
+        plan = await asyncio.shield(self.shape(request.shape, request.runs[0]))
+        share = self.shares.get(request.graph, WHOLE)
+        if share == WHOLE:
+            return plan, share
+        try:
+            future = self.shape(request.shape, request.runs[0], share)
+            return await asyncio.shield(future), share
+        except Refused:
+            return plan, WHOLE  # the request fits the whole budgets
+
+    def note_seconds(self, seconds: float) -> None:
+        """Record that a request waited ``seconds`` for its plan."""
+        if seconds > 0.05:  # otherwise the plan existed
+            self._seconds += PACE * (seconds - self._seconds)
+
+    def shape(
+        self, shape: RequestShape, inputs: Any, share: float = WHOLE
+    ) -> asyncio.Future[PlannedShape]:
+        """Return the plan of a shape within ``share`` of the budgets, cached.
+
+        ``inputs``: of any request of this shape. Raises Refused: 429 if too many shapes wait for a
+        plan, 503 while the planner restarts.
+        """
+        key = shape, share
+        if key not in self.shapes:
+            pending_count = sum(not future.done() for future in self.shapes.values())
+            if pending_count >= PLANNING + len(self._graphs):
+                text = f"{pending_count} shapes of requests are being planned"
+                wait = pending_count * self._seconds
+                raise Refused(429, text, "busy_planning", retry_seconds=wait)
+            if self._planner is None:
+                text = "the planner is started again"
+                raise Refused(503, text, "interrupted", retry_seconds=RESTART_SECONDS)
+            self.shapes[key] = asyncio.get_running_loop().create_future()
+            self.shapes[key].add_done_callback(ignore_error)
+            self._ask("plan", key, inputs, share=share)
+        self.shapes.move_to_end(key)
+        spare = [
+            old
+            for old, future in self.shapes.items()
+            if future.done() and old[0] not in self.defaults.values()
+        ]
+        for old in spare[: max(0, len(self.shapes) - KEPT_SHAPES)]:
+            del self.shapes[old]
+        return self.shapes[key]
+
+    def _plan_default(self, name: str, share: float = WHOLE) -> None:
+        self.shape(self.defaults[name], self._graphs[name].for_planning({}), share)
+
+    def _ask(self, kind: str, key: ShapeKey, inputs: Mapping[str, Any], **fields: Any) -> None:
+        """Send a message about the shape ``key`` to the planner."""
+        assert self._planner is not None
+        graph, shape_settings = key[0]
+        sizes = {name: inputs[name] for name, _ in shape_settings}
+        self._planner.send(kind, key=key, graph=graph, inputs=sizes, **fields)
+
+    def plan_batch(self, entry: QueueEntry) -> None:
+        """Ask an idle planner whether a batch of runs like ``entry`` is faster."""
+        key = _key(entry)
+        alike_runs = sum(other.runs for other in self._line.entries if other.shape == entry.shape)
+        if alike_runs < 2 or self._batch_key is not None or not self._is_idle:
+            return
+        plan = self.shapes[key].result() if key in self.shapes else None
+        if plan is not None and not plan.has_batch_plan:
+            self._batch_key = key
+            self._ask("plan_batch", key, entry.item.request.runs[0], budgets=plan.budgets)
+
+    def arrange(self, graph: str) -> None:
+        """Record a run of ``graph``, and decide which graphs keep their weights on the device.
+        Waiting requests keep their plans."""
+        self._recent.append(graph)
+        names = sorted(set(self._recent))
+        keys = {
+            (name, share): (self.defaults[name], share)
+            for name in names
+            for share in (WHOLE, *SHARES)
+        }
+        unplanned = [pair for pair, key in keys.items() if key not in self.shapes]
+        if unplanned and len(names) > 1 and self._is_idle:
+            # one at a time, so that requests wait for at most one such plan
+            self._plan_default(*unplanned[0])
+        plans = {pair: self.shapes[key] for pair, key in keys.items() if key in self.shapes}
+        costs = {
+            pair: plan.result().cost
+            for pair, plan in plans.items()
+            if plan.done() and plan.exception() is None
+        }
+        if all((name, WHOLE) in costs for name in names):
+            self.shares = best(self.shares, tuple(self._recent), costs)
+        for name in self._graphs:
+            self._metrics.share.labels(name).set(self.shares.get(name, WHOLE))
+
+    def _start_planner(self) -> None:
+        if not self._closed:
+            self._planner = Child(plan_forever, self._settings, self.hear, self._planner_died)
+
+    def hear(self, kind: str, key: ShapeKey, **content: Any) -> None:
+        """Take a message of the planner about the shape ``key``."""
+        future = self.shapes.get(key)
+        if kind == "batch_plan":
+            self._batch_key = None
+            if future is not None and content["parts"] is not None:
+                self._take_batch_plan(key, future.result(), content["parts"])
+            return
+        is_planned = kind == "planned"
+        self._metrics.plans.labels("planned" if is_planned else "refused").inc()
+        (graph, shape_settings), share = key
+        answer = content["shape"].verdict if is_planned else content["message"]
+        log(kind, graph=graph, **dict(shape_settings), share=share, answer=answer)
+        if future is None or future.done():
+            return
+        if is_planned:
+            future.set_result(content["shape"])
+        else:
+            future.set_exception(Refused(**content))
+
+    def _take_batch_plan(
+        self, key: ShapeKey, plan: PlannedShape, parts: Mapping[tuple[str, ...], Any]
+    ) -> None:
+        """Set the seconds of a batch's segments, by their stages: in the plan and in the queue."""
+        cost = replace(plan.cost, segments=tuple(parts.values()), stages=tuple(parts))
+        self.shapes[key] = asyncio.get_running_loop().create_future()
+        self.shapes[key].set_result(replace(plan, cost=cost, has_batch_plan=True))
+        for entry in self._line.entries:
+            if _key(entry) == key:
+                entry.cost = cost
+
+    def _planner_died(self) -> None:
+        exit_code = None if self._planner is None else self._planner.process.exitcode
+        log("planner ended", exit_code=exit_code)
+        self._planner = self._batch_key = None
+        error = Refused(503, "planning was interrupted", "interrupted", retry_seconds=self._seconds)
+        # the next request of each shape plans it again
+        for key in [key for key, future in self.shapes.items() if not future.done()]:
+            self.shapes.pop(key).set_exception(error)
+        asyncio.get_running_loop().call_later(RESTART_SECONDS, self._start_planner)
+
+
+def ignore_error(future: asyncio.Future[Any]) -> None:
+    """Without this, asyncio logs an exception that nobody awaits."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _key(entry: QueueEntry) -> ShapeKey:
+    return entry.item.request.shape, entry.group[1]

@@ -1,0 +1,115 @@
+"""The jobs that clients ask for by id: the unfinished ones, and the latest ended ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from graphrun.graph.graph import Graph
+from graphrun.serve.errors import Refused
+from graphrun.serve.jobs import Job
+from graphrun.serve.log import log
+from graphrun.serve.plans import ignore_error
+from graphrun.serve.state import JobStore
+
+KEPT_JOBS = 100  # ended jobs, as long as their pictures fit `KEPT_PICTURES_BYTES`
+KEPT_PICTURES_BYTES = 2**28  # limit for all stored pictures together
+
+
+class JobRecords:
+    """Jobs by id, the oldest first, and by their Idempotency-Key. ``folder``: of a `JobStore`, so
+    that jobs outlive the server; None: none does."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.store = JobStore(folder) if folder is not None else None
+        self.jobs: OrderedDict[str, Job] = OrderedDict()
+        # (owner, Idempotency-Key) -> its job
+        self._keys: dict[tuple[str, str], asyncio.Future[Job]] = {}
+
+    def close(self) -> None:
+        if self.store is not None:
+            self.store.close()
+
+    def restore(self, graphs: Mapping[str, Graph]) -> list[Job]:
+        """Read the stored jobs, and return those that have not ended."""
+        for job in self.store.jobs(graphs) if self.store is not None else ():
+            self._remember(job)
+        waiting_jobs = [job for job in self.jobs.values() if not job.ended]
+        if self.jobs:
+            log("restored", waiting=len(waiting_jobs), ended=len(self.jobs) - len(waiting_jobs))
+        return waiting_jobs
+
+    async def earlier_job(self, owner: str, key: str, body: str) -> Job | None:
+        """Return the job that ``owner`` sent with the Idempotency-Key ``key``. Raises Refused if it
+        came with another ``body``."""
+        if not key or (owner, key) not in self._keys:
+            return None
+        job = await asyncio.shield(self._keys[owner, key])
+        if job.body != body:
+            text = "this Idempotency-Key came with another request before"
+            raise Refused(422, text, "idempotency_key_reused")
+        return job
+
+    @contextlib.contextmanager
+    def admission(self, job: Job, *, is_stored: bool) -> Iterator[None]:
+        """Record ``job``, which the body of the ``with`` admits. Its Idempotency-Key is taken
+        meanwhile, and free again if the body raises."""
+        key = job.owner, job.key
+        if job.key:
+            self._keys[key] = asyncio.get_running_loop().create_future()
+            self._keys[key].add_done_callback(ignore_error)
+        try:
+            yield
+        except BaseException as error:
+            if job.key:
+                reason = error if isinstance(error, Refused) else Refused.stopping()
+                self._keys.pop(key).set_exception(reason)
+            raise
+        if self.store is not None and is_stored:
+            job.is_stored = True
+            self.store.add(job)
+        self._remember(job)
+        self._forget_old_jobs()
+
+    def forget(self, job: Job) -> None:
+        """Forget an ended job, with its pictures and its Idempotency-Key."""
+        del self.jobs[job.id]
+        self._keys.pop((job.owner, job.key), None)
+        if (store := self._store_of(job)) is not None:
+            store.remove(job)
+
+    def add_run(self, job: Job, pictures: int) -> None:
+        """Store the latest run of ``job``, which made ``pictures``."""
+        if (store := self._store_of(job)) is not None:
+            store.add_run(job, pictures)
+
+    def drop_runs(self, job: Job) -> None:
+        """Delete the runs and pictures of ``job``, which starts again."""
+        job.results, job.pictures = [], []
+        if (store := self._store_of(job)) is not None:
+            store.drop_runs(job)
+
+    def end(self, job: Job) -> None:
+        """Store how ``job`` ended."""
+        if (store := self._store_of(job)) is not None:
+            store.end(job)
+
+    def _store_of(self, job: Job) -> JobStore | None:
+        return self.store if job.is_stored else None
+
+    def _remember(self, job: Job) -> None:
+        self.jobs[job.id] = job
+        if job.key:
+            future = asyncio.get_running_loop().create_future()
+            self._keys.setdefault((job.owner, job.key), future).set_result(job)
+
+    def _forget_old_jobs(self) -> None:
+        """Forget the oldest ended jobs beyond `KEPT_JOBS` and `KEPT_PICTURES_BYTES`."""
+        for old in [job for job in self.jobs.values() if job.ended]:
+            nbytes = sum(len(data) for job in self.jobs.values() for data in job.pictures)
+            if len(self.jobs) <= KEPT_JOBS and nbytes <= KEPT_PICTURES_BYTES:
+                break
+            self.forget(old)
