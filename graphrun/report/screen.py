@@ -590,20 +590,7 @@ def measured_screen(
     )
     pairs = pairs if look.verbose else [pair for pair in pairs if pair[1].phase]
     names = [pair[1].name if look.verbose else pair[1].phase for pair in pairs]
-    head = [
-        "slot" if look.verbose else "phase",
-        "peak planned",
-        "measured",
-        "moved planned",
-        "measured",
-        f"{units.time} planned",
-        "measured",
-    ]
-    rows = [
-        head
-        if look.verbose
-        else [cell.replace("measured", "run").replace("planned", "plan") for cell in head]
-    ]
+    rows = [comparison_head("slot" if look.verbose else "phase", units, verbose=look.verbose)]
     for name in dict.fromkeys(names):
         rows.append(
             units.row(
@@ -630,6 +617,15 @@ def measured_screen(
             verdict_line(trace),
         )
     )
+
+
+def comparison_head(
+    title: str, units: Units, *, verbose: bool = False, movement: str = "moved"
+) -> list[str]:
+    """Return the head of a table of `comparison_cells`, with the title of its first column."""
+    plan, run = ("planned", "measured") if verbose else ("plan", "run")
+    numbers = ("peak", movement, units.time)
+    return [title, *(text for number in numbers for text in (f"{number} {plan}", run))]
 
 
 def comparison_cells(pairs: Sequence[tuple[SlotReport, SlotTrace]]) -> list[float]:
