@@ -16,12 +16,11 @@ from graphrun.cli.common import (
     load,
     say,
     show,
-    solving,
     write_or_print,
 )
-from graphrun.cli.fitting import Card, RamOf
-from graphrun.cli.options import NoCache, PlanOptions, shared
-from graphrun.cli.terminal import alive, width
+from graphrun.cli.fitting import Card, RamOf, card_called, choices_for
+from graphrun.cli.options import NoCache, PlanOptions, TextFile, option, shared
+from graphrun.cli.terminal import width
 from graphrun.devices import hardware_for
 from graphrun.errors import GraphrunError, InputError
 from graphrun.graph.shipped import graph_file, graphs_folder, shipped_graphs
@@ -39,12 +38,7 @@ def graph(
     graph: OnlyGraph,
     options: PlanOptions,
     kind: Annotated[str, typer.Option("--as", help="mermaid, dot or svg.", metavar="FORMAT")],
-    output_file: Annotated[
-        Path | None,
-        typer.Option(
-            "-o", help="Output file. Default: stdout.", metavar="FILE", show_default=False
-        ),
-    ] = None,
+    output_file: TextFile = None,
 ) -> None:
     """Draw a graph: stages, components, and values with their bytes.
 
@@ -96,12 +90,7 @@ def list_graphs(
     ram: RamOf = "auto",
     vram: Annotated[
         str | None,
-        typer.Option(
-            "--vram",
-            help="With --card: VRAM budget. Default: all of the card.",
-            metavar="SIZE",
-            show_default=False,
-        ),
+        option("With --card: VRAM budget. Default: all of the card.", "SIZE", "--vram"),
     ] = None,
     no_cache: NoCache = False,
     as_json: AsJson = False,
@@ -145,20 +134,16 @@ def list_graphs(
 
 def _list_fits(card: str, ram: str, vram: str | None, cache: Path | None, as_json: bool) -> None:
     """Show the best choice of `graphrun.fitting.fit` for each of graphrun's own graphs."""
-    from graphrun.fitting import fit
     from graphrun.graph.document import read_document
     from graphrun.report.fit_screen import fits_screen
 
-    hardware, rows = hardware_for(card, None, cache), list[dict[str, Any]]()
+    hardware, rows = card_called(card, cache), list[dict[str, Any]]()
     for name in shipped_graphs():
         if "source" not in read_document(graph_file(name)).data or name == "shapes":
             continue
         row: dict[str, Any] = {"name": name, "best": None}
-        budget: str | int = vram or hardware.capacity_bytes
         try:
-            with solving(), alive(f"what fits of {name}"):
-                choices = fit(api.load(name), hardware, budget, ram, cache=cache)
-            row["best"] = choices[0] if choices else None
+            row["best"] = next(iter(choices_for(api.load(name), hardware, vram, ram, cache)), None)
         except GraphrunError as error:  # such as code that only the caller may trust
             row["error"] = str(error)
         rows.append(row)
