@@ -29,7 +29,6 @@ from graphrun.report.table import table
 
 # in the folder of graphs: benchmarks/graph_table.py's measurements of each graph
 FIGURES = "figures.json"
-KINDS = ("mermaid", "dot", "svg")
 
 
 @app.command()
@@ -37,51 +36,33 @@ KINDS = ("mermaid", "dot", "svg")
 def graph(
     graph: OnlyGraph,
     options: PlanOptions,
-    kind: Annotated[str, typer.Option("--as", help="mermaid, dot or svg.", metavar="FORMAT")],
+    kind: Annotated[str, typer.Option("--as", help="mermaid or dot.", metavar="FORMAT")],
     output_file: TextFile = None,
 ) -> None:
     """Draw a graph: stages, components, and values with their bytes.
 
     Needs no weights and no GPU.
     """
-    from graphrun.report.graph_svg import graph_svg
     from graphrun.report.graph_text import dot, drawing_graph, mermaid
 
-    if kind not in KINDS:
-        raise InputError(f"--as {kind!r} is not known; it is mermaid, dot or svg")
-    pipeline_graph, cache, inputs = (
-        load(graph, options),
-        cache_folder(options.no_cache),
-        options.inputs,
-    )
+    draw = {"mermaid": mermaid, "dot": dot}.get(kind)
+    if draw is None:
+        raise InputError(f"--as {kind!r} is not known; it is mermaid or dot")
+    pipeline_graph, cache = load(graph, options), cache_folder(options.no_cache)
     planfile.require_writable(output_file)
     hardware = hardware_for(options.hardware, options.device, cache)
-    if inputs:
+    if inputs := options.inputs:
         pipeline_graph.for_planning(inputs)
-    estimate, note = None, "sizes are not known"
+    estimate = None
     try:
         estimate = api.survey(pipeline_graph, hardware=hardware, inputs=inputs, cache=cache)
-        note = "  ".join(
-            (
-                hardware.name,
-                " ".join(f"{name}={value}" for name, value in estimate["settings"].items()),
-            )
-        )
     # the pipeline's own code may raise anything; a graph can be drawn without the dry run
     except Exception as error:  # noqa: BLE001
         reason = (
             str(error) if isinstance(error, GraphrunError) else f"{type(error).__name__}: {error}"
         )
         say(f"graphrun: drawn without bytes, since there is no dry run: {reason}")
-    drawing = drawing_graph(pipeline_graph.to_networkx(estimate))
-    write_or_print(
-        graph_svg(drawing, note)
-        if kind == "svg"
-        else mermaid(drawing)
-        if kind == "mermaid"
-        else dot(drawing),
-        output_file,
-    )
+    write_or_print(draw(drawing_graph(pipeline_graph.to_networkx(estimate))), output_file)
 
 
 @app.command("list")
