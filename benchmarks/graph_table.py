@@ -104,9 +104,10 @@ need torchvision), Kolors (needs sentencepiece
 ACE-Step 1.5 (its code counts values, which a dry
   run does not have).
 
-`graphrun graph graphs/flux-dev.yaml --as svg -o flux-dev.svg` draws stages, components, and \
-values with their bytes; `--as mermaid` and
-`--as dot` write text. In Python, `graphrun.load(file).to_networkx()` returns a `networkx.DiGraph`.
+`graphrun graph graphs/flux-dev.yaml --as mermaid` draws stages, components, and values with their \
+bytes as text that GitHub shows; `--as dot`
+writes text for Graphviz. In Python, `graphrun.load(file).to_networkx()` returns a \
+`networkx.DiGraph`.
 """
 
 

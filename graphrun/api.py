@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from graphrun.devices import Budget
 from graphrun.errors import InputError, PlanError
-from graphrun.files import Store
+from graphrun.files import Store, store_in
 from graphrun.graph.values import strings
 from graphrun.notices import without_notices
 from graphrun.trace import warn_of
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from graphrun.diffusers_.description import LivePipeline
     from graphrun.diffusers_.strategy import OffloadStrategy
     from graphrun.graph.graph import Graph
+    from graphrun.graph.parts import Directives
     from graphrun.hook import Hook, ProgressCallback
-    from graphrun.model.problem import Hardware, Problem
+    from graphrun.model.problem import Hardware, Problem, ProblemLimits
     from graphrun.model.solution import Solution
     from graphrun.ops.steps import StepJournal
     from graphrun.runtime.devices.device import Device
@@ -121,18 +122,8 @@ def estimate(
     limits = limits_for(Budget(vram, ram, pinned, disk, memory), cards, modules)
     reserve_bytes = parse_limit(reserve, "reserve")
     if not isinstance(graph, Declared):
-        if card.kind.is_host:
-            from graphrun.runtime.devices.cpu import CpuDevice
-
-            card = replace(card, context_bytes=CpuDevice(card).measured_context())
-        if until is not None:
-            raise InputError(
-                "until names a stage of a graph; a pipeline's call has none: leave it out"
-            )
         demands = Directives(strings(keep), strings(exclude), reserve_bytes or 0)
-        return graph.problem(
-            inputs or {}, card, replace(limits, pinned_bytes=None, disk_bytes=None), demands
-        )
+        return _live_problem(graph, inputs or {}, card, limits, demands, until)
     graph, inputs = (
         graph.until(until).directed(keep, exclude, reserve_bytes, pin).for_first(inputs or {})
     )
@@ -144,15 +135,31 @@ def estimate(
     if runs < 1:
         raise InputError(f"runs {runs}: a session has at least one run")
     limits = replace(limits, runs=runs, allow=graph.allowed(allow))
-    problem = replace(problem_for(graph, values, card, limits, _store(cache)), until=until or "")
-    if not (
-        stages := tuple(dict.fromkeys(name.partition(".")[0] for name in strings(precomputed)))
-    ):
+    problem = replace(problem_for(graph, values, card, limits, store_in(cache)), until=until or "")
+    stages = tuple(dict.fromkeys(name.partition(".")[0] for name in strings(precomputed)))
+    if not stages:
         return problem
-    shorter_graph = graph.with_precomputed(stages)
-    return without(
-        problem, [stage.name for stage in shorter_graph.stages], stages, shorter_graph.digest
-    )
+    graph = graph.with_precomputed(stages)
+    return without(problem, [stage.name for stage in graph.stages], stages, graph.digest)
+
+
+def _live_problem(
+    pipeline: LivePipeline,
+    inputs: Mapping[str, Any],
+    card: Hardware,
+    limits: ProblemLimits,
+    demands: Directives,
+    until: str | None,
+) -> Problem:
+    """Return the problem of a call of ``pipeline``. Raises InputError with ``until``."""
+    if until is not None:
+        raise InputError("until names a stage of a graph; a pipeline's call has none: leave it out")
+    if card.kind.is_host:
+        from graphrun.runtime.devices.cpu import CpuDevice
+
+        card = replace(card, context_bytes=CpuDevice(card).measured_context())
+    limits = replace(limits, pinned_bytes=None, disk_bytes=None)
+    return pipeline.problem(inputs, card, limits, demands)
 
 
 def precomputed(
@@ -245,7 +252,7 @@ def survey(
         else None
     )
     placement = mode_called(mode, graph, formats, keep, cpu, pinned=pinned, ram_bytes=ram_bytes)
-    store = _store(cache)
+    store = store_in(cache)
     return look(graph, dry_run(graph, values, store, options), card, values, store, placement)
 
 
@@ -261,7 +268,7 @@ def plan(
     """
     from graphrun.store import solution_for
 
-    return solution_for(problem, _store(cache), on_solved)
+    return solution_for(problem, store_in(cache), on_solved)
 
 
 def run(
@@ -318,20 +325,16 @@ def run(
     graph.refuse_list()
     graph = graph.until(problem.until)
     graph = graph.without_sources() if random_weights else graph
-    values, shorter_graph = (
-        planned_inputs(problem, graph, inputs or {}),
-        graph.with_precomputed(problem.precomputed),
-    )
+    values = planned_inputs(problem, graph, inputs or {})
+    shorter_graph = graph.with_precomputed(problem.precomputed)
     refuse_unfit(solution, shorter_graph)
     options: dict[str, Any] = {
         "precomputed": _required_values(shorter_graph, precomputed or {}),
         "journal": journal,
     }
     if cache is not None and not modules and reuse != "none":
-        choices, outputs_cache = (
-            choices_of(solution),
-            reuse_for(graph, values, problem.hardware.label, cache, reuse, (), note),
-        )
+        choices = choices_of(solution)
+        outputs_cache = reuse_for(graph, values, problem.hardware.label, cache, reuse, (), note)
         options["after_stage"] = lambda stage, outputs: outputs_cache.keep(stage, outputs, choices)
     options["ram_bytes"] = host_ram_bytes() + taken_bytes((modules or {}).values())
     device = open_device(problem, check_ordering=check_ordering)
@@ -503,7 +506,3 @@ def _required_values(graph: Graph, precomputed: Mapping[str, Any]) -> dict[str, 
             "or plan again without them"
         )
     return {name: precomputed[name] for name in names}
-
-
-def _store(cache: Path | None) -> Store | None:
-    return Store(cache) if cache is not None else None

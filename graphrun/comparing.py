@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphrun.api import RUNS
 from graphrun.errors import GraphrunError, InputError
-from graphrun.files import Store
+from graphrun.files import Store, store_in
 from graphrun.graph.values import did_you_mean
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class EngineComparison:
                 f"{graph.name}: other engines are compared on cards, and {problem.hardware.name} "
                 "shares its memory with the host: plan with --vram 8G --hardware rtx4090"
             )
-        store = Store(cache) if cache is not None else None
+        store = store_in(cache)
         self.graph, self.solution = graph, solution
         self.scene = _scene(graph, solution, store)
         self.budget_bytes = (

@@ -187,3 +187,8 @@ class Store:
                 break
             path.unlink(missing_ok=True)
             excess -= size
+
+
+def store_in(folder: Path | None) -> Store | None:
+    """Return the store in the cache ``folder``; None without a cache."""
+    return Store(folder) if folder is not None else None

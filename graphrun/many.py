@@ -18,20 +18,11 @@ if TYPE_CHECKING:
     from graphrun.batch.watch import Watcher
     from graphrun.cluster.machines import Cluster
     from graphrun.graph.graph import Graph
-    from graphrun.model.problem import Problem
     from graphrun.runtime.devices.device import Device
 
 
-# options that a cluster file replaces
-CLUSTER_OPTIONS = (
-    "vram",
-    "ram",
-    "memory",
-    "pinned",
-    "disk",
-    "hardware",
-    "runs",
-)
+# arguments of `graphrun.estimate` that a cluster file replaces
+CLUSTER_OPTIONS = ("vram", "ram", "memory", "pinned", "disk", "hardware", "runs")
 
 
 def run_many(
@@ -72,66 +63,50 @@ def run_many(
     finished stage. Raises InputError if Ray is not installed.
     """
     from graphrun.batch import queue
-    from graphrun.batch.cache.reuse import Reuse, reuse_for
+    from graphrun.batch.cache.reuse import reuse_for
     from graphrun.batch.items import Items
     from graphrun.batch.journal import Journal
     from graphrun.batch.requests import refuse_broken, requests_from, resolved
     from graphrun.batch.watch import Watcher as NoWatcher
     from graphrun.devices import resolved_in_process
 
-    last_stage = budgets.pop("until", None)
-    graph = graph.until(last_stage)
+    graph = graph.until(budgets.pop("until", None))
     graph = graph.without_sources() if random_weights else graph
     requests = resolved(requests_from(inputs), graph, common or {})
     if strict:
         refuse_broken(requests)
     allow = graph.allowed(budgets.get("allow", ()))
+    cluster_runner, cards = None, list[Any]()
+    if cluster is not None:
+        replaced_arguments = {"modules": modules, "device": device} | {
+            name: budgets.pop(name, None) for name in CLUSTER_OPTIONS
+        }
+        machines = _machines(cluster, objective, replaced_arguments, cache)
+        device_name = machines.label
+    else:
+        machines = None
+        cards, budgets = resolved_in_process(budgets, (modules or {}).values(), cache)
+        device_name = cards[0].label
     with contextlib.ExitStack() as stack:
-        cluster_runner = None
-        if cluster is not None:
+        if machines is not None:
             from graphrun.cluster.actors import ClusterRunner
-            from graphrun.cluster.machines import Cluster, read_cluster
 
-            replaced_arguments = {"modules": modules, "device": device} | {
-                name: budgets.pop(name, None) for name in CLUSTER_OPTIONS
-            }
-            if extra_names := [
-                name for name, value in replaced_arguments.items() if value is not None
-            ]:
-                raise InputError(
-                    f"{', '.join(extra_names)}: leave out with a cluster, which has the budgets "
-                    "and the devices"
-                )
-            if objective not in ("throughput", "latency"):
-                raise InputError(
-                    f"objective {objective!r} is not known; it is throughput or latency"
-                )
-            devices = (
-                cluster if isinstance(cluster, Cluster) else read_cluster(Path(cluster), cache)
-            )
-            cards = list[Any]()
-            cluster_runner = stack.enter_context(ClusterRunner(devices, objective, cache, budgets))
-            device_name = devices.label
-        else:
-            cards, budgets = resolved_in_process(budgets, (modules or {}).values(), cache)
-            device_name = cards[0].label
-
-        def estimated(values: Mapping[str, Any]) -> Problem:
-            return api.estimate(graph, inputs=values, hardware=cards, cache=cache, **budgets)
-
-        def output_cache(values: Mapping[str, Any]) -> Reuse:
-            assert cache is not None
-            return reuse_for(graph, values, device_name, cache, reuse, allow, note)
-
+            cluster_runner = stack.enter_context(ClusterRunner(machines, objective, cache, budgets))
         journal, items = Journal(resume) if resume is not None else None, None
         if graph.list_input:
             items = Items(graph, requests, sink, journal)
             graph, requests, sink = graph.per_item(), items.requests, items.sink
         context = queue.BatchContext(
-            estimate=estimated,
+            estimate=lambda values: api.estimate(
+                graph, inputs=values, hardware=cards, cache=cache, **budgets
+            ),
             solve=lambda problem: api.plan(problem, cache=cache),
             device_name=device_name,
-            reuse=output_cache if cache is not None and not modules and reuse != "none" else None,
+            reuse=(
+                None
+                if cache is None or modules or reuse == "none"
+                else lambda values: reuse_for(graph, values, device_name, cache, reuse, allow, note)
+            ),
             modules=modules,
             journal=journal,
             device=device,
@@ -144,3 +119,23 @@ def run_many(
     batch = batch if items is None else items.finish(batch)
     warn_of(batch.overruns, stacklevel=2)
     return batch
+
+
+def _machines(
+    cluster: str | Path | Cluster,
+    objective: str,
+    replaced_arguments: Mapping[str, Any],
+    cache: Path | None,
+) -> Cluster:
+    """Return the cluster. Raises InputError for arguments that it replaces, and for an unknown
+    objective."""
+    from graphrun.cluster.machines import Cluster, read_cluster
+
+    if extra_names := [name for name, value in replaced_arguments.items() if value is not None]:
+        raise InputError(
+            f"{', '.join(extra_names)}: leave out with a cluster, which has the budgets and the "
+            "devices"
+        )
+    if objective not in ("throughput", "latency"):
+        raise InputError(f"objective {objective!r} is not known; it is throughput or latency")
+    return cluster if isinstance(cluster, Cluster) else read_cluster(Path(cluster), cache)

@@ -194,7 +194,7 @@ def test_explain_says_what_other_placements_of_a_component_would_cost(graphrun: 
     graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "--set", "steps=1", "-o", "plan.json")
     code, output, _ = graphrun("explain", "plan.json", "transformer")
     assert code == 0
-    assert "all blocks streamed, none kept" in output
+    assert "all blocks streamed" in output
     data = json.loads(graphrun("explain", "plan.json", "transformer", "--json")[1])
     assert [row["placement"] for row in data["alternatives"]] == [
         "planned",

@@ -13,9 +13,9 @@ from graphrun import api
 from graphrun.batch.requests import Request, read_requests, refuse_broken, resolved
 from graphrun.batch.watch import Watcher
 from graphrun.cli.common import (
+    cache_folder,
     cards_for,
-    chooses_checkpoints,
-    precisions_of,
+    parse_reuse,
     say,
     show,
     solving,
@@ -24,7 +24,16 @@ from graphrun.cli.common import (
 from graphrun.cli.downloads import download_all, required_downloads
 from graphrun.cli.options import PlanOptions
 from graphrun.cli.placing import open_cluster
-from graphrun.cli.running import Stop, files_for, refuse_rate, save, state_folder, stop_on_interrupt
+from graphrun.cli.planning import chooses_checkpoints, precisions_of
+from graphrun.cli.running import (
+    RunOptions,
+    Stop,
+    files_for,
+    refuse_rate,
+    save,
+    state_folder,
+    stop_on_interrupt,
+)
 from graphrun.errors import InputError, Interrupted
 from graphrun.graph.graph import Graph
 from graphrun.many import run_many
@@ -37,78 +46,40 @@ if TYPE_CHECKING:
     from graphrun.batch.queue import Batch
 
 
-def run_batch(
-    graph: Graph,
-    options: PlanOptions,
-    inputs: Path | None,
-    output: list[str] | None,
-    *,
-    as_json: bool,
-    resume: bool,
-    strict: bool,
-    overwrite: bool,
-    cache: Path | None,
-    cluster: Path | None = None,
-    trace_file: Path | None = None,
-    **run_options: Any,
-) -> None:
-    """Run ``graph`` for the requests in the file ``inputs``, and show the results.
+def run_batch(graph: Graph, options: PlanOptions, run_options: RunOptions) -> None:
+    """Run ``graph`` for the requests in the file of ``--inputs``, and show the results.
 
-    Without ``inputs`` there is one request. ``run_options``: for `graphrun.run_many`. Exits with 2
-    if requests were left out, with 4 if a run took more than planned.
+    Without a file there is one request. Exits with 2 if requests were left out, with 4 if a run
+    took more than planned.
     """
-    requests = (
-        read_requests(inputs) if inputs is not None else [Request(1, {}, location="the inputs")]
-    )
+    file, cache, notify = run_options.inputs, cache_folder(options.no_cache), run_options.notify
+    requests = read_requests(file) if file is not None else [Request(1, {}, location="the inputs")]
     resolved_requests = resolved(requests, graph, options.inputs)
     if all(request.error for request in resolved_requests):
         refuse_broken(resolved_requests)  # before torch is imported
-    arguments = options.estimate_arguments
-    if cluster is None:
-        cards = cards_for(options, cache, to_run=True)
-        options = with_budget(options, cards[0])
-        arguments |= {"vram": options.vram, "memory": options.memory, "hardware": cards}
-    else:
-        shared_names = ("allow", "keep", "exclude", "pin", "reserve", "until")
-        arguments = {
-            "cluster": open_cluster(cluster, options),
-            **{name: arguments[name] for name in shared_names},
-        }
-    planfile.require_writable(trace_file)
-    of_list = inputs is not None
+    arguments = _arguments(options, run_options, cache)
+    planfile.require_writable(run_options.trace_file)
     target = files_for(
-        graph, output, options.inputs, overwrite=overwrite, of_list=of_list, resume=resume
+        graph,
+        run_options.output,
+        options.inputs,
+        overwrite=run_options.overwrite,
+        of_list=file is not None,
+        resume=run_options.resume,
     )
-    state = state_folder(target) if resume else None
+    state = state_folder(target) if run_options.resume else None
     requests = [_with_rate(request, graph, target, options.inputs) for request in requests]
-    if inputs is not None:
+    places = {1: target}
+    if file is not None:
         places = _places(target, resolved_requests, graph)
-        for files_of_request in (
-            places.values() if not overwrite and (state is None or not state.exists()) else ()
-        ):
-            refuse_existing(files_of_request, graph.kinds())
-    notify, files = None if as_json else say, dict[int, list[str]]()
-    precisions: Mapping[str, str] | None = None
-    if (
-        cluster is None
-        and not run_options["random_weights"]
-        and chooses_checkpoints(graph, options)
-    ):
-        # the plan of the first request tells which files the requests need
-        first = next(request for request in resolved_requests if not request.error)
-        with solving():
-            problem = api.estimate(graph, **arguments, inputs=first.inputs, cache=cache)
-            precisions = precisions_of(api.plan(problem, cache=cache))
-    download_all(
-        required_downloads(
-            graph.without_sources() if run_options["random_weights"] else graph, notify, precisions
-        ),
-        notify,
-    )
+        if not run_options.overwrite and (state is None or not state.exists()):
+            for request_target in places.values():
+                refuse_existing(request_target, graph.kinds())
+    _download(graph, options, run_options, arguments, resolved_requests)
+    files = dict[int, list[str]]()
 
     def sink(request: Request, outputs: Mapping[str, Any]) -> list[Path]:
-        targets = places[request.number] if inputs is not None else target
-        paths = save(outputs, targets, graph, request.inputs, progress.plans)
+        paths = save(outputs, places[request.number], graph, request.inputs, progress.plans)
         files[request.number] = [str(path) for path in paths]
         return paths
 
@@ -121,14 +92,15 @@ def run_batch(
                 graph,
                 requests,
                 common=options.inputs,
+                random_weights=run_options.random_weights,
                 cache=cache,
+                reuse=parse_reuse(run_options.reuse),
                 resume=state,
-                strict=strict or inputs is None,
+                strict=run_options.strict or file is None,
                 sink=sink,
                 watcher=progress,
                 note=say,
                 **arguments,
-                **run_options,
             )
     except KeyboardInterrupt:
         state_note = "their files are kept; add --resume, and an interrupted list continues"
@@ -137,19 +109,52 @@ def run_batch(
         raise Interrupted(
             f"interrupted: {len(files)} of {len(requests)} requests are done, {state_note}"
         ) from None
-    if trace_file is not None:
+    if (trace_file := run_options.trace_file) is not None:
         from graphrun.report.lanes import lanes_json
 
         planfile.write_json(trace_file, lanes_json(trace_file.name, batch.lanes))
     show(
         _batch_json(batch, len(requests), files),
-        as_json,
+        run_options.as_json,
         _batch_screen(batch, len(requests), files),
     )
     if batch.errors:
         raise typer.Exit(2)
     if batch.overruns:
         raise typer.Exit(4)
+
+
+def _arguments(options: PlanOptions, run_options: RunOptions, cache: Path | None) -> dict[str, Any]:
+    """Return the budgets and devices for `graphrun.run_many`: of a cluster file, or as typed."""
+    if (cluster := run_options.cluster) is not None:
+        return {
+            "cluster": open_cluster(cluster, options),
+            "objective": run_options.objective or "throughput",
+            **options.cluster_arguments,
+        }
+    cards = cards_for(options, cache, to_run=True)
+    return {**with_budget(options, cards[0]).estimate_arguments, "hardware": cards}
+
+
+def _download(
+    graph: Graph,
+    options: PlanOptions,
+    run_options: RunOptions,
+    arguments: Mapping[str, Any],
+    requests: Sequence[Request],
+) -> None:
+    """Download what the runs need. If a plan chooses checkpoints, the plan of the first of the
+    resolved ``requests`` tells which files."""
+    notify, precisions = run_options.notify, None
+    if run_options.random_weights:
+        graph = graph.without_sources()
+    elif run_options.cluster is None and chooses_checkpoints(graph, options):
+        first = next(request for request in requests if not request.error)
+        cache = cache_folder(options.no_cache)
+        with solving():
+            problem = api.estimate(graph, **arguments, inputs=first.inputs, cache=cache)
+            precisions = precisions_of(api.plan(problem, cache=cache))
+    download_all(required_downloads(graph, notify, precisions), notify)
 
 
 def _count(requests: Sequence[Request], graph: Graph) -> int:

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import shlex
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from graphrun import api
-from graphrun.cli.common import AsJson, app, cache_folder, show, solving
-from graphrun.cli.options import NoCache, Sets, Trust, pair
+from graphrun.cli.common import (
+    AsJson,
+    app,
+    cache_folder,
+    native_stdout_to_stderr,
+    show,
+    solving,
+)
+from graphrun.cli.options import NoCache, Sets, Trust, option, pair
 from graphrun.cli.terminal import alive, width
 from graphrun.devices import hardware_for
 from graphrun.errors import InputError
 from graphrun.graph.shipped import shipped_graphs
 from graphrun.units import parse_seconds
+
+if TYPE_CHECKING:
+    from graphrun.graph.graph import Graph
+    from graphrun.model.problem import Hardware
 
 Card = Annotated[
     str | None,
@@ -52,21 +63,11 @@ def fit_command(
     ram: RamOf = "auto",
     vram: Annotated[
         str | None,
-        typer.Option(
-            "--vram",
-            help="VRAM budget. Default: all of the card.",
-            metavar="SIZE",
-            show_default=False,
-        ),
+        option("VRAM budget. Default: all of the card.", "SIZE", "--vram"),
     ] = None,
     want: Annotated[
         str | None,
-        typer.Option(
-            "--want",
-            help="Longest time for a run: '30 s', '2 min'.",
-            metavar="TIME",
-            show_default=False,
-        ),
+        option("Longest time for a run: '30 s', '2 min'.", "TIME", "--want"),
     ] = None,
     set_: Sets = None,
     trust_package: Trust = None,
@@ -78,21 +79,14 @@ def fit_command(
     Shows seconds, memory, download and command of each. Needs no weights and no
     GPU.
     """
-    from graphrun.fitting import fit
     from graphrun.report.fit_screen import fit_screen
 
     cache, limit_seconds = cache_folder(no_cache), parse_seconds(want) if want else None
-    hardware = hardware_for(card, None, cache)
-    if hardware.kind.is_host or hardware.kind.free_memory == "none":
-        raise InputError(
-            f"--card {card}: fit is for cards; for a CPU, type graphrun plan GRAPH --device cpu"
-        )
-    budget = vram or str(hardware.capacity_bytes)
+    hardware = card_called(card, cache)
     inputs = dict(pair("--set", text, may_be_empty=True) for text in set_ or [])
     with _graph_file(model, trust_package) as file:
         graph = api.load(file, trust=trust_package or ())
-        with solving(), alive(f"what fits of {graph.name}"):
-            rows = fit(graph, hardware, budget, ram, inputs=inputs, cache=cache)
+        rows = choices_for(graph, hardware, vram, ram, cache, inputs)
     words = ["graphrun", "plan", model, "--vram", vram or _gib(hardware.capacity_bytes)]
     words += ["--ram", ram] if ram != "auto" else []
     words += ["--hardware", card or hardware.name]
@@ -113,6 +107,32 @@ def fit_command(
         raise typer.Exit(1 if rows else 3)
 
 
+def card_called(name: str | None, cache: Path | None) -> Hardware:
+    """Return the hardware of ``--card``. Raises InputError for a CPU and the simulated device."""
+    hardware = hardware_for(name, None, cache)
+    if hardware.kind.is_host or hardware.kind.free_memory == "none":
+        raise InputError(
+            f"--card {name}: fit is for cards; for a CPU, type graphrun plan GRAPH --device cpu"
+        )
+    return hardware
+
+
+def choices_for(
+    graph: Graph,
+    hardware: Hardware,
+    vram: str | None,
+    ram: str,
+    cache: Path | None,
+    inputs: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Return the choices of `graphrun.fitting.fit`. ``vram``: None is all of the card."""
+    from graphrun.fitting import fit
+
+    with solving(), alive(f"what fits of {graph.name}"):
+        budget = vram or hardware.capacity_bytes
+        return fit(graph, hardware, budget, ram, inputs=inputs, cache=cache)
+
+
 @contextmanager
 def _graph_file(model: str, trust: list[str] | None) -> Iterator[Path]:
     """Provide the graph file of ``model``; import a folder or repository without weights."""
@@ -120,7 +140,6 @@ def _graph_file(model: str, trust: list[str] | None) -> Iterator[Path]:
     if model in shipped_graphs() or path.suffix in (".yaml", ".yml"):
         yield path
         return
-    from graphrun.cli.common import native_stdout_to_stderr
     from graphrun.diffusers_.importing.imported import ImportOptions, import_source
 
     with tempfile.TemporaryDirectory() as folder:

@@ -16,12 +16,11 @@ from graphrun.cli.common import (
     load,
     say,
     show,
-    solving,
     write_or_print,
 )
-from graphrun.cli.fitting import Card, RamOf
-from graphrun.cli.options import NoCache, PlanOptions, shared
-from graphrun.cli.terminal import alive, width
+from graphrun.cli.fitting import Card, RamOf, card_called, choices_for
+from graphrun.cli.options import NoCache, PlanOptions, TextFile, option, shared
+from graphrun.cli.terminal import width
 from graphrun.devices import hardware_for
 from graphrun.errors import GraphrunError, InputError
 from graphrun.graph.shipped import graph_file, graphs_folder, shipped_graphs
@@ -30,7 +29,6 @@ from graphrun.report.table import table
 
 # in the folder of graphs: benchmarks/graph_table.py's measurements of each graph
 FIGURES = "figures.json"
-KINDS = ("mermaid", "dot", "svg")
 
 
 @app.command()
@@ -38,56 +36,33 @@ KINDS = ("mermaid", "dot", "svg")
 def graph(
     graph: OnlyGraph,
     options: PlanOptions,
-    kind: Annotated[str, typer.Option("--as", help="mermaid, dot or svg.", metavar="FORMAT")],
-    output_file: Annotated[
-        Path | None,
-        typer.Option(
-            "-o", help="Output file. Default: stdout.", metavar="FILE", show_default=False
-        ),
-    ] = None,
+    kind: Annotated[str, typer.Option("--as", help="mermaid or dot.", metavar="FORMAT")],
+    output_file: TextFile = None,
 ) -> None:
     """Draw a graph: stages, components, and values with their bytes.
 
     Needs no weights and no GPU.
     """
-    from graphrun.report.graph_svg import graph_svg
     from graphrun.report.graph_text import dot, drawing_graph, mermaid
 
-    if kind not in KINDS:
-        raise InputError(f"--as {kind!r} is not known; it is mermaid, dot or svg")
-    pipeline_graph, cache, inputs = (
-        load(graph, options),
-        cache_folder(options.no_cache),
-        options.inputs,
-    )
+    draw = {"mermaid": mermaid, "dot": dot}.get(kind)
+    if draw is None:
+        raise InputError(f"--as {kind!r} is not known; it is mermaid or dot")
+    pipeline_graph, cache = load(graph, options), cache_folder(options.no_cache)
     planfile.require_writable(output_file)
     hardware = hardware_for(options.hardware, options.device, cache)
-    if inputs:
+    if inputs := options.inputs:
         pipeline_graph.for_planning(inputs)
-    estimate, note = None, "sizes are not known"
+    estimate = None
     try:
         estimate = api.survey(pipeline_graph, hardware=hardware, inputs=inputs, cache=cache)
-        note = "  ".join(
-            (
-                hardware.name,
-                " ".join(f"{name}={value}" for name, value in estimate["settings"].items()),
-            )
-        )
     # the pipeline's own code may raise anything; a graph can be drawn without the dry run
     except Exception as error:  # noqa: BLE001
         reason = (
             str(error) if isinstance(error, GraphrunError) else f"{type(error).__name__}: {error}"
         )
         say(f"graphrun: drawn without bytes, since there is no dry run: {reason}")
-    drawing = drawing_graph(pipeline_graph.to_networkx(estimate))
-    write_or_print(
-        graph_svg(drawing, note)
-        if kind == "svg"
-        else mermaid(drawing)
-        if kind == "mermaid"
-        else dot(drawing),
-        output_file,
-    )
+    write_or_print(draw(drawing_graph(pipeline_graph.to_networkx(estimate))), output_file)
 
 
 @app.command("list")
@@ -96,12 +71,7 @@ def list_graphs(
     ram: RamOf = "auto",
     vram: Annotated[
         str | None,
-        typer.Option(
-            "--vram",
-            help="With --card: VRAM budget. Default: all of the card.",
-            metavar="SIZE",
-            show_default=False,
-        ),
+        option("With --card: VRAM budget. Default: all of the card.", "SIZE", "--vram"),
     ] = None,
     no_cache: NoCache = False,
     as_json: AsJson = False,
@@ -145,20 +115,16 @@ def list_graphs(
 
 def _list_fits(card: str, ram: str, vram: str | None, cache: Path | None, as_json: bool) -> None:
     """Show the best choice of `graphrun.fitting.fit` for each of graphrun's own graphs."""
-    from graphrun.fitting import fit
     from graphrun.graph.document import read_document
     from graphrun.report.fit_screen import fits_screen
 
-    hardware, rows = hardware_for(card, None, cache), list[dict[str, Any]]()
+    hardware, rows = card_called(card, cache), list[dict[str, Any]]()
     for name in shipped_graphs():
         if "source" not in read_document(graph_file(name)).data or name == "shapes":
             continue
         row: dict[str, Any] = {"name": name, "best": None}
-        budget: str | int = vram or hardware.capacity_bytes
         try:
-            with solving(), alive(f"what fits of {name}"):
-                choices = fit(api.load(name), hardware, budget, ram, cache=cache)
-            row["best"] = choices[0] if choices else None
+            row["best"] = next(iter(choices_for(api.load(name), hardware, vram, ram, cache)), None)
         except GraphrunError as error:  # such as code that only the caller may trust
             row["error"] = str(error)
         rows.append(row)

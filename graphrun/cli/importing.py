@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graphrun.cli.common import app, native_stdout_to_stderr
-from graphrun.cli.options import NameList, Trust, pair
+from graphrun.cli.options import NameList, Trust, option, pair
 from graphrun.cli.terminal import width
 from graphrun.errors import InputError
 from graphrun.report.command_lines import folded_command
@@ -29,52 +29,38 @@ def import_(
     ],
     output_file: Annotated[
         Path,
-        typer.Option(
-            "-o",
-            help="Graph file. Configurations go to configs/ next to it.",
-            metavar="FILE",
-            show_default=False,
-        ),
+        option("Graph file. Configurations go to configs/ next to it.", "FILE", "-o"),
     ],
     config: Annotated[
         NameList,
-        typer.Option(
-            help="For one file: folder or hub id of its configurations. For a class: "
+        option(
+            "For one file: folder or hub id of its configurations. For a class: "
             "NAME=FILE.json or NAME=CLASS:FILE.json (component), NAME=FOLDER (tokenizer), "
             "NAME=VALUE (argument). Repeatable.",
-            metavar="SOURCE",
-            show_default=False,
+            "SOURCE",
         ),
     ] = None,
     dtype: Annotated[
         NameList,
-        typer.Option(
-            help="bfloat16, float16 or float32; NAME=DTYPE for one component. Repeatable.",
-            metavar="DTYPE",
-            show_default=False,
-        ),
+        option("bfloat16, float16 or float32; NAME=DTYPE for one component. Repeatable.", "DTYPE"),
     ] = None,
     excluded_parts: Annotated[
         NameList,
-        typer.Option(
-            "--without",
-            help="Leave this component out, such as safety_checker. Repeatable.",
-            metavar="NAME",
-            show_default=False,
+        option(
+            "Leave this component out, such as safety_checker. Repeatable.", "NAME", "--without"
         ),
     ] = None,
     set_: Annotated[
         NameList,
-        typer.Option(
+        option(
+            "Default of an input, or another argument of the call. Repeatable.",
+            "NAME=VALUE",
             "--set",
-            help="Default of an input, or another argument of the call. Repeatable.",
-            metavar="NAME=VALUE",
-            show_default=False,
         ),
     ] = None,
     revision: Annotated[
         str | None,
-        typer.Option(help="Commit, branch or tag on the hub.", metavar="NAME", show_default=False),
+        option("Commit, branch or tag on the hub.", "NAME"),
     ] = None,
     whole: Annotated[
         bool,

@@ -16,14 +16,13 @@ from graphrun.cli.common import (
     OnlyGraph,
     app,
     cache_folder,
-    open_graph,
-    plan_graph,
     say,
     show,
     solving,
     write_or_print,
 )
-from graphrun.cli.options import NoCache, PlanOptions, Trust, shared
+from graphrun.cli.options import NoCache, PlanFile, PlanOptions, TextFile, Trust, shared
+from graphrun.cli.planning import GraphPlanner, open_graph
 from graphrun.cli.terminal import alive, width
 from graphrun.errors import InputError, PlanError
 from graphrun.reading import read_json
@@ -74,7 +73,7 @@ def compare(
 
     chosen_engines = engines_called(engines.split(","))
     options = replace(options, runs=api.RUNS)
-    graph_plan = plan_graph(open_graph(graph, options), options, "none")
+    graph_plan = GraphPlanner(options).plan(open_graph(graph, options))
     with solving(), alive(f"other engines for {graph_plan.graph.name}"):
         comparison = EngineComparison(
             graph_plan.graph, graph_plan.solution, cache_folder(options.no_cache)
@@ -97,12 +96,7 @@ def export(
             metavar="ENGINE",
         ),
     ],
-    output_file: Annotated[
-        Path | None,
-        typer.Option(
-            "-o", help="Output file. Default: stdout.", metavar="FILE", show_default=False
-        ),
-    ] = None,
+    output_file: TextFile = None,
     trust_package: Trust = None,
     no_cache: NoCache = False,
 ) -> None:
@@ -188,10 +182,7 @@ def map_(
             help="Device maps by component (JSON), as export --as accelerate writes them."
         ),
     ],
-    output_file: Annotated[
-        Path | None,
-        typer.Option("-o", help="Save the plan to this file.", metavar="FILE", show_default=False),
-    ] = None,
+    output_file: PlanFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Show memory and time of accelerate's device maps, as a plan.

@@ -10,7 +10,7 @@ import typer
 
 from graphrun import device_kinds
 from graphrun.cli.common import AsJson, app, cache_folder, echo, show
-from graphrun.cli.options import NoCache
+from graphrun.cli.options import NoCache, option
 from graphrun.cli.terminal import width
 from graphrun.errors import InputError
 from graphrun.units import show_seconds, show_size
@@ -115,26 +115,15 @@ def doctor(no_cache: NoCache = False, as_json: AsJson = False) -> None:
 def calibrate(
     device: Annotated[
         str | None,
-        typer.Option(
-            help="cuda, sim or cpu. Default: the card here, else cpu.",
-            metavar="NAME",
-            show_default=False,
-        ),
+        option("cuda, sim or cpu. Default: the card here, else cpu.", "NAME"),
     ] = None,
     name: Annotated[
         str,
-        typer.Option(
-            help="Name of the profile. Default: the device's.", metavar="NAME", show_default=False
-        ),
+        option("Name of the profile. Default: the device's.", "NAME"),
     ] = "",
     seconds: Annotated[
         float | None,
-        typer.Option(
-            help="Seconds for measuring. Default: 20, on a CPU 60.",
-            metavar="N",
-            min=0.1,
-            show_default=False,
-        ),
+        option("Seconds for measuring. Default: 20, on a CPU 60.", "N", min=0.1),
     ] = None,
     compiled: Annotated[
         bool,

@@ -9,54 +9,53 @@ from __future__ import annotations
 import functools
 import inspect
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, get_type_hints
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from graphrun.device_kinds import built_in
 from graphrun.errors import InputError
+from graphrun.many import CLUSTER_OPTIONS
+
+
+def option(text: str, metavar: str, *flags: str, **settings: Any) -> Any:
+    """Return an option with the help ``text``, which does not show its default."""
+    return typer.Option(*flags, help=text, metavar=metavar, show_default=False, **settings)
+
 
 NameList = list[str] | None
 HardwareName = Annotated[
     str | None,
-    typer.Option(
-        help="Card, CPU or saved profile to plan for. Default: the card here, else rtx4090.",
-        metavar="NAME",
-        show_default=False,
-    ),
+    option("Card, CPU or saved profile to plan for. Default: the card here, else rtx4090.", "NAME"),
 ]
 DeviceName = Annotated[
     str | None,
-    typer.Option(
-        help=f"{', '.join(kind.name for kind in built_in())}, another PyTorch backend, or two "
+    option(
+        f"{', '.join(kind.name for kind in built_in())}, another PyTorch backend, or two "
         "cards: cuda:0,cuda:1. Default: the hardware's.",
-        metavar="NAME",
-        show_default=False,
+        "NAME",
     ),
 ]
 Sets = Annotated[
     NameList,
-    typer.Option(
-        "--set",
-        help="Set an input of the graph. Repeatable.",
-        metavar="NAME=VALUE",
-        show_default=False,
-    ),
+    option("Set an input of the graph. Repeatable.", "NAME=VALUE", "--set"),
 ]
 Outputs = Annotated[
     NameList,
-    typer.Option(
-        "--output",
-        "-o",
-        help="Output file; NAME=FILE for one of several outputs. With --inputs: a folder, or a "
+    option(
+        "Output file; NAME=FILE for one of several outputs. With --inputs: a folder, or a "
         "pattern such as out/{line:04d}-{seed}.png. Default: out/<graph>.png, then "
         "out/<graph>-2.png.",
-        metavar="FILE",
-        show_default=False,
+        "FILE",
+        "--output",
+        "-o",
     ),
 ]
+PlanFile = Annotated[Path | None, option("Save the plan to this file.", "FILE", "-o")]
+TextFile = Annotated[Path | None, option("Output file. Default: stdout.", "FILE", "-o")]
 ReuseOption = Annotated[
     str,
     typer.Option(
@@ -67,11 +66,10 @@ ReuseOption = Annotated[
 ]
 Trust = Annotated[
     NameList,
-    typer.Option(
+    option(
+        "Allow classes of this Python package, whose code then runs. Repeatable.",
+        "NAME",
         "--trust-package",
-        help="Allow classes of this Python package, whose code then runs. Repeatable.",
-        metavar="NAME",
-        show_default=False,
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite existing output files.")]
@@ -88,11 +86,10 @@ class PlanOptions:
 
     vram: Annotated[
         str | None,
-        typer.Option(
-            help="VRAM budget, counted as nvidia-smi does: 8G, 7.5GiB, 50%; 24G,12G for two "
+        option(
+            "VRAM budget, counted as nvidia-smi does: 8G, 7.5GiB, 50%; 24G,12G for two "
             "cards; auto: 95 % of what is free.",
-            metavar="SIZE",
-            show_default=False,
+            "SIZE",
         ),
     ] = None
     ram: Annotated[
@@ -104,22 +101,19 @@ class PlanOptions:
     ] = "auto"
     memory: Annotated[
         str | None,
-        typer.Option(
-            help="With --device cpu, in place of --vram and --ram: budget of the whole process; "
+        option(
+            "With --device cpu, in place of --vram and --ram: budget of the whole process; "
             "auto: 95 % of what is free.",
-            metavar="SIZE",
-            show_default=False,
+            "SIZE",
         ),
     ] = None
     pinned: Annotated[
         str | None,
-        typer.Option(
-            help="Limit of page-locked RAM, within --ram.", metavar="SIZE", show_default=False
-        ),
+        option("Limit of page-locked RAM, within --ram.", "SIZE"),
     ] = None
     disk: Annotated[
         str | None,
-        typer.Option(help="Limit of what is written to disk.", metavar="SIZE", show_default=False),
+        option("Limit of what is written to disk.", "SIZE"),
     ] = None
     hardware: HardwareName = None
     device: DeviceName = None
@@ -134,83 +128,79 @@ class PlanOptions:
     ] = 1
     allow: Annotated[
         NameList,
-        typer.Option(
-            help="Allow what may change the output: 4bit, 8bit, a format (nf4, int8, Q4_K_S), "
+        option(
+            "Allow what may change the output: 4bit, 8bit, a format (nf4, int8, Q4_K_S), "
             "precision (any format), cpu, tiling, split, compile. Repeatable.",
-            metavar="WHAT",
-            show_default=False,
+            "WHAT",
         ),
     ] = None
     keep: Annotated[
         NameList,
-        typer.Option(
-            help="Keep this component on the device from its first use to the end. Repeatable.",
-            metavar="NAME",
-            show_default=False,
+        option(
+            "Keep this component on the device from its first use to the end. Repeatable.", "NAME"
         ),
     ] = None
     exclude: Annotated[
         NameList,
-        typer.Option(
-            help="Always stream this component, with no block resident. Repeatable.",
-            metavar="NAME",
-            show_default=False,
-        ),
+        option("Always stream this component, with no block resident. Repeatable.", "NAME"),
     ] = None
     pin: Annotated[
         NameList,
-        typer.Option(
-            help="Page-lock the host copy of this component. Repeatable.",
-            metavar="NAME",
-            show_default=False,
-        ),
+        option("Page-lock the host copy of this component. Repeatable.", "NAME"),
     ] = None
     reserve: Annotated[
         str | None,
-        typer.Option(
-            help="Part of the budget to leave to other programs.",
-            metavar="SIZE",
-            show_default=False,
-        ),
+        option("Part of the budget to leave to other programs.", "SIZE"),
     ] = None
     until: Annotated[
         str | None,
-        typer.Option(
-            help="Stop after this stage; plan only what it needs.",
-            metavar="STAGE",
-            show_default=False,
-        ),
+        option("Stop after this stage; plan only what it needs.", "STAGE"),
     ] = None
     trust_package: Trust = None
     source: Annotated[
         str | None,
-        typer.Option(
-            help="Folder, file or repository (owner/name@revision) to read the weights from.",
-            metavar="SOURCE",
-            show_default=False,
+        option(
+            "Folder, file or repository (owner/name@revision) to read the weights from.", "SOURCE"
         ),
     ] = None
     dtype: Annotated[
         str | None,
-        typer.Option(
-            help="float32, bfloat16 or float16 for components with a 16-bit dtype; graph: as in "
+        option(
+            "float32, bfloat16 or float16 for components with a 16-bit dtype; graph: as in "
             "the graph file. Default: graph, or float32 on a CPU where 16 bits are slower.",
-            metavar="DTYPE",
-            show_default=False,
+            "DTYPE",
         ),
     ] = None
     no_cache: NoCache = False
 
     @property
     def estimate_arguments(self) -> dict[str, Any]:
-        """The arguments of `graphrun.estimate`, except graph, VRAM budget, hardware and inputs."""
+        """The arguments of `graphrun.estimate`, except graph, hardware and inputs."""
         name_lists = {
             name: tuple(getattr(self, name) or ()) for name in ("allow", "keep", "exclude", "pin")
         }
         return {
             name: getattr(self, name)
-            for name in ("ram", "memory", "pinned", "disk", "runs", "reserve", "until")
+            for name in ("vram", "ram", "memory", "pinned", "disk", "runs", "reserve", "until")
         } | name_lists
+
+    @property
+    def cluster_arguments(self) -> dict[str, Any]:
+        """The `estimate_arguments` that a cluster file does not replace, except ``until``."""
+        return {
+            name: value
+            for name, value in self.estimate_arguments.items()
+            if name not in (*CLUSTER_OPTIONS, "until")
+        }
+
+    def refuse_for_cluster(self, path: Path) -> None:
+        """Raise InputError if an option is set that the cluster file ``path`` replaces."""
+        if flags := self._set_flags((*CLUSTER_OPTIONS, "device")):
+            raise InputError(f"{path} has the budgets of hosts and devices: leave out {flags}")
+
+    def _set_flags(self, names: Iterable[str]) -> str:
+        """Return the flags of the options among ``names`` that are set."""
+        return ", ".join(f"--{name}" for name in names if getattr(self, name) != _DEFAULTS[name])
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -242,13 +232,12 @@ class PlanOptions:
             PlanOptions(), **{name: getattr(self, name) for name in _FREE_WITH_PLAN}
         ).flags
 
-    def refuse_for_plan(self, path: Any, *, to_run: bool) -> None:
+    def refuse_for_plan(self, path: Path, *, to_run: bool) -> None:
         """Raise InputError if an option is set that the plan at ``path`` has already fixed.
         ``to_run``: --allow may be set, to confirm what the plan may choose."""
         free_names = (*_FREE_WITH_PLAN, *(["allow"] if to_run else []))
         fixed_names = [field.name for field in fields(self) if field.name not in free_names]
-        if set_names := [name for name in fixed_names if getattr(self, name) != _DEFAULTS[name]]:
-            flags = ", ".join(f"--{name}" for name in set_names)
+        if flags := self._set_flags(fixed_names):
             raise InputError(
                 f"{path} is a plan: it has its own budgets, hardware, device and "
                 f"directives; leave {flags} out"
@@ -291,37 +280,44 @@ def pair(option: str, text: str, *, may_be_empty: bool = False) -> tuple[str, st
 # options that a saved plan does not fix
 _FREE_WITH_PLAN = ("set_", "no_cache", "trust_package", "source")
 _DEFAULTS = {field.name: field.default for field in fields(PlanOptions)}
-_OPTIONS = [
-    inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS[name], annotation=option
-    )
-    for name, option in get_type_hints(PlanOptions, include_extras=True).items()
-]
 
 
 def shared(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace the parameter ``options`` of a command by the options ``names`` (default: all) of
-    `PlanOptions`, in the signature that typer reads, after the command's arguments."""
+    """Replace the parameters of a command that are records of options, such as `PlanOptions`, by an
+    option for each field, in the signature that typer reads, after the command's arguments.
+
+    ``names``: the only fields that become options; default: all.
+    """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        hints = get_type_hints(command, include_extras=True)
-        command_parameters = [
-            p.replace(kind=p.KEYWORD_ONLY, annotation=hints[n])
-            for n, p in inspect.signature(command).parameters.items()
-        ]
-        parameters = [p for p in command_parameters if p.default is p.empty and p.name != "options"]
-        parameters += [option for option in _OPTIONS if not names or option.name in names]
-        parameters += [p for p in command_parameters if p.default is not p.empty]
+        arguments, plain = list[inspect.Parameter](), list[inspect.Parameter]()
+        records = dict[str, tuple[Any, list[inspect.Parameter]]]()
+        for parameter in _parameters(command):
+            if is_dataclass(record := parameter.annotation):
+                options = [p for p in _parameters(record) if not names or p.name in names]
+                records[parameter.name] = record, options
+            else:
+                (arguments if parameter.default is parameter.empty else plain).append(parameter)
+        parameters = [*arguments, *(p for _, options in records.values() for p in options), *plain]
 
         @functools.wraps(command)
         def called(**values: Any) -> None:
-            options = PlanOptions(
-                **{name: values.pop(name) for name in _DEFAULTS if name in values}
-            )
-            command(options=options, **values)
+            for name, (record, options) in records.items():
+                values[name] = record(
+                    **{option.name: values.pop(option.name) for option in options}
+                )
+            command(**values)
 
         called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return called
 
     return decorate
+
+
+def _parameters(function: Any) -> list[inspect.Parameter]:
+    """Return the parameters of a function or a class, as keywords."""
+    return [
+        parameter.replace(kind=parameter.KEYWORD_ONLY)
+        for parameter in inspect.signature(function, eval_str=True).parameters.values()
+    ]

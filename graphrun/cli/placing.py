@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from graphrun.cli.common import cache_folder, load, show, solving
-from graphrun.cli.options import PlanOptions
+from graphrun.cli.options import PlanOptions, option
 from graphrun.cli.terminal import alive, width
 from graphrun.errors import InputError
 
@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
 ClusterFile = Annotated[
     Path | None,
-    typer.Option(
-        "--cluster",
-        help="Plan for the machines in this file (docs/howto/cluster.md).",
-        metavar="FILE",
-        show_default=False,
-    ),
+    option("Plan for the machines in this file (docs/howto/cluster.md).", "FILE", "--cluster"),
 ]
 ObjectiveOption = Annotated[
     str | None,
@@ -49,22 +44,7 @@ def open_cluster(path: Path, options: PlanOptions) -> Cluster:
     replaces."""
     from graphrun.cluster.machines import read_cluster
 
-    defaults = {
-        "vram": None,
-        "ram": "auto",
-        "memory": None,
-        "pinned": None,
-        "disk": None,
-        "hardware": None,
-        "device": None,
-        "runs": 1,
-    }
-    if conflicts := [
-        f"--{name}" for name, default in defaults.items() if getattr(options, name) != default
-    ]:
-        raise InputError(
-            f"{path} has the budgets of hosts and devices: leave out {', '.join(conflicts)}"
-        )
+    options.refuse_for_cluster(path)
     return read_cluster(path, cache_folder(options.no_cache))
 
 
@@ -86,11 +66,6 @@ def plan_cluster(
     if objective not in (None, "throughput", "latency"):
         raise InputError(f"--objective {objective!r} is not known; it is throughput or latency")
     cluster, pipeline_graph = open_cluster(file, options), load(graph, options)
-    arguments: dict[str, Any] = {
-        name: value
-        for name, value in options.estimate_arguments.items()
-        if name not in ("ram", "memory", "pinned", "runs", "until")
-    }
     start = time.perf_counter()
     with (
         solving(),
@@ -103,7 +78,7 @@ def plan_cluster(
             items=items or 100,
             inputs=options.inputs,
             cache=cache_folder(options.no_cache),
-            **arguments,
+            **options.cluster_arguments,
         )
     plan_summary = summary(placement, time.perf_counter() - start)
     if output_file is not None:

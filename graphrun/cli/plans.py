@@ -5,7 +5,8 @@ None of them runs a graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,28 +23,36 @@ from graphrun.cli.common import (
     cards_for,
     echo,
     load,
-    look,
-    open_graph,
     parse_reuse,
-    plan_graph,
     say,
     show,
     solving,
     with_budget,
+    write_or_print,
 )
-from graphrun.cli.options import PlanOptions, ReuseOption, Verbose, shared, with_typed_budget
+from graphrun.cli.options import (
+    PlanFile,
+    PlanOptions,
+    ReuseOption,
+    Verbose,
+    option,
+    shared,
+    with_typed_budget,
+)
 from graphrun.cli.placing import ClusterFile, ItemsOption, ObjectiveOption, plan_cluster
+from graphrun.cli.planning import GraphPlanner, look, open_graph
 from graphrun.cli.teams import FailLimits, FailOver, FailPeak
 from graphrun.cli.terminal import alive, width
 from graphrun.devices import per_device, refuse_wrong_budgets
 from graphrun.errors import InputError, Interrupted, PlanError
-from graphrun.files import Store
+from graphrun.files import store_in
 from graphrun.reading import read_json
 from graphrun.report import plan_files as planfile
 from graphrun.units import parse_size, show_size, typed_size
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
+    from graphrun.model.problem import Hardware, Problem
 
 
 @app.command()
@@ -51,10 +60,7 @@ if TYPE_CHECKING:
 def plan(
     graph: GraphFile,
     options: PlanOptions,
-    output_file: Annotated[
-        Path | None,
-        typer.Option("-o", help="Save the plan to this file.", metavar="FILE", show_default=False),
-    ] = None,
+    output_file: PlanFile = None,
     reuse: ReuseOption = "none",
     fail_over: FailOver = None,
     fail_peak: FailPeak = None,
@@ -63,11 +69,10 @@ def plan(
     items: ItemsOption = None,
     explanation: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "If no plan fits or the plan is slow, search for all suggestions. Slower.",
+            "more",
             "--explain",
-            metavar="more",
-            help="If no plan fits or the plan is slow, search for all suggestions. Slower.",
-            show_default=False,
         ),
     ] = None,
     verbose: Verbose = False,
@@ -87,36 +92,37 @@ def plan(
         return
     if objective is not None or items is not None:
         raise InputError("--objective and --items are for several machines: add --cluster FILE")
-    from graphrun.report.screen import plan_screen, proof
-    from graphrun.report.summary import summarize
-
     if explanation not in (None, "more"):
         raise InputError(f"--explain {explanation!r} is not known; it is more")
     limits = FailLimits(fail_over, fail_peak)
-    graph_plan = plan_graph(
-        open_graph(graph, options),
-        options,
-        parse_reuse(reuse),
-        advise=True,
-        thorough=explanation is not None,
-    )
-    summary = summarize(graph_plan.solution, graph_plan.solve_seconds)
-    if output_file is not None:
-        planfile.save(output_file, graph_plan.source, graph_plan.solution, summary)
-    style = look(graph_plan, options, verbose, output_file, reuse)
-    screen = plan_screen(graph_plan.solution, graph_plan.solve_seconds, style)
-    suggestions = list[Any]()
-    if graph_plan.suggestions:
-        # imported only here, since it imports highspy
-        from graphrun.report.whatif_screens import suggestions_json, suggestions_screen
+    from graphrun.report.screen import plan_screen, proof
+    from graphrun.report.summary import summarize
 
-        screen += f"\n\n{suggestions_screen(graph_plan.solution, graph_plan.suggestions, style)}"
-        suggestions = suggestions_json(graph_plan.suggestions)
-    show(
-        {**summary, "suggestions": suggestions, "interrupted": bool(graph_plan.interrupted)},
-        as_json,
-        screen,
-    )
+    planner = GraphPlanner(options, parse_reuse(reuse), advise=True)
+    with contextlib.ExitStack() as stack:
+        if explanation is not None:
+            from graphrun.solve.suggestions import thorough
+
+            stack.enter_context(thorough())
+        graph_plan = planner.plan(open_graph(graph, options))
+        summary = summarize(graph_plan.solution, graph_plan.solve_seconds)
+        if output_file is not None:
+            planfile.save(output_file, graph_plan.source, graph_plan.solution, summary)
+        style = look(graph_plan, options, verbose, output_file, reuse)
+        screen = plan_screen(graph_plan.solution, graph_plan.solve_seconds, style)
+        suggestions = list[Any]()
+        if graph_plan.suggestions:
+            # imported only here, since it imports highspy
+            from graphrun.report.whatif_screens import suggestions_json, suggestions_screen
+
+            screen += (
+                f"\n\n{suggestions_screen(graph_plan.solution, graph_plan.suggestions, style)}"
+            )
+            suggestions = suggestions_json(graph_plan.suggestions)
+        is_interrupted = bool(graph_plan.interrupted)
+        show(
+            {**summary, "suggestions": suggestions, "interrupted": is_interrupted}, as_json, screen
+        )
     if graph_plan.interrupted:
         saved_text = f"; it is saved in {output_file}" if output_file is not None else ""
         raise Interrupted(
@@ -147,7 +153,7 @@ def explain(
     from graphrun.report.summary import summarize
     from graphrun.report.whatif_screens import alternatives_json, alternatives_screen, faster_than
 
-    graph_plan = plan_graph(open_graph(graph, options), options, "none")
+    graph_plan = GraphPlanner(options).plan(open_graph(graph, options))
     solution = graph_plan.solution
     if component is None:
         show(summarize(solution, graph_plan.solve_seconds), as_json, explain_screen(solution))
@@ -155,7 +161,7 @@ def explain(
     from graphrun.solve.alternatives import alternatives
     from graphrun.store import fitting_for, keep_plan
 
-    store = _store(cache_folder(options.no_cache))
+    store = store_in(cache_folder(options.no_cache))
     with solving(), alive(f"other placements of {component}") as step:
         best, rows = alternatives(
             solution, component, lambda variant: fitting_for(variant, store), step
@@ -196,31 +202,22 @@ def estimate(
     ] = "resident",
     precision: Annotated[
         list[str] | None,
-        typer.Option(
-            help="bf16, fp16, fp32, int8, nf4, fp8; COMPONENT=nf4 for one component. Repeatable.",
-            metavar="FORMAT",
-            show_default=False,
+        option(
+            "bf16, fp16, fp32, int8, nf4, fp8; COMPONENT=nf4 for one component. Repeatable.",
+            "FORMAT",
         ),
     ] = None,
     batch: Annotated[
         int | None,
-        typer.Option(help="Pictures per prompt.", metavar="N", min=1, show_default=False),
+        option("Pictures per prompt.", "N", min=1),
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Use an option of a stage: decode=tiling. Repeatable.",
-            metavar="STAGE=NAME",
-            show_default=False,
-        ),
+        option("Use an option of a stage: decode=tiling. Repeatable.", "STAGE=NAME"),
     ] = None,
     cpu: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Compute this component on the CPU. Repeatable.",
-            metavar="NAME",
-            show_default=False,
-        ),
+        option("Compute this component on the CPU. Repeatable.", "NAME"),
     ] = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
@@ -312,9 +309,7 @@ def frontier(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            help="Draw the curve to this file, .svg or .png.", metavar="FILE", show_default=False
-        ),
+        option("Draw the curve to this file, .svg or .png.", "FILE"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -324,9 +319,8 @@ def frontier(
     --vram 24G,4G:12G, on a CPU --memory 2G:12G.
     """
     from graphrun.report.screen import Look
-    from graphrun.report.svg import rasterized
-    from graphrun.report.whatif_screens import fastest, frontier_json, frontier_screen, frontier_svg
-    from graphrun.solve.frontier import sizes_between, values_between
+    from graphrun.report.whatif_screens import fastest, frontier_json, frontier_screen
+    from graphrun.solve.frontier import values_between
     from graphrun.store import frontier_for
 
     if plot is not None and plot.suffix not in (".svg", ".png"):
@@ -341,64 +335,76 @@ def frontier(
         # refuse bad values before minutes of planning; each value needs its own dry run
         pipeline_graph.for_planning(inputs)
     cards = cards_for(options, cache)
+    device, sizes, budgets = _budgets(options, cards)
+    option, rows, problems = cards[0].budget_option, [], []
+    sizes[device] = budgets[0]
+    arguments = {
+        **options.estimate_arguments,
+        option.removeprefix("--"): budgets[0] if cards[0].unified else sizes,
+        "hardware": cards,
+        "cache": cache,
+    }
+    for value, inputs in sweep_inputs:
+        activity = f"{name}={value}" if name else f"plans for {len(budgets)} budgets"
+        with solving(), alive(activity) as step:
+            problems.append(api.estimate(pipeline_graph, **arguments, inputs=inputs))
+            rows.append((value, frontier_for(problems[-1], budgets, store_in(cache), device, step)))
+    if plot is not None:
+        _draw(plot, problems[0], rows, name)
+    next_command = ""
+    if not name and (best := fastest(rows[0][1])) is not None:
+        sizes[device] = typed_size(best.budget_bytes)
+        next_options = with_typed_budget(options, option, ",".join(map(str, sizes)))
+        next_command = f"next: graphrun plan {graph} {next_options.flags}"
+    screen = frontier_screen(problems[0], rows, name, Look(width(), next_command=next_command))
+    show(frontier_json(problems[0], rows, name), as_json, screen)
+    if not any(point.fits for _, points in rows for point in points):
+        raise typer.Exit(3)
+
+
+def _budgets(
+    options: PlanOptions, cards: Sequence[Hardware]
+) -> tuple[int, list[Any], tuple[int, ...]]:
+    """Return the number of the device whose budget is varied, the budget of each device as typed,
+    and the budgets of the varied one in bytes. Raises InputError without a range of budgets."""
+    from graphrun.solve.frontier import sizes_between
+
     refuse_wrong_budgets(cards[0], options)
-    option = cards[0].budget_option
-    text = options.memory if cards[0].unified else options.vram
+    option, is_unified = cards[0].budget_option, cards[0].unified
+    name, text = option.removeprefix("--"), options.memory if is_unified else options.vram
     if text is None:
-        example = "2G:12G" if cards[0].unified else "4G:48G"
+        example = "2G:12G" if is_unified else "4G:48G"
         raise InputError(f"a frontier needs budgets: add {option}, such as {option} {example}")
-    vram: list[Any] = [request.vram for request in per_device(text)]
-    varied = [number for number, size in enumerate(vram) if ":" in size] or [0]
+    sizes: list[Any] = [request.vram for request in per_device(text)]
+    varied = [number for number, size in enumerate(sizes) if ":" in size] or [0]
     if len(varied) > 1:
         raise InputError(
             f"--vram {options.vram}: one device is varied at a time: give the others a "
             "budget, as in 24G,4G:12G"
         )
-    device, name_of_budget = varied[0], option.removeprefix("--")
+    device = varied[0]
     card = cards[device]
-    if text == "auto":
-        vram[device] = getattr(with_budget(options, card), name_of_budget)
     budgets = sizes_between(
-        vram[device],
+        getattr(with_budget(options, card), name) if text == "auto" else sizes[device],
         whole_bytes=card.capacity_bytes if card.kind.free_memory != "none" else None,
-        name=name_of_budget,
+        name=name,
     )
     if budgets[-1] > card.capacity_bytes:
         say(f"the {card.name} has {show_size(card.capacity_bytes)}: larger budgets are left out")
         budgets = tuple(sorted({min(budget, card.capacity_bytes) for budget in budgets}))
-    rows, problems = [], []
-    for value, inputs in sweep_inputs:
-        vram[device] = budgets[0]
-        arguments = {
-            **options.estimate_arguments,
-            "hardware": cards,
-            name_of_budget: budgets[0] if card.unified else vram,
-            "inputs": inputs,
-            "cache": cache,
-        }
-        activity = f"{name}={value}" if name else f"plans for {len(budgets)} budgets"
-        with solving(), alive(activity) as step:
-            problems.append(api.estimate(pipeline_graph, **arguments))
-            rows.append((value, frontier_for(problems[-1], budgets, _store(cache), device, step)))
-    if plot is not None:
-        drawing = frontier_svg(problems[0], rows, name)
-        if plot.suffix == ".svg":
-            planfile.write_text(plot, drawing)
-        else:
-            planfile.write_with(plot, lambda target: rasterized(drawing).save(target, format="PNG"))
-    best = fastest(rows[0][1])
-    if best is not None:
-        vram[device] = typed_size(best.budget_bytes)
-    next_command = (
-        f"next: graphrun plan {graph} "
-        + with_typed_budget(options, option, ",".join(map(str, vram))).flags
-        if best and not name
-        else ""
-    )
-    screen = frontier_screen(problems[0], rows, name, Look(width(), next_command=next_command))
-    show(frontier_json(problems[0], rows, name), as_json, screen)
-    if not any(point.fits for _, points in rows for point in points):
-        raise typer.Exit(3)
+    return device, sizes, budgets
+
+
+def _draw(file: Path, problem: Problem, rows: Sequence[Any], name: str) -> None:
+    """Write the curve through ``rows`` to an SVG or PNG file."""
+    from graphrun.report.svg import rasterized
+    from graphrun.report.whatif_screens import frontier_svg
+
+    drawing = frontier_svg(problem, rows, name)
+    if file.suffix == ".svg":
+        planfile.write_text(file, drawing)
+    else:
+        planfile.write_with(file, lambda target: rasterized(drawing).save(target, format="PNG"))
 
 
 @app.command()
@@ -418,36 +424,38 @@ def report(
     Has the timeline, the plan, planned and measured numbers, and time against
     budget. The page loads nothing from elsewhere.
     """
-    from graphrun.report.page import product_from_trace, report_page, trace_from_json
-    from graphrun.store import curve_for
-
     data = read_json(trace, PlanError)
     if isinstance(data, dict) and "lanes" in data:
         from graphrun.report.lanes import lanes_from_json, lanes_page
 
-        try:
+        with _intact(trace):
             page = lanes_page(lanes_from_json(data))
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise PlanError(
-                f"is a damaged trace: {type(error).__name__} {error}", str(trace)
-            ) from error
-        planfile.write_text(output_file, page)
-        echo(f"wrote {output_file}")
+        write_or_print(page, output_file)
         return
+    from graphrun.report.page import product_from_trace, report_page, trace_from_json
+    from graphrun.store import curve_for
+
+    run_trace = product = None
     is_trace = isinstance(data, dict) and "events" in data
     solution, _ = planfile.solution_in(data.get("plan") if is_trace else data, trace)
     planfile.require_writable(output_file)
+    if is_trace:
+        with _intact(trace):
+            run_trace, product = trace_from_json(data), product_from_trace(data, trace.parent)
+    with solving(), alive("plans for other budgets") as step:
+        points = curve_for(solution.problem, solution, store_in(cache_folder(False)), step)
+    write_or_print(report_page(solution, run_trace, points, product), output_file)
+
+
+@contextlib.contextmanager
+def _intact(trace: Path) -> Iterator[None]:
+    """Raise PlanError for content of another form in the file ``trace``."""
     try:
-        run_trace = trace_from_json(data) if is_trace else None
-        product = product_from_trace(data, trace.parent) if is_trace else None
+        yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(
             f"is a damaged trace: {type(error).__name__} {error}", str(trace)
         ) from error
-    with solving(), alive("plans for other budgets") as step:
-        points = curve_for(solution.problem, solution, _store(cache_folder(False)), step)
-    planfile.write_text(output_file, report_page(solution, run_trace, points, product))
-    echo(f"wrote {output_file}")
 
 
 @app.command()
@@ -456,7 +464,3 @@ def schema() -> None:
     from graphrun.graph.schema import schema_text
 
     echo(schema_text(), nl=False)
-
-
-def _store(cache: Path | None) -> Store | None:
-    return Store(cache) if cache is not None else None

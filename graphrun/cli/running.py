@@ -1,16 +1,30 @@
-"""Interrupts and output files of a single run and of a batch. The first interrupt (Ctrl-C) stops a
-run at the end of the current step, a second one immediately."""
+"""Options, interrupts and output files of a single run and of a batch. The first interrupt (Ctrl-C)
+stops a run at the end of the current step, a second one immediately."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 import graphrun
+from graphrun.cli.common import AsJson, say
+from graphrun.cli.options import (
+    Outputs,
+    Overwrite,
+    PlanOptions,
+    ReuseOption,
+    Verbose,
+    option,
+)
+from graphrun.cli.placing import ClusterFile, ObjectiveOption
+from graphrun.errors import InputError
 from graphrun.report.outputs import (
     FPS,
     VIDEOS,
@@ -23,6 +37,98 @@ from graphrun.report.outputs import (
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """The values of the options of ``run``, next to `PlanOptions`, as typed."""
+
+    prompt: Annotated[
+        str | None,
+        option("Short for --set prompt=TEXT.", "TEXT"),
+    ] = None
+    seed: Annotated[
+        int | None,
+        option("Short for --set seed=N. Equal seeds give equal outputs.", "N"),
+    ] = None
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Use random weights instead of the source's.")
+    ] = False
+    output: Outputs = None
+    plan_file: Annotated[
+        Path | None,
+        option("Save the plan to this file.", "FILE", "--plan"),
+    ] = None
+    trace_file: Annotated[
+        Path | None,
+        option(
+            "Save the trace to this file. *.perfetto.json opens in Perfetto.", "FILE", "--trace"
+        ),
+    ] = None
+    inputs: Annotated[
+        Path | None,
+        option("Run once for each line of this file, JSON lines or CSV.", "FILE"),
+    ] = None
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Save the run's state next to its output. The same command resumes from it.",
+        ),
+    ] = False
+    cluster: ClusterFile = None
+    objective: ObjectiveOption = None
+    strict: Annotated[
+        bool, typer.Option("--strict", help="If a line of --inputs is invalid, run nothing.")
+    ] = False
+    overwrite: Overwrite = False
+    preview: Annotated[
+        Path | None,
+        option(
+            "Write a preview to this PNG every few steps, from the latents without the VAE.", "FILE"
+        ),
+    ] = None
+    reuse: ReuseOption = "encoded"
+    enforce: Annotated[
+        bool,
+        typer.Option(
+            "--enforce",
+            help="With --memory: the kernel kills a run that takes more (Linux cgroups).",
+        ),
+    ] = False
+    check_ordering: Annotated[
+        bool,
+        typer.Option(
+            "--check-ordering",
+            help="With --device sim: search for data races between copies and compute.",
+        ),
+    ] = False
+    verbose: Verbose = False
+    as_json: AsJson = False
+
+    @property
+    def has_many_runs(self) -> bool:
+        """Whether options are set for which a batch runs."""
+        return self.inputs is not None or self.resume or self.cluster is not None
+
+    @property
+    def notify(self) -> Callable[[str], None] | None:
+        """The function that prints remarks on a run; None with ``--json``."""
+        return None if self.as_json else say
+
+    def with_inputs(self, options: PlanOptions) -> PlanOptions:
+        """Return ``options`` with the inputs ``--prompt`` and ``--seed``. Raises InputError if
+        ``--set`` has them too."""
+        sets = list(options.set_ or [])
+        for name, value in (("prompt", self.prompt), ("seed", self.seed)):
+            if value is not None:
+                if name in options.inputs:
+                    raise InputError(
+                        f"--{name} {value} and --set {name}={options.inputs[name]}: leave one "
+                        "of them out"
+                    )
+                sets.append(f"{name}={value}")
+        return replace(options, set_=sets or options.set_)
 
 
 class Stop:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graphrun.cli.common import AsJson, app, say, show
+from graphrun.cli.options import option
 from graphrun.errors import PlanError
 from graphrun.reading import read_json
 from graphrun.report import plan_files as planfile
@@ -18,29 +19,24 @@ from graphrun.units import parse_seconds, parse_size, show_seconds, show_size
 if TYPE_CHECKING:
     from graphrun.model.solution import Solution
 
+SavedPlan = Annotated[Path, typer.Argument(help="A plan saved with -o.", show_default=False)]
 FailOver = Annotated[
     str | None,
-    typer.Option(
-        "--fail-over",
-        help="Exit with 1 if the plan takes longer: 60s, 2min.",
-        metavar="TIME",
-        show_default=False,
-    ),
+    option("Exit with 1 if the plan takes longer: 60s, 2min.", "TIME", "--fail-over"),
 ]
 FailPeak = Annotated[
     str | None,
-    typer.Option(
+    option(
+        "Exit with 1 if the plan's peak is higher, counted as for --vram: 7.5G.",
+        "SIZE",
         "--fail-peak",
-        help="Exit with 1 if the plan's peak is higher, counted as for --vram: 7.5G.",
-        metavar="SIZE",
-        show_default=False,
     ),
 ]
 
 
 @app.command()
 def check(
-    plan: Annotated[Path, typer.Argument(help="A plan saved with -o.", show_default=False)],
+    plan: SavedPlan,
     as_json: AsJson = False,
 ) -> None:
     """Check a saved plan, without the solver.
@@ -85,7 +81,7 @@ def check_json(solution: Solution | None, violations: list[dict[str, Any]]) -> d
 
 @app.command()
 def diff(
-    a: Annotated[Path, typer.Argument(help="A plan saved with -o.", show_default=False)],
+    a: SavedPlan,
     b: Annotated[Path, typer.Argument(help="Another one.", show_default=False)],
     as_json: AsJson = False,
 ) -> None:

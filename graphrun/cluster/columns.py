@@ -20,7 +20,7 @@ from graphrun import api
 from graphrun.batch.schedule import segment_of
 from graphrun.cluster.machines import Cluster
 from graphrun.cluster.placement import Column, StageSpan, column_of, parts_of, separable
-from graphrun.files import Store
+from graphrun.files import store_in
 from graphrun.graph.graph import Graph
 from graphrun.model.choices import use_with
 from graphrun.model.problem import Hardware, Problem, Secondary, Use, ValueNumbers
@@ -246,7 +246,7 @@ class Planner:
 
     def __init__(self, graph: Graph, items: int, cache: Any, arguments: Mapping[str, Any]) -> None:
         self._graph, self._items, self._arguments, self._cache = graph, items, arguments, cache
-        self._store = Store(cache) if cache is not None else None
+        self._store = store_in(cache)
         self._problems: dict[DeviceClass, Problem] = {}
         self._ways: dict[tuple[DeviceClass, str], list[list[float]]] = {}
         self._columns: dict[tuple[DeviceClass, tuple[str, ...], float], Column | None] = {}

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from graphrun.model.blocks import resident_blocks
 from graphrun.model.solution import Solution
-from graphrun.report.screen import backing_store_text, phase_streams
+from graphrun.report.screen import backing_store_text, phase_streams, resident_counts
 from graphrun.report.summary import summarize
 from graphrun.report.table import table
 from graphrun.units import show_seconds, show_size
@@ -91,11 +90,7 @@ def _places(solution: Solution) -> dict[tuple[str, str], str]:
     places = {}
     for component in problem.components:
         variant, streams = component.variants[0], phase_streams(slots, component.name)
-        block_counts = list(
-            zip(
-                slots, map(len, resident_blocks(component, solution.plan.finds, slots)), strict=True
-            )
-        )
+        resident = resident_counts(component, solution.plan.finds, slots)
         blocks = sum(len(group.blocks) for group in component.groups)
         places[component.name, "stored as"] = (
             f"{variant.precision}, {backing_store_text(variant.backing_store)}"
@@ -105,8 +100,9 @@ def _places(solution: Solution) -> dict[tuple[str, str], str]:
                 continue
             location = "resident" if variant.device == "device" else "on the CPU"
             if phase.name in streams:
-                stay = max(count for slot, count in block_counts if slot.phase == phase.name)
-                location = f"streamed, {stay} of {blocks} {component.granularity} stay"
+                location = (
+                    f"streamed, {resident[phase.name]} of {blocks} {component.granularity} stay"
+                )
             places[component.name, phase.name] = location
     return places
 

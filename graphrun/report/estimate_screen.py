@@ -9,19 +9,27 @@ from graphrun.report.table import Units, table
 from graphrun.report.verdicts import estimate_verdict, mode_text
 from graphrun.units import show_range, show_size
 
+# column of a phase's table -> key of the estimate
+SIZES = {"allocated": "allocated_bytes", "reserved": "reserved_bytes", "values": "values_bytes"}
+ALL_SIZES = {
+    "allocated": "allocated_bytes",
+    "reserved": "reserved_bytes",
+    "native": "reserved_native_bytes",
+    "values": "values_bytes",
+    "inputs": "input_bytes",
+}
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def estimate_screen(estimate: dict[str, Any], look: Look | None = None) -> str:
     """Return the graph with its totals, a row per component, and a row per phase."""
     look = look or Look()
-    phases = (_phases if look.verbose else _phases_in_short)(estimate["phases"])
     return "\n\n".join(
         (
             look.first(estimate_verdict(estimate)),
             look.folded(*_head(estimate)),
             _components(estimate, look),
-            phases,
+            _phases(estimate["phases"], verbose=look.verbose),
         )
     )
 
@@ -111,61 +119,27 @@ def _components(estimate: dict[str, Any], look: Look) -> str:
     return "\n".join([table(rows, left_columns=(0,), width=look.width), f" {note}", *sources])
 
 
-def _phases_in_short(phases: list[dict[str, Any]]) -> str:
+def _phases(phases: list[dict[str, Any]], *, verbose: bool) -> str:
     units = Units(
         max(row["reserved_bytes"] for row in phases), sum(row["seconds"] for row in phases)
     )
-    rows = [["phase", "calls", "allocated", "reserved", "values", "TFLOP", f"compute {units.time}"]]
+    sizes, legend = SIZES, "without weights; -v shows all figures and their basis"
+    if verbose:
+        sizes = ALL_SIZES
+        legend = (
+            "without weights; reserved: with expandable segments, native: without; basis: of "
+            "sizes, of seconds"
+        )
+    rows = [["phase", "calls", *sizes, "TFLOP", f"compute {units.time}", *["basis"] * verbose]]
     for row in phases:
-        sizes = [row[f"{name}_bytes"] for name in ("allocated", "reserved", "values")]
-        rows.append(
-            units.row(
-                row["phase"],
-                str(row["calls"]),
-                *sizes,
-                f"{row['flops'] / 1e12:.2f}",
-                float(row["seconds"]),
-            )
+        basis = ", ".join(dict.fromkeys((row["basis"], row["seconds_basis"])))
+        cells = (
+            row["phase"],
+            str(row["calls"]),
+            *(row[key] for key in sizes.values()),
+            f"{row['flops'] / 1e12:.2f}",
+            float(row["seconds"]),
+            *[basis] * verbose,
         )
-    return (
-        f"{table(rows, left_columns=(0,))}\n sizes in {units.size}, without weights; -v shows "
-        "all figures and their basis"
-    )
-
-
-def _phases(phases: list[dict[str, Any]]) -> str:
-    units = Units(
-        max(row["reserved_bytes"] for row in phases), sum(row["seconds"] for row in phases)
-    )
-    head = [
-        "phase",
-        "calls",
-        "allocated",
-        "reserved",
-        "native",
-        "values",
-        "inputs",
-        "TFLOP",
-        f"compute {units.time}",
-        "basis",
-    ]
-    rows = []
-    for row in phases:
-        sizes = [
-            row[f"{name}_bytes"]
-            for name in ("allocated", "reserved", "reserved_native", "values", "input")
-        ]
-        basis = (
-            row["basis"]
-            if row["basis"] == row["seconds_basis"]
-            else f"{row['basis']}, {row['seconds_basis']}"
-        )
-        flops = f"{row['flops'] / 1e12:.2f}"
-        rows.append(
-            units.row(row["phase"], str(row["calls"]), *sizes, flops, float(row["seconds"]), basis)
-        )
-    legend = (
-        "without weights; reserved: with expandable segments, native: without; basis: of "
-        "sizes, of seconds"
-    )
-    return f"{table([head, *rows], left_columns=(0, 9))}\n sizes in {units.size}, {legend}"
+        rows.append(units.row(*cells))
+    return f"{table(rows, left_columns=(0, 9))}\n sizes in {units.size}, {legend}"

@@ -8,14 +8,15 @@ b/0                                |decode 1|          |decode 2|
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from importlib.resources import files
+from itertools import count
 from typing import Any
 
-from graphrun.report.chart import GAP, LABEL, RIGHT, ROW, WIDTH
+from graphrun.report.chart import GAP, ROW, TimeAxis, chart
+from graphrun.report.chart import lane as empty_lane
 from graphrun.report.page import PAGE
 from graphrun.report.perfetto import SUFFIX, perfetto
-from graphrun.report.svg import block, element, round_ticks, tick_seconds
+from graphrun.report.svg import block
 from graphrun.trace import Lane
 from graphrun.units import show_seconds
 
@@ -52,50 +53,20 @@ def _perfetto(lanes: Sequence[Lane]) -> dict[str, Any]:
 
 def lanes_page(lanes: Sequence[Lane]) -> str:
     """Return a self-contained HTML page with a lane for each device."""
-    devices = {
-        name: number for number, name in enumerate(dict.fromkeys(lane.device for lane in lanes))
-    }
-    stages = {
-        names: number for number, names in enumerate(dict.fromkeys(lane.stages for lane in lanes))
-    }
-    end = max((lane.end_seconds for lane in lanes), default=1.0)
-
-    def x(seconds: float) -> float:
-        return LABEL + (WIDTH - LABEL - RIGHT) * seconds / end
-
-    def y(device: str) -> int:
-        return GAP + devices[device] * (ROW + GAP)
-
-    shapes = [
-        element("text", escape(device), x=0, y=y(device) + ROW - 7)
-        + element(
-            "rect", class_="lane", x=LABEL, y=y(device), width=WIDTH - LABEL - RIGHT, height=ROW
-        )
-        for device in devices
-    ]
+    devices = dict.fromkeys(lane.device for lane in lanes)
+    tops = dict(zip(devices, count(GAP, ROW + GAP), strict=False))
+    stages = list(dict.fromkeys(lane.stages for lane in lanes))
+    time = TimeAxis(0.0, max((lane.end_seconds for lane in lanes), default=1.0))
+    shapes = [empty_lane(device, top) for device, top in tops.items()]
     for lane in lanes:
         seconds_text = show_seconds(lane.end_seconds - lane.start_seconds)
         tooltip = f"request {lane.request}: {' '.join(lane.stages)}, {seconds_text}"
-        kind = f"c{stages[lane.stages] % 8} run"
-        shapes.append(
-            block(x(lane.start_seconds), x(lane.end_seconds), y(lane.device), ROW, kind, tooltip)
-        )
+        kind = f"c{stages.index(lane.stages) % 8} run"
+        x_start, x_end = time.x(lane.start_seconds), time.x(lane.end_seconds)
+        shapes.append(block(x_start, x_end, tops[lane.device], ROW, kind, tooltip))
     height = GAP + len(devices) * (ROW + GAP) + 24
-    for second in round_ticks(end):
-        shapes.append(
-            element(
-                "text",
-                tick_seconds(second),
-                class_="tick",
-                x=x(second),
-                y=height - 4,
-                text_anchor="middle",
-            )
-        )
-    title = f"{len(lanes)} runs on {len(devices)} devices in {show_seconds(end)}"
-    picture = element(
-        "svg", "".join(shapes), viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=title
-    )
+    title = f"{len(lanes)} runs on {len(devices)} devices in {show_seconds(time.seconds)}"
+    picture = chart([*shapes, *time.ticks(height - 4)], height, title)
     style = files("graphrun.report").joinpath("page.css").read_text(encoding="utf-8")
     return PAGE.format(title=title, style=style, body=f'<div class="wide">{picture}</div>')
 

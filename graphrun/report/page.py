@@ -232,14 +232,6 @@ def _cards(solution: Solution, simulation: Simulation, trace: Trace | None) -> s
 
 
 def _legend(colours: Mapping[str, int]) -> str:
-    patches = {
-        c: element("rect", class_=f"c{number}", width=10, height=10)
-        for c, number in colours.items()
-    }
-    items = "".join(
-        f"<span>{element('svg', patch, viewBox='0 0 10 10')}{escape(c)}</span>"
-        for c, patch in patches.items()
-    )
     shades = {
         "copied or computed": "c0",
         "streamed, or read from disk": "c0 stream",
@@ -248,15 +240,24 @@ def _legend(colours: Mapping[str, int]) -> str:
         "values, rest of pages": "values",
         "nothing computes": "lane waits",
     }
-    patches = {
-        title: element("rect", class_=kind, width=10, height=10) for title, kind in shades.items()
-    }
-    patches["budget for tensors"] = element("path", class_="budget", d="M0 5H10")
-    shade_items = "".join(
-        f"<span>{element('svg', patch, viewBox='0 0 10 10')}{escape(title)}</span>"
-        for title, patch in patches.items()
+    budget = element("path", class_="budget", d="M0 5H10")
+    components = _patches({name: f"c{number}" for name, number in colours.items()})
+    return (
+        f'<div class="legend">{components}</div><div class="legend">{_patches(shades)}'
+        f"{_patch('budget for tensors', budget)}</div>"
     )
-    return f'<div class="legend">{items}</div><div class="legend">{shade_items}</div>'
+
+
+def _patches(kinds: Mapping[str, str]) -> str:
+    """Return a patch for each title, coloured by its CSS classes."""
+    return "".join(
+        _patch(title, element("rect", class_=kind, width=10, height=10))
+        for title, kind in kinds.items()
+    )
+
+
+def _patch(title: str, shape: str) -> str:
+    return f"<span>{element('svg', shape, viewBox='0 0 10 10')}{escape(title)}</span>"
 
 
 def _phases(applied: Problem, reports: Sequence[SlotReport], units: Units) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from graphrun.model.blocks import resident_blocks
 from graphrun.model.plan import BlockNames, Slot, Stream, action_text, blocks_text
-from graphrun.model.problem import PhaseNumbers, Problem
+from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem
 from graphrun.model.simulation import Simulation, SlotReport
 from graphrun.model.solution import Solution
 from graphrun.model.splits import computing_on
@@ -465,11 +465,10 @@ def _placed(
     for component in problem.components:
         variant, streams = component.variants[0], phase_streams(slots, component.name)
         marks, stays = list[str](), dict[str, str]()
-        resident = resident_blocks(component, finds, slots)
-        block_counts = list(zip(slots, map(len, resident), strict=True))
+        resident = resident_counts(component, finds, slots)
         for phase in problem.phases:
             is_used = any(use.component == component.name for use in phase.uses)
-            blocks = max(count for slot, count in block_counts if slot.phase == phase.name)
+            blocks = resident[phase.name]
             if is_used and variant.device == "cpu":
                 marks.append("cpu")
             elif phase.name in streams:
@@ -488,6 +487,16 @@ def _placed(
         )
         placements.append((component.name, marks, f"{variant.precision}, {location}", stays))
     return placements
+
+
+def resident_counts(
+    component: ComponentNumbers, finds: DeviceBlocks, slots: Sequence[Slot]
+) -> dict[str, int]:
+    """Return the most resident blocks of ``component`` in each phase."""
+    counts = dict[str, int]()
+    for slot, blocks in zip(slots, resident_blocks(component, finds, slots), strict=True):
+        counts[slot.phase] = max(len(blocks), counts.get(slot.phase, 0))
+    return counts
 
 
 def backing_store_text(backing_store: str) -> str:
@@ -590,20 +599,7 @@ def measured_screen(
     )
     pairs = pairs if look.verbose else [pair for pair in pairs if pair[1].phase]
     names = [pair[1].name if look.verbose else pair[1].phase for pair in pairs]
-    head = [
-        "slot" if look.verbose else "phase",
-        "peak planned",
-        "measured",
-        "moved planned",
-        "measured",
-        f"{units.time} planned",
-        "measured",
-    ]
-    rows = [
-        head
-        if look.verbose
-        else [cell.replace("measured", "run").replace("planned", "plan") for cell in head]
-    ]
+    rows = [comparison_head("slot" if look.verbose else "phase", units, verbose=look.verbose)]
     for name in dict.fromkeys(names):
         rows.append(
             units.row(
@@ -630,6 +626,15 @@ def measured_screen(
             verdict_line(trace),
         )
     )
+
+
+def comparison_head(
+    title: str, units: Units, *, verbose: bool = False, movement: str = "moved"
+) -> list[str]:
+    """Return the head of a table of `comparison_cells`, with the title of its first column."""
+    plan, run = ("planned", "measured") if verbose else ("plan", "run")
+    numbers = ("peak", movement, units.time)
+    return [title, *(text for number in numbers for text in (f"{number} {plan}", run))]
 
 
 def comparison_cells(pairs: Sequence[tuple[SlotReport, SlotTrace]]) -> list[float]:

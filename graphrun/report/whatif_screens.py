@@ -42,10 +42,11 @@ from graphrun.units import roughly, show_seconds, show_size
 TITLES = {
     "": "as planned",
     "whole": "whole in all of its phases",
-    "exclude": "all blocks streamed, none kept",
-    "drop": "loaded again for each of its phases",
-    "keep": "kept from its first use to the end",
+    "exclude": "all blocks streamed",
+    "drop": "loaded again in each phase",
+    "keep": "kept from first use to end",
 }
+MARK_COLUMNS = 15  # of the remark on an alternative
 
 
 def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
@@ -265,36 +266,31 @@ def alternatives_screen(
 
     weights = solution.chosen.component(component).weight_bytes()
     units = Units(max(baseline.peak_bytes, weights))
-    rows, notes = [[component, "predicted", "vs plan", f"moved {units.size}", "peak", ""]], []
+    rows, notes = [[component, "predicted", "vs plan", "moved", "peak", ""]], []
     for option in alternatives:
-        title = TITLES[option.placement]
+        title, cells = TITLES[option.placement], list[str | float]([""] * 4)
         if option.variant:
             precision, backing_store, device = option.variant.split()
-            location = {"device": "", "cpu": ", on the CPU"}.get(device, f", on {device}")
-            title = f"as {precision} from {backing_store}{location}"
-        mark = f"needs --allow {option.permission}" if option.permission else ""
+            place = {"device": "", "cpu": " on the CPU"}.get(device, f" on {device}")
+            title = f"as {precision}{place} from {backing_store}"
+        remarks = [f"--allow {option.permission}"] if option.permission else []
         if option.fits:
-            difference = "" if option is baseline else f"{option.seconds - baseline.seconds:+.3f} s"
-            mark = (
-                "the same plan"
-                if option.is_same_plan and option is not baseline
-                else mark or against(option)
-            )
-            rows.append(
-                units.row(
-                    title,
-                    show_seconds(option.seconds),
-                    difference,
-                    option.moved_bytes,
-                    option.peak_bytes,
-                    mark,
-                )
-            )
+            extra = option.seconds - baseline.seconds
+            difference = f"{'-' if extra < 0 else '+'}{show_seconds(abs(extra))}"
+            cells = [
+                show_seconds(option.seconds),
+                "" if option is baseline else difference,
+                option.moved_bytes,
+                option.peak_bytes,
+            ]
+            if option.is_same_plan and option is not baseline:
+                remarks = ["the same plan"]
+            remarks = remarks or [against(option)]
         else:
-            rows.append(
-                [title, "impossible" if option.refusal else "does not fit", "", "", "", mark]
-            )
+            remarks.insert(0, "impossible" if option.refusal else "does not fit")
             notes.append(f" {title}: {_why(option, problem)}")
+        first, *rest = textwrap.wrap(", ".join(remarks), MARK_COLUMNS) or [""]
+        rows += [units.row(title, *cells, first), *([*[""] * 5, line] for line in rest)]
     (streamed,) = listed("streamed in", list(phase_streams(solution.plan.slots, component))) or [
         "not streamed"
     ]
@@ -303,9 +299,14 @@ def alternatives_screen(
         f"{component} in {problem.graph}: {show_size(weights)} of weights, {streamed}; "
         f"{show_size(problem.effective_bytes)} for tensors"
     )
-    foot = " every row is a plan of its own; other components may be placed differently"
-    notes += precision_lines(option.permission for option in alternatives)
-    return "\n".join((head, "", table(rows, left_columns=(0, 5)), foot, *map(look.folded, notes)))
+    notes = [
+        f" sizes in {units.size}; every row is a plan of its own: other components may be placed "
+        "differently",
+        *notes,
+        *precision_lines(option.permission for option in alternatives),
+    ]
+    grid = table(rows, left_columns=(0, 5), width=look.width)
+    return "\n".join((head, "", grid, *map(look.folded, notes)))
 
 
 def faster_than(solution: Solution, is_cached: bool) -> str:

@@ -205,7 +205,9 @@ def test_a_small_budget_streams_and_a_smaller_one_is_refused_with_the_minimum() 
         assert attachment.summary()["measured"]["kept_plan"]
         assert pipe.graphrun is attachment
         assert "the run matched the plan" in attachment.report()
-        assert len(attachment.report().splitlines()) < 24
+        lines = attachment.report().splitlines()
+        assert len(lines) < 24
+        assert max(map(len, lines)) <= 80
         assert all(
             phase.name in attachment.report() for phase in attachment.solution.problem.phases
         )

@@ -60,6 +60,7 @@ def test_an_infeasible_alternative_names_the_phase_and_the_smallest_budget() -> 
     )
     assert f"({whole.smallest_budget_bytes} bytes)" in " ".join(screen.split())
     assert "does not fit" in screen
+    assert max(map(len, screen.splitlines())) <= 80
 
 
 def test_a_refused_directive_is_reported_with_the_reason() -> None:
@@ -129,7 +130,8 @@ def test_every_other_variant_is_an_alternative_and_missing_permissions_are_named
     )
     screen = alternatives_screen(solution, "transformer", (plan_row, *other_rows))
     assert "as nf4 from pinned" in screen
-    assert "needs --allow nf4" in screen
+    assert "  --allow nf4\n" in screen
+    assert max(map(len, screen.splitlines())) <= 80
     rows = alternatives_json(solution, "transformer", (plan_row, *other_rows))["alternatives"]
     assert [row.get("needs_permission") for row in rows if row["placement"] == "variant"] == [
         None,
