@@ -284,7 +284,7 @@ def plan_graph(
         problem=problem,
     )
     if advise and problem.secondaries:
-        from graphrun.files import Store
+        from graphrun.disk_store import Store
         from graphrun.report.verdicts import gain_text
         from graphrun.store import fitting_for
 
@@ -298,7 +298,7 @@ def plan_graph(
         seconds_alone = None if single is None else single.seconds
         graph_plan = replace(graph_plan, gain=gain_text(solution, seconds_alone))
     if advise and solution.slow:
-        from graphrun.files import Store
+        from graphrun.disk_store import Store
         from graphrun.solve.suggestions import options_of
         from graphrun.store import suggestions_for
 

@@ -36,8 +36,8 @@ from graphrun.cli.placing import ClusterFile, ItemsOption, ObjectiveOption, plan
 from graphrun.cli.teams import FailLimits, FailOver, FailPeak
 from graphrun.cli.terminal import alive, width
 from graphrun.devices import per_device, refuse_wrong_budgets
+from graphrun.disk_store import Store
 from graphrun.errors import InputError, Interrupted, PlanError
-from graphrun.files import Store
 from graphrun.reading import read_json
 from graphrun.report import plan_files as planfile
 from graphrun.units import parse_size, show_size, typed_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +15,9 @@ import psutil
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from graphrun import device_kinds
+from graphrun.disk_store import Store, StoredEntry
+from graphrun.errors import InputError
 from graphrun.extras import install_command
-from graphrun.files import Store
 from graphrun.host_ram import available_bytes, host_ram_bytes, memory_limits
 from graphrun.memory_group import enforceable
 from graphrun.model.problem import Hardware
@@ -107,7 +109,6 @@ def examine(cache: Path | None) -> dict[str, Any]:
     versions = [package_status(name, _version(name)) for name in WITHOUT]
     device, memory, disk = _device(), _memory(), _disk(cache)
     processor = _processor(cache)
-    store = Store(cache).entries() if cache is not None else []
     findings = {
         "python": sys.version.split()[0],
         "platform": sys.platform,
@@ -120,11 +121,7 @@ def examine(cache: Path | None) -> dict[str, Any]:
         "processor": processor,
         "memory": memory,
         "disk": disk,
-        "cache": {
-            "folder": str(cache) if cache is not None else None,
-            "entries": len(store),
-            "nbytes": sum(path.stat().st_size for path in store if path.is_file()),
-        },
+        "cache": _cache(cache),
         "profiles": list(profiles.stored_profiles(cache)),
         "other_cpu_profiles": profiles.other_cpu_profiles(cache),
     }
@@ -454,6 +451,19 @@ def _disk_check(disk: Mapping[str, Any]) -> Check:
         if disk["low"]
         else Check("disk", "ok", text)
     )
+
+
+def _cache(cache: Path | None) -> dict[str, Any]:
+    """Return the counts of the cache of dry runs and plans; an unreadable one counts as empty."""
+    entries: list[StoredEntry] = []
+    if cache is not None:
+        with contextlib.suppress(InputError):
+            entries = Store(cache).entries()
+    return {
+        "folder": str(cache) if cache is not None else None,
+        "entries": len(entries),
+        "nbytes": sum(entry.nbytes for entry in entries),
+    }
 
 
 def _cache_check(cache: Mapping[str, Any]) -> Check:

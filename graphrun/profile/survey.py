@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from graphrun.files import Store
+from graphrun.disk_store import Store
 from graphrun.graph.graph import Graph
 from graphrun.graph.precisions import QUANTIZED
 from graphrun.model.allocator import Caching, Native
