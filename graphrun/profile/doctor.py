@@ -18,7 +18,8 @@ from graphrun import device_kinds
 from graphrun.disk_store import Store, StoredEntry
 from graphrun.errors import InputError
 from graphrun.extras import install_command
-from graphrun.host_ram import available_bytes, host_ram_bytes, memory_limits
+from graphrun.host_ram import host_ram_bytes
+from graphrun.kernel_memory import available_bytes, memory_limits
 from graphrun.memory_group import enforceable
 from graphrun.model.problem import Hardware
 from graphrun.profile import hardware

@@ -53,7 +53,7 @@ from graphrun import device_kinds
 from graphrun.device_kinds import DeviceKind, kind_called
 from graphrun.errors import InputError
 from graphrun.host_ram import host_ram_bytes, steady_bytes, total_ram_bytes
-from graphrun.memory_group import process_bytes
+from graphrun.kernel_memory import process_bytes
 from graphrun.model.problem import (
     LT_WORKSPACE_BYTES,
     READ_BUFFER_BYTES,

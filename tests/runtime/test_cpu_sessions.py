@@ -24,7 +24,7 @@ from test_cpu_graphs import resident
 from whole_pipelines import pixels
 
 import graphrun
-from graphrun.memory_group import process_bytes
+from graphrun.kernel_memory import process_bytes
 from graphrun.modules.build import build
 from graphrun.profile.hardware import cpu_estimate
 from graphrun.runtime.devices.cpu import CpuDevice
