@@ -25,6 +25,7 @@ from graphrun.model.problem import Hardware
 from graphrun.profile import hardware
 from graphrun.profile import hardware_profiles as profiles
 from graphrun.profile.precision import NEEDS, flags, new_enough
+from graphrun.profile.processor import bfloat16_instructions, core_count
 from graphrun.systems import pinned_limit_bytes, reads_directly
 from graphrun.units import GIB, show_size
 
@@ -334,8 +335,8 @@ def _processor(cache: Path | None) -> dict[str, Any]:
     return {
         "name": cpu.name,
         "basis": cpu.basis,
-        "cores": hardware.core_count(),
-        "bfloat16_instructions": list(hardware.bfloat16_instructions()),
+        "cores": core_count(),
+        "bfloat16_instructions": list(bfloat16_instructions()),
         "unenforceable": enforceable(),
         "direct_reads": [
             {"folder": str(folder), "direct": _direct_reads(folder)} for folder in folders

@@ -26,7 +26,7 @@ from whole_pipelines import pixels
 import graphrun
 from graphrun.kernel_memory import process_bytes
 from graphrun.modules.build import build
-from graphrun.profile.hardware import cpu_estimate
+from graphrun.profile.processor import cpu_estimate
 from graphrun.runtime.devices.cpu import CpuDevice
 from graphrun.runtime.direct_reads import DirectReads
 from graphrun.runtime.files import FileStore
