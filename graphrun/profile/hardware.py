@@ -207,7 +207,7 @@ def _card(name: str, sheet: Sheet) -> Hardware:
         copy_start_seconds=COPY_START_SECONDS,
         launch_seconds=LAUNCH_SECONDS,
         page_lock_seconds=PAGE_LOCK_SECONDS,
-        spares_large_copies=name in HOPPER,
+        is_hopper=name in HOPPER,
         kernels=KernelRates(
             fp32_flops_per_second=shares.matmul * fp32,
             convolution_flops_per_second=shares.convolution * tensor,
@@ -414,7 +414,7 @@ def detect_cuda(kind: DeviceKind) -> Hardware | None:
         name=plain.removeprefix("nvidia"),
         capacity_bytes=total_ram_bytes() if is_unified else properties.total_memory,
         workspace_bytes=workspace_bytes,
-        spares_large_copies=properties.major == 9,
+        is_hopper=properties.major == 9,
         unified=is_unified,
     )
 
@@ -518,7 +518,7 @@ def _sheet_of(name: str, kind: DeviceKind) -> tuple[Hardware, str]:
         caching_allocator=kind.page_rules == "pages",
         unified=kind.unified,
         serial_copies=kind.overlap == "never",
-        spares_large_copies=False,
+        is_hopper=False,
     ), plain
 
 
