@@ -13,7 +13,6 @@ from torch import nn
 
 from graphrun.model.problem import Hardware, ProcessorRates, ReadRates
 from graphrun.profile import calibrate, calibrate_cpu, doctor, processor
-from graphrun.profile import hardware as devices
 from graphrun.profile import hardware_profiles as profiles
 from graphrun.profile.calibrate_cpu import (
     FASTEST,
@@ -42,7 +41,7 @@ def test_rates_are_those_that_give_the_probes_their_seconds() -> None:
 
 def cpu_of(features: str, monkeypatch: pytest.MonkeyPatch) -> Hardware:
     """Return the estimate of a CPU of two cores with these instruction sets."""
-    monkeypatch.setattr(devices, "_cpu_facts", lambda: ("a CPU", 2, frozenset(features.split())))
+    monkeypatch.setattr(processor, "_cpu_facts", lambda: ("a CPU", 2, frozenset(features.split())))
     return processor.cpu_estimate()
 
 
@@ -198,8 +197,8 @@ def test_a_profile_is_for_one_model_of_cpu_its_threads_and_one_torch(
         ((name, cores, features), processor.cpu_threads(), "1.0"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(devices, "_cpu_facts", lambda facts=facts: facts)
-            patch.setattr(devices, "cpu_threads", lambda threads=threads: threads)
+            patch.setattr(processor, "_cpu_facts", lambda facts=facts: facts)
+            patch.setattr(processor, "cpu_threads", lambda threads=threads: threads)
             patch.setattr(metadata, "version", lambda _, text=torch_version: text)
             assert profiles.detect_cpu(tmp_path).basis == "data sheet"
             assert profiles.other_cpu_profiles(tmp_path) == ["cpu-measured"]
