@@ -127,7 +127,7 @@ def main() -> None:
     from cpu_models import MODELS, call, graph_for
     from cpu_report import REFERENCE
 
-    from graphrun.memory_group import process_bytes
+    from graphrun.kernel_memory import process_bytes
     from graphrun.modules.build import no_progress_bars, resolve_class
 
     model, folder = MODELS[job["model"]], Path(job["folder"])

@@ -40,7 +40,7 @@ NAMES = {"steps": "num_inference_steps", "frames": "num_frames"}  # of graphs ->
 def fast_dtype() -> str:
     """Return bfloat16, or float32 if the CPU has no instructions for it: the precision of the
     weights, and so of the computation, for all tools."""
-    from graphrun.profile.hardware import bfloat16_instructions
+    from graphrun.profile.processor import bfloat16_instructions
 
     return "bfloat16" if bfloat16_instructions() else "float32"
 

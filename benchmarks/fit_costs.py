@@ -22,7 +22,7 @@ import numpy as np
 from published import ROOT, compared, published
 
 import graphrun
-from graphrun.files import Store
+from graphrun.disk_store import Store
 from graphrun.modules.build import meta_modules
 from graphrun.profile import costs, hardware, modes
 from graphrun.profile.asked import options_by_stage, pictures_input, with_precisions

@@ -333,8 +333,8 @@ def two_on_one_cache(seconds: float, seed: int) -> dict[str, Any]:
     entries."""
     import torch
 
-    from graphrun.batch.cache.index import Index
     from graphrun.batch.cache.pack import pack, unpack
+    from graphrun.disk_store import Store
 
     root = Path(tempfile.mkdtemp(prefix="graphrun-cache-"))
 
@@ -342,18 +342,18 @@ def two_on_one_cache(seconds: float, seed: int) -> dict[str, Any]:
         return {"number": number, "tensor": torch.full((64 * (1 + number % 7),), number)}
 
     def work(name: int) -> None:
-        chance, index = random.Random(seed + name), Index(root / "cache", limit_bytes=64 * 1024)
-        roomy = Index(root / "roomy")  # nothing is evicted from here, so a missing entry was lost
+        chance, store = random.Random(seed + name), Store(root / "cache", limit_bytes=64 * 1024)
+        roomy = Store(root / "roomy")  # nothing is evicted from here, so a missing entry was lost
         counts = {"puts": 0, "hits": 0, "misses": 0, "torn": 0}
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             number = chance.randrange(40)
             if chance.random() < 0.3:
-                index.put(f"{number:064x}", pack(value(number)))
+                store.put(f"{number:064x}", pack(value(number)))
                 counts["puts"] += 1
                 roomy.put(f"{name}-{counts['puts']}", pack(value(number)))
                 continue
-            data = index.get(f"{number:064x}")
+            data = store.get(f"{number:064x}")
             counts["misses" if data is None else "hits"] += 1
             if data is not None and not same(unpack(data), value(number)):
                 counts["torn"] += 1
@@ -376,16 +376,16 @@ def two_on_one_cache(seconds: float, seed: int) -> dict[str, Any]:
             if not any(codes)
             else []
         )
-        index = Index(root / "cache")
-        damaged = index.verify()
-        entries = index.entries()
+        store = Store(root / "cache")
+        damaged = store.verify()
+        entries = store.entries()
         return {
             "seconds": seconds,
             "failed": sum(bool(code) for code in codes),
             "counts": counts,
             "entries": len(entries),
             "damaged": len(damaged),
-            "lost": sum(count["puts"] for count in counts) - len(Index(root / "roomy").entries()),
+            "lost": sum(count["puts"] for count in counts) - len(Store(root / "roomy").entries()),
         }
     finally:
         shutil.rmtree(root)

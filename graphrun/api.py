@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from graphrun.devices import Budget
+from graphrun.disk_store import Store, store_in
 from graphrun.errors import InputError, PlanError
-from graphrun.files import Store, store_in
 from graphrun.graph.values import strings
 from graphrun.notices import without_notices
 from graphrun.trace import warn_of

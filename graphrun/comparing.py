@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrun.api import RUNS
+from graphrun.disk_store import Store, store_in
 from graphrun.errors import GraphrunError, InputError
-from graphrun.files import Store, store_in
 from graphrun.graph.values import did_you_mean
 
 if TYPE_CHECKING:

@@ -141,7 +141,7 @@ _TABLE = (
         "cpu",
         "CPU",
         opener="graphrun.runtime.devices.cpu:open_cpu",
-        detector="graphrun.profile.hardware:detect_processor",
+        detector="graphrun.profile.processor:detect_processor",
         free_memory="system",
         cap="process",
         page_rules="bytes",

@@ -1,11 +1,4 @@
-"""Limit the memory of processes through the kernel, and measure what the kernel counts.
-
-Only Linux has cgroups; both versions are supported.
-
-Counted is what cannot be reclaimed without swap: anonymous, shared and locked memory, and the
-kernel's memory for the process (page tables, stacks, descriptors). The page cache of files counts
-against a limit of the kernel, but is reclaimed before anything is killed, so it is reported apart.
-"""
+"""Limit the memory of processes by a cgroup. Only Linux has them; both versions are supported."""
 
 from __future__ import annotations
 
@@ -17,221 +10,28 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from graphrun.errors import InputError
-from graphrun.units import KIB, MIB, PAGE_BYTES, show_size
+from graphrun.kernel_memory import (
+    PROC,
+    SAMPLE_SECONDS,
+    GroupFolder,
+    MemoryUse,
+    current_group,
+    group_bytes,
+    number,
+    numbers,
+    process_bytes,
+    words,
+)
+from graphrun.units import MIB, PAGE_BYTES, show_size
 
-PROC = Path("/proc")
 PREFIX = "graphrun-"
 SCOPE = (
     "run under systemd-run --user --scope -p Delegate=yes -p MemoryMax=8G -p MemorySwapMax=0 "
     "graphrun ..."
 )
-STACK_BYTES = 16384  # of a thread in the kernel, on x86-64 and arm64
-SAMPLE_SECONDS = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryUse:
-    """Memory that the kernel counts for a process or a group, in bytes.
-
-    ``anonymous_bytes``: heaps, stacks, private mappings. ``shared_bytes``: shared memory and tmpfs.
-    ``kernel_bytes``: page tables, kernel stacks and, of a group, the kernel's objects.
-    ``locked_bytes``: locked pages of files. ``file_bytes``: page cache that can be reclaimed; of a
-    process, the pages that it maps.
-    """
-
-    anonymous_bytes: int = 0
-    shared_bytes: int = 0
-    kernel_bytes: int = 0
-    locked_bytes: int = 0
-    file_bytes: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that cannot be reclaimed: everything without ``file_bytes``."""
-        return self.anonymous_bytes + self.shared_bytes + self.kernel_bytes + self.locked_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class GroupFolder:
-    """A cgroup: its folder, the version of cgroups (1 or 2), and the kernel's files."""
-
-    path: Path
-    version: int
-
-    @property
-    def limit(self) -> Path:
-        """Limit in bytes."""
-        return self.path / ("memory.max" if self.version == 2 else "memory.limit_in_bytes")
-
-    @property
-    def current(self) -> Path:
-        """Bytes in use, page cache included."""
-        return self.path / ("memory.current" if self.version == 2 else "memory.usage_in_bytes")
-
-    @property
-    def peak(self) -> Path:
-        """Most bytes in use, page cache included."""
-        return self.path / ("memory.peak" if self.version == 2 else "memory.max_usage_in_bytes")
-
-    @property
-    def processes(self) -> Path:
-        return self.path / "cgroup.procs"
-
-    @property
-    def control(self) -> Path:
-        """Controllers of child groups (version 2)."""
-        return self.path / "cgroup.subtree_control"
-
-
-def process_bytes(process: int | None = None, proc: Path = PROC) -> MemoryUse:
-    """Return the memory of a process now (default: this one).
-
-    Anonymous memory is exact on Linux. Kernel memory is page tables and kernel stacks only: up to 1
-    MiB less than a group counts for the process. Pages shared with a forked process count in both.
-    Other systems: the process's private bytes. Raises OSError if the process has ended.
-    """
-    folder = proc / (str(process) if process else "self")
-    if sys.platform != "linux":
-        import psutil
-
-        return MemoryUse(anonymous_bytes=psutil.Process(process).memory_full_info().uss)
-    status = _numbers((folder / "status").read_text(encoding="utf-8"))
-    try:
-        rollup = _numbers((folder / "smaps_rollup").read_text(encoding="utf-8"))
-    except OSError:  # a kernel before 4.14
-        rollup = {}
-    anonymous = rollup.get("Anonymous:", status.get("RssAnon:", 0))
-    shared = status.get("RssShmem:", 0)
-    resident = rollup.get("Rss:", status.get("VmRSS:", 0))
-    return MemoryUse(
-        anonymous_bytes=anonymous * 1024,
-        shared_bytes=shared * 1024,
-        kernel_bytes=status.get("VmPTE:", 0) * 1024 + status.get("Threads:", 1) * STACK_BYTES,
-        file_bytes=max(0, resident - anonymous - shared) * 1024,
-    )
-
-
-class ProcessPeak:
-    """The most anonymous and shared bytes of this process since `reset`, from the kernel's marks.
-
-    A context manager; a thread measures every ``sample_seconds`` meanwhile. Linux keeps one mark of
-    the process's pages, including pages of files (VmHWM of proc_pid_status(5)). The mark less the
-    most pages of files seen is a lower bound of the peak, and so is every sample: their maximum is
-    the peak unless pages of files were dropped and read again at that moment. `reset` restarts the
-    mark (proc_pid_clear_refs(5)), also for others in this process that read it. On other systems
-    and where the mark cannot be restarted, samples alone count. A forked process does not measure.
-    """
-
-    def __init__(self, sample_seconds: float = SAMPLE_SECONDS, proc: Path = PROC) -> None:
-        self._seconds, self._folder = sample_seconds, proc / "self"
-        self._stop, self._lock = threading.Event(), threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._process = os.getpid()
-        self._file_bytes = self._peak_bytes = 0
-        self._marks = True
-
-    def __enter__(self) -> ProcessPeak:
-        self.reset()
-        self._thread = threading.Thread(target=self._sample_until, name="process-peak", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if os.getpid() != self._process:
-            return
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def reset(self) -> None:
-        if os.getpid() != self._process:
-            return
-        with self._lock:
-            self._peak_bytes = self._file_bytes = 0
-            try:
-                (self._folder / "clear_refs").write_text("5", encoding="utf-8")
-            except OSError:
-                self._marks = False
-        self._sample()
-
-    @property
-    def nbytes(self) -> int:
-        self._sample()
-        return self._peak_bytes
-
-    def _sample_until(self) -> None:
-        while not self._stop.wait(self._seconds):
-            self._sample()
-
-    def _sample(self) -> None:
-        if os.getpid() != self._process:
-            return  # the thread of the other process may have had the lock
-        if sys.platform != "linux":
-            self._peak_bytes = max(self._peak_bytes, process_bytes().nbytes)
-            return
-        with self._lock, contextlib.suppress(OSError):
-            numbers = _numbers((self._folder / "status").read_text(encoding="utf-8"))
-            own_kib = numbers.get("RssAnon:", 0) + numbers.get("RssShmem:", 0)
-            self._file_bytes = max(self._file_bytes, numbers.get("RssFile:", 0) * KIB)
-            mark_bytes = numbers.get("VmHWM:", 0) * KIB - self._file_bytes if self._marks else 0
-            self._peak_bytes = max(self._peak_bytes, own_kib * KIB, mark_bytes)
-
-
-def group_bytes(group: GroupFolder) -> MemoryUse:
-    """Return the memory of a group and its children now, from its memory.stat. Raises OSError.
-
-    The kernel may postpone counting of up to 64 pages for each CPU.
-    """
-    stat = _numbers((group.path / "memory.stat").read_text(encoding="utf-8"))
-    if group.version == 2:
-        anonymous, shared, cache = (stat.get(key, 0) for key in ("anon", "shmem", "file"))
-        parts = ("kernel_stack", "pagetables", "percpu", "sock", "vmalloc", "slab")
-        kernel = stat.get("kernel", sum(stat.get(key, 0) for key in parts))  # from Linux 5.18 on
-        unevictable = stat.get("unevictable", 0)
-    else:
-        keys = ("total_rss", "total_shmem", "total_cache", "total_unevictable")
-        anonymous, shared, cache, unevictable = (stat.get(key, 0) for key in keys)
-        kernel = _number(group.path / "memory.kmem.usage_in_bytes")
-    fixed = max(0, unevictable - anonymous - shared)
-    return MemoryUse(anonymous, shared, kernel, fixed, max(0, cache - shared - fixed))
-
-
-def current_group(process: int | None = None, proc: Path = PROC) -> GroupFolder | None:
-    """Return a process's group (default: own); None if unseen. Raises OSError if it has ended."""
-    membership = proc / (str(process) if process else "self") / "cgroup"
-    names = dict[int, str]()
-    for line in membership.read_text(encoding="utf-8").splitlines():
-        _, controllers, name = line.split(":", 2)
-        if not controllers:
-            names[2] = name
-        elif "memory" in controllers.split(","):
-            names[1] = name
-    version = 1 if 1 in names else 2
-    if version not in names:
-        return None
-    for line in (proc / "self" / "mountinfo").read_text(encoding="utf-8").splitlines():
-        fields, _, tail = line.partition(" - ")
-        kind, _, options = tail.split(" ", 2)
-        if (kind, version) != ("cgroup2", 2) and not (
-            (kind, version) == ("cgroup", 1) and "memory" in options.split(",")
-        ):
-            continue
-        # the mount shows the part of the hierarchy below its root; a container may see no more
-        root, folder = (_unescape(text) for text in fields.split()[3:5])
-        name = names[version]
-        if name == root or root == "/":
-            inner = name.removeprefix(root).lstrip("/")
-        elif name.startswith(root + "/"):
-            inner = name[len(root) + 1 :]
-        else:
-            continue
-        if ".." not in inner.split("/") and (Path(folder) / inner).is_dir():
-            return GroupFolder(Path(folder) / inner, version)
-    return None
 
 
 def enforceable(proc: Path = PROC) -> str:
@@ -402,7 +202,7 @@ class MemoryGroup:
             text = (self.group.path / name).read_text(encoding="utf-8")
         except OSError:
             return 0
-        return _numbers(text).get("oom_kill", 0)
+        return numbers(text).get("oom_kill", 0)
 
     def reset_peak(self) -> None:
         self._sample()
@@ -437,11 +237,11 @@ class MemoryGroup:
         atexit.unregister(self.remove)
 
     def _make(self, proc: Path) -> None:
-        if self.group.version == 2 and "memory" not in _words(self.parent.control):
+        if self.group.version == 2 and "memory" not in words(self.parent.control):
             if not _is_root(self.parent.path):
                 self._spare = self.parent.path / f"{self.group.path.name}-rest"
                 self._spare.mkdir()
-                for process in _words(self.parent.processes):
+                for process in words(self.parent.processes):
                     if _descends(int(process), proc):
                         _write(self._spare / "cgroup.procs", process)
             self._delegates = True
@@ -476,7 +276,7 @@ class MemoryGroup:
         """Add what was in use since the last sample to the peaks."""
         with self._lock, contextlib.suppress(OSError):
             mark_bytes = self._mark()
-            use, usage_bytes = group_bytes(self.group), _number(self.group.current)
+            use, usage_bytes = group_bytes(self.group), number(self.group.current)
             # Allocations go on between these reads, so their values are of different moments. The
             # page cache changes seldom: it grows if files are read, and shrinks if they are
             # dropped, before or after the mark, or if other memory fills the group, at the mark.
@@ -510,9 +310,9 @@ def _refusal(group: GroupFolder, proc: Path) -> str:
                 "system with cgroup v2"
             )
         return ""
-    if "memory" in _words(group.control):  # the root, or a group whose processes were moved
+    if "memory" in words(group.control):  # the root, or a group whose processes were moved
         files = [group.path, group.processes]
-    elif "memory" not in _words(group.path / "cgroup.controllers"):
+    elif "memory" not in words(group.path / "cgroup.controllers"):
         return f"cgroup v2 has no memory controller in {group.path}; {SCOPE}"
     else:
         files = [group.path, group.processes, group.control]
@@ -520,7 +320,7 @@ def _refusal(group: GroupFolder, proc: Path) -> str:
         return f"cgroup v2 is not delegated to this user in {group.path}; {SCOPE}"
     if _is_root(group.path):
         return ""
-    strangers = [text for text in _words(group.processes) if not _descends(int(text), proc)]
+    strangers = [text for text in words(group.processes) if not _descends(int(text), proc)]
     if strangers:
         return (
             f"cgroup v2 group {group.path} has other processes ({', '.join(strangers[:5])}), which "
@@ -545,7 +345,7 @@ def _descends(process: int, proc: Path) -> bool:
             status = (proc / str(process) / "status").read_text(encoding="utf-8")
         except OSError:
             return False
-        process = _numbers(status).get("PPid:", 0)
+        process = numbers(status).get("PPid:", 0)
     return process == os.getpid()
 
 
@@ -567,7 +367,7 @@ def _empty(folder: Path, homes: dict[int, Path], default: Path) -> None:
     """
     for _ in _attempts(seconds=2.0):
         for path, _folders, _files in os.walk(folder, topdown=False):
-            for text in _words(Path(path) / "cgroup.procs"):
+            for text in words(Path(path) / "cgroup.procs"):
                 home = homes.get(int(text), default)
                 with contextlib.suppress(ProcessLookupError):
                     _write((home if home.is_dir() else default) / "cgroup.procs", text)
@@ -589,26 +389,3 @@ def _write(path: Path, text: str) -> None:
     """Write to a file of the kernel, in one call. Raises OSError."""
     with open(path, "wb", buffering=0) as file:
         file.write(text.encode())
-
-
-def _words(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").split()
-    except OSError:
-        return []
-
-
-def _number(path: Path) -> int:
-    words = _words(path)
-    return int(words[0]) if words and words[0].isdigit() else 0
-
-
-def _numbers(text: str) -> dict[str, int]:
-    """Return the number after each name at the start of a line."""
-    rows = (line.split() for line in text.splitlines())
-    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
-
-
-def _unescape(text: str) -> str:
-    """Return a path of mountinfo, in which spaces are octal numbers."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

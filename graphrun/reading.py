@@ -15,7 +15,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from graphrun.errors import InputError
 from graphrun.limits import LIMITS, require
@@ -76,6 +76,17 @@ def read_text(path: Path, kind: ErrorClass = InputError, limit: str = "text_byte
         return read_bytes(path, kind, limit).decode("utf-8")
     except UnicodeDecodeError as error:
         raise kind(f"not a text file: byte {error.start} is not UTF-8", str(path)) from None
+
+
+def safetensors_header(file: BinaryIO, limit_bytes: int) -> tuple[int, bytes]:
+    """Return the length of a safetensors header, and its first ``limit_bytes``, JSON.
+
+    Read here and not by the library, which gives no offsets of tensors (direct reads need them),
+    gives no metadata of a file in memory, and maps the file: this process would end with SIGBUS if
+    another one truncated it.
+    """
+    length = int.from_bytes(file.read(8), "little")
+    return length, file.read(min(length, limit_bytes))
 
 
 def read_json(path: Path, kind: ErrorClass = InputError, *, infinite: bool = False) -> Any:

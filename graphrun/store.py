@@ -17,7 +17,9 @@ the versions of the libraries that they were made with.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import shutil
 import sys
 import time
@@ -30,8 +32,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from graphrun.errors import GraphError, PlanError
-from graphrun.files import Store, digest_of, package_digest, python_digest
+from graphrun.disk_store import Store
+from graphrun.errors import GraphError, InputError
+from graphrun.files import digest_of, package_digest, python_digest
 from graphrun.garbage import not_collected
 from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
@@ -48,7 +51,7 @@ from graphrun.modules.source_files import (
     local_place,
 )
 from graphrun.profile.feedback import store_measurement_keys, with_measurements
-from graphrun.reading import read_text
+from graphrun.reading import read_json, read_text
 from graphrun.solve.granularity import split_into_layers
 from graphrun.units import show_size
 from graphrun.verify.solution import checked_solution
@@ -64,7 +67,7 @@ SHIPPED = Path(__file__).parent / "dry_runs"
 LIBRARIES = ("torch", "diffusers", "transformers", "tokenizers", "accelerate", "bitsandbytes")
 
 # raised if an entry is damaged or was not written by graphrun
-UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, PlanError)
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, InputError)
 
 
 _Entry = TypeVar("_Entry")
@@ -115,7 +118,7 @@ def problem_for(
         problem = problem_of(graph, run, hardware, limits, inputs, with_options)
         if store is not None:
             if key:
-                store.put("problem", key, problem.to_json())
+                store.put_json("problem", key, problem.to_json())
             store_measurement_keys(graph, run, problem, store)
     return with_measurements(problem, store)
 
@@ -149,12 +152,13 @@ def _dry_run(
     key = _with_options(traced, options)
     if (entry := _stored(store, "trace", key, DryRun.from_json)) is not None:
         return entry
-    ship_key = _with_options(shipped_key(graph, inputs), options) if SHIPPED.is_dir() else ""
-    if (entry := _stored(Store(SHIPPED), "trace", ship_key, DryRun.from_json)) is not None:
-        return entry
+    if SHIPPED.is_dir():
+        with contextlib.suppress(*UNREADABLE):
+            ship_key = _with_options(shipped_key(graph, inputs), options)
+            return DryRun.from_json(read_json(SHIPPED / f"{ship_key}.json"))
     run = _probe(graph, inputs, options)
     if store is not None and key:
-        store.put("trace", key, run.to_json())
+        store.put_json("trace", key, run.to_json())
     return run
 
 
@@ -165,13 +169,13 @@ def _with_options(traced: str | None, options: Mapping[str, str] | None) -> str:
 def ship(names: Iterable[str], folder: Path = SHIPPED) -> None:
     """Make dry runs of graphrun's own graphs called ``names``, at their defaults, for a wheel.
 
-    Replaces the content of ``folder``. Graphs that name classes of other packages are left out:
-    only a caller may trust these.
+    Replaces the content of ``folder`` by JSON files: a wheel's files are read-only, and do not
+    change. Graphs that name classes of other packages are left out: only a caller may trust these.
     """
     from graphrun.profile.problems import option_phases_of
 
     shutil.rmtree(folder, ignore_errors=True)
-    store = Store(folder, limit_bytes=sys.maxsize)
+    folder.mkdir(parents=True)
     for name in names:
         try:
             graph = load(name)
@@ -179,18 +183,16 @@ def ship(names: Iterable[str], folder: Path = SHIPPED) -> None:
             continue
         inputs = graph.for_planning({})
         for options in ({}, *({stage: option} for stage, option in option_phases_of(graph, ()))):
-            store.put(
-                "trace",
-                _with_options(shipped_key(graph, inputs), options),
-                _probe(graph, inputs, options).to_json(),
-            )
+            ship_key = _with_options(shipped_key(graph, inputs), options)
+            run = _probe(graph, inputs, options)
+            (folder / f"{ship_key}.json").write_text(json.dumps(run.to_json()), encoding="utf-8")
 
 
 def _stored(
     store: Store | None, kind: str, key: str, decode: Callable[[Any], _Entry]
 ) -> _Entry | None:
     """Return the decoded entry of ``store``; None if absent or damaged, or without a key."""
-    entry = store.get(kind, key) if store is not None and key else None
+    entry = store.get_json(kind, key) if store is not None and key else None
     try:
         return decode(entry) if entry is not None else None
     except UNREADABLE:
@@ -252,7 +254,7 @@ def suggestions_for(
     if speedup_list is None:
         speedup_list = list(speedups(problem, options() if is_thorough() else ()))
         if store is not None:
-            store.put("suggestions", key, [asdict(suggestion) for suggestion in speedup_list])
+            store.put_json("suggestions", key, [asdict(suggestion) for suggestion in speedup_list])
     return worthwhile(speedup_list, solution)
 
 
@@ -314,7 +316,7 @@ def keep_plan(problem: Problem, solution: Solution, store: Store | None) -> None
             for component in solution.problem.components
             if component.granularity == "layers"
         ]
-        store.put(
+        store.put_json(
             "plan",
             _plan_key(problem),
             {"plan": str(solution.plan), "layers": layers, "proof": proof},
@@ -340,7 +342,7 @@ class CallStore:
         Nothing is stored if a package is not one of the libraries: the key has only their versions.
         """
         if key := self._key(packages, content):
-            self._store.put("call", key, data)
+            self._store.put_json("call", key, data)
 
     def _key(self, packages: Iterable[str], content: Any) -> str:
         if not set(packages) <= {*LIBRARIES, "graphrun"}:

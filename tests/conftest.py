@@ -77,15 +77,15 @@ def cache_home() -> Iterator[Path]:
 def free_ram() -> Iterator[None]:
     """The machine always has 16 GiB left: where a test gives no RAM budget, its plans do not depend
     on what else runs."""
-    from graphrun import host_ram
+    from graphrun import kernel_memory
 
-    available_bytes = host_ram.available_bytes
+    available_bytes = kernel_memory.available_bytes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            host_ram,
+            kernel_memory,
             "available_bytes",
-            lambda path=host_ram.MEMINFO: (
-                2**34 if path == host_ram.MEMINFO else available_bytes(path)
+            lambda path=kernel_memory.MEMINFO: (
+                2**34 if path == kernel_memory.MEMINFO else available_bytes(path)
             ),
         )
         yield

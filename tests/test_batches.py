@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from graphrun.batch.cache.index import DATABASE
 from graphrun.cli.running import Stop, stop_on_interrupt
+from graphrun.disk_store import DATABASE
 
 Cli = Callable[..., tuple[int, str, str]]
 TINY = str(Path(__file__).parent.parent / "graphs/flux-tiny.yaml")
@@ -181,7 +181,7 @@ def test_a_cache_that_cannot_be_written_is_reported_and_fails_nothing(
     own_cache.parent.touch()
     code, _, err = graphrun(*RUN, "--prompt", "x")
     assert code == 0
-    assert err.count("outputs cannot be cached there") >= 1
+    assert err.count("nothing can be cached there") >= 1
 
 
 BROKEN = """

@@ -71,7 +71,7 @@ def test_doctor_says_what_the_cpu_can_do(graphrun: Any, monkeypatch: pytest.Monk
     assert all(row["direct"] is not None for row in findings["processor"]["direct_reads"])
     monkeypatch.setattr("graphrun.profile.doctor.enforceable", lambda: "no cgroups; type X")
     monkeypatch.setattr("graphrun.profile.doctor.reads_directly", lambda folder: False)
-    monkeypatch.setattr("graphrun.profile.hardware.bfloat16_instructions", lambda: ())
+    monkeypatch.setattr("graphrun.profile.processor.bfloat16_instructions", lambda: ())
     screen = " ".join(graphrun("doctor")[1].split())
     assert "run --enforce has no effect here: no cgroups; type X" in screen
     assert "no O_DIRECT in" in screen
@@ -116,7 +116,7 @@ def test_a_cpu_computes_in_the_dtype_that_it_is_fast_in(
     """Without an option: what the CPU is fast in. The options are in the sweep."""
     features, options, dtype = cpu
     facts = ("a CPU", 2, frozenset(features.split()))
-    monkeypatch.setattr("graphrun.profile.hardware._cpu_facts", lambda: facts)
+    monkeypatch.setattr("graphrun.profile.processor._cpu_facts", lambda: facts)
     command = (*TOTAL_CPU, "--memory", "2G", *options)
     code, screen, notes = graphrun("plan", *command, "-o", "plan.json", "-v")
     assert code == 0, notes

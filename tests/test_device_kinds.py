@@ -16,7 +16,8 @@ from graphrun.device_kinds import DeviceKind, kind_called
 from graphrun.devices import hardware_for
 from graphrun.errors import InputError
 from graphrun.profile import hardware
-from graphrun.profile.hardware import cpu_estimate, data_sheet_estimates
+from graphrun.profile.hardware import data_sheet_estimates
+from graphrun.profile.processor import cpu_estimate
 
 KIND = """
 from graphrun.device_kinds import DeviceKind

@@ -19,7 +19,8 @@ from graphrun.devices import (
     with_host_copies,
 )
 from graphrun.errors import InputError
-from graphrun.profile.hardware import cpu_estimate, data_sheet_estimates
+from graphrun.profile.hardware import data_sheet_estimates
+from graphrun.profile.processor import cpu_estimate
 from graphrun.units import GIB
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from graphrun.files import sweep, write_whole
+from graphrun.files import digest_of, sweep, write_whole
 
 
 def apart(work: Callable[[], Any]) -> int:
@@ -80,3 +80,11 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
         write_whole(target, fails)
     assert names(tmp_path) == ["a.json"]
     assert target.read_text() == "before"
+
+
+def test_digests_do_not_depend_on_the_order_of_keys() -> None:
+    assert (
+        digest_of({"a": 1, "b": [2]})
+        == digest_of({"b": [2], "a": 1})
+        != digest_of({"a": 1, "b": [3]})
+    )

@@ -17,15 +17,8 @@ import pytest
 from graphrun import memory_group
 from graphrun.c_heap import trim_freed_memory
 from graphrun.errors import InputError
-from graphrun.memory_group import (
-    GroupFolder,
-    MemoryGroup,
-    MemoryUse,
-    current_group,
-    enforceable,
-    group_bytes,
-    process_bytes,
-)
+from graphrun.kernel_memory import GroupFolder, MemoryUse, current_group, group_bytes, process_bytes
+from graphrun.memory_group import MemoryGroup, enforceable
 from graphrun.units import MIB
 
 LIMIT = 128 * MIB
@@ -188,7 +181,8 @@ def test_the_group_is_gone_after(body: str, code: int) -> None:
     """And the process is back in its former group, with a child that still runs."""
     program = f"""
 import atexit, signal, subprocess, sys
-from graphrun.memory_group import MemoryGroup, current_group
+from graphrun.kernel_memory import current_group
+from graphrun.memory_group import MemoryGroup
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 sys.stdin.readline()
@@ -292,7 +286,8 @@ def test_without_rights_the_reason_says_what_to_type() -> None:
     program = """
 import ctypes, os
 from graphrun.errors import InputError
-from graphrun.memory_group import MemoryGroup, enforceable, process_bytes
+from graphrun.kernel_memory import process_bytes
+from graphrun.memory_group import MemoryGroup, enforceable
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)

@@ -28,8 +28,8 @@ def list_entries(as_json: AsJson = False) -> None:
     """List cached stage outputs: key, stage, size, age and inputs."""
     from graphrun.report.table import table
 
-    index = _index()
-    entries = index.entries()
+    store = _outputs()
+    entries = store.entries()
     clock_seconds = time.time()
     rows = [["key", "stage", "size", "used", "for"]]
     rows += [
@@ -44,17 +44,17 @@ def list_entries(as_json: AsJson = False) -> None:
     ]
     total = (
         f"{len(entries)} entries, {show_size(sum(e.nbytes for e in entries))} of "
-        f"{show_size(index.limit_bytes)} in {index.folder}"
+        f"{show_size(store.limit_bytes)} in {store.folder}"
     )
     screen = (
         f"{table(rows, left_columns=(0, 1, 4))}\n{total}"
         if entries
-        else f"no cached outputs in {index.folder}"
+        else f"no cached outputs in {store.folder}"
     )
     show(
         {
-            "folder": str(index.folder),
-            "limit_bytes": index.limit_bytes,
+            "folder": str(store.folder),
+            "limit_bytes": store.limit_bytes,
             "entries": [e.to_json() for e in entries],
         },
         as_json,
@@ -68,12 +68,12 @@ def remove_entries(
     remove_all: Annotated[bool, typer.Option("--all", help="Remove all entries.")] = False,
 ) -> None:
     """Remove cached outputs by the first digits of their keys, or all."""
-    index = _index()
+    store = _outputs()
     if bool(keys) == remove_all:
         raise InputError("name the entries to remove (graphrun cache ls shows them), or add --all")
     selection = None
     if keys:
-        all_keys = [entry.key for entry in index.entries()]
+        all_keys = [entry.key for entry in store.entries()]
         if unknown_keys := [
             start for start in keys if not any(key.startswith(start) for key in all_keys)
         ]:
@@ -82,23 +82,23 @@ def remove_entries(
                 "the entries"
             )
         selection = sorted(key for key in all_keys if key.startswith(tuple(keys)))
-    echo(f"removed {index.remove(selection)} entries")
+    echo(f"removed {store.remove(selection)} entries")
 
 
 @caches.command("verify")
 def verify_entries() -> None:
     """Read all cached outputs and remove damaged ones."""
-    index = _index()
-    damaged_entries = index.verify()
+    store = _outputs()
+    damaged_entries = store.verify()
     for entry in damaged_entries:
         echo(f"damaged, removed: {entry.key[:12]} {entry.graph}/{entry.stage} {entry.inputs_text}")
-    echo(f"{len(index.entries())} entries are intact, {len(damaged_entries)} were damaged")
+    echo(f"{len(store.entries())} entries are intact, {len(damaged_entries)} were damaged")
 
 
-def _index() -> Any:
-    from graphrun.batch.cache.index import Index
+def _outputs() -> Any:
+    from graphrun.batch.cache.reuse import output_store
 
-    return Index((cache_folder(False) or Path()) / "outputs")
+    return output_store(cache_folder(False) or Path())
 
 
 @app.command()

@@ -15,8 +15,8 @@ from graphrun.cli.common import cache_folder, cards_for, load, load_as_typed, so
 from graphrun.cli.downloads import Told, required_downloads
 from graphrun.cli.options import PlanOptions, merge_options
 from graphrun.cli.terminal import alive, width
+from graphrun.disk_store import store_in
 from graphrun.errors import GraphrunError, InputError, Interrupted, PlanError, PlanningInterrupted
-from graphrun.files import store_in
 from graphrun.report import plan_files as planfile
 from graphrun.units import GIB, roughly, show_size
 
@@ -217,7 +217,7 @@ class GraphPlanner:
             }
             with solving(), alive(f"planning {graph.name} for {single['hardware'].name} alone"):
                 alternative = fitting_for(api.estimate(graph, **{**arguments, **single}), store)
-            seconds = None if alternative is None else alternative.simulation.total_seconds
+            seconds = None if alternative is None else alternative.seconds
             graph_plan = replace(graph_plan, gain=gain_text(solution, seconds))
         if not solution.slow:
             return graph_plan

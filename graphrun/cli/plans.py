@@ -44,8 +44,8 @@ from graphrun.cli.planning import GraphPlanner, look, open_graph
 from graphrun.cli.teams import FailLimits, FailOver, FailPeak
 from graphrun.cli.terminal import alive, width
 from graphrun.devices import per_device, refuse_wrong_budgets
+from graphrun.disk_store import store_in
 from graphrun.errors import InputError, Interrupted, PlanError
-from graphrun.files import store_in
 from graphrun.reading import read_json
 from graphrun.report import plan_files as planfile
 from graphrun.units import parse_size, show_size, typed_size

@@ -20,7 +20,7 @@ from graphrun import api
 from graphrun.batch.schedule import segment_of
 from graphrun.cluster.machines import Cluster
 from graphrun.cluster.placement import Column, StageSpan, column_of, parts_of, separable
-from graphrun.files import store_in
+from graphrun.disk_store import store_in
 from graphrun.graph.graph import Graph
 from graphrun.model.choices import use_with
 from graphrun.model.problem import Hardware, Problem, Secondary, Use, ValueNumbers

@@ -22,7 +22,7 @@ from graphrun.graph import media
 from graphrun.graph.parts import Component, Directives, Part, Pipeline, Reference, Stage
 from graphrun.graph.precisions import CLASSES
 from graphrun.graph.values import Input, did_you_mean, fit, strings
-from graphrun.reading import open_regular
+from graphrun.reading import open_regular, safetensors_header
 
 if TYPE_CHECKING:
     import networkx
@@ -554,9 +554,7 @@ def _content_digest(path: Path) -> str:
 def _header_digest(path: Path) -> str:
     """Return the SHA-256 of a safetensors header: names, shapes and dtypes of its tensors."""
     with open_regular(path) as file:
-        return hashlib.sha256(
-            file.read(min(HEADER_BYTES, int.from_bytes(file.read(8), "little")))
-        ).hexdigest()
+        return hashlib.sha256(safetensors_header(file, HEADER_BYTES)[1]).hexdigest()
 
 
 def _plain(value: Any) -> Any:

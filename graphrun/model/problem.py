@@ -174,7 +174,7 @@ class Hardware:
     copy_start_seconds: float = 0.0
     launch_seconds: float = 0.0  # of the host, to launch a kernel or a copy
     page_lock_seconds: float = 0.0  # to page-lock one byte of host memory
-    spares_large_copies: bool = False  # convolutions avoid copying outputs of 2 GiB or more
+    is_hopper: bool = False  # compute capability 9.0: other scratch (`MemoryEvent.hopper_bytes`)
     # of a caching allocator: page size relative to PyTorch's
     page_scale: float = 1.0
     # None: all FLOPs take the same time, and nothing else takes any (sim)

@@ -47,7 +47,6 @@ from graphrun.modules.contents import (
     refuse_differing,
     refuse_missing,
     replace_layers,
-    scale_name,
 )
 from graphrun.modules.lora import deltas_of
 from graphrun.modules.quantize import quantizable_layers
@@ -279,49 +278,13 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
     if precision not in QUANTIZED:
         component = replace(component, dtype=precision)
     kind = resolve_class(component.class_path, graph.trust, component.file_line, "component")
-    dtype = getattr(torch, component.dtype)
     with empty_parameters():
         module = add_ip_adapters(component, _construct(kind, component))
     if hasattr(module, "tie_weights"):
         module.tie_weights()
     module = _as_loaded(module, component)
     adapters = adapter_tensors(component, module)
-    source_names: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
-    source: Source = RandomSource(module, f"{component.seed}/{component.name}")
-    content = Content(Path(), {})
-    if (location := component.source_in(precision)) is not None:
-        variant = component.variant if component.checkpoint(precision) is None else ""
-        place = find_folder(location, OF_COMPONENT, component.file_line, variant)
-        content = content_of(component, module, place, precision)
-        state = module.state_dict(keep_vars=True)
-        source_names |= state
-        required_names = state.keys() - adapters.keys()
-        if (
-            required_names <= content.pieces.keys()
-            or place.is_file()
-            or not hasattr(kind, "from_pretrained")
-        ):
-            refuse_missing(content, required_names, component)
-            source_names |= dict.fromkeys(map(scale_name, content.scales))
-            if component.loras and content.packed and precision in as_stored(content, ()):
-                raise refusal(
-                    component,
-                    f"a LoRA cannot be fused into weights that are in {precision} in {place}: take "
-                    "another source, or leave loras: out",
-                )
-            source = FileSource(read_as(content, module, precision, dtype))
-        else:
-            expected_shapes = {
-                name: tensor.shape for name, tensor in source_names.items() if name not in adapters
-            }
-            content, source = (
-                Content(place, {}),
-                LoadedSource(partial(_load_folder, kind, component, place, expected_shapes)),
-            )
-    elif is_gguf(precision):
-        raise refusal(
-            component, f"{precision} has no random weights: add gguf: with the path of a file"
-        )
+    source, content = _source_in(precision, component, kind, module, adapters)
     if component.loras and (is_gguf(precision) or precision == "fp8"):
         raise refusal(
             component,
@@ -329,6 +292,8 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
             "leave loras: out",
         )
     deltas = deltas_of(component, module)
+    # without a source, all buffers have the values that their code computed
+    source_names = set() if component.source_in(precision) is None else module.state_dict().keys()
     buffers = {
         name: tensor
         for name, tensor in module.named_buffers(remove_duplicate=False)
@@ -336,6 +301,7 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
     }
     shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
     if precision in QUANTIZED:
+        dtype = getattr(torch, component.dtype)
         weights = {
             f"{path}.weight": layer.weight
             for path, layer in quantizable_layers(module, dtype).items()
@@ -344,6 +310,50 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
             shapes = {name: (weight.shape, weight.dtype) for name, weight in weights.items()}
         replace_layers(module, precision, dtype, content)
     return module, Writer(source, precision, shapes, buffers, adapters, deltas)
+
+
+def _source_in(
+    precision: str,
+    component: Component,
+    kind: type[Any],
+    module: nn.Module,
+    adapters: Mapping[str, torch.Tensor],
+) -> tuple[Source, Content]:
+    """Return the source of ``module``'s weights in ``precision``, and the content of its files.
+
+    ``module``: ``component``, of class ``kind``, with its original layers. ``adapters``: its
+    tensors that come from IP-Adapters. The content is empty for random weights, and for a folder
+    that only the library's own loader can read.
+    """
+    location = component.source_in(precision)
+    if location is None:
+        if is_gguf(precision):
+            raise refusal(
+                component, f"{precision} has no random weights: add gguf: with the path of a file"
+            )
+        return RandomSource(module, f"{component.seed}/{component.name}"), Content(Path(), {})
+    variant = component.variant if component.checkpoint(precision) is None else ""
+    place = find_folder(location, OF_COMPONENT, component.file_line, variant)
+    content = content_of(component, module, place, precision)
+    state = module.state_dict(keep_vars=True)
+    required_names = state.keys() - adapters.keys()
+    if (
+        not required_names <= content.pieces.keys()
+        and not place.is_file()
+        and hasattr(kind, "from_pretrained")
+    ):
+        tensors = dict(module.named_parameters(remove_duplicate=False)) | state
+        shapes = {name: tensor.shape for name, tensor in tensors.items() if name not in adapters}
+        load = partial(_load_folder, kind, component, place, shapes)
+        return LoadedSource(load), Content(place, {})
+    refuse_missing(content, required_names, component)
+    if component.loras and content.packed and precision in as_stored(content, ()):
+        raise refusal(
+            component,
+            f"a LoRA cannot be fused into weights that are in {precision} in {place}: take "
+            "another source, or leave loras: out",
+        )
+    return FileSource(read_as(content, module, precision, getattr(torch, component.dtype))), content
 
 
 @on_host()

@@ -92,20 +92,7 @@ def content_of(component: Component, module: nn.Module, place: Path, precision: 
     Missing tensors are not an error here.
     """
     file_tensors = tensors_in(place, component, precision)
-    if (
-        odd := next((tensor for tensor in file_tensors if not hasattr(torch, tensor.dtype)), None)
-    ) is not None:
-        raise refusal(
-            component, f"{place} stores {odd.name} as {odd.dtype}, which torch cannot compute with"
-        )
-    by_name = {tensor.name: tensor for tensor in file_tensors}
-    try:
-        packed = packed_weights(by_name)
-    except (ValueError, KeyError, TypeError, OSError, InputError) as error:
-        problem = f"{place} has a quantized weight that cannot be read: {error}"
-        raise refusal(component, problem) from error
-    for name in {name for weight in packed.values() for name in weight.names}:
-        del by_name[name]
+    by_name, packed = _unpacked_and_packed(file_tensors, place, component)
     scaled = _scales(by_name, place, component)
     symbols = SymbolicTensors(
         {name: tensor for name, tensor in by_name.items() if not name.endswith(_IGNORED_SUFFIXES)}
@@ -125,27 +112,15 @@ def content_of(component: Component, module: nn.Module, place: Path, precision: 
                 tensors[name] = tensors[name].to(dtype) * row.to(dtype)
     module_tensors = _by_module_name(module, symbols, tensors, place, component)
     pieces = {name: symbols.piece(name, tensor) for name, tensor in module_tensors.items()}
+    state = module.state_dict(keep_vars=True)
     module_packed = {
         name: packed[file_name]
-        for name in module.state_dict(keep_vars=True)
+        for name in state
         if (file_name := name_in_file(name, module, packed)) in packed
     }
     pieces |= {name: weight.plain(name, component.dtype) for name, weight in module_packed.items()}
     content = Content(place, pieces, file_tensors, packed=module_packed)
-    shapes = {
-        name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()
-    }
-    file_shapes = {name: content.plain(name).shape for name in content.pieces}
-    differing = [name for name in file_shapes if file_shapes[name] != shapes[name]]
-    types = {name: content.kind(name) or content.pieces[name].dtype for name in differing}
-    refuse_differing(
-        place,
-        [
-            (name, f"{list(file_shapes[name])} {types[name]}", list(shapes[name]))
-            for name in differing
-        ],
-        component,
-    )
+    _refuse_other_shapes(content, state, component)
     if not scaled or precision != "fp8":
         return content
     scales: dict[str, Piece] = {}
@@ -155,6 +130,45 @@ def content_of(component: Component, module: nn.Module, place: Path, precision: 
                 row = tensor[:, :1].contiguous()
             scales[name] = symbols.piece(name, row)
     return replace(content, scales=scales)
+
+
+def _unpacked_and_packed(
+    file_tensors: Sequence[Stored], place: Path, component: Component
+) -> tuple[dict[str, Stored], dict[str, PackedWeight]]:
+    """Return the tensors that torch can compute with, by name, and the weights that bitsandbytes
+    quantized. Raises GraphError for others."""
+    for tensor in file_tensors:
+        if not hasattr(torch, tensor.dtype):
+            raise refusal(
+                component,
+                f"{place} stores {tensor.name} as {tensor.dtype}, which torch cannot compute with",
+            )
+    by_name = {tensor.name: tensor for tensor in file_tensors}
+    try:
+        packed = packed_weights(by_name)
+    except (ValueError, KeyError, TypeError, OSError, InputError) as error:
+        problem = f"{place} has a quantized weight that cannot be read: {error}"
+        raise refusal(component, problem) from error
+    for name in {name for weight in packed.values() for name in weight.names}:
+        del by_name[name]
+    return by_name, packed
+
+
+def _refuse_other_shapes(
+    content: Content, state: Mapping[str, torch.Tensor], component: Component
+) -> None:
+    """Raise GraphError for tensors of ``content`` whose shapes are not those of ``state``."""
+    shapes = {name: content.plain(name).shape for name in content.pieces}
+    differing = [
+        (
+            name,
+            f"{list(shape)} {content.kind(name) or content.pieces[name].dtype}",
+            list(state[name].shape),
+        )
+        for name, shape in shapes.items()
+        if shape != tuple(state[name].shape)
+    ]
+    refuse_differing(content.place, differing, component)
 
 
 def as_stored(content: Content, weights: Collection[str]) -> tuple[str, ...]:

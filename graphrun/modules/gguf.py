@@ -4,7 +4,9 @@
     row of Q8_0    | scale, fp16 | 32 int8 | scale | 32 int8 | ...
     a weight [out in] is [out bytes-per-row] uint8
 
-Format: ggml's docs/gguf.md, versions 2 and 3.
+Format: ggml's docs/gguf.md, versions 2 and 3. `gguf.GGUFReader` is not used: it makes an array of
+every element of every key (11 s for a vocabulary of 150,000 words, 0.1 s here), and does not return
+from a file that claims an array of 2**62 elements.
 """
 
 from __future__ import annotations

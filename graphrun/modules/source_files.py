@@ -9,7 +9,7 @@ Pickled weights are never read. Of safetensors, only the headers are read: names
                                 owner/name@revision/...      a commit, branch or tag, with "/" in
                                                              its name as %2F
 
-    file.safetensors
+    file.safetensors (`graphrun.reading.safetensors_header`)
     | header's length, 8 bytes | header: {name: {dtype, shape, data_offsets}} | data ............ |
 """
 
@@ -25,9 +25,15 @@ from typing import TYPE_CHECKING, Any
 
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.parts import Component
-from graphrun.limits import require
+from graphrun.limits import LIMITS, require
 from graphrun.modules import hub
-from graphrun.reading import open_regular, parse_json, path_inside, read_json
+from graphrun.reading import (
+    open_regular,
+    parse_json,
+    path_inside,
+    read_json,
+    safetensors_header,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -311,25 +317,18 @@ def _header(file: Path, file_line: str) -> list[Stored]:
     """Return the tensors in the header of ``file``, which must cover the file without overlap."""
     try:
         with open_regular(file) as content:
-            size, length = (
-                os.fstat(content.fileno()).st_size,
-                int.from_bytes(content.read(8), "little"),
-            )
-            if size < 8 or length > size - 8:
-                raise broken(
-                    file,
-                    f"is truncated or corrupt: its header should have {length} bytes and the file "
-                    f"has {size}",
-                    file_line,
-                )
-            require(
-                "text_bytes",
-                length,
-                f"{file} has a header of {length:,} bytes",
+            size = os.fstat(content.fileno()).st_size
+            length, text = safetensors_header(content, LIMITS.text_bytes)
+        if length > size - 8:
+            raise broken(
+                file,
+                f"is truncated or corrupt: its header should have {length} bytes and the file has "
+                f"{size}",
                 file_line,
-                GraphError,
             )
-            header = parse_json(content.read(length))
+        problem = f"{file} has a header of {length:,} bytes"
+        require("text_bytes", length, problem, file_line, GraphError)
+        header = parse_json(text)
         tensors = [
             _stored(name, item, str(file), 8 + length)
             for name, item in header.items()

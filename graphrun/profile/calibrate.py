@@ -34,6 +34,7 @@ from graphrun.profile import hardware
 from graphrun.profile import hardware_profiles as profiles
 from graphrun.profile.calibrate_cpu import first_touch_seconds, measured_cpu
 from graphrun.profile.costs import kernel_seconds, output_tiles
+from graphrun.profile.processor import cpu_estimate, cpu_key
 from graphrun.profile.recording import Kernel
 from graphrun.systems import forget_cached
 from graphrun.units import MIB
@@ -132,7 +133,7 @@ def _calibrate_processor(
 ) -> tuple[Hardware, dict[str, float]]:
     """Return the CPU of this machine, measured, and single figures."""
     base = replace(
-        hardware.cpu_estimate(),
+        cpu_estimate(),
         name=name or MEASURED_CPU,
         first_touch_seconds=first_touch_seconds(allowed_seconds / 10),
     )
@@ -273,7 +274,7 @@ def measure_and_keep(
         "versions": {"torch": version("torch")},
         "measured_in_seconds": time.perf_counter() - start,
     }
-    device = hardware.cpu_key() if is_host else assumed.name if assumed is not None else kind
+    device = cpu_key() if is_host else assumed.name if assumed is not None else kind
     path = profiles.keep(cache, measured_hardware, device, record)
     return {**record, "hardware": asdict(measured_hardware), "path": str(path)}
 

@@ -20,7 +20,7 @@ from scipy.optimize import nnls
 from torch import nn
 from torch.func import functional_call
 
-from graphrun.host_ram import available_bytes
+from graphrun.kernel_memory import available_bytes
 from graphrun.model.problem import Hardware, ProcessorRates
 from graphrun.profile.costs import cpu_seconds, cpu_work
 from graphrun.profile.fused_kernels import FusedKernels

@@ -390,7 +390,7 @@ def scratch_on(hardware: Hardware, call: Call, event: MemoryEvent) -> int:
         return cpu_scratch(call.kernels[event.key], hardware.kernels)
     if not hardware.convolution_scratch:
         return 0
-    return event.hopper_bytes if hardware.spares_large_copies else event.nbytes
+    return event.hopper_bytes if hardware.is_hopper else event.nbytes
 
 
 def cpu_scratch(kernel: Kernel, processor: ProcessorRates) -> int:

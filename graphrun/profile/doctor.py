@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,14 +15,17 @@ import psutil
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from graphrun import device_kinds
+from graphrun.disk_store import Store, StoredEntry
+from graphrun.errors import InputError
 from graphrun.extras import install_command
-from graphrun.files import Store
-from graphrun.host_ram import available_bytes, host_ram_bytes, memory_limits
+from graphrun.host_ram import host_ram_bytes
+from graphrun.kernel_memory import available_bytes, memory_limits
 from graphrun.memory_group import enforceable
 from graphrun.model.problem import Hardware
 from graphrun.profile import hardware
 from graphrun.profile import hardware_profiles as profiles
 from graphrun.profile.precision import NEEDS, flags, new_enough
+from graphrun.profile.processor import bfloat16_instructions, core_count
 from graphrun.systems import pinned_limit_bytes, reads_directly
 from graphrun.units import GIB, show_size
 
@@ -107,7 +111,6 @@ def examine(cache: Path | None) -> dict[str, Any]:
     versions = [package_status(name, _version(name)) for name in WITHOUT]
     device, memory, disk = _device(), _memory(), _disk(cache)
     processor = _processor(cache)
-    store = Store(cache).entries() if cache is not None else []
     findings = {
         "python": sys.version.split()[0],
         "platform": sys.platform,
@@ -120,11 +123,7 @@ def examine(cache: Path | None) -> dict[str, Any]:
         "processor": processor,
         "memory": memory,
         "disk": disk,
-        "cache": {
-            "folder": str(cache) if cache is not None else None,
-            "entries": len(store),
-            "nbytes": sum(path.stat().st_size for path in store if path.is_file()),
-        },
+        "cache": _cache(cache),
         "profiles": list(profiles.stored_profiles(cache)),
         "other_cpu_profiles": profiles.other_cpu_profiles(cache),
     }
@@ -336,8 +335,8 @@ def _processor(cache: Path | None) -> dict[str, Any]:
     return {
         "name": cpu.name,
         "basis": cpu.basis,
-        "cores": hardware.core_count(),
-        "bfloat16_instructions": list(hardware.bfloat16_instructions()),
+        "cores": core_count(),
+        "bfloat16_instructions": list(bfloat16_instructions()),
         "unenforceable": enforceable(),
         "direct_reads": [
             {"folder": str(folder), "direct": _direct_reads(folder)} for folder in folders
@@ -454,6 +453,19 @@ def _disk_check(disk: Mapping[str, Any]) -> Check:
         if disk["low"]
         else Check("disk", "ok", text)
     )
+
+
+def _cache(cache: Path | None) -> dict[str, Any]:
+    """Return the counts of the cache of dry runs and plans; an unreadable one counts as empty."""
+    entries: list[StoredEntry] = []
+    if cache is not None:
+        with contextlib.suppress(InputError):
+            entries = Store(cache).entries()
+    return {
+        "folder": str(cache) if cache is not None else None,
+        "entries": len(entries),
+        "nbytes": sum(entry.nbytes for entry in entries),
+    }
 
 
 def _cache_check(cache: Mapping[str, Any]) -> Check:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,27 +21,21 @@ from torch import nn
 
 from graphrun.errors import GraphrunError
 from graphrun.graph.graph import Graph
-from graphrun.graph.parts import Component
-from graphrun.graph.precisions import GGUF_BLOCKS, GGUF_MIXES, QUANTIZED, is_gguf
 from graphrun.host_ram import host_ram_bytes
 from graphrun.limits import require
 from graphrun.model.allocator import ROUND_BYTES
-from graphrun.model.problem import BlockGroup
-from graphrun.modules.blocks import BlockLayout, with_weights_of
+from graphrun.modules.blocks import with_weights_of
 from graphrun.modules.build import (
     build,
     build_part,
-    held_meta_module,
     leave_behind,
     meta_module,
     on_host,
 )
-from graphrun.modules.contents import as_stored
 from graphrun.modules.dtype_variants import DtypeVariants
 from graphrun.modules.interceptor import CallInterceptor
 from graphrun.modules.memos import DIFFUSERS_HOOKS, forget
-from graphrun.modules.quantize import convert
-from graphrun.modules.stored import holding, local_weights
+from graphrun.modules.stored import holding
 from graphrun.modules.trees import (
     PLAIN,
     content_of,
@@ -59,14 +53,7 @@ from graphrun.profile.block_groups import block_paths, group_blocks, group_layer
 from graphrun.profile.fused_kernels import FusedKernels
 from graphrun.profile.meta_ops import META
 from graphrun.profile.moves import Moves
-from graphrun.profile.quantized import (
-    block_bytes_by_precision,
-    block_layouts,
-    dequantization_bytes,
-    laid_out_bytes,
-    quantized_shapes,
-    tensor_bytes,
-)
+from graphrun.profile.quantized import block_layouts, in_every_precision, laid_out_bytes
 from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import (
     Call,
@@ -283,7 +270,7 @@ class Prober:
             split = replace(profile, groups=layers, block_bytes=laid_out_bytes(layers, layouts[1]))
             profile = replace(profile, layer_split=split)
         return (
-            _in_every_precision(profile, layouts, graph, graph.components[name], module)
+            in_every_precision(profile, layouts, graph, graph.components[name], module)
             if graph
             else profile
         )
@@ -584,124 +571,6 @@ def _with_state_before(call: Call, repeated_call: Call) -> Call:
         ],
         persistent_keys=[*call.persistent_keys, *(event.key for event in state_events)],
     )
-
-
-def _in_every_precision(
-    block_profile: ComponentProfile,
-    layouts: Sequence[Mapping[str, BlockLayout]],
-    graph: Graph,
-    component: Component,
-    module: nn.Module,
-) -> ComponentProfile:
-    """Return ``block_profile`` with block bytes in every precision of ``graph``.
-
-    ``layouts``: the `block_layouts` of its groups and, if it can be split into layers, of those.
-    Which tensors stay in fp32 depends on the dtype in which the module is created. Where the files
-    are quantized, the bytes come from the files.
-    """
-    profiles = (
-        [block_profile, block_profile.layer_split]
-        if block_profile.layer_split is not None
-        else [block_profile]
-    )
-    sizes = tensor_bytes(module, component.dtype)
-    block_bytes = [
-        block_bytes_by_precision(current_profile.groups, current_layouts, sizes)
-        for current_profile, current_layouts in zip(profiles, layouts, strict=True)
-    ]
-    layers = quantized_shapes(module, component.dtype)
-    stored_precisions: list[str] = []
-    dequantized: dict[str, dict[str, tuple[int, int]]] = {}
-    for precision in dict.fromkeys(component.precision):
-        stated_bytes = 0  # of a published file that is not here
-        if precision in QUANTIZED and local_weights(component, precision) is not None:
-            precision_module, content = held_meta_module(component, graph.trust, precision)
-            if is_gguf(precision):
-                rows = {
-                    name: (content.kind(name), precision_module.get_parameter(name).shape[1])
-                    for name in layers
-                    if content.kind(name)
-                }
-                dequantized[precision] = _dequantization(rows, layers, component.dtype)
-            if precision not in as_stored(content, layers):
-                continue
-            stored_precisions.append(precision)
-        elif precision in QUANTIZED and (checkpoint := component.checkpoint(precision)) is not None:
-            stored_precisions.append(precision)
-            if not is_gguf(precision):
-                continue  # as quantized by a formula
-            rows = expected_rows(component, precision, layers)
-            precision_module = meta_module(component, graph.trust)
-            convert(precision_module, precision, getattr(torch, component.dtype), rows)
-            dequantized[precision] = _dequantization(rows, layers, component.dtype)
-            stated_bytes = checkpoint.nbytes
-        elif precision not in (component.dtype, *QUANTIZED):
-            precision_module = meta_module(replace(component, dtype=precision), graph.trust)
-        else:
-            continue
-        for current_profile, bytes_by_precision in zip(profiles, block_bytes, strict=True):
-            groups = current_profile.groups
-            sizes_of_blocks = laid_out_bytes(
-                groups,
-                block_layouts(
-                    precision_module, groups, by_layer=current_profile is not block_profile
-                ),
-            )
-            bytes_by_precision[precision] = _at_least(sizes_of_blocks, groups, stated_bytes)
-    blocks, *split = (
-        replace(
-            current_profile,
-            precisions=bytes_by_precision,
-            layers=layers,
-            widened=dequantized,
-            as_stored=tuple(stored_precisions),
-        )
-        for current_profile, bytes_by_precision in zip(profiles, block_bytes, strict=True)
-    )
-    return replace(blocks, layer_split=split[0] if split else None)
-
-
-def expected_rows(
-    component: Component, precision: str, layers: Mapping[str, tuple[int, int]]
-) -> dict[str, tuple[str, int]]:
-    """Return the expected contents of a published GGUF file: weight -> its type, bytes of a row.
-
-    For a file that is not here: each of ``layers`` ((outputs, inputs) by name) has the type of most
-    weights of its mix, except plain ones by the graph and those whose rows are not whole blocks.
-    """
-    checkpoint, kind = component.checkpoint(precision), GGUF_MIXES[precision]
-    assert checkpoint is not None
-    elements, nbytes = GGUF_BLOCKS[kind]
-    return {
-        name: (kind, inputs // elements * nbytes)
-        for name, (_, inputs) in layers.items()
-        if inputs % elements == 0
-        and not any(f"{name}.".startswith(f"{path}.") for path in checkpoint.plain)
-    }
-
-
-def _at_least(
-    block_bytes: tuple[int, ...], groups: Sequence[BlockGroup], total_bytes: int
-) -> tuple[int, ...]:
-    """Return ``block_bytes`` scaled up to at least ``total_bytes`` in all.
-
-    A published file that is larger than expected has more of its weights in larger types.
-    """
-    expected_bytes = sum(
-        len(group.blocks) * nbytes for group, nbytes in zip(groups, block_bytes, strict=True)
-    )
-    if total_bytes <= expected_bytes:
-        return block_bytes
-    return tuple(
-        round_up(nbytes * total_bytes // expected_bytes, ROUND_BYTES) for nbytes in block_bytes
-    )
-
-
-def _dequantization(
-    rows: Mapping[str, tuple[str, int]], layers: Mapping[str, tuple[int, int]], dtype: str
-) -> dict[str, tuple[int, int]]:
-    kinds = {name: (kind, nbytes, layers[name]) for name, (kind, nbytes) in rows.items()}
-    return dequantization_bytes(kinds, dtype)
 
 
 def _device_zeros(component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from graphrun.files import Store, digest_of
+from graphrun.disk_store import Store
+from graphrun.files import digest_of
 from graphrun.graph.graph import Graph
 from graphrun.graph.parts import Component
 from graphrun.model.plan import Load, Stream
@@ -102,7 +103,7 @@ def store_measurement_keys(graph: Graph, dry_run: DryRun, problem: Problem, stor
                 },
             )
         )
-    store.put("shapes", _graph_key(problem), keys_by_phase)
+    store.put_json("shapes", _graph_key(problem), keys_by_phase)
 
 
 def _measurement_keys(problem: Problem, store: Store) -> dict[str, MeasurementKeys]:
@@ -110,7 +111,7 @@ def _measurement_keys(problem: Problem, store: Store) -> dict[str, MeasurementKe
     graph_key = _graph_key(problem)
     try:
         stored_keys = TypeAdapter(dict[str, MeasurementKeys]).validate_python(
-            store.get("shapes", graph_key)
+            store.get_json("shapes", graph_key)
         )
     except ValidationError:
         stored_keys = {}
@@ -160,7 +161,7 @@ def remember(solution: Solution, trace: Trace, store: Store) -> None:
             part: max(nbytes, previous.sizes.get(part, 0)) for part, nbytes in new.sizes.items()
         }
         if sizes != previous.sizes:
-            store.put("activation", keys[name].activation, sizes)
+            store.put_json("activation", keys[name].activation, sizes)
         old_seconds = {key: previous.seconds.get(key, 0.0) for key in new.seconds}
         changed_seconds = {
             key: seconds
@@ -176,7 +177,7 @@ def remember(solution: Solution, trace: Trace, store: Store) -> None:
             entry = {
                 key.removeprefix(component): seconds for key, seconds in merged_seconds.items()
             }
-            store.put("seconds", keys[name].seconds[component], entry)
+            store.put_json("seconds", keys[name].seconds[component], entry)
 
 
 def with_measurements(problem: Problem, store: Store | None) -> Problem:
@@ -195,7 +196,7 @@ def measurements(problem: Problem, store: Store) -> dict[str, Measurements]:
     """Return the valid measurements stored for ``problem``, by phase."""
     measurements_by_phase: dict[str, Measurements] = {}
     for phase, keys in zip(problem.phases, _measurement_keys(problem, store).values(), strict=True):
-        items = _items(store.get("activation", keys.activation))
+        items = _items(store.get_json("activation", keys.activation))
         sizes = {
             part: nbytes
             for part, nbytes in items
@@ -204,7 +205,7 @@ def measurements(problem: Problem, store: Store) -> dict[str, Measurements]:
         seconds = {
             f"{use.component}{part}": figure
             for use in phase.uses
-            for part, figure in _items(store.get("seconds", keys.seconds[use.component]))
+            for part, figure in _items(store.get_json("seconds", keys.seconds[use.component]))
             if part[:1] in ("", "/") and type(figure) is float and figure > 0
         }
         if sizes or seconds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,16 +17,9 @@ from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import MASKED, RMS_NORM, Kernel, KernelClass
 from graphrun.sim.attention import FLASH_FEATURES, attention_is_token_major
 from graphrun.sim.casts import AUTOCAST_DEVICE_TYPE, dtype_on
+from graphrun.sim.special import CONTIGUOUS
 
-CONTIGUOUS = (
-    torch.layer_norm,
-    torch.nn.functional.layer_norm,
-    torch.softmax,
-    torch.nn.functional.softmax,
-    torch.Tensor.softmax,
-)
-"""Functions whose kernels read a contiguous copy of an input that is not: ``expect_contiguous`` in
-ATen's layer_norm.cpp, ``contiguous`` in its SoftMax.cpp, and the same for CUDA."""
+_CONTIGUOUS = frozenset(itertools.chain(*CONTIGUOUS.values()))
 
 
 class FusedKernels(Moves):
@@ -56,7 +50,7 @@ class FusedKernels(Moves):
             return self.recorder.constants.from_literal(func(*args, **kwargs), args, kwargs)
         if func in (torch.rms_norm, torch.nn.functional.rms_norm):
             return self._rms_norm(*args, **kwargs)
-        if func in CONTIGUOUS and args and not args[0].is_contiguous():
+        if func in _CONTIGUOUS and args and not args[0].is_contiguous():
             args = (args[0].contiguous(), *args[1:])
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return super().__torch_function__(func, types, args, kwargs)

@@ -24,6 +24,7 @@ from graphrun.files import write_whole
 from graphrun.host_ram import total_ram_bytes
 from graphrun.model.problem import Hardware
 from graphrun.profile import hardware as devices
+from graphrun.profile import processor
 from graphrun.reading import read_json
 
 
@@ -35,7 +36,7 @@ def stored_profiles(cache: Path | None) -> dict[str, Hardware]:
 def keep(cache: Path, hardware: Hardware, device: str, record: Mapping[str, Any]) -> Path:
     """Write a profile that was measured on the card called ``device``, and return its path.
 
-    ``device``: for a CPU its `hardware.cpu_key`. Raises InputError for a name that is taken or not
+    ``device``: for a CPU its `processor.cpu_key`. Raises InputError for a name that is taken or not
     valid as a file name, or if the file cannot be written.
     """
     refuse_taken(hardware.name)
@@ -91,17 +92,17 @@ def detect_cpu(cache: Path | None) -> Hardware:
 
     A profile counts if it was measured with this model of CPU, as many threads and this PyTorch.
     """
-    key = devices.cpu_key()
+    key = processor.cpu_key()
     for profile in _profiles(cache):
         profile_hardware: Hardware = profile["hardware"]
         if profile["device"] == key and profile_hardware.kind.is_host:
             return replace(profile_hardware, capacity_bytes=total_ram_bytes())
-    return devices.cpu_estimate()
+    return processor.cpu_estimate()
 
 
 def other_cpu_profiles(cache: Path | None) -> list[str]:
     """Return the names of profiles that were measured on another CPU, or otherwise."""
-    key = devices.cpu_key()
+    key = processor.cpu_key()
     return [
         profile["hardware"].name
         for profile in _profiles(cache)

@@ -57,15 +57,13 @@ class Flags:
     """What can be done with a component in a precision.
 
     ``available``: the required packages are installed. ``movable``: it can leave the device and
-    come back. ``streamable``: block by block. ``leaf_streamable``: layer by layer. ``disk_able``:
-    its backing store can be on disk, to be read again for every copy. ``reason``: why something
-    cannot be done, else empty.
+    come back. ``streamable``: block by block. ``disk_able``: its backing store can be on disk, to
+    be read again for every copy. ``reason``: why something cannot be done, else empty.
     """
 
     available: bool = False
     movable: bool = False
     streamable: bool = False
-    leaf_streamable: bool = False
     disk_able: bool = False
     reason: str = ""
 
@@ -80,25 +78,18 @@ def flags(precision: str, versions: Mapping[str, str | None]) -> Flags:
     if unmet_needs := _missing(needs, versions):
         return Flags(reason=f"{precision} needs {unmet_needs}")
     if precision not in MOVES:
-        return Flags(True, True, True, True, True)
+        return Flags(available=True, movable=True, streamable=True, disk_able=True)
     if unmet_needs := _missing(MOVES[precision], versions):
         return Flags(
-            True,
+            available=True,
             reason=(
                 f"{precision} modules stay on the device where they are made; to move they need "
                 f"{unmet_needs}"
             ),
         )
-    layer_streamable = precision not in BLOCK_GRANULARITY_ONLY
-    suffix = "" if layer_streamable else ", and stream by whole blocks only"
-    return Flags(
-        True,
-        True,
-        True,
-        layer_streamable,
-        False,
-        f"{precision} layers are not quantized again from disk{suffix}",
-    )
+    suffix = ", and stream by whole blocks only" if precision in BLOCK_GRANULARITY_ONLY else ""
+    reason = f"{precision} layers are not quantized again from disk{suffix}"
+    return Flags(available=True, movable=True, streamable=True, reason=reason)
 
 
 def _missing(needs: tuple[tuple[str, str], ...], versions: Mapping[str, str | None]) -> str:

@@ -15,17 +15,25 @@ created on meta, and their bytes are summed. Only linear layers are quantized
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from graphrun.graph.precisions import QUANTIZED
+from graphrun.graph.graph import Graph
+from graphrun.graph.parts import Component
+from graphrun.graph.precisions import GGUF_BLOCKS, GGUF_MIXES, QUANTIZED, is_gguf
 from graphrun.model.allocator import ROUND_BYTES
 from graphrun.model.problem import BlockGroup
 from graphrun.modules.blocks import ALIGNMENT, BlockLayout, lay_out
-from graphrun.modules.quantize import gguf_linear, quantizable_layers
+from graphrun.modules.build import held_meta_module, meta_module
+from graphrun.modules.contents import as_stored
+from graphrun.modules.quantize import convert, gguf_linear, quantizable_layers
+from graphrun.modules.stored import local_weights
 from graphrun.modules.trees import weights_below
 from graphrun.profile.recorder import Recorder
+from graphrun.profile.recording import ComponentProfile
 from graphrun.sim.dry import without_planned_device
 from graphrun.units import round_up
 
@@ -172,3 +180,141 @@ def quantized_shapes(module: nn.Module, dtype: str) -> dict[str, tuple[int, int]
     return {
         f"{path}.weight": (layer.out_features, layer.in_features) for path, layer in layers.items()
     }
+
+
+class _PrecisionWeights(NamedTuple):
+    """A component's weights in a precision.
+
+    ``module``: a meta module with them; None if formulas give their bytes. ``is_stored``: a file
+    has them in this precision. ``rows``: type and bytes of a row of each GGUF weight; None for
+    other files. ``stated_bytes``: of a published file that is not here.
+    """
+
+    module: nn.Module | None = None
+    is_stored: bool = False
+    rows: Mapping[str, tuple[str, int]] | None = None
+    stated_bytes: int = 0
+
+
+def in_every_precision(
+    block_profile: ComponentProfile,
+    layouts: Sequence[Mapping[str, BlockLayout]],
+    graph: Graph,
+    component: Component,
+    module: nn.Module,
+) -> ComponentProfile:
+    """Return ``block_profile`` with block bytes in every precision of ``graph``.
+
+    ``layouts``: the `block_layouts` of its groups and, if it can be split into layers, of those.
+    Which tensors stay in fp32 depends on the dtype in which the module is created. Where the files
+    are quantized, the bytes come from the files.
+    """
+    profiles = [block_profile, *filter(None, [block_profile.layer_split])]
+    sizes = tensor_bytes(module, component.dtype)
+    block_bytes = [
+        block_bytes_by_precision(profile.groups, profile_layouts, sizes)
+        for profile, profile_layouts in zip(profiles, layouts, strict=True)
+    ]
+    layers = quantized_shapes(module, component.dtype)
+    weights_by_name = {
+        precision: _weights_in(precision, component, graph, layers)
+        for precision in dict.fromkeys(component.precision)
+    }
+    for precision, weights in weights_by_name.items():
+        for profile, bytes_by_precision in zip(profiles, block_bytes, strict=True):
+            if weights.module is not None:
+                by_layer = profile is not block_profile
+                weight_layouts = block_layouts(weights.module, profile.groups, by_layer=by_layer)
+                bytes_by_precision[precision] = _at_least(
+                    laid_out_bytes(profile.groups, weight_layouts),
+                    profile.groups,
+                    weights.stated_bytes,
+                )
+    dequantized = {
+        precision: dequantization_bytes(
+            {name: (*row, layers[name]) for name, row in weights.rows.items()}, component.dtype
+        )
+        for precision, weights in weights_by_name.items()
+        if weights.rows is not None
+    }
+    stored_precisions = tuple(
+        name for name, weights in weights_by_name.items() if weights.is_stored
+    )
+    blocks, *split = (
+        replace(
+            profile,
+            precisions=bytes_by_precision,
+            layers=layers,
+            widened=dequantized,
+            as_stored=stored_precisions,
+        )
+        for profile, bytes_by_precision in zip(profiles, block_bytes, strict=True)
+    )
+    return replace(blocks, layer_split=split[0] if split else None)
+
+
+def _weights_in(
+    precision: str,
+    component: Component,
+    graph: Graph,
+    layers: Mapping[str, tuple[int, int]],
+) -> _PrecisionWeights:
+    """Return ``component``'s weights in ``precision``; ``layers``: its `quantized_shapes`."""
+    if precision not in QUANTIZED:
+        if precision == component.dtype:
+            return _PrecisionWeights()
+        return _PrecisionWeights(meta_module(replace(component, dtype=precision), graph.trust))
+    checkpoint = component.checkpoint(precision)
+    if local_weights(component, precision) is not None:
+        module, content = held_meta_module(component, graph.trust, precision)
+        rows = {
+            name: (content.kind(name), module.get_parameter(name).shape[1])
+            for name in layers
+            if is_gguf(precision) and content.kind(name)
+        }
+        is_stored = precision in as_stored(content, layers)
+        return _PrecisionWeights(
+            module if is_stored else None, is_stored, rows if is_gguf(precision) else None
+        )
+    if checkpoint is None or not is_gguf(precision):  # as quantized by a formula
+        return _PrecisionWeights(is_stored=checkpoint is not None)
+    rows = expected_rows(component, precision, layers)
+    module = meta_module(component, graph.trust)
+    convert(module, precision, getattr(torch, component.dtype), rows)
+    return _PrecisionWeights(module, True, rows, checkpoint.nbytes)
+
+
+def expected_rows(
+    component: Component, precision: str, layers: Mapping[str, tuple[int, int]]
+) -> dict[str, tuple[str, int]]:
+    """Return the expected contents of a published GGUF file: weight -> its type, bytes of a row.
+
+    For a file that is not here: each of ``layers`` ((outputs, inputs) by name) has the type of most
+    weights of its mix, except plain ones by the graph and those whose rows are not whole blocks.
+    """
+    checkpoint, kind = component.checkpoint(precision), GGUF_MIXES[precision]
+    assert checkpoint is not None
+    elements, nbytes = GGUF_BLOCKS[kind]
+    return {
+        name: (kind, inputs // elements * nbytes)
+        for name, (_, inputs) in layers.items()
+        if inputs % elements == 0
+        and not any(f"{name}.".startswith(f"{path}.") for path in checkpoint.plain)
+    }
+
+
+def _at_least(
+    block_bytes: tuple[int, ...], groups: Sequence[BlockGroup], total_bytes: int
+) -> tuple[int, ...]:
+    """Return ``block_bytes`` scaled up to at least ``total_bytes`` in all.
+
+    A published file that is larger than expected has more of its weights in larger types.
+    """
+    expected_bytes = sum(
+        len(group.blocks) * nbytes for group, nbytes in zip(groups, block_bytes, strict=True)
+    )
+    if total_bytes <= expected_bytes:
+        return block_bytes
+    return tuple(
+        round_up(nbytes * total_bytes // expected_bytes, ROUND_BYTES) for nbytes in block_bytes
+    )

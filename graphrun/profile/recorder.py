@@ -19,7 +19,6 @@ Scratch is memory that is allocated and freed within one operator. Amounts:
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +30,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from graphrun.errors import GraphrunError
 from graphrun.model.allocator import ROUND_BYTES
@@ -43,17 +41,9 @@ from graphrun.profile.corrections import (
     flex_scratch,
     hopper_convolution_scratch,
 )
-from graphrun.profile.costs import output_tiles
-from graphrun.profile.flex_attention import flex_kernel, flex_results
+from graphrun.profile.kernels import flex_kernel, flex_results, operator_kernel
 from graphrun.profile.meta_ops import META, on_meta
-from graphrun.profile.operands import (
-    convolution_of,
-    convolution_shape,
-    dtype_name,
-    is_transposing,
-    tensors_of,
-    touched_bytes,
-)
+from graphrun.profile.operands import convolution_of, tensors_of
 from graphrun.profile.recording import Call, Hop, Kernel, LayerSpan, MemoryEvent, Product
 from graphrun.sim.flops import launches_kernel
 from graphrun.units import round_up
@@ -66,17 +56,6 @@ MATRIX_PRODUCTS = (aten.mm.default, aten.addmm.default)
 _HOST_READS = frozenset(
     {aten._local_scalar_dense.default, aten._to_copy.default, aten.bincount.default}
 )
-
-# Operators that copy; TRANSPOSING: `Kernel.operator` of copies that change the order of dimensions
-# in memory.
-_COPIES = frozenset({aten.clone, aten.copy_, aten._to_copy})
-_JOINS = frozenset({aten.cat, aten.stack})
-TRANSPOSING = "transpose"
-STRIDED = "strided"  # reads every other number, or fewer, whatever it computes
-APPROXIMATING = "gelu_tanh"  # by the formula with tanh, which takes a CPU longer
-
-# operators that read as many elements of their first argument as they return
-_GATHERS = frozenset({aten.embedding, aten.index, aten.index_select, aten.gather})
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -448,67 +427,35 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def _operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return an operator's result, and record what it reads, allocates and computes."""
         if (
             func in _HOST_READS
             and args[0].is_meta
             and (answer := self._host_value(func, args, kwargs)) is not None
         ):
             return answer
-        if func is aten._local_scalar_dense.default and args[0].is_meta:
-            return args[0] not in self._all_true if args[0].dtype == torch.bool else 1
-        computed = self.constants.computed(func, args, kwargs)
-        if computed is NotImplemented and func is aten.index.Tensor and args[0].is_meta:
-            args = (
-                args[0],
-                [
-                    column
-                    for index in args[1]
-                    for column in self.constants.index_columns(index, self._note_new)
-                ],
-            )
-        if computed is not NotImplemented:
-            result = computed
-        elif func is aten.nonzero.default and args[0].is_meta:
-            result = torch.empty(args[0].numel(), args[0].dim(), dtype=torch.long, device="meta")
-        elif (
-            func is aten._to_copy.default
-            and args[0].is_meta
-            and (kwargs.get("device") or META).type != "meta"
-        ):
-            result = torch.zeros(
-                args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs["device"]
-            )
-        else:
-            result = on_meta(func, args, kwargs)
-            # ``mask.sum() == number`` has no constant value: it goes to ``_all_true`` below
-            if func is not aten.eq.Scalar or args[0] not in self._mask_sums:
-                self.constants.propagate(func, args, kwargs, result)
+        args, result = self._result(func, args, kwargs)
         argument_tensors, result_tensors = [*tensors_of(args)], [*tensors_of((result,))]
         self.note_held(argument_tensors)
         self._note_access(func, args, kwargs, argument_tensors)
-        for tensor in argument_tensors:
-            if (name := self._names.get(tensor.untyped_storage()._cdata)) is not None:
-                self.record.read_weights.add(name)
-                self.record.externally_read_layers |= (
-                    self._owners[name] - {self._current_layer}
-                    if self._current_layer
-                    else self._owners[name]
-                )
-                self._note_loose_modules(self._owners[name])
-        for result_tensor in result_tensors:
-            if self._note_new(result_tensor) and func in MATRIX_PRODUCTS:
-                self._note_product(argument_tensors, result_tensor)
-            if func is aten.all.default or (func is aten.eq.Scalar and args[0] in self._mask_sums):
-                self._all_true[result_tensor] = True
-            elif func is aten.sum.default and args[0].dtype == torch.bool:
-                self._mask_sums[result_tensor] = True
-        if (
-            launches_kernel(func)
-            and (
-                kernel := self._kernel(func, args, kwargs, result, argument_tensors, result_tensors)
-            )
-            is not None
-        ):
+        self._note_read_weights(argument_tensors)
+        is_mask_sum = func is aten.sum.default and args[0].dtype == torch.bool
+        is_all_true = func is aten.all.default or self._compares_mask_sum(func, args)
+        for tensor in result_tensors:
+            if self._note_new(tensor) and func in MATRIX_PRODUCTS:
+                self._note_product(argument_tensors, tensor)
+            if is_all_true:
+                self._all_true[tensor] = True
+            elif is_mask_sum:
+                self._mask_sums[tensor] = True
+        if not launches_kernel(func):
+            return result
+        arguments, results = (
+            [tensor for tensor in tensors if tensor.device.type == self._device_type]
+            for tensors in (argument_tensors, result_tensors)
+        )
+        kernel = operator_kernel(func, args, kwargs, result, arguments, results)
+        if kernel is not None:
             if func is aten.convolution.default:
                 convolution = convolution_of(args, result)
                 self.scratch(
@@ -519,75 +466,42 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.count(kernel)
         return result
 
-    def _kernel(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        result: Any,
-        argument_tensors: Sequence[torch.Tensor],
-        result_tensors: Sequence[torch.Tensor],
-    ) -> Kernel | None:
-        """Return ``func``'s kernel; None on the host; one without work for a copy to the host."""
-        device_results = [
-            tensor for tensor in result_tensors if tensor.device.type == self._device_type
-        ]
-        device_arguments = [
-            tensor for tensor in argument_tensors if tensor.device.type == self._device_type
-        ]
-        if not device_results:
-            return (
-                Kernel("elementwise", dtype_name(device_arguments[0].dtype), 0.0, 0)
-                if device_arguments
-                else None
+    def _result(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return an operator's arguments, with an index by masks as indices, and its result."""
+        if (computed := self.constants.computed(func, args, kwargs)) is not NotImplemented:
+            return args, computed
+        if func is aten.index.Tensor and args[0].is_meta:
+            columns = self.constants.index_columns
+            args = (
+                args[0],
+                [column for index in args[1] for column in columns(index, self._note_new)],
             )
-        first_tensor, packet = device_results[0], func._overloadpacket
-        written_bytes = sum(map(touched_bytes, device_results))
-        read_bytes = written_bytes
-        if packet not in _GATHERS:
-            read_bytes = sum(map(touched_bytes, device_arguments))
-        dtype, moved_bytes = dtype_name(first_tensor.dtype), read_bytes + written_bytes
-        if (formula := flop_registry.get(packet)) is None:
-            operator = packet.__name__
-            if packet in _COPIES and is_transposing(args, first_tensor):
-                operator = TRANSPOSING
-            elif kwargs.get("approximate") == "tanh":
-                operator = APPROXIMATING
-            elif packet not in _JOINS and any(
-                tensor.dim() and tensor.stride(-1) > 1 for tensor in device_arguments
-            ):
-                operator = STRIDED
-            new_bytes = 0 if func._schema.is_mutable else written_bytes
-            rows, elements = 0, 0
-            if packet is aten.native_group_norm:
-                rows, elements = args[3] * args[6], args[0].numel()  # batch, groups
-            return Kernel(
-                "elementwise",
-                dtype,
-                0.0,
-                moved_bytes,
-                rows,
-                elements,
-                operator=operator,
-                shape=(new_bytes,),
-            )
-        flops = float(formula(*args, **kwargs, out_val=result))
-        if func is aten.convolution.default:
-            tile_count = output_tiles(
-                first_tensor.numel() // first_tensor.shape[1], first_tensor.shape[1]
-            )
-            shape = convolution_shape(args[0], args[1], result, args[8])
-            return Kernel("convolution", dtype, flops, moved_bytes, tile_count, shape=shape)
-        *batch, rows, columns = first_tensor.shape
-        count, inner = math.prod(batch), round(flops / (2 * first_tensor.numel() or 1))
-        return Kernel(
-            "matmul",
-            dtype,
-            flops,
-            moved_bytes,
-            count * output_tiles(rows, columns),
-            shape=(count, rows, inner, columns),
-        )
+        if func is aten.nonzero.default and args[0].is_meta:
+            shape = (args[0].numel(), args[0].dim())
+            return args, torch.empty(shape, dtype=torch.long, device="meta")
+        device = kwargs.get("device") or META
+        if func is aten._to_copy.default and args[0].is_meta and device.type != "meta":
+            dtype = kwargs.get("dtype") or args[0].dtype
+            return args, torch.zeros(args[0].shape, dtype=dtype, device=device)
+        result = on_meta(func, args, kwargs)
+        # ``mask.sum() == number`` has no constant value: it goes to ``_all_true``
+        if not self._compares_mask_sum(func, args):
+            self.constants.propagate(func, args, kwargs, result)
+        return args, result
+
+    def _compares_mask_sum(self, func: Any, args: Any) -> bool:
+        return func is aten.eq.Scalar and args[0] in self._mask_sums
+
+    def _note_read_weights(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Add the weights among ``tensors`` to those that the call, or others' layers, read."""
+        for tensor in tensors:
+            if (name := self._names.get(tensor.untyped_storage()._cdata)) is not None:
+                owners = self._owners[name]
+                self.record.read_weights.add(name)
+                self.record.externally_read_layers |= (
+                    owners - {self._current_layer} if self._current_layer else owners
+                )
+                self._note_loose_modules(owners)
 
     def _note_loose_modules(
         self, owners: Collection[str], entered_blocks: Collection[str] = ()
@@ -610,10 +524,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return a `_HOST_READS` result: the CPU's value, for ``bincount`` the worst, or None."""
         if func is aten.bincount.default:
             return self.constants.worst_bincount(args[0])
-        if (value := self.constants.value(args[0])) is None:
-            return None
+        value = self.constants.value(args[0])
         if func is aten._local_scalar_dense.default:
-            return value.item()
+            if value is not None:
+                return value.item()
+            return args[0] not in self._all_true if args[0].dtype == torch.bool else 1
+        if value is None:
+            return None
         return value.clone() if torch.device(kwargs.get("device") or "meta").type == "cpu" else None
 
     def count(self, kernel: Kernel) -> None:

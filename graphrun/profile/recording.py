@@ -40,7 +40,7 @@ class MemoryEvent(NamedTuple):
 
     ``scratch``: instead, kernel number ``key`` of the call takes ``nbytes`` of a card while it
     runs, possibly 0, and ``hopper_bytes`` of one of compute capability 9.0
-    (`Hardware.spares_large_copies`); of a CPU `graphrun.profile.corrections.cpu_scratch`.
+    (`Hardware.is_hopper`); of a CPU `graphrun.profile.corrections.cpu_scratch`.
     """
 
     key: int

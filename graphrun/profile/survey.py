@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from graphrun.files import Store
+from graphrun.disk_store import Store
 from graphrun.graph.graph import Graph
 from graphrun.graph.precisions import QUANTIZED
 from graphrun.model.allocator import Caching, Native
@@ -28,6 +28,16 @@ from graphrun.profile.phase_memory import phase_memories_of
 from graphrun.profile.problems import phase_spans, problem_of
 from graphrun.profile.quantized import PRECISIONS, weights_by_precision
 from graphrun.profile.recording import DryRun
+
+HARDWARE_KEYS = (
+    "name",
+    "device",
+    "basis",
+    "capacity_bytes",
+    "context_bytes",
+    "workspace_bytes",
+    "unified",
+)
 
 
 def survey(
@@ -54,14 +64,7 @@ def survey(
     phases = phase_rows(problem, dry_run, hardware)
     if store is not None:
         store_measurement_keys(graph, dry_run, problem, store)
-        measurements_by_phase, measured_problem = (
-            measurements(problem, store),
-            with_measurements(problem, store),
-        )
-        phases = [
-            _measured(row, measured_problem, n, measurements_by_phase.get(row["phase"]))
-            for n, row in enumerate(phases)
-        ]
+        phases = _with_measurements(phases, problem, store)
     mode = mode or Mode()
     with meta_modules(graph) as modules:
         components = [
@@ -71,24 +74,11 @@ def survey(
             name: weight_bytes(graph, name, modules[name], mode.formats)
             for name in dry_run.profiles
         }
-    weights = sum(component_bytes.values())
-    overhead_bytes = hardware.context_bytes + hardware.workspace_bytes
     return {
         "graph": graph.name,
         "settings": dict(problem.settings),
         "versions": dict(problem.versions),
-        "hardware": {
-            name: getattr(hardware, name)
-            for name in (
-                "name",
-                "device",
-                "basis",
-                "capacity_bytes",
-                "context_bytes",
-                "workspace_bytes",
-                "unified",
-            )
-        },
+        "hardware": {name: getattr(hardware, name) for name in HARDWARE_KEYS},
         "components": components,
         "phases": phases,
         "values": [
@@ -96,11 +86,8 @@ def survey(
             for value in problem.values
         ],
         "all_resident": {
-            "weights_bytes": weights,
-            "peak_bytes": weights + overhead_bytes + max(row["reserved_bytes"] for row in phases),
-            "allocated_bytes": weights
-            + hardware.workspace_bytes
-            + max(row["allocated_bytes"] for row in phases),
+            "weights_bytes": sum(component_bytes.values()),
+            **_peaks(hardware, phases, [sum(component_bytes.values())] * len(phases)),
             "seconds": sum(row["seconds"] for row in phases),
         },
         "mode": _mode(graph, dry_run, hardware, mode, component_bytes, phases),
@@ -120,9 +107,6 @@ def _mode(
     estimate = estimate_mode(graph, dry_run, hardware, mode, component_bytes)
     entries = dry_run.recording.entries()
     weights = [max(map(int, estimate.on_device[begin:end])) for begin, end in phase_spans(entries)]
-    phase_bytes = [row["allocated_bytes"] for row in phases]
-    overhead_bytes = hardware.context_bytes + hardware.workspace_bytes
-    rows = list(zip(phases, weights, strict=True))
     seconds = sum(estimate.seconds.values())
     return {
         "name": mode.name,
@@ -130,9 +114,7 @@ def _mode(
         "weights_bytes": sum(
             nbytes for name, nbytes in component_bytes.items() if name not in mode.cpu
         ),
-        "allocated_bytes": hardware.workspace_bytes
-        + max(a + b for a, b in zip(phase_bytes, weights, strict=True)),
-        "peak_bytes": overhead_bytes + max(row["reserved_bytes"] + nbytes for row, nbytes in rows),
+        **_peaks(hardware, phases, weights),
         "copied_in_bytes": int(estimate.copied_in_bytes),
         "copied_out_bytes": int(estimate.copied_out_bytes),
         "ram_bytes": mode.ram_bytes if mode.name != "resident" else None,
@@ -140,6 +122,20 @@ def _mode(
         "seconds": seconds,
         "seconds_range": hardware.seconds_range(seconds),
         "stages": estimate.seconds,
+    }
+
+
+def _peaks(
+    hardware: Hardware, phases: Sequence[Mapping[str, Any]], weights: Sequence[int]
+) -> dict[str, int]:
+    """Return the peaks over ``phases`` with ``weights``, the bytes of weights in each."""
+    rows = list(zip(phases, weights, strict=True))
+    return {
+        "peak_bytes": hardware.context_bytes
+        + hardware.workspace_bytes
+        + max(row["reserved_bytes"] + nbytes for row, nbytes in rows),
+        "allocated_bytes": hardware.workspace_bytes
+        + max(row["allocated_bytes"] + nbytes for row, nbytes in rows),
     }
 
 
@@ -234,12 +230,24 @@ def _seconds(problem: Problem, phase: PhaseNumbers) -> float:
     return result
 
 
+def _with_measurements(
+    rows: Sequence[dict[str, Any]], problem: Problem, store: Store
+) -> list[dict[str, Any]]:
+    """Return the phases' ``rows`` with the measurements in ``store``, where there are any."""
+    measurements_by_phase = measurements(problem, store)
+    measured_problem = with_measurements(problem, store)
+    return [
+        _measured(row, measured_problem, number, measurements_by_phase[row["phase"]])
+        if row["phase"] in measurements_by_phase
+        else row
+        for number, row in enumerate(rows)
+    ]
+
+
 def _measured(
-    row: dict[str, Any], problem: Problem, number: int, measurement: Measurements | None
+    row: dict[str, Any], problem: Problem, number: int, measurement: Measurements
 ) -> dict[str, Any]:
-    """Return ``row`` with its phase's measurements, taken from ``problem``, if there are any."""
-    if measurement is None:
-        return row
+    """Return ``row`` with the ``measurement`` of its phase, which ``problem`` has too."""
     phase, result = problem.phases[number], dict(row)
     if measurement.sizes:
         result["reserved_bytes"] = (

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from graphrun.graph.parts import Component
 from graphrun.graph.precisions import QUANTIZED, is_gguf
@@ -70,38 +71,29 @@ def variants_of(
         backing_stores = ("file",)
     elif component.backing_store:
         backing_stores = component.backing_store
-    variants = [
-        variant
-        for precision in component.precision
-        for variant in _in_backing_stores(
-            component, precision, profile, calls, hardware, backing_stores
-        )
-    ]
+
+    def variants_on(device: Hardware) -> list[Variant]:
+        return [
+            variant
+            for precision in component.precision
+            for variant in _in_backing_stores(
+                component, precision, profile, calls, device, backing_stores
+            )
+        ]
+
+    variants = variants_on(hardware)
     if granularity == "layers":
         variants = [
             replace(variant, streamable=variant.precision not in BLOCK_GRANULARITY_ONLY)
             for variant in variants
         ]
+    main_seconds = _seconds(calls, hardware) if secondaries else 0.0
     for number, secondary in enumerate(secondaries, 1):
-        secondary_hardware = replace(
-            secondary.hardware, disk_bytes_per_second=hardware.disk_bytes_per_second
-        )
-        slowdown = (
-            _seconds(calls, secondary_hardware) / main_seconds
-            if (main_seconds := _seconds(calls, hardware))
-            else 1.0
-        )
+        device = replace(secondary.hardware, disk_bytes_per_second=hardware.disk_bytes_per_second)
+        slowdown = _seconds(calls, device) / main_seconds if main_seconds else 1.0
         variants += [
             replace(variant, device=f"device{number}", streamable=False, slowdown=slowdown)
-            for precision in component.precision
-            for variant in _in_backing_stores(
-                component,
-                precision,
-                profile,
-                calls,
-                secondary_hardware,
-                backing_stores,
-            )
+            for variant in variants_on(device)
         ]
     if ON_CPU in allow and not hardware.unified and variants[0].precision not in QUANTIZED:
         variants.append(_on_cpu(variants[0], calls, hardware))
@@ -116,6 +108,7 @@ def _in_backing_stores(
     hardware: Hardware,
     backing_stores: Collection[str],
 ) -> Iterator[Variant]:
+    """Yield the variants in ``precision``: in a file, or in host memory and on disk."""
     dtype, is_quantized = component.dtype, precision in QUANTIZED
     block_bytes = profile.block_bytes if precision == dtype else profile.precisions[precision]
     weight_bytes = sum(
@@ -123,7 +116,8 @@ def _in_backing_stores(
         for group, nbytes in zip(profile.groups, block_bytes, strict=True)
     )
     is_stored = precision in profile.as_stored
-    extra = _extra_block_seconds(profile, calls, precision, hardware) if is_quantized else ()
+    # whether a file has tensors that can be read block by block
+    is_readable = is_stored or (not is_quantized and component.source is not None)
     file_block_bytes = block_bytes if is_stored else profile.block_bytes
     checkpoint = component.checkpoint(precision)
     if checkpoint is not None and checkpoint.nbytes and weight_bytes:
@@ -131,67 +125,55 @@ def _in_backing_stores(
         file_block_bytes = tuple(
             nbytes * checkpoint.nbytes // weight_bytes for nbytes in block_bytes
         )
-    read_seconds = _read_seconds(component, precision, file_block_bytes, hardware, is_stored)
-    if "file" in backing_stores:
-        # random and quantized weights are written to a file first
-        is_written = not is_stored and (is_quantized or component.source is None)
-        yield Variant(
-            precision=precision,
+    has_other_bytes = component.source_in(precision) is not None and file_block_bytes != block_bytes
+    variant = partial(
+        Variant,
+        precision=precision,
+        device="device",
+        block_seconds=_extra_block_seconds(profile, calls, precision, hardware),
+        scratch_bytes=_scratch_bytes(profile, calls, precision, dtype, hardware),
+        read_bytes=file_block_bytes if has_other_bytes else (),
+        needs=component.permission(precision) or "",
+    )
+    if "file" in backing_stores:  # without a readable one, the weights are written to a file first
+        yield variant(
             backing_store="file",
-            device="device",
             block_bytes=tuple(
                 round_up(nbytes, PAGE_BYTES) + FILE_SLACK_BYTES if nbytes else 0
                 for nbytes in block_bytes
             ),
             load_seconds=tuple(
                 nbytes / hardware.disk_bytes_per_second
-                for nbytes in (block_bytes if is_written else file_block_bytes)
+                for nbytes in (file_block_bytes if is_readable else block_bytes)
             ),
             host_bytes=0,
-            block_seconds=extra,
-            scratch_bytes=_scratch_bytes(profile, calls, precision, dtype, hardware),
-            stored_bytes=weight_bytes if is_written else 0,
-            read_bytes=()
-            if component.source_in(precision) is None or file_block_bytes == block_bytes
-            else file_block_bytes,
-            needs=component.permission(precision) or "",
+            stored_bytes=0 if is_readable else weight_bytes,
         )
-    for backing_store in (
-        backing_store for backing_store in BACKING_STORES if backing_store in backing_stores
-    ):
-        if backing_store == "disk" and not (
-            is_stored or (not is_quantized and component.source is not None)
-        ):
-            continue  # no file whose tensors can be read block by block
+    read_seconds = _read_seconds(component, precision, file_block_bytes, hardware, is_stored)
+    for backing_store in BACKING_STORES:
+        on_disk = backing_store == "disk"
+        if backing_store not in backing_stores or (on_disk and not is_readable):
+            continue
         bytes_per_second = (
             hardware.pageable_bytes_per_second
             if backing_store == "pageable"
             else hardware.h2d_bytes_per_second
         )
-        start_seconds = hardware.copy_start_seconds
-        yield Variant(
-            precision=precision,
+        yield variant(
             backing_store=backing_store,
-            device="device",
             block_bytes=block_bytes,
             load_seconds=tuple(
-                start_seconds + nbytes / bytes_per_second if nbytes else 0.0
+                hardware.copy_start_seconds + nbytes / bytes_per_second if nbytes else 0.0
                 for nbytes in block_bytes
             ),
-            host_bytes=2 * max(block_bytes) if backing_store == "disk" else weight_bytes,
-            read_seconds=() if backing_store == "disk" else read_seconds,
-            disk_seconds=read_seconds if backing_store == "disk" else (),
-            block_seconds=extra,
-            scratch_bytes=_scratch_bytes(profile, calls, precision, dtype, hardware),
+            host_bytes=2 * max(block_bytes) if on_disk else weight_bytes,
+            read_seconds=() if on_disk else read_seconds,
+            disk_seconds=read_seconds if on_disk else (),
             transient_bytes=quantizing_bytes(
                 profile.layers.values(), precision, ELEMENT_BYTES[dtype]
             )
             if is_quantized and not is_stored
             else 0,
-            read_bytes=()
-            if component.source_in(precision) is None or file_block_bytes == block_bytes
-            else file_block_bytes,
-            needs=component.permission(precision) or "",
         )
 
 
@@ -200,9 +182,10 @@ def _extra_block_seconds(
 ) -> tuple[float, ...]:
     """Return, for each group, the additional seconds of a block's products in ``precision``.
 
-    From the call with the most FLOPs. () on `sim`, whose clock charges no memory bandwidth.
+    From the call with the most FLOPs. () if ``precision`` is not quantized, and on `sim`, whose
+    clock charges no memory bandwidth.
     """
-    if hardware.kernels is None or not calls:
+    if precision not in QUANTIZED or hardware.kernels is None or not calls:
         return ()
     by_layer = extra_seconds(
         max(calls, key=lambda call: call.flops), profile.layers, precision, hardware

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from graphrun.sim.active import active_machine, is_simulated
 from graphrun.sim.ledger import rounded
@@ -21,8 +22,14 @@ get the math form, which materializes the S x S scores and rounds differently. `
 decomposition differs by device, and it is the most frequent operator. RMS norm: CUDA has one
 kernel for it, without the fp32 copies of its decomposition."""
 
-CONTIGUOUS = frozenset({"aten::_fused_rms_norm", "aten::native_layer_norm", "aten::_softmax"})
-"""Operators that read a contiguous copy of an input that is not contiguous."""
+CONTIGUOUS: Mapping[str, tuple[Callable[..., torch.Tensor], ...]] = {
+    "aten::_fused_rms_norm": (torch.rms_norm, functional.rms_norm),
+    "aten::native_layer_norm": (torch.layer_norm, functional.layer_norm),
+    "aten::_softmax": (torch.softmax, functional.softmax, torch.Tensor.softmax),
+}
+"""Operators that read a contiguous copy of an input that is not (``expect_contiguous`` in ATen's
+layer_norm.cpp, ``contiguous`` in its SoftMax.cpp, and the same for CUDA), and the functions that
+call them."""
 
 INDEXING = frozenset(
     f"aten::{name}"

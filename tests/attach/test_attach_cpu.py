@@ -22,7 +22,7 @@ from tqdm import tqdm
 import graphrun
 from graphrun.diffusers_.attach import Attachment
 from graphrun.errors import GraphrunError, InputError
-from graphrun.memory_group import process_bytes
+from graphrun.kernel_memory import process_bytes
 from graphrun.modules.mapped import file_mappings
 from graphrun.profile import hardware, hardware_profiles
 from graphrun.runtime.devices import cpu

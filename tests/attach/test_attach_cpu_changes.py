@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 import graphrun
 from graphrun.diffusers_.attach import Attachment
-from graphrun.memory_group import process_bytes
+from graphrun.kernel_memory import process_bytes
 from graphrun.units import MIB
 
 pytestmark = pytest.mark.long

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import graphrun
-from graphrun.batch.cache.index import DATABASE, Index
 from graphrun.batch.cache.keys import Choices, StageKeys, code_digest, dependencies
 from graphrun.batch.cache.reuse import Reuse
+from graphrun.disk_store import DATABASE, Store
 from graphrun.errors import GraphError
 from graphrun.graph.parts import Adapter
 
@@ -89,11 +89,11 @@ def test_weights_are_in_the_key_by_what_they_hold(flux: Any, tmp_path: Path) -> 
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"one")
     graph = component("text_encoder_2", source=str(tmp_path))(flux)
-    old_key = StageKeys(graph, graph.resolve({}), "sim", Index(tmp_path / "index").file_digest).key(
+    old_key = StageKeys(graph, graph.resolve({}), "sim", Store(tmp_path / "index").file_digest).key(
         "encode"
     )
     (tmp_path / "model.safetensors").write_bytes(b"two")
-    assert StageKeys(graph, graph.resolve({}), "sim", Index(tmp_path / "index").file_digest).key(
+    assert StageKeys(graph, graph.resolve({}), "sim", Store(tmp_path / "index").file_digest).key(
         "encode"
     ) not in (None, old_key)
     sourceless = component("text_encoder_2", source=str(tmp_path / "nowhere"))(flux)
@@ -106,7 +106,7 @@ def test_a_lora_is_in_the_key_by_what_its_file_holds_of_the_stages_that_use_it(
     def keys(stage: str, component_name: str, scale: float = 1.0) -> str | None:
         graph = component(component_name, loras=(Adapter(str(file), scale),))(flux)
         return StageKeys(
-            graph, graph.resolve({}), "sim", Index(tmp_path / "index").file_digest
+            graph, graph.resolve({}), "sim", Store(tmp_path / "index").file_digest
         ).key(stage)
 
     file = tmp_path / "style.safetensors"
@@ -126,7 +126,7 @@ def test_a_lora_is_in_the_key_by_what_its_file_holds_of_the_stages_that_use_it(
 
 def test_stages_that_only_cached_stages_need_are_not_looked_up(flux: Any, tmp_path: Path) -> None:
     inputs = flux.resolve({})
-    reuse = Reuse(Index(tmp_path), flux, inputs, "sim", scope="all")
+    reuse = Reuse(Store(tmp_path), flux, inputs, "sim", scope="all")
     assert reuse.find() == {}
     reuse.keep("encode", {"embeds": {"prompt_embeds": 1}})
     reuse.keep("decode", {"image": 3})
@@ -135,7 +135,7 @@ def test_stages_that_only_cached_stages_need_are_not_looked_up(flux: Any, tmp_pa
     assert reuse.find() == {"encode.embeds": {"prompt_embeds": 1}, "denoise.latents": 2}, (
         "decode reads both"
     )
-    assert Reuse(Index(tmp_path), flux, inputs, "sim").find() == {
+    assert Reuse(Store(tmp_path), flux, inputs, "sim").find() == {
         "encode.embeds": {"prompt_embeds": 1}
     }
 
@@ -144,7 +144,7 @@ def test_a_damaged_value_is_computed_again_and_an_unusable_folder_fails_nothing(
     flux: Any, tmp_path: Path
 ) -> None:
     notes: list[str] = []
-    reuse = Reuse(Index(tmp_path / "cache"), flux, flux.resolve({}), "sim", note=notes.append)
+    reuse = Reuse(Store(tmp_path / "cache"), flux, flux.resolve({}), "sim", note=notes.append)
     reuse.keep("encode", {"embeds": {}})
     with sqlite3.connect(tmp_path / "cache" / DATABASE) as rows:
         rows.execute("UPDATE contents SET data = x''")
@@ -152,7 +152,7 @@ def test_a_damaged_value_is_computed_again_and_an_unusable_folder_fails_nothing(
     assert notes == []
     (tmp_path / "file").touch()
     damaged = Reuse(
-        Index(tmp_path / "file" / "cache"), flux, flux.resolve({}), "sim", note=notes.append
+        Store(tmp_path / "file" / "cache"), flux, flux.resolve({}), "sim", note=notes.append
     )
     damaged.keep("encode", {"embeds": {}})
     damaged.keep("encode", {"embeds": {}})

@@ -26,7 +26,8 @@ from graphrun.comfyui.engine import (
 )
 from graphrun.comfyui.nodes import LocalNode
 from graphrun.errors import GraphError, InputError
-from graphrun.profile.hardware import cpu_estimate, data_sheet_estimates
+from graphrun.profile.hardware import data_sheet_estimates
+from graphrun.profile.processor import cpu_estimate
 
 BUDGET = "64M"
 VALUES = {**comfy_standin.VALUES, "device": "sim", "budget": BUDGET, "ram": "8G"}

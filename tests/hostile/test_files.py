@@ -18,9 +18,9 @@ import pytest
 import yaml
 from PIL import Image
 
-from graphrun.batch.cache.index import DATABASE, Index
 from graphrun.batch.journal import Journal
 from graphrun.cluster.machines import read_cluster
+from graphrun.disk_store import DATABASE, Store
 from graphrun.errors import GraphError, InputError, PlanError
 from graphrun.files import write_whole
 from graphrun.graph.loading import load
@@ -312,16 +312,16 @@ def test_umask(tmp_path: Path) -> None:
 
 
 def test_rows_of_odd_types(tmp_path: Path) -> None:
-    index = Index(tmp_path)
+    store = Store(tmp_path)
     for key in ("a", "b", "c"):
-        index.put(key, b"data", graph="g", stage="s", inputs_text="x")
+        store.put(key, b"data", graph="g", stage="s", inputs_text="x")
     with sqlite3.connect(tmp_path / DATABASE) as rows:
         rows.execute("UPDATE entries SET nbytes = 'many', about = x'00ff' WHERE key = 'a'")
         rows.execute("UPDATE contents SET data = 'text' WHERE key = 'b'")
-    assert index.get("b") is None
-    assert [entry.key for entry in index.entries()] == ["c"]
-    index.put("d", b"data")
-    assert index.verify() == []
+    assert store.get("b") is None
+    assert [entry.key for entry in store.entries()] == ["c"]
+    store.put("d", b"data")
+    assert store.verify() == []
 
 
 def journal_file(folder: Path, name: str, content: Any) -> None:

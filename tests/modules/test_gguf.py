@@ -23,9 +23,8 @@ from graphrun.graph.graph import Graph
 from graphrun.graph.parts import Component
 from graphrun.modules.build import build, draft, held_meta_module, meta_module
 from graphrun.modules.gguf import dequantized, gguf_tensors, quantized_types, shape_of
-from graphrun.profile.dry_run import expected_rows
 from graphrun.profile.precision import flags
-from graphrun.profile.quantized import dequantization_bytes
+from graphrun.profile.quantized import dequantization_bytes, expected_rows
 from graphrun.solve.infeasible import Infeasible
 from graphrun.verify.simulate import simulate
 

@@ -15,7 +15,8 @@ import pytest
 
 import graphrun
 from graphrun import store as cache
-from graphrun.files import Store, digest_of
+from graphrun.disk_store import Store
+from graphrun.files import digest_of
 from graphrun.profile import hardware as devices
 from graphrun.profile.problems import ProblemLimits, problem_of
 from graphrun.profile.recording import DryRun
@@ -179,13 +180,14 @@ def test_an_entry_of_another_shape_is_replaced(
 ) -> None:
     problem = estimate(tmp_path)
     solution = graphrun.plan(problem, cache=tmp_path)
-    key = next(tmp_path.glob(f"{kind}-*.json")).stem.partition("-")[2]
-    Store(tmp_path).put(kind, key, data)
+    store = Store(tmp_path)
+    keys = dict(entry.key.split("-") for entry in store.entries())
+    store.put_json(kind, keys[kind], data)
     if kind == "trace":
-        next(tmp_path.glob("problem-*.json")).unlink()
+        store.remove([f"problem-{keys['problem']}"])
     assert estimate(tmp_path) == problem
     assert graphrun.plan(problem, cache=tmp_path) == solution
-    assert Store(tmp_path).get(kind, key) != data
+    assert store.get_json(kind, keys[kind]) != data
 
 
 def test_a_stored_plan_that_breaks_a_rule_is_ignored(
@@ -201,7 +203,7 @@ def test_a_stored_plan_that_breaks_a_rule_is_ignored(
         "cut": [],
         "proof": [True, 0.0, 0.0, 0.0],
     }
-    Store(tmp_path).put("plan", key, wrong)
+    Store(tmp_path).put_json("plan", key, wrong)
     assert graphrun.plan(problem, cache=tmp_path) == solution
     assert len(solved_digests) == 2
 

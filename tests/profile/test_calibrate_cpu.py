@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from graphrun.model.problem import Hardware, ProcessorRates, ReadRates
-from graphrun.profile import calibrate, calibrate_cpu, doctor
-from graphrun.profile import hardware as devices
+from graphrun.profile import calibrate, calibrate_cpu, doctor, processor
 from graphrun.profile import hardware_profiles as profiles
 from graphrun.profile.calibrate_cpu import (
     FASTEST,
@@ -42,8 +41,8 @@ def test_rates_are_those_that_give_the_probes_their_seconds() -> None:
 
 def cpu_of(features: str, monkeypatch: pytest.MonkeyPatch) -> Hardware:
     """Return the estimate of a CPU of two cores with these instruction sets."""
-    monkeypatch.setattr(devices, "_cpu_facts", lambda: ("a CPU", 2, frozenset(features.split())))
-    return devices.cpu_estimate()
+    monkeypatch.setattr(processor, "_cpu_facts", lambda: ("a CPU", 2, frozenset(features.split())))
+    return processor.cpu_estimate()
 
 
 @pytest.mark.parametrize(
@@ -59,7 +58,7 @@ def test_every_class_of_the_estimate_is_measured(
 ) -> None:
     probe_list = probes(cpu_of(features, monkeypatch))
     names_measured = {name for probe in probe_list for name in work_of(probe.kernels())}
-    names = {name for name, _ in rates_of(devices.cpu_estimate()).rates}
+    names = {name for name, _ in rates_of(processor.cpu_estimate()).rates}
     names -= {f"elementwise {dtype}" for dtype in calibrate_cpu.DTYPES}
     names = {name for name in names if "float16" not in name.split()}
     assert names - names_measured == left_out
@@ -107,7 +106,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> Hardware:
 
 def test_kernels_take_as_long_as_they_were_measured_to(fast: Hardware) -> None:
     """Within the share of operators that only blocks have, which are left out."""
-    base = devices.cpu_estimate()
+    base = processor.cpu_estimate()
     profile, figures = measured_cpu(base, 1.0)
     operators = {
         name
@@ -136,7 +135,7 @@ def test_kernels_take_as_long_as_they_were_measured_to(fast: Hardware) -> None:
 
 
 def test_an_operator_that_only_a_block_has_gets_no_rate_of_its_own(fast: Hardware) -> None:
-    profile, _ = measured_cpu(devices.cpu_estimate(), 1.0)
+    profile, _ = measured_cpu(processor.cpu_estimate(), 1.0)
     names = {name for name, _ in rates_of(profile).rates}
     assert "elementwise mul float32" in names
     assert not any(name.startswith("elementwise add_ ") for name in names)
@@ -191,15 +190,15 @@ def test_a_profile_is_for_one_model_of_cpu_its_threads_and_one_torch(
     assert result["figures"]["disk_alone_bytes_per_second"] == 2e9
     assert not profiles.other_cpu_profiles(tmp_path)
 
-    name, cores, features = devices._cpu_facts()
+    name, cores, features = processor._cpu_facts()
     for facts, threads, torch_version in (
-        (("another CPU", cores, features), devices.cpu_threads(), metadata.version("torch")),
-        ((name, cores, features), devices.cpu_threads() + 1, metadata.version("torch")),
-        ((name, cores, features), devices.cpu_threads(), "1.0"),
+        (("another CPU", cores, features), processor.cpu_threads(), metadata.version("torch")),
+        ((name, cores, features), processor.cpu_threads() + 1, metadata.version("torch")),
+        ((name, cores, features), processor.cpu_threads(), "1.0"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(devices, "_cpu_facts", lambda facts=facts: facts)
-            patch.setattr(devices, "cpu_threads", lambda threads=threads: threads)
+            patch.setattr(processor, "_cpu_facts", lambda facts=facts: facts)
+            patch.setattr(processor, "cpu_threads", lambda threads=threads: threads)
             patch.setattr(metadata, "version", lambda _, text=torch_version: text)
             assert profiles.detect_cpu(tmp_path).basis == "data sheet"
             assert profiles.other_cpu_profiles(tmp_path) == ["cpu-measured"]
@@ -214,7 +213,7 @@ def test_threads_are_those_of_torch() -> None:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)
-        assert devices.cpu_threads() == threads + 1
-        assert rates_of(devices.cpu_estimate()).threads == threads + 1
+        assert processor.cpu_threads() == threads + 1
+        assert rates_of(processor.cpu_estimate()).threads == threads + 1
     finally:
         torch.set_num_threads(threads)

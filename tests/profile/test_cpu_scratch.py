@@ -15,8 +15,9 @@ from graphrun.model.problem import ProcessorRates
 from graphrun.profile import corrections
 from graphrun.profile.corrections import cpu_scratch, scratch_on
 from graphrun.profile.fused_kernels import FusedKernels
-from graphrun.profile.hardware import bfloat16_instructions, cpu_estimate, hardware
+from graphrun.profile.hardware import hardware
 from graphrun.profile.precision import with_quantization_scratch
+from graphrun.profile.processor import bfloat16_instructions, cpu_estimate
 from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import Call, MemoryEvent, Product
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from graphrun.host_ram import host_ram_bytes, memory_limits
+from graphrun.host_ram import host_ram_bytes
+from graphrun.kernel_memory import memory_limits
 from graphrun.profile import doctor
 from graphrun.report.machine_screens import doctor_screen
 from graphrun.units import GIB, show_size

@@ -11,7 +11,7 @@ import pytest
 from campaign import sampled
 
 import graphrun
-from graphrun.files import Store
+from graphrun.disk_store import Store
 from graphrun.profile import feedback
 from graphrun.profile.feedback import _graph_key
 from graphrun.report.estimate_screen import estimate_screen
@@ -181,14 +181,12 @@ def test_damaged_measurements_are_ignored(
     problem, store = solution.problem, Store(tmp_path)
     feedback.remember(solution, trace_of(solution, 4096, 1.5), store)
     assert feedback.with_measurements(problem, store) != problem
-    for path in tmp_path.glob("*.json"):
-        store.put(
-            "seconds" if path.name.startswith("seconds") else "activation",
-            path.stem.partition("-")[2],
-            data,
-        )
+    for entry in store.entries():
+        entry_kind, _, key = entry.key.partition("-")
+        if entry_kind != "shapes":
+            store.put_json(entry_kind, key, data)
     if kind == "shapes":
-        store.put("shapes", _graph_key(problem), {problem.phases[0].name: data})
+        store.put_json("shapes", _graph_key(problem), {problem.phases[0].name: data})
     assert feedback.with_measurements(problem, store) == problem
 
 

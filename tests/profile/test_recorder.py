@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from graphrun.model.problem import ProcessorRates
 from graphrun.profile.corrections import cpu_scratch
 from graphrun.profile.fused_kernels import FusedKernels
-from graphrun.profile.hardware import cpu_estimate
+from graphrun.profile.processor import cpu_estimate
 from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import MemoryEvent
 

@@ -123,9 +123,9 @@ def cpu_solution(make_problem: Any) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         features = frozenset({"avx512f", "avx512_bf16"})
         facts = ("a CPU", 8, features)
-        patch.setattr("graphrun.profile.hardware._cpu_facts", lambda: facts)
-        patch.setattr("graphrun.profile.hardware.cpu_threads", lambda: 8)
-        patch.setattr("graphrun.profile.hardware.total_ram_bytes", lambda: 32 * GIB)
+        patch.setattr("graphrun.profile.processor._cpu_facts", lambda: facts)
+        patch.setattr("graphrun.profile.processor.cpu_threads", lambda: 8)
+        patch.setattr("graphrun.profile.processor.total_ram_bytes", lambda: 32 * GIB)
         yield solve(make_problem("flux-dev", 8 * GIB, 8 * GIB, hardware="cpu"))
 
 

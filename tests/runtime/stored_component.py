@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from small_component import Small, numbers, small_hardware
 
-from graphrun.memory_group import process_bytes
+from graphrun.kernel_memory import process_bytes
 from graphrun.model.problem import ComponentNumbers, Hardware, Problem
 from graphrun.modules.source_files import stored_tensors
 from graphrun.modules.sources import FileSource, Writer

@@ -22,7 +22,7 @@ from small_component import Small, calls_to, plain, plan_of, small_problem, use
 from stored_component import cpu_hardware, host_of, in_files, nothing_left, saved
 
 from graphrun.errors import InputError
-from graphrun.memory_group import ProcessPeak
+from graphrun.kernel_memory import ProcessPeak
 from graphrun.runtime.devices.cpu import CpuDevice
 from graphrun.runtime.direct_reads import DirectReads, MappedArena
 from graphrun.runtime.executor import PlanSession

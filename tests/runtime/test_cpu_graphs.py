@@ -27,8 +27,8 @@ from graphrun.model.problem import Problem
 from graphrun.modules.build import build
 from graphrun.modules.trees import tensors_in
 from graphrun.profile.dry_run import probe
-from graphrun.profile.hardware import cpu_estimate
 from graphrun.profile.problems import ProblemLimits, problem_of
+from graphrun.profile.processor import cpu_estimate
 from graphrun.runtime.devices.cpu import CpuDevice
 from graphrun.runtime.executor import follow, stages_for
 from graphrun.runtime.host import Host

@@ -24,9 +24,9 @@ from test_cpu_graphs import resident
 from whole_pipelines import pixels
 
 import graphrun
-from graphrun.memory_group import process_bytes
+from graphrun.kernel_memory import process_bytes
 from graphrun.modules.build import build
-from graphrun.profile.hardware import cpu_estimate
+from graphrun.profile.processor import cpu_estimate
 from graphrun.runtime.devices.cpu import CpuDevice
 from graphrun.runtime.direct_reads import DirectReads
 from graphrun.runtime.files import FileStore

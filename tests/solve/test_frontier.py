@@ -11,8 +11,8 @@ import pytest
 from campaign import sampled
 from planner_problems import GIB, MIB, flux
 
+from graphrun.disk_store import Store
 from graphrun.errors import InputError
-from graphrun.files import Store
 from graphrun.model.directives import directed
 from graphrun.model.problem import Directive, Problem
 from graphrun.model.solution import Solution

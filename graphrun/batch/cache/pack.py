@@ -8,6 +8,7 @@ Nothing is pickled, so reading an untrusted file runs no code.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from graphrun.errors import InputError
+from graphrun.reading import safetensors_header
 
 VERSION = 2
 
@@ -50,8 +52,7 @@ def unpack(data: bytes) -> Any:
     from safetensors.torch import load
 
     try:
-        length = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + length])["__metadata__"]
+        header = json.loads(safetensors_header(io.BytesIO(data), len(data))[1])["__metadata__"]
         if header["graphrun"] != str(VERSION):
             raise ValueError(f"version {header['graphrun']}")
         orders = json.loads(header["orders"])

@@ -7,18 +7,22 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from graphrun.batch.cache.index import Index
 from graphrun.batch.cache.keys import Choices, StageKeys, cacheable
 from graphrun.batch.cache.pack import pack, unpack
+from graphrun.disk_store import Store
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
 from graphrun.graph.parts import Stage
+from graphrun.units import GIB
 
 What = Literal["encoded", "all", "none"]
 
+# embeddings of a FLUX prompt take 4 MiB, so this is enough for about a thousand prompts
+LIMIT_BYTES = 4 * GIB
+
 
 class Reuse:
-    """The cached outputs of ``graph`` for resolved ``inputs`` on ``device``, in ``index``.
+    """The cached outputs of ``graph`` for resolved ``inputs`` on ``device``, in ``store``.
 
     ``scope``: ``encoded`` caches the outputs of `encode_prompt`, ``all`` also latents. ``allow``:
     as for a plan. ``note``: called once with the reason if the cache folder cannot be used.
@@ -26,7 +30,7 @@ class Reuse:
 
     def __init__(
         self,
-        index: Index,
+        store: Store,
         graph: Graph,
         inputs: Mapping[str, Any],
         device: str,
@@ -35,8 +39,8 @@ class Reuse:
         allow: Collection[str] = (),
         note: Callable[[str], None] | None = None,
     ) -> None:
-        self.index, self.graph, self.scope, self.allow = index, graph, scope, allow
-        self.keys = StageKeys(graph, inputs, device, index.file_digest)
+        self.store, self.graph, self.scope, self.allow = store, graph, scope, allow
+        self.keys = StageKeys(graph, inputs, device, store.file_digest)
         self._note = note
 
     def takes(self, stage: Stage) -> bool:
@@ -73,7 +77,7 @@ class Reuse:
             return
         if (key := self.keys.key(stage, choices)) is not None:
             try:
-                self.index.put(
+                self.store.put(
                     key,
                     pack(dict(outputs)),
                     graph=self.graph.name,
@@ -88,14 +92,14 @@ class Reuse:
             for choices in self.keys.candidates(stage.name, self.allow):
                 if (key := self.keys.key(stage.name, choices)) is None:
                     return None
-                if (data := self.index.get(key)) is not None:
+                if (data := self.store.get(key)) is not None:
                     return dict(unpack(data))
         except InputError as error:
             self._report(error)
         except (TypeError, ValueError):  # the cached value is no mapping
             self._report(
                 InputError(
-                    f"{self.index.folder}: the entry of {stage.name} is damaged; "
+                    f"{self.store.folder}: the entry of {stage.name} is damaged; "
                     "remove it: graphrun cache rm"
                 )
             )
@@ -105,6 +109,11 @@ class Reuse:
         if self._note is not None:
             self._note(str(error))
             self._note = None
+
+
+def output_store(cache: Path) -> Store:
+    """Return the store of stage outputs in the folder ``cache``."""
+    return Store(cache / "outputs", LIMIT_BYTES)
 
 
 def reuse_for(
@@ -119,7 +128,7 @@ def reuse_for(
     """Return the cached outputs in the folder ``cache`` for runs of ``graph`` with ``values``.
     ``device_name``: `Hardware.label`; of several devices all labels."""
     return Reuse(
-        Index(cache / "outputs"),
+        output_store(cache),
         graph,
         values,
         device_name,

@@ -1,16 +1,21 @@
-"""The cached outputs of a folder: an SQLite database, which several processes may use at once.
+"""A store of entries by key in a folder: an SQLite database that several processes may use at once.
 
 put    in one transaction: insert the entry and its bytes, and evict the least recently used
        entries beyond the limit
 get    delete an entry whose bytes have another SHA-256: it counts as absent
 kill   at any moment leaves each entry complete or absent: SQLite rolls back what was not
        committed
+
+Readers of SQLite's rollback journal write nothing, so entries in a read-only folder can be read;
+and unlike its write-ahead log, it works on network drives. Nothing waits for the disk. A database
+that is damaged, as by a power failure, is removed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping
@@ -19,19 +24,21 @@ from pathlib import Path
 from typing import Any
 
 from graphrun.errors import InputError
-from graphrun.reading import open_regular
-from graphrun.units import GIB
+from graphrun.limits import LIMITS
+from graphrun.reading import open_regular, parse_json
+from graphrun.units import MIB
 
-# embeddings of a FLUX prompt take 4 MiB, so this is enough for about a thousand prompts
-LIMIT_BYTES = 4 * GIB
+# enough for a few hundred graphs and sizes: a FLUX dry run takes 1 MB, a problem 0.2 MB
+LIMIT_BYTES = 128 * MIB
 BUSY_SECONDS = 30.0
-DATABASE = "outputs.sqlite"
+DATABASE = "entries.sqlite"
 
+_SETTINGS = "PRAGMA synchronous = OFF; PRAGMA foreign_keys = ON;"
 # Bytes have their own table, so that updating the time of use does not rewrite them. auto_vacuum
 # shrinks the file on deletion.
 _TABLES = """
-PRAGMA auto_vacuum = FULL; PRAGMA journal_mode = WAL;
-PRAGMA synchronous = NORMAL; PRAGMA foreign_keys = ON;
+PRAGMA auto_vacuum = FULL;
+BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS entries (
     key TEXT PRIMARY KEY, graph TEXT NOT NULL, stage TEXT NOT NULL, about TEXT NOT NULL,
     nbytes INTEGER NOT NULL, made REAL NOT NULL, used REAL NOT NULL, digest TEXT NOT NULL);
@@ -39,6 +46,7 @@ CREATE TABLE IF NOT EXISTS contents (
     key TEXT PRIMARY KEY REFERENCES entries ON DELETE CASCADE, data BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS files (
     path TEXT PRIMARY KEY, stamp TEXT NOT NULL, digest TEXT NOT NULL);
+COMMIT;
 """
 _EVICT = """
 WITH newest_first AS (
@@ -61,10 +69,13 @@ _DELETE_ODD = "DELETE FROM entries WHERE " + " OR ".join(
 )
 
 
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
 @dataclass(frozen=True, slots=True)
-class CacheEntry:
-    """A cached output. ``inputs_text``: the inputs that it depends on. Times are since the
-    epoch."""
+class StoredEntry:
+    """An entry. ``graph``, ``stage`` and ``inputs_text``: of a stage output, its origin and the
+    inputs that it depends on. Times are since the epoch."""
 
     key: str
     graph: str
@@ -79,19 +90,35 @@ class CacheEntry:
         return dict(zip(_TYPES, astuple(self), strict=True))
 
 
-class Index:
-    """Entries by key in ``folder``, which is created with the first entry. All methods raise
-    InputError if the folder or its database cannot be read or written."""
+class Store:
+    """Entries by key in ``folder``, which is created with the first entry.
+
+    All methods but `get_json` and `put_json` raise InputError if the folder or its database cannot
+    be read or written.
+    """
 
     def __init__(self, folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
         self.folder = folder
         self.limit_bytes = limit_bytes
 
+    def get_json(self, kind: str, key: str) -> Any | None:
+        """Return the entry that `put_json` stored; None if it is absent, damaged or unreadable."""
+        try:
+            data = self.get(f"{kind}-{key}")
+            return parse_json(data) if data and len(data) <= LIMITS.text_bytes else None
+        except (InputError, ValueError):
+            return None
+
+    def put_json(self, kind: str, key: str, value: Any) -> None:
+        """Store ``value``, which must be JSON-ready, if the folder can be written to."""
+        with contextlib.suppress(InputError):
+            self.put(f"{kind}-{key}", json.dumps(value, separators=(",", ":")).encode())
+
     def get(self, key: str) -> bytes | None:
         """Return the entry's bytes; None if absent. A damaged entry is removed and counts as
         absent."""
         if (data := self._read(key)) is not None:
-            with self._open() as rows:
+            with contextlib.suppress(InputError), self._open() as rows:  # not in a read-only folder
                 rows.execute("UPDATE entries SET used = ? WHERE key = ?", (time.time(), key))
         return data
 
@@ -118,12 +145,12 @@ class Index:
             rows.execute("INSERT OR REPLACE INTO contents VALUES (?, ?)", (key, data))
             rows.execute(_EVICT, (key, self.limit_bytes))
 
-    def entries(self) -> list[CacheEntry]:
+    def entries(self) -> list[StoredEntry]:
         query = (
             "SELECT key, graph, stage, about, nbytes, made, used FROM entries "
             "ORDER BY used DESC, key"
         )
-        entries = [CacheEntry(*row) for row in self._select(query)]
+        entries = [StoredEntry(*row) for row in self._select(query)]
         if any(
             not isinstance(value, _TYPES[name])
             for entry in entries
@@ -131,7 +158,7 @@ class Index:
         ):
             with self._open() as rows:
                 rows.execute(_DELETE_ODD)
-            entries = [CacheEntry(*row) for row in self._select(query)]
+            entries = [StoredEntry(*row) for row in self._select(query)]
         return entries
 
     def remove(self, keys: list[str] | None = None) -> int:
@@ -142,7 +169,7 @@ class Index:
         with self._open() as rows:
             return rows.executemany("DELETE FROM entries WHERE key = ?", parameters).rowcount
 
-    def verify(self) -> list[CacheEntry]:
+    def verify(self) -> list[StoredEntry]:
         """Read every entry. Remove and return the damaged ones."""
         return [entry for entry in self.entries() if self._read(entry.key) is None]
 
@@ -181,18 +208,24 @@ class Index:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
-        suggestions = ""
+        database = self.folder / DATABASE
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            connection = sqlite3.connect(
-                self.folder / DATABASE, timeout=BUSY_SECONDS, isolation_level=None
-            )
-            suggestions = "; remove the folder if its index is damaged"
+            connection = sqlite3.connect(database, timeout=BUSY_SECONDS, isolation_level=None)
             with contextlib.closing(connection):
-                connection.executescript(_TABLES)
+                connection.executescript(_SETTINGS)
+                if connection.execute("PRAGMA auto_vacuum").fetchone() == (0,):  # a new database
+                    connection.executescript(_TABLES)
                 yield connection
         except (OSError, sqlite3.Error) as error:
             reason = (getattr(error, "strerror", None) or str(error)).strip()
-            raise InputError(
-                f"{self.folder}: outputs cannot be cached there: {reason}{suggestions}"
-            ) from error
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGED:
+                with contextlib.suppress(OSError):
+                    database.unlink()
+                    reason += "; the damaged database is removed"
+            raise InputError(f"{self.folder}: nothing can be cached there: {reason}") from error
+
+
+def store_in(folder: Path | None) -> Store | None:
+    """Return the store in the cache ``folder``; None without a cache."""
+    return Store(folder) if folder is not None else None

@@ -1,0 +1,162 @@
+"""This machine's CPU, and the data-sheet estimate of it: from its cores and instructions."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import sys
+from pathlib import Path
+
+from graphrun.device_kinds import DeviceKind
+from graphrun.host_ram import total_ram_bytes
+from graphrun.model.problem import Hardware, ProcessorRates
+from graphrun.units import MIB
+
+# FLOPs per core and clock of products: (instruction set, in bfloat16, in fp32). Two vector units
+# multiply and add 16 numbers of fp32 (AVX2: 8) each; avx512_bf16 doubles that, and amx_bf16
+# multiplies 16 x 16 x 32 in 16 clocks. Without instructions for bfloat16 PyTorch converts, which
+# takes longer than fp32. `CPU_SHARE`: share that kernels reach, measured on an EPYC with two cores.
+INSTRUCTION_SETS = (
+    ("amx_bf16", 1024, 64),
+    ("avx512_bf16", 128, 64),
+    ("bf16", 64, 16),
+    ("avx512f", 16, 64),
+    ("avx2", 8, 32),
+    ("", 4, 8),
+)
+CPU_SHARE = 0.65
+# FLOPs per second of convolutions in 16 bits without AVX-512, by oneDNN's reference kernel on one
+# thread: 0.3e9 to 1.7e9 were measured on an EPYC with AVX2, falling with the number of pixels.
+REFERENCE_CONVOLUTION = 0.5e9
+# x86 and ARM instructions for products in bfloat16
+FAST_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+CLOCK = 2.6e9
+# bytes per second that one core reads or writes, and up to how many cores add to it
+CORE_BYTES_PER_SECOND, MEMORY_CORES = 5e9, 8
+# bytes of new memory per second and core: the kernel clears 4 KiB pages at their first use
+NEW_BYTES_PER_SECOND = 1.2e9
+# bytes per second of direct reads of an NVMe disk: 1.6e9 to 1.9e9 measured with two threads
+DIRECT_READ_RATE = 1.6e9
+# CPU seconds of a direct read of one byte into huge pages
+READ_CPU_SECONDS = 0.02e-9
+# seconds of PyTorch's and diffusers' code around an operator on a CPU
+CPU_LAUNCH_SECONDS = 8e-6
+# Anonymous and kernel memory of a process that imported torch, diffusers and transformers; code
+# that oneDNN generates for kernels, and heaps of threads.
+PROCESS_BYTES, GENERATED_BYTES = 432 * MIB, 10 * MIB
+# Buffers that MKL keeps for products of matrices in fp32, after some of 2,048 rows and more: 15 to
+# 25 MiB, measured with two threads. Products in bfloat16 keep none.
+PRODUCT_BUFFER_BYTES = 24 * MIB
+
+
+@functools.cache
+def _cpu_facts() -> tuple[str, int, frozenset[str]]:
+    """Return the CPU's name, its cores that this process may use, and its features.
+
+    Hardware threads of one core count once: PyTorch computes with a thread per core.
+    """
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    processors = [
+        {key.strip(): value.strip() for key, _, value in map(_parted, section.splitlines())}
+        for section in text.split("\n\n")
+    ]
+    facts = processors[0]
+    name = facts.get("model name") or facts.get("CPU part") or platform.processor()
+    names = facts.get("flags") or facts.get("Features") or ""
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    cores = {
+        (facts.get("physical id"), facts.get("core id", facts["processor"]))
+        for facts in processors
+        if "processor" in facts and (usable is None or int(facts["processor"]) in usable)
+    }
+    return name, len(cores) or os.cpu_count() or 1, frozenset(names.split())
+
+
+def _parted(line: str) -> tuple[str, str, str]:
+    return line.partition(":")
+
+
+def cpu_threads() -> int:
+    """Return the number of threads that compute: PyTorch's if it is loaded, else one per core."""
+    torch = sys.modules.get("torch")
+    return torch.get_num_threads() if torch is not None else _cpu_facts()[1]
+
+
+def cpu_key() -> str:
+    """Return what a profile of this machine's CPU is for: its model, threads and PyTorch."""
+    from importlib.metadata import version
+
+    threads = cpu_threads()
+    return f"{_cpu_facts()[0]}, {threads} threads, torch {version('torch')}"
+
+
+def bfloat16_instructions() -> tuple[str, ...]:
+    """Return the CPU's instructions that multiply bfloat16 faster than fp32; empty without any."""
+    return tuple(sorted(_cpu_facts()[2] & FAST_BFLOAT16))
+
+
+def core_count() -> int:
+    """Return the number of cores that this process may use."""
+    return _cpu_facts()[1]
+
+
+def cpu_estimate() -> Hardware:
+    """Return the data-sheet estimate of this machine's CPU, from its cores and instructions."""
+    cores, features = cpu_threads(), _cpu_facts()[2]
+    name, half, single = next(row for row in INSTRUCTION_SETS if not row[0] or row[0] in features)
+    has_half_convolutions = name not in ("avx2", "")
+    peak = CPU_SHARE * cores * CLOCK
+    moving = CORE_BYTES_PER_SECOND * min(cores, MEMORY_CORES)
+    rates = {"new memory": NEW_BYTES_PER_SECOND * min(cores, MEMORY_CORES)}
+    for dtype, flops in (
+        ("bfloat16", peak * half),
+        ("float32", peak * single),
+        ("float16", peak * 8),  # PyTorch converts one number at a time
+    ):
+        rates |= {
+            f"matmul {dtype}": flops,
+            f"short matmul {dtype}": flops,
+            f"convolution {dtype}": flops
+            if dtype == "float32" or has_half_convolutions
+            else REFERENCE_CONVOLUTION,
+            f"attention {dtype}": 0.5 * flops,
+            f"scores {dtype}": 1e9 * cores,
+            f"reads {dtype}": 2 * moving,
+            f"results {dtype}": 0.6 * moving,
+            f"weight copies {dtype}": 0.5 * moving,
+            f"small copies {dtype}": 0.5 * moving,
+            f"large copies {dtype}": 0.3 * moving,
+            f"huge copies {dtype}": 0.15 * moving,
+            f"elementwise {dtype}": 0.7 * moving,
+            f"elementwise transpose {dtype}": 0.2 * moving,
+        }
+    return Hardware(
+        name="cpu",
+        device="cpu",
+        capacity_bytes=total_ram_bytes(),
+        context_bytes=PROCESS_BYTES,
+        workspace_bytes=GENERATED_BYTES + (0 if bfloat16_instructions() else PRODUCT_BUFFER_BYTES),
+        h2d_bytes_per_second=5e9,
+        pageable_bytes_per_second=5e9,
+        d2h_bytes_per_second=5e9,
+        bidirectional=1.0,
+        disk_bytes_per_second=DIRECT_READ_RATE,
+        flops_per_second=rates["matmul bfloat16"],
+        convolution_scratch=False,
+        caching_allocator=False,
+        memory_bytes_per_second=moving,
+        launch_seconds=CPU_LAUNCH_SECONDS,
+        kernels=ProcessorRates(
+            cores, tuple(rates.items()), READ_CPU_SECONDS, amx="amx_bf16" in features
+        ),
+        basis="data sheet",
+    )
+
+
+def detect_processor(kind: DeviceKind) -> Hardware:
+    """Return this machine's CPU."""
+    return cpu_estimate()
