@@ -104,7 +104,8 @@ def table(rows: list[Row]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     cpu_seconds = sum(row["cpu_seconds"] for row in rows)
-    for strategy in STRATEGIES:
+    removed = {name for row in rows for name in row["without"]} - {*STRATEGIES}
+    for strategy in (*STRATEGIES, *sorted(removed)):
         results = [
             (row["seconds"], row["cpu_seconds"], *row["without"][strategy])
             for row in rows
@@ -113,7 +114,7 @@ def table(rows: list[Row]) -> str:
         losses = [other / seconds - 1 for seconds, _, other, _ in results if other is not None]
         cpu = 1 + sum(other - cpu for _, cpu, _, other in results) / cpu_seconds
         lines.append(
-            f"| {strategy} | {len(results)} | {100 * max([0.0, *losses]):.2f} % | "
+            f"| {strategy}{' (removed)' * (strategy in removed)} | {len(results)} | {100 * max([0.0, *losses]):.2f} % | "
             f"{sum(loss > NOTICEABLE for loss in losses)} | {-100 * min([0.0, *losses]):.2f} % | "
             f"{len(results) - len(losses)} | {cpu:.2f} |"
         )

@@ -48,12 +48,11 @@ ROUNDS = 5
 # number, `find` in number 1 only.
 LAST_RESERVED_ROUND = 2
 SHARES = (1 / 16, 1 / 8, 1 / 4)  # of the budget, left free
-# If the disk rate is not measured, reads may take DISK_ERRORS times the assumed seconds, as in
-# `benchmarks/regret.py`. If the plan would lose LEAST_LOSS on such a disk, the plan with the
-# smallest worst loss is chosen, also from the plans for these disks that are at most MOST_PRICE
-# slower on the assumed disk. Losses on the assumed disk count ASSUMED_COUNTS times.
-DISK_ERRORS = (1.3, 1 / 1.3)
-LEAST_LOSS, MOST_PRICE, ASSUMED_COUNTS = 0.03, 0.03, 4
+# If the disk rate is not measured, reads may take SLOWER_DISK times the assumed seconds, as in
+# `benchmarks/regret.py`. The plan for such a disk is preferred if the fastest plan would lose
+# LEAST_LOSS there, and the other at most MOST_PRICE on the assumed disk.
+SLOWER_DISK = 1.3
+LEAST_LOSS, MOST_PRICE = 0.03, 0.03
 
 Reserve = Mapping[tuple[str, str], int]  # (phase, part) -> bytes
 
@@ -61,50 +60,29 @@ Reserve = Mapping[tuple[str, str], int]  # (phase, part) -> bytes
 def solved(problem: Problem) -> Solution | None:
     """Return the fastest plan found within the budgets, with peaks in pages; None if nothing fits.
 
-    On one device with an assumed disk rate, prefer a nearly equal plan that loses less on a slower
-    or faster disk, unless the fastest plan's gap to the bound exceeds LEAST_LOSS.
+    On one device with an assumed disk rate, prefer the plan for a slower disk if it is nearly as
+    fast and the fastest plan would lose LEAST_LOSS on that disk.
     """
-    solution = _fastest_in_pages(problem)
-    keeps_fastest = problem.hardware.basis != "data sheet" or problem.secondaries
-    return (
-        solution
-        if solution is None or keeps_fastest or solution.gap > LEAST_LOSS or not has("other disks")
-        else _preferred(problem, solution)
-    )
-
-
-def _preferred(problem: Problem, fast: Solution) -> Solution:
-    """Return ``fast``, or a nearly as fast plan for another disk whose worst loss is smaller."""
-    candidates, disk_problems = [fast], [with_other_disk(problem, error) for error in DISK_ERRORS]
-    for disk_problem in disk_problems:
-        if (
-            _may_lose(disk_problem, fast)
-            and (disk_solution := _fastest_in_pages(disk_problem)) is not None
-        ):
-            candidate = carried_over(problem, disk_solution, fast.bound_seconds)
-            if (
-                candidate is not None
-                and fast.bound_seconds <= candidate.seconds <= (1 + MOST_PRICE) * fast.seconds
-            ):
-                candidates.append(
-                    replace(
-                        candidate,
-                        bound_seconds=fast.bound_seconds,
-                        objective_seconds=fast.objective_seconds,
-                    )
-                )
-    if len(candidates) == 1:
+    fast = _fastest_in_pages(problem)
+    if (
+        fast is None
+        or problem.hardware.basis != "data sheet"
+        or problem.secondaries
+        or fast.gap > LEAST_LOSS
+    ):
         return fast
-    seconds = [
-        [_seconds_with(variation, candidate) for candidate in candidates]
-        for variation in (problem, *disk_problems)
-    ]
-    weighted_seconds = list(zip((ASSUMED_COUNTS, 1, 1), seconds, strict=True))
-    worst = [
-        max(weight * (row[number] - min(row)) for weight, row in weighted_seconds)
-        for number in range(len(candidates))
-    ]
-    return fast if worst[0] <= LEAST_LOSS * fast.seconds else candidates[worst.index(min(worst))]
+    slow_disk = with_other_disk(problem, SLOWER_DISK)
+    if (
+        not _may_lose(slow_disk, fast)
+        or not has("slower disk")
+        or (slow := _fastest_in_pages(slow_disk)) is None
+        or _seconds_with(slow_disk, fast) < (1 + LEAST_LOSS) * slow.seconds
+    ):
+        return fast
+    sure, bound = carried_over(problem, slow, fast.bound_seconds), fast.bound_seconds
+    if sure is None or not bound <= sure.seconds <= (1 + MOST_PRICE) * fast.seconds:
+        return fast
+    return replace(sure, bound_seconds=bound, objective_seconds=fast.objective_seconds)
 
 
 def _may_lose(problem: Problem, fast: Solution) -> bool:

@@ -10,7 +10,7 @@ that it costs.
     near plans           if pages exceed the budget, search near the last plan first
     reserved pages       reserve the page overhead in its own slot before reducing the budget
     paged baselines      try the baselines too where a plan in pages is not proven optimal
-    other disks          prefer a nearly equal plan that loses less on another disk
+    slower disk          prefer a nearly equal plan that loses less on a slower disk
     likely variants      solve large programs with one variant per component first
     main device          solve large programs of several devices for the main device too
 """
@@ -30,7 +30,7 @@ Strategy = Literal[
     "near plans",
     "reserved pages",
     "paged baselines",
-    "other disks",
+    "slower disk",
     "likely variants",
     "main device",
 ]
