@@ -18,6 +18,7 @@ from PIL import Image
 from graphrun.cli.options import merge_options
 from graphrun.model.problem import Problem
 from graphrun.solve import alternatives, frontier, pages, solve
+from graphrun.solve.suggestions import Suggestion
 from graphrun.units import GIB, MIB
 
 TINY = str(Path(__file__).parent.parent / "graphs" / "flux-tiny.yaml")
@@ -498,6 +499,21 @@ def test_a_measured_card_is_not_guessed_at(
         monkeypatch.setattr("graphrun.cli.common.spills_vram", lambda windows=windows: windows)
         code, output, err = graphrun("plan", TINY, "--vram", "8G")
         assert (code, "a desktop leaves" in output, message in err) == (0, False, True)
+
+
+@pytest.mark.long
+def test_a_thorough_search_does_not_suggest_itself(
+    graphrun: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SLOW_SECONDS", "SLOW_SHARE"):
+        monkeypatch.setattr(f"graphrun.model.solution.{name}", 0.0)
+    suggestion = Suggestion("raise the VRAM budget", (("--vram", str(8 * MIB)),), 1e-3)
+    monkeypatch.setattr("graphrun.solve.suggestions.speedups", lambda *_: [suggestion])
+    command = ("plan", TINY, "--device", "sim", "--vram", "3M", "--set", "steps=1", "--no-cache")
+    screens = [graphrun(*command, *options)[1] for options in ((), ("--explain", "more"))]
+    assert ["what helps" in screen for screen in screens] == [True, True]
+    hint = "\n --explain more searches for further suggestions\n"
+    assert [hint in screen for screen in screens] == [True, False]
 
 
 LOST = """
