@@ -104,6 +104,11 @@ class PictureRequest:
     partial_images: int = 0
 
 
+def shape_of(graph: Graph, inputs: Mapping[str, Any]) -> RequestShape:
+    """Return the shape of requests to ``graph`` with ``inputs``."""
+    return graph.name, settings_of(graph, inputs)
+
+
 def picture_inputs(graph: Graph) -> list[str]:
     """Return the names of the picture inputs, the required ones first."""
     pictures = [spec for spec in graph.inputs.values() if spec.type == "image"]
@@ -214,7 +219,7 @@ class Body(BaseModel):
                 raise bad(name, text, OVER_LIMIT)
         return PictureRequest(
             graph.name,
-            (graph.name, settings_of(graph, resolved[0])),
+            shape_of(graph, resolved[0]),
             tuple(resolved),
             VIDEO if makes_videos(graph) else f".{self.output_format}",
             self.response_format == "url",
