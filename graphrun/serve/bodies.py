@@ -144,7 +144,7 @@ class Body(BaseModel):
     graph: ClassVar[Graph]
     bounds: ClassVar[Bounds]
 
-    model: str = Field("", description="The name of a graph; without it the first one.")
+    model: str = ""
     n: Whole = 1
     size: str = Field(
         "auto", pattern=r"^(auto|\d{1,6}x\d{1,6})$", description="Width x height in pixels."
@@ -277,6 +277,8 @@ def body_model(graph: Graph, bounds: Bounds) -> type[Body]:
         for name in IGNORED
         if name not in graph.inputs
     }
+    text = "The graph. Without it the first one that makes the output."
+    fields["model"] = str, Field(graph.name, description=text)
     text = "Pictures; each has the seed of the one before plus 1."
     fields["n"] = Whole, Field(1, ge=1, le=bounds.pictures, description=text)
     fields[f"{INPUT}seed"] = Whole | None, Field(None, alias="seed", description=DRAWN)
