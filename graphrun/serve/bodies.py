@@ -104,6 +104,11 @@ class PictureRequest:
     partial_images: int = 0
 
 
+def shape_of(graph: Graph, inputs: Mapping[str, Any]) -> RequestShape:
+    """Return the shape of requests to ``graph`` with ``inputs``."""
+    return graph.name, settings_of(graph, inputs)
+
+
 def picture_inputs(graph: Graph) -> list[str]:
     """Return the names of the picture inputs, the required ones first."""
     pictures = [spec for spec in graph.inputs.values() if spec.type == "image"]
@@ -139,7 +144,7 @@ class Body(BaseModel):
     graph: ClassVar[Graph]
     bounds: ClassVar[Bounds]
 
-    model: str = Field("", description="The name of a graph; without it the first one.")
+    model: str = ""
     n: Whole = 1
     size: str = Field(
         "auto", pattern=r"^(auto|\d{1,6}x\d{1,6})$", description="Width x height in pixels."
@@ -214,7 +219,7 @@ class Body(BaseModel):
                 raise bad(name, text, OVER_LIMIT)
         return PictureRequest(
             graph.name,
-            (graph.name, settings_of(graph, resolved[0])),
+            shape_of(graph, resolved[0]),
             tuple(resolved),
             VIDEO if makes_videos(graph) else f".{self.output_format}",
             self.response_format == "url",
@@ -272,6 +277,8 @@ def body_model(graph: Graph, bounds: Bounds) -> type[Body]:
         for name in IGNORED
         if name not in graph.inputs
     }
+    text = "The graph. Without it the first one that makes the output."
+    fields["model"] = str, Field(graph.name, description=text)
     text = "Pictures; each has the seed of the one before plus 1."
     fields["n"] = Whole, Field(1, ge=1, le=bounds.pictures, description=text)
     fields[f"{INPUT}seed"] = Whole | None, Field(None, alias="seed", description=DRAWN)

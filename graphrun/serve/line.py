@@ -92,10 +92,6 @@ class Line:
         self.entries: list[QueueEntry] = []
         self.warm_shapes: dict[Hashable, Hashable] = {}
 
-    def seconds(self, entry: QueueEntry, warm: Mapping[Hashable, Hashable]) -> float:
-        """Return the predicted seconds of ``entry`` with the weights in ``warm`` on the device."""
-        return _ends([entry], warm)[-1]
-
     def times(self, entries: Sequence[QueueEntry], begin: float) -> Iterator[tuple[float, float]]:
         """Yield the start and end of each of ``entries`` if the first starts at ``begin``.
 
@@ -124,20 +120,15 @@ class Line:
     def add(self, entry: QueueEntry, clock: float, begin: float) -> None:
         """Place ``entry``, and promise it the predicted start and end. The current run ends at
         ``begin``."""
-        position, entry.batch, entry.start, entry.end = self.place(entry, clock, begin)
-        self.entries.insert(position, entry)
-
-    def place(
-        self, entry: QueueEntry, clock: float, begin: float
-    ) -> tuple[int, object | None, float, float]:
-        """Return the position of ``entry``, its batch, and its predicted start and end."""
         for position, batch, first in self._places(entry):
             entry.batch = batch
             trial = [*self.entries[:position], entry, *self.entries[position:]]
             times = list(self.times(trial, begin))
             delayed = zip(trial[first:], times[first:], strict=True)
             if all(other is entry or _in_time(other, span, clock) for other, span in delayed):
-                return position, batch, *times[position]
+                entry.start, entry.end = times[position]
+                self.entries = trial
+                return
         raise AssertionError("at the end nobody is overtaken")
 
     def _places(self, entry: QueueEntry) -> Iterator[tuple[int, object, int]]:

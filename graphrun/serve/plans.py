@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from graphrun.graph.graph import Graph
-from graphrun.graph.settings import settings_of
-from graphrun.serve.bodies import PictureRequest, RequestShape
+from graphrun.serve.bodies import PictureRequest, RequestShape, shape_of
 from graphrun.serve.child import Child
 from graphrun.serve.errors import Refused
 from graphrun.serve.line import Line, QueueEntry
@@ -42,8 +41,7 @@ class Plans:
     ) -> None:
         self._settings, self._graphs, self._metrics, self._line = settings, graphs, metrics, line
         self.defaults: dict[str, RequestShape] = {
-            name: (name, settings_of(graph, graph.for_planning({})))
-            for name, graph in graphs.items()
+            name: shape_of(graph, graph.for_planning({})) for name, graph in graphs.items()
         }
         self.shapes: OrderedDict[ShapeKey, asyncio.Future[PlannedShape]] = OrderedDict()
         # graph -> share of the budgets within which its weights stay on the device

@@ -78,27 +78,24 @@ class JobRecords:
         """Forget an ended job, with its pictures and its Idempotency-Key."""
         del self.jobs[job.id]
         self._keys.pop((job.owner, job.key), None)
-        if (store := self._store_of(job)) is not None:
-            store.remove(job)
+        if self.store is not None:
+            self.store.remove(job)
 
     def add_run(self, job: Job, pictures: int) -> None:
         """Store the latest run of ``job``, which made ``pictures``."""
-        if (store := self._store_of(job)) is not None:
-            store.add_run(job, pictures)
+        if self.store is not None and job.is_stored:
+            self.store.add_run(job, pictures)
 
     def drop_runs(self, job: Job) -> None:
         """Delete the runs and pictures of ``job``, which starts again."""
         job.results, job.pictures = [], []
-        if (store := self._store_of(job)) is not None:
-            store.drop_runs(job)
+        if self.store is not None:
+            self.store.drop_runs(job)
 
     def end(self, job: Job) -> None:
         """Store how ``job`` ended."""
-        if (store := self._store_of(job)) is not None:
-            store.end(job)
-
-    def _store_of(self, job: Job) -> JobStore | None:
-        return self.store if job.is_stored else None
+        if self.store is not None:
+            self.store.end(job)
 
     def _remember(self, job: Job) -> None:
         self.jobs[job.id] = job

@@ -90,13 +90,13 @@ class RunQueue:
     def add(self, entry: QueueEntry, max_seconds: float | None) -> None:
         """Put ``entry`` into the queue. Raises Refused (429) if its predicted wait is longer than
         ``max_seconds``."""
-        job, begin = entry.item, self._free_at
-        *_, start, _ = self._line.place(entry, self._clock, begin)
-        wait = (start - self._clock) * self.pace
+        job: Job = entry.item
+        self._line.add(entry, self._clock, self._free_at)
+        wait = (entry.start - self._clock) * self.pace
         if max_seconds is not None and wait > max_seconds:
+            self._line.remove(job)
             text = f"the queue takes {wait:.0f} s, and at most {max_seconds:.0f} s are accepted"
             raise Refused(429, text, "queue_full", retry_seconds=wait - max_seconds)
-        self._line.add(entry, self._clock, begin)
         job.admitted_at, job.promised_at = self._clock, entry.start
         job.seconds = entry.end - entry.start
 

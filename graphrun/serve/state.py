@@ -101,7 +101,9 @@ class JobStore:
         """Write the last run of ``job`` and its last ``pictures`` pictures."""
         result = {name: value for name, value in job.results[-1].items() if name != "files"}
         result["overruns"] = [asdict(overrun) for overrun in result["overruns"]]
-        number = self._number(job)
+        (number,) = self._database.execute(
+            "SELECT number FROM jobs WHERE id = ?", (job.id,)
+        ).fetchone()
         with self._database:  # all of it, or nothing
             self._database.execute("BEGIN IMMEDIATE")
             self._database.execute("INSERT INTO runs VALUES (?, ?)", (number, json.dumps(result)))
@@ -115,7 +117,10 @@ class JobStore:
         with self._database:  # all of it, or nothing
             self._database.execute("BEGIN IMMEDIATE")
             for table in ("runs", "pictures"):
-                self._database.execute(f"DELETE FROM {table} WHERE job = ?", (self._number(job),))
+                self._database.execute(
+                    f"DELETE FROM {table} WHERE job IN (SELECT number FROM jobs WHERE id = ?)",
+                    (job.id,),
+                )
 
     def end(self, job: Job) -> None:
         """Write how ``job`` ended."""
@@ -146,7 +151,7 @@ class JobStore:
                 shutil.rmtree(folder, ignore_errors=True)
         for number, id, owner, created, key, body, request, state, error in rows:
             fields = json.loads(request)
-            refusal, graph = _refusal_of(json.loads(error)) if error else None, fields["graph"]
+            refusal, graph = Refused(**json.loads(error)) if error else None, fields["graph"]
             if state not in ENDED:
                 refusal = _no_longer_accepted(fields, graphs)
                 state = "waiting" if refusal is None else "failed"
@@ -186,12 +191,6 @@ class JobStore:
                 self.end(job)
             yield job
 
-    def _number(self, job: Job) -> int:
-        (number,) = self._database.execute(
-            "SELECT number FROM jobs WHERE id = ?", (job.id,)
-        ).fetchone()
-        return int(number)
-
 
 def _no_longer_accepted(fields: Mapping[str, Any], graphs: Mapping[str, Graph]) -> Refused | None:
     """Return why the server cannot run a stored request, None if it can."""
@@ -214,7 +213,3 @@ def _result_of(entries: dict[str, Any]) -> dict[str, Any]:
 def _as_json(error: Refused) -> dict[str, Any]:
     names = ("status", "message", "code", "param", "retry_seconds", "details")
     return {name: getattr(error, name) for name in names}
-
-
-def _refusal_of(entries: dict[str, Any]) -> Refused:
-    return Refused(entries.pop("status"), entries.pop("message"), entries.pop("code"), **entries)

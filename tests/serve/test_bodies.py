@@ -152,6 +152,7 @@ def test_the_schema_of_a_body_has_the_inputs_of_its_graph(flux: Any) -> None:
     schema = body_model(flux, BOUNDS).model_json_schema()
     properties = schema["properties"]
     assert properties["n"]["maximum"] == BOUNDS.pictures
+    assert properties["model"]["default"] == "flux-tiny"
     assert (properties["height"]["type"], properties["height"]["multipleOf"]) == ("integer", 16)
     assert schema["additionalProperties"] is False
     image = body_model(graphrun.load("sdxl-img2img-tiny"), BOUNDS).model_json_schema()

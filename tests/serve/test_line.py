@@ -34,7 +34,9 @@ def test_a_run_after_one_of_its_shape_takes_less_and_one_after_another_takes_mor
     assert line.end(0.0) == 12.0
     line.pop()
     assert line.end(0.0) == 7.0, "what the first leaves on the device is found by the second"
-    assert line.seconds(entry("A", runs=3), {}) == 9.0
+    line = Line()
+    line.add(entry("A", runs=3), 0.0, 0.0)
+    assert line.end(0.0) == 9.0
 
 
 def test_a_request_joins_its_shape_where_nobody_waits_much_longer() -> None:
