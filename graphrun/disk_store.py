@@ -18,7 +18,7 @@ import hashlib
 import json
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,27 +48,25 @@ CREATE TABLE IF NOT EXISTS files (
     path TEXT PRIMARY KEY, stamp TEXT NOT NULL, digest TEXT NOT NULL);
 COMMIT;
 """
-_EVICT = """
+# Columns and SQLite's names of their types. A column accepts values of any type: rows of other
+# types are not listed, and the next `put` removes them.
+_TYPES = {
+    "key": "text",
+    "graph": "text",
+    "stage": "text",
+    "about": "text",
+    "nbytes": "integer",
+    "made": "real",
+    "used": "real",
+}
+_HAS_TYPES = " AND ".join(f"typeof({name}) = '{kind}'" for name, kind in _TYPES.items())
+_LIST = f"SELECT {', '.join(_TYPES)} FROM entries WHERE {_HAS_TYPES} ORDER BY used DESC, key"
+_EVICT = f"""
 WITH newest_first AS (
     SELECT key, SUM(nbytes) OVER (ORDER BY key = ? DESC, used DESC, key DESC) AS total FROM entries)
-DELETE FROM entries WHERE key IN (SELECT key FROM newest_first WHERE total > ?)
+DELETE FROM entries
+WHERE key IN (SELECT key FROM newest_first WHERE total > ?) OR NOT ({_HAS_TYPES})
 """
-# SQLite's columns accept values of any type; rows of other types are deleted
-_TYPES: Mapping[str, type] = {
-    "key": str,
-    "graph": str,
-    "stage": str,
-    "about": str,
-    "nbytes": int,
-    "made": float,
-    "used": float,
-}
-_DELETE_ODD = "DELETE FROM entries WHERE " + " OR ".join(
-    f"typeof({name}) != '{ {str: 'text', int: 'integer', float: 'real'}[kind] }'"
-    for name, kind in _TYPES.items()
-)
-
-
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
@@ -146,20 +144,8 @@ class Store:
             rows.execute(_EVICT, (key, self.limit_bytes))
 
     def entries(self) -> list[StoredEntry]:
-        query = (
-            "SELECT key, graph, stage, about, nbytes, made, used FROM entries "
-            "ORDER BY used DESC, key"
-        )
-        entries = [StoredEntry(*row) for row in self._select(query)]
-        if any(
-            not isinstance(value, _TYPES[name])
-            for entry in entries
-            for name, value in entry.to_json().items()
-        ):
-            with self._open() as rows:
-                rows.execute(_DELETE_ODD)
-            entries = [StoredEntry(*row) for row in self._select(query)]
-        return entries
+        """Return all entries, the most recently used first."""
+        return [StoredEntry(*row) for row in self._select(_LIST)]
 
     def remove(self, keys: list[str] | None = None) -> int:
         """Remove the entries ``keys`` (None: all). Return how many were removed."""

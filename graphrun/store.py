@@ -46,6 +46,7 @@ from graphrun.model.solution import Solution
 from graphrun.modules.source_files import (
     commits_of,
     config_file,
+    file_stamp,
     file_stamps,
     local_folder,
     local_place,
@@ -424,12 +425,7 @@ def _sources(graph: Graph) -> list[Any] | None:
             if folder is None:
                 return None
             files = sorted(path for path in folder.iterdir() if path.is_file())
-            states.append(
-                [
-                    p.name,
-                    [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files],
-                ]
-            )
+            states.append([p.name, [[path.name, *file_stamp(path)] for path in files]])
     return states
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil  # noqa: F401 - reads the platform when it is imported
 import pytest
 
 from graphrun import memory_group

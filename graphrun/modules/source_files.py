@@ -111,7 +111,7 @@ FileStamp = tuple[int, int]
 """Size of a file, and its modification time in ns."""
 
 
-def file_stamp(file: str | int) -> FileStamp:
+def file_stamp(file: Path | str | int) -> FileStamp:
     """Return the stamp of ``file``, a path or an open file's number. Raises OSError."""
     status = os.stat(file)
     return status.st_size, status.st_mtime_ns
@@ -241,10 +241,9 @@ def file_stamps(place: Path, file_line: str, variant: str = "") -> list[list[Any
 
 def _stamp(file: Path) -> tuple[int, ...]:
     try:
-        status = file.stat()
+        return file_stamp(file)
     except OSError:
         return ()
-    return status.st_size, status.st_mtime_ns
 
 
 def _listed(place: Path, file_line: str, variant: str) -> list[Path]:

@@ -15,7 +15,7 @@ import psutil
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from graphrun import device_kinds
-from graphrun.disk_store import Store, StoredEntry
+from graphrun.disk_store import Store
 from graphrun.errors import InputError
 from graphrun.extras import install_command
 from graphrun.host_ram import host_ram_bytes
@@ -457,15 +457,12 @@ def _disk_check(disk: Mapping[str, Any]) -> Check:
 
 def _cache(cache: Path | None) -> dict[str, Any]:
     """Return the counts of the cache of dry runs and plans; an unreadable one counts as empty."""
-    entries: list[StoredEntry] = []
-    if cache is not None:
-        with contextlib.suppress(InputError):
-            entries = Store(cache).entries()
-    return {
-        "folder": str(cache) if cache is not None else None,
-        "entries": len(entries),
-        "nbytes": sum(entry.nbytes for entry in entries),
-    }
+    if cache is None:
+        return {"folder": None, "entries": 0, "nbytes": 0}
+    sizes: list[int] = []
+    with contextlib.suppress(InputError):
+        sizes = [entry.nbytes for entry in Store(cache).entries()]
+    return {"folder": str(cache), "entries": len(sizes), "nbytes": sum(sizes)}
 
 
 def _cache_check(cache: Mapping[str, Any]) -> Check:
