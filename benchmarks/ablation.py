@@ -104,8 +104,8 @@ def table(rows: list[Row]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     cpu_seconds = sum(row["cpu_seconds"] for row in rows)
-    removed = {name for row in rows for name in row["without"]} - {*STRATEGIES}
-    for strategy in (*STRATEGIES, *sorted(removed)):
+    removed_names = {name for row in rows for name in row["without"]} - {*STRATEGIES}
+    for strategy in (*STRATEGIES, *sorted(removed_names)):
         results = [
             (row["seconds"], row["cpu_seconds"], *row["without"][strategy])
             for row in rows
@@ -113,7 +113,7 @@ def table(rows: list[Row]) -> str:
         ]
         losses = [other / seconds - 1 for seconds, _, other, _ in results if other is not None]
         cpu = 1 + sum(other - cpu for _, cpu, _, other in results) / cpu_seconds
-        name = f"{strategy} (removed)" if strategy in removed else strategy
+        name = f"{strategy} (removed)" if strategy in removed_names else strategy
         lines.append(
             f"| {name} | {len(results)} | {100 * max([0.0, *losses]):.2f} % | "
             f"{sum(loss > NOTICEABLE for loss in losses)} | "

@@ -33,9 +33,9 @@ def both(problem: Problem) -> list[list[float]]:
     def taken(solution: Solution | None) -> list[float]:
         assert solution is not None
         slow_disk = with_other_disk(solution.problem, SLOWER_DISK)
-        there = carried_over(slow_disk, solution, 0.0)
-        assert there is not None
-        return [solution.seconds, there.seconds]
+        carried = carried_over(slow_disk, solution, 0.0)
+        assert carried is not None
+        return [solution.seconds, carried.seconds]
 
     return [taken(solved(known(problem, basis))) for basis in ("measured", "data sheet")]
 
