@@ -29,6 +29,7 @@ from graphrun.errors import PlanError
 from graphrun.model.blocks import named
 from graphrun.model.choices import apply_choices, reorder
 from graphrun.model.plan import (
+    Action,
     BlockNames,
     Drop,
     Evict,
@@ -185,22 +186,7 @@ class _State:
 
     def slot(self, index: int, slot: Slot) -> SlotReport:
         start = self.now_seconds
-        keys = [
-            self._keys(a.component, a.blocks) if isinstance(a, Load | Evict) else []
-            for a in slot.actions
-        ]
-        evicted = [
-            key
-            for action, action_keys in zip(slot.actions, keys, strict=True)
-            if isinstance(action, Evict)
-            for key in action_keys
-        ]
-        loads = [
-            key
-            for action, action_keys in zip(slot.actions, keys, strict=True)
-            if isinstance(action, Load)
-            for key in action_keys
-        ]
+        evicted, loads = self._moved(slot, Evict), self._moved(slot, Load)
         ring_buffers = {
             action.component: action.ring_buffer_bytes
             for action in slot.actions
@@ -270,7 +256,6 @@ class _State:
         self._add_moments(
             index,
             slot,
-            keys,
             values + self._device_bytes((*self.resident, *evicted)),
             activation,
             slot_events,
@@ -392,7 +377,6 @@ class _State:
         self,
         index: int,
         slot: Slot,
-        keys: list[list[Key]],
         device_bytes: int,
         activation: int,
         slot_events: list[Event],
@@ -406,8 +390,9 @@ class _State:
                 events_by_move[
                     event.kind, event.component, "" if event.kind == "read" else event.detail
                 ].append(event)
-        for number, (action, action_keys) in enumerate(zip(slot.actions, keys, strict=True)):
+        for number, action in enumerate(slot.actions):
             begin = end = start
+            action_keys = self._action_keys(action)
             if isinstance(action, Evict):
                 device_bytes -= self._device_bytes(action_keys)
             elif isinstance(action, Run | Stream):
@@ -441,6 +426,16 @@ class _State:
 
     def _keys(self, component: str, blocks: BlockNames) -> list[Key]:
         return [(component, k, i) for k, i in named(self._component(component), blocks)]
+
+    def _action_keys(self, action: Action) -> list[Key]:
+        """Return the blocks that ``action`` loads or evicts."""
+        return (
+            self._keys(action.component, action.blocks) if isinstance(action, Load | Evict) else []
+        )
+
+    def _moved(self, slot: Slot, kind: type[Load] | type[Evict]) -> list[Key]:
+        actions = (action for action in slot.actions if isinstance(action, kind))
+        return [key for action in actions for key in self._action_keys(action)]
 
     def _device_bytes(self, keys: Iterable[Key], secondary: int = 0) -> int:
         """Return the bytes of ``keys`` that belong on device ``secondary``."""
