@@ -12,6 +12,7 @@ import ast
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -30,8 +31,9 @@ from typing import Any
 import coverage
 import pytest
 from cosmic_ray.ast import ast_nodes, get_ast_from_path
-from cosmic_ray.mutating import use_mutation
+from cosmic_ray.mutating import mutate_code, use_mutation
 from cosmic_ray.plugins import get_operator, operator_names
+from cosmic_ray.util import read_python_source
 
 sys.path.append(str(Path(__file__).parent / "sweep"))
 
@@ -43,6 +45,18 @@ LIBRARIES = ("torch", "highspy", "hypothesis", "diffusers", "transformers")  # i
 TEST_SECONDS = 3  # of CPU time, of all tests of a mutant without its change
 MUTANT_SECONDS, MEMORY_BYTES = 20, 6 * 2**30  # limits of a mutant
 PYTEST = ("-q", "--disable-warnings", "-p", "no:cacheprovider", "-m", "not long")
+
+# replacements that every test notices, as << for +, or none can, as "is" for == of numbers
+SENSELESS = re.compile(
+    r"Binary(?!.*_(Add_Sub|Sub_Add|Mul_Div|Div_Mul|FloorDiv_Mul|Mod_FloorDiv|Pow_Mul|BitOr_BitAnd"
+    r"|BitAnd_BitOr|BitXor_BitOr|LShift_RShift)$)|Comparison.*_(Eq|NotEq|LtE?|GtE?)_Is|_Is_(?!IsNot)"
+    r"|_IsNot_(?!Is$)|Unary.*_(Invert|UAdd)"
+)
+OPERATORS = [
+    name
+    for name in operator_names()
+    if not get_operator(name).arguments() and not SENSELESS.search(name)
+]
 
 Place = tuple[str, int, int]  # file, line, column
 Mutant = tuple[str, int]  # operator, number among the changes that it can make in the file
@@ -56,10 +70,9 @@ def places(file: str) -> dict[Place, list[Mutant]]:
         unread += filter(None, (getattr(node, name, None) for name in ("annotation", "returns")))
     spans = [((n.lineno, n.col_offset), (n.end_lineno, n.end_col_offset)) for n in unread]
     mutants, nodes = defaultdict[Place, list[Mutant]](list), [*ast_nodes(get_ast_from_path(file))]
-    for name in operator_names():
-        if (operator := get_operator(name)).arguments():
-            continue
-        starts = [start for node in nodes for start, _ in operator().mutation_positions(node)]
+    for name in OPERATORS:
+        positions = get_operator(name)().mutation_positions
+        starts = [start for node in nodes for start, _ in positions(node)]
         for number, start in enumerate(starts):
             if not any(first <= start < last for first, last in spans):
                 mutants[file, *start].append((name, number))
@@ -136,19 +149,21 @@ def nearest(place: Place, seconds: dict[str, float], lines: dict[str, list[str]]
 def survivor(place: Place, mutant: Mutant, tests: list[str]) -> dict[str, Any] | None:
     """The mutant as a record if it survives the tests."""
     operator, file = get_operator(mutant[0])(), Path(place[0])
-    with use_mutation(file, operator, mutant[1]) as (source, mutated_source):
+    with use_mutation(file, operator, mutant[1]) as sources:
         if tests and not forked(lambda: pytest.main([*PYTEST, "-x", *tests]), MUTANT_SECONDS):
             return None
-    pairs = zip(source.splitlines(), mutated_source.splitlines(), strict=False)
-    old, new = next(pair for pair in pairs if pair[0] != pair[1])
-    return {
-        "file": place[0],
-        "line": place[1],
-        "operator": mutant[0].removeprefix("core/"),
-        "old": old.strip(),
-        "new": new.strip(),
-        "tests": len(tests),
-    }
+    lines = zip(*(source.splitlines() for source in sources), strict=False)
+    old, new = next(pair for pair in lines if pair[0] != pair[1])
+    record = {"file": place[0], "line": place[1], "operator": mutant[0].removeprefix("core/")}
+    return {**record, "old": old.strip(), "new": new.strip(), "tests": len(tests)}
+
+
+def is_syntax(file: str, mutant: Mutant) -> bool:
+    """Whether the mutant can be compiled: cosmic-ray takes the * of parameters for a product."""
+    with suppress(SyntaxError):
+        ast.parse(mutate_code(read_python_source(file), get_operator(mutant[0])(), mutant[1]))
+        return True
+    return False
 
 
 def sample(package: str, seed: int) -> list[tuple[Place, Mutant]]:
@@ -206,9 +221,11 @@ def main() -> None:
         forked(lambda: trace(options.package, options.tests, options.minutes / 3))
         traced = json.loads(Path("trace.json").read_text())
         count, survivors = 0, list[dict[str, Any]]()
-        for place, mutant in sample(options.package, options.seed)[: options.count]:
-            if time.monotonic() > end:
+        for place, mutant in sample(options.package, options.seed):
+            if time.monotonic() > end or count == options.count:
                 break
+            if not is_syntax(place[0], mutant):
+                continue
             tests = nearest(place, traced["seconds"], traced["lines"].get(place[0], {}))
             survivors += filter(None, [survivor(place, mutant, tests)])
             count += 1
