@@ -81,14 +81,14 @@ def places(file: str) -> dict[Place, list[Mutant]]:
 
 def forked(work: Callable[[], int], seconds: int = 0) -> bool:
     """Whether ``work`` returns 0 in a process of its own; in silence, within ``seconds`` of CPU
-    time and five times as many in all."""
+    time and ten times as many in all."""
     if not (process := os.fork()):
         os.setsid()
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
         if seconds:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             os.dup2(1, 2)
-            signal.alarm(5 * seconds)
+            signal.alarm(10 * seconds)
             resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
         code = 1
         try:
@@ -178,8 +178,8 @@ def sample(package: str, seed: int) -> list[tuple[Place, Mutant]]:
     return [ranks[rank] for rank in sorted(ranks)]
 
 
-def record(name: str, result: dict[str, Any]) -> None:
-    """Write ``result`` with the reasons that the results before name, and print the survivors."""
+def add(name: str, result: dict[str, Any]) -> None:
+    """Add ``result`` to the file, with the reasons that the file has for the same survivors."""
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"samples": {}}
     keys = ("file", "operator", "old", "new")
     reasons = {
@@ -191,7 +191,6 @@ def record(name: str, result: dict[str, Any]) -> None:
     for survivor in result["survived"]:
         if reason := reasons.get(tuple(survivor[key] for key in keys)):
             survivor["equivalent"] = reason
-        print("{file}:{line}  {old}  ->  {new}".format(**survivor), reason or "")
     count = sum("equivalent" not in survivor for survivor in result["survived"])
     result["share"] = round(count / max(result["tried"], 1), 3)
     print(f"{name}: {result['tried']} tried, {result['killed']} killed, {count} survived")
@@ -227,12 +226,14 @@ def main() -> None:
             if not is_syntax(place[0], mutant):
                 continue
             tests = nearest(place, traced["seconds"], traced["lines"].get(place[0], {}))
-            survivors += filter(None, [survivor(place, mutant, tests)])
             count += 1
+            if record := survivor(place, mutant, tests):
+                survivors.append(record)
+                print("\r{file}:{line}: {old}  ->  {new}".format(**record))
             print(f"\r{count} of {options.count}, {len(survivors)} survive", end="", flush=True)
     result = {"tried": count, "killed": count - len(survivors), "survived": survivors}
     print()
-    record(f"{options.package}, seed {options.seed}", {**result, "tests": options.tests})
+    add(f"{options.package}, seed {options.seed}", {**result, "tests": options.tests})
 
 
 if __name__ == "__main__":
