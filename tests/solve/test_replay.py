@@ -91,6 +91,12 @@ def test_no_limit_where_nothing_is_counted_in_pages() -> None:
     assert limit_bytes(plain, parse(PLAN)) == 0
 
 
+def test_a_call_that_repeats_itself_takes_as_much_as_its_first_repetition() -> None:
+    repetition = ((1, P), (2, P), (3, 2 * P), (2, 0), (1, 0), (3, 0))
+    for count in (1, 2, 9):
+        assert pages(example_problem(count * repetition)) == [1, 5, 2, 5, 2, 6, 6]
+
+
 def test_ring_buffers_are_released_after_their_slot() -> None:
     streamed = PLAN.replace(
         "slot upscale/0:up first\n",
