@@ -95,6 +95,25 @@ def test_a_call_that_repeats_itself_takes_as_much_as_its_first_repetition() -> N
     repetition = ((1, P), (2, P), (3, 2 * P), (2, 0), (1, 0), (3, 0))
     for count in (1, 2, 9):
         assert pages(example_problem(count * repetition)) == [1, 5, 2, 5, 2, 6, 6]
+    # each block's output is released when the next one has its own
+    chain = ((1, P), *(9 * ((2, P), (1, 0), (1, P), (2, 0))), (1, 0))
+    assert pages(example_problem(chain)) == [1, 3, 2, 3, 2, 4, 4]
+
+
+def test_a_further_run_takes_the_pages_of_the_first() -> None:
+    again = replace(example_problem(), runs=2)
+    text = PLAN + PLAN.replace("plan x", "again")
+    assert pages(again, text) == 2 * [1, 2, 2, 2, 2, 3, 3]
+
+
+def test_the_result_of_a_call_keeps_its_page_until_something_is_released() -> None:
+    instance = example_problem()
+    encode, *phases = instance.phases
+    call = replace(encode.trace.calls[0], results=(1,))
+    for items, encode_pages in ((((8, 3 * P),), 5), (((9, 0), (8, 3 * P)), 4), (((8, P),), 2)):
+        trace = replace(encode.trace, calls=(call,), first=((0, CALL), *items))
+        changed = replace(instance, phases=(replace(encode, trace=trace), *phases))
+        assert pages(changed)[1] == encode_pages
 
 
 def test_ring_buffers_are_released_after_their_slot() -> None:
