@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from planner_problems import component, hardware, problem
 
-from graphrun.model.phase_trace import CALL, CallTrace, PhaseTrace
+from graphrun.model.phase_trace import CALL, CallTrace, PhaseTrace, repeats_in
 from graphrun.model.plan import parse
 from graphrun.model.problem import PhaseNumbers, Problem, Secondary, Use, ValueNumbers
 from graphrun.units import MIB
@@ -95,9 +95,13 @@ def test_a_call_that_repeats_itself_takes_as_much_as_its_first_repetition() -> N
     repetition = ((1, P), (2, P), (3, 2 * P), (2, 0), (1, 0), (3, 0))
     for count in (1, 2, 9):
         assert pages(example_problem(count * repetition)) == [1, 5, 2, 5, 2, 6, 6]
-    # each block's output is released when the next one has its own
-    chain = ((1, P), *(9 * ((2, P), (1, 0), (1, P), (2, 0))), (1, 0))
-    assert pages(example_problem(chain)) == [1, 3, 2, 3, 2, 4, 4]
+    # each block makes an output and three scratch tensors, and releases the output before
+    events = [(10, P)]
+    for key in range(10, 19):
+        scratch = ((2, P), (2, 0), (3, P), (4, P), (4, 0), (3, 0))
+        events += [(key + 1, P), *scratch, (key, 0)]
+    assert repeats_in(tuple(events))[1]
+    assert pages(example_problem((*events, (19, 0)))) == [1, 5, 2, 5, 2, 6, 6]
 
 
 def test_a_further_run_takes_the_pages_of_the_first() -> None:
