@@ -137,7 +137,8 @@ def nearest(place: Place, seconds: dict[str, float], lines: dict[str, list[str]]
     """The quickest tests that reach the statement at ``place``, or its file if it is a global."""
     tree = ast.parse(Path(place[0]).read_text(encoding="utf-8"))
     statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
-    first = max(node.lineno for node in statements if node.lineno <= place[1] <= node.end_lineno)
+    starts = (node.lineno for node in statements if node.lineno <= place[1] <= node.end_lineno)
+    first = max(starts, default=place[1])  # a decorator is in no statement
     reached = {test for line in range(first, place[1] + 1) for test in lines.get(str(line), ())}
     if "" in reached:
         reached.update(*lines.values())
