@@ -105,9 +105,9 @@ def test_a_call_that_repeats_itself_takes_as_much_as_its_first_repetition() -> N
 
 
 def test_a_further_run_takes_the_pages_of_the_first() -> None:
-    again = replace(example_problem(), runs=2)
+    session = replace(example_problem(), runs=2)
     text = PLAN + PLAN.replace("plan x", "again")
-    assert pages(again, text) == 2 * [1, 2, 2, 2, 2, 3, 3]
+    assert pages(session, text) == 2 * [1, 2, 2, 2, 2, 3, 3]
 
 
 def test_the_result_of_a_call_keeps_its_page_until_something_is_released() -> None:
@@ -116,8 +116,8 @@ def test_the_result_of_a_call_keeps_its_page_until_something_is_released() -> No
     call = replace(encode.trace.calls[0], results=(1,))
     for items, encode_pages in ((((8, 3 * P),), 5), (((9, 0), (8, 3 * P)), 4), (((8, P),), 2)):
         trace = replace(encode.trace, calls=(call,), first=((0, CALL), *items))
-        changed = replace(instance, phases=(replace(encode, trace=trace), *phases))
-        assert pages(changed)[1] == encode_pages
+        variation = replace(instance, phases=(replace(encode, trace=trace), *phases))
+        assert pages(variation)[1] == encode_pages
 
 
 def test_ring_buffers_are_released_after_their_slot() -> None:
@@ -131,11 +131,12 @@ def test_ring_buffers_are_released_after_their_slot() -> None:
 def split_problem() -> Problem:
     """`example_problem` with ``up`` on a secondary device."""
     instance = replace(example_problem(), secondaries=(Secondary(hardware(), 2**40),))
-    te, up, dit = instance.components
-    up = replace(up, variants=(replace(up.variants[0], device="device1"),))
+    te, upscaler, dit = instance.components
+    variant = replace(upscaler.variants[0], device="device1")
+    upscaler = replace(upscaler, variants=(variant,))
     encode, upscale, denoise = instance.phases
     upscale = replace(upscale, uses=(replace(upscale.uses[0], transfer=(2 * P, P)),))
-    return replace(instance, components=(te, up, dit), phases=(encode, upscale, denoise))
+    return replace(instance, components=(te, upscaler, dit), phases=(encode, upscale, denoise))
 
 
 def test_a_secondary_device_has_weights_arguments_and_calls_but_no_values() -> None:
