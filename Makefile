@@ -10,7 +10,7 @@ QUICK  := tests/graph tests/solve tests/report/test_golden.py tests/report/test_
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: run cpu quick near test sweep fuzz lint golden cast tables pipelines docs wheel clean
+.PHONY: run cpu quick near test sweep fuzz mutants lint golden cast tables pipelines docs wheel clean
 
 run: $(STAMP)
 	@mkdir -p out
@@ -45,6 +45,13 @@ sweep: $(STAMP)
 # Mutants of files: SEED=7, SEEDS=10, MINUTES=30. Counts are added to those of other seeds in benchmarks/results/fuzz.json.
 fuzz: $(STAMP)
 	$(BIN)/python tests/hostile/fuzzing.py $(if $(SEED),--seed=$(SEED)) $(if $(SEEDS),--seeds=$(SEEDS)) $(if $(MINUTES),--minutes=$(MINUTES))
+
+# Changes of a package, as PKG=verify, in one place each; those that no short test near it notices survive. SEED=7, COUNT=30, MINUTES=10, and
+# TESTS="tests/solve/test_check.py" for tests by hand. Written to benchmarks/results/mutants.json.
+mutants: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[mutants]"
+	files="$(or $(TESTS),$$($(BIN)/python tests/near.py $(PKG)))" && $(BIN)/python tests/mutants.py $(PKG) $$files \
+		$(if $(SEED),--seed=$(SEED)) $(if $(COUNT),--count=$(COUNT)) $(if $(MINUTES),--minutes=$(MINUTES))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

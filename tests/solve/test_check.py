@@ -8,7 +8,14 @@ import pytest
 from planner_problems import component, problem
 
 from graphrun.model.plan import marked_text, parse
-from graphrun.model.problem import PhaseNumbers, Problem, Use, ValueNumbers
+from graphrun.model.problem import (
+    ComponentPlacement,
+    Directive,
+    PhaseNumbers,
+    Problem,
+    Use,
+    ValueNumbers,
+)
 from graphrun.verify.check import check
 
 K = 1024
@@ -175,6 +182,96 @@ def test_a_violation_names_rule_slot_and_action(
     } | {"baseline"}
 
 
+ORDER = "the order must be drop, evict, spill, restore, read, stream, load, run"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "detail"),
+    [
+        ("steady x3", "steady x4", "expected {0} with 3 calls, found {0} with 4 calls"),
+        (
+            "slot end\n  evict vae mid[0,1]\n",
+            "",
+            "expected the run end with 0 calls, found nothing",
+        ),
+        ("  run\nslot end", "slot end", "a first slot must have 1 run actions; found 0"),
+        ("  evict te all\n", "  run\n", "a load slot must have 0 run actions; found 1"),
+        ("  load vae mid[0]", "  read te\n  load vae mid[0]", f"read after stream; {ORDER}"),
+        ("load te all", "load tee all", "no component 'tee'"),
+        (
+            "load vae mid[1] from pinned",
+            "load vae mid[1] from disk",
+            "the backing store of vae is pinned, not disk",
+        ),
+        ("load vae mid[0]", "load vae mid[0,2]", "vae has no blocks mid[2]"),
+        ("  evict vae", "  load te all from pinned\n  evict vae", "the end slot must not load"),
+        (
+            "keep big[0,1] unblocked[0] ring",
+            "keep big[0,1] unblocked[0] ring buffer 4 KiB\n  stream te keep none ring",
+            "the slot does not use te",
+        ),
+        (
+            "  stream dit keep big[0,1] unblocked[0] ring buffer 4 KiB\n",
+            "",
+            "needed, but neither resident, loaded nor streamed: dit big[2,3] (4096 bytes)",
+        ),
+    ],
+)
+def test_a_violation_says_what_is_wrong(old: str, new: str, detail: str) -> None:
+    instance = example_problem()
+    text = GOOD.replace(old, new).format(digest=instance.digest)
+    assert old in GOOD
+    assert detail.format("denoise/0:dit steady") in [v.detail for v in check(instance, parse(text))]
+
+
+FORBIDDEN = "dit is streamed, which the directive {} forbids"
+KEPT = "kept from its first use on, but not on the device: "
+EXCLUDED = "on the device, though excluded: "
+MISPLACED = "on the device outside its own phases: "
+
+
+@pytest.mark.parametrize(
+    ("placement", "name", "expected"),
+    [
+        ("keep", "te", [(k, -1, KEPT + "te unblocked[0] (2048 bytes)") for k in range(2, 7)]),
+        (
+            "keep",
+            "dit",
+            [
+                (3, 0, FORBIDDEN.format("keep")),
+                (4, -1, KEPT + "dit big[0,2,3] (6144 bytes)"),
+                (4, 1, FORBIDDEN.format("keep")),
+                (5, -1, KEPT + "dit big[0-3] unblocked[0] (9216 bytes)"),
+                (6, -1, KEPT + "dit big[0-3] unblocked[0] (9216 bytes)"),
+            ],
+        ),
+        ("keep", "vae", []),
+        (
+            "exclude",
+            "dit",
+            [
+                (2, -1, EXCLUDED + "dit big[1] (2048 bytes)"),
+                (3, -1, EXCLUDED + "dit big[0,1] (4096 bytes)"),
+                (4, -1, EXCLUDED + "dit big[1] (2048 bytes)"),
+            ],
+        ),
+        ("exclude", "vae", []),
+        ("whole", "dit", [(k, k - 3, FORBIDDEN.format("whole")) for k in (3, 4)]),
+        ("whole", "te", []),
+        ("drop", "vae", [(k, -1, MISPLACED + "vae mid[0] (1024 bytes)") for k in (4, 5)]),
+        ("drop", "dit", [(k, -1, MISPLACED + "dit unblocked[0] (1024 bytes)") for k in (1, 2)]),
+        ("drop", "te", []),
+    ],
+)
+def test_a_violation_of_a_directive_names_slot_action_and_blocks(
+    placement: ComponentPlacement, name: str, expected: list[tuple[int, int, str]]
+) -> None:
+    instance = example_problem(directives=(Directive(placement, name),))
+    violations = check(instance, parse(GOOD.format(digest=instance.digest)))
+    assert {v.rule for v in violations} <= {placement}
+    assert [(v.slot, v.action, v.detail) for v in violations] == expected
+
+
 def test_a_ring_buffer_needs_room_for_the_largest_streamed_block() -> None:
     assert broken_rules(GOOD.replace("ring buffer 4 KiB", "ring buffer 2 KiB")) == []
     assert broken_rules(GOOD.replace("ring buffer 4 KiB", "ring buffer 2047 B")) == [
@@ -234,6 +331,8 @@ def test_an_immovable_component_is_neither_evicted_nor_streamed() -> None:
     )
     fixed = replace(whole, components=(whole.components[0], dit, whole.components[2]))
     assert {rule for rule, _, _ in broken_rules(GOOD, fixed)} == {"immovable", "not-streamable"}
+    violations = check(fixed, parse(GOOD.format(digest=fixed.digest)))
+    assert "dit must stay on the device until the end" in [v.detail for v in violations]
     vae = replace(
         whole.components[2], variants=(replace(whole.components[2].variants[0], movable=False),)
     )

@@ -200,6 +200,28 @@ def test_a_violation_says_where_a_missing_backing_store_is() -> None:
     assert after_drop[0] == "the backing store of dit is needed, but it is dropped already"
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "detail"),
+    [
+        ("  read dit\n", "  read dit\n  read up\n", "up was read before"),
+        ("  spill embeds\n", "  spill latents\n", "no gap between consumers of latents begins at "),
+        ("  spill embeds\n", "", "embeds must not be restored in this slot"),
+        ("  restore embeds\n", "", "embeds is still on the host, but denoise/0:dit consumes it"),
+        ("  drop up\n", "  drop up\n  drop up\n", "the backing store of up is not in RAM"),
+        ("denoise/0:dit first\n", "denoise/0:dit first\n  spill embeds\n", "moved in a first slot"),
+    ],
+)
+def test_a_violation_of_a_host_rule_says_what_is_wrong(old: str, new: str, detail: str) -> None:
+    assert old in COLD
+    assert [text for text in details(COLD.replace(old, new), example_problem()) if detail in text]
+
+
+def test_what_is_copied_from_disk_is_not_read() -> None:
+    problem = example_problem(runs=2)
+    text = SESSION.replace("  read te\n", "  read te\n  read dit\n", 1)
+    assert details(text, problem) == ["dit has its backing store on disk"]
+
+
 def test_a_component_on_the_cpu_cannot_compute_from_a_backing_store_on_disk() -> None:
     te, *other_components = example_problem().components
     on_disk = replace(te.variants[1], backing_store="disk", read_seconds=(), disk_seconds=(2.0,))
@@ -422,6 +444,7 @@ def test_an_immovable_component_stays_on_the_device_between_runs() -> None:
     )
     stuck = replace(problem, components=(*problem.components[:3], vae))
     assert broken_rules(SESSION, stuck) == [("immovable", 9, 0), ("immovable", 19, 0)]
+    assert set(details(SESSION, stuck)) == {"vae must stay on the device in all runs"}
     load = "slot decode/0:vae load\n  load vae all from pinned\n"
     stays = SESSION.replace("  evict vae all\n", "").replace(
         "leaves up all", "leaves up all\nleaves vae all"
