@@ -94,6 +94,7 @@ def test_host_memory_is_pinned_when_it_is_allocated() -> None:
     pinned, pageable = device.arena(MIB, pinned=True), device.arena(MIB)
     assert pinned.is_pinned()
     assert not pageable.is_pinned()
+    assert pinned.numel() == pageable.numel() == MIB
     assert device.arenas.peak_bytes("arenas") == 2 * MIB
 
 

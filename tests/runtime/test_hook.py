@@ -64,7 +64,9 @@ def test_a_hook_sees_the_slots_and_calls_of_the_trace_in_order(solution: Any) ->
     assert [item for kind, item in notes.moments if kind == "opens"] == slots
     assert [item for kind, item in notes.moments if kind == "closes"] == slots
     assert tuple(notes.slot_traces) == trace.slots
-    calls = [(event.component, event.detail) for event in trace.events if event.kind == "run"]
+    runs = [event for event in trace.events if event.kind == "run"]
+    assert {event.nbytes for event in runs} == {0}
+    calls = [(event.component, event.detail) for event in runs]
     assert [item for kind, item in notes.moments if kind == "begins"] == calls
     # each moment inside its slot, and a call ends before the next begins
     depth = {"opens": 0, "begins": 1, "ends": 2, "closes": 1}
