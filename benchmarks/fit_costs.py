@@ -1,13 +1,14 @@
-"""Fit the constants of the cost model on the published seconds in data/published.csv.
+"""Fit the constants of the cost model on published seconds of diffusers (``published.py``).
 
     python benchmarks/fit_costs.py               prints the constants, to be written where they are
                                                  defined
-    python benchmarks/published.py --left-out    fits without each source in turn, and records the
-                                                 predictions for it
+    python benchmarks/published.py --left-out    fits without each source and without each card in
+                                                 turn, and records the predictions for them
 
 Minimizes the squared logarithms of estimated over published seconds, and of each constant over its
-`EXPECTED` value, each in units of its uncertainty; outliers count less (soft L1). Rows of other
-programs' code count less than diffusers'.
+`EXPECTED` value, each in units of its uncertainty; outliers count less (soft L1). A source with
+many rows counts as four of them times the square root of the rest, since its rows share one host
+and one version.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from published import ROOT, compared, published
+from published import ROOT, by_diffusers, published
 
 import graphrun
 from graphrun.disk_store import Store
+from graphrun.model.problem import Hardware
+from graphrun.model.ranges import chip, range_group
 from graphrun.modules.build import meta_modules
 from graphrun.profile import costs, hardware, modes
 from graphrun.profile.asked import options_by_stage, pictures_input, with_precisions
@@ -36,29 +40,17 @@ from graphrun.store import dry_run
 EXPECTED: Mapping[str, tuple[float, float]] = {
     "ampere.matmul": (0.85, 0.15),
     "ampere.attention": (0.75, 0.15),
-    "ampere.convolution": (0.55, 0.4),
+    "ampere.convolution": (0.5, 0.4),
     "hopper.matmul": (0.75, 0.2),
     "hopper.attention": (0.65, 0.15),
-    "hopper.convolution": (0.5, 0.4),
-    "geforce.matmul": (1.0, 0.06),
-    "geforce.attention": (1.0, 0.08),
-    "geforce.convolution": (0.8, 0.4),
-    "hardware.MEMORY_SHARE": (0.88, 0.06),
-    "hardware.WAVE_SECONDS": (5e-6, 0.5),
-    "hardware.SOFTMAX_EXPONENTIALS": (3.0, 0.4),
+    "geforce.convolution": (0.9, 0.3),
     "hardware.LAUNCH_SECONDS": (20e-6, 0.4),
     "hardware.PAGEABLE_SHARE": (0.35, 0.4),
     "hardware.FRESH_PAGES_RATE": (2.5e9, 0.5),
-    "costs.WIDE_ATTENTION": (0.35, 0.7),
-    "costs.NORM_SECONDS": (0.8e-9, 0.3),
-    "costs.INT8_WAIT_SECONDS": (0.4e-3, 1.0),
-    "costs.SCALED_OUTPUT_BYTES": (12.0, 0.7),
-    "costs.SCALED_WEIGHT_BYTES": (16.0, 0.7),
-    "modes.TENSOR_SECONDS": (0.4e-3, 0.7),
+    "costs.KEY_MASKED_ATTENTION": (0.6, 0.3),
 }
-ROW_ERROR, FOREIGN_ERROR = 0.06, 0.12
-FOREIGN = ("Wan-Video", "fireworks", "sgl-project")
-MODULES = {"hardware": hardware, "costs": costs, "modes": modes}
+ROW_ERROR, FULL_ROWS = 0.1, 4
+MODULES = {"hardware": hardware, "costs": costs}
 
 
 class Row:
@@ -90,23 +82,46 @@ class Row:
         self.mode = modes.parse_mode(
             options.get("mode", ["resident"])[0], graph, formats, resident_names, cpu, pinned=pinned
         )
-        with meta_modules(graph) as modules:
-            self.weights = {
-                name: modes.weight_bytes(graph, name, module, formats)
-                for name, module in modules.items()
-            }
-        self.error = FOREIGN_ERROR if row["source"].startswith(FOREIGN) else ROW_ERROR
+        self.weights = dict.fromkeys(graph.components, 0)  # resident weights are not copied
+        if self.mode.name != "resident":
+            with meta_modules(graph) as modules:
+                self.weights = {
+                    name: modes.weight_bytes(graph, name, module, formats)
+                    for name, module in modules.items()
+                }
+        self.part, self.parts = row["of"], 1
+        if row["of"] == "step":
+            self.parts = int(inputs.get("steps", graph.inputs["steps"].default))
+            stages = [stage.name for stage in graph.stages]
+            self.part = "denoise" if "denoise" in stages else self._longest_phase()
+
+    def _longest_phase(self) -> str:
+        """Return the phase with most calls: that of the steps."""
+        entries = self.run.recording.entries()
+        lengths = [end - begin for begin, end in phase_spans(entries)]
+        return f"/{lengths.index(max(lengths))}:"
+
+    @property
+    def hardware(self) -> Hardware:
+        """The card with the present constants."""
+        return hardware._card(self.card, hardware.SHEETS[self.card])
 
     def seconds(self) -> float:
         """Return the seconds of the row with the present constants."""
-        card = hardware._card(self.card, hardware.SHEETS[self.card])
-        target, run = self.row["of"], self.run
+        return self._part_seconds(self.mode) / self.parts
+
+    def waiting_seconds(self) -> float:
+        """Return how many of the `seconds` wait for copies."""
+        return self.seconds() - self._part_seconds(replace(self.mode, name="resident")) / self.parts
+
+    def _part_seconds(self, mode: modes.Mode) -> float:
+        card, target, run = self.hardware, self.part, self.run
         if ":" in target:  # a phase: the calls of that component in it
             number = int(target.partition("/")[2].partition(":")[0])
             entries = run.recording.entries()
             begin, end = phase_spans(entries)[number]
             return sum(sum(fast_work(call, card)) for _, call in entries[begin:end])
-        seconds = modes.estimate_mode(self.graph, run, card, self.mode, self.weights).seconds
+        seconds = modes.estimate_mode(self.graph, run, card, mode, self.weights).seconds
         return seconds[target] if target else sum(seconds.values())
 
 
@@ -155,45 +170,65 @@ def fast_extra(
 
 def put(values: Mapping[str, float]) -> None:
     """Set the constants in the modules that define them."""
-    shares: dict[str, dict[str, float]] = {}
     for name, value in values.items():
         owner, _, constant = name.partition(".")
         if owner in MODULES:
             setattr(MODULES[owner], constant, value)
         else:
-            shares.setdefault(owner, {})[constant] = value
-    hardware.SHARES = {
-        name: hardware.Shares(**owner_shares) for name, owner_shares in shares.items()
-    }
+            shares = replace(hardware.SHARES[owner], **{constant: value})
+            hardware.SHARES = {**hardware.SHARES, owner: shares}
 
 
-def fitted(rows: Sequence[Row], rounds: int = 6) -> dict[str, float]:
-    """Return and set the constants fitted on ``rows`` (Gauss-Newton on logarithms)."""
-    names = list(EXPECTED)
-    centre = np.log([EXPECTED[name][0] for name in names])
-    widths = np.array([EXPECTED[name][1] for name in names])
+class Fit:
+    """The constants fitted on ``rows``, and what they are without some of the rows.
 
-    def errors(x: Any) -> Any:
-        put(dict(zip(names, np.exp(x), strict=True)))
-        return np.array([math.log(row.seconds() / row.row["seconds"]) / row.error for row in rows])
+    Gauss-Newton on logarithms. Without some rows, one more step from the fit on all rows.
+    """
 
-    x = centre.copy()
-    for _ in range(rounds):
-        residuals = errors(x)
-        slopes = np.stack(
-            [(errors(x + 1e-3 * step) - residuals) / 1e-3 for step in np.eye(len(x))], axis=1
+    def __init__(self, rows: Sequence[Row], rounds: int = 6) -> None:
+        self.rows = rows
+        counts = Counter(row.row["source"] for row in rows)
+        self.shares = np.array(
+            [min(1.0, math.sqrt(FULL_ROWS / counts[row.row["source"]])) for row in rows]
         )
-        weight = (1 + residuals**2) ** -0.25  # square root of soft L1's weight
-        matrix = np.vstack([weight[:, None] * slopes, np.diag(1 / widths)])
-        x = (
-            x
-            - np.linalg.lstsq(
-                matrix, np.concatenate([weight * residuals, (x - centre) / widths]), rcond=None
-            )[0]
+        self.centre = np.log([value for value, _ in EXPECTED.values()])
+        self.widths = np.array([width for _, width in EXPECTED.values()])
+        self.point = self.centre
+        every_row = np.ones(len(rows), dtype=bool)
+        for _ in range(rounds):
+            self._expand()
+            self.point = self._step(every_row)
+        self._expand()
+
+    def values(self, is_used: Callable[[Row], bool] = lambda row: True) -> dict[str, float]:
+        """Return and set the constants fitted on the rows that are used."""
+        row_mask = np.array([is_used(row) for row in self.rows])
+        point = self.point if row_mask.all() else self._step(row_mask)
+        values = dict(zip(EXPECTED, map(float, np.exp(point)), strict=True))
+        put(values)
+        return values
+
+    def _expand(self) -> None:
+        """Set errors and their slopes at `point`."""
+        self.errors = self._errors(self.point)
+        steps = 1e-3 * np.eye(len(EXPECTED))
+        self.slopes = np.stack(
+            [(self._errors(self.point + step) - self.errors) / 1e-3 for step in steps], axis=1
         )
-    values = dict(zip(names, map(float, np.exp(x)), strict=True))
-    put(values)
-    return values
+
+    def _errors(self, point: Any) -> Any:
+        put(dict(zip(EXPECTED, np.exp(point), strict=True)))
+        ratios = [row.seconds() / row.row["seconds"] for row in self.rows]
+        return np.log(ratios) / ROW_ERROR
+
+    def _step(self, row_mask: Any) -> Any:
+        """Return the minimum of the squares around `point`, for the rows of ``row_mask``."""
+        weights = (self.shares * (1 + self.errors**2) ** -0.25)[row_mask]  # soft L1
+        matrix = np.vstack([weights[:, None] * self.slopes[row_mask], np.diag(1 / self.widths)])
+        targets = np.concatenate(
+            [weights * self.errors[row_mask], (self.point - self.centre) / self.widths]
+        )
+        return self.point - np.linalg.lstsq(matrix, targets, rcond=None)[0]
 
 
 def prepared(rows: Sequence[dict[str, Any]]) -> list[Row]:
@@ -205,37 +240,37 @@ def prepared(rows: Sequence[dict[str, Any]]) -> list[Row]:
     return [Row(row, store) for row in rows if row["seconds"]]
 
 
-def left_out(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return errors of each source's rows with constants fitted on all other sources."""
-    ready, results = prepared(rows), dict[int, dict[str, Any]]()
-    for source in dict.fromkeys(row["source"] for row in rows):
-        source_rows = [row for row in ready if row.row["source"] == source]
-        if source_rows:
-            fitted([row for row in ready if row.row["source"] != source])
-        for row in source_rows:
-            result = compared(
-                {**row.row, "load_gib": None, "peak_gib": None}, {"seconds": row.seconds()}
-            )
-            results[id(row)] = {
-                **{name: row.row[name] for name in ("source", "facts", "arguments", "of")},
-                **result,
-            }
-        print(f"left out: {source}", flush=True)
-    return {"constants": len(EXPECTED), "left_out": [results[id(row)] for row in ready]}
+def left_out(rows: Sequence[Row]) -> list[tuple[Row, dict[str, Any]]]:
+    """Return each row with its group of ranges, and its published over estimated seconds with
+    constants fitted on all other sources, and on all other cards."""
+    fit = Fit([row for row in rows if by_diffusers(row.row)])
+    results: dict[int, dict[str, Any]] = {id(row): {} for row in rows}
+    for kind, name_of in (("source", source_of), ("card", card_of)):
+        for name in dict.fromkeys(map(name_of, rows)):
+            fit.values(lambda row: name_of(row) != name)  # noqa: B023
+            for row in rows:
+                if name_of(row) == name:
+                    results[id(row)][kind] = round(row.row["seconds"] / row.seconds(), 4)
+    fit.values()
+    for row in rows:
+        seconds, waiting_seconds = row.seconds(), row.waiting_seconds()
+        group = range_group(row.hardware, seconds, waiting_seconds, frozenset({card_of(row)}))
+        results[id(row)]["group"] = group
+    return [(row, results[id(row)]) for row in rows]
+
+
+def source_of(row: Row) -> str:
+    return str(row.row["source"])
+
+
+def card_of(row: Row) -> str:
+    return chip(row.card)
 
 
 def main() -> None:
-    ready = prepared(list(published()))
-    for name, value in fitted(ready).items():
+    ready = prepared([row for row in published() if by_diffusers(row)])
+    for name, value in Fit(ready).values().items():
         print(f"{name:34s} {value:.4g}   expected {EXPECTED[name][0]:g}")
-    for row in ready:
-        print(
-            f"{100 * (row.seconds() / row.row['seconds'] - 1):+6.1f} %",
-            row.row["facts"],
-            row.row["source"][:24],
-            row.row["arguments"],
-            row.row["of"],
-        )
 
 
 if __name__ == "__main__":

@@ -1,19 +1,22 @@
-"""Compare published bytes and seconds, data/published.csv, with ``graphrun estimate``.
+"""Compare published bytes and seconds (data/published.csv, data/consumer.csv) with estimates.
 
-    python benchmarks/published.py               runs every row's command; writes
-                                                 results/published.json
-    python benchmarks/published.py cogvideox     only rows with this word in their arguments; others
-                                                 stay
+    python benchmarks/published.py               every row; writes results/published.json
+    python benchmarks/published.py cogvideox     bytes only of rows with this word in their
+                                                 arguments; foreign_rows stay
     python benchmarks/published.py --left-out    also each row with constants fitted without its
-                                                 source (fit_costs.py); a quarter of an hour
+                                                 source, and without its card (fit_costs.py), and
+                                                 the probable ranges from them:
+                                                 graphrun/model/ranges.json
+    python benchmarks/published.py --table       ranges and tables of the recorded figures again
 
-The constants of the cost model are fitted on the seconds of these rows: errors "as fitted" describe
-the fit, errors "left out" what to expect for other cards and models. Without --left-out the
-recorded ones stay if the rows are the same.
+The constants of the cost model are fitted on the seconds of diffusers' rows: errors "as fitted"
+describe the fit, errors "left out" what to expect for other cards and models. Rows of other engines
+are not fitted. Without --left-out the recorded ones stay if the rows are the same.
 
-A row's command is ``graphrun estimate`` with its ``arguments`` and ``--json``. ``of``: the whole
-call, a stage, or a phase. Bytes are those that PyTorch's allocator counts: ``load_gib`` the
-weights, ``peak_gib`` the peak (of a stage or a phase: without weights).
+A row's command is ``graphrun estimate`` with its ``arguments``, ``--ram 1T`` (hosts had RAM for all
+weights) and ``--json``. ``of``: the whole call, a stage, a phase, or a step. Bytes are those that
+PyTorch's allocator counts: ``load_gib`` the weights, ``peak_gib`` the peak (of a stage or a phase:
+without weights). Peaks as nvidia-smi counts them are not compared.
 """
 
 from __future__ import annotations
@@ -21,36 +24,59 @@ from __future__ import annotations
 import csv
 import datetime
 import json
+import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", HF_HUB_OFFLINE="1")
 
+import numpy as np
 from typer.testing import CliRunner
 
 from graphrun.cli.main import app
+from graphrun.model import ranges
 
 ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "benchmarks/data"
+RESULTS = ROOT / "benchmarks/results/published.json"
+RANGES = ROOT / "graphrun/model/ranges.json"
 GIB = 2**30
+ABOUT = ("source", "facts", "engine", "arguments", "of", "peak_kind", "note")
+# Nine of ten runs of an unknown source are inside a range: a twentieth on either side.
+TAIL = 0.05
+ASSUMED = {ranges.LAPTOP: 2.0, ranges.UNKNOWN: 2.0}  # few published runs: a factor either way
+LONG = (ranges.PUBLISHED, ranges.UNSEEN)
 
 
 def published() -> Iterator[dict[str, Any]]:
-    """Yield the rows of data/published.csv, with numbers as floats or None."""
-    with (ROOT / "benchmarks/data/published.csv").open() as file:
-        for row in csv.DictReader(file):
-            numbers = {
-                name: float(row[name]) if row[name] else None
-                for name in ("seconds", "load_gib", "peak_gib")
-            }
-            yield {**row, **numbers}
+    """Yield the rows that have arguments, with numbers as floats or None."""
+    for name in ("published.csv", "consumer.csv"):
+        with (DATA / name).open() as file:
+            for row in csv.DictReader(file):
+                if not row["arguments"]:
+                    continue
+                if name == "consumer.csv":
+                    is_allocated = row["peak_kind"] == "allocated" and not row["of"]
+                    peak = row["peak_gib"] if is_allocated else ""
+                    row |= {"facts": "consumer", "load_gib": "", "peak_gib": peak}
+                numbers = ("seconds", "load_gib", "peak_gib")
+                yield {
+                    **{key: row[key] for key in ABOUT},
+                    **{key: float(row[key]) if row[key] else None for key in numbers},
+                }
+
+
+def by_diffusers(row: Mapping[str, Any]) -> bool:
+    """Return whether the row is of diffusers' own code, which estimates are of."""
+    return bool(row["engine"] == "diffusers")
 
 
 def estimate(arguments: str) -> dict[str, Any]:
-    """Return the JSON of ``graphrun estimate ARGUMENTS --ram 1T``, run in this process: published
-    rows are of hosts with RAM for all weights."""
+    """Return the JSON of ``graphrun estimate ARGUMENTS --ram 1T``, run in this process."""
     command = ["estimate", *arguments.split(), "--ram", "1T", "--json"]
     result = CliRunner().invoke(app, command, catch_exceptions=False)
     if result.exit_code:
@@ -60,13 +86,17 @@ def estimate(arguments: str) -> dict[str, Any]:
 
 
 def predicted(row: Mapping[str, Any], estimate_json: Mapping[str, Any]) -> dict[str, float]:
-    """Return ``seconds``, ``load_gib`` and ``peak_gib`` of ``row`` in the estimate."""
+    """Return ``load_gib``, ``peak_gib`` and ``seconds`` of ``row`` in the estimate."""
     mode, phase_name = estimate_json["mode"], row["of"]
     phases = [
         phase for phase in estimate_json["phases"] if phase_name in (phase["stage"], phase["phase"])
     ]
     peak = (
-        max(phase["allocated_bytes"] for phase in phases) if phase_name else mode["allocated_bytes"]
+        max(phase["allocated_bytes"] for phase in phases)
+        if phase_name
+        else mode["allocated_bytes"]
+        if row["peak_kind"] != "reserved"
+        else mode["peak_bytes"] - estimate_json["hardware"]["context_bytes"]
     )
     by_name = mode["stages"] | {phase["phase"]: phase["seconds"] for phase in phases}
     seconds = by_name[phase_name] if phase_name else mode["seconds"]
@@ -93,98 +123,243 @@ def compared(row: Mapping[str, Any], estimates: Mapping[str, float]) -> dict[str
     return comparison
 
 
-def key(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return the key of a row: its source, arguments and part of the call."""
-    return row["source"], row["arguments"], row["of"]
+def key(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """Return the key of a row: its source, arguments, part of the call, and note."""
+    return row["source"], row["arguments"], row["of"], row["note"]
 
 
-def timed(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what the errors of a recorded row depend on, except code."""
-    return *key(row), row["seconds"]["published"]
+def card_of(row: Mapping[str, Any]) -> str:
+    words = row["arguments"].split()
+    return ranges.chip(words[words.index("--hardware") + 1])
 
 
-def summary_of(rows: list[dict[str, Any]], left_out: list[dict[str, Any]]) -> dict[str, str]:
-    """Return how many figures are within the percentages in README and docs/estimating.md."""
-    shares = {"seconds": (15, 25, 30), "load_gib": (1, 15), "peak_gib": (2, 3, 15)}
-    counts = {}
-    for kind in ("required", "all"):
-        fitted, unfitted = (
-            [row for row in group if kind == "all" or row["facts"] != "more"]
-            for group in (rows, left_out)
-        )
-        counts |= {
-            f"{name} within {share} %, {kind}": within(fitted, name, share)
-            for name in shares
-            for share in shares[name]
+def mode_of(row: Mapping[str, Any]) -> str:
+    """Return the mode of a row: ``resident`` in 16 bits, ``quantized``, or ``offloaded``."""
+    words = row["arguments"].split()
+    texts = [word for name, word in zip(words, words[1:], strict=False) if name == "--precision"]
+    formats = {text.rpartition("=")[2] for text in texts} - {"bf16", "fp16", "fp32"}
+    return "offloaded" if "--mode" in words else "quantized" if formats else "16 bits, resident"
+
+
+# -- ranges: of rows with the figures that `fit_costs.left_out` returns
+
+
+def factors(ratios: Sequence[float], sources: Sequence[str]) -> tuple[float, float]:
+    """Return the factors of an estimate between which published seconds are.
+
+    Weighted quantiles of ``ratios``, published over estimated; a source (or a card) with n rows
+    counts as the square root of n. They are widened by one part in the number of sources, because
+    the next source may be unlike all of them.
+    """
+    counts, order = Counter(sources), np.argsort(ratios)
+    weights = np.array([1 / math.sqrt(counts[source]) for source in sources])[order]
+    positions = (np.cumsum(weights) - weights / 2) / weights.sum()
+    quantiles = np.interp((TAIL, 1 - TAIL), positions, np.log(ratios)[order])
+    low, high = np.exp(quantiles * (1 + 1 / len(counts)))
+    return round(min(1.0, float(low)), 3), round(max(1.0, float(high)), 3)
+
+
+def range_table(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the cards with published runs, and the factors of each group, from diffusers' rows.
+
+    Any card with long runs is an example of a card that was never published, whose range contains
+    that of the others.
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    for name in (ranges.COPIES, ranges.SHORT, *LONG):
+        own_group = ranges.PUBLISHED if name in LONG else name
+        members = [row for row in rows if row["left_out"]["group"] == own_group]
+        kind = "card" if name == ranges.UNSEEN else "source"
+        owners = [card_of(row) if kind == "card" else row["source"] for row in members]
+        groups[name] = {
+            "factors": factors([row["left_out"][kind] for row in members], owners),
+            "rows": len(members),
+            f"{kind}s": len(set(owners)),
         }
-        if unfitted:
-            counts |= {
-                f"seconds within {share} %, {kind}, left out": within(unfitted, "seconds", share)
-                for share in shares["seconds"]
-            }
-    return counts
+    (low, high), (unseen_low, unseen_high) = (groups[name]["factors"] for name in LONG)
+    groups[ranges.UNSEEN]["factors"] = min(low, unseen_low), max(high, unseen_high)
+    for name, factor in ASSUMED.items():
+        groups[name] = {"factors": (1 / factor, factor), "rows": 0}
+    cards = {card_of(row) for row in rows if row["left_out"]["group"] == ranges.PUBLISHED}
+    return {"cards": sorted(cards), "groups": groups}
 
 
-def within(rows: list[dict[str, Any]], name: str, percent: float) -> str:
-    """Return how many of the rows with the figure ``name`` are within ``percent``."""
-    errors = [abs(row[name]["error_percent"]) for row in rows if name in row]
-    return f"{sum(error <= percent for error in errors)} of {len(errors)}"
+def with_ranges(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the ``left_out`` figures of ``rows`` with the range by the rows of other sources."""
+    fitted = [row for row in rows if by_diffusers(row)]
+    tables = {
+        source: range_table([row for row in fitted if row["source"] != source])
+        for source in {row["source"] for row in rows}
+    }
+    results = []
+    for row in rows:
+        table, figures = tables[row["source"]], row["left_out"]
+        is_unseen = figures["group"] == ranges.PUBLISHED and card_of(row) not in table["cards"]
+        reason = ranges.UNSEEN if is_unseen else figures["group"]
+        low, high = table["groups"][reason]["factors"]
+        is_inside = low <= figures["source"] <= high
+        results.append({**figures, "reason": reason, "range": [low, high], "inside": is_inside})
+    return results
+
+
+# -- tables
+
+
+def within(errors: Sequence[float], percent: float) -> str:
+    """Return how many of ``errors``, ratios less 1, are within ``percent``."""
+    return f"{sum(abs(error) <= percent / 100 + 5e-4 for error in errors)} of {len(errors)}"
+
+
+def seconds_line(
+    title: str, rows: Sequence[Mapping[str, Any]], ratio: Callable[[Any], float]
+) -> str:
+    """Return a row of the table of seconds; ``ratio``: published over estimated."""
+    errors = [1 / ratio(row) - 1 for row in rows]
+    figures = [row["left_out"] for row in rows]
+    widths = [figure["range"][1] / figure["range"][0] for figure in figures]
+    cells = [title, str(len({row["source"] for row in rows}))]
+    cells += [within(errors, 15), within(errors, 30)]
+    cells += [
+        f"{sum(figure['inside'] for figure in figures)} of {len(rows)}",
+        f"{np.median(widths):.2f}x",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def seconds_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the table of published seconds, as in docs/estimating.md."""
+    timed_rows = [row for row in rows if "seconds" in row]
+    diffusers = [row for row in timed_rows if by_diffusers(row)]
+    foreign_rows = [row for row in timed_rows if not by_diffusers(row)]
+
+    def without_source(row: Any) -> float:
+        return float(row["left_out"]["source"])
+
+    lines = [
+        "| seconds | sources | within 15 % | within 30 % | inside the range | median width |",
+        "|---|---|---|---|---|---|",
+        seconds_line(
+            "diffusers, as fitted",
+            diffusers,
+            lambda row: float(row["seconds"]["published"] / row["seconds"]["estimated"]),
+        ),
+        seconds_line("**diffusers, source left out**", diffusers, without_source),
+        seconds_line(
+            "diffusers, card left out", diffusers, lambda row: float(row["left_out"]["card"])
+        ),
+    ]
+    for key_of in (mode_of, lambda row: row["left_out"]["reason"], card_of):
+        for title in sorted({key_of(row) for row in diffusers}):
+            members = [row for row in diffusers if key_of(row) == title]
+            lines.append(seconds_line(f"- {title}", members, without_source))
+    lines.append(seconds_line("other engines, not fitted", foreign_rows, without_source))
+    return lines
+
+
+def bytes_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the table of published bytes, as in docs/estimating.md."""
+    lines = ["| bytes | within 2 % | within 5 % | within 10 % |", "|---|---|---|---|"]
+    for name in ("load_gib", "peak_gib"):
+        errors: dict[str, list[float]] = {}
+        for row in rows:
+            if name in row and by_diffusers(row):
+                title = "weights" if name == "load_gib" else f"{row['peak_kind']} peaks"
+                errors.setdefault(f"{title}, {mode_of(row)}", []).append(
+                    row[name]["error_percent"] / 100
+                )
+        for title, figures in sorted(errors.items()):
+            cells = [title, *(within(figures, share) for share in (2, 5, 10))]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def range_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the table of ranges, as in docs/estimating.md."""
+    table = range_table([row for row in rows if "seconds" in row and by_diffusers(row)])
+    lines = [
+        "| reason on screen | rows | of | published over estimated |",
+        "|---|---|---|---|",
+    ]
+    for name, group in table["groups"].items():
+        low, high = group["factors"]
+        owners = next((f"{group[k]} {k}" for k in ("sources", "cards") if k in group), "assumed")
+        lines.append(f"| {name} | {group['rows']} | {owners} | {low:.2f} to {high:.2f} |")
+    return lines
+
+
+def summary(results: Mapping[str, Any]) -> str:
+    """Return the sentence of README and docs/estimating.md."""
+    rows = [row for row in results["rows"] if "seconds" in row and by_diffusers(row)]
+    errors = [1 / row["left_out"]["source"] - 1 for row in rows]
+    hits = sum(row["left_out"]["inside"] for row in rows)
+    fifteen, thirty = within(errors, 15), within(errors, 30).partition(" ")[0]
+    return (
+        f"{results['constants']} constants are fitted on {len(rows)} published run times of "
+        f"{len({row['source'] for row in rows})} sources. With the source left out of the fit, "
+        f"{fifteen} are predicted within 15 %, {thirty} within 30 %, and {hits} are inside the "
+        "range that screens print."
+    )
+
+
+def set_bytes(rows: Sequence[dict[str, Any]], words: Sequence[str], recorded: Any) -> None:
+    """Set the estimated bytes of ``rows``; to ``recorded`` ones where no word applies."""
+    estimates: dict[str, dict[str, Any]] = {}
+    for row, figures in zip(rows, published(), strict=True):
+        arguments, names = row["arguments"], ("load_gib", "peak_gib")
+        if all(figures[name] is None for name in names):
+            continue
+        if words and key(row) in recorded and not any(word in arguments for word in words):
+            row |= {name: recorded[key(row)][name] for name in names if figures[name] is not None}
+            continue
+        if arguments not in estimates:
+            estimates[arguments] = estimate(arguments)
+        figures = {**figures, "seconds": None}
+        row |= compared(figures, predicted(figures, estimates[arguments]))
+        print(arguments, row["of"], *(row[name] for name in names if name in row), flush=True)
+
+
+def set_seconds(rows: Sequence[dict[str, Any]], recorded: Any, *, fits: bool) -> None:
+    """Set the estimated seconds of ``rows``, and with ``fits`` those with rows left out."""
+    from fit_costs import left_out, prepared
+
+    by_key = {key(row): row for row in rows}
+    ready = prepared([row for row in published() if row["seconds"]])
+    for item in ready:
+        figures = {**item.row, "load_gib": None, "peak_gib": None}
+        by_key[key(figures)] |= compared(figures, {"seconds": item.seconds()})
+    timed_rows = [by_key[key(item.row)] for item in ready]
+    if fits:
+        for item, figures in left_out(ready):
+            by_key[key(item.row)]["left_out"] = figures
+    elif all("left_out" in recorded.get(key(row), ()) for row in timed_rows):
+        for row in timed_rows:
+            row["left_out"] = recorded[key(row)]["left_out"]
+    else:
+        raise SystemExit("rows are new: run with --left-out")
 
 
 def main() -> None:
     os.chdir(ROOT)
-    path, words = (
-        ROOT / "benchmarks/results/published.json",
-        [word for word in sys.argv[1:] if word != "--left-out"],
-    )
-    earlier_results: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    earlier_rows = {key(row): row for row in earlier_results.get("rows", ())} if words else {}
-    estimates: dict[str, dict[str, Any]] = {}
-    rows = []
-    for row in published():
-        arguments = row["arguments"]
-        if (earlier_row := earlier_rows.get(key(row))) and not any(
-            word in arguments for word in words
-        ):
-            rows.append(earlier_row)
-            continue
-        if arguments not in estimates:
-            estimates[arguments] = estimate(arguments)
-        result = compared(row, predicted(row, estimates[arguments]))
-        rows.append(
-            {
-                **{name: row[name] for name in ("source", "facts", "arguments", "of", "note")},
-                **result,
-            }
-        )
-        texts = [
-            f"{name} {figure['published']:g} {figure['estimated']:g} "
-            f"{figure['error_percent']:+.1f}%"
-            for name, figure in result.items()
-        ]
-        print(row["source"][:32].ljust(32), arguments, row["of"], "  ", *texts, flush=True)
-    recorded = {name: earlier_results.get(name) for name in ("constants", "left_out")}
-    if "--left-out" in sys.argv:
-        from fit_costs import left_out
+    words = [word for word in sys.argv[1:] if not word.startswith("--")]
+    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    if "--table" not in sys.argv:
+        from fit_costs import EXPECTED
 
-        recorded = left_out(list(published()))
-    elif [timed(row) for row in recorded["left_out"] or ()] != [
-        timed(row) for row in rows if "seconds" in row
-    ]:
-        recorded = {}
-        print(
-            "the recorded left-out figures are of other rows and are dropped: run with --left-out"
-        )
-    summary = summary_of(rows, recorded.get("left_out") or [])
-    result = {
-        "date": datetime.date.today().isoformat(),
-        "summary": summary,
-        "rows": rows,
-        **recorded,
-    }
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(*(f"{name}: {value}" for name, value in summary.items()), sep="\n")
-    print(f"wrote {path}")
+        recorded = {key(row): row for row in results.get("rows", ())}
+        rows = [{name: row[name] for name in ABOUT} for row in published()]
+        set_seconds(rows, recorded, fits="--left-out" in sys.argv)
+        set_bytes(rows, words, recorded)
+        date = datetime.date.today().isoformat()
+        results = {"date": date, "constants": len(EXPECTED), "rows": rows}
+    timed_rows = [row for row in results["rows"] if "seconds" in row]
+    for row, figures in zip(timed_rows, with_ranges(timed_rows), strict=True):
+        row["left_out"] = figures
+    table = range_table([row for row in timed_rows if by_diffusers(row)])
+    for path, data in ((RANGES, table), (RESULTS, results)):
+        path.write_text(json.dumps(data, indent=1) + "\n")
+    for table_of in (seconds_table, range_lines, bytes_table):
+        print(*table_of(results["rows"]), "", sep="\n")
+    print(summary(results))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from graphrun.api import RUNS
 from graphrun.disk_store import Store, store_in
 from graphrun.errors import GraphrunError, InputError
 from graphrun.graph.values import did_you_mean
+from graphrun.model.ranges import probable_range
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
@@ -120,7 +121,7 @@ class EngineComparison:
             "basis": problem.hardware.basis,
             "budget_bytes": problem.budget_bytes,
             "seconds": warm_seconds,
-            "seconds_range": problem.hardware.seconds_range(warm_seconds)
+            "seconds_range": _range(self.solution, warm_seconds)
             if warm_seconds is not None
             else [],
             "peak_bytes": self.solution.simulation.peak_bytes + max(0, overhead_bytes),
@@ -173,6 +174,12 @@ def _scene(graph: Graph, solution: Solution, store: Store | None) -> Scene:
     )
 
 
+def _range(solution: Solution, seconds: float) -> tuple[float, float]:
+    """Return the probable range of a run that computes what ``solution`` does, in ``seconds``."""
+    waiting_seconds = seconds - solution.simulation.compute_seconds
+    return probable_range(solution.problem.hardware, seconds, waiting_seconds).bounds
+
+
 def _figures(
     setting: EngineSetting | None, solution: Solution, warm_seconds: float | None
 ) -> dict[str, Any]:
@@ -181,7 +188,7 @@ def _figures(
         return {**dict.fromkeys(names), "seconds_range": []}
     return {
         "seconds": setting.seconds,
-        "seconds_range": solution.problem.hardware.seconds_range(setting.seconds),
+        "seconds_range": _range(solution, setting.seconds),
         "peak_bytes": setting.peak_bytes,
         "ram_bytes": setting.ram_bytes,
         "ratio": setting.seconds / warm_seconds if warm_seconds else None,

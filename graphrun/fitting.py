@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrun import api
+from graphrun.model.ranges import probable_range
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
@@ -49,7 +50,8 @@ def _row(graph: Graph, problem: Problem, item: Fit) -> dict[str, Any]:
             download_bytes += checkpoint.nbytes
         elif component.source is not None:
             download_bytes += numbers.weight_bytes()
-    low, high = problem.hardware.seconds_range(item.seconds)
+    # a run from files: each weight is read and copied
+    low, high = probable_range(problem.hardware, item.seconds, item.seconds).bounds
     return {
         "allow": list(item.allow),
         "formats": formats,

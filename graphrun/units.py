@@ -112,13 +112,14 @@ def roughly(seconds: float) -> str:
     )
 
 
-def show_range(seconds: float, bounds: Sequence[float]) -> str:
-    """Return ``seconds`` with its probable range ``bounds``: ``24.1 s (19.3 s to 30.1 s)``."""
+def show_range(seconds: float, bounds: Sequence[float], reason: str) -> str:
+    """Return ``seconds`` with its probable range ``bounds`` and the ``reason`` for its width:
+    ``24.1 s (19.3 s to 30.1 s, host copies vary)``."""
     low, high = bounds
     return (
         show_seconds(seconds)
         if low == high
-        else f"{show_seconds(seconds)} ({show_seconds(low)} to {show_seconds(high)})"
+        else f"{show_seconds(seconds)} ({show_seconds(low)} to {show_seconds(high)}, {reason})"
     )
 
 

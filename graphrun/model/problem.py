@@ -45,10 +45,6 @@ LT_WORKSPACE_BYTES = 1 << 20
 # tables are 16 MiB. This is four times the page tables, as a margin.
 BYTES_PER_KERNEL_BYTE = PAGE_BYTES // 32
 
-# Relative error of seconds from a data-sheet estimate, for most published seconds that the estimate
-# was not fitted on (benchmarks/results/published.json).
-DATA_SHEET_ERROR = 0.25
-
 # left out of the JSON form if empty, because few problems have them
 _OPTIONAL = (
     "secondaries",
@@ -213,11 +209,6 @@ class Hardware:
     def label(self) -> str:
         """Device and name, as in the keys of cached outputs."""
         return f"{self.device} {self.name}"
-
-    def seconds_range(self, seconds: float) -> tuple[float, float]:
-        """Return the probable range of ``seconds``: a point, except for data-sheet estimates."""
-        factor = 1 + DATA_SHEET_ERROR if self.basis == "data sheet" else 1.0
-        return seconds / factor, seconds * factor
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,11 @@
                      tile of 128 x 128 outputs, and the last wave takes as long as a full one. Each
                      wave adds `KernelRates.wave_seconds` (filling the pipeline and writing the
                      tile). If moving the bytes takes longer, that time counts.
-    convolution      the same; in 16 bits also two passes over its tensors, since cuDNN copies them
-                     to channels-last and back (the copies in `corrections.convolution_scratch`)
-    attention        FLOPs, and one exponential per query and key, which the multiprocessors'
-                     special function units compute
+    convolution      the same
+    attention        FLOPs with features padded to `HEAD_FEATURES`, and one exponential per query
+                     and key, which the multiprocessors' special function units compute
     wide attention   heads of more than 256 features (the middle of VAEs), which the
-                     memory-efficient kernel computes
+                     memory-efficient kernel computes, at `EFFICIENT_ATTENTION`
     elementwise      bytes read and written; group norm also the pass that computes means, with one
                      thread block per group (`NORM_SECONDS`); RMS norm at least one thread block per
                      row (`ROW_SECONDS`)
@@ -39,7 +38,7 @@ from collections.abc import Mapping, Sequence
 from graphrun.model.problem import Hardware, ProcessorRates
 from graphrun.profile.corrections import CHANNEL_BLOCK
 from graphrun.profile.precision import ELEMENT_BYTES, dequantization_seconds
-from graphrun.profile.recording import MASKED, RMS_NORM, Call, ConvolutionShape, Kernel
+from graphrun.profile.recording import KEY_MASKED, MASKED, RMS_NORM, Call, ConvolutionShape, Kernel
 from graphrun.units import KIB, MIB, round_up
 
 TILE = 128
@@ -53,19 +52,24 @@ LONG_SUMS = 1024
 # 16 larger channels stay in a cache.
 SMALL_PLANE_BYTES, LARGE_PLANE_BYTES = 16 * KIB, 64 * KIB
 
-# Rate of the memory-efficient attention kernel with wide heads over the rate of flash attention.
-# Fitted (`hardware`).
-WIDE_ATTENTION = 0.788
+# Features per head of flash attention's kernels (flash_fwd_hdim*.cu): heads are padded to the next.
+# 132 features ran at 219 TFLOP/s where 128 ran at 370 (Dao-AILab/flash-attention, issue 1141).
+HEAD_FEATURES = (32, 64, 96, 128, 160, 192, 256)
+# Rate of the memory-efficient attention kernel over the rate of flash attention, which is twice as
+# fast (arXiv:2307.08691): of wide heads, and of all heads on cards before compute capability 8.0.
+EFFICIENT_ATTENTION = 0.5
 # Rate of attention with a mask that differs by query, over the rate without: 176 of 649 TFLOP/s on
-# an H100 (HunyuanVideo 1.5: 16 heads of 128 features, 50,345 tokens).
+# an H100 (HunyuanVideo 1.5: 16 heads of 128 features, 50,345 tokens); with the same mask for all
+# queries, which flash attention does not take either. The second is fitted (`hardware`).
 MASKED_ATTENTION = 0.27
+KEY_MASKED_ATTENTION = 0.82
 
 # Seconds per element of a group, of PyTorch's kernel for the means of group norm
 # (RowwiseMomentsCUDAKernel). Its 512 threads wait for one element each at a time, so bandwidth does
 # not matter, and a picture of 32 groups uses 32 multiprocessors. On an H100, the 30 norms of FLUX's
 # decoder took half of its time (benchmarks/results/card-flux.json: 46 ms for 57 million elements
-# per group, which is 0.8e-9). Fitted (`hardware`).
-NORM_SECONDS = 0.523e-9
+# per group).
+NORM_SECONDS = 0.8e-9
 NORM_BLOCKS = 4  # blocks of 512 threads that a multiprocessor runs at once
 
 # Seconds that a multiprocessor takes for one row of an RMS norm (vectorized_layer_norm_kernel), one
@@ -76,14 +80,15 @@ ROW_SECONDS = 94e-9
 # bitsandbytes' int8 layers (LLM.int8): bytes that MatMul8bitLt's kernels move per element of input
 # (cast to fp16, search for outliers, quantization) and of output (int32 sums scaled to fp16, cast).
 INT8_INPUT_BYTES, INT8_OUTPUT_BYTES = 10, 14
-# Seconds that the device waits in each int8 layer while the host checks for outliers. Fitted
-# (`hardware`).
-INT8_WAIT_SECONDS = 0.599e-3
+# Seconds that the device waits in each int8 layer while the host checks for outliers: about twenty
+# launches, and a copy to the host. Assumed.
+INT8_WAIT_SECONDS = 0.5e-3
 
 # torchao's and quanto's weight-only layers: bytes moved per element of output in formats that scale
-# the product (int8), and per weight in formats that scale the weight (fp8). Fitted (`hardware`).
-SCALED_OUTPUT_BYTES = 16.1
-SCALED_WEIGHT_BYTES = 14.36
+# the product (int8: read and written to scale it, to add the bias, and to cast), and per weight in
+# formats that scale the weight (fp8: cast to 32 bits, scaled, cast to 16 bits).
+SCALED_OUTPUT_BYTES = 12
+SCALED_WEIGHT_BYTES = 16
 # Casting a weight of one byte to 16 bits: read and written.
 CAST_BYTES = 3
 # Dynamic quantization of activations: read for the maximum, read and written in one byte.
@@ -141,15 +146,21 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware) -> float:
         rate = (
             rates.convolution_flops_per_second if half else rates.fp32_convolution_flops_per_second
         )
-        return max(full * kernel.flops / rate + waves * rates.wave_seconds, moving) + (
-            2 * moving if half else 0.0
-        )
+        return max(full * kernel.flops / rate + waves * rates.wave_seconds, moving)
     rate = rates.attention_flops_per_second if half else rates.fp32_flops_per_second
     if kernel.kind == "wide attention":
-        rate *= WIDE_ATTENTION if half else 0.5
-    elif kernel.operator == MASKED:
-        rate *= MASKED_ATTENTION
+        rate *= EFFICIENT_ATTENTION
+    else:
+        shares = {MASKED: MASKED_ATTENTION, KEY_MASKED: KEY_MASKED_ATTENTION}
+        rate *= shares.get(kernel.operator, 1.0) / _padding(kernel)
     return full * max(kernel.flops / rate + kernel.scores / rates.exponentials_per_second, moving)
+
+
+def _padding(kernel: Kernel) -> float:
+    """Return the features per head that attention computes, over those that it has."""
+    features = kernel.shape[-1] if kernel.shape else 0
+    padded = next((width for width in HEAD_FEATURES if width >= features), features)
+    return padded / features if features else 1.0
 
 
 def cpu_seconds(kernel: Kernel, rates: ProcessorRates) -> float:

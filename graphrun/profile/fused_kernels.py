@@ -14,7 +14,7 @@ from graphrun.profile.costs import output_tiles
 from graphrun.profile.moves import Moves
 from graphrun.profile.operands import dtype_name, touched_bytes
 from graphrun.profile.recorder import Recorder
-from graphrun.profile.recording import MASKED, RMS_NORM, Kernel, KernelClass
+from graphrun.profile.recording import KEY_MASKED, MASKED, RMS_NORM, Kernel, KernelClass
 from graphrun.sim.attention import FLASH_FEATURES, attention_is_token_major
 from graphrun.sim.casts import AUTOCAST_DEVICE_TYPE, dtype_on
 from graphrun.sim.special import CONTIGUOUS
@@ -83,7 +83,7 @@ class FusedKernels(Moves):
             nbytes,
             tile_count,
             rows * keys,
-            operator="" if mask is None or mask.shape[-2] == 1 else MASKED,
+            operator="" if mask is None else KEY_MASKED if mask.shape[-2] == 1 else MASKED,
             shape=(rows // query.shape[-2], query.shape[-2], keys, features),
         )
         scratch = attention_scratch(

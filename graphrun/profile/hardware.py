@@ -11,10 +11,13 @@ assumed) from hmc-tech.com; RTX 6000 Ada from grafikkarten.com, after NVIDIA's s
 topcpu.net; tensor rates of RTX 6000 Ada and L20 from tables of training tools. Chips whose
 processor and GPU share memory are in `chips`.
 
-Shares: fitted by ``benchmarks/fit_costs.py`` on published seconds
-(``benchmarks/data/published.csv``), like the constants marked "Fitted" in `costs`. Errors of rows
-whose source was left out of the fit are in ``benchmarks/results/published.json``. V100 uses the
-shares of A100; B200 and MI300X those of H100. Exponentials: 16 per multiprocessor and clock
+Shares of A100 and H100, GeForce's of convolutions, `LAUNCH_SECONDS`, `PAGEABLE_SHARE` and
+`FRESH_PAGES_RATE` are fitted by ``benchmarks/fit_costs.py`` on published seconds
+(``benchmarks/data``), like the constant marked "fitted" in `costs`. Errors of rows whose source was
+left out of the fit are in ``benchmarks/results/published.json``. V100 uses the shares of A100; B200
+and MI300X those of H100; GeForce cards reach their sheets, which state half of the tensor cores'
+rate (fp32 accumulation). Assumed: 90 % of the memory's rate, 5 us to fill and empty the pipeline of
+a wave, half of the sheet for H100's convolutions. Exponentials: 16 per multiprocessor and clock
 (CUDA programming guide, throughput of native arithmetic instructions); softmax costs about three of
 them per score.
 
@@ -60,6 +63,7 @@ from graphrun.model.problem import (
 )
 from graphrun.profile import chips
 from graphrun.profile.chips import Chip
+from graphrun.profile.costs import EFFICIENT_ATTENTION
 from graphrun.profile.processor import DIRECT_READ_RATE, PROCESS_BYTES
 from graphrun.units import GIB, KIB, MIB
 
@@ -80,12 +84,12 @@ SMALL = 0.0005
 DEFAULT = "rtx4090"
 
 # host seconds for one operator in eager PyTorch, with the Python code of diffusers around it
-LAUNCH_SECONDS = 22.5e-6
-WAVE_SECONDS = 6.44e-6
-MEMORY_SHARE = 0.917
-SOFTMAX_EXPONENTIALS = 2.62
-PAGEABLE_SHARE = 0.2619
-FRESH_PAGES_RATE = 2.625e9
+LAUNCH_SECONDS = 20e-6
+WAVE_SECONDS = 5e-6
+MEMORY_SHARE = 0.9
+SOFTMAX_EXPONENTIALS = 3.0
+PAGEABLE_SHARE = 0.24
+FRESH_PAGES_RATE = 2.5e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +103,14 @@ class Shares:
 
 # A100; H100; GeForce and workstation cards
 SHARES = {
-    "ampere": Shares(0.8135, 0.6851, 0.7897),
-    "hopper": Shares(0.5727, 0.6738, 0.4757),
-    "geforce": Shares(0.9894, 1.042, 0.9341),
+    "ampere": Shares(0.883, 0.695, 0.416),
+    "hopper": Shares(0.57, 0.632, 0.5),
+    "geforce": Shares(1.0, 1.0, 0.994),
 }
-# Cards whose power limit (72, 70 and 150 W) is far below the draw of their tensor cores: assumed
-# share of the sheet's clock. No published row is of these cards.
-THROTTLED = {"l4": 0.55, "t4": 0.6, "a10": 0.7}
+# Cards whose power limit (72, 70 and 150 W) is far below the draw of their tensor cores: share of
+# the sheet's clock. T4: 24 of 65 TFLOP/s, which is its base over its boost clock (an answer of
+# NVIDIA's, forums.developer.nvidia.com/t/about-gpu-peak-performance/264462). L4, A10: assumed.
+THROTTLED = {"l4": 0.55, "t4": 0.37, "a10": 0.7}
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +218,9 @@ def _card(name: str, sheet: Sheet) -> Hardware:
             convolution_flops_per_second=shares.convolution * tensor,
             fp32_convolution_flops_per_second=shares.convolution
             * (fp32 if sheet.architecture in WITHOUT_TF32 else tensor / 2),
-            attention_flops_per_second=shares.attention * tensor,
+            attention_flops_per_second=shares.attention
+            * tensor
+            * (EFFICIENT_ATTENTION if old else 1.0),
             exponentials_per_second=fp32 / per_exponential / SOFTMAX_EXPONENTIALS,
             fp8_flops_per_second=2 * shares.matmul * tensor
             if sheet.architecture in ("ada", "hopper", "blackwell", "cdna3")

@@ -30,6 +30,8 @@ FLEX = "flex"
 """`Kernel.operator` of flex attention."""
 MASKED = "masked"
 """`Kernel.operator` of attention with a mask that differs by query."""
+KEY_MASKED = "key masked"
+"""`Kernel.operator` of attention with a mask that is the same for all queries."""
 RMS_NORM = "rms_norm"
 """`Kernel.operator` of an RMS norm as one kernel. Its `Kernel.shape`: rows and elements of the
 input, bytes of each element, and whether it has a weight."""

@@ -14,6 +14,7 @@ from graphrun.graph.precisions import QUANTIZED
 from graphrun.model.allocator import Caching, Native
 from graphrun.model.choices import use_with
 from graphrun.model.problem import Hardware, PhaseNumbers, Problem, ProblemLimits
+from graphrun.model.ranges import probable_range
 from graphrun.modules.build import meta_modules
 from graphrun.modules.stored import holding
 from graphrun.profile.corrections import CORRECTIONS
@@ -108,6 +109,7 @@ def _mode(
     entries = dry_run.recording.entries()
     weights = [max(map(int, estimate.on_device[begin:end])) for begin, end in phase_spans(entries)]
     seconds = sum(estimate.seconds.values())
+    likely = probable_range(hardware, seconds, seconds - estimate.compute_seconds)
     return {
         "name": mode.name,
         "formats": dict(mode.formats),
@@ -120,7 +122,8 @@ def _mode(
         "ram_bytes": mode.ram_bytes if mode.name != "resident" else None,
         "read_bytes": int(estimate.read_bytes),
         "seconds": seconds,
-        "seconds_range": hardware.seconds_range(seconds),
+        "seconds_range": likely.bounds,
+        "range_reason": likely.reason,
         "stages": estimate.seconds,
     }
 

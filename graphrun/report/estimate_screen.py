@@ -57,7 +57,7 @@ def _head(estimate: dict[str, Any]) -> tuple[str, ...]:
         f"{show_size(overhead_bytes)}",
         f"with {mode_text(estimate)}: peak {show_size(mode['peak_bytes'])} reserved, {overhead} "
         f"included; weights {show_size(mode['weights_bytes'])}{copies}",
-        f"predicted {show_range(mode['seconds'], mode['seconds_range'])}",
+        f"predicted {show_range(mode['seconds'], mode['seconds_range'], mode['range_reason'])}",
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from graphrun.model.blocks import resident_blocks
 from graphrun.model.plan import BlockNames, Slot, Stream, action_text, blocks_text
 from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem
+from graphrun.model.ranges import probable_range
 from graphrun.model.simulation import Simulation, SlotReport
 from graphrun.model.solution import Solution
 from graphrun.model.splits import computing_on
@@ -117,6 +118,7 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
     title = " process" if hardware.unified else " context and workspace"
     peak = max(simulation.slots, key=lambda slot: slot.peak_bytes)
     waiting_seconds = max(0.0, simulation.seconds - simulation.compute_seconds)
+    likely = probable_range(hardware, simulation.seconds, waiting_seconds)
     solve_text = f", {show_seconds(solve_seconds)} to solve" if solve_seconds is not None else ""
     terms = (
         (overhead, title),
@@ -149,8 +151,7 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
             f"{show_size(simulation.moved_bytes)} in",
             *_secondaries(problem, simulation),
             _host(problem, simulation),
-            "predicted "
-            f"{show_range(simulation.seconds, hardware.seconds_range(simulation.seconds))}"
+            f"predicted {show_range(simulation.seconds, likely.bounds, likely.reason)}"
             f" = {show_seconds(simulation.compute_seconds)} compute"
             f" + {show_seconds(waiting_seconds)} waiting{session}  {proof(solution)}"
             f" (bound {show_seconds(solution.bound_seconds)}{solve_text})",

@@ -7,6 +7,7 @@ from typing import Any
 
 from graphrun.device_kinds import kind_called
 from graphrun.model.problem import Problem
+from graphrun.model.ranges import probable_range
 from graphrun.model.simulation import Simulation
 from graphrun.model.solution import Solution
 from graphrun.trace import Trace
@@ -67,7 +68,7 @@ def plan_verdict(solution: Solution, product: str = "a run") -> str:
             f"{roughly(simulation.further_seconds)} each"
         )
     return (
-        f"fits: yes. {time} on {_device(problem, simulation.seconds)}, "
+        f"fits: yes. {time} on {_device(problem, simulation)}, "
         f"{_used(problem, simulation.peak_bytes)}{_waits(simulation)}"
     )
 
@@ -83,12 +84,14 @@ def run_verdict(solution: Solution, trace: Trace) -> str:
     return f"done: {time_text}, {memory}{place} ({matched})"
 
 
-def _device(problem: Problem, seconds: float) -> str:
+def _device(problem: Problem, simulation: Simulation) -> str:
     """Return the device with the basis of its figures; for a data-sheet estimate, with the range of
-    ``seconds``: ``(data sheet: 37 to 58 s)``."""
-    low, high = map(roughly, problem.hardware.seconds_range(seconds))
-    number, _, unit = low.rpartition(" ")
-    low = number if high.endswith(f" {unit}") and " " not in number else low
+    the seconds: ``(data sheet: 37 to 58 s)``."""
+    seconds = simulation.seconds
+    likely = probable_range(problem.hardware, seconds, seconds - simulation.compute_seconds)
+    low, high = map(roughly, likely.bounds)
+    (number, unit), high_words = low.rsplit(" ", 1), high.split(" ")
+    low = number if high_words[1:] == [unit] and " " not in number else low
     range_text = (
         f": {low} to {high}" if low != high and problem.hardware.basis == "data sheet" else ""
     )

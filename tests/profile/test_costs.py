@@ -22,7 +22,7 @@ from graphrun.profile.costs import (
 )
 from graphrun.profile.fused_kernels import FusedKernels
 from graphrun.profile.recorder import Recorder
-from graphrun.profile.recording import Call, Kernel
+from graphrun.profile.recording import KEY_MASKED, MASKED, Call, Kernel
 
 H100 = devices.hardware("h100")
 
@@ -197,7 +197,44 @@ def test_priors_are_within_their_data_sheets(name: str) -> None:
     assert card.basis == "data sheet"
 
 
-def test_a_prior_gives_a_range_and_a_measured_card_a_number() -> None:
-    low, high = H100.seconds_range(10.0)
-    assert low < 10 < high
-    assert replace(H100, basis="measured").seconds_range(10.0) == (10.0, 10.0)
+def attention(features: int, operator: str = "") -> Kernel:
+    """Attention of 4096 tokens with 8 heads of ``features``."""
+    tokens, heads = 4096, 8
+    return Kernel(
+        "attention",
+        "float16",
+        4.0 * heads * tokens * tokens * features,
+        8 * heads * tokens * features,
+        heads * tokens // 128,
+        heads * tokens * tokens,
+        operator,
+        (heads, tokens, tokens, features),
+    )
+
+
+def test_heads_are_padded_to_the_next_size_of_flash_attention() -> None:
+    narrow, padded, wide = (kernel_seconds(attention(n), H100) for n in (32, 40, 64))
+    assert narrow < padded == wide
+
+
+def test_attention_with_a_mask_or_on_an_old_card_is_slower() -> None:
+    plain, keys, queries = (
+        kernel_seconds(attention(128, name), H100) for name in ("", KEY_MASKED, MASKED)
+    )
+    assert plain < keys < queries
+    t4, a100 = devices.hardware("t4"), devices.hardware("a100")
+    assert t4.kernels is not None
+    assert t4.kernels.attention_flops_per_second < t4.flops_per_second
+    assert kernel_seconds(attention(128), t4) > 5 * kernel_seconds(attention(128), a100)
+
+
+@pytest.mark.parametrize(("rows", "operator"), [(1, KEY_MASKED), (300, MASKED)])
+def test_a_mask_is_recorded_by_whether_it_differs_by_query(rows: int, operator: str) -> None:
+    class Masked(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = x.view(1, x.shape[1], 4, -1).transpose(1, 2)
+            mask = x.new_zeros(1, 1, rows, x.shape[1])
+            return nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
+
+    recorded = [kernel for kernel in kernels(Masked(), 1, 300, 256) if kernel.kind == "attention"]
+    assert [kernel.operator for kernel in recorded] == [operator]
