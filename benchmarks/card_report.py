@@ -136,20 +136,18 @@ def models_text(models: Record) -> list[str]:
     return [
         "## Other models at full size",
         "",
-        f"{len(models)} graphs at full size with their usual inputs, random weights and two "
-        "denoising steps ran within a budget and with the whole card (`benchmarks/card.sh "
-        "models`). *planned*: peaks that this version plans for the slots of the plan that ran "
-        "(`benchmarks/card_models.py`). *same bits*: in the outputs with the whole card and within "
-        "the budget. `-`: not run.",
+        f"{len(models)} graphs with their usual inputs, random weights and two denoising steps, "
+        "within a budget and with the whole card (`benchmarks/card.sh models`). *planned*: peaks "
+        "that this version plans for the slots of the plan that ran "
+        "(`benchmarks/card_models.py`). *same bits*: of both outputs. `-`: not run.",
         "",
         *models_table(models),
         "",
         f"- Of {len(pairs)} slots, {sum(a == b for a, b in pairs)} are equal to the byte and "
         f"{sum(a < b for a, b in pairs)} took less than planned. {len(over_bytes)} took more, at "
         f"most {max(over_bytes) / MIB:.0f} MiB, and none of them is the peak of its plan.",
-        "- Text encoders of CogView4 and Qwen-Image took less because a plan has room for the "
-        "longest prompt. cuDNN takes up to 16.5 MiB of scratch per convolution; plans count the "
-        "most, by rules from 874 kernels, measured one by one (`benchmarks/card_kernels.py`).",
+        "- Plans have room for the longest prompt (CogView4, Qwen-Image), and for the most scratch "
+        "of a convolution, by rules from 874 measured kernels (`benchmarks/card_kernels.py`).",
         "",
     ]
 
@@ -191,9 +189,8 @@ def page(recorded: dict[str, Record]) -> str:
         f"{machine['card']} (PCIe {link[1]}.0 x{link[2]}, driver {link[0]}), 16 cores, Python "
         f"{machine['machine'].rpartition(' ')[2]}, torch {versions['torch']} with CUDA "
         f"{machine['cuda']}, diffusers {versions['diffusers']}; {machine['date'][:10]}. "
-        "FLUX.1-dev at its full size, random weights in bfloat16 and pinned host memory, "
-        "1024x1024, 4 steps. graphrun was calibrated on the card first. "
-        "[How to run it](howto/bare-gpu.md):",
+        "FLUX.1-dev at full size, random weights in bfloat16 and pinned host memory, "
+        "1024x1024, 4 steps. graphrun was calibrated first. [How to run it](howto/bare-gpu.md):",
         "",
         "<!-- not run: needs a CUDA device -->",
         "```sh",
@@ -206,8 +203,8 @@ def page(recorded: dict[str, Record]) -> str:
         *memory_table(parts),
         "",
         "Peaks are bytes that PyTorch's allocator reserved, without cuBLAS's workspace. *Of the "
-        "budget, with context*: what the whole process took, over the budget. The last budget is "
-        "the minimum VRAM. Each plan ran twice.",
+        "budget, with context*: what the whole process took. The last budget is the minimum VRAM. "
+        "Each plan ran twice.",
         "",
         f"- Of {len(big_slots)} slots, {exact(big_slots)} reserved exactly the planned bytes. "
         f"{len(different)} reserved more, at most "
@@ -217,8 +214,8 @@ def page(recorded: dict[str, Record]) -> str:
         f"- Of {len(small_slots)} slots of small FLUX and SDXL, "
         f"{exact(small_slots)} reserved exactly the planned bytes.",
         f"- In two runs with {allocators[0]['events']:,} and {allocators[1]['events']:,} "
-        "allocations, releases and pages, graphrun's model of the allocator reserves the same "
-        f"bytes as the card at each of them (largest difference {_largest(allocators)} B).",
+        "allocations, releases and pages, graphrun's model of the allocator differs from the card "
+        f"by at most {_largest(allocators)} B.",
         "- The process took up to "
         f"{max(_context(part) for part in parts.values()) / 1e6:.0f} MB next to the allocator "
         "(CUDA context and loaded kernels); budgets count "
@@ -231,24 +228,22 @@ def page(recorded: dict[str, Record]) -> str:
         "",
         f"The second run at {next(iter(parts))} GiB; copies overlap calls. A step of the "
         f"transformer takes {statistics.median(steps[1:]):.3f} s, planned "
-        f"{use['seconds_per_call']:.3f}, and copies take what was planned. The whole run takes "
-        "longer, for three reasons:",
+        f"{use['seconds_per_call']:.3f}, and copies take what was planned. Plans do not count:",
         "",
         f"- Mapping and unmapping pages: at {list(parts)[1]} GiB {mapping:.2f} s of "
-        f"{_wall(host):.2f}, about 0.07 ms to map or unmap a page of 20 MiB. "
-        "Plans do not count it.",
-        f"- The VAE: planned {_decode(parts)['planned']['compute_seconds']:.3f} s, measured "
+        f"{_wall(host):.2f}, about 0.07 ms for a page of 20 MiB.",
+        f"- Part of the VAE: planned {_decode(parts)['planned']['compute_seconds']:.3f} s, measured "
         f"{_decode(parts)['run_seconds']:.3f} s. Half of it, {norm['seconds']:.3f} s, is the "
         "kernel that computes the means of group norms ([costs](estimating.md#seconds)).",
         "- Host work outside of calls: tokenizer, scheduler, the picture to PIL; in this table "
-        "also the benchmark's checksums of every value. Plans do not count it.",
+        "also the benchmark's checksums of every value.",
         "",
         "Without checksums, a first and a second run took "
         f"{_walls(results['flux-dev host within 8G'])} s at {list(parts)[0]} GiB and "
         f"{_walls(host)} s at {list(parts)[1]} GiB (wall time). The first run copies "
         "the weights into pinned memory. With everything resident, diffusers' own "
-        f"pipeline took {resident['plain pipeline, seconds']:.2f} s; its first decode in a process "
-        f"took {decode['seconds']:.2f} s, since kernels are loaded then.",
+        f"pipeline took {resident['plain pipeline, seconds']:.2f} s, and "
+        f"{decode['seconds']:.2f} s for its first decode, which loads kernels.",
         "",
         "## Next to other tools",
         "",
@@ -301,7 +296,7 @@ def _peer_lines(peers: Record) -> Iterator[str]:
     reference = comparison["reference"]
     yield (
         "FLUX.1-dev, two runs in a new process per row. The cap is the limit of PyTorch's "
-        "allocator. Weights are in pageable host memory before the first run. Everything resident "
+        "allocator. Weights are in pageable host memory first. Everything resident "
         f"takes {reference['resident_peak_bytes'] / GIB:.1f} GiB."
     )
     yield ""
@@ -326,7 +321,7 @@ def _peer_lines(peers: Record) -> Iterator[str]:
     yield ""
     yield (
         "graphrun begins and ends each run with nothing on the card; its rows are of an earlier "
-        "version. Not measured: `graphrun.attach` at this size, a graphrun session, diffusers-mm, "
+        "version. Not measured: `graphrun.attach` at this size, a session, diffusers-mm, "
         "accelerate's dispatch (`benchmarks/card.sh peers`)."
     )
 
@@ -348,8 +343,8 @@ def _small_lines(check: Record) -> Iterator[str]:
     yield (
         "`graphrun run` of small FLUX with its transformer in int8 (bitsandbytes) reserved the "
         "planned bytes in every phase. Its first run in a process takes "
-        f"{_done(check['run, int8'])}, in bfloat16 {_done(check['run, bfloat16'])}: CUDA loads "
-        "each kernel at its first use, which plans do not count."
+        f"{_done(check['run, int8'])}, in bfloat16 {_done(check['run, bfloat16'])}: plans do not "
+        "count that CUDA loads each kernel at its first use."
     )
 
 

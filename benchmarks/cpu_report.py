@@ -246,9 +246,8 @@ def page(cells: Sequence[Cell]) -> str:
         "# Measured on the CPU",
         "<!-- Written by benchmarks/cpu.py --report from benchmarks/results/cpu.json. -->",
         "Whole pipelines with random weights of the full size, from files to picture, in a memory "
-        "cgroup of exactly the cap: page cache included, no swap. Weights are in bfloat16 where "
-        "the CPU has instructions for it, else in float32. Every tool starts from the same "
-        "diffusers folder, cap, prompt and seed. The page cache is empty at the start.",
+        "cgroup of exactly the cap: page cache included, no swap. Every tool starts from the same "
+        "diffusers folder, cap, prompt and seed, with an empty page cache.",
         "<!-- not run: hours, and 80 GB of disk -->\n```sh\n"
         "pip install stable-diffusion-cpp-python   # compiles; left out without it\n"
         "graphrun calibrate --device cpu\n"
@@ -256,21 +255,19 @@ def page(cells: Sequence[Cell]) -> str:
         "python benchmarks/cpu.py --report                  # writes this page\n```",
         "- *seconds*: the median from the first open file to the picture; *a step*: the median "
         "denoising step.\n"
-        "- *limit*: what no tool on PyTorch can be faster than: the seconds of computing, measured "
-        "with one block in memory at a time, or the bytes that must be read over the rate of "
-        "direct reads, whichever takes longer. A call of the denoiser finds in memory at most the "
-        "cap, less the process itself.\n"
+        "- *limit*: the lower bound of any tool on PyTorch: the seconds of computing, measured "
+        "with one block in memory at a time, or the bytes that must be read (all but the cap, less "
+        "the process) over the rate of direct reads, whichever takes longer.\n"
         "- *GB read*: bytes that the process had read from the disk. *peak*: the most anonymous, "
         "shared, locked and kernel bytes. *CPU*: the share of all cores during a step.\n"
-        "- *TFLOP/s*: the speed of the machine, by products of matrices before and after each run. "
-        "Other users of a rented machine change it, so graphrun was calibrated before "
-        "each of its runs, and runs of graphrun and mmap take turns.\n"
+        "- *TFLOP/s*: the speed of the rented machine, by matrix products before and after each run. "
+        "It varies, so graphrun was calibrated before each of its runs, and runs of graphrun and "
+        "mmap take turns.\n"
         "- *killed*: by the kernel, because of the cap. *picture*: *equal* is the reference's bit "
         "for bit; a difference is the largest of all pixels, of 0 to 1; "
         "*own sampler*: another program with its own noise.\n"
-        "- stable-diffusion.cpp copies all weights into memory at its start, with mmap too. So it "
-        "needs a cap above their size. It runs SDXL only, from one GGUF file with the same "
-        "weights; its users would quantize them.",
+        "- stable-diffusion.cpp copies all weights into memory at its start, so it needs a cap "
+        "above their size. It runs SDXL only, from one GGUF file; its users would quantize it.",
     ]
     for group in by_model(cells):
         name = group[0]["model"]
