@@ -127,8 +127,8 @@ def table(cells: Sequence[Cell]) -> str:
     if plans := [row for row in plans if row]:
         bases = {c["basis"] for c in cells if "basis" in c}
         parts += [
-            "graphrun, measured and planned, without planning itself; planned seconds are from "
-            f"the {' and the '.join(sorted(BASES.get(basis, basis) for basis in bases))}:"
+            "graphrun, without planning itself, next to its plans with the "
+            f"{' and the '.join(sorted(BASES.get(basis, basis) for basis in bases))}:"
         ]
         parts += [_lines(PLAN_HEADER, plans)]
     return "\n\n".join(parts)
