@@ -232,9 +232,9 @@ def page(recorded: dict[str, Record]) -> str:
         "",
         f"- Mapping and unmapping pages: at {list(parts)[1]} GiB {mapping:.2f} s of "
         f"{_wall(host):.2f}, about 0.07 ms for a page of 20 MiB.",
-        f"- Part of the VAE: planned {_decode(parts)['planned']['compute_seconds']:.3f} s, measured "
-        f"{_decode(parts)['run_seconds']:.3f} s. Half of it, {norm['seconds']:.3f} s, is the "
-        "kernel that computes the means of group norms ([costs](estimating.md#seconds)).",
+        f"- Part of the VAE: planned {_decode(parts)['planned']['compute_seconds']:.3f} s, "
+        f"measured {_decode(parts)['run_seconds']:.3f} s. Half of it, {norm['seconds']:.3f} s, is "
+        "the kernel that computes the means of group norms ([costs](estimating.md#seconds)).",
         "- Host work outside of calls: tokenizer, scheduler, the picture to PIL; in this table "
         "also the benchmark's checksums of every value.",
         "",

@@ -260,7 +260,7 @@ def page(cells: Sequence[Cell]) -> str:
         "the process) over the rate of direct reads, whichever takes longer.\n"
         "- *GB read*: bytes that the process had read from the disk. *peak*: the most anonymous, "
         "shared, locked and kernel bytes. *CPU*: the share of all cores during a step.\n"
-        "- *TFLOP/s*: the speed of the rented machine, by matrix products before and after each run. "
+        "- *TFLOP/s*: the speed of the rented machine, by products before and after each run. "
         "It varies, so graphrun was calibrated before each of its runs, and runs of graphrun and "
         "mmap take turns.\n"
         "- *killed*: by the kernel, because of the cap. *picture*: *equal* is the reference's bit "
