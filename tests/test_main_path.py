@@ -83,8 +83,8 @@ class Calls:
 
     def of_a_cold_start(self) -> tuple[int, ...]:
         """(parsed graphs, dry runs, meta modules, checks before a run). Asserts that only the
-        solver simulates, each of its candidates at most once, and that only it checks plans otherwise,
-        those that it keeps."""
+        solver simulates, each of its candidates at most once, and that only it checks plans
+        otherwise, those that it keeps."""
         simulations, checks = self.by_caller("simulate"), self.by_caller("check")
         plans, checked = self.by_caller("plan_of"), self.by_caller("checked_solution")
         assert 0 < simulations.pop("simulated_choice") <= plans.pop("simulated_choice")
