@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from graphrun.model.problem import Hardware
 
 COPY_SHARE = 0.1
+OTHER_VENDORS = ("rx", "mi", "arc")  # names of AMD's and Intel's cards begin so
 SHORT_SECONDS = 2.0
 COPIES, SHORT, PUBLISHED = "host copies vary", "short runs vary", "like published runs"
 UNSEEN, LAPTOP, UNKNOWN = "card never published", "laptop power varies", "family never published"
@@ -62,8 +63,7 @@ def range_group(
 ) -> str:
     """Return the group of a run on ``hardware``; ``cards``: chips with published runs."""
     name = hardware.name
-    is_nvidia = hardware.device == "cuda" and not hardware.unified and name[:2] not in ("rx", "mi")
-    if not is_nvidia:
+    if hardware.unified or hardware.kind.is_host or name.startswith(OTHER_VENDORS):
         return UNKNOWN
     if waiting_seconds > COPY_SHARE * seconds:
         return COPIES
