@@ -320,7 +320,7 @@ def test_tables_have_medians_limits_and_plans(part: Any) -> None:
     )
     assert "| 6 | accelerate `disk_offload` | killed |" in "\n".join(lines)
     assert lines[-1] == "| 6 | 80.0 | 81.0 | 70.00 | 71.00 | 1.000 | 1.000 |"
-    assert "planned seconds are from the profile of `graphrun calibrate`:" in "\n".join(lines)
+    assert "next to its plans with the profile of `graphrun calibrate`:" in "\n".join(lines)
     assert "differs by 0.2" in "\n".join(lines)
     assert "caps enforced by the kernel" in lines[0]
 
