@@ -15,7 +15,7 @@ import typer
 
 import graphrun
 from graphrun.cli.common import app, cache_folder, cards_for, load, parse_reuse, say, with_budget
-from graphrun.cli.options import NameList, PlanOptions, ReuseOption, shared
+from graphrun.cli.options import NameList, PlanOptions, ReuseOption, option, shared
 from graphrun.cli.placing import ClusterFile, open_cluster
 from graphrun.errors import InputError
 from graphrun.extras import install_command
@@ -64,29 +64,25 @@ def serve(
     ] = 8000,
     keys: Annotated[
         Path | None,
-        typer.Option(
-            help="File of API keys: a name, a SHA-256 and optionally 30/min a line. SIGHUP reads "
+        option(
+            "File of API keys: a name, a SHA-256 and optionally 30/min a line. SIGHUP reads "
             "it again.",
-            metavar="FILE",
-            show_default=False,
+            "FILE",
         ),
     ] = None,
     allow_host: Annotated[
         NameList,
-        typer.Option(
-            help="Another host name of the server, such as the proxy's; *.example.com: all below "
+        option(
+            "Another host name of the server, such as the proxy's; *.example.com: all below "
             "it. Repeatable.",
-            metavar="NAME",
-            show_default=False,
+            "NAME",
         ),
     ] = None,
     allow_origin: Annotated[
         NameList,
-        typer.Option(
-            help="Let web pages of this origin use the server: https://images.example.com. "
-            "Repeatable.",
-            metavar="ORIGIN",
-            show_default=False,
+        option(
+            "Let web pages of this origin use the server: https://images.example.com. Repeatable.",
+            "ORIGIN",
         ),
     ] = None,
     queue: Annotated[
@@ -133,10 +129,9 @@ def serve(
     ] = 512,
     state: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder for jobs, which go on after a restart of the server.",
-            metavar="FOLDER",
-            show_default=False,
+        option(
+            "Folder for jobs, which go on after a restart of the server.",
+            "FOLDER",
         ),
     ] = None,
     warm: Annotated[
@@ -220,10 +215,10 @@ def _access(
             "add --keys FILE"
         )
     hosts, origins = tuple(map(host_of, names)), tuple(map(origin_of, pages))
-    for option, values in {"--allow-host": hosts, "--allow-origin": origins}.items():
+    for flag, values in {"--allow-host": hosts, "--allow-origin": origins}.items():
         if "*" in values and not owners:
             raise InputError(
-                f"{option} '*' without --keys: any web page could use the server; add --keys FILE"
+                f"{flag} '*' without --keys: any web page could use the server; add --keys FILE"
             )
     return {
         "keys": owners,
@@ -273,10 +268,10 @@ def _devices(options: PlanOptions, cluster: Path | None, cache: Path) -> dict[st
     }
 
 
-def _above_zero(option: str, text: str) -> float:
-    if (seconds := parse_seconds(text, name=option)) <= 0:
+def _above_zero(flag: str, text: str) -> float:
+    if (seconds := parse_seconds(text, name=flag)) <= 0:
         raise InputError(
-            f"{option} {text}: every request would be too late; type a time above 0, such as 5s"
+            f"{flag} {text}: every request would be too late; type a time above 0, such as 5s"
         )
     return seconds
 

@@ -107,12 +107,7 @@ def find(
     best = next((result for result in results if result is not None), None)
     if best is None:
         return None
-    if (
-        layers
-        and smaller_as_layers(best.solution.problem)
-        and has("layers")
-        and (name_and_formulation := _worth_splitting(best.solution)) is not None
-    ):
+    if layers and (name_and_formulation := _worth_splitting(best.solution)) is not None:
         finer, is_single_run = (
             split_into_layers(best.solution.problem, {name_and_formulation[0]}),
             problem.runs == 1,
@@ -197,7 +192,7 @@ def _worth_splitting(solution: Solution) -> tuple[str, Formulation] | None:
     blocks. Unblocked weights need not be loaded all at once before a slot.
     """
     problem = solution.problem
-    if not (names := smaller_as_layers(problem)):
+    if not (names := smaller_as_layers(problem)) or not has("layers"):
         return None
     name = max(sorted(names), key=lambda name: problem.component(name).weight_bytes())
     # A session's average run is compared with a single run with layers.

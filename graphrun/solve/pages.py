@@ -72,11 +72,12 @@ def solved(problem: Problem) -> Solution | None:
     ):
         return fast
     slow_disk = with_other_disk(problem, SLOWER_DISK)
+    limit_seconds = simulate(*_plan_for(slow_disk, fast)).total_seconds / (1 + LEAST_LOSS)
     if (
-        not _may_lose(slow_disk, fast)
+        not _may_reach(slow_disk, fast, limit_seconds)
         or not has("slower disk")
         or (slow := _fastest_in_pages(slow_disk)) is None
-        or _seconds_with(slow_disk, fast) < (1 + LEAST_LOSS) * slow.seconds
+        or slow.seconds > limit_seconds
     ):
         return fast
     sure, bound = carried_over(problem, slow, fast.bound_seconds), fast.bound_seconds
@@ -85,19 +86,13 @@ def solved(problem: Problem) -> Solution | None:
     return replace(sure, bound_seconds=bound, objective_seconds=fast.objective_seconds)
 
 
-def _may_lose(problem: Problem, fast: Solution) -> bool:
-    """Whether a plan for ``problem`` may beat ``fast`` by LEAST_LOSS; False if unclear."""
-    limit_seconds = _seconds_with(problem, fast) / (1 + LEAST_LOSS)
-    programs = (
-        stage_choice.program for stage_choice in stage_choices(split_as(problem, fast.problem))[0]
+def _may_reach(problem: Problem, solution: Solution, seconds: float) -> bool:
+    """Whether ``problem``, split as in ``solution``, may have a plan within ``seconds``; False if
+    unclear."""
+    choices, _ = stage_choices(split_as(problem, solution.problem))
+    return seconds > 0 and any(
+        can_reach(Formulation(stage_choice.program), seconds) for stage_choice in choices
     )
-    return limit_seconds > 0 and any(
-        can_reach(Formulation(program), limit_seconds) for program in programs
-    )
-
-
-def _seconds_with(problem: Problem, solution: Solution) -> float:
-    return simulate(*_plan_for(problem, solution)).total_seconds
 
 
 def with_other_disk(problem: Problem, error: float) -> Problem:
