@@ -420,9 +420,9 @@ class _State:
             self.moments.append(Moment(index, number, device_bytes, begin, end))
 
     def _component(self, name: str) -> ComponentNumbers:
-        if name not in self.components:
-            raise PlanError(f"the problem has no component {name!r}")
-        return self.components[name]
+        if component := self.components.get(name):
+            return component
+        raise PlanError(f"the problem has no component {name!r}")
 
     def _keys(self, component: str, blocks: BlockNames) -> list[Key]:
         return [(component, k, i) for k, i in named(self._component(component), blocks)]
