@@ -111,7 +111,15 @@ def planned_slots(reports: Sequence[SlotReport]) -> tuple[SlotTrace, ...]:
     """Return ``reports`` as if they had been measured: one after another, from 0."""
     times = list(accumulate((report.seconds for report in reports), initial=0.0))
     return tuple(
-        SlotTrace(report.phase, report.part, 0, report.peak_bytes, 0, start, end)
+        SlotTrace(
+            report.phase,
+            report.part,
+            0,
+            report.peak_bytes,
+            report.streamed_bytes + report.loaded_bytes,
+            start,
+            end,
+        )
         for report, (start, end) in zip(reports, pairwise(times), strict=True)
     )
 

@@ -116,6 +116,7 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
     problem, hardware = solution.problem, solution.problem.hardware
     overhead = problem.budget_bytes - problem.effective_bytes - problem.reserve_bytes
     title = " process" if hardware.unified else " context and workspace"
+    target = "into memory" if hardware.unified else "to the device"
     peak = max(simulation.slots, key=lambda slot: slot.peak_bytes)
     waiting_seconds = max(0.0, simulation.seconds - simulation.compute_seconds)
     likely = probable_range(hardware, simulation.seconds, waiting_seconds)
@@ -147,8 +148,8 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
             *_process(problem),
             *_choices(solution),
             f"peak {show_size(simulation.peak_bytes)} at {peak.phase}  headroom"
-            f" {show_size(problem.effective_bytes - simulation.peak_bytes)}  moves "
-            f"{show_size(simulation.moved_bytes)} in",
+            f" {show_size(problem.effective_bytes - simulation.peak_bytes)}  copies "
+            f"{show_size(simulation.moved_bytes)} {target}",
             *_secondaries(problem, simulation),
             _host(problem, simulation),
             f"predicted {show_range(simulation.seconds, likely.bounds, likely.reason)}"
@@ -186,7 +187,7 @@ def _process(problem: Problem) -> list[str]:
             "Python and libraries" if hardware.kind.is_host else "Python, libraries and driver",
         ),
         (hardware.workspace_bytes, "workspace"),
-        (problem.kernel_bytes, "kernel"),
+        (problem.kernel_bytes, "operating system"),
     )
     text = " + ".join(f"{show_size(nbytes)} {name}" for nbytes, name in parts if nbytes)
     return [f"process {show_size(sum(nbytes for nbytes, _ in parts))} = {text}"]
@@ -215,7 +216,7 @@ def _choices(solution: Solution) -> list[str]:
         ),
         *listed("chosen", choices),
         *(
-            [f"{', '.join(layered)}: split into layers, since blocks do not fit or are slower"]
+            [f"{', '.join(layered)}: split into layers, which are smaller than blocks"]
             if layered
             else []
         ),
@@ -357,7 +358,7 @@ def _phases(problem: Problem, reports: Sequence[SlotReport], width: int) -> str:
         rows.append(units.row(str(number), *cells, load, run))
     return (
         table(rows, left_columns=(1,))
-        + f"\n sizes in {units.size}, each row at its highest slot; streamed: bytes that pass "
+        + f"\n sizes in {units.size}, at the peak of each row; streamed: bytes that pass "
         "through the ring buffer"
     )
 
@@ -525,8 +526,8 @@ def _why(solution: Solution) -> str:
                 reason = "exclude demands it"
             elif weights + other_bytes > problem.effective_bytes:
                 reason = (
-                    f"resident it needs {show_size(weights)} + {show_size(other_bytes)}, more than "
-                    f"{show_size(problem.effective_bytes)}"
+                    f"resident it needs {show_size(weights)}, and its calls "
+                    f"{show_size(other_bytes)}, more than {show_size(problem.effective_bytes)}"
                 )
             else:
                 reason = "it would fit, but streaming takes no longer and uses less memory"
@@ -565,8 +566,19 @@ def explain_screen(solution: Solution) -> str:
         f"{v.name} ({v.basis})" for v in problem.values
     ]
     basis = f"basis: hardware {problem.hardware.basis}, seconds from it; " + "; ".join(bases)
-    lines += ["", *textwrap.wrap(basis, 110, subsequent_indent="  "), "", _why(solution)]
+    lines += ["", *textwrap.wrap(basis, 110, subsequent_indent="  "), ""]
+    lines += [*_numbered_group(problem), _why(solution)]
     return "\n".join(lines).rstrip()
+
+
+def _numbered_group(problem: Problem) -> list[str]:
+    """Return a line about the names of block groups such as ``transformer_blocks_2``."""
+    names = (group.name for component in problem.components for group in component.groups)
+    return [
+        f" {name}: the blocks or layers of {name.removesuffix('_2')} in its second size"
+        for name in names
+        if name.endswith("_2")
+    ][:1]
 
 
 def terms(*sizes: int) -> str:
