@@ -88,7 +88,7 @@ class PlanOptions:
         str | None,
         option(
             "VRAM budget, counted as nvidia-smi does: 8G, 7.5GiB, 50%; 24G,12G for two "
-            "cards; auto: 95 % of what is free.",
+            "cards; auto: 95 % of what is free. Default: auto, with --hardware all of the card.",
             "SIZE",
         ),
     ] = None

@@ -195,8 +195,8 @@ def estimate(
     mode: Annotated[
         str,
         typer.Option(
-            help="How diffusers places weights: resident, or an offload mode (model, sequential, "
-            "group, leaf).",
+            help="How diffusers places weights: resident, or its offloading: model, sequential, "
+            "group (by block) or leaf, both with a stream.",
             metavar="MODE",
         ),
     ] = "resident",
@@ -224,9 +224,9 @@ def estimate(
 ) -> None:
     """Show memory and time of a graph, or of diffusers' offloading.
 
-    Needs no budget, no weights and no GPU. With --mode, some options mean:
-    --ram: weights that do not fit are read from disk again; --pinned 0: copy
-    from pageable RAM; --keep: do not offload.
+    Needs no budget, no weights and no GPU. With --mode, weights beyond --ram
+    are read from disk again, --pinned 0 copies from pageable RAM, and --keep
+    does not offload the component.
     """
     from graphrun.report.estimate_screen import estimate_screen
     from graphrun.report.screen import Look
@@ -315,8 +315,8 @@ def frontier(
 ) -> None:
     """Show predicted time for a range of budgets.
 
-    Ranges: --vram 4G:48G, with a step --vram 4G:48G:4G, for one of two cards
-    --vram 24G,4G:12G, on a CPU --memory 2G:12G.
+    Ranges: --vram 4G:48G (usual card sizes), --vram 4G:48G:4G (a step), for
+    one of two cards --vram 24G,4G:12G, on a CPU --memory 2G:12G.
     """
     from graphrun.report.screen import Look
     from graphrun.report.whatif_screens import fastest, frontier_json, frontier_screen

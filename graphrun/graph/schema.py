@@ -175,9 +175,9 @@ class CheckpointSpec(Spec):
     plain: list[Text] = Field(
         default_factory=list,
         description=(
-            "Modules of the component that the file has in 16 bits or more: `proj_out` is not "
-            "that of a block. Used for plans until the file is "
-            "on this machine."
+            "Modules of the component that the file has in 16 bits or more, as whole paths: "
+            "`proj_out` is not `blocks.0.proj_out`. Used for plans until the file is on this "
+            "machine."
         ),
     )
     license: Text | None = Field(
@@ -368,7 +368,7 @@ class GraphSpec(Spec):
     variant: FileVariant = None
     license: Text | None = Field(
         default=None,
-        description="The license of the source's weights, such as apache-2.0. For people.",
+        description="The license of the source's weights, such as apache-2.0. It is only shown.",
     )
     fps: Annotated[float, Field(ge=SLOWEST_FPS, le=FASTEST_FPS)] | None = Field(
         default=None, description="Frames per second of saved videos."
@@ -376,15 +376,15 @@ class GraphSpec(Spec):
     code: Text | None = Field(
         default=None,
         description=(
-            "Where to get packages that no package index has. For people: users put the "
-            "folder on PYTHONPATH and trust the packages."
+            "Where to get packages that no package index has. It is only shown: users put "
+            "the folder on PYTHONPATH and trust the packages."
         ),
     )
     allow: list[Name] | None = Field(
         default=None,
         description=(
-            "Packages that classes come from, in place of diffusers and transformers. Users "
-            "permit each with --trust-package NAME."
+            "All packages that classes come from. Default: diffusers, transformers. Users permit "
+            "others with --trust-package NAME."
         ),
     )
     inputs: dict[Name, InputSpec] = Field(default_factory=dict, description="The inputs of a run.")
@@ -396,7 +396,8 @@ class GraphSpec(Spec):
         description="Objects without weights (tokenizers, schedulers), under the pipeline's names.",
     )
     stages: dict[Name, StageSpec] = Field(
-        min_length=1, description="The steps of a run. Their references form the DAG."
+        min_length=1,
+        description="The steps of a run. A stage may use results of others, not in a circle.",
     )
     outputs: dict[Name, Text] = Field(
         min_length=1,
