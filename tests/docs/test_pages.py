@@ -39,9 +39,6 @@ SETUP = {
     "docs/repeating.md": "import graphrun\ngraph = "
     "graphrun.load('flux-tiny')\nprompts = ['a cat', 'a "
     "dog']\n",
-    "docs/sources.md": "import graphrun\nproblem = graphrun.estimate(graphrun.load('flux-tiny'), "
-    "vram='6M', "
-    "hardware='sim')\n",
 }
 
 
