@@ -17,7 +17,7 @@ from planner_problems import GIB, MIB, flux
 
 from graphrun.errors import PlanningInterrupted
 from graphrun.solve import fastest, interrupts, linear, solve
-from graphrun.solve.interrupts import Candidate, best_of, collecting
+from graphrun.solve.interrupts import Candidate, best_of, recording_candidates
 from graphrun.verify.check import check
 
 
@@ -176,7 +176,7 @@ def test_while_looking_for_what_helps_it_is_known_that_nothing_fits(
 
 def test_a_candidate_for_other_times_or_beyond_the_budget_is_no_plan() -> None:
     problem = flux(8 * GIB, steps=4)
-    with collecting() as candidates:
+    with recording_candidates() as candidates:
         solve.solved(problem)
     assert best_of(candidates, problem) is not None
     assert best_of(candidates, replace(problem, budget_bytes=GIB)) is None
