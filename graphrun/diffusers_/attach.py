@@ -446,7 +446,6 @@ class Attachment:
         self.solution, self.replans = solution, tuple(replan.component_calls)
         unplanned_bytes = idle_weight_bytes + (0 if device.unified else reserve_bytes)
         self.trace = without_caller_bytes(trace, unplanned_bytes, output_bytes(trace.outputs))
-        # the next prompt may call components in yet another way
         if replan.component_calls and key.without_texts not in self._text_dependent:
             self._text_dependent.add(key.without_texts)
             del self._dry_runs[key.without_reserve]

@@ -140,7 +140,7 @@ class OpenSlot:
         )
         # On a card, allocating maps pages, which takes the host 0.07 ms for 20 MiB. So in a slot
         # that only loads, each buffer is allocated just before its copy, while the card copies the
-        # block before. Not if the order of allocations would then not be the plan's.
+        # block before. Only if that keeps the plan's order of allocations (prefetch == loads).
         pageable = any(residency.backing_store.pageable for residency, _ in loads)
         self._allocates_late = prefetch == loads and not streamings and not pageable
         if not self._allocates_late:

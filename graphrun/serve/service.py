@@ -83,7 +83,7 @@ class Service:
                     self._admit(job, plan, share, is_bounded=False)
 
     async def _warm(self) -> None:
-        """Make one picture at its defaults with every graph that needs no picture as input.
+        """Make one picture at its defaults with every graph that requires no picture as input.
 
         Then the server is ready.
         """

@@ -63,7 +63,9 @@ def _dominates(component: ComponentNumbers, first: int, second: int, can_limit: 
     """
     a, b = component.variants[first], component.variants[second]
     # a read takes time that a backing store which exists before the run does not take
-    if a.device != b.device or (a.is_read_by_plan and not b.is_read_by_plan):
+    if a.device != b.device or (
+        a.is_read_by_plan and not b.is_read_by_plan and a.backing_store != "disk"
+    ):
         return False
     # A movable variant or a streamable group allows more plans: ``first`` needs it where ``second``
     # has it.

@@ -54,7 +54,8 @@ SHARES = (1 / 16, 1 / 8, 1 / 4)  # of the budget, left free
 SLOWER_DISK = 1.3
 LEAST_LOSS, MOST_PRICE = 0.03, 0.03
 
-PageOverheads = Mapping[tuple[str, str], int]  # (phase, part) -> bytes
+# (phase, part), or ("deviceN", "") for a secondary device -> bytes
+PageOverheads = Mapping[tuple[str, str], int]
 
 
 def solved(problem: Problem) -> Solution | None:

@@ -199,8 +199,8 @@ class BlockWork(NamedTuple):
 class TimeSpan(NamedTuple):
     """Time of one ``kind`` of work.
 
-    ``load``, ``stream``: copy of block ``key``. ``run``: the call ``call``, whose first block is
-    ``key``.
+    ``load``, ``stream``: copy of block ``key``; ``read``, ``fetch``: its read from disk; ``evict``:
+    its eviction. ``run``: the call ``call``, whose first block is ``key``.
     """
 
     kind: str
