@@ -12,9 +12,11 @@ from graphrun.trace import Event
 
 
 class TimeSpan(NamedTuple):
-    """Time of a read, fetch, load or stream of a block, or of a call's ``run`` from there.
+    """Time of one ``kind`` of work.
 
-    ``key``: component, block group, and block within the group.
+    ``load``, ``stream``: copy of block ``key``; ``read``, ``fetch``: its read from disk; ``evict``:
+    its eviction. ``run``: the call ``call``, whose first block is ``key``. ``key``: component,
+    block group, and block within the group.
     """
 
     kind: str

@@ -411,8 +411,9 @@ class Processor:
     def compute(self, kind: str) -> float:
         """Run one kernel and return its FLOPs. Tensors are smaller than a card's.
 
-        matmul                   [m k] [k n], 2 m k n attention                fused, [b h s d], 4 b
-        h s s d convolution              [b h s d] with 3 x 3 filters, h to h channels, 18 b h h s d
+        matmul                   [m k] [k n], 2 m k n
+        attention                fused, [b h s d], 4 b h s s d
+        convolution              [b h s d] with 3 x 3 filters, h to h channels, 18 b h h s d
         block, compiled block    one of `blocks`; returns 1
         """
         if kind.endswith("block"):

@@ -67,8 +67,9 @@ from graphrun.verify.timeline import (
 class HostMemory:
     """RAM in use, starting before the run.
 
-    ``applied``: the problem with all choices applied. ``reordered``: with order and options only,
-    where a phase on the CPU has its whole activation.
+    ``applied``: the problem with all choices applied; its activation is on the device.
+    ``reordered``: the problem with only the order and options applied. It still has the whole
+    activation of phases on the CPU, which is in RAM.
     """
 
     def __init__(self, applied: Problem, reordered: Problem) -> None:

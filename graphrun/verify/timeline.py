@@ -314,7 +314,8 @@ class Timeline:
 
     def _stream(self, key: Key) -> float:
         try:
-            # the size of the next block, so that it need not overwrite this one
+            # given the size of the next block, `place` puts this one where the next need not
+            # overwrite it
             placement = self._ring_buffers[key[0]].place(
                 self._sizes[key].nbytes, next(self._next_block_bytes[key[0]], 0)
             )
@@ -325,7 +326,8 @@ class Timeline:
             if placement.released_numbers
             else self._start
         )
-        # first prefetches that may start at once, then blocks that are in RAM while the copy waits
+        # First the prefetches whose blocks are in RAM when the copy channel is free. Then those
+        # whose blocks arrive in RAM before this copy may start.
         if placement.released_numbers:
             self._issue_due_prefetch(self._copy_frees[0])
             self._issue_due_prefetch(max(self._copy_frees[0], ready))
