@@ -129,7 +129,7 @@ class PlanOptions:
     allow: Annotated[
         NameList,
         option(
-            "Allow what may change the output: 4bit, 8bit, a format (nf4, int8, Q4_K_S), "
+            "Allow what may change the output: 4bit, 5bit, 6bit, 8bit, a format (nf4, Q4_K_S), "
             "precision (any format), cpu, tiling, split, compile. Repeatable.",
             "WHAT",
         ),

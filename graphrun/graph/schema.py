@@ -202,7 +202,7 @@ class ComponentSpec(Spec):
     checkpoints: dict[Format, CheckpointSpec] = Field(
         default_factory=dict,
         description=(
-            "Published checkpoints by format. Plans choose one with --allow FORMAT, 4bit or 8bit."
+            "Published checkpoints by format. Plans choose one with --allow FORMAT, or 4bit."
         ),
     )
     dtype: Dtype = Field(

@@ -554,7 +554,7 @@ def explain_screen(solution: Solution) -> str:
             f"{show_seconds(report.stall_seconds)})"
         )
         peak_text = (
-            f"{show_size(report.peak_bytes)} = {terms(*figures(report, *TERMS).values())}"
+            f"{show_size(report.peak_bytes)} = {terms(report)}"
             if report.peak_bytes
             else "0 B"
         )
@@ -581,9 +581,12 @@ def _numbered_group(problem: Problem) -> list[str]:
     ][:1]
 
 
-def terms(*sizes: int) -> str:
-    """Return the non-zero ``sizes`` of weights, ring buffer, activation and values as a sum."""
-    names = ("weights", "ring buffer", "activation", "values and inputs")
+def terms(report: SlotReport) -> str:
+    """Return the sizes that sum to the peak of a slot; where nothing computes, allocator pages in
+    place of activations."""
+    working = "activation" if report.compute_seconds else "reserved pages"
+    names = ("weights", "ring buffer", working, "values and inputs")
+    sizes = figures(report, *TERMS).values()
     return " + ".join(
         f"{show_size(nbytes)} {name}" for nbytes, name in zip(sizes, names, strict=True) if nbytes
     )
