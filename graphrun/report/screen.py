@@ -554,9 +554,7 @@ def explain_screen(solution: Solution) -> str:
             f"{show_seconds(report.stall_seconds)})"
         )
         peak_text = (
-            f"{show_size(report.peak_bytes)} = {terms(report)}"
-            if report.peak_bytes
-            else "0 B"
+            f"{show_size(report.peak_bytes)} = {terms(report)}" if report.peak_bytes else "0 B"
         )
         lines.append(f"  uses {peak_text} of {show_size(problem.effective_bytes)}")
         lines += [f"  {action_text(action)}" for action in slot.actions]
@@ -584,8 +582,8 @@ def _numbered_group(problem: Problem) -> list[str]:
 def terms(report: SlotReport) -> str:
     """Return the sizes that sum to the peak of a slot; where nothing computes, allocator pages in
     place of activations."""
-    working = "activation" if report.compute_seconds else "reserved pages"
-    names = ("weights", "ring buffer", working, "values and inputs")
+    rest_name = "activation" if report.compute_seconds else "reserved pages"
+    names = ("weights", "ring buffer", rest_name, "values and inputs")
     sizes = figures(report, *TERMS).values()
     return " + ".join(
         f"{show_size(nbytes)} {name}" for nbytes, name in zip(sizes, names, strict=True) if nbytes
