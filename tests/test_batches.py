@@ -225,10 +225,10 @@ def test_the_first_interrupt_waits_for_the_next_call_the_second_does_not() -> No
     [
         (
             (),
-            "interrupted at loading: nothing is written; an encoded prompt is kept; add --resume, "
-            "and an interrupted run continues",
+            "interrupted at loading: nothing is written; an encoded prompt is kept; with --resume "
+            "from the start, the run could continue",
         ),
-        (("--no-cache",), "interrupted at loading: nothing is written; add --resume"),
+        (("--no-cache",), "interrupted at loading: nothing is written; with --resume from"),
         (
             ("--resume",),
             "interrupted: 0 of 1 requests are done, the state is in out/.flux-tiny.resume; the "
@@ -236,8 +236,8 @@ def test_the_first_interrupt_waits_for_the_next_call_the_second_does_not() -> No
         ),
         (
             ("--inputs", "p.jsonl"),
-            "interrupted: 0 of 2 requests are done, their files are kept; add --resume, and an "
-            "interrupted list continues",
+            "interrupted: 0 of 2 requests are done, their files are kept; with --resume "
+            "from the start, the list could continue",
         ),
     ],
 )

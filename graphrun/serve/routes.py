@@ -77,7 +77,8 @@ def refuse_unended(job: Job, service: Service) -> None:
     """Raise Refused: the error of ``job``, or 409 if it has not ended."""
     if not job.ended:
         wait = max(1.0, service.queue.predicted_wait(job))
-        raise Refused(409, f"the job is {job.state}", "not_ended", retry_seconds=wait)
+        text = f"the job is {job.state}: wait for state ended at /v1/jobs/{job.id}/events"
+        raise Refused(409, text, "not_ended", retry_seconds=wait)
     if job.error is not None:
         raise job.error
 
