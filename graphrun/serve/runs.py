@@ -95,7 +95,7 @@ class RunQueue:
         wait = (entry.start - self._clock) * self.pace
         if max_seconds is not None and wait > max_seconds:
             self._line.remove(job)
-            text = f"the queue takes {wait:.0f} s, more than --queue {max_seconds:.0f} of this server"
+            text = f"the queue takes {wait:.0f} s, more than the --queue of {max_seconds:.0f} s"
             raise Refused(429, text, "queue_full", retry_seconds=wait - max_seconds)
         job.admitted_at, job.promised_at = self._clock, entry.start
         job.seconds = entry.end - entry.start
