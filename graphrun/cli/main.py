@@ -1,5 +1,5 @@
 """The entry point of the ``graphrun`` command. Exit codes: 0 done, 1 over a limit, 2 bad input, 3
-no plan fits, 4 the run broke its plan."""
+no plan fits, 4 the run broke its plan, 130 interrupted."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ IdempotencyKey = Annotated[str, Header(alias="Idempotency-Key", max_length=255)]
 
 def absent(kind: str, id: str) -> Refused:
     """Return the refusal of a request for what does not exist."""
-    return Refused(404, f"there is no {kind} {id[:100]!r}", "not_found")
+    text = f"there is no {kind} {id[:100]!r}; the server keeps the last jobs only"
+    return Refused(404, text, "not_found")
 
 
 async def own_job(request: Request, owner: Owner, name: str) -> Job:
