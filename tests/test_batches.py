@@ -161,8 +161,8 @@ def test_a_seed_is_an_option_for_one_run_and_for_the_lines_of_a_list(
     ("options", "message"),
     [
         (("--inputs", "none.jsonl"), "none.jsonl: no such file"),
-        (("--reuse", "some"), "it is encoded, all or none"),
-        (("--resume", "--trace", "t.json"), "leave them out"),
+        (("--reuse", "some"), "use encoded, all or none"),
+        (("--resume", "--trace", "t.json"), "leave out --trace: for a single run"),
         (("--resume", "--output", f"{TINY}/x.png"), "cannot be written"),
     ],
 )

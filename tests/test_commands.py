@@ -543,5 +543,5 @@ def test_an_interrupt_inside_a_finalizer_is_not_lost() -> None:
     assert (process.returncode, process.stdout, process.stderr) == (
         130,
         "",
-        "graphrun: interrupted\n",
+        "graphrun: interrupted; the same command starts again\n",
     )
