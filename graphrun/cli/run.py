@@ -70,13 +70,15 @@ def _run_many(
         "--preview": run_options.preview,
         "--check-ordering": run_options.check_ordering,
     }
-    if typed := [name for name, value in single_options.items() if value]:
+    if forbidden_options := [name for name, value in single_options.items() if value]:
         many_runs = (
             f"a graph that runs for each of ${lists}"
             if lists
             else "--inputs, --resume and --cluster"
         )
-        raise InputError(f"leave out {', '.join(typed)}: for a single run, not for {many_runs}")
+        raise InputError(
+            f"leave out {', '.join(forbidden_options)}: for a single run, not for {many_runs}"
+        )
     if graph is None:
         raise InputError(
             f"{file} is a plan for one run, and --inputs and --resume make their own plans: name "
