@@ -75,7 +75,7 @@ pipelines: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python docs/pages.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 golden: $(STAMP)
 	$(BIN)/python -m pytest tests/report tests/solve/test_plan_texts.py --update-golden

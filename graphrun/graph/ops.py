@@ -170,6 +170,12 @@ def op(*, changes: Collection[str] = ()) -> Callable[[Function], Function]:
     has a parameter for, and the device as ``device``. It returns its outputs by name; runs save
     ``image``, ``video`` and ``audio`` as files. ``changes``: arguments whose tensors the function
     changes in place; it gets copies of these, because other stages may read them too.
+
+    Example:
+
+        @graphrun.op()
+        def flipped(image: Image) -> dict[str, Image]:
+            return {"image": image.transpose(Transpose.FLIP_LEFT_RIGHT)}
     """
 
     def declare(function: Function) -> Function:
