@@ -10,7 +10,7 @@ QUICK  := tests/graph tests/solve tests/report/test_golden.py tests/report/test_
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: run cpu quick near test sweep fuzz mutants lint golden cast tables pipelines docs wheel clean
+.PHONY: run cpu quick near test sweep fuzz mutants lint golden cast charts tables pipelines docs wheel clean
 
 run: $(STAMP)
 	@mkdir -p out
@@ -63,6 +63,11 @@ lint: $(STAMP)
 # Two minutes: dist/graphrun-*.whl, with dry runs of the graphs (packaging/dry_runs.py), so that the first plan of one takes a second.
 wheel: $(STAMP)
 	$(BIN)/python -m pip wheel . --quiet --no-deps --no-build-isolation --wheel-dir dist
+
+# The charts of README and of the measured pages, light and dark, from benchmarks/results.
+charts: $(STAMP)
+	$(BIN)/python benchmarks/cpu.py --report
+	$(BIN)/python benchmarks/peers_report.py benchmarks/results/peers-sim.json
 
 tables: $(STAMP)
 	$(BIN)/python benchmarks/graph_table.py
