@@ -9,6 +9,8 @@ STAMP  := $(VENV)/.installed
 QUICK  := tests/graph tests/solve tests/report/test_golden.py tests/report/test_outputs.py tests/report/test_progress.py tests/test_house.py tests/test_promises.py
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+# Hundreds of commands that tests start import compiled modules.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run cpu quick near test sweep fuzz mutants lint golden cast charts tables pipelines docs wheel clean
 

@@ -38,6 +38,8 @@ TITLES = {
 BASES = {"measured": "profile of `graphrun calibrate`"}
 OWN_SAMPLERS = ("sd.cpp",)  # tools whose pictures cannot be equal
 Cell = dict[str, Any]
+Spread = tuple[float, float, float, float, int]
+"""Ratio of the slowest to the fastest run, cap, seconds of both, number of runs."""
 
 
 def cell_line(cell: Cell) -> str:
@@ -287,7 +289,7 @@ def _drawing(name: str, theme: str) -> str:
 def readme(cells: Sequence[Cell]) -> str:
     """Return README's lines on the first model that graphrun and mmap ran; "" without one."""
     for group in by_model(cells):
-        rows = []
+        rows, spreads = [], list[Spread]()
         for cap in caps_of(group):
             medians = [
                 median([c for c in group if c["cap_gib"] == cap and c["tool"] == tool], "seconds")
@@ -295,6 +297,12 @@ def readme(cells: Sequence[Cell]) -> str:
             ]
             if cap and None not in medians:
                 rows.append((cap, *medians))
+                runs = [
+                    cell["seconds"]
+                    for cell in group
+                    if (cell["cap_gib"], cell["tool"]) == (cap, GRAPHRUN) and "seconds" in cell
+                ]
+                spreads.append((max(runs) / min(runs), cap, min(runs), max(runs), len(runs)))
         if rows:
             name = group[0]["model"]
             return (
@@ -308,10 +316,22 @@ def readme(cells: Sequence[Cell]) -> str:
                 + "; ".join(
                     f"{cap:g} GiB: graphrun {run:.0f}, mmap {mmap:.0f}" for cap, run, mmap in rows
                 )
+                + _spread_text(max(spreads))
                 + f"\n({_machine(group)};\n`python benchmarks/cpu.py --only {name}`, "
                 "[all tables](docs/cpu-measured.md)).\n\n"
             )
     return ""
+
+
+def _spread_text(spread: Spread) -> str:
+    """Return how much equal runs differ: medians at several caps may differ by as much."""
+    _, cap, fewest, longest, count = spread
+    if count == 1:
+        return ""
+    return (
+        f".\nThe speed of the rented machine varies: at {cap:g} GiB, {count} runs of graphrun took "
+        f"{fewest:.0f} to {longest:.0f} s"
+    )
 
 
 def write_report(cells: Sequence[Cell]) -> Iterator[Path]:

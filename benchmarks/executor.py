@@ -220,7 +220,7 @@ def overhead(name: str) -> dict[str, Any]:
     host = Host.of_graph(prepared.graph, problem, device, prepared.modules)
 
     def on_sim() -> None:
-        with device.session(AMPLE), placed(prepared.modules, device.torch_device), torch.no_grad():
+        with device.capped(AMPLE), placed(prepared.modules, device.torch_device), torch.no_grad():
             prepared.stages(device.torch_device)
 
     def planned() -> None:

@@ -122,7 +122,7 @@ class Bench:
             calls.append({"component": component, "entry": entry, "seconds": seconds, **growth})
             return result
 
-        with device.session(1 << 60), placed(self.host.modules, place), torch.no_grad():
+        with device.capped(1 << 60), placed(self.host.modules, place), torch.no_grad():
             with contextlib.suppress(RuntimeError):
                 _warm(place)
             with CallInterceptor(self.host.modules, place, around):
@@ -385,14 +385,14 @@ class Bench:
 
     def measure_cap(self, record: dict[str, Any]) -> None:
         """Test that a session of 64 MiB refuses 1 GiB, and that the next session provides it."""
-        with self.device.session(64 << 20):
+        with self.device.capped(64 << 20):
             try:
                 self.device.allocate(1 << 30)
                 record["refused"] = False
             except torch.OutOfMemoryError as error:
                 record["refused"] = True
                 record["told"] = str(self.device.explain(error))[:300]
-        with self.device.session(2 << 30):
+        with self.device.capped(2 << 30):
             record["given afterwards"] = self.device.allocate(1 << 30).numel() == 1 << 30
 
     def against_cpu(self, record: dict[str, Any]) -> None:
@@ -411,7 +411,7 @@ class Bench:
             from graphrun.ops import Stages
 
             host = self.host
-            with device.session(1 << 60), torch.no_grad():
+            with device.capped(1 << 60), torch.no_grad():
                 context = (
                     contextlib.nullcontext() if name == "cpu" else placed(self.host.modules, place)
                 )

@@ -13,7 +13,7 @@ SELDOM = 50_000  # new objects between two collections; Python's default is 700
 
 
 @contextmanager
-def collected_seldom() -> Iterator[None]:
+def rare_garbage_collection() -> Iterator[None]:
     """Context of planning, which makes millions of tuples.
 
     At Python's default rate, collections take two fifths of the time to plan FLUX.1-dev in a

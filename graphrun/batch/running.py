@@ -34,7 +34,7 @@ class Running(contextlib.ExitStack):
         self.segment, self.device = segment, device
         selection = segment.solution.chosen
         self._host = (
-            host.part(selection)
+            host.restricted_to(selection)
             if host is not None
             else Host.of_graph(segment.graph, selection, device, modules)
         )

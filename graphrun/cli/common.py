@@ -20,7 +20,7 @@ from graphrun.cli.options import PlanOptions
 from graphrun.cli.terminal import print_coloured
 from graphrun.errors import InputError, Interrupted
 from graphrun.files import user_cache
-from graphrun.garbage import collected_seldom
+from graphrun.garbage import rare_garbage_collection
 from graphrun.graph.shipped import shipped_graphs
 from graphrun.reading import printable
 from graphrun.report import plan_files as planfile
@@ -252,5 +252,5 @@ def native_stdout_to_stderr() -> Iterator[None]:
 def solving() -> Iterator[None]:
     """Context of the solver: what its native code prints goes to stderr, and garbage is collected
     seldom."""
-    with collected_seldom(), native_stdout_to_stderr():
+    with rare_garbage_collection(), native_stdout_to_stderr():
         yield

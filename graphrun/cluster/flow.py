@@ -8,10 +8,10 @@
 
 An idle device takes the oldest item whose values have arrived. At most WAITING items wait before a
 device, and at most WAITING results behind it. A device gets no item if the other devices with the
-same stages finish all remaining items earlier: the last items go to fast devices. If a device has
-several parts (`graphrun.cluster.placement`), each part has its own queues, and a run takes one item
-through each part that has one ready. So a full part does not stop the later parts of its device,
-whose runs make room.
+same stages finish all remaining items earlier: the last items go to fast devices. If a device (in
+code: `FlowWorker`) has several parts (`graphrun.cluster.placement`; in code: `Post`), each part has
+its own queues, and a run takes one item through each part that has one ready. So a full part does
+not stop the later parts of its device, whose runs make room.
 
 The crew stores the results of a run until all items that read them are done. Requests with equal
 inputs of a stage share its run, by the keys of the output cache. If values of an item are lost, the
@@ -271,8 +271,11 @@ class Flow(Works):
         return helping_posts
 
     def _ready_seconds(self, post: Post) -> float:
-        """Return when ``post`` has finished its items, by plan. Before its first run: as if that
-        run took a later run's seconds and started that much later."""
+        """Return when ``post`` has finished its items, by plan.
+
+        The first run takes longer. Before it, the extra seconds (first minus steady) count as a
+        wait, and each item takes steady seconds.
+        """
         column, end = post.assignment.column, post.worker.end_seconds
         ready = max(self.clock, end or 0.0)
         if end is None:
@@ -367,7 +370,7 @@ class Flow(Works):
                 )
             except LeftOut as error:
                 self._drop(run.item, error)
-                self._send_back(run.result.followers, [run.result])
+                self._send_back(run.result.followers, [run.result], counts_as_loss=False)
                 continue
             values = [
                 self._handle(run.item, result) for result in self._sources(run.item, run.post)
@@ -539,15 +542,20 @@ class Flow(Works):
         items: Sequence[FlowItem],
         lost_results: Sequence[FlowResult],
         failed: FlowResult | None = None,
+        *,
+        counts_as_loss: bool = True,
     ) -> None:
-        """Send ``items`` back to the stages that make ``lost_results``. ``failed``: the result that
-        could not be made without them."""
+        """Send ``items`` back to the stages that make ``lost_results``.
+
+        ``failed``: the result that could not be made without them. ``counts_as_loss``: whether this
+        counts towards LOSSES.
+        """
         invalid = [*lost_results, *([failed] if failed is not None else [])]
         for key in [key for key, result in self.shared.items() if result in invalid]:
             del self.shared[key]
         for item in items:
             self._release(item)
-            item.losses += 1
+            item.losses += counts_as_loss
             if item.losses > LOSSES:
                 self._drop(item, BrokenPlan(f"its values were lost {item.losses} times"))
                 continue

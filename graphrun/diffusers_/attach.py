@@ -86,11 +86,12 @@ class Attachment:
 
     As a context manager it detaches on exit.
 
-    ``hardware``, ``limits``, ``demands``: what to plan for. With ``limits.runs`` above 1, weights
-    stay on the device between calls. ``budget``: any object; attachments with the same object share
-    the budget in ``limits``. ``tell``: called with one line, which is also logged, when a call is
-    planned. ``store``: dry runs and plans on disk. ``components``, ``entries``: the components and
-    the methods to plan of an object that is not a diffusers pipeline.
+    ``hardware``, ``limits``: what to plan for. ``demands``: placements that the caller demands
+    (keep, exclude, pin, reserve). With ``limits.runs`` above 1, weights stay on the device between
+    calls. ``budget``: any object; attachments with the same object share the budget in ``limits``.
+    ``tell``: called with one line, which is also logged, when a call is planned. ``store``: dry
+    runs and plans on disk. ``components``, ``entries``: the components and the methods to plan of
+    an object that is not a diffusers pipeline.
 
     Attributes of the last call: ``solution``, its plan; ``trace``, its measurements, with peaks
     that exclude the caller's own bytes on the device; ``replans``, the calls into components
@@ -124,9 +125,10 @@ class Attachment:
         # whether a method that changes the pipeline runs, with all weights on the CPU
         self._at_rest = False
         self._detached = self._detach_pending = self._release_pending = False
-        # `state_of` the pipeline before the last call: what calls do not change themselves
+        # `state_of` the pipeline before the last call: what only the caller changes (such as LoRAs)
         self._state: State = []
-        # `settings_of` the pipeline after the last call: what a call may change itself
+        # `settings_of` the pipeline after the last call: what a call may change too (private
+        # attributes). Taken after each call, so that such changes keep the plans.
         self._settings: State = []
         # `state_of` and `settings_of` at the last change of the pipeline
         self._stored_state: tuple[State, State] = ([], [])
@@ -136,7 +138,8 @@ class Attachment:
         self._solutions: dict[str, Solution] = {}  # by digest of the problem
         # by digest of the problem, and the blocks on the device before the run
         self._continuations: dict[Any, Solution] = {}
-        # `CallKey.without_texts` of calls that need a plan for each text
+        # `CallKey.without_texts` of calls that need a plan for each text: text lengths matter, or a
+        # call did not follow its plan, because a prompt may change how components are called
         self._text_dependent: set[Any] = set()
         self._modules = merge_shared(components_of(pipe, components))
         # raises InputError
@@ -386,8 +389,8 @@ class Attachment:
 
     def _run_planned(self, call: AttachedCall) -> Any:
         host, device = self._host, self._device
-        modules = attributes_of(self._modules)
-        host.begin(has_changed=self._detect_changes(modules))
+        owned_modules = attributes_of(self._modules)
+        host.begin(has_changed=self._detect_changes(owned_modules))
         key, planned_call, is_new = self._lay_out_plan(call)
         reserve_bytes = key.reserve_bytes
         solution = self._continue_from_device(planned_call.solution)
@@ -404,13 +407,12 @@ class Attachment:
             self.say,
         )
         replan = CallReplan(planning, planned_call.call_signatures, reserve_bytes)
-        leftovers = Leftovers(self.pipe, self._modules, modules, device)
+        leftovers = Leftovers(self.pipe, self._modules, owned_modules, device)
 
         def work() -> dict[str, Any]:
             was_enabled = torch.is_autocast_cache_enabled()
-            torch.set_autocast_cache_enabled(
-                False
-            )  # the cache keeps casts of weights on the device
+            # the cache keeps casts of weights on the device
+            torch.set_autocast_cache_enabled(False)
             try:
                 return {"result": call.proceed(*call.args, **call.kwargs)}
             finally:
@@ -421,7 +423,7 @@ class Attachment:
             return device_bytes(outputs, device, excluded=(call.args, call.kwargs))
 
         self.make_room(solution, component_names)
-        other_bytes = host.held_bytes(excluded_names=component_names)
+        idle_weight_bytes = host.held_bytes(excluded_names=component_names)
         host.bind_loaded_blocks()
         try:
             trace = follow(
@@ -442,8 +444,8 @@ class Attachment:
             # solve the next call of this kind in advance
             self._continue_from_device(planned_call.solution)
         self.solution, self.replans = solution, tuple(replan.component_calls)
-        caller_bytes = other_bytes if device.unified else reserve_bytes + other_bytes
-        self.trace = without_caller_bytes(trace, caller_bytes, output_bytes(trace.outputs))
+        unplanned_bytes = idle_weight_bytes + (0 if device.unified else reserve_bytes)
+        self.trace = without_caller_bytes(trace, unplanned_bytes, output_bytes(trace.outputs))
         if replan.component_calls and key.without_texts not in self._text_dependent:
             self._text_dependent.add(key.without_texts)
             del self._dry_runs[key.without_reserve]
@@ -458,16 +460,16 @@ class Attachment:
         """
         is_new = False
         while True:
-            reserve_bytes = self._caller_bytes()
+            reserve_bytes = self._count_caller_bytes()
             key = self._key(call, reserve_bytes)
             is_new |= key not in self._plans
             planned_call = self._plan_for(call, key, reserve_bytes)
             self._host.lay_out(planned_call.solution.chosen, self._dtype_variants())
-            if not self._device.unified or self._caller_bytes() <= reserve_bytes:
+            if not self._device.unified or self._count_caller_bytes() <= reserve_bytes:
                 return key, planned_call, is_new
 
-    def _caller_bytes(self) -> int:
-        """Return the caller's own bytes on the device, the arguments of a call among them.
+    def _count_caller_bytes(self) -> int:
+        """Count the caller's own bytes on the device, the arguments of a call among them.
 
         On unified memory these are the bytes that the process took since the pipeline was attached,
         in steps of at least a 64th of the budget: not every picture that a program keeps needs
@@ -546,10 +548,11 @@ class Attachment:
     def _reinstall_others(self, interceptors: list[CallInterceptor]) -> None:
         reinstall([other for other in interceptors if other is not self._interceptor])
 
-    def _detect_changes(self, modules: list[Owned]) -> bool:
+    def _detect_changes(self, owned_modules: list[Owned]) -> bool:
         """Return whether the pipeline changed since the last call; if so, drop all its plans.
         Examples: VAE tiling, a LoRA, another scheduler."""
-        state, settings = state_of(self.pipe, modules), settings_of(self.pipe, modules)
+        state = state_of(self.pipe, owned_modules)
+        settings = settings_of(self.pipe, owned_modules)
         has_changed = (state, settings) != (self._state, self._settings)
         if self._host.find_mapped():
             has_changed = True
@@ -590,7 +593,11 @@ class Attachment:
         return key._replace(texts=signature_of((call.args, call.kwargs), texts=True))
 
     def _plan_for(self, call: AttachedCall, key: CallKey, reserve_bytes: int) -> PlannedCall:
-        """Return the plan for ``call``: the valid plan of an equal key, else from a new dry run."""
+        """Return the plan for ``call``: of an equal key, else of an equal problem, else a new one.
+
+        A dry run that traces calls of new kinds changes the numbers of components: then a plan of
+        an equal key is not used any more.
+        """
         meta_pipeline = self._meta_pipeline
         if key.without_reserve not in self._dry_runs:
             dry_run_and_signatures = self._load_dry_run(key) or self._dry_run(call, key)

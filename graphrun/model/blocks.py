@@ -1,9 +1,9 @@
 """Sets of blocks of a component.
 
-names    as plans write them: group -> indices; None: all blocks     double[0,8] single[0-11] keys
-(number of the group, index of the block in it)             (1, 0) (1, 8) (2, 0) ... paths    of the
-blocks' modules                                      transformer_blocks.0 ... counts   blocks per
-group                                            0 2 12
+names    as plans write them: group -> indices; None: all blocks     double[0,8] single[0-11]
+keys     (number of the group, index of the block in it)             (1, 0) (1, 8) (2, 0) ...
+paths    of the blocks' modules                                      transformer_blocks.0 ...
+counts   blocks per group                                            0 2 12
 """
 
 from __future__ import annotations

@@ -228,16 +228,21 @@ class BlockGroup:
     streamable: bool
     secondary: int = 0
 
+    @property
+    def is_unblocked(self) -> bool:
+        """Whether the only block is the weights outside of any block, with the path ``""``."""
+        return "" in self.blocks
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:
     """Form of a component: precision x backing store x compute device. Tuples are per block group.
 
-    backing store   in RAM                 copy of a block to device   read from disk pinned
-    host_bytes,            load_seconds                by a `Read` action; before
+    backing store   in RAM                 copy of a block to device   read from disk
+    pinned          host_bytes,            load_seconds                by a `Read` action; before
                     page-locked                                        the run if read_seconds is ()
-    pageable        host_bytes             load_seconds (slower)       as pinned disk
-    bounce buffer of       disk_seconds to read,       at every copy; the bounce
+    pageable        host_bytes             load_seconds (slower)       as pinned
+    disk            bounce buffer of       disk_seconds to read,       at every copy; the bounce
                     host_bytes,            overlapping load_seconds    buffer exists from the start
                     page-locked            to copy
     file            nothing                load_seconds to read the    the copy is the read (only on
@@ -278,6 +283,11 @@ class Variant:
         """Number of the secondary device on which the variant computes; 0: none."""
         number = self.device.removeprefix("device")
         return int(number) if number.isdecimal() else 0
+
+    @property
+    def is_read_by_plan(self) -> bool:
+        """Whether a `Read` action fills the backing store; otherwise it exists before the run."""
+        return bool(self.read_seconds)
 
     @property
     def locked_bytes(self) -> int:
@@ -462,10 +472,11 @@ class ValueNumbers:
 class Directive:
     """A placement that every plan must follow for a component, even if another one is faster.
 
-    pin       the backing store is pinned keep      all blocks stay on the device from their first
-    use to the end of the run exclude   no streamable block stays on the device: all are streamed in
-    every call whole     never streamed: all blocks are on the device in every slot that uses the
-    component drop      on the device during its own phases only, and loaded again for each of them
+    pin       the backing store is pinned
+    keep      all blocks stay on the device from their first use to the end of the run
+    exclude   no streamable block stays on the device: all are streamed in every call
+    whole     never streamed: all blocks are on the device in every slot that uses the component
+    drop      on the device during its own phases only, and loaded again for each of them
 
         phase     a        b        a
         keep      ####     ####     ####

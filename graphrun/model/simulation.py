@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 from graphrun.model.problem import Problem
 from graphrun.trace import Event
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """State after an action.
+class TimeSpan(NamedTuple):
+    """Time of one ``kind`` of work.
 
-    ``device_bytes``: weights, ring buffers, values and inputs; after ``run`` the activation too.
-    Loads and reads last from the start of their first copy to the end of their last copy. Slots of
-    a session's further run are numbered after those of the first run.
+    ``load``, ``stream``: copy of block ``key``; ``read``, ``fetch``: its read from disk; ``evict``:
+    its eviction. ``run``: the call ``call``, whose first block is ``key``. ``key``: component,
+    block group, and block within the group.
     """
 
-    slot: int
-    action: int
-    device_bytes: int
+    kind: str
+    key: tuple[str, int, int]
+    call: int
     start_seconds: float
     end_seconds: float
 
@@ -90,22 +91,46 @@ class StageReport:
     disk_bytes_read: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Simulation:
     """One cold run, or a session of several runs.
 
     ``problem``: with the plan's choices applied. ``slots``, ``seconds``: of the first run;
-    ``further_slots``, ``further_seconds``: of one further run, all of which are equal. ``moments``:
-    one per action. ``events``: one per block and call, as in a `Trace`.
+    ``further_slots``, ``further_seconds``: of one further run, all of which are equal. ``spans``:
+    of each slot, spills and restores as events. Slots of a session's further run are numbered after
+    those of the first run.
     """
 
     problem: Problem
-    moments: tuple[Moment, ...]
     slots: tuple[SlotReport, ...]
-    events: tuple[Event, ...]
+    spans: tuple[tuple[TimeSpan | Event, ...], ...]
     seconds: float
     further_slots: tuple[SlotReport, ...] = ()
     further_seconds: float = 0.0
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """Evictions, copies and reads of blocks, and calls, as in a `Trace`."""
+        components = {component.name: component for component in self.problem.components}
+
+        def event(slot: int, span: TimeSpan | Event) -> Event:
+            if isinstance(span, Event):
+                return span
+            (name, k, i), component = span.key, components[span.key[0]]
+            is_run = span.kind == "run"
+            return Event(
+                span.kind,
+                name,
+                slot,
+                f"call {span.call}" if is_run else component.groups[k].blocks[i],
+                0 if is_run else component.variants[0].block_bytes[k],
+                span.start_seconds,
+                span.end_seconds,
+            )
+
+        return tuple(
+            event(number, span) for number, spans in enumerate(self.spans) for span in spans
+        )
 
     @property
     def moved_bytes(self) -> int:

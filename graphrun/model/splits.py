@@ -105,7 +105,7 @@ def segments_of(problem: Problem, component: ComponentNumbers) -> list[BlockSegm
     uses = [_Tensors(use.live_tensors) for use in _uses(problem) if use.component == component.name]
     number, segments = 0, list[BlockSegment]()
     for k, group in enumerate(component.groups):
-        for i in range(len(group.blocks) if "" not in group.blocks else 0):
+        for i in range(0 if group.is_unblocked else len(group.blocks)):
             number += 1
             if i and all(tensors.alike(number - 1) for tensors in uses):
                 segments[-1] = segments[-1]._replace(stop=i + 1)
@@ -245,7 +245,7 @@ def transfers(use: Use, component: ComponentNumbers) -> dict[tuple[int, int], De
 
 def _blocks_in_order(use: Use, component: ComponentNumbers) -> list[tuple[int, int]]:
     """Return (group, block) of each block in call order, without the unblocked weights."""
-    blocks = {k for k, group in enumerate(component.groups) if "" not in group.blocks}
+    blocks = {k for k, group in enumerate(component.groups) if not group.is_unblocked}
     return list(dict.fromkeys((k, i) for k, i, _ in use.order if k in blocks))
 
 
@@ -437,7 +437,7 @@ def _secondary_of_blocks(
     component: ComponentNumbers, splits: Mapping[int, BlockNames]
 ) -> dict[tuple[int, int], int]:
     """Return (group, index) -> secondary device. Raises PlanError unless blocks are consecutive."""
-    number = {group.name: k for k, group in enumerate(component.groups) if "" not in group.blocks}
+    number = {group.name: k for k, group in enumerate(component.groups) if not group.is_unblocked}
     order = [(k, i) for k in number.values() for i in range(len(component.groups[k].blocks))]
     secondary_of: dict[tuple[int, int], int] = {}
     for secondary, blocks in splits.items():

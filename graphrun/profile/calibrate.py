@@ -13,7 +13,6 @@ transformer does at 1024 x 1024: 59.5 TFLOP in matrix products of [4608 3072] wi
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import tempfile
@@ -34,6 +33,7 @@ from graphrun.profile import hardware
 from graphrun.profile import hardware_profiles as profiles
 from graphrun.profile.calibrate_cpu import first_touch_seconds, measured_cpu
 from graphrun.profile.costs import kernel_seconds, output_tiles
+from graphrun.profile.nvml import cards_used_bytes
 from graphrun.profile.processor import cpu_estimate, cpu_key
 from graphrun.profile.recording import Kernel
 from graphrun.systems import forget_cached
@@ -80,7 +80,7 @@ def calibrate(
         return _calibrate_processor(name, allowed_seconds, reads, compiled=compiled)
     # read before torch initializes the driver
     has_card = not device_kind.has_virtual_clock
-    initial_used_bytes = _cards_used_bytes() if has_card else {}
+    initial_used_bytes = cards_used_bytes() if has_card else {}
     base, target = _open(kind)
     share = allowed_seconds / 15
 
@@ -411,8 +411,9 @@ class Processor:
     def compute(self, kind: str) -> float:
         """Run one kernel and return its FLOPs. Tensors are smaller than a card's.
 
-        matmul                   [m k] [k n], 2 m k n attention                fused, [b h s d], 4 b
-        h s s d convolution              [b h s d] with 3 x 3 filters, h to h channels, 18 b h h s d
+        matmul                   [m k] [k n], 2 m k n
+        attention                fused, [b h s d], 4 b h s s d
+        convolution              [b h s d] with 3 x 3 filters, h to h channels, 18 b h h s d
         block, compiled block    one of `blocks`; returns 1
         """
         if kind.endswith("block"):
@@ -629,7 +630,7 @@ def _with_context(
     target.load_kernels()
     target.now()
     context_bytes = context_bytes_taken(
-        initial_used_bytes, _cards_used_bytes(), _uuid(), torch.cuda.memory_reserved(0)
+        initial_used_bytes, cards_used_bytes(), _uuid(), torch.cuda.memory_reserved(0)
     )
     return replace(base, context_bytes=max(base.context_bytes, context_bytes or 0))
 
@@ -663,39 +664,3 @@ def _uuid() -> str:
     """Return the first device's UUID in NVML's form; only ``GPU-`` if torch does not report it."""
     properties: Any = torch.cuda.get_device_properties(0)
     return f"GPU-{getattr(properties, 'uuid', '')}"
-
-
-class _Memory(ctypes.Structure):
-    _fields_ = [
-        ("total", ctypes.c_ulonglong),
-        ("free", ctypes.c_ulonglong),
-        ("used", ctypes.c_ulonglong),
-    ]
-
-
-def _cards_used_bytes() -> dict[str, int]:
-    """Return UUID -> bytes in use on the card by all processes, by NVML; {} without it."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return {}
-    used_bytes: dict[str, int] = {}
-    count, handle, memory, name = (
-        ctypes.c_uint(),
-        ctypes.c_void_p(),
-        _Memory(),
-        ctypes.create_string_buffer(96),
-    )
-    if nvml.nvmlInit_v2() != 0:
-        return {}
-    try:
-        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
-            return {}
-        for index in range(count.value):
-            has_handle = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == 0
-            has_name = has_handle and nvml.nvmlDeviceGetUUID(handle, name, len(name)) == 0
-            if has_name and nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0:
-                used_bytes[name.value.decode()] = int(memory.used)
-    finally:
-        nvml.nvmlShutdown()
-    return used_bytes

@@ -61,6 +61,9 @@ _HOST_READS = frozenset(
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that records allocations and releases of storages, weights read, and kernels.
 
+    It also records hops (`Hop`): which tensors pass into and out of blocks or are read by
+    operators, for plans that split a component over devices.
+
     ``module``: the component. ``blocks``: paths of its blocks. ``device``: meta, or the device on
     which the call runs with real weights. ``record``: the recording so far.
 
@@ -101,7 +104,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for name, tensor in getattr(child, kind).items()
             if tensor is not None
         ]
-        # weights may share a storage, so which ones are read is unknown: all count as read
+        # Real weights may be views of one storage (an arena), so which ones an operator reads is
+        # unknown: all count as read.
         if self._device_type != "meta":
             self.record.read_weights |= {name for name, _ in named_weights}
             # layers with a tensor that is read outside of the layers' own calls
@@ -141,10 +145,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_storage(storage)
 
     def allocated(self, key: int, nbytes: int) -> None:
-        """Record a storage that the component's forward hooks allocate on the planned device.
+        """Record a storage that hooks around the component allocated, such as diffusers' caches.
 
-        Hooks of diffusers' caches run outside the traced call and on simulated tensors; operators
-        of the call itself run on meta. ``key`` identifies the storage for `freed`.
+        These hooks run outside the traced call, on tensors of the dry run's simulated device;
+        operators of the call itself run on meta. ``key`` identifies the storage for `freed`.
         """
         self._last_key += 1
         self._external_keys[key] = self._last_key
@@ -467,7 +471,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _result(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return an operator's arguments, with an index by masks as indices, and its result."""
+        """Return an operator's arguments and its result.
+
+        In the arguments, boolean masks that index a tensor are replaced by tensors of indices.
+        """
         if (computed := self.constants.computed(func, args, kwargs)) is not NotImplemented:
             return args, computed
         if func is aten.index.Tensor and args[0].is_meta:
@@ -493,7 +500,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func is aten.eq.Scalar and args[0] in self._mask_sums
 
     def _note_read_weights(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Add the weights among ``tensors`` to those that the call, or others' layers, read."""
+        """Note the weights among ``tensors``, and the layers whose weights other code reads."""
         for tensor in tensors:
             if (name := self._names.get(tensor.untyped_storage()._cdata)) is not None:
                 owners = self._owners[name]
@@ -506,10 +513,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_loose_modules(
         self, owners: Collection[str], entered_blocks: Collection[str] = ()
     ) -> None:
-        """Add ``owners`` to `Call.loose_modules` if their block does not run and was not entered.
+        """Add ``owners`` to `Call.loose_modules`: they are used while their block does not run.
 
-        ``owners``: paths of the modules that have one weight. A weight that several blocks share is
-        skipped: it is an unblocked weight in any case.
+        No effect if the block runs or was entered. ``owners``: paths of the modules that have one
+        weight. A weight that several blocks share is skipped: it is an unblocked weight in any
+        case.
         """
         blocks = {_block_at(owner, self._blocks) for owner in owners}
         if (
@@ -521,7 +529,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.record.loose_modules.update(owners)
 
     def _host_value(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return a `_HOST_READS` result: the CPU's value, for ``bincount`` the worst, or None."""
+        """Return the result of a `_HOST_READS` operator without running it. None: run it.
+
+        The constant, if the value is known; else the fixed value of the class docstring. For
+        ``bincount``: the result that takes the most memory.
+        """
         if func is aten.bincount.default:
             return self.constants.worst_bincount(args[0])
         value = self.constants.value(args[0])

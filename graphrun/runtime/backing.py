@@ -5,7 +5,8 @@ pinned, pageable    | block 0 | block 1 | block 2 |   one flat buffer in RAM, re
 disk                files --read--> | bounce buffer | twice the largest block; a read waits for the
                                          |copy        copies of the bytes that it overwrites
 
-The plan decides when to read, copy and drop.
+The plan decides when to read, copy and drop. A barrier (`Device.barrier`) waits until all streams
+of a device are empty.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class BlockWriter(Protocol):
 class _BlockRead:
     """A background job: the read of one block into ``buffer``, or the page locking of ``buffer``.
 
-    In a bounce buffer, ``buffer`` is placement ``number``. After ``join``, ``marks`` are the start
-    and end of the read, or the end of page locking; ``nbytes`` were read from files.
+    ``number``: in a bounce buffer, the number (from 0) of the `RingBuffer.place` call that placed
+    ``buffer``. After ``join``, ``marks`` are the start and end of the read, or the end of page
+    locking; ``nbytes`` were read from files.
     """
 
     buffer: torch.Tensor
@@ -104,11 +106,17 @@ class BackingStore:
         return self._layouts[path].nbytes
 
     def request(self, path: str) -> bool:
-        """Begin the read of ``path`` if needed; return whether a copy would not wait for it."""
+        """Begin the read of block ``path`` if needed; return whether its copy can be queued now.
+
+        False if the host would have to wait for the read. The copy stream may have to.
+        """
         raise NotImplementedError
 
     def ready(self, path: str) -> bool:
-        """Return whether a copy of block ``path``, being read, only waits for earlier copies."""
+        """Return whether the read of block ``path`` ends before the copies queued so far.
+
+        A copy of the block that is queued now then does not hold up later copies.
+        """
         return path not in self._reads or self.device.reached(self._reads[path].marks)
 
     def copy(self, path: str, target: torch.Tensor, device: Device) -> Marks:
@@ -158,7 +166,8 @@ class BackingStore:
             block_read.nbytes = self._writer.write(
                 self._layouts[path], buffer, lambda tensor: device.arenas.count("arenas", tensor)
             )
-            device.read(buffer, block_read.nbytes)  # charges a virtual clock
+            # on the simulated accelerator, advances the clock; elsewhere no effect
+            device.read(buffer, block_read.nbytes)
             block_read.marks = start, device.mark("disk")
 
         block_read.join = device.background(job)
@@ -232,7 +241,7 @@ class Arena(BackingStore):
             for block_read in (self._locking, self._reads.get(path))
             if block_read is not None
         ]
-        # a copy that is queued now starts on the copy stream after these jobs
+        # True if the copy stream itself waits for the ends of these jobs, so the host need not
         return all(self.device.queues_behind(block_read.marks) for block_read in awaited)
 
     def ready(self, path: str) -> bool:
@@ -296,25 +305,24 @@ class Disk(BackingStore):
             return True
         if path not in self._reads:
             assert self.memory is not None, f"the bounce buffer of block {path!r} is not allocated"
-            # in the bounce buffer
-            slot = self._ring_buffer.place(self.size(path))
+            place = self._ring_buffer.place(self.size(path))
             if self.pacer is not None:
-                self.pacer.before_fetch(self.size(path), full=bool(slot.released_numbers))
+                self.pacer.before_fetch(self.size(path), full=bool(place.released_numbers))
             # A call may skip a block that was read. A new read may overwrite it; it is read again
             # when needed.
             self._reads = {
                 name: block_read
                 for name, block_read in self._reads.items()
-                if block_read.number not in slot.released_numbers
+                if block_read.number not in place.released_numbers
             }
             copy_ends = [
                 self._copy_ends.pop(number)
-                for number in slot.released_numbers
+                for number in place.released_numbers
                 if number in self._copy_ends
             ]
             self._read(
                 path,
-                self.memory[slot.offset : slot.offset + self.size(path)],
+                self.memory[place.offset : place.offset + self.size(path)],
                 self._placements,
                 copy_ends,
             )
@@ -342,7 +350,10 @@ class Disk(BackingStore):
         self._writer.close()
 
     def abandon(self) -> None:
-        """As `BackingStore.abandon`; at a slot's end, when the bounce buffer is empty."""
+        """As `BackingStore.abandon`. Afterwards the whole bounce buffer is free.
+
+        Call when no copy from the bounce buffer is under way.
+        """
         super().abandon()
         self._ring_buffer, self._placements = RingBuffer(self.nbytes), 0
         self._copy_ends: dict[int, Mark] = {}  # by number of the placement

@@ -5,6 +5,9 @@ The slots that calls into the components a and b open:
     plan     a load | a first | a steady x3 | b load | b first | end
     call     a                  a a a         b                  end of run
     opens    0 1                2 . .         3 4                5
+
+A stage has phases, in which calls go to the same components. A phase has up to three slots: load,
+first and steady.
 """
 
 from __future__ import annotations
@@ -41,13 +44,13 @@ class SlotCursor:
     def enter(self, component: str) -> list[int]:
         """Return the indices of the slots that a call into ``component`` opens, in order.
 
-        Empty if the call belongs to the open slot. The first slot lasts until every component of
-        the phase has been called. If two consecutive phases use ``component``, the call belongs to
-        the second once ``component`` has had all planned calls of the first. Raises BrokenPlan if
-        the plan does not have this call.
+        Empty if the call belongs to the open slot. A phase's slot of part ``first`` lasts until
+        every component of the phase has been called. If two consecutive phases use ``component``,
+        the call belongs to the second once ``component`` has had all planned calls of the first.
+        Raises BrokenPlan if the plan does not have this call.
         """
         uses, part = self._uses.get(self._open_slot.phase, {}), self._open_slot.part
-        if part == "load" and uses:  # opened by `begin`
+        if part == "load" and uses:  # opened by `begin` or `open_ahead`
             self._expect(component, uses)
             slot_indices = [self._slot + 1]
         elif component not in uses or (
@@ -71,7 +74,8 @@ class SlotCursor:
     def open_ahead(self) -> list[int]:
         """Return the indices of the slots to open before the run has its inputs.
 
-        The first slot, if it is a load slot that restores no value.
+        The plan's first slot, if it is a load slot that restores no value. A restored value is an
+        output of an earlier stage, spilled to the host: it does not exist yet.
         """
         first = next(iter(self._slots), None)
         if (

@@ -32,8 +32,8 @@ from graphrun.systems import anonymous_memory, forget_cached, open_direct, read_
 from graphrun.units import MIB, PAGE_BYTES, round_up
 
 # Direct reads need offsets, sizes and addresses that are multiples of the disk's logical block, 512
-# or 4096 bytes: here, of a page. A smaller gap is read too, since one more span needs as many
-# bytes.
+# or 4096 bytes: here, of a page. A gap below GAP_BYTES is read too: a further span would round up
+# to as many bytes.
 GAP_BYTES = 2 * PAGE_BYTES
 
 
@@ -275,14 +275,16 @@ class DirectReads:
                 f"{tuple(view.shape)} {view.dtype}: it must be flat bytes at a page's start"
             )
         raw: Any = view.numpy()
-        target, span_read, start = memoryview(raw), SpanRead(self), view.data_ptr() - span.start
+        target, span_read = memoryview(raw), SpanRead(self)
+        address_of_offset_0 = view.data_ptr() - span.start
         chunks, offset = list[_Chunk](), span.start
         while offset < span.stop:
             # Ends at multiples of the chunk size in the file: no page of the cache, which may have
             # 2 MiB, is in two chunks.
             stop = min(span.stop, (offset // self._chunk_bytes + 1) * self._chunk_bytes)
             part = target[offset - span.start : stop - span.start]
-            chunks.append(_Chunk(span_read, start + offset, start + stop, span, offset, part))
+            start, end = address_of_offset_0 + offset, address_of_offset_0 + stop
+            chunks.append(_Chunk(span_read, start, end, span, offset, part))
             offset = stop
         self._queue(span_read, chunks)
         return span_read
@@ -351,7 +353,8 @@ class DirectReads:
 
     def _refuse_ended(self) -> None:
         if self._error is not None:
-            raise copy.copy(self._error)  # a copy, whose traceback keeps no memory in this object
+            # A copy: raising adds a traceback, whose frames would live as long as ``_error``.
+            raise copy.copy(self._error)
         if self._is_closed:
             raise RuntimeError("the reader of files is closed: make a new one")
 
@@ -416,7 +419,10 @@ class DirectReads:
             self._changed_state.notify_all()
 
     def _end_reads(self) -> None:
-        """End the first reads without chunks. A failed one keeps its chunk: no later read ends."""
+        """End the oldest reads whose chunks are all read.
+
+        A failed read never loses its last chunk, so no read after it ends.
+        """
         while self._unfinished and not self._unfinished[0]._chunks_left:
             span_read, seconds = self._unfinished.popleft(), time.perf_counter()
             span_read.started_seconds = span_read.started_seconds or seconds
@@ -429,7 +435,8 @@ class DirectReads:
         needed_bytes = min(size, span.needed_stop - chunk.offset)
         open_file = self._open(span.file)
         while position < needed_bytes:
-            # a direct read goes on from a page's start, even where the one before ended in a page
+            # A direct read must start at a page: if the previous read ended in the middle of a
+            # page, that page is read again.
             start = _page_start(position)
             handle = open_file.handle
             try:
@@ -474,9 +481,10 @@ class DirectReads:
             return self._files[file]
 
     def _refuse_direct(self, open_file: _OpenFile, handle: io.FileIO, file: str) -> bool:
-        """Return whether ``handle`` was for direct reads, which ``open_file`` then no longer uses.
+        """Let ``open_file`` read through the page cache after ``handle`` refused a direct read.
 
-        Reads through the page cache replace them, unless another thread has done so.
+        Return whether to try again. False: ``handle`` was not for direct reads, so the error is
+        real. Another thread may have replaced ``handle`` before.
         """
         with self._opening:
             if not open_file.is_direct:

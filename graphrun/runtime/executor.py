@@ -3,7 +3,7 @@
 The code of the stages runs unchanged. Each call into a component is intercepted and advances the
 plan:
 
-    op's code         text_encoder(...)   transformer(...)   transformer(...)   vae.decode(...)
+    stage's code      text_encoder(...)   transformer(...)   transformer(...)   vae.decode(...)
     CallInterceptor   v                   v                  v                  v
     SlotCursor        slots 0, 1          slots 2, 3         slot 4             slots 5, 6
     OpenSlot          close - open        close - open       close - open       close - open
@@ -56,17 +56,15 @@ def stages_for(
     **stages_arguments: Any,
 ) -> Stages:
     """Return the stages of ``graph`` on ``host``, with the plan's order and options."""
-    order, options = plan.order, dict(plan.options)
-    place = device.torch_device
     return Stages(
         graph,
         host.modules,
-        place,
+        device.torch_device,
         inputs,
         host.parts,
         host.meta_modules,
-        order=order,
-        options=options,
+        order=plan.order,
+        options=dict(plan.options),
         **stages_arguments,
     )
 
@@ -90,9 +88,9 @@ def follow(
     ``handed_out`` returns the bytes of the outputs that the caller receives on the device.
     ``checked``: the caller has checked the solution (`refuse_broken`).
 
-    Blocks that a session's plan leaves on the device stay there for the next plan. After an error,
-    no block stays. Errors of ``work`` are raised unchanged; for other errors see
-    `graphrun.runtime.recovery.execute`.
+    If the plan is for several runs (it has ``further_slots``), the blocks that it leaves on the
+    device stay there for the next call of `follow`. After an error, no block stays. Errors of
+    ``work`` are raised unchanged; for other errors see `graphrun.runtime.recovery.execute`.
     """
     if not checked:
         refuse_broken(solution)
@@ -196,7 +194,7 @@ class PlanSession:
 
     @on_host()
     def run(self, work: PipelineCode | Stages, progress: ProgressCallback | None = None) -> Trace:
-        """Execute a run; return its trace. Raises PlanError at the second of a one-run plan."""
+        """Execute a run; return its trace. Raises PlanError for a second run of a one-run plan."""
         plan = self._setting.plan
         if self._has_begun and not plan.further_slots:
             raise PlanError(
@@ -270,8 +268,8 @@ class PlanSession:
 def refuse_unfit(solution: Solution, graph: Graph) -> None:
     """Raise PlanError if the plan does not fit ``graph``, or violates a rule of `verify.check`.
 
-    The plan must be for this problem, graph and commit of the weights. Each choice must need the
-    same permission as in the graph.
+    The plan must be for this problem, graph and commit of the weights. Each precision, device and
+    option that the plan chooses must need the same ``--allow`` as in the graph.
     """
     problem = solution.problem
     if problem.graph_digest != graph.digest:

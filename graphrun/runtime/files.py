@@ -1,8 +1,8 @@
 """The backing store of unified memory: files. A copy of a block is its read into device memory.
 
-file      |header|--a--|--b--|........|--c--|       tensors of a block, and of other blocks spans
-|----- span 0 -----|     |- span 1 -|     whole pages, read past the page cache block     |-----
-span 0 -----|- span 1 -|- d -|     parameters are views; d is written: no file
+file      |header|--a--|--b--|........|--c--|       tensors of a block, and of other blocks
+spans     |----- span 0 -----|     |- span 1 -|     whole pages, read past the page cache
+block     |----- span 0 -----|- span 1 -|- d -|     parameters are views; d is written: no file
                                                     has its bytes as they are, or its span would
                                                     need more room than the plan has
 """

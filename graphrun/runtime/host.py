@@ -134,7 +134,10 @@ class Host:
 
     @property
     def outside_bytes(self) -> int:
-        """Bytes of graphrun's weights outside of the budget (`graphrun.diffusers_.residence`)."""
+        """Bytes on the device of other attached pipelines, which have budgets of their own.
+
+        Here 0; overridden in `graphrun.diffusers_.residence`.
+        """
         return 0
 
     @property
@@ -153,7 +156,10 @@ class Host:
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes cached even after `clear_memos`, if attached (`graphrun.diffusers_.residence`)."""
+        """Bytes on the device that `clear_memos` leaves in caches of modules.
+
+        Here 0; overridden in `graphrun.diffusers_.residence`.
+        """
         return 0
 
     @functools.cached_property
@@ -177,7 +183,7 @@ class Host:
             if (
                 (used_components is None or name in used_components)
                 and residency.backing_store.memory is None
-                and not self._variants[name].read_seconds
+                and not self._variants[name].is_read_by_plan
             ):
                 residency.prepare_reads()
                 residency.backing_store.finish_reads()
@@ -190,7 +196,7 @@ class Host:
     def finish(self) -> None:
         """Drop the backing stores that the plan has read. Call after a barrier."""
         for name, residency in self.residencies.items():
-            if self._variants[name].read_seconds and not residency.caller_owned:
+            if self._variants[name].is_read_by_plan and not residency.caller_owned:
                 residency.drop()
 
     def close(self) -> None:
@@ -205,8 +211,8 @@ class Host:
         """Return whether this host has the graph and blocks of ``problem`` with choices applied."""
         return _layout_key(problem) == self._layout
 
-    def part(self, problem: Problem) -> Host:
-        """Return a host with only the components of ``problem``, a part of this host's graph.
+    def restricted_to(self, problem: Problem) -> Host:
+        """Return a host with only the components of ``problem``, which is for a part of the graph.
 
         ``problem``: with choices applied. Both hosts share the backing stores: use one at a time.
         Raises InputError if ``problem`` lays out a component in another way.
@@ -273,8 +279,9 @@ _LayoutKey = tuple[str, dict[str, StoreLayout]]
 def layout_of(numbers: ComponentNumbers) -> StoreLayout:
     """Return what determines the memory layout of a component: its blocks with their bytes.
 
-    Fields of the variant that concern only compute do not count: `apply_choices` resets them.
-    Neither does the device on which the component computes.
+    Fields of the variant that concern only compute do not count: `apply_choices` resets them, but
+    ``numbers`` may be of a problem without choices applied. Nor does it count which device the
+    component computes on, except the CPU.
     """
     variant = replace(
         numbers.variants[0], slowdown=1.0, block_seconds=(), scratch_bytes=0, needs=""

@@ -36,9 +36,8 @@ def refuse_movers(modules: Mapping[str, nn.Module], *, adapters: bool = False) -
         if is_compiled(module):
             raise InputError(
                 f"{name} is compiled as a whole, and its blocks are moved one by one: pass in the "
-                "uncompiled module "
-                "(torch.compile(m)._orig_mod is m; m.compile() is undone by m._compiled_call_impl "
-                "= None), and compile its blocks: "
+                "uncompiled module (torch.compile(m)._orig_mod is m; m.compile() is undone by "
+                "m._compiled_call_impl = None), and compile its blocks: "
                 f"{name}.compile_repeated_blocks(fullgraph=True), or torch.compile of single blocks"
             )
         for path, child in module.named_modules():
@@ -53,8 +52,7 @@ def refuse_movers(modules: Mapping[str, nn.Module], *, adapters: bool = False) -
             if (hook := _diffusers_hook(child)) is not None:
                 raise InputError(
                     f"{full_path} carries diffusers' {hook} hook, which moves or casts its weights "
-                    "too: load the component again "
-                    "without it, or leave modules= out"
+                    "too: load the component again without it, or leave modules= out"
                 )
             if not adapters and (names := _adapters(child)):
                 raise InputError(

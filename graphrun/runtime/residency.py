@@ -41,9 +41,9 @@ from graphrun.units import round_up
 class _Entry:
     """One distinct tensor of a block.
 
-    ``host``: the tensor at ``locations`` while the block is not on the device; ``template`` without
-    a backing store. ``template``: a tensor with its dtype and shape, on meta if a writer has the
-    weights.
+    ``host``: the tensor at ``locations`` while the block is not on the device; while there is no
+    backing store, ``host`` is ``template``. ``template``: a tensor with the dtype and shape, on
+    meta if a writer has the weights.
     """
 
     offset: int
@@ -71,7 +71,8 @@ class _Entry:
         view = flat.as_strided(self.template.shape, self.strides, offset)
         if not isinstance(self.template, nn.Parameter):
             return view
-        # torch multiplies by weights with gradients in other steps, also where none are computed
+        # torch multiplies by other operators if a weight requires a gradient, even under `no_grad`:
+        # outputs are bit-identical only if the view requires it too
         has_gradient = self.template.requires_grad
         if type(view) is torch.Tensor:
             parameter: Any = nn.Parameter(view, requires_grad=has_gradient)
@@ -111,9 +112,10 @@ class Residency:
 
     Without ``writer``, the module brings its weights. Its tensors become views of one arena, block
     after block, so that at most one block is in memory twice. With ``writer``, its tensors are on
-    meta until its backing store is read. With a `MappedWriter`, blocks are only the module's mapped
-    tensors, which stay the host tensors. Raises InputError if the module does not match ``numbers``
-    or is not on the CPU.
+    meta until its backing store is read. With a `MappedWriter`, blocks contain only the tensors
+    that the module has memory-mapped from files; they stay the host tensors, and all other tensors
+    stay where they are. Raises InputError if the module does not match ``numbers`` or is not on the
+    CPU.
     """
 
     def __init__(
@@ -178,9 +180,8 @@ class Residency:
         # the active one.
         self.is_active = True
         self.last_use = 0  # number of the last run that used the component
-        self._noted_contents: tuple[int, torch.Tensor] | None = (
-            None  # `_contents` at the end of a run
-        )
+        # `_contents` at the end of a run
+        self._noted_contents: tuple[int, torch.Tensor] | None = None
         # block -> mark after its copy to the device, until compute waits for it
         self._arrivals: dict[str, Mark] = {}
         if writer is None and isinstance(self.backing_store, Arena):
@@ -412,7 +413,7 @@ class Residency:
             (path for path, block in self._blocks.items() if any(map(is_named, block.entries))),
             None,
         )
-        if path is None:  # outside of the blocks
+        if path is None:  # never moved: no weight, or not mapped from a file
             return tensor
         if isinstance(self.backing_store, Arena) and self.backing_store.memory is not None:
             self.backing_store.wait_read(path, "compute", self.device)

@@ -167,8 +167,7 @@ class PlanRun:
         output_bytes = setting.handed_out(outputs) if setting.handed_out is not None else 0
         usage = self._tiers(output_bytes)
         if any(usage[name] > before_bytes for name, before_bytes in self._bytes_before_run.items()):
-            # frees reference cycles from the ops' code; only if needed, since it takes at least 0.1
-            # s
+            # frees reference cycles of the stages' code; only if needed: it takes 0.1 s or more
             gc.collect()
             self._release_cached()
             usage = self._tiers(output_bytes)
@@ -205,29 +204,33 @@ class PlanRun:
 
     @contextlib.contextmanager
     def _on_devices(self) -> Iterator[None]:
-        """Open a `Device.session` of each device within the budgets, and set the trace's clock.
+        """Activate each device, cap its allocations (`Device.capped`), and set the trace's clock.
 
         The clock continues after the slots that are done.
         """
         device = self._device
-        # Tensors of other code, such as the caller's, are on the device too. The reserve, which is
-        # not part of `effective_bytes`, is for them. On unified memory the device counts them with
-        # the process.
-        foreign_bytes = self._host.outside_bytes
+        # The cap leaves room for what is on the device without being planned:
+        # - weights of attached pipelines with other budgets (`outside_bytes`)
+        # - the caller's tensors from before the run, up to the reserve: more tensors take from the
+        #   budget, and the unused rest of the reserve is for other programs
+        # - tensors of other code in this process (`foreign_bytes`)
+        # On unified memory the device counts the last two with the process.
+        unplanned_bytes = self._host.outside_bytes
         if not device.unified:
-            foreign_bytes += min(self._problem.reserve_bytes, self._bytes_before_run["device"])
-            foreign_bytes += device.foreign_bytes
-        # ``limits``: of the allocator's reserved pages; ``tensor_limit_bytes``: the budget for
-        # tensors
+            unplanned_bytes += min(self._problem.reserve_bytes, self._bytes_before_run["device"])
+            unplanned_bytes += device.foreign_bytes
+        # limits of the allocator's reserved pages
         page_limit_bytes, *limits = self._setting.limits
         with contextlib.ExitStack() as stack:
             for secondary, numbers, limit in zip(
                 device.secondaries, self._problem.secondaries, limits, strict=False
             ):
-                stack.enter_context(secondary.session(numbers.effective_bytes, limit))
+                stack.enter_context(secondary.capped(numbers.effective_bytes, limit))
             tensor_limit_bytes = self._problem.effective_bytes
             stack.enter_context(
-                device.session(tensor_limit_bytes + foreign_bytes, page_limit_bytes + foreign_bytes)
+                device.capped(
+                    tensor_limit_bytes + unplanned_bytes, page_limit_bytes + unplanned_bytes
+                )
             )
             stack.enter_context(torch.no_grad())
             for accelerator in reversed(device.all_devices):
@@ -258,7 +261,7 @@ class PlanRun:
             tuple(slots),
             events,
             self._bytes_before_run["device"],
-            0,
+            left_bytes=0,
             **fields,
         )
 

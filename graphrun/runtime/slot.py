@@ -138,8 +138,9 @@ class OpenSlot:
             (block for block in loads if block[0].name not in self._uses),
             key=lambda block: (block[0].backing_store.pageable, block[0] in residencies_to_read),
         )
-        # On a card, allocating maps pages, which takes the host 0.07 ms for 20 MiB. In a slot that
-        # only loads, the card copies meanwhile. The order of allocations is the plan's.
+        # On a card, allocating maps pages, which takes the host 0.07 ms for 20 MiB. So in a slot
+        # that only loads, each buffer is allocated just before its copy, while the card copies the
+        # block before. Only if that keeps the plan's order of allocations (prefetch == loads).
         pageable = any(residency.backing_store.pageable for residency, _ in loads)
         self._allocates_late = prefetch == loads and not streamings and not pageable
         if not self._allocates_late:
@@ -258,8 +259,8 @@ class OpenSlot:
     def _streaming(self, component: str, loads: list[tuple[Residency, str]]) -> Streaming:
         """Return the copies of the slot for ``component``, with which the slot computes."""
         numbers, use = self._problem.component(component), self._uses[component]
-        # has a layer for each of its runs in a call, and not the weights outside of layers, which
-        # are never streamed
+        # ``order`` has a layer once for each of its runs in a call. Weights outside of layers are
+        # never streamed, and not in it.
         if numbers.granularity == "layers":
             order = [
                 (k, numbers.groups[k].blocks[i])

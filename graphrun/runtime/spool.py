@@ -64,8 +64,8 @@ class Spool:
             if total + MARGIN_BYTES > free:
                 raise InputError(
                     f"{numbers.name}: {show_size(total)} of weights have to be written to "
-                    f"{file.parent}, "
-                    f"which has {show_size(free)} free: make room, or plan with less disk"
+                    f"{file.parent}, which has {show_size(free)} free: make room, or plan with "
+                    "less disk"
                 )
             begin = _write(file, layouts, writer)
         except OSError as error:

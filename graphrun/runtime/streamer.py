@@ -12,11 +12,11 @@ one copy of a block into the ring buffer and one run of the block.
     hooks         before 1: issue its copy, make compute wait for it, bind tensors
                   after 1: unbind tensors, mark, issue more copies
 
-All copies are issued in the order of use. The host waits for the read of a block only when compute
-has reached the block. If the next block is not in RAM yet, its read begins, and a later hook issues
-its copy.
+All copies are issued in the order of use. The host waits for the read of a block only when the
+model's code has come to the block (its hook runs). If the next block is not in RAM yet, its read
+begins, and a later hook issues its copy.
 
-A copy from pageable memory makes the host wait for its end. It is issued when compute reaches its
+A copy from pageable memory makes the host wait for its end. It is issued when the code comes to its
 block, so that the device computes what is queued before it. A copy that overwrites a block waits on
 the copy stream for the mark after that block's compute.
 
@@ -287,8 +287,9 @@ class Streamer:
         """Skip the due pass, whose copy was not issued.
 
         Its ring buffer slot, if reserved, stays empty. The copy stream must wait now for compute
-        with the earlier blocks that the slot overlaps, because the ring buffer names these blocks
-        only once. They may reach beyond the slot, to the bytes that the next pass overwrites.
+        with the earlier blocks that the slot overwrites: `RingBuffer` lists each of them in one
+        slot only (`released_numbers`). Such a block may also cover bytes of the next slot, whose
+        copy would then not wait for it.
         """
         if self._reserved_slot is not None:
             self._wait_for(self._reserved_slot)

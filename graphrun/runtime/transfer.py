@@ -66,7 +66,9 @@ def call_split(
                 staying_outputs,
             )
         result = proceed(*args, **kwargs)
-        for secondary, _ in residency.splits:  # for calls that skip the last block there
+        # ``staying_outputs`` are for later blocks there. If a call ends before these blocks, its
+        # result is still on the secondary device.
+        for secondary, _ in residency.splits:
             result = move_tensors(result, secondary.torch_device, device.torch_device)
         return result
 

@@ -51,9 +51,8 @@ class Job:
     queued: float = 0.0
     attempts: int = 0
     batch_size: int = 1
-    budgets: Mapping[str, int] = field(
-        default_factory=dict
-    )  # of the plan's share; empty: the whole budgets
+    # of the plan's share; empty: the whole budgets
+    budgets: Mapping[str, int] = field(default_factory=dict)
     seconds: float = 0.0  # predicted, of all runs
     key: str = ""
     body: str = ""

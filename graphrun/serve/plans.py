@@ -25,16 +25,20 @@ KEPT_SHAPES = 256
 PLANNING = 8  # shapes that may wait to be planned
 PLAN_SECONDS = 5.0  # to plan a shape, until one is measured
 RESTART_SECONDS = 1.0  # until the planner process restarts
-# weight of the latest measurement in a running mean: three measurements outweigh all earlier ones
-# (0.8 ** 3 = 0.51)
-PACE = 0.2
+# weight of the latest measurement in a running mean: after three measurements, all earlier ones
+# together weigh half (0.8 ** 3 = 0.51)
+LATEST_WEIGHT = 0.2
 
 ShapeKey = tuple[RequestShape, float]
 """A shape, and the share of the budgets within which it is planned."""
 
 
 class Plans:
-    """Plans by shape and share, cached. Better costs for the entries of ``line`` are set there."""
+    """Plans by shape and share, cached.
+
+    When the planner has checked batches of a shape, the entries of ``line`` with this shape get the
+    new cost.
+    """
 
     def __init__(
         self, settings: Settings, graphs: Mapping[str, Graph], metrics: Metrics, line: Line
@@ -91,7 +95,7 @@ class Plans:
     def note_seconds(self, seconds: float) -> None:
         """Record that a request waited ``seconds`` for its plan."""
         if seconds > 0.05:  # otherwise the plan existed
-            self._seconds += PACE * (seconds - self._seconds)
+            self._seconds += LATEST_WEIGHT * (seconds - self._seconds)
 
     def shape(
         self, shape: RequestShape, inputs: Any, share: float = WHOLE
@@ -140,10 +144,17 @@ class Plans:
         alike_runs = sum(other.runs for other in self._line.entries if other.shape == entry.shape)
         if alike_runs < 2 or self._batch_key is not None or not self._is_idle:
             return
-        plan = self.shapes[key].result() if key in self.shapes else None
+        plan = self._planned(key)
         if plan is not None and not plan.has_batch_plan:
             self._batch_key = key
             self._ask("plan_batch", key, entry.item.request.runs[0], budgets=plan.budgets)
+
+    def _planned(self, key: ShapeKey) -> PlannedShape | None:
+        """Return the plan of the shape ``key``; None if it is not planned, or refused."""
+        future = self.shapes.get(key)
+        if future is None or not future.done() or future.exception() is not None:
+            return None
+        return future.result()
 
     def arrange(self, graph: str) -> None:
         """Record a run of ``graph``, and decide which graphs keep their weights on the device.
@@ -159,11 +170,10 @@ class Plans:
         if unplanned and len(names) > 1 and self._is_idle:
             # one at a time, so that requests wait for at most one such plan
             self._plan_default(*unplanned[0])
-        plans = {pair: self.shapes[key] for pair, key in keys.items() if key in self.shapes}
         costs = {
-            pair: plan.result().cost
-            for pair, plan in plans.items()
-            if plan.done() and plan.exception() is None
+            pair: plan.cost
+            for pair, key in keys.items()
+            if (plan := self._planned(key)) is not None
         }
         if all((name, WHOLE) in costs for name in names):
             self.shares = best(self.shares, tuple(self._recent), costs)
@@ -179,8 +189,9 @@ class Plans:
         future = self.shapes.get(key)
         if kind == "batch_plan":
             self._batch_key = None
-            if future is not None and content["parts"] is not None:
-                self._take_batch_plan(key, future.result(), content["parts"])
+            # the shape may have been evicted from the cache meanwhile, and asked for again
+            if content["parts"] is not None and (plan := self._planned(key)) is not None:
+                self._take_batch_plan(key, plan, content["parts"])
             return
         is_planned = kind == "planned"
         self._metrics.plans.labels("planned" if is_planned else "refused").inc()

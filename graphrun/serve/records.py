@@ -15,8 +15,8 @@ from graphrun.serve.log import log
 from graphrun.serve.plans import ignore_error
 from graphrun.serve.state import JobStore
 
-KEPT_JOBS = 100  # ended jobs, as long as their pictures fit `KEPT_PICTURES_BYTES`
-KEPT_PICTURES_BYTES = 2**28  # limit for all stored pictures together
+KEPT_JOBS = 100  # ended jobs, as long as all stored pictures fit `KEPT_PICTURES_BYTES`
+KEPT_PICTURES_BYTES = 2**28
 
 
 class JobRecords:
@@ -105,8 +105,14 @@ class JobRecords:
 
     def _forget_old_jobs(self) -> None:
         """Forget the oldest ended jobs beyond `KEPT_JOBS` and `KEPT_PICTURES_BYTES`."""
-        for old in [job for job in self.jobs.values() if job.ended]:
-            nbytes = sum(len(data) for job in self.jobs.values() for data in job.pictures)
-            if len(self.jobs) <= KEPT_JOBS and nbytes <= KEPT_PICTURES_BYTES:
+        ended_jobs = [job for job in self.jobs.values() if job.ended]
+        nbytes = sum(map(_picture_bytes, self.jobs.values()))
+        for count, old in zip(range(len(ended_jobs), 0, -1), ended_jobs, strict=True):
+            if count <= KEPT_JOBS and nbytes <= KEPT_PICTURES_BYTES:
                 break
+            nbytes -= _picture_bytes(old)
             self.forget(old)
+
+
+def _picture_bytes(job: Job) -> int:
+    return sum(map(len, job.pictures))

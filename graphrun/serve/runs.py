@@ -16,7 +16,7 @@ from graphrun.serve.jobs import Job
 from graphrun.serve.line import Line, QueueEntry, go_together, is_warm
 from graphrun.serve.log import log
 from graphrun.serve.metrics import Metrics
-from graphrun.serve.plans import PACE
+from graphrun.serve.plans import LATEST_WEIGHT
 from graphrun.serve.records import JobRecords
 from graphrun.serve.settings import Settings
 from graphrun.serve.worker import SessionBudget, work_forever
@@ -248,9 +248,12 @@ class RunQueue:
             self._send_run(active)
         elif kind == "failed":
             self._line.warm_shapes.clear()
-            retry = 5 + self._free_at - self._clock if content["status"] == 503 else None
+            wait = 5 + (self._free_at - self._clock) * self.pace
             job.error = job.error or Refused(
-                content["status"], content["message"], "run_failed", retry_seconds=retry
+                content["status"],
+                content["message"],
+                "run_failed",
+                retry_seconds=wait if content["status"] == 503 else None,
             )
             self._finish(entry, "failed")
 
@@ -289,7 +292,7 @@ class RunQueue:
     def _keep_pace(self, active: _Running) -> None:
         """Update ``pace``, a running mean, with the runs in ``active``."""
         pace = (time.monotonic() - active.sent_at) / active.finished_run_seconds
-        self.pace += PACE * (pace - self.pace)
+        self.pace += LATEST_WEIGHT * (pace - self.pace)
 
     def _finish(self, entry: QueueEntry, state: str) -> None:
         """End ``entry``, which ran. The other entries of its batch continue."""

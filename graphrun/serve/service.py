@@ -3,8 +3,8 @@
     submit -> plan of the shape (once, `Plans`) -> promised seconds, or 422 or 429
            -> queue (`Line`) -> worker (`RunQueue`) -> pictures
 
-If several runs of a shape wait, the planner checks whether running them as a batch, stage by stage,
-is faster.
+A shape is a graph with the settings that its plan depends on, such as size and steps. If several
+runs of a shape wait, the planner checks whether running them as a batch, stage by stage, is faster.
 """
 
 from __future__ import annotations
@@ -83,8 +83,10 @@ class Service:
                     self._admit(job, plan, share, is_bounded=False)
 
     async def _warm(self) -> None:
-        """Make a picture with every graph that needs none, at its defaults; then the server is
-        ready."""
+        """Make one picture at its defaults with every graph that requires no picture as input.
+
+        Then the server is ready.
+        """
         for graph in self.graphs.values():
             if any(graph.inputs[name].required for name in picture_inputs(graph)):
                 continue
@@ -243,13 +245,16 @@ class Service:
         job.planning_seconds = time.monotonic() - job.submitted
         self.plans.note_seconds(job.planning_seconds)
         job.budgets = plan.budgets
+        # graphs whose weights stay on the device next to this run; none if the run was planned for
+        # the whole budgets
+        resident_groups = frozenset(shares.items() if shares.get(graph) == share else ())
         entry = QueueEntry(
             job,
             (graph, share),  # a pair as in ``resident_groups``
             job.request.shape,
             plan.cost,
             len(job.request.runs),
-            resident_groups=frozenset(shares.items() if shares.get(graph) == share else ()),
+            resident_groups=resident_groups,
         )
         self.queue.add(entry, self.settings.queue_seconds if is_bounded else None)
         self.plans.plan_batch(entry)

@@ -7,8 +7,8 @@ orders               stage orders and stage options to choose from
 granularity          components that are split into layers
 dominance            variants worth solving for
 program, programs    integer variables and constants of a plan; the program of a problem
-rows                 the constraints of seconds and bytes, for columns and for integers
-columns, milp        the variables as columns with their other rows; goals and budgets
+rows                 seconds and bytes of a slot, as linear expressions or as exact numbers
+columns, milp        the MILP: its variables and all other constraints; its goals and budgets
 split_columns        the variables of components that are split over devices
 linear               linear expressions, and HiGHS
 search, sessions     goals in order: seconds, bytes moved, memory; sessions run by run

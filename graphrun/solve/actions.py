@@ -50,7 +50,8 @@ def plan_of(
         original or program.problem,
         np.zeros(len(program.groups), dtype=np.int64),
     )
-    stay = choice.present[program.run_length] if program.session else zero_counts  # when a run ends
+    # the blocks that stay from run to run: those present when the further run starts
+    stay = choice.present[program.run_length] if program.session else zero_counts
     first = _run(program, choice, range(program.run_length), zero_counts, stay)
     further_slots = (
         _run(program, choice, range(program.run_length, len(program.intervals)), stay, stay)
@@ -145,7 +146,10 @@ def _run(
 
 
 def _at(program: Program, component_intervals: Sequence[int], t: int) -> list[int]:
-    """Return the used components with interval ``t``, as in `Choice.reads` and `Choice.drops`."""
+    """Return the used components whose entry in ``component_intervals`` is ``t``.
+
+    ``component_intervals``: `Choice.reads` or `Choice.drops`.
+    """
     return [
         c
         for c, (variant_choice, slot) in enumerate(

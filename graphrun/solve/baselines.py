@@ -5,8 +5,9 @@
                  it uses are loaded whole.
     streamed     No streamable block stays: all of them pass through the ring buffer in every call.
                  Other blocks are loaded for each phase.
-    single K     As one by one, but K blocks of each group of the largest component stay and the
-                 others are streamed. Components that do not fit are streamed.
+    single K     As one by one, but the largest component keeps K blocks of each group and streams
+                 the others. K is the same in the whole run. Components that do not fit are
+                 streamed.
     device map   Fixed numbers of blocks stay for the whole run; the others are streamed.
 
 The ring buffer has room for two of the largest streamed block, or for one if nothing else fits.
@@ -40,8 +41,8 @@ def fitting(program: Program, baseline: Baseline, limit: int | None = None) -> I
         for members in program.groups_of
     ]
     largest = max(range(len(weights)), key=lambda c: weights[c], default=0)
-    count, needs = 0, _needed(program)
-    rows = rows_of(program, _reaching(program, 0 * needs))
+    yielded_count, is_needed = 0, _is_needed(program)
+    rows = rows_of(program, _reaching(program, np.zeros_like(is_needed)))
     too_large = [c for c in range(len(weights)) if _short_bytes(rows, c) > 0]
     blocks = max((group.count for group in program.groups if group.component == largest), default=0)
     for resident_count in range(blocks, -1, -1) if baseline == "single K" else (0,):
@@ -57,14 +58,14 @@ def fitting(program: Program, baseline: Baseline, limit: int | None = None) -> I
             min(resident_count, group.count) if group.component == largest else 0
             for group in program.groups
         ]
-        target_counts = needs * np.where(streamed, stay, program.counts)
+        target_counts = is_needed * np.where(streamed, stay, program.counts)
         double_buffered = _reaching(program, target_counts, evict=baseline != "resident")
         for choice in (
             double_buffered,
             replace(double_buffered, depths=np.ones_like(double_buffered.depths)),
         ):
-            if count != limit and not excess_bytes(program, choice):
-                count += 1
+            if yielded_count != limit and not excess_bytes(program, choice):
+                yielded_count += 1
                 yield choice
                 break
 
@@ -100,11 +101,11 @@ def mapped(program: Program, resident_counts: Mapping[str, Sequence[int]]) -> Ch
     ]
     streamed = [group.streamable and name in resident_counts for name, group in pairs]
     return _reaching(
-        program, np.maximum(stay, _needed(program) * np.where(streamed, 0, program.counts))
+        program, np.maximum(stay, _is_needed(program) * np.where(streamed, 0, program.counts))
     )
 
 
-def _needed(program: Program) -> NDArray[np.int64]:
+def _is_needed(program: Program) -> NDArray[np.int64]:
     """Return per interval and group 1 if the interval's phase runs blocks of the group, else 0."""
     phases = np.array([interval.phase for interval in program.intervals])
     runs = [(program.calls[phases == phase] > 0).any(axis=0) for phase in phases]

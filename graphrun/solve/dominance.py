@@ -62,8 +62,9 @@ def _dominates(component: ComponentNumbers, first: int, second: int, can_limit: 
     variant first, so of two equal variants the earlier one stays.
     """
     a, b = component.variants[first], component.variants[second]
+    # a read takes time that a backing store which exists before the run does not take
     if a.device != b.device or (
-        b.read_seconds == () and a.read_seconds != () and a.backing_store != "disk"
+        a.is_read_by_plan and not b.is_read_by_plan and a.backing_store != "disk"
     ):
         return False
     # A movable variant or a streamable group allows more plans: ``first`` needs it where ``second``
@@ -78,8 +79,8 @@ def _dominates(component: ComponentNumbers, first: int, second: int, can_limit: 
         return False
     ram, pinned, disk = can_limit
     if (
-        b.read_seconds
-        and not a.read_seconds
+        b.is_read_by_plan
+        and not a.is_read_by_plan
         and ((ram and a.host_bytes) or (pinned and a.locked_bytes))
     ):
         return False  # ``first`` takes host memory from the start, ``second`` from its read on
@@ -99,7 +100,10 @@ def _dominates(component: ComponentNumbers, first: int, second: int, can_limit: 
 
 
 def _numbers(component: ComponentNumbers, variant: Variant) -> list[float]:
-    """Return bytes and seconds per group; reads for every copy and once into RAM are separate."""
+    """Return bytes and seconds per group.
+
+    Seconds of disk reads are two numbers: of a read for every copy, and of one read into RAM.
+    """
     none = (0.0,) * len(component.groups)
     on_device = variant.device != "cpu"
     numbers: list[float] = []
@@ -130,11 +134,11 @@ def simplest_variants(
             if (
                 candidate_variant.device,
                 candidate_variant.movable,
-                bool(candidate_variant.read_seconds),
+                candidate_variant.is_read_by_plan,
             ) != (
                 current_variant.device,
                 current_variant.movable,
-                bool(current_variant.read_seconds),
+                current_variant.is_read_by_plan,
             ):
                 continue
             if streamable_groups(component, candidate) != streamable_groups(
@@ -180,7 +184,8 @@ def only_blocks_to_choose(problem: Problem) -> bool:
     if problem.runs > 1 and not all(variant.movable for variant in variants):
         return False
     return (
-        not any(variant.read_seconds for variant in variants) and not program_of(problem).spill_gaps
+        not any(variant.is_read_by_plan for variant in variants)
+        and not program_of(problem).spill_gaps
     )
 
 

@@ -45,8 +45,8 @@ DEEPER = (
     3,
     4,
 )
-# Ratio of simulated to predicted seconds above which a plan is refined; also the minimum gain of
-# layers.
+# Ratio of simulated to predicted seconds above which a plan is refined. Also the least factor by
+# which a plan with layers must be faster to replace a plan with blocks.
 TOLERANCE = 1.001
 # Values of K to try for single K, from the largest that fits: smaller ones are hardly ever faster.
 MOST_SINGLE_K = 6
@@ -68,7 +68,10 @@ def fastest(
 
 @dataclass(frozen=True, slots=True)
 class ProgramSolution:
-    """A solution and the integers of its program; None if its plan repeats the plan of one run."""
+    """A solution with the integers of its program.
+
+    ``choice``: None if the plan repeats the plan of one run.
+    """
 
     solution: Solution
     choice: Choice | None
@@ -87,7 +90,8 @@ def find(
 ) -> ProgramSolution | None:
     """Return the solution of `fastest` with its integers, for `find_near`.
 
-    ``template``: a result for a larger budget. The same components are split into layers first.
+    ``template``: a result for a larger budget. First, the components that it splits into layers are
+    split here too. If a plan fits, nothing else is tried.
     """
     split = (
         split_as(problem, template.solution.problem)
@@ -127,7 +131,7 @@ def find_near(problem: Problem, previous: ProgramSolution) -> ProgramSolution | 
 
     It differs only in the resident blocks of each slot, and little. Takes a fraction of the time of
     `find`. ``problem``: the problem of ``previous`` with other budgets or other bytes kept free
-    (`graphrun.solve.pages.with_reserve`).
+    (`graphrun.solve.pages.with_overheads`).
     """
     # Sessions of many runs are solved run by run, which cannot start from ``previous``.
     if previous.choice is None or many_runs(problem) or previous.solution.plan.splits:
@@ -189,7 +193,7 @@ def _worth_splitting(solution: Solution) -> tuple[str, Formulation] | None:
     """Return the largest component that layers may make faster, and its formulation; None if none.
 
     Layers can be faster for two reasons. Smaller ring buffers leave more memory for resident
-    blocks. Unblocked weights need not be loaded all at once before a slot.
+    blocks. Weights outside of any block need not be loaded all at once before a slot.
     """
     problem = solution.problem
     if not (names := smaller_as_layers(problem)) or not has("layers"):
@@ -278,7 +282,8 @@ def _solve_as_split(
     if first is None:
         return None
     pairs = [(first, choices[first.number])]
-    # A large program is solved within a gap, where a plan for the main device may be faster.
+    # A large program is solved to a gap only: a plan that uses the main device alone may be faster
+    # than the plan found.
     if first.large and problem.secondaries and has("main device"):
         main_choices = [
             replace(stage_choice, program=main_program)
@@ -414,7 +419,10 @@ class _SimulatedChoice:
 
 
 def _deeper_ring_buffers(program: Program, choice: Choice) -> Iterator[Choice]:
-    """Yield deeper ring buffers: ``choice`` with them if it fits, and the best choice."""
+    """Yield choices with each depth of ring buffers in DEEPER.
+
+    For each depth: ``choice`` with that depth, if it fits, then the solver's best choice.
+    """
     for depth in DEEPER[:1] if many_runs(program.problem) else DEEPER:
         wider = replace(choice, depths=np.maximum(depth, choice.depths))
         if not excess_bytes(program, wider):

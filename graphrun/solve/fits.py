@@ -1,7 +1,8 @@
 """The fastest plan of a problem by the program, without simulation, for each class of precisions.
 
-    ()        the output as in 16 bits
-    8bit ...  published checkpoints, or weights quantized when they are read, of about so many bits
+    class     precisions
+    none      all that leave the output as in 16 bits
+    8bit ...  also weights of about 8 (...) bits: published checkpoints, or quantized when read
 
 Solved for seconds only and to ROUGH_GAP, which takes a fraction of a plan's time.
 """
@@ -27,8 +28,8 @@ class Fit:
     """A choice that runs within the budgets.
 
     ``allow``: the class of precisions to allow, if any. ``precisions``: (component, precision)
-    pairs. ``seconds``: predicted, of one run. ``device_bytes``, ``ram_bytes``: peaks; on the device
-    with its own overhead.
+    pairs. ``seconds``: predicted, of one run. ``device_bytes``: peak on the device, with the
+    context, workspace and reserve. ``ram_bytes``: peak in RAM.
     """
 
     allow: tuple[str, ...]
@@ -47,7 +48,7 @@ def fits_of(problem: Problem) -> tuple[Fit, ...]:
     """Return the choices that run within the budgets of ``problem``, best first.
 
     Each class of `CLASSES` is allowed alone. A class that gives the same precisions as another is
-    left out. The search has the budget of suggestions.
+    left out. The search may do as much work as the search for suggestions (ATTEMPTS, NODES).
     """
     fits, budget = list[Fit](), SearchBudget(ATTEMPTS, NODES)
     for allow, variant in _permitted(problem):

@@ -21,8 +21,8 @@ from graphrun.solve.pages import carried_over, solved, sufficient_budget
 from graphrun.solve.strategies import without
 from graphrun.units import MIB, html_table, parse_size, show_seconds, show_size
 
-# Limit of `sizes_between` and `values_between`. A budget is one solve, a value of an input one dry
-# run of seconds; a table shows far fewer.
+# Limit of `sizes_between` and `values_between`. Each budget takes a solve; each value of an input
+# takes a dry run, which lasts seconds. A table shows far fewer.
 MOST_POINTS = 1000
 VISIBLE = 1 / 100  # of a curve's height: a smaller difference is 3 pixels at most
 WIDE = 1 / 8  # of a curve's width: a narrower part is not halved
@@ -121,7 +121,7 @@ def frontier(
             )
         least_ram = smallest_ram(budget_problem) if counts_ram else 0
         points[budget] = _point(budget_problem, (budget, least_bytes, least_ram), solution, device)
-        best = solution
+        best = solution or best
     return Frontier(points[budget] for budget in budget_list)
 
 
@@ -150,7 +150,9 @@ def curve(
             solutions[nbytes] = solve(at_budget(problem, nbytes))
         return inf if (candidate := solutions[nbytes]) is None else candidate.seconds
 
-    highest, parts = seconds(minimum), [(minimum, budget), (budget, maximum)]
+    # the curve falls; ``solve`` may find no plan at the minimum
+    highest = next((s for s in map(seconds, (minimum, budget)) if s < inf), inf)
+    parts = [(minimum, budget), (budget, maximum)]
     while parts:
         low, high = parts.pop()
         if seconds(low) - seconds(high) > VISIBLE * highest and high - low > WIDE * (

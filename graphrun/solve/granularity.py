@@ -5,7 +5,8 @@
                          memory, and solve again
                       -> no component needs less memory as layers: infeasible
 
-Layers are many small copies, each with its own overhead. Independent of how a plan is found.
+Layers are many small copies, each with its own overhead. This module does not depend on how a plan
+is found.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ def splittable(problem: Problem) -> tuple[str, ...]:
 def smaller_as_layers(problem: Problem) -> set[str]:
     """Return the components whose minimum device memory is smaller as layers, over usable variants.
 
-    Layers may also need more memory: if data decide which experts run, their layers are never
-    streamed but are unblocked weights.
+    Layers may also need more memory: if data decide which experts run, the layers of these experts
+    cannot be streamed. They then count as weights outside of any block, which are loaded as a
+    whole.
     """
     return _components_with_less(problem, _device_minimum)
 

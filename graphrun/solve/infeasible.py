@@ -46,11 +46,13 @@ class Infeasible(GraphrunError):
     """No plan exists.
 
     ``needs``: the phases that do not fit on the device; empty if its budget suffices. ``binding``:
-    the budget that is too small. ``tiers``: all budgets, the device's first. ``suggestions``:
-    changes that each suffice alone, best first.
+    the budget that is too small; of several, the budget that has to grow by the smallest factor.
+    ``tiers``: all budgets, the device's first. ``suggestions``: changes that each suffice alone,
+    best first.
 
     If one budget is too small, a plan exists with its minimum, and none is found with one byte
-    less. If several are too small, each minimum assumes that the others are unlimited.
+    less. VRAM and RAM may both be too small although raising either suffices. If no budget
+    suffices alone, each minimum assumes that the others are unlimited.
     """
 
     exit_code = 3
@@ -125,6 +127,7 @@ def _binding(
     if needs:
         return problem.hardware.budget_name
     short = [tier for tier in tiers if tier.short]
+    # where VRAM and RAM can replace each other, this is the smaller change
     return (
         min(short, key=lambda tier: tier.least_bytes / max(1, tier.have_bytes)).name
         if short

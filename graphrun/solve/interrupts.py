@@ -1,7 +1,7 @@
 """Best plan so far when planning is interrupted, with a bound.
 
-While `collecting`, the solver `offer`s candidates. They are checked only after the interrupt, so
-offering is almost free.
+Within `recording_candidates`, the solver `offer`s candidates. They are checked only after the
+interrupt, so offering is almost free.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _CANDIDATES: ContextVar[list[Candidate] | None] = ContextVar("candidates", defau
 
 
 @contextmanager
-def collecting() -> Iterator[list[Candidate]]:
-    """Context that collects the candidates which the solver offers."""
+def recording_candidates() -> Iterator[list[Candidate]]:
+    """Context that records the candidates which the solver offers."""
     candidates = list[Candidate]()
     token = _CANDIDATES.set(candidates)
     try:
@@ -46,7 +46,7 @@ def collecting() -> Iterator[list[Candidate]]:
 
 
 def offer(candidate: Candidate) -> None:
-    """Collect ``candidate`` within `collecting`; no effect outside."""
+    """Record ``candidate`` within `recording_candidates`; no effect outside."""
     if (candidates := _CANDIDATES.get()) is not None:
         candidates.append(candidate)
 
@@ -56,29 +56,35 @@ def best_of(candidates: list[Candidate], problem: Problem) -> Solution | None:
     for candidate in sorted(candidates, key=lambda candidate: candidate.seconds):
         split = split_as(problem, candidate.problem)
         if candidate.problem.components != split.components:
-            continue  # with other times
+            continue  # made for other copy or disk times (`graphrun.solve.pages.with_other_disk`)
         solution = checked_solution(
             split, replace(candidate.plan, problem=split.digest), 0.0, candidate.objective_seconds
         )
         if solution is not None and not solution.excess_page_overheads():
-            bound = min(_bound_seconds(candidates, problem), candidate.objective_seconds)
-            return replace(solution, bound_seconds=bound)
+            bound = _bound_seconds(candidates, problem, solution.seconds)
+            return replace(solution, bound_seconds=min(bound, candidate.objective_seconds))
     return None
 
 
-def _bound_seconds(candidates: list[Candidate], problem: Problem) -> float:
-    """Return a lower bound on the seconds of any plan for ``problem``.
+def _bound_seconds(candidates: list[Candidate], problem: Problem, best_seconds: float) -> float:
+    """Return a lower bound on the seconds of any plan for ``problem``. 0.0: unknown.
 
-    The bound of a search with layers, if there was one; else the minimum over the relaxed programs
-    at every granularity. 0.0 if some orders of stages are left out.
+    ``best_seconds``: of the best plan so far. If a search with layers has begun, the searches with
+    blocks are done and their best plan is a candidate. So the bound is the least bound of the
+    searches with layers, unless the best plan simulates faster. Otherwise it is the minimum over
+    the relaxed programs at every granularity. It is unknown if some orders of stages are left out.
     """
     if not stage_choices(problem)[1]:
         return 0.0
+    bounds = list[float]()
     for candidate in candidates:
         split = split_as(problem, candidate.problem)
-        if (split is not problem or not splittable(problem)) and candidate.problem == split:
-            return candidate.bound_seconds
-    bounds = list[float]()
+        is_finest = split is not problem or not splittable(problem)
+        if is_finest and candidate.problem == split and candidate.bound_seconds:
+            bounds.append(candidate.bound_seconds)
+    if bounds and min(bounds) <= best_seconds:
+        return min(bounds)
+    bounds.clear()
     for split in granularities(problem):
         formulations = [
             Formulation(replace(choice.program, full_overlap=True))

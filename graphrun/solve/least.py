@@ -28,9 +28,9 @@ ROUNDS = 4  # solves for the minimum device memory, each one byte below the last
 def smallest_tensor_budget(problem: Problem) -> int:
     """Return the minimum VRAM budget in bytes of tensors, without allocator pages.
 
-    It includes context, workspace and reserve, and ignores the card's capacity. Components are
-    split into layers if layers need less. If the host budgets allow no plan at all: the minimum
-    with unlimited host budgets. 0 if a component has no usable variant.
+    It includes the CUDA context, the workspace and the user's `reserve_bytes`, and ignores the
+    card's capacity. Components are split into layers if layers need less. If the host budgets allow
+    no plan at all: the minimum with unlimited host budgets. 0 if a component has no usable variant.
     """
     if not has_usable_variants(problem):
         return 0
@@ -69,7 +69,10 @@ def smallest_tensor_budget(problem: Problem) -> int:
 
 
 def smallest_ram(problem: Problem) -> int:
-    """Return the minimum RAM in bytes; unlimited VRAM if it allows no plan."""
+    """Return the minimum RAM in bytes.
+
+    If the VRAM budget allows no plan: the minimum with unlimited VRAM.
+    """
     if not has_usable_variants(problem):
         return 0
     if only_blocks_to_choose(problem) and all(
@@ -101,12 +104,18 @@ def _peak(problem: Problem) -> int:
 
 
 def smallest_pinned(problem: Problem) -> int:
-    """Return the minimum page-locked RAM in bytes; unlimited VRAM if it allows no plan."""
+    """Return the minimum page-locked RAM in bytes.
+
+    If the VRAM budget allows no plan: the minimum with unlimited VRAM.
+    """
     return _least_host(problem, "pinned") if has_usable_variants(problem) else 0
 
 
 def smallest_disk(problem: Problem) -> int:
-    """Return the minimum disk space in bytes; other budgets unlimited if they allow no plan."""
+    """Return the minimum disk space in bytes.
+
+    If the other budgets allow no plan: the minimum with these budgets unlimited.
+    """
     return _least_host(problem, "disk") if has_usable_variants(problem) else 0
 
 
@@ -128,16 +137,18 @@ def with_ample_host(problem: Problem) -> Problem:
 
 
 def with_ample_device(problem: Problem) -> Problem:
-    """Return ``problem`` with VRAM that is never the limit, and no larger than that needs.
+    """Return ``problem`` with just enough VRAM that it is never the limit.
 
-    The solver scales memory by the budget.
+    The solver scales memory by the budget: with a much larger budget its tolerance would be too
+    many bytes.
     """
     weights = sum(
         max((c.weight_bytes(v) for v in range(len(c.variants))), default=0)
         for c in problem.components
     )
     ring_buffers = sum(
-        2 * max(b for v in c.variants for b in v.block_bytes) for c in problem.components
+        2 * max((b for v in c.variants for b in v.block_bytes), default=0)
+        for c in problem.components
     )
     phases = (*problem.phases, *(phase for option in problem.options for phase in option.phases))
     scratch = max((v.scratch_bytes for c in problem.components for v in c.variants), default=0)

@@ -104,8 +104,8 @@ GAP = 1e-6
 INTEGRALITY, ROUNDING_GAP = 1e-6, 3e-4
 ROUNDING_RANGE = 4.0  # layers: how far rounding may move a column from its fractional value
 OPTIONS = {"threads": 1}
-# Heuristics of HiGHS for a first solution: half of its time where solutions are easy to find, a
-# quarter where they are not.
+# Heuristics of HiGHS for a first solution. They take half of its time where solutions are easy to
+# find and a quarter where they are not, so only ROUGH_GAP and `rounded` turn them on.
 SEARCHES = (
     "mip_heuristic_run_feasibility_jump",
     "mip_heuristic_run_rens",
@@ -151,7 +151,10 @@ class MilpResult:
 
 
 class MilpModel:
-    """A MILP of bounded columns and rows; ``gap``: minimum relative gap of any search."""
+    """A MILP of bounded columns and rows.
+
+    ``gap``: the least relative gap of `minimise`, which raises smaller gaps to it, except 0.
+    """
 
     def __init__(self, gap: float) -> None:
         self._gap = gap

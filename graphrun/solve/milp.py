@@ -98,8 +98,8 @@ class Formulation:
         end, groups = len(program.intervals) - 1, range(len(program.groups))
         # A further run starts with the blocks that the previous run leaves. Its first interval is
         # ``run_length`` in a program of both runs, 0 in a program of one (`Program.part`).
-        if program.session and program.part != "first":
-            start = 0 if program.part else program.run_length
+        if program.session and program.only_run != "first":
+            start = 0 if program.only_run else program.run_length
             model.add(*(columns.carry_row(j, start, end) for j in groups if start != end))
         if (neighbour := self.neighbour) is not None and not is_by_layer:
             for column, counts in (
@@ -231,7 +231,7 @@ class Formulation:
         }
 
     def compute_slot_columns(self, values: NDArray[np.float64]) -> dict[int, float]:
-        """Return K and d of each group where intervals compute with it, with their ``values``."""
+        """Return K and d, with their ``values``, of each group in the intervals that run it."""
         return {
             column: float(round(values[column]))
             for t, interval in enumerate(self.program.intervals)

@@ -11,8 +11,8 @@ of a slot is its reserved bytes beyond tensors.
 Round 2 may not help: pages from earlier slots of a phase stay reserved, whatever is set aside later
 in the phase. Later rounds therefore reduce the budget in all slots.
 
-The bound on seconds is the bound of the program with nothing set aside. A plan farther from it than
-`OPTIMAL_GAP` is compared with the baselines.
+The bound on seconds is the bound of the program with nothing set aside. A plan that is not
+`proven_optimal` with this bound is compared with the baselines.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ from graphrun.verify.simulate import simulate
 from graphrun.verify.solution import checked_solution, in_pages
 
 ROUNDS = 5
-# Rounds are numbered from 0 in code. `find_near` sets page overhead aside by slot up to this
-# number, `find` in number 1 only.
-LAST_RESERVED_ROUND = 2
+# Number (from 0) of the last round in which `find_near` tries the page overhead set aside slot by
+# slot. `find` takes longer: it does so in number 1 only, and otherwise reduces the budget.
+LAST_SLOTWISE_ROUND = 2
 SHARES = (1 / 16, 1 / 8, 1 / 4)  # of the budget, left free
 # If the disk rate is not measured, reads may take SLOWER_DISK times the assumed seconds, as in
-# `benchmarks/regret.py`. The plan for such a disk is preferred if the fastest plan would lose
-# LEAST_LOSS there, and the other at most MOST_PRICE on the assumed disk.
+# `benchmarks/regret.py`. The plan for such a slower disk is taken if, on the slower disk, it saves
+# LEAST_LOSS and, on the assumed disk, costs at most MOST_PRICE.
 SLOWER_DISK = 1.3
 LEAST_LOSS, MOST_PRICE = 0.03, 0.03
 
-Reserve = Mapping[tuple[str, str], int]  # (phase, part) -> bytes
+# (phase, part), or ("deviceN", "") for a secondary device -> bytes
+PageOverheads = Mapping[tuple[str, str], int]
 
 
 def solved(problem: Problem) -> Solution | None:
@@ -74,33 +75,33 @@ def solved(problem: Problem) -> Solution | None:
     slow_disk = with_other_disk(problem, SLOWER_DISK)
     limit_seconds = simulate(*_plan_for(slow_disk, fast)).total_seconds / (1 + LEAST_LOSS)
     if (
-        not _may_reach(slow_disk, fast, limit_seconds)
+        not _has_plan_within(slow_disk, fast, limit_seconds)
         or not has("slower disk")
         or (slow := _fastest_in_pages(slow_disk)) is None
         or slow.seconds > limit_seconds
     ):
         return fast
-    sure, bound = carried_over(problem, slow, fast.bound_seconds), fast.bound_seconds
-    if sure is None or not bound <= sure.seconds <= (1 + MOST_PRICE) * fast.seconds:
+    slow_disk_plan = carried_over(problem, slow, fast.bound_seconds)
+    bound, most_seconds = fast.bound_seconds, (1 + MOST_PRICE) * fast.seconds
+    if slow_disk_plan is None or not bound <= slow_disk_plan.seconds <= most_seconds:
         return fast
-    return replace(sure, bound_seconds=bound, objective_seconds=fast.objective_seconds)
+    return replace(slow_disk_plan, bound_seconds=bound, objective_seconds=fast.objective_seconds)
 
 
-def _may_reach(problem: Problem, solution: Solution, seconds: float) -> bool:
-    """Whether ``problem``, split as in ``solution``, may have a plan within ``seconds``; False if
-    unclear."""
+def _has_plan_within(problem: Problem, solution: Solution, seconds: float) -> bool:
+    """Whether quick checks show a plan within ``seconds``, with layers as in ``solution``."""
     choices, _ = stage_choices(split_as(problem, solution.problem))
     return seconds > 0 and any(
         can_reach(Formulation(stage_choice.program), seconds) for stage_choice in choices
     )
 
 
-def with_other_disk(problem: Problem, error: float) -> Problem:
-    """Return ``problem`` with disk reads that take ``error`` times as long."""
+def with_other_disk(problem: Problem, factor: float) -> Problem:
+    """Return ``problem`` with disk reads that take ``factor`` times as long."""
 
     def read(variant: Variant) -> Variant:
         reads = {
-            name: tuple(error * seconds for seconds in getattr(variant, name))
+            name: tuple(factor * seconds for seconds in getattr(variant, name))
             for name in ("read_seconds", "disk_seconds")
         }
         return replace(variant, **reads)  # type: ignore[arg-type]
@@ -143,17 +144,19 @@ def _on_first_device(problem: Problem, reference: Solution) -> Solution | None:
 def smallest_budget(problem: Problem) -> int:
     """Return the minimum VRAM budget for which `solved` finds a plan, in bytes.
 
-    It includes context, workspace and reserve, and ignores the card's capacity. With one byte less
-    `solved` finds no plan; where memory is counted in bytes of tensors, none exists. If the host
-    budgets allow no plan: the minimum with unlimited host budgets. 0 without usable variants.
+    It includes the CUDA context, the workspace and the user's `reserve_bytes`, and ignores the
+    card's capacity. With one byte less `solved` finds no plan; where memory is counted in bytes of
+    tensors, none exists. If the host budgets allow no plan: the minimum with unlimited host
+    budgets. 0 without usable variants.
     """
     return _budget_of(problem, _least(_without_budget(problem)) if problem.counts_pages else None)
 
 
 def sufficient_budget(problem: Problem) -> int:
-    """Return a VRAM budget for which a plan exists, in bytes, faster than `smallest_budget`.
+    """Return a VRAM budget for which a plan exists, in bytes.
 
-    Usually the same, but without the proof that nothing fits into less.
+    Usually it equals `smallest_budget`. It takes less time, because it does not prove that nothing
+    fits into less.
     """
     small = _small(_without_budget(problem))[0] if problem.counts_pages else None
     return _budget_of(problem, small)
@@ -192,14 +195,16 @@ def _small(problem: Problem) -> tuple[Solution | None, int]:
         return None, 0
     solutions = list[Solution]()
     floors = list[int]()
-    reserve = dict[tuple[str, str], int]()
+    set_aside = dict[tuple[str, str], int]()
     while len(floors) < ROUNDS:
-        floors.append(smallest_tensor_budget(with_reserve(problem, reserve)))
+        floors.append(smallest_tensor_budget(with_overheads(problem, set_aside)))
         if solutions and floors[-1] >= problem.budget_for(min(map(_peak_bytes, solutions))):
             break
         budget_problem = _with_budget(problem, floors[-1])
         # only the peak of this plan matters, not its time
-        candidate = fastest(with_reserve(budget_problem, reserve), layers=False, target_seconds=inf)
+        candidate = fastest(
+            with_overheads(budget_problem, set_aside), layers=False, target_seconds=inf
+        )
         if candidate is None and (ample := with_ample_host(problem)) != problem:
             problem = ample
             continue
@@ -210,13 +215,13 @@ def _small(problem: Problem) -> tuple[Solution | None, int]:
         ):
             break
         overheads = solution.excess_page_overheads()
-        # Keys of the main device are (phase, part), of secondary devices ("deviceN", ""). So no
-        # secondary device exceeds its budget.
+        # True if only the main device exceeds its budget. Keys of the main device are (phase,
+        # part), keys of secondary devices ("deviceN", "").
         if all(part for _, part in overheads):
             solutions.append(solution)
         if not overheads:
             break
-        reserve |= overheads
+        set_aside |= overheads
     return min(solutions, key=_peak_bytes, default=None), floors[0]
 
 
@@ -272,16 +277,16 @@ def _in_rounds(problem: Problem) -> tuple[Solution | None, float | None]:
     """
     first: Solution | None = None
     previous: ProgramSolution | None = None
-    reserve = dict[tuple[str, str], int]()
+    set_aside = dict[tuple[str, str], int]()
     reduction_bytes = 0
     for number in range(ROUNDS):
-        secondary_reserve = {key: nbytes for key, nbytes in reserve.items() if not key[1]}
-        reserved_problem, smaller_problem = (
-            with_reserve(problem, reserve),
-            with_reserve(_with_less(problem, reduction_bytes), secondary_reserve),
+        secondary_set_aside = {key: nbytes for key, nbytes in set_aside.items() if not key[1]}
+        slotwise_problem, smaller_problem = (
+            with_overheads(problem, set_aside),
+            with_overheads(_with_less(problem, reduction_bytes), secondary_set_aside),
         )
-        problems = [reserved_problem] * (number <= LAST_RESERVED_ROUND) + [smaller_problem] * (
-            number >= LAST_RESERVED_ROUND
+        problems = [slotwise_problem] * (number <= LAST_SLOTWISE_ROUND) + [smaller_problem] * (
+            number >= LAST_SLOTWISE_ROUND
         )
         candidate = (
             next(
@@ -298,7 +303,7 @@ def _in_rounds(problem: Problem) -> tuple[Solution | None, float | None]:
         if candidate is None:
             target_seconds = previous.solution.seconds if previous else 0.0
             candidate = previous = find(
-                reserved_problem if number == 1 and has("reserved pages") else smaller_problem,
+                slotwise_problem if number == 1 and has("reserved pages") else smaller_problem,
                 target_seconds=target_seconds,
                 template=previous,
             )
@@ -312,7 +317,7 @@ def _in_rounds(problem: Problem) -> tuple[Solution | None, float | None]:
         first = first or solution
         if solution is None or not (overheads := solution.excess_page_overheads()):
             return solution, first.bound_seconds if first else None
-        reserve |= overheads
+        set_aside |= overheads
         if number != 1 or not has("reserved pages"):
             reduction_bytes = _total_reduction(solution, reduction_bytes)
     return None, first.bound_seconds if first else None
@@ -322,8 +327,9 @@ def _total_reduction(solution: Solution, reduction_bytes: int) -> int:
     """Return the bytes by which to reduce the budget in the next round.
 
     ``reduction_bytes``, the reduction for ``solution``, grows by the largest excess of a slot in
-    pages. If the tensors of ``solution`` would fit even then, the solver could return the same
-    plan: the reduction is then at least the smallest page overhead of these slots.
+    pages. If the tensors of ``solution`` still fit the reduced budget, the solver could return the
+    same plan. So the reduction is at least the smallest page overhead of the slots that exceed the
+    budget.
     """
     budget = solution.problem.effective_bytes
     exceeding_slots = [
@@ -375,26 +381,26 @@ def with_page_overhead_of_minimum(problem: Problem) -> Problem:
         if minimum is not None
         else ()
     )
-    reserve: dict[tuple[str, str], int] = {}
+    set_aside: dict[tuple[str, str], int] = {}
     for slot in slots:
-        reserve[slot.phase, slot.part] = max(
-            slot.pages_bytes, reserve.get((slot.phase, slot.part), 0)
+        set_aside[slot.phase, slot.part] = max(
+            slot.pages_bytes, set_aside.get((slot.phase, slot.part), 0)
         )
-    return with_reserve(problem, reserve)
+    return with_overheads(problem, set_aside)
 
 
-def with_reserve(problem: Problem, reserve: Reserve) -> Problem:
-    """Return ``problem`` with ``reserve`` set aside.
+def with_overheads(problem: Problem, overheads: PageOverheads) -> Problem:
+    """Return ``problem`` with ``overheads`` set aside.
 
-    Of a first or steady slot it is added to the activation bytes, of a load slot to the input
-    bytes; of a secondary device it is taken from the budget.
+    The overhead of a first or steady slot is added to its activation bytes, of a load slot to the
+    input bytes. The overhead of a secondary device is taken from its budget.
     """
-    if not reserve:
+    if not overheads:
         return problem
 
     def more(phase: PhaseNumbers) -> PhaseNumbers:
         load, first, steady = (
-            reserve.get((phase.name, part), 0) for part in ("load", "first", "steady")
+            overheads.get((phase.name, part), 0) for part in ("load", "first", "steady")
         )
         return replace(
             phase,
@@ -409,7 +415,7 @@ def with_reserve(problem: Problem, reserve: Reserve) -> Problem:
     secondaries = tuple(
         replace(
             secondary,
-            budget_bytes=max(0, secondary.budget_bytes - reserve.get((f"device{number}", ""), 0)),
+            budget_bytes=max(0, secondary.budget_bytes - overheads.get((f"device{number}", ""), 0)),
         )
         for number, secondary in enumerate(problem.secondaries, 1)
     )

@@ -11,6 +11,7 @@ Terms:
                    smaller, "block" means a layer.
     mirror group   The blocks of a group that are on one secondary device, if a component is split
                    over devices. The group itself has its blocks on the main device.
+    overlap set    Groups of a variant. Copies of one group overlap compute of the others.
     gap            Consecutive phases in which a value is on the device, but no stage reads it.
 
 Variables of slot t and block group j. Each variant that computes on the device has its own groups.
@@ -48,9 +49,9 @@ Constraints, without seconds and bytes:
                     exclude  K = d = 0 where the blocks can be streamed
                     whole    s = 0 in every slot that uses the component
                     drop     K = 0 in load slots, K = d = 0 in phases that do not use the component
-    backing store   Read from disk in at most one slot. x = 0 before that slot, and after the store
-                    is dropped. If the component computes on the CPU, the store is read before the
-                    component is called.
+    backing store   Read from disk in at most one slot. No block is copied before that slot, or
+                    after the store is dropped. If the component computes on the CPU, the store is
+                    read before the component is called.
     spill           A value is copied to the host in the load slot of the first phase of a gap, and
                     back in the load slot of the phase after the gap.
     split           A component on a secondary device is a variant whose groups are not streamable.
@@ -109,7 +110,7 @@ class Group:
     to `ALLOCATION_BYTES`. ``load_seconds``: to copy one block to the device; ``disk_seconds``: to
     read it from disk for that copy, 0 if the backing store is not on disk. ``demanded``: placements
     that directives demand of the component. ``overlap_key``: groups of the variant with equal keys
-    form an overlap set. ``by_layer``: the blocks are layers. ``excluded``: `exclude` keeps the
+    are one overlap set. ``by_layer``: the blocks are layers. ``excluded``: `exclude` keeps the
     blocks off the device; if they cannot be streamed, the variant is infeasible. ``secondary``:
     number of the device with these blocks; 0: the main device. ``mirror``: index of the main-device
     group that this group takes blocks from; -1 if none.
@@ -184,8 +185,8 @@ class Interval:
     ``computing_components``: components (indices) that compute on a device in the slot.
     ``phase_components``: all components of the phase; empty in a load slot. ``fixed_bytes``: values
     and inputs. ``activation_bytes``: as traced, without the scratch of variants. If nothing
-    computes on the main device, only ``pipeline_code_bytes`` remain there: tensors of the op's own
-    code and results of calls.
+    computes on the main device, only ``pipeline_code_bytes`` remain there: tensors of the
+    pipeline's own code (outside of components) and results of calls.
     """
 
     phase: int
@@ -228,7 +229,8 @@ class Program:
     """A problem as variant choices, block groups and intervals (slots but the end slot).
 
     ``run_length``: intervals of one run; the further run of a session starts at that index.
-    ``part``: the run ("first" or "further") if the program has only one run of a session; "": both.
+    ``only_run``: the run of a session if the program has only one; "": the first and the further
+    run.
     ``full_overlap``: relaxed, so that the minimum is a lower bound on the simulated seconds of any
     plan: every copy overlaps all compute of its slot, and blocks on secondary devices need not be
     consecutive.
@@ -242,24 +244,24 @@ class Program:
     intervals: tuple[Interval, ...]
     spill_gaps: tuple[SpillGap, ...]
     run_length: int
-    part: Literal["", "first", "further"] = ""
+    only_run: Literal["", "first", "further"] = ""
     full_overlap: bool = False
 
     @property
     def session(self) -> bool:
         return self.problem.runs > 1
 
-    def single_run(self, part: Literal["", "first", "further"]) -> Program:
+    def single_run(self, only_run: Literal["", "first", "further"]) -> Program:
         """Return the program of one run of a session, executed once; "" returns both runs.
 
         A single further run is a steady state: it starts with the blocks at its own end, and all
         backing stores are read before it.
         """
-        if not part:
+        if not only_run:
             return self
         intervals = (
             self.intervals[: self.run_length]
-            if part == "first"
+            if only_run == "first"
             else self.intervals[self.run_length :]
         )
         gaps = tuple(gap for gap in self.spill_gaps if gap.spill_slot < self.run_length)
@@ -267,7 +269,7 @@ class Program:
             self,
             intervals=tuple(replace(interval, weight=1.0) for interval in intervals),
             spill_gaps=gaps,
-            part=part,
+            only_run=only_run,
         )
 
     @cached_property
@@ -376,6 +378,7 @@ class Program:
         return total + sum(gap.nbytes for gap in self.spill_gaps)
 
     def first_use(self, number: int) -> int:
+        """Return the first interval that needs the store of choice ``number``; -1: none."""
         groups = [j for j, group in enumerate(self.groups) if group.variant_choice == number]
         uses = (
             t
@@ -386,7 +389,7 @@ class Program:
 
     def has_store(self, number: int) -> bool:
         """Whether host memory has the store of choice ``number`` before the program runs."""
-        return self.variant_choices[number].read_seconds is None or self.part == "further"
+        return self.variant_choices[number].read_seconds is None or self.only_run == "further"
 
     def called_on_cpu(self, number: int, t: int) -> bool:
         """Whether interval ``t`` calls the component of variant choice ``number`` on the CPU."""

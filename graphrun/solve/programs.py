@@ -131,7 +131,7 @@ def _mirrors(
         )
         for secondary in (
             secondaries_for(problem, component)
-            if variant_choice.is_used and "" not in component.groups[group.index].blocks
+            if variant_choice.is_used and not component.groups[group.index].is_unblocked
             else ()
         ):
             # the same variant on the secondary device
@@ -156,7 +156,10 @@ def _intervals(
     number: int,
     weight: float,
 ) -> Iterator[Interval]:
-    """Yield the intervals of phase ``number``: load with components, first, steady with calls."""
+    """Yield the intervals of phase ``number``.
+
+    load if the phase uses components; first; steady if the phase has further calls.
+    """
     phase = problem.phases[number]
     uses_by_name = {use.component: use for use in phase.uses}
     components = [
@@ -318,12 +321,15 @@ def spill_gaps_of(
 def with_variants(program: Program, variants: Sequence[int]) -> Program:
     """Return the program with one variant per component, given by index."""
     return program_of(program.problem, tuple((variant,) for variant in variants)).single_run(
-        program.part
+        program.only_run
     )
 
 
 def on_first_device(program: Program) -> Program | None:
-    """Return the program without variants on secondary devices; None if one has no other."""
+    """Return the program without variants on secondary devices.
+
+    None if a component has variants on secondary devices only.
+    """
     first_device = [
         [n for n in numbers if not program.variant_choices[n].variant.secondary]
         for numbers in program.choices_of

@@ -19,7 +19,8 @@ numbers. `graphrun.solve.program` names the variables and the constants.
                    + compute on the CPU and on secondary devices
                    + transfers to secondary devices and back
               D >= load_seconds*x summed over the groups of a device + spills, for each device: each
-                   has its own link; on a main device with serial copies, a part of the first row
+                   has its own link. If the main device cannot copy during compute
+                   (`serial_copies`), its copies are added to the first sum instead
               D >= disk_seconds*x summed over all groups + reads
               In all: the sum of D + first_touch_seconds * the most bytes on the main device
               An overlap set is one block group, or all groups of layers in one child module: copies
@@ -123,7 +124,10 @@ class Variables(ABC, Generic[Quantity]):
         return ()
 
     def split_working_sets(self, t: int, secondary: int) -> Sequence[Quantity]:
-        """Return the bytes beyond weights on ``secondary``, for each segment that may be there."""
+        """Return the bytes beyond weights on ``secondary``, for each segment that may be there.
+
+        A segment is consecutive blocks of a split component (`graphrun.solve.split_columns`).
+        """
         return ()
 
 
@@ -212,7 +216,7 @@ class Rows(Generic[Quantity]):
         Freed memory is used again, so each byte up to the peak counts once. A single further run
         has the memory of the first run.
         """
-        is_further = self.program.part == "further"
+        is_further = self.program.only_run == "further"
         seconds = 0.0 if is_further else self.program.problem.hardware.first_touch_seconds
         return peak_bytes * seconds
 
@@ -228,7 +232,9 @@ class Rows(Generic[Quantity]):
         pairs = list(zip(copies, groups, strict=True))
         load = [x * (group.load_seconds * factor) for x, group in pairs]
         disk = [x * (group.disk_seconds * factor) for x, group in pairs]
-        busy = [self._set_seconds(t, members, load, disk) for members in program.overlap_sets[t]]
+        busy = [
+            self._overlap_set_seconds(t, members, load, disk) for members in program.overlap_sets[t]
+        ]
         busy += [variables.chosen(n) * s for n, s in enumerate(interval.off_device_seconds) if s]
         busy += variables.split_seconds(t)
         links = [
@@ -251,7 +257,7 @@ class Rows(Generic[Quantity]):
         yield from map(variables.total, links)
         yield variables.total(disk)
 
-    def _set_seconds(
+    def _overlap_set_seconds(
         self, t: int, members: Sequence[int], load: Sequence[Quantity], disk: Sequence[Quantity]
     ) -> Quantity:
         """Return the seconds of one overlap set; ``load``, ``disk``: seconds of all groups."""
@@ -346,31 +352,32 @@ class Rows(Generic[Quantity]):
             variables.total(y for variant, y in pairs if variant.device == "device")
             for pairs in pairs_by_component
         ]
-        is_used = off_cpu = variables.any_of(on_device)
+        computes_on_main = computes_on_any_device = variables.any_of(on_device)
         if len(program.devices) > 1:
-            off_cpu = variables.any_of(
+            computes_on_any_device = variables.any_of(
                 [
                     variables.total(y for variant, y in pairs if variant.device != "cpu")
                     for pairs in pairs_by_component
                 ]
             )
-        traced, parts = is_used * (nbytes - code_bytes), list[Quantity]()
+        traced, parts = computes_on_main * (nbytes - code_bytes), list[Quantity]()
         for pairs in pairs_by_component:
             scratch = [
                 y * variant.scratch_bytes for variant, y in pairs if variant.device == "device"
             ]
             parts.append(traced + variables.total(scratch))
-            # Scratch of a component that computes elsewhere counts too, if another one computes on
-            # the device: for one component, y and ``is_used`` exclude each other.
+            # As in `graphrun.model.choices.activation_bytes`: if a component computes on the main
+            # device, the largest scratch of all components counts, also of a component elsewhere.
+            # y + computes_on_main - 1 is then 1. A single component cannot do both.
             parts += [
-                traced + (y + is_used - 1) * variant.scratch_bytes
+                traced + (y + computes_on_main - 1) * variant.scratch_bytes
                 for variant, y in pairs
                 if variant.device != "device"
                 and variant.scratch_bytes
                 and len(pairs_by_component) > 1
             ]
         largest = parts[0] if len(parts) == 1 else variables.maximum(parts, 0)
-        return largest + code_bytes, off_cpu * -nbytes + nbytes
+        return largest + code_bytes, computes_on_any_device * -nbytes + nbytes
 
     def _host_bytes(self, t: int, tier: Literal["ram", "pinned"]) -> Quantity:
         program, variables, parts = self.program, self.variables, list[Quantity]()

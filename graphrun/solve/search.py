@@ -19,15 +19,16 @@ from graphrun.solve.program import Choice, Program
 from graphrun.solve.rows import Rows, excess_bytes, rows_of
 from graphrun.solve.strategies import has
 
-# HiGHS tolerates 1e-6, so a choice may exceed a budget: in a memory row, scaled to 1000, by 8 bytes
-# of 8 GiB; in a number of blocks of 400 MB, by 400 bytes. `choose` then solves again with the
-# excess kept free, multiplied by another MARGIN_GROWTH in each further round: by 65,536 in the
-# last.
+# HiGHS tolerates errors of 1e-6, so a choice may exceed a budget. A memory row is scaled to 1000:
+# with a budget of 8 GiB, the error is 8 bytes. A number of blocks may be off by 1e-6: 400 bytes if
+# a block has 400 MB. `choose` then solves again with the excess kept free, multiplied by another
+# MARGIN_GROWTH in each further round: by 65,536 in the last.
 ROUNDS = 4
 MARGIN_GROWTH = 256
-# Columns of one program, and of all equally fast programs. Above either, the first fastest solution
-# fixes variants, stage order and options, even if others are as fast. LARGE_GAPS: relative gaps of
-# seconds, bytes moved and memory in a large program.
+# Above LARGE columns of one program, or MOST_LARGE of all equally fast programs, the first fastest
+# solution fixes variants, stage order and options, even if others are as fast. A single program
+# above MOST_LARGE is not tried by `can_reach`, and rounded to a wider gap. LARGE_GAPS: relative
+# gaps of seconds, bytes moved and memory in a program above LARGE.
 LARGE, MOST_LARGE = 850, 4000
 LARGE_GAPS = (1e-4, 1e-3, 1e-3)
 # Branch-and-bound nodes: for ties in a large program; and with REFINE_GOALS or for `least_seconds`
@@ -81,8 +82,8 @@ def _refine_goal(formulation: Formulation) -> tuple[Linear, float]:
 # For solving again with longer copy times: nearly as fast plans are compared by copy time, then by
 # memory. The result is simulated again.
 REFINE_GOALS = (Goal(_refine_goal, 1e-4, REFINE_NODES),)
-# If a component is split into layers, which programs count as fractions that are rounded
-# afterwards.
+# Goals if a component is split into layers: the program counts layers as fractions, which are
+# rounded afterwards.
 LAYER_GOALS = (
     *SECONDS,
     *REFINE_GOALS,
@@ -213,11 +214,11 @@ def _minimise_in_order(
                     {number: candidates[number]},
                     formulations[number].variant_columns(variant_numbers),
                 )
-        # The last goal, memory, is then a small search: K and d are fixed in the slots that compute
-        # with the blocks, and only the loads for later use remain.
-        elif large or formulations[min(candidates)].program.part:
+        elif large or formulations[min(candidates)].program.only_run:
             number = min(candidates)
             candidates = {number: candidates[number]}
+            # K and d stay fixed in the slots that compute with the blocks: the last goal, memory,
+            # then only moves loads for later use, which is a small search
             fixed = (fixed or {}) | formulations[number].compute_slot_columns(
                 candidates[number].values
             )
@@ -240,6 +241,7 @@ def minimise_over(
 
     Return the results that reach the best value, by index; that value; and its bound, in seconds or
     bytes. ``limits``: earlier goals and their values. ``starts``: solutions within these limits.
+    ``fixed``: column -> value, as in `MilpModel.minimise`. ``staged``: as in `_minimise_staged`.
     """
     objectives = {n: goal.objective(formulations[n]) for n in candidates}
     rows: dict[int, list[Row]] = {n: [] for n in candidates}

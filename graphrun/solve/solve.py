@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 from graphrun.errors import PlanningInterrupted
-from graphrun.garbage import collected_seldom
+from graphrun.garbage import rare_garbage_collection
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.solve.infeasible import refusal
-from graphrun.solve.interrupts import best_of, collecting
+from graphrun.solve.interrupts import best_of, recording_candidates
 from graphrun.solve.pages import solved
 
 
@@ -20,7 +20,7 @@ def solve(problem: Problem) -> Solution:
     plans that are equal byte for byte. Raises Infeasible, and PlanningInterrupted on Ctrl-C.
     """
     infeasible = False
-    with collected_seldom(), collecting() as candidates:
+    with rare_garbage_collection(), recording_candidates() as candidates:
         try:
             if (solution := solved(problem)) is None:
                 infeasible = True

@@ -231,6 +231,8 @@ class SplitColumns:
                 else has_blocks[n] - maker_flag
                 for n in sorted(users)
             ]
+            # The transfer happens if one of ``bounds`` is 1. A difference of flags may be -1: it
+            # needs a column of its own, which is at least 0.
             transfer = bounds[0]
             if len(bounds) > 1 or (maker >= 0 and -1 not in users):
                 transfer = self._model.column()

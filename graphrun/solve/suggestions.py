@@ -1,6 +1,7 @@
 """Suggestions: changes of a problem, each verified by a solve.
 
-    suggestions_of        after which a plan exists: budgets, permissions, directives, stages apart
+    suggestions_of        after which a plan exists: other budgets, permissions, fewer directives,
+                          stages run separately
     setting_suggestions   the same, with a dry run each: options of stages, a smaller image
     speedups              after which a plan that mostly waits for copies or the disk is faster:
                           permissions, all of the card, RAM for all weights, a session

@@ -99,7 +99,8 @@ def _loading(problem: Problem, slots: tuple[Slot, ...], absent: BlocksByName) ->
     """Return ``slots`` with loads of the blocks ``absent``, which they expect on the device.
 
     A block is loaded in the first phase of its component: during compute, or before it if the block
-    cannot be streamed. A block that is evicted before use is not loaded.
+    cannot be streamed. Blocks of components that no phase uses are loaded in the first slot. A
+    block that is evicted before use is not loaded.
     """
     components = {component.name: component for component in problem.components}
     phases = {phase.name: phase for phase in problem.phases}
@@ -123,6 +124,7 @@ def _loading(problem: Problem, slots: tuple[Slot, ...], absent: BlocksByName) ->
             loads[number][use.component] = streamed
             loads[number - 1][use.component] = blocks - streamed
             pending[use.component] = blocks - blocks
+    # ``pending`` has every component, so no load of the first slot is lost
     loads[0] = {name: blocks | loads[0].get(name, blocks) for name, blocks in pending.items()}
     for number, slot_loads in enumerate(loads):
         load_actions = [

@@ -1,17 +1,17 @@
-"""Check a plan against every rule that plans must follow, named as in each `Violation`.
+"""Check a plan against every rule that plans must follow. `Violation` has the name of the rule.
 
-Shares no code with the solver or the simulator.
+This module shares no code with the solver or the simulator.
 
 Choices of the plan:
 
-digest           The plan is for this problem. problem          The numbers of the problem are
-consistent (`coherence`). variant, option  Each choice exists, is permitted and is made once. A
-component with several
+digest           The plan is for this problem.
+problem          The numbers of the problem are consistent (`coherence`).
+variant, option  Each choice exists, is permitted and is made once. A component with several
                  variants has a choice.
 split            The chosen variant of a split component computes on the main device. The blocks of
                  the component on a secondary device are consecutive.
-pin              The backing store is pinned if a directive demands it. order
-`Problem.precedence` allows the order of stages. Actions follow the order of
+pin              The backing store is pinned if a directive demands it.
+order            `Problem.precedence` allows the order of stages. Actions follow the order of
                  `KINDS`. First and steady slots have one run action, other slots have none.
 disk             The variants write no more to disk than the limit.
 
@@ -20,22 +20,23 @@ Slots and blocks on the device:
 structure        The slots are load, first and steady of every phase in order, then end, with the
                  planned numbers of calls. A session repeats them for its further runs; a plan of
                  one run does not.
-unknown          Components, block groups, blocks and values exist. load-present     No loaded block
-is already on the device. backing-store    Each load names the component's backing store.
-evict-absent     Every evicted block is on the device. immovable        A block that cannot be moved
-is evicted in the end slot only; in a session never. cpu              No block of a component on the
-CPU is loaded, evicted or streamed. missing          Every block that the slot computes with is
-resident, streamed, or (in a first slot)
+unknown          Components, block groups, blocks and values exist.
+load-present     No loaded block is already on the device.
+backing-store    Each load names the component's backing store.
+evict-absent     Every evicted block is on the device.
+immovable        A block that cannot be moved is evicted in the end slot only; in a session never.
+cpu              No block of a component on the CPU is loaded, evicted or streamed.
+missing          Every block that the slot computes with is resident, streamed, or (in a first slot)
                  loaded.
-not-streamable   Blocks that cannot be streamed are resident when the slot starts. steady-load
-A steady slot loads no block of a component that it uses. stream           A slot streams only
-components that it uses, each once. The field `Stream.keep` is
+not-streamable   Blocks that cannot be streamed are resident when the slot starts.
+steady-load      A steady slot loads no block of a component that it uses.
+stream           A slot streams only components that it uses, each once. The field `Stream.keep` is
                  exactly the resident and loaded blocks.
-ring_buffer      A ring buffer has room for the largest block that passes through it. vram
-Every slot fits the budget of the device, in bytes of tensors. `verify.solution`
+ring_buffer      A ring buffer has room for the largest block that passes through it.
+vram             Every slot fits the budget of the device, in bytes of tensors. `verify.solution`
                  adds the rule ``pages``, which counts allocator pages.
-secondary        Every slot fits the budget of each secondary device, in bytes of tensors. baseline
-The device is empty after the run. In a session, every run leaves exactly the
+secondary        Every slot fits the budget of each secondary device, in bytes of tensors.
+baseline         The device is empty after the run. In a session, every run leaves exactly the
                  blocks in `Plan.leaves`.
 
 Backing stores and values:
@@ -44,17 +45,17 @@ read             A backing store is read from disk once, before the end slot of 
                  not read if its kind is disk or if it is in RAM before the run.
 host-missing     The backing store of a component that is copied to the device or called on the CPU
                  has been read, in the same slot at the latest, and not dropped.
-drop             A backing store is dropped only after it was read, and never in a session. spill,
-restore   A value is spilled and restored in load slots, around a gap between its consumers. ram,
-pinned      RAM and page-locked RAM are within their limits. Reported in slots where the use
+drop             A backing store is dropped only after it was read, and never in a session.
+spill, restore   A value is spilled and restored in load slots, around a gap between its consumers.
+ram, pinned      RAM and page-locked RAM are within their limits. Reported in slots where the use
                  rises.
 
 Directives (`problem.Directive`):
 
 keep             From its first use on, the whole component is resident, and it is not streamed.
-exclude          None of its streamable blocks is on the device. whole            It is not
-streamed, and it computes on the device. drop             It is on the device in its own phases
-only, and absent when one begins.
+exclude          None of its streamable blocks is on the device.
+whole            It is not streamed, and it computes on the device.
+drop             It is on the device in its own phases only, and absent when one begins.
 
 A gap is a sequence of phases in which a value is on the device, but not consumed. The value may be
 spilled in the load slot of the gap's first phase, and restored in the load slot of the next phase

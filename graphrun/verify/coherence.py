@@ -202,7 +202,7 @@ def _trace(phase: str, trace: PhaseTrace, components: dict[str, ComponentNumbers
 def _live_tensors(label: str, use: Use, component: ComponentNumbers) -> Iterator[str]:
     groups = enumerate(component.groups)
     blocks = [
-        (k, i) for k, group in groups if "" not in group.blocks for i in range(len(group.blocks))
+        (k, i) for k, group in groups if not group.is_unblocked for i in range(len(group.blocks))
     ]
     # `LiveTensor` numbers blocks from 1; 0 is other code
     for tensor in use.live_tensors:
@@ -253,8 +253,8 @@ def _use(phase: str, use: Use, component: ComponentNumbers) -> Iterator[str]:
     ):
         yield f"{label}: order has block {odd[0][1]} of group {odd[0][0]}, which does not exist"
         return
-    # A component is streamed as layers in this order, so all layers must be in it. An order of
-    # blocks is from one call only; other calls may run other blocks.
+    # Layers are streamed in this order, so it must have all layers. An order of blocks may be
+    # incomplete: it was recorded in one call, and other calls may run other blocks.
     layered = component.granularity == "layers" and bool(use.order)
     streamed = [
         k

@@ -31,7 +31,8 @@ class HostRules:
             value.name: dict(_spill_gaps(value, applied.phases)) for value in applied.values
         }
         self.numbers = {phase.name: number for number, phase in enumerate(applied.phases)}
-        # with their activation of the dry run; in `applied` it depends on the variants
+        # The activation in ``applied`` is on the device, where a phase on the CPU has only tensors
+        # of the pipeline's code. In RAM, it has the whole activation, as the dry run measured it.
         dry_run_phases = {phase.name: phase for phase in chosen_phases(problem, plan)}
         self.on_cpu = {
             phase.name: dry_run_phases[phase.name]
@@ -87,8 +88,10 @@ class HostRules:
                 variant.backing_store != "disk" or name not in cpu_components
             ):
                 continue
-            state_after_read = "on disk" if variant.backing_store == "disk" else "dropped already"
-            state = state_after_read if name in self.stores_not_to_read else "not read yet"
+            if name not in self.stores_not_to_read:
+                state = "not read yet"
+            else:
+                state = "on disk" if variant.backing_store == "disk" else "dropped already"
             yield Violation(
                 "host-missing",
                 index,
@@ -109,7 +112,7 @@ class HostRules:
             if name in self.available_stores & self.used_components
         }
         pinned_terms = {
-            name: terms[name] for name in terms if self.variants[name].backing_store != "pageable"
+            name: nbytes for name in terms if (nbytes := self.variants[name].locked_bytes)
         }
         terms |= {
             f"{name} (transient)": n
@@ -158,6 +161,7 @@ class HostRules:
                 else "was read before"
             )
             return "read", f"{name} {reason}"
+        # the store takes RAM even if no phase uses the component
         for names in (self.stores_not_to_read, self.available_stores, self.used_components):
             names.add(name)
         return None

@@ -105,8 +105,9 @@ class _PlanReplay:
         self._filler: int | None = None
         # id of a call's trace -> its events in each pool
         self._events_in: dict[int, tuple[tuple[Item, ...], ...]] = {}
-        # Results of calls, by id of their events and state of the pool, if the events leave that
-        # state unchanged: key of each result -> its bytes and its place in the pool
+        # (id of a call's events, state of the pool) -> key of each result -> its bytes and its
+        # place in the pool. Only for calls of `_replay_temporary_call` that leave the pool in that
+        # state.
         self._cached_results: dict[
             tuple[int, Hashable], dict[int, tuple[int, tuple[int, ...]]]
         ] = {}
@@ -208,8 +209,8 @@ class _PlanReplay:
     def _items(self, items: Iterable[Item], calls: tuple[CallTrace, ...]) -> None:
         """Replay ``items`` of a phase.
 
-        After a call, the recording allocates the call's results again (`CallTrace.results`). These
-        items get the memory of the results.
+        The recording has each result of a call twice: in the call's trace (`CallTrace.results`),
+        and as an item after the call. They are one tensor, so the item takes over the memory.
         """
         # bytes -> results of the last call whose memory no item has yet
         results = dict[int, deque[int]]()
@@ -295,7 +296,7 @@ class _PlanReplay:
         Return the allocator's keys of its ``results`` there. If an earlier call with the same
         events found and left the pool in this state, only the results are placed.
         """
-        # reading the state lists free ranges: one step per live tensor other than weights
+        # `state` goes over all free ranges: about a step per live tensor other than weights
         self._count(1 + len(self._bytes) - len(self._blocks))
         state_key = id(events), self._allocator.state(small)
         if (placements := self._cached_results.get(state_key)) is None:
@@ -321,8 +322,8 @@ class _PlanReplay:
     ) -> dict[int, int]:
         """Replay ``events`` except releases of ``results``.
 
-        Repetitions are replayed until the pool and its tensors are in the state before an earlier
-        repetition. The further ones would do the same and are skipped.
+        Repetitions are replayed until the pool and its tensors are as at the start of an earlier
+        repetition. From there on they would only repeat, and are skipped.
         """
         # number of each event -> number of the event that allocated its tensor
         allocation_numbers, repeats = repeats_in(events)

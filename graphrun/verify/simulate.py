@@ -22,14 +22,14 @@ RAM (`HostMemory`), in bytes per slot:
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain, groupby
+from operator import attrgetter
 
 from graphrun.errors import PlanError
 from graphrun.model.blocks import named
 from graphrun.model.choices import apply_choices, reorder
 from graphrun.model.plan import (
-    Action,
     BlockNames,
     Drop,
     Evict,
@@ -37,7 +37,6 @@ from graphrun.model.plan import (
     Plan,
     Read,
     Restore,
-    Run,
     Slot,
     Spill,
     Stream,
@@ -50,7 +49,7 @@ from graphrun.model.problem import (
     Use,
     Variant,
 )
-from graphrun.model.simulation import Moment, Simulation, SlotReport
+from graphrun.model.simulation import Simulation, SlotReport, TimeSpan
 from graphrun.model.splits import transfers
 from graphrun.trace import Event
 from graphrun.units import round_up
@@ -60,16 +59,17 @@ from graphrun.verify.timeline import (
     BlockWork,
     DiskChannel,
     Key,
+    SlotCall,
     Timeline,
-    TimeSpan,
 )
 
 
 class HostMemory:
     """RAM in use, starting before the run.
 
-    ``applied``: the problem with all choices applied. ``reordered``: with order and options only,
-    where a phase on the CPU has its whole activation.
+    ``applied``: the problem with all choices applied; its activation is on the device.
+    ``reordered``: the problem with only the order and options applied. It still has the whole
+    activation of phases on the CPU, which is in RAM.
     """
 
     def __init__(self, applied: Problem, reordered: Problem) -> None:
@@ -137,9 +137,8 @@ def simulate(problem: Problem, plan: Plan) -> Simulation:
     )
     return Simulation(
         applied,
-        tuple(state.moments),
         first_slots,
-        tuple(state.events),
+        tuple(state.spans),
         seconds,
         further_slots,
         state.now_seconds - seconds,
@@ -181,8 +180,7 @@ class _State:
         }
         self.resident = {key for name, blocks in start_blocks for key in self._keys(name, blocks)}
         self.now_seconds, self.touched_bytes = 0.0, self._device_bytes(self.resident)
-        self.events: list[Event] = []
-        self.moments: list[Moment] = []
+        self.spans: list[tuple[TimeSpan | Event, ...]] = []
 
     def slot(self, index: int, slot: Slot) -> SlotReport:
         start = self.now_seconds
@@ -193,7 +191,8 @@ class _State:
             if isinstance(action, Stream)
         }
         self.resident -= set(evicted)
-        works, activation, values = self._works(index, slot, set(loads), ring_buffers)
+        calls, activation, values = self._works(index, slot, set(loads), ring_buffers)
+        works = [work for call in calls for work in call.works]
         used_keys = {work.key for work in works}
         prefetch_keys = (key for key in loads if key not in used_keys)
         weight_bytes = self._device_bytes(self.resident | set(loads))
@@ -206,7 +205,7 @@ class _State:
         transfers, hops = self._transfers(slot)
         line = Timeline(
             self.now_seconds,
-            works,
+            calls,
             prefetch_keys,
             self.sizes,
             ring_buffers,
@@ -235,32 +234,20 @@ class _State:
             seconds=self.now_seconds - start,
             first_touch_seconds=first_touch_seconds,
             compute_seconds=sum(work.seconds for work in works),
-            restored_bytes=sum(
-                event.nbytes for event in value_copies.values() if event.kind == "restore"
-            ),
+            restored_bytes=sum(event.nbytes for event in value_copies if event.kind == "restore"),
             host_bytes=host,
             pinned_bytes=pinned,
             disk_bytes_read=sum(self.sizes[key].read_bytes for _, key, _, _ in disk.spans),
             secondary_peaks=self._secondary_peaks(slot, self.resident | set(loads)),
         )
-        self.events += [
-            self._event(index, TimeSpan("evict", key, 0, start, start)) for key in evicted
-        ]
-        spans = (
+        slot_spans: list[TimeSpan | Event] = [
+            *value_copies,
             *(TimeSpan(kind, key, 0, begin, end) for kind, key, begin, end in disk.spans),
             *line.copies,
             *line.calls.values(),
-        )
-        slot_events = [*value_copies.values(), *(self._event(index, span) for span in spans)]
-        self.events += sorted(slot_events, key=lambda event: event.start_seconds)
-        self._add_moments(
-            index,
-            slot,
-            values + self._device_bytes((*self.resident, *evicted)),
-            activation,
-            slot_events,
-            start,
-        )
+        ]
+        evictions = (TimeSpan("evict", key, 0, start, start) for key in evicted)
+        self.spans.append((*evictions, *sorted(slot_spans, key=attrgetter("start_seconds"))))
         self.resident |= set(loads)
         return report
 
@@ -270,27 +257,19 @@ class _State:
         self.touched_bytes += new_bytes
         return new_bytes * self.problem.hardware.first_touch_seconds
 
-    def _value_copies(self, index: int, slot: Slot) -> tuple[dict[int, Event], float]:
-        """Return spills and restores by action number, one after another, and their end."""
-        copies, clock_seconds, hardware = (
-            dict[int, Event](),
-            self.now_seconds,
-            self.problem.hardware,
-        )
-        for number, action in enumerate(slot.actions):
+    def _value_copies(self, index: int, slot: Slot) -> tuple[list[Event], float]:
+        """Return spills and restores, one after another, and their end."""
+        copies = list[Event]()
+        clock_seconds, hardware = self.now_seconds, self.problem.hardware
+        for action in slot.actions:
             if isinstance(action, Spill | Restore):
                 if action.value not in self.values:
                     raise PlanError(f"slot {index}: the problem has no value {action.value!r}")
                 value, spill = self.values[action.value], isinstance(action, Spill)
                 end = clock_seconds + value.copy_seconds(hardware, to_host=spill)
-                copies[number] = Event(
-                    "spill" if spill else "restore",
-                    "",
-                    index,
-                    action.value,
-                    value.nbytes,
-                    clock_seconds,
-                    end,
+                kind = "spill" if spill else "restore"
+                copies.append(
+                    Event(kind, "", index, action.value, value.nbytes, clock_seconds, end)
                 )
                 clock_seconds = end
         return copies, clock_seconds
@@ -323,8 +302,8 @@ class _State:
 
     def _works(
         self, index: int, slot: Slot, loads: set[Key], ring_buffers: dict[str, int]
-    ) -> tuple[list[BlockWork], int, int]:
-        """Return all compute in order, activation bytes, and the bytes of values and inputs."""
+    ) -> tuple[list[SlotCall], int, int]:
+        """Return all calls in order, activation bytes, and the bytes of values and inputs."""
         if slot.part == "end":
             return [], 0, 0
         if slot.phase not in self.phases:
@@ -338,12 +317,16 @@ class _State:
                     "resident" if key in self.resident else "load" if key in loads else "stream"
                 )
                 sources[key] = "host" if on_cpu else source
-        works = [
-            BlockWork(key, seconds, call, sources[key])
-            for key, seconds, call in self._blocks_in_order(phase, slot)
-        ]
+        calls = list(self._calls(phase, slot, sources))
         if unavailable_key := next(
-            (w.key for w in works if w.source == "stream" and w.key[0] not in ring_buffers), None
+            (
+                work.key
+                for call in calls
+                if call.component not in ring_buffers
+                for work in call.works
+                if work.source == "stream"
+            ),
+            None,
         ):
             raise PlanError(
                 f"slot {index}: {self._path(unavailable_key)} of {unavailable_key[0]} is needed, "
@@ -351,19 +334,33 @@ class _State:
             )
         activation = phase.activation_bytes(slot.part)
         values = self.problem.value_bytes(number) - self.host.spilled_bytes(slot)
-        return works, activation, values + phase.input_bytes
+        return calls, activation, values + phase.input_bytes
 
-    def _blocks_in_order(self, phase: PhaseNumbers, slot: Slot) -> Iterator[tuple[Key, float, int]]:
-        """Yield (block, seconds, call) in order: in each call all components in turn.
+    def _calls(
+        self, phase: PhaseNumbers, slot: Slot, sources: Mapping[Key, BlockOrigin]
+    ) -> Iterator[SlotCall]:
+        """Yield the calls of ``slot`` in order: in turn all components.
 
-        A group with fewer calls than its component runs in the first calls of the component.
+        A group with fewer calls than its component runs in the first calls of the component. Calls
+        that run the same blocks share their works.
         """
+        turns = [
+            (name, list(uses), dict[tuple[bool, ...], list[BlockWork]]())
+            for name, uses in groupby(phase.uses, key=attrgetter("component"))
+        ]
         for call in range(slot.calls):
-            for use in phase.uses:
-                calls = use.group_calls_in(slot.part)
-                for k, i, seconds in use.order or self._in_group_order(use):
-                    if call < calls[k]:
-                        yield (use.component, k, i), seconds, call
+            for name, uses, shared_works in turns:
+                runs = [[call < n for n in use.group_calls_in(slot.part)] for use in uses]
+                pattern = tuple(chain.from_iterable(runs))
+                if pattern not in shared_works:
+                    shared_works[pattern] = [
+                        BlockWork((name, k, i), seconds, sources[name, k, i])
+                        for use, does_run in zip(uses, runs, strict=True)
+                        for k, i, seconds in use.order or self._in_group_order(use)
+                        if does_run[k]
+                    ]
+                if works := shared_works[pattern]:
+                    yield SlotCall(name, call, works)
 
     def _in_group_order(self, use: Use) -> list[tuple[int, int, float]]:
         groups = self._component(use.component).groups
@@ -373,52 +370,6 @@ class _State:
             for i in range(len(group.blocks))
         ]
 
-    def _add_moments(
-        self,
-        index: int,
-        slot: Slot,
-        device_bytes: int,
-        activation: int,
-        slot_events: list[Event],
-        start: float,
-    ) -> None:
-        """Append a `Moment` for each action; ``device_bytes``: before the first action."""
-        # key: kind, component, and the block or value
-        events_by_move = defaultdict[tuple[str, str, str], list[Event]](list)
-        for event in slot_events:
-            if event.kind in ("load", "read", "spill", "restore"):
-                events_by_move[
-                    event.kind, event.component, "" if event.kind == "read" else event.detail
-                ].append(event)
-        for number, action in enumerate(slot.actions):
-            begin = end = start
-            action_keys = self._action_keys(action)
-            if isinstance(action, Evict):
-                device_bytes -= self._device_bytes(action_keys)
-            elif isinstance(action, Run | Stream):
-                device_bytes += (
-                    activation
-                    if isinstance(action, Run)
-                    else round_up(action.ring_buffer_bytes, ALLOCATION_BYTES)
-                )
-                end = self.now_seconds
-            elif not isinstance(action, Drop):
-                device_bytes += self._device_bytes(action_keys)
-                if isinstance(action, Load):
-                    moves = [("load", action.component, self._path(key)) for key in action_keys]
-                elif isinstance(action, Read):
-                    moves = [("read", action.component, "")]
-                else:
-                    moves = [
-                        ("spill" if isinstance(action, Spill) else "restore", "", action.value)
-                    ]
-                if action_events := [event for key in moves for event in events_by_move[key]]:
-                    begin, end = (
-                        min(event.start_seconds for event in action_events),
-                        max(event.end_seconds for event in action_events),
-                    )
-            self.moments.append(Moment(index, number, device_bytes, begin, end))
-
     def _component(self, name: str) -> ComponentNumbers:
         if component := self.components.get(name):
             return component
@@ -427,15 +378,10 @@ class _State:
     def _keys(self, component: str, blocks: BlockNames) -> list[Key]:
         return [(component, k, i) for k, i in named(self._component(component), blocks)]
 
-    def _action_keys(self, action: Action) -> list[Key]:
-        """Return the blocks that ``action`` loads or evicts."""
-        return (
-            self._keys(action.component, action.blocks) if isinstance(action, Load | Evict) else []
-        )
-
     def _moved(self, slot: Slot, kind: type[Load] | type[Evict]) -> list[Key]:
+        """Return the blocks that the slot loads or evicts."""
         actions = (action for action in slot.actions if isinstance(action, kind))
-        return [key for action in actions for key in self._action_keys(action)]
+        return [key for action in actions for key in self._keys(action.component, action.blocks)]
 
     def _device_bytes(self, keys: Iterable[Key], secondary: int = 0) -> int:
         """Return the bytes of ``keys`` that belong on device ``secondary``."""
@@ -481,10 +427,3 @@ class _State:
 
     def _path(self, key: Key) -> str:
         return self.components[key[0]].groups[key[1]].blocks[key[2]]
-
-    def _event(self, slot: int, span: TimeSpan) -> Event:
-        detail = f"call {span.call}" if span.kind == "run" else self._path(span.key)
-        nbytes = 0 if span.kind == "run" else self.sizes[span.key].nbytes
-        return Event(
-            span.kind, span.key[0], slot, detail, nbytes, span.start_seconds, span.end_seconds
-        )

@@ -38,13 +38,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from math import inf
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from graphrun.errors import PlanError
 from graphrun.model.ring_buffer import RingBuffer
+from graphrun.model.simulation import TimeSpan
 
 Key = tuple[str, int, int]  # component, block group, block within the group
 
@@ -188,28 +188,25 @@ BlockOrigin = Literal["resident", "load", "stream", "host"]
 
 
 class BlockWork(NamedTuple):
-    """Compute of a block in one call; ``source``: its way to the device; ``host``: on the CPU."""
+    """Compute of a block; ``source``: its way to the device; ``host``: on the CPU."""
 
     key: Key
     seconds: float
-    call: int
     source: BlockOrigin
 
 
-class TimeSpan(NamedTuple):
-    """Time of the ``load`` or ``stream`` of block ``key``, or of a call's ``run`` from there."""
+class SlotCall(NamedTuple):
+    """One call into a component, the number ``call`` of its slot: blocks in order."""
 
-    kind: str
-    key: Key
+    component: str
     call: int
-    start_seconds: float
-    end_seconds: float
+    works: Sequence[BlockWork]
 
 
 class Timeline:
     """Copies and compute of one slot, from ``start_seconds`` on.
 
-    ``works``: all compute in order. ``prefetch``: blocks loaded for later slots, in order.
+    ``calls``: all compute in order. ``prefetch``: blocks loaded for later slots, in order.
     ``ring_buffer_bytes``: per streamed component. ``copies_from_seconds``: end of spills and
     restores. ``pageable``: components with pageable backing stores. ``secondaries``: (component,
     block group) -> its secondary device. ``transfers``: component on a secondary device -> (seconds
@@ -222,7 +219,7 @@ class Timeline:
     def __init__(
         self,
         start_seconds: float,
-        works: Sequence[BlockWork],
+        calls: Sequence[SlotCall],
         prefetch: Iterable[Key],
         sizes: Mapping[Key, BlockSize],
         ring_buffer_bytes: Mapping[str, int],
@@ -253,9 +250,6 @@ class Timeline:
         )[::-1]
         self._pageable = pageable
         self._prefetch_bytes = sum(sizes[key].nbytes for key in self._prefetch)
-        self._stream_bytes = sum(
-            sizes[work.key].nbytes for work in works if work.source == "stream"
-        )
         self._prefetched_bytes = self._streamed_bytes = 0
         self._load_ends: dict[Key, float] = {}
         self._ring_buffers = {
@@ -263,21 +257,24 @@ class Timeline:
         }
         # end of compute with each placed block
         self._compute_ends: dict[str, list[float]] = {name: [] for name in ring_buffer_bytes}
-        streamed_works = [work for work in works if work.source == "stream"]
         # sizes of the streamed blocks of each component, in order
         stream_sizes = {name: list[int]() for name in ring_buffer_bytes}
-        for work in streamed_works:
-            stream_sizes[work.key[0]].append(sizes[work.key].nbytes)
+        for call in calls:
+            if call.component in stream_sizes:
+                stream_sizes[call.component] += [
+                    sizes[work.key].nbytes for work in call.works if work.source == "stream"
+                ]
+        self._stream_bytes = sum(map(sum, stream_sizes.values()))
         # size of the block after each streamed block
         self._next_block_bytes = {
             name: iter(block_sizes[1:]) for name, block_sizes in stream_sizes.items()
         }
-        for (name, call), call_works in groupby(works, key=lambda work: (work.key[0], work.call)):
-            self._call(name, call, list(call_works))
+        for call in calls:
+            self._call(*call)
         ran = Counter(name for name, _ in self.calls)
         # calls that run no block transfer their tensors too
-        for name, (to_secondary_seconds, back_seconds, calls) in transfers.items():
-            self._compute_free += (calls - ran[name]) * (to_secondary_seconds + back_seconds)
+        for name, (to_secondary_seconds, back_seconds, call_count) in transfers.items():
+            self._compute_free += (call_count - ran[name]) * (to_secondary_seconds + back_seconds)
         while self._prefetch:
             self._issue_prefetch()
         disk.finish()
@@ -317,7 +314,8 @@ class Timeline:
 
     def _stream(self, key: Key) -> float:
         try:
-            # the size of the next block, so that it need not overwrite this one
+            # given the size of the next block, `place` puts this one where the next need not
+            # overwrite it
             placement = self._ring_buffers[key[0]].place(
                 self._sizes[key].nbytes, next(self._next_block_bytes[key[0]], 0)
             )
@@ -328,7 +326,8 @@ class Timeline:
             if placement.released_numbers
             else self._start
         )
-        # first prefetches that may start at once, then blocks that are in RAM while the copy waits
+        # First the prefetches whose blocks are in RAM when the copy channel is free. Then those
+        # whose blocks arrive in RAM before this copy may start.
         if placement.released_numbers:
             self._issue_due_prefetch(self._copy_frees[0])
             self._issue_due_prefetch(max(self._copy_frees[0], ready))

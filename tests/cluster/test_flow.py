@@ -382,6 +382,22 @@ def test_a_request_that_is_left_out_holds_nobody_up_who_would_share_its_runs(
         assert sorted([*batch.outputs, *batch.errors]) == list(range(1, 13))
 
 
+def test_items_that_wait_for_cancelled_requests_have_lost_no_values(
+    flux: Any, pipeline: Placement
+) -> None:
+    """Each of the cancelled requests was to encode the prompt of the last one."""
+
+    class Leaves(Watcher):
+        def begins_on(self, device: str, stages: Any, request: Any) -> None:
+            if request.number <= LOSSES + 1:
+                raise LeftOut("cancelled")
+
+    requests = [{"prompt": "equal", "seed": number} for number in range(LOSSES + 2)]
+    batch = ran_by(flux, pipeline, Losing(0, 0.0), requests, watcher=Leaves())
+    assert set(batch.errors.values()) == {"cancelled"}
+    assert list(batch.outputs) == [LOSSES + 2]
+
+
 class FailsAfter(Watcher):
     """Ends the process, in effect, after so many runs."""
 

@@ -180,7 +180,7 @@ def test_context_bytes_are_measured_after_every_kind_of_kernel_and_only_raised(
     monkeypatch.setattr(measuring, "_uuid", lambda: "GPU-a")
     monkeypatch.setattr(
         measuring,
-        "_cards_used_bytes",
+        "cards_used_bytes",
         lambda: {"GPU-a": GB + sum(bytes_by_source[source] for source in sources)},
     )
     hardware, figures = measuring.calibrate("cuda", tmp_path, allowed_seconds=0.05)

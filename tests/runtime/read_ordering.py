@@ -49,17 +49,17 @@ class ReadOrdering:
         self._bound = dict[Key, tuple[int, int]]()  # memory of blocks that modules have
         self._wrap_reads()
         self._wrap_residency()
-        session = CpuDevice.session
+        capped = CpuDevice.capped
 
         @contextmanager
         def checked(device: CpuDevice, *arguments: Any) -> Iterator[None]:
-            with session(device, *arguments), _Operators(self):
+            with capped(device, *arguments), _Operators(self):
                 assert device._reads is not None
                 self._readers = [device._reads]
                 yield
                 self._readers = []
 
-        patch.setattr(CpuDevice, "session", checked)
+        patch.setattr(CpuDevice, "capped", checked)
 
     def report(self, text: str) -> None:
         if text not in self.reports:

@@ -80,7 +80,7 @@ def test_a_kind_with_one_queue_does_everything_in_order() -> None:
     assert device.serial_copies
     source = device.arena(MIB, pinned=True)
     assert not source.is_pinned()
-    with device.session(4 * MIB):
+    with device.capped(4 * MIB):
         target = device.allocate(MIB)
         device.copy(target, source.fill_(7))
         device.wait("compute", device.mark("copy"))
@@ -107,7 +107,7 @@ def test_without_a_limit_of_the_backend_own_allocations_are_checked(
     texts = " ".join(device.notices)
     assert "this backend has no memory limit" in texts
     assert ("does not count its memory" in texts) != has_counters
-    with device.session(3 * MIB):
+    with device.capped(3 * MIB):
         device.reset_peak()
         first = device.allocate(2 * MIB)
         with pytest.raises(torch.OutOfMemoryError) as error_info:
@@ -183,7 +183,7 @@ def test_reads_of_files_wait_for_compute(backend: Any, tmp_path: Path) -> None:
     file.write_bytes(bytes(range(256)) * 16)
     device = AcceleratorDevice("brook", unified=True)
     source, span = device.arena(4096, pinned=True), Span(str(file), 0, 4096, 4096)
-    with device.session(MIB):
+    with device.capped(MIB):
         target = device.allocate(4096)
         backend.set_copy_microseconds(50_000)
         with device._on("compute"):
@@ -201,7 +201,7 @@ def test_reads_of_files_wait_for_compute(backend: Any, tmp_path: Path) -> None:
 def test_an_error_of_a_read_is_raised_by_the_wait_for_it(tmp_path: Path) -> None:
     device = AcceleratorDevice("brook", unified=True)
     span = Span(str(tmp_path / "missing"), 0, 4096, 4096)
-    with device.session(MIB):
+    with device.capped(MIB):
         target = device.allocate(4096)
         device.read_block([(span, target)], None)
         with pytest.raises(InputError, match="missing"):

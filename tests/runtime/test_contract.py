@@ -292,7 +292,7 @@ class Holder:
 def test_spill_and_restore(contract: Contract) -> None:
     modules, problem = contract.two(RATES["copies"])
     device = contract.device(problem, "copies")
-    with device.session(256 * MIB):
+    with device.capped(256 * MIB):
         holder = Holder(
             torch.arange(MIB, dtype=torch.float32, device="cpu").to(device.torch_device)
         )
@@ -350,7 +350,7 @@ def test_the_cap_holds_and_freed_memory_can_be_had_again_in_other_sizes(contract
     hardware = replace(small_hardware(), caching_allocator=True, page_scale=1.0)
     _, problem = contract.two(hardware)
     device = contract.device(problem)
-    with device.session(200 * MIB):
+    with device.capped(200 * MIB):
         device.reset_peak()
         for _ in range(3):
             pieces = [device.allocate(30 * MIB) for _ in range(6)]

@@ -70,10 +70,10 @@ def test_the_allocator_refuses_more_than_the_cap_and_recovers() -> None:
     from graphrun.runtime.devices.cuda import CudaDevice
 
     device = CudaDevice()
-    with device.session(64 * MIB), pytest.raises(torch.OutOfMemoryError) as error_info:
+    with device.capped(64 * MIB), pytest.raises(torch.OutOfMemoryError) as error_info:
         device.allocate(GIB)
     assert isinstance(device.explain(error_info.value), OutOfMemory)
-    with device.session(2 * GIB):
+    with device.capped(2 * GIB):
         assert device.allocate(GIB).numel() == GIB
 
 
@@ -179,6 +179,6 @@ def test_the_allocators_limit_is_that_of_the_cap_or_of_the_plan(
         (8 * GIB, 7 * GIB, 8 * GIB),
         (8 * GIB, 9 * GIB, 9 * GIB),
     ):
-        with device.session(cap, limit):
+        with device.capped(cap, limit):
             assert int(shares[-1] * total) == expected + 8 * MIB
         assert shares[-1] == 1.0

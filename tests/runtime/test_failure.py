@@ -188,7 +188,7 @@ def test_reference_cycles_of_the_ops_code_do_not_keep_the_device(case: Case) -> 
 
 
 def test_a_baseline_that_was_there_before_stays(case: Case) -> None:
-    with case.device.session(1 << 30):
+    with case.device.capped(1 << 30):
         caller_tensor = torch.ones(1000, device=case.device.torch_device)
     trace = run(case.problem, case.plan, case.host, case.device, CALLS)
     assert trace.baseline_bytes == 4096

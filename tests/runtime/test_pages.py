@@ -50,11 +50,11 @@ def test_a_run_reserves_what_was_planned(
     unlimited = replace(solution.problem, budget_bytes=AMPLE)
     whole.device = open_device(unlimited)
     whole.host = Host.of_graph(whole.graph, solution.problem, whole.device, whole.modules)
-    session, limits = SimulatedDevice.session, list[int]()
+    capped, limits = SimulatedDevice.capped, list[int]()
     monkeypatch.setattr(
         SimulatedDevice,
-        "session",
-        lambda self, cap, limit: limits.append(limit) or session(self, cap, limit),
+        "capped",
+        lambda self, cap, limit: limits.append(limit) or capped(self, cap, limit),
     )
     for _ in range(2):  # the second run finds no page that the first one left
         trace = whole.run(unlimited, replace(solution.plan, problem=unlimited.digest))

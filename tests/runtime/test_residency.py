@@ -57,7 +57,7 @@ def test_the_arena_is_the_only_host_copy(device: SimulatedDevice) -> None:
 
 def test_loaded_blocks_equal_the_host_and_ties_hold_on_the_device(device: SimulatedDevice) -> None:
     module, residency = made(device)
-    with device.session(1 << 30):
+    with device.capped(1 << 30):
         for path in PATHS:
             residency.allocate(path)
             device.barrier()
@@ -78,7 +78,7 @@ def test_eviction_puts_the_same_host_tensors_back_and_frees_that_block_alone(
 ) -> None:
     module, residency = made(device)
     host = [id(t) for t in tensors(module)]
-    with device.session(1 << 30):
+    with device.capped(1 << 30):
         for path in ("", "wide.1"):
             residency.allocate(path)
             device.barrier()

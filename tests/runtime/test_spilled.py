@@ -27,7 +27,7 @@ class Holder:
 
 def test_a_restored_value_is_computed_with_at_once() -> None:
     device = SimulatedDevice(Machine())
-    with device.session(1 << 30):
+    with device.capped(1 << 30):
         tensor = torch.arange(64.0).to(device.torch_device)
         holder = Holder(embeds={"prompt": tensor, "pooled": [tensor, torch.ones(2)]})
         values = RunValues(device, holder)
@@ -47,7 +47,7 @@ def test_a_restored_value_is_computed_with_at_once() -> None:
 
 def test_the_trace_has_the_times_of_both_copies() -> None:
     device = SimulatedDevice(Machine(h2d_bytes_per_second=1e9, d2h_bytes_per_second=5e8))
-    with device.session(1 << 30):
+    with device.capped(1 << 30):
         holder = Holder(embeds=torch.ones(1000).to(device.torch_device))
         recorder, values = EventRecorder(device, device.mark("compute")), RunValues(device, holder)
         device.barrier()

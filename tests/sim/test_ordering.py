@@ -18,7 +18,7 @@ from graphrun.sim.ordering import RaceError, spans_of
 @pytest.fixture
 def device() -> Iterator[SimulatedDevice]:
     device = SimulatedDevice(Machine(check_ordering=True))
-    with device.session(1 << 30):
+    with device.capped(1 << 30):
         yield device
 
 
@@ -84,7 +84,7 @@ def test_a_race_behind_the_last_barrier_is_reported_at_the_end_of_the_session() 
     device, source = SimulatedDevice(Machine(check_ordering=True)), host()
 
     def session() -> None:
-        with device.session(1 << 30):
+        with device.capped(1 << 30):
             weights = on_device(device)
             assert (weights + 1).numel()
             device.copy(weights, source)

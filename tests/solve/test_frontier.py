@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,38 @@ def test_infeasible_points_name_the_smallest_budget_to_the_byte() -> None:
     unfitting_point, fitting_point = frontier(problem, (minimum - 1, minimum))
     assert (unfitting_point.fits, fitting_point.fits) == (False, True)
     assert unfitting_point.smallest_budget_bytes == fitting_point.smallest_budget_bytes == minimum
+
+
+def test_an_earlier_plan_is_remembered_where_a_larger_budget_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The plan for 8 GiB is carried over to 12 GiB, although 10 GiB has no plan."""
+    module = import_module("graphrun.solve.frontier")
+    carry = module.carried_over
+    monkeypatch.setattr(
+        module,
+        "carried_over",
+        lambda problem, *rest: None if problem.budget_bytes == 10 * GIB else carry(problem, *rest),
+    )
+    points = frontier(
+        flux(GIB),
+        (8 * GIB, 10 * GIB, 12 * GIB),
+        lambda problem: solved(problem) if problem.budget_bytes == 8 * GIB else None,
+    )
+    assert [point.fits for point in points] == [True, False, True]
+    assert points[2].seconds == points[0].seconds
+
+
+def test_a_curve_without_a_plan_at_its_minimum_has_points_between() -> None:
+    problem = on_card(8, 8 * GIB)
+    minimum = curve_ends(problem)[0]
+
+    def missing_at_minimum(candidate: Problem) -> Solution | None:
+        return None if candidate.budget_bytes == minimum else solved(candidate)
+
+    points = curve(problem, solve(problem), missing_at_minimum)
+    assert not points[0].fits
+    assert len([point for point in points if minimum < point.budget_bytes < 8 * GIB]) > 1
 
 
 def on_card(gib: int, budget_bytes: int) -> Problem:

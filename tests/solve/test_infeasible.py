@@ -11,7 +11,7 @@ from planner_problems import GIB, MIB, component, flux, hardware, problem
 from graphrun.model.least_memory import least_memory
 from graphrun.model.plan import Stream
 from graphrun.model.problem import PhaseNumbers, Problem, Use
-from graphrun.solve.infeasible import Infeasible, smallest_budget, smallest_ram
+from graphrun.solve.infeasible import Infeasible, smallest_budget, smallest_pinned, smallest_ram
 from graphrun.solve.solve import solve
 from graphrun.units import parse_size, typed_size
 from graphrun.verify.check import check
@@ -98,6 +98,18 @@ def test_first_and_steady_slots_are_sized_separately() -> None:
     assert smallest_budget(instance) == 61 * 1024
     assert check(instance, solve(instance).plan) == ()
     refused(replace(instance, budget_bytes=61 * 1024 - 1))
+
+
+def test_a_component_without_weights_has_minimum_budgets() -> None:
+    only_component = component("one", ("blocks", 4, MIB))
+    variant = only_component.variants[0]
+    variants = (variant, replace(variant, precision="other"))
+    phase = PhaseNumbers("s", 0, (Use("one", 1, (1,), (1.0,)), Use("none", 1, (), ())), 0, 0, 0)
+    instance = problem(
+        GIB, (replace(only_component, variants=variants), component("none")), (phase,)
+    )
+    assert smallest_budget(instance) == MIB
+    assert smallest_pinned(instance) == smallest_ram(instance) == 4 * MIB
 
 
 def test_ram_holds_every_backing_store() -> None:

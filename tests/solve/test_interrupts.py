@@ -17,7 +17,7 @@ from planner_problems import GIB, MIB, flux
 
 from graphrun.errors import PlanningInterrupted
 from graphrun.solve import fastest, interrupts, linear, solve
-from graphrun.solve.interrupts import Candidate, best_of, collecting
+from graphrun.solve.interrupts import Candidate, best_of, recording_candidates
 from graphrun.verify.check import check
 
 
@@ -176,7 +176,7 @@ def test_while_looking_for_what_helps_it_is_known_that_nothing_fits(
 
 def test_a_candidate_for_other_times_or_beyond_the_budget_is_no_plan() -> None:
     problem = flux(8 * GIB, steps=4)
-    with collecting() as candidates:
+    with recording_candidates() as candidates:
         solve.solved(problem)
     assert best_of(candidates, problem) is not None
     assert best_of(candidates, replace(problem, budget_bytes=GIB)) is None
@@ -188,3 +188,28 @@ def test_a_candidate_for_other_times_or_beyond_the_budget_is_no_plan() -> None:
         for candidate in candidates
     ]
     assert best_of(coarse_candidates, problem) is None
+
+
+def test_a_bound_holds_for_every_search_and_for_plans_that_simulate_faster() -> None:
+    problem = flux(8 * GIB, steps=4)
+    with recording_candidates() as candidates:
+        solve.solved(problem)
+    best = best_of(candidates, problem)
+    assert best is not None
+    assert best.bound_seconds <= best.seconds
+    first, last = candidates[0], candidates[-1]
+    lower = 0.5 * best.bound_seconds
+    for searches in (
+        [replace(first, bound_seconds=best.bound_seconds), replace(last, bound_seconds=lower)],
+        [replace(first, bound_seconds=lower), replace(last, bound_seconds=best.bound_seconds)],
+    ):
+        solution = best_of(searches, problem)
+        assert solution is not None
+        assert solution.bound_seconds == lower
+    too_high = [
+        replace(candidate, bound_seconds=2 * best.seconds, objective_seconds=3 * best.seconds)
+        for candidate in candidates
+    ]
+    solution = best_of(too_high, problem)
+    assert solution is not None
+    assert 0 < solution.bound_seconds <= solution.seconds

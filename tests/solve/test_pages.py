@@ -34,7 +34,7 @@ from graphrun.solve.fastest import ProgramSolution, fastest, find, find_near
 from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.least import smallest_tensor_budget
 from graphrun.solve.linear import ROUNDING_GAP
-from graphrun.solve.pages import smallest_budget, solved, with_reserve
+from graphrun.solve.pages import smallest_budget, solved, with_overheads
 from graphrun.solve.solve import solve
 from graphrun.units import GIB, MIB
 from graphrun.verify.check import check
@@ -136,7 +136,7 @@ def test_what_pages_take_is_set_aside_and_no_more(
     aside, within the gap at which rounded solutions are accepted."""
     short = in_pages(by_tensors).excess_page_overheads()
     assert short
-    stricter = fastest(with_reserve(flux, short))
+    stricter = fastest(with_overheads(flux, short))
     assert stricter is not None
     seconds = flux_solution.simulation.seconds
     assert seconds <= (1 + ROUNDING_GAP) * stricter.simulation.seconds

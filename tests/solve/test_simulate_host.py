@@ -52,11 +52,6 @@ def test_a_cold_run_slot_by_slot() -> None:
     assert simulation.moved_bytes == up_bytes + unblocked + 2 * K + 4 * streamed + vae + 512, (
         "with the restored value"
     )
-    assert [moment.end_seconds for moment in simulation.moments if moment.slot == 2] == [
-        10,
-        12,
-        14,
-    ], "drop, spill, load"
 
 
 def test_bytes_of_a_cold_run_on_the_host() -> None:
@@ -99,7 +94,7 @@ def test_a_session_is_its_first_run_and_the_others() -> None:
         for a, b in zip(simulation.slots, simulation.further_slots, strict=True)
         if a.seconds != b.seconds
     ] == [(2, 0)]
-    assert simulation.moments[-1].slot == 19
+    assert simulation.events[-1].slot == 19
     assert simulation.host_peak_bytes == max(slot.host_bytes for slot in simulation.further_slots)
     assert simulation.pinned_peak_bytes == simulation.further_slots[-1].pinned_bytes
 
@@ -227,8 +222,6 @@ slot end
     ]
     assert loads == [("up", 0, 1), ("up", 1, 2), ("vae", 4, 5), ("vae", 8, 9)]
     assert simulation.slots[0].seconds == 9
-    by_action = [(m.start_seconds, m.end_seconds) for m in simulation.moments if m.slot == 0]
-    assert by_action == [(0, 8), (4, 9), (0, 2)]
 
 
 def test_prefetches_from_pageable_memory_come_last() -> None:

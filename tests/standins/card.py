@@ -20,7 +20,7 @@ class Card(Device):
     allocated_bytes = peak_bytes = 0
     available_bytes = 1 << 50
 
-    def session(self, cap_bytes: int, limit_bytes: int = 0) -> AbstractContextManager[None]:
+    def capped(self, cap_bytes: int, limit_bytes: int = 0) -> AbstractContextManager[None]:
         return nullcontext()
 
     def pin(self, arena: torch.Tensor) -> None:

@@ -224,7 +224,7 @@ class AcceleratorDevice(Device):
         return self._copy if stream == "copy" else self._compute
 
     @contextmanager
-    def session(self, cap_bytes: int, limit_bytes: int = 0) -> Iterator[None]:
+    def capped(self, cap_bytes: int, limit_bytes: int = 0) -> Iterator[None]:
         """Make the device current, and limit its allocator to ``cap_bytes`` plus the workspace.
 
         The limit (set_per_process_memory_fraction) counts the bytes that the caching allocator has

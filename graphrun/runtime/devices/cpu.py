@@ -106,7 +106,7 @@ class CpuDevice(Device):
         return round_up(self.other_bytes + spare_bytes, CONTEXT_STEP_BYTES)
 
     @contextmanager
-    def session(self, cap_bytes: int, limit_bytes: int = 0) -> Iterator[None]:
+    def capped(self, cap_bytes: int, limit_bytes: int = 0) -> Iterator[None]:
         """Start the threads that read, and the measurement of peaks.
 
         If the process already has more than its planned bytes, the cap is lower by the difference.

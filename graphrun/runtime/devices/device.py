@@ -127,7 +127,7 @@ class Device(ABC):
         return self.torch_device
 
     @abstractmethod
-    def session(self, cap_bytes: int, limit_bytes: int = 0) -> AbstractContextManager[None]:
+    def capped(self, cap_bytes: int, limit_bytes: int = 0) -> AbstractContextManager[None]:
         """Activate the device, and refuse allocations beyond ``cap_bytes`` within the context.
 
         ``limit_bytes``: `verify.pages.limit_bytes` of the plan. The limit of PyTorch's allocator is

@@ -51,7 +51,7 @@ class SimulatedDevice(Device):
         return self.machine
 
     @contextmanager
-    def session(self, cap_bytes: int, limit_bytes: int = 0) -> Iterator[None]:
+    def capped(self, cap_bytes: int, limit_bytes: int = 0) -> Iterator[None]:
         """Activate the machine with a capacity of at most ``cap_bytes``.
 
         A secondary machine becomes active with the first machine. Ops run on the machine's compute
