@@ -283,7 +283,7 @@ def page(cells: Sequence[Cell]) -> str:
 def _drawing(name: str, theme: str) -> str:
     """Return the Markdown of the drawing of ``name`` that pages of a ``theme`` show."""
     file = f"cpu-{name}{'-dark' if theme == 'dark' else ''}.svg"
-    return f"![Seconds against the memory cap, {name}](img/{file}#gh-{theme}-mode-only)"
+    return f"![{name}: seconds against the cap](img/{file}#gh-{theme}-mode-only)"
 
 
 def readme(cells: Sequence[Cell]) -> str:
