@@ -150,7 +150,7 @@ def text_of(page: str) -> str:
 def test_the_page_of_a_run_shows_plan_and_measurement_side_by_side(
     pages: tuple[Path, Path],
 ) -> None:
-    page = pages[0].read_text()
+    page = pages[0].read_text().replace("<wbr>", "")
     assert [re.sub("<.*?>", "", h) for h in re.findall("<h2>.*?</h2>", page)] == [
         "Planned",
         "Measured",
@@ -165,7 +165,7 @@ def test_the_page_of_a_run_shows_plan_and_measurement_side_by_side(
         "denoise/0:transformer",
         "decode/0:vae",
     ):
-        assert f"<td>{phase}</td>" in page.replace("<wbr>", "")
+        assert f"<td>{phase}</td>" in page
         assert f"<td>{phase} first</td>" in page
     assert "left on the device: 0 B" in text_of(page)
     assert page.count('class="budget"') == 4, (
