@@ -280,11 +280,17 @@ def page(cells: Sequence[Cell]) -> str:
     ]
     for group in by_model(cells):
         name = group[0]["model"]
-        parts += [f"## {name}", f"![Seconds against the memory cap, {name}](img/cpu-{name}.svg)"]
+        parts += [f"## {name}", f"{_drawing(name, 'light')}\n{_drawing(name, 'dark')}"]
         parts.append(table(group))
     if len(parts) == 5:
         parts.append("No cell has run yet.")
     return folded("\n\n".join(parts)) + "\n"
+
+
+def _drawing(name: str, theme: str) -> str:
+    """Return the Markdown of the drawing of ``name`` that pages of a ``theme`` show."""
+    file = f"cpu-{name}{'-dark' if theme == 'dark' else ''}.svg"
+    return f"![{name}: seconds against the cap](img/{file}#gh-{theme}-mode-only)"
 
 
 def readme(cells: Sequence[Cell]) -> str:
@@ -307,8 +313,12 @@ def readme(cells: Sequence[Cell]) -> str:
         if rows:
             name = group[0]["model"]
             return (
-                f"\n![Seconds from files to picture against the memory cap: graphrun and other "
-                f"tools](docs/img/cpu-{name}.svg)\n\nOn a CPU, {name} within a memory cap, seconds "
+                "\n<picture>\n"
+                '  <source media="(prefers-color-scheme: dark)" '
+                f'srcset="docs/img/cpu-{name}-dark.svg">\n'
+                '  <img alt="Seconds from files to picture against the memory cap: graphrun and '
+                f'other tools" src="docs/img/cpu-{name}.svg">\n'
+                f"</picture>\n\nOn a CPU, {name} within a memory cap, seconds "
                 "from files to picture (mmap: diffusers' `from_pretrained`):\n"
                 + "; ".join(
                     f"{cap:g} GiB: graphrun {run:.0f}, mmap {mmap:.0f}" for cap, run, mmap in rows
@@ -350,9 +360,10 @@ def recorded() -> list[Cell]:
 
 
 def chart(cells: Sequence[Cell], folder: Path) -> Path:
-    """Write seconds against caps as a drawing to ``folder``; return its path."""
+    """Write seconds against caps as a light and a dark drawing to ``folder``; return the light
+    one's path."""
     import matplotlib
-    from peers_plots import plot
+    from peers_plots import plot, save
 
     lines: dict[str, list[tuple[float, float]]] = {}
     caps = [cap for cap in caps_of(cells) if cap]
@@ -368,6 +379,9 @@ def chart(cells: Sequence[Cell], folder: Path) -> Path:
     path = folder / f"cpu-{name}.svg"
     title = f"{name}: seconds from files to picture"
     with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
-        figure = plot(title, lines, "memory cap, GiB", "seconds", GRAPHRUN)
-        figure.savefig(path, metadata={"Date": None})
+        save(
+            lambda: plot(title, lines, "memory cap, GiB", "seconds", GRAPHRUN),
+            path,
+            metadata={"Date": None},
+        )
     return path

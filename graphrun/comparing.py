@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrun.api import RUNS
 from graphrun.disk_store import Store, store_in
+from graphrun.entry_points import EXPORTERS, entry_point, load
 from graphrun.errors import GraphrunError, InputError
 from graphrun.graph.values import did_you_mean
 from graphrun.model.ranges import probable_range
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from graphrun.model.solution import Solution
     from graphrun.profile.engines import Engine, EngineSetting
     from graphrun.profile.placements import Scene, WeightPlacement
+
+    Exporter = Callable[[Graph, Solution], str]
 
 
 def engines_called(names: Iterable[str]) -> list[Engine]:
@@ -31,6 +34,32 @@ def engines_called(names: Iterable[str]) -> list[Engine]:
             raise InputError(f"engine {name!r} is not known{did_you_mean(name, ENGINES)}")
         engines += ENGINES.values() if name == "all" else [ENGINES[name]]
     return list(dict.fromkeys(engines))
+
+
+def exporter_called(name: str) -> Exporter | None:
+    """Return the exporter that an installed package adds by ``name``; None if none does, or if the
+    name is an engine of graphrun's. Raises InputError if it does not load."""
+    from graphrun.profile.engines import ENGINES
+
+    point = entry_point(EXPORTERS, name) if name not in ENGINES else None
+    if point is None:
+        return None
+    function = load(point)
+
+    def export(graph: Graph, solution: Solution) -> str:
+        try:
+            text = function(graph, solution)
+        except Exception as error:  # another package's code
+            raise InputError(
+                f"exporter {name}: {point.value} fails: {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(text, str):
+            raise InputError(
+                f"exporter {name}: {point.value} returns a {type(text).__name__} instead of text"
+            )
+        return text
+
+    return export
 
 
 class EngineComparison:

@@ -19,7 +19,7 @@ from graphrun.graph.ops import OPERATIONS
 _NAME, _GRAPH_NAME = r"^[A-Za-z_][A-Za-z0-9_]{0,63}$", r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
 _CLASS_PATH, _TEXT = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+$", r"^[^\x00-\x1f]+$"
 _FILE_VARIANT = r"^[A-Za-z0-9_]+$"
-_FUNCTION = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
+_FUNCTION = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*[.:][A-Za-z_][A-Za-z0-9_]*"
 _OP = rf"^([A-Za-z_][A-Za-z0-9_]*|{_FUNCTION})$"
 _NO_NAME = "is not a name: letters, digits and underscores, at most 64, no digit first"
 # end of a message about a text that does not match a pattern
@@ -286,8 +286,8 @@ class StageSpec(Spec):
             },
             description=(
                 "What runs: a part of the pipeline's call, the whole call (call), blocks of a "
-                "modular pipeline (block), or a function of a trusted package, such as "
-                "mypackage.mymodule:sharpen."
+                "modular pipeline (block), or a function of a trusted package: "
+                "mypackage.mymodule:sharpen, or mypackage.sharpen by its entry point."
             ),
         ),
     ]
