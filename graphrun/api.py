@@ -38,6 +38,7 @@ def load(
     trust: Iterable[str] = (),
     source: str | None = None,
     dtype: str | None = None,
+    absent: Iterable[str] = (),
 ) -> Graph:
     """Return the graph in the YAML file ``path``, or graphrun's own of that name: ``"flux-dev"``.
 
@@ -46,11 +47,12 @@ def load(
     The file's own ``allow:`` only requests them. ``source``: a folder, file or repository
     (``owner/name@revision``) in place of the graph's own ``source:``. ``dtype``: ``"float32"``,
     ``"bfloat16"`` or ``"float16"``, in place of the graph's 16-bit dtypes, as ``torch_dtype`` in
-    diffusers' `from_pretrained`. Raises GraphError with file and line.
+    diffusers' `from_pretrained`. ``absent``: components to leave out; the pipeline gets None, as
+    with ``from_pretrained(text_encoder_3=None)``. Raises GraphError with file and line.
     """
     from graphrun.graph.loading import load as read
 
-    return read(path, trust, source, dtype)
+    return read(path, trust, source, dtype, absent)
 
 
 def estimate(
@@ -207,6 +209,7 @@ def survey(
     keep: Iterable[str] = (),
     cpu: Iterable[str] = (),
     pinned: bool = True,
+    library: Iterable[str] = (),
     cache: Path | None = None,
 ) -> dict[str, Any]:
     """Return what ``graph`` needs without a budget, as JSON-ready data.
@@ -225,6 +228,7 @@ def survey(
     ``keep``       components that stay on the device in ``group`` and ``leaf``
     ``cpu``        components that compute on the CPU
     ``pinned``     whether blocks of ``group`` and ``leaf`` are page-locked
+    ``library``    ``bitsandbytes=0.45``: as this version places weights, not the installed one
 
     Each number has its basis; measurements of earlier runs in ``cache`` replace traced numbers.
     Other arguments are as for `estimate`. Raises InputError for arguments that mean nothing.
@@ -251,7 +255,9 @@ def survey(
         if ram is not None and not card.unified
         else None
     )
-    placement = mode_called(mode, graph, formats, keep, cpu, pinned=pinned, ram_bytes=ram_bytes)
+    placement = mode_called(
+        mode, graph, formats, keep, cpu, pinned=pinned, ram_bytes=ram_bytes, libraries=library
+    )
     store = store_in(cache)
     return look(graph, dry_run(graph, values, store, options), card, values, store, placement)
 

@@ -161,9 +161,7 @@ def _scene(graph: Graph, solution: Solution, store: Store | None) -> Scene:
     limits = ProblemLimits(problem.hardware.capacity_bytes, 1)
     whole = problem_of(graph, recording, problem.hardware, limits, values)
     with meta_modules(graph) as modules:
-        weights = {
-            name: weight_bytes(graph, name, modules[name], {}) for name in recording.profiles
-        }
+        weights = {name: weight_bytes(graph, name, modules[name]) for name in recording.profiles}
     return Scene(
         graph,
         recording,

@@ -113,7 +113,8 @@ def export(
         raise InputError("--to all: a plan is exported to one engine; graphrun compare shows all")
     solution, entries = planfile.read_solution(plan)
     problem, source = solution.problem, planfile.graph_path(plan, entries)
-    graph = api.load(source, trust=trust_package or ()).in_dtypes(dict(problem.dtypes))
+    graph = api.load(source, trust=trust_package or (), absent=problem.absent)
+    graph = graph.in_dtypes(dict(problem.dtypes))
     graph = graph.until(problem.until)
     if graph.digest != problem.graph_digest:
         raise PlanError(f"is for an earlier version of {source}: plan again", str(plan))

@@ -20,8 +20,10 @@ DTYPES = {
 # Weight-only formats of other libraries, which `graphrun.survey` estimates and graphrun does not
 # run: bytes of scales per output feature, next to one byte per weight. torchao's int8_weight_only
 # (16-bit scale, 64-bit zero point), float8_weight_only and float8_dynamic_activation (fp32 scale),
-# quanto's qint8 and qfloat8 (16-bit scale).
-FORMATS = {"int8wo": 10, "fp8wo": 4, "fp8dq": 4, "quanto": 2}
+# quanto's qint8 and qfloat8 (16-bit scale). They convert every linear layer, as `quantize_` does.
+# LAYERWISE is diffusers' `enable_layerwise_casting` in fp8.
+LAYERWISE = "layerwise"
+FORMATS = {"int8wo": 10, "fp8wo": 4, "fp8dq": 4, "quanto": 2, LAYERWISE: 0}
 
 # op -> argument with the number of pictures
 COUNTS = {"encode_prompt": "num_images", "call": "num_images_per_prompt"}

@@ -49,10 +49,11 @@ def _head(estimate: dict[str, Any]) -> tuple[str, ...]:
             f"; {show_size(mode['ram_bytes'])} of RAM: reads {show_size(mode['read_bytes'])} from "
             "disk"
         )
+    absent = f" without {', '.join(estimate['absent'])}" if estimate["absent"] else ""
     overhead = "process" if hardware["unified"] else "context and workspace"
     formats = "".join(f"  {name} in {precision}" for name, precision in mode["formats"].items())
     return (
-        f"estimate {estimate['graph']}  {settings}{formats}",
+        f"estimate {estimate['graph']}{absent}  {settings}{formats}",
         f"hardware {hardware['name']} ({hardware['basis']})  {overhead} "
         f"{show_size(overhead_bytes)}",
         f"with {mode_text(estimate)}: peak {show_size(mode['peak_bytes'])} reserved, {overhead} "

@@ -230,7 +230,8 @@ def subject(problem: Problem, omitted_setting: str = "") -> str:
     )
     dtypes = "".join(f"  {new_dtype} for {dtype}" for dtype, new_dtype in problem.dtypes)
     until = f" until {problem.until}" if problem.until else ""
-    return f"{problem.graph}{until}  {settings}{dtypes}"
+    absent = f" without {', '.join(problem.absent)}" if problem.absent else ""
+    return f"{problem.graph}{absent}{until}  {settings}{dtypes}"
 
 
 def residency_lines(solution: Solution) -> list[str]:
