@@ -210,6 +210,7 @@ def survey(
     cpu: Iterable[str] = (),
     pinned: bool = True,
     library: Iterable[str] = (),
+    attention: str | None = None,
     cache: Path | None = None,
 ) -> dict[str, Any]:
     """Return what ``graph`` needs without a budget, as JSON-ready data.
@@ -229,17 +230,26 @@ def survey(
     ``cpu``        components that compute on the CPU
     ``pinned``     whether blocks of ``group`` and ``leaf`` are page-locked
     ``library``    ``bitsandbytes=0.45``: as this version places weights, not the installed one
+    ``attention``  seconds with the rate of this kernel, ``sage`` or ``fa3``, not PyTorch's
 
     Each number has its basis; measurements of earlier runs in ``cache`` replace traced numbers.
     Other arguments are as for `estimate`. Raises InputError for arguments that mean nothing.
     """
     from graphrun.devices import cards_for, limits_for, memory_budget, refuse_wrong_budgets
-    from graphrun.profile.asked import options_by_stage, pictures_input, with_precisions
+    from graphrun.profile.asked import (
+        ATTENTION,
+        options_by_stage,
+        pictures_input,
+        with_attention,
+        with_precisions,
+    )
 
     card, *_ = cards_for(None, memory, hardware, cache=cache)
     if memory is not None:
         refuse_wrong_budgets(card, Budget(memory=memory))
         card = replace(card, capacity_bytes=memory_budget(memory, card))
+    if attention is not None:
+        card = with_attention(card, attention)
     graph, formats = with_precisions(graph, precision)
     options = options_by_stage(graph, option)
     graph, inputs = graph.for_first(inputs or {})
@@ -259,7 +269,9 @@ def survey(
         mode, graph, formats, keep, cpu, pinned=pinned, ram_bytes=ram_bytes, libraries=library
     )
     store = store_in(cache)
-    return look(graph, dry_run(graph, values, store, options), card, values, store, placement)
+    recording = dry_run(graph, values, store, options)
+    kernel = f"{attention}: {ATTENTION[attention]}" if attention is not None else ""
+    return look(graph, recording, card, values, store, placement) | {"attention": kernel}
 
 
 def plan(

@@ -166,8 +166,7 @@ class PlanOptions:
     absent: Annotated[
         NameList,
         option(
-            "Leave this component out, as from_pretrained(NAME=None) does: text_encoder_3. "
-            "Repeatable.",
+            "Leave this component out: text_encoder_3. Repeatable.",
             "NAME",
             "--without",
         ),

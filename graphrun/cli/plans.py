@@ -204,8 +204,8 @@ def estimate(
     precision: Annotated[
         list[str] | None,
         option(
-            "bf16, fp16, fp32, int8, nf4, fp8, layerwise (diffusers' casting to fp8); "
-            "COMPONENT=nf4 for one component. Repeatable.",
+            "bf16, fp16, fp32, int8, nf4, fp8, layerwise; COMPONENT=nf4 for one component. "
+            "Repeatable.",
             "FORMAT",
         ),
     ] = None,
@@ -224,10 +224,13 @@ def estimate(
     library: Annotated[
         list[str] | None,
         option(
-            "As this version of bitsandbytes, transformers or accelerate places weights: "
-            "bitsandbytes=0.45. Default: the installed ones. Repeatable.",
+            "Place weights as this version does: bitsandbytes=0.45. Repeatable.",
             "NAME=VERSION",
         ),
+    ] = None,
+    attention: Annotated[
+        str | None,
+        option("Seconds with this kernel of attention: sage, fa3.", "NAME"),
     ] = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
@@ -259,6 +262,7 @@ def estimate(
             pinned=options.pinned is None
             or parse_size(options.pinned, name="pinned", minimum=0) > 0,
             library=library or (),
+            attention=attention,
             cache=cache,
         )
     next_options = _plan_options(pipeline_graph, options, precision, batch, option, cpu)

@@ -16,7 +16,7 @@ from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
 from graphrun.modules.build import meta_modules
 from graphrun.profile import hardware as devices
-from graphrun.profile.asked import pictures_input, with_precisions
+from graphrun.profile.asked import pictures_input, with_attention, with_precisions
 from graphrun.profile.dry_run import probe
 from graphrun.profile.modes import Estimate, Mode, estimate_mode, parse_mode, weight_bytes
 from graphrun.profile.recording import DryRun
@@ -300,3 +300,19 @@ def test_layerwise_casting_skips_what_diffusers_skips() -> None:
             -(-tensor.numel() * (1 if name in casts else 2) // 512) * 512
             for name, tensor in module.named_parameters()
         )
+
+
+def test_attention_by_another_kernel_takes_its_share_of_the_time() -> None:
+    graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
+    estimates = {
+        (card, name): graphrun.survey(graph, hardware=card, attention=name)["mode"]["seconds"]
+        for card, name in (("rtx4090", None), ("rtx4090", "sage"), ("h100", None), ("h100", "fa3"))
+    }
+    assert estimates["rtx4090", "sage"] <= estimates["rtx4090", None]
+    assert estimates["h100", "fa3"] <= estimates["h100", None]
+    rates: Any = CARD.kernels
+    sage: Any = with_attention(CARD, "sage").kernels
+    assert sage.attention_flops_per_second == 2.1 * rates.attention_flops_per_second
+    for card, name in (("rtx4090", "fa3"), ("cpu", "sage"), ("rtx4090", "sagee")):
+        with pytest.raises(InputError, match="attention"):
+            graphrun.survey(graph, hardware=card, attention=name)
