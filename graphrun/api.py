@@ -38,6 +38,7 @@ def load(
     trust: Iterable[str] = (),
     source: str | None = None,
     dtype: str | None = None,
+    absent: Iterable[str] = (),
 ) -> Graph:
     """Return the graph in the YAML file ``path``, or graphrun's own of that name: ``"flux-dev"``.
 
@@ -46,7 +47,8 @@ def load(
     The file's own ``allow:`` only requests them. ``source``: a folder, file or repository
     (``owner/name@revision``) in place of the graph's own ``source:``. ``dtype``: ``"float32"``,
     ``"bfloat16"`` or ``"float16"``, in place of the graph's 16-bit dtypes, as ``torch_dtype`` in
-    diffusers' `from_pretrained`. Raises GraphError with file and line.
+    diffusers' `from_pretrained`. ``absent``: components to leave out; the pipeline gets None, as
+    with ``from_pretrained(text_encoder_3=None)``. Raises GraphError with file and line.
 
     Example:
 
@@ -55,7 +57,7 @@ def load(
     """
     from graphrun.graph.loading import load as read
 
-    return read(path, trust, source, dtype)
+    return read(path, trust, source, dtype, absent)
 
 
 def estimate(
@@ -222,6 +224,8 @@ def survey(
     keep: Iterable[str] = (),
     cpu: Iterable[str] = (),
     pinned: bool = True,
+    library: Iterable[str] = (),
+    attention: str | None = None,
     cache: Path | None = None,
 ) -> dict[str, Any]:
     """Return what ``graph`` needs without a budget, as JSON-ready data.
@@ -240,6 +244,8 @@ def survey(
     ``keep``       components that stay on the device in ``group`` and ``leaf``
     ``cpu``        components that compute on the CPU
     ``pinned``     whether blocks of ``group`` and ``leaf`` are page-locked
+    ``library``    ``bitsandbytes=0.45``: as this version places weights, not the installed one
+    ``attention``  seconds with the rate of this kernel, ``sage`` or ``fa3``, not PyTorch's
 
     Each number has its basis; measurements of earlier runs in ``cache`` replace traced numbers.
     Other arguments are as for `estimate`. Raises InputError for arguments that mean nothing.
@@ -250,12 +256,20 @@ def survey(
         print(needs["all_resident"]["peak_bytes"], needs["mode"]["seconds"])
     """
     from graphrun.devices import cards_for, limits_for, memory_budget, refuse_wrong_budgets
-    from graphrun.profile.asked import options_by_stage, pictures_input, with_precisions
+    from graphrun.profile.asked import (
+        ATTENTION,
+        options_by_stage,
+        pictures_input,
+        with_attention,
+        with_precisions,
+    )
 
     card, *_ = cards_for(None, memory, hardware, cache=cache)
     if memory is not None:
         refuse_wrong_budgets(card, Budget(memory=memory))
         card = replace(card, capacity_bytes=memory_budget(memory, card))
+    if attention is not None:
+        card = with_attention(card, attention)
     graph, formats = with_precisions(graph, precision)
     options = options_by_stage(graph, option)
     graph, inputs = graph.for_first(inputs or {})
@@ -271,9 +285,13 @@ def survey(
         if ram is not None and not card.unified
         else None
     )
-    placement = mode_called(mode, graph, formats, keep, cpu, pinned=pinned, ram_bytes=ram_bytes)
+    placement = mode_called(
+        mode, graph, formats, keep, cpu, pinned=pinned, ram_bytes=ram_bytes, libraries=library
+    )
     store = store_in(cache)
-    return look(graph, dry_run(graph, values, store, options), card, values, store, placement)
+    recording = dry_run(graph, values, store, options)
+    kernel = f"{attention}: {ATTENTION[attention]}" if attention is not None else ""
+    return look(graph, recording, card, values, store, placement) | {"attention": kernel}
 
 
 def plan(

@@ -150,9 +150,7 @@ class EngineComparison:
             "basis": problem.hardware.basis,
             "budget_bytes": problem.budget_bytes,
             "seconds": warm_seconds,
-            "seconds_range": _range(self.solution, warm_seconds)
-            if warm_seconds is not None
-            else [],
+            **_range(self.solution, warm_seconds),
             "peak_bytes": self.solution.simulation.peak_bytes + max(0, overhead_bytes),
             "engines": list(rows),
             "fastest": fastest["engine"],
@@ -190,9 +188,7 @@ def _scene(graph: Graph, solution: Solution, store: Store | None) -> Scene:
     limits = ProblemLimits(problem.hardware.capacity_bytes, 1)
     whole = problem_of(graph, recording, problem.hardware, limits, values)
     with meta_modules(graph) as modules:
-        weights = {
-            name: weight_bytes(graph, name, modules[name], {}) for name in recording.profiles
-        }
+        weights = {name: weight_bytes(graph, name, modules[name]) for name in recording.profiles}
     return Scene(
         graph,
         recording,
@@ -203,10 +199,13 @@ def _scene(graph: Graph, solution: Solution, store: Store | None) -> Scene:
     )
 
 
-def _range(solution: Solution, seconds: float) -> tuple[float, float]:
-    """Return the probable range of a run that computes what ``solution`` does, in ``seconds``."""
+def _range(solution: Solution, seconds: float | None) -> dict[str, Any]:
+    """Return the probable range of a run that computes what ``solution`` does, and its reason."""
+    if seconds is None:
+        return {"seconds_range": [], "range_reason": ""}
     waiting_seconds = seconds - solution.simulation.compute_seconds
-    return probable_range(solution.problem.hardware, seconds, waiting_seconds).bounds
+    likely = probable_range(solution.problem.hardware, seconds, waiting_seconds)
+    return {"seconds_range": likely.bounds, "range_reason": likely.reason}
 
 
 def _figures(
@@ -214,10 +213,10 @@ def _figures(
 ) -> dict[str, Any]:
     if setting is None:
         names = ("seconds", "peak_bytes", "ram_bytes", "ratio", "fits")
-        return {**dict.fromkeys(names), "seconds_range": []}
+        return {**dict.fromkeys(names), **_range(solution, None)}
     return {
         "seconds": setting.seconds,
-        "seconds_range": _range(solution, setting.seconds),
+        **_range(solution, setting.seconds),
         "peak_bytes": setting.peak_bytes,
         "ram_bytes": setting.ram_bytes,
         "ratio": setting.seconds / warm_seconds if warm_seconds else None,

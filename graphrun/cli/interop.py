@@ -119,7 +119,8 @@ def export(
     engines = engines_called([name]) if exporter is None else []
     solution, entries = planfile.read_solution(plan)
     problem, source = solution.problem, planfile.graph_path(plan, entries)
-    graph = api.load(source, trust=trust_package or ()).in_dtypes(dict(problem.dtypes))
+    graph = api.load(source, trust=trust_package or (), absent=problem.absent)
+    graph = graph.in_dtypes(dict(problem.dtypes))
     graph = graph.until(problem.until)
     if graph.digest != problem.graph_digest:
         raise PlanError(

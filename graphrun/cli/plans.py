@@ -186,6 +186,7 @@ def explain(
     "until",
     "trust_package",
     "source",
+    "absent",
     "dtype",
     "no_cache",
 )
@@ -203,7 +204,8 @@ def estimate(
     precision: Annotated[
         list[str] | None,
         option(
-            "bf16, fp16, fp32, int8, nf4, fp8; COMPONENT=nf4 for one component. Repeatable.",
+            "bf16, fp16, fp32, int8, nf4, fp8, layerwise; COMPONENT=nf4 for one component. "
+            "Repeatable.",
             "FORMAT",
         ),
     ] = None,
@@ -218,6 +220,17 @@ def estimate(
     cpu: Annotated[
         list[str] | None,
         option("Compute this component on the CPU. Repeatable.", "NAME"),
+    ] = None,
+    library: Annotated[
+        list[str] | None,
+        option(
+            "Place weights as this version does: bitsandbytes=0.45. Repeatable.",
+            "NAME=VERSION",
+        ),
+    ] = None,
+    attention: Annotated[
+        str | None,
+        option("Seconds with this kernel of attention: sage, fa3.", "NAME"),
     ] = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
@@ -248,6 +261,8 @@ def estimate(
             cpu=cpu or (),
             pinned=options.pinned is None
             or parse_size(options.pinned, name="pinned", minimum=0) > 0,
+            library=library or (),
+            attention=attention,
             cache=cache,
         )
     next_options = _plan_options(pipeline_graph, options, precision, batch, option, cpu)

@@ -87,6 +87,7 @@ def problem_of(
         values=values,
         versions=tuple((name, version(name)) for name in ("torch", "diffusers", "transformers")),
         dtypes=graph.dtypes,
+        absent=graph.absent,
         reserve_bytes=graph.directives.reserve_bytes,
         pinned_bytes=limits.pinned_bytes,
         disk_bytes=limits.disk_bytes,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from graphrun.model.blocks import resident_blocks
 from graphrun.model.plan import BlockNames, Slot, Stream, action_text, blocks_text
@@ -231,7 +232,14 @@ def subject(problem: Problem, omitted_setting: str = "") -> str:
     )
     dtypes = "".join(f"  {new_dtype} for {dtype}" for dtype, new_dtype in problem.dtypes)
     until = f" until {problem.until}" if problem.until else ""
-    return f"{problem.graph}{until}  {settings}{dtypes}"
+    absent = f" without {', '.join(problem.absent)}" if problem.absent else ""
+    return f"{problem.graph}{absent}{until}  {settings}{dtypes}"
+
+
+def range_note(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return why the ranges of ``rows`` are wide: ``; ranges: host copies vary``."""
+    reasons = sorted({row["range_reason"] for row in rows} - {""})
+    return f"; ranges: {', '.join(reasons)}" if reasons else ""
 
 
 def residency_lines(solution: Solution) -> list[str]:

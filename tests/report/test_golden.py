@@ -29,6 +29,7 @@ from graphrun.report.screen import (
     plan_screen,
 )
 from graphrun.report.summary import summarize
+from graphrun.report.verdicts import run_verdict
 from graphrun.report.whatif_screens import frontier_screen, infeasible_screen
 from graphrun.solve.frontier import FrontierPoint
 from graphrun.solve.infeasible import Infeasible
@@ -150,6 +151,15 @@ def test_screens_on_the_cpu(cpu_solution: Any, cpu_trace: Trace, compare: Any) -
         compare(f"flux-dev-cpu-8g-{name}", screen)
     for name in ("plan", "run"):
         assert max(map(len, screens[name].splitlines())) <= 80
+
+
+def test_a_run_next_to_its_data_sheet_estimate_says_how_far_that_may_be_off(
+    solution_8g: Any,
+) -> None:
+    slots = planned_slots(solution_8g.simulation.slots)
+    trace = Trace("digest", "cuda", slots, (), 0, 0)
+    verdict = run_verdict(solution_8g, trace)
+    assert "(planned 47 s, 34 s to 2 min 49 s, host copies vary)" in verdict
 
 
 # Words for two memories, and for devices that are not there.
