@@ -14,7 +14,7 @@ from typing import Any
 
 from page_text import folded
 
-from graphrun.profile.hardware import CONTEXT_BYTES
+from graphrun.profile.hardware import CONTEXT_BYTES, data_sheet_estimates
 from graphrun.units import GIB, MIB
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -140,7 +140,7 @@ def models_text(models: Record) -> list[str]:
         "",
         f"{len(models)} graphs with their usual inputs, random weights and two denoising steps, "
         "within a budget and with the whole card (`benchmarks/card.sh models`). An earlier version "
-        "planned and ran them. *computed*: peaks that this version computes for the same plans "
+        "made and ran these plans. *computed*: the peaks that this version computes for them "
         "(`benchmarks/card_models.py`). *same bits*: of both outputs. `-`: not run.",
         "",
         *models_table(models),
@@ -217,8 +217,8 @@ def page(recorded: dict[str, Record]) -> str:
         f"- Of {len(big_slots)} slots, {exact(big_slots)} reserved exactly the planned bytes. "
         f"{len(different)} reserved more, at most "
         f"{max(over(slot) for slot in different) / MIB:.0f} MiB: load slots in a process's first "
-        "run, and the denoiser, whose RMS norms were planned as several kernels. The version that "
-        "ran did so; peaks of this version equal those of the second runs to the byte "
+        "run; and the denoiser, whose RMS norms the version that ran planned as several kernels. "
+        "Peaks that this version computes equal those of the second runs to the byte "
         "(`tests/profile/test_allocator.py`).",
         f"- Of {len(small_slots)} slots of small FLUX and SDXL, "
         f"{exact(small_slots)} reserved exactly the planned bytes.",
@@ -247,10 +247,10 @@ def page(recorded: dict[str, Record]) -> str:
         "- Host work outside of calls: tokenizer, scheduler, the picture to PIL; in this table "
         "also the benchmark's checksums of every value.",
         "",
-        "Without checksums, the first run of a process, which copies the weights into pinned "
-        "memory, and the second took "
-        f"{_walls(results['flux-dev host within 8G'])} s at {list(parts)[0]} GiB and "
-        f"{_walls(host)} s at {list(parts)[1]} GiB (wall time). With everything resident, "
+        "Without checksums, the first and the second run of a process took "
+        f"{_walls(results['flux-dev host within 8G'])} s at {list(parts)[0]} GiB, "
+        f"{_walls(host)} s at {list(parts)[1]} GiB (wall time). The first also copies the weights "
+        "into pinned memory. With everything resident, "
         f"diffusers' own pipeline took {resident['plain pipeline, seconds']:.2f} s, and "
         f"{decode['seconds']:.2f} s for its first decode, which loads kernels.",
         "",
@@ -330,7 +330,9 @@ def _peer_lines(peers: Record) -> Iterator[str]:
     yield ""
     yield (
         "graphrun begins and ends each run with nothing on the card; an earlier version made its "
-        "rows. Not measured: `graphrun.attach` at this size, a session, diffusers-mm, "
+        "rows, whose first runs were faster than those above (why was not examined). Model offload "
+        "also copies the weights back to pageable memory in each run. "
+        "Not measured: `graphrun.attach` at this size, a session, diffusers-mm, "
         "accelerate's dispatch (`benchmarks/card.sh peers`)."
     )
 
@@ -366,7 +368,7 @@ def _done(run: Record) -> str:
 def _rate_lines(rates: Record) -> Iterator[str]:
     figures = rates["calibrate"]["output"]["figures"]
     machine = rates["machine"]["results"]["machine"]
-    assumed = rates["calibrate"]["output"]["assumed"]
+    sheet = data_sheet_estimates()["h100"]
     yield "| | measured | data sheet |"
     yield "| --- | ---: | ---: |"
     for name, key in (
@@ -375,7 +377,7 @@ def _rate_lines(rates: Record) -> Iterator[str]:
         ("pageable memory to card, GB/s", "pageable_bytes_per_second"),
         ("disk, GB/s", "disk_bytes_per_second"),
     ):
-        yield f"| {name} | {figures[key] / 1e9:.1f} | {assumed[key] / 1e9:.1f} |"
+        yield f"| {name} | {figures[key] / 1e9:.1f} | {getattr(sheet, key) / 1e9:.1f} |"
     rate = machine["both ways"]["to device beside products, GB/s"]
     yield f"| pinned memory to card during matrix products, GB/s | {rate:.1f} | |"
     for name in ("FLUX 4608x3072 by 3072x12288",):

@@ -264,10 +264,9 @@ def page(cells: Sequence[Cell]) -> str:
         "python benchmarks/cpu.py --report\n```",
         "- *seconds*: the median from the first open file to the picture; *step*: the median "
         "denoising step.\n"
-        "- *limit*: no tool on PyTorch is faster while the machine is as fast as in the run that "
-        "measured the limit. It is the longer of two times: computing, with one block in memory at "
-        "a time; and direct reads of all weights that do not fit the cap next to the process. A "
-        "row below 1.00 ran while the machine was faster (*TFLOP/s*).\n"
+        "- *limit*: a lower bound for tools on PyTorch, measured once: the longer of computing, "
+        "with one block in memory at a time, and direct reads of all weights that do not fit the "
+        "cap next to the process. A row below 1.00 ran while the machine was faster (*TFLOP/s*).\n"
         "- *GB read*: bytes that the process had read from the disk. *peak*: the most anonymous, "
         "shared, locked and kernel bytes. *CPU*: the share of all cores during a step.\n"
         "- *TFLOP/s*: the speed of the rented machine, by products before and after each run. "

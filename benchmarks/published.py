@@ -256,7 +256,15 @@ def seconds_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             "diffusers, card left out", diffusers, lambda row: float(row["left_out"]["card"])
         ),
     ]
-    for key_of in (mode_of, lambda row: row["left_out"]["reason"], card_of):
+    sources = {
+        card: {row["source"] for row in diffusers if card_of(row) == card}
+        for card in map(card_of, diffusers)
+    }
+
+    def well_known_card(row: Any) -> str:
+        return card_of(row) if len(sources[card_of(row)]) > 1 else "cards with one source"
+
+    for key_of in (mode_of, well_known_card):
         for title in sorted({key_of(row) for row in diffusers}):
             members = [row for row in diffusers if key_of(row) == title]
             lines.append(seconds_line(f"- {title}", members, without_source))
@@ -281,17 +289,31 @@ def bytes_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
+CONDITIONS = {
+    ranges.UNKNOWN: "a CPU, shared memory, AMD or Intel",
+    ranges.COPIES: "over a tenth of the time is copying, which varies by host",
+    ranges.LAPTOP: "a laptop's card: its sheet is for the highest power limit",
+    ranges.SHORT: f"under {ranges.SHORT_SECONDS:g} s",
+    ranges.PUBLISHED: "the card has published runs",
+    ranges.UNSEEN: "another NVIDIA card",
+}
+"""When a range has a reason, in the order of `graphrun.model.ranges.range_group`."""
+
+
 def range_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the table of ranges, as in docs/estimating.md."""
     table = range_table([row for row in rows if "seconds" in row and by_diffusers(row)])
     lines = [
-        "| reason on screen | rows | of | published over estimated |",
-        "|---|---|---|---|",
+        "| reason on screen | when (the first that applies) | rows | of "
+        "| published over estimated |",
+        "|---|---|---|---|---|",
     ]
-    for name, group in table["groups"].items():
+    for name, condition in CONDITIONS.items():
+        group = table["groups"][name]
         low, high = group["factors"]
         owners = next((f"{group[k]} {k}" for k in ("sources", "cards") if k in group), "assumed")
-        lines.append(f"| {name} | {group['rows']} | {owners} | {low:.2f} to {high:.2f} |")
+        cells = (name, condition, str(group["rows"]), owners, f"{low:.2f} to {high:.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

@@ -187,7 +187,8 @@ does. `depth` needs a component
 `depth_estimator` and a part `depth_processor` ([example](howto/adapters.md#controlnet)).
 
 {table("op | arguments | outputs | options", ops())}
-An option is another way to run a stage. `slicing` keeps the output; the others need `--allow`.
+An option is another way to run a stage. `slicing` (a VAE call per picture) needs no `--allow`;
+on a card its rounding may differ.
 """
     )
 
@@ -230,7 +231,7 @@ computes its peaks and seconds, and refuses a text that breaks a rule. [Read a \
 plan](tutorial/read-a-plan.md) explains an example.
 
 ```text
-plan 5f0c1de2a9b34c77                          digest of the problem
+plan 5f0c1de2a9b34c77                          checksum of graph, card, budgets
 variant transformer nf4 pinned device
 slot denoise/0:transformer steady x27          the 27 calls after the first
   stream transformer keep transformer_blocks[0,8,16] ring buffer 680 MiB
@@ -252,7 +253,7 @@ INDICES  = N | N "-" N, joined by ","
 
 One line each. `#` starts a comment. Blank lines and indentation are ignored. `again` comes before \
 the slots of the later runs of a
-session. A slot ends with a barrier: the next slot waits for its copies.
+session. Each slot waits for the copies of the one before it.
 
 ## Choices
 

@@ -88,18 +88,18 @@ def estimate(
                        ``ram="auto"`` is what the machine (or its cgroup) has left, plus the memory
                        of modules passed in. For several devices, ``vram="24G,12G"`` or a list: the
                        first computes and streams, on the others whole components may compute
-    ``memory``         on a CPU, in place of both: what the process may take in total, such as
-                       ``"8G"``; ``"50%"`` is a share of the machine's memory; ``"auto"`` is what
-                       the process takes and what the machine has left, less 5 %. Without
-                       ``hardware`` it means this machine's CPU
+    ``memory``         on a CPU or a GPU that shares memory, in place of both: what the process may
+                       take in total, such as ``"8G"``; ``"50%"`` is a share of the machine's
+                       memory; ``"auto"`` is what the process takes and what the machine has left,
+                       less 5 %. Without ``hardware`` it means this machine's CPU
     ``pinned``         limit of page-locked RAM
     ``disk``           limit of bytes written to disk
     ``runs``           above 1: a session of one cold first run and ``runs - 1`` warm runs
-    ``allow``          what may change outputs: ``precision`` (all that the graph lists) or one of
-                       them, ``cpu``, ``tiling``, ``split``
-    ``hardware``       a name from `graphrun.profile.hardware.data_sheet_estimates`, or of a profile
-                       that ``graphrun calibrate`` saved in ``cache``; None: the CUDA device found,
-                       else rtx4090. For several devices one for each, or one for all
+    ``allow``          what may change outputs, as ``--allow`` takes it: ``precision``, ``4bit``,
+                       ``nf4``, ``cpu``, ``tiling``, ``split``, ``compile``, ...
+    ``hardware``       a card or CPU (docs/estimating.md has the names), or a profile that
+                       ``graphrun calibrate`` saved in ``cache``; None: the CUDA device found, else
+                       rtx4090. For several devices one for each, or one for all
     ``inputs``         inputs of the graph; of a pipeline (`from_pipeline`) the arguments of a call
     ``keep``           components that stay on the device from their first use to the end
     ``exclude``        components that are always streamed, with no block kept on the device
@@ -344,8 +344,8 @@ def run(
                         outputs for `precomputed`
     ``reuse``           which stage outputs are cached: ``encoded``, ``all`` or ``none``
     ``precomputed``     the values that the plan needs ready-made
-    ``tell``, ``note``  called with one line for each replan; with the reason if outputs cannot be
-                        cached
+    ``tell``            called with one line for each replan
+    ``note``            called with the reason if outputs cannot be cached
     ``check_ordering``  on the simulated accelerator: look for data races, and raise the first
                         (graphrun/sim/ordering.py)
     ``journal``         gets the states of denoising loops after their steps, and may resume them

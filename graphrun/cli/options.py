@@ -102,7 +102,7 @@ class PlanOptions:
     memory: Annotated[
         str | None,
         option(
-            "With --device cpu, in place of --vram and --ram: budget of the whole process; "
+            "On a CPU or shared memory, in place of --vram and --ram: budget of the whole process; "
             "auto: 95 % of what is free.",
             "SIZE",
         ),

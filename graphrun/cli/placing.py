@@ -23,18 +23,18 @@ ClusterFile = Annotated[
 ObjectiveOption = Annotated[
     str | None,
     typer.Option(
-        help="With --cluster: throughput (of many requests) or latency (of one).",
+        help="With --cluster: throughput (of many requests, the default) or latency (of one).",
         metavar="WHICH",
-        show_default="throughput",
+        show_default=False,
     ),
 ]
 ItemsOption = Annotated[
     int | None,
     typer.Option(
-        help="With --cluster: number of requests to plan for. 1: a cold one.",
+        help="With --cluster: number of requests to plan for (100). 1: a cold one.",
         metavar="N",
         min=1,
-        show_default="100",
+        show_default=False,
     ),
 ]
 

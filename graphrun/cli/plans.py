@@ -197,7 +197,7 @@ def estimate(
         str,
         typer.Option(
             help="How diffusers places weights: resident, or its offloading: model, sequential, "
-            "group (by block) or leaf, both with a stream.",
+            "group (by block) or leaf; these two with use_stream=True.",
             metavar="MODE",
         ),
     ] = "resident",

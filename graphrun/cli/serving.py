@@ -55,7 +55,7 @@ def serve(
     host: Annotated[
         str,
         typer.Option(
-            help="Address to listen on. Other than this machine's own needs --keys.",
+            help="Address to listen on. Any but a loopback address needs --keys.",
             metavar="ADDRESS",
         ),
     ] = "127.0.0.1",

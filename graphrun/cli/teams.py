@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 SavedPlan = Annotated[Path, typer.Argument(help="A plan saved with -o.", show_default=False)]
 FailOver = Annotated[
     str | None,
-    option("Exit with 1 if the plan takes longer: 60s, 2min.", "TIME", "--fail-over"),
+    option(
+        "Exit with 1 if the predicted time (not its range) is longer: 60s, 2min.",
+        "TIME",
+        "--fail-over",
+    ),
 ]
 FailPeak = Annotated[
     str | None,

@@ -86,13 +86,6 @@ class Attachment:
 
     As a context manager it detaches on exit.
 
-    ``hardware``, ``limits``: what to plan for. ``demands``: placements that the caller demands
-    (keep, exclude, pin, reserve). With ``limits.runs`` above 1, weights stay on the device between
-    calls. ``budget``: any object; attachments with the same object share the budget in ``limits``.
-    ``tell``: called with one line, which is also logged, when a call is planned. ``store``: dry
-    runs and plans on disk. ``components``, ``entries``: the components and the methods to plan of
-    an object that is not a diffusers pipeline.
-
     Attributes of the last call: ``solution``, its plan; ``trace``, its measurements, with peaks
     that exclude the caller's own bytes on the device; ``replans``, the calls into components
     (``component.method``) that the plan did not contain and that were planned on arrival.
@@ -112,6 +105,13 @@ class Attachment:
         entries: Collection[str] = (),
         hook: Hook | None = None,
     ) -> None:
+        """``hardware``, ``limits``: what to plan for. ``demands``: placements that the caller
+        demands (keep, exclude, pin, reserve). With ``limits.runs`` above 1, weights stay on the
+        device between calls. ``budget``: any object; attachments with the same object share the
+        budget in ``limits``. ``tell``: called with one line, which is also logged, when a call is
+        planned. ``store``: dry runs and plans on disk. ``components``, ``entries``: the components
+        and the methods to plan of an object that is not a diffusers pipeline.
+        """
         self.pipe, self._hook = pipe, hook
         self._named_components, self._entries = components, tuple(entries)
         self.solution: Solution | None = None

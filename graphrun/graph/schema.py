@@ -384,7 +384,7 @@ class GraphSpec(Spec):
         default=None,
         description=(
             "All packages that classes come from. Default: diffusers, transformers. Users permit "
-            "others with --trust-package NAME."
+            "others with --trust-package NAME, not --allow."
         ),
     )
     inputs: dict[Name, InputSpec] = Field(default_factory=dict, description="The inputs of a run.")

@@ -10,7 +10,7 @@ print:
     like published runs     the card has published runs
     card never published    another NVIDIA card, whose rates come from cards of its kind
     laptop power varies     a laptop's card, whose sheet is for the highest power limit
-    family never published  any other device; the factors are assumed
+    no published times      any other device; the factors are assumed
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COPY_SHARE = 0.1
 OTHER_VENDORS = ("rx", "mi", "arc")  # names of AMD's and Intel's cards begin so
 SHORT_SECONDS = 2.0
 COPIES, SHORT, PUBLISHED = "host copies vary", "short runs vary", "like published runs"
-UNSEEN, LAPTOP, UNKNOWN = "card never published", "laptop power varies", "family never published"
+UNSEEN, LAPTOP, UNKNOWN = "card never published", "laptop power varies", "no published times"
 
 
 @dataclass(frozen=True, slots=True)

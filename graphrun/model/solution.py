@@ -17,11 +17,11 @@ SLOW_SHARE, SLOW_SECONDS = 2 / 3, 10.0
 class Solution:
     """A plan, its simulation, and its quality.
 
-    ``objective_seconds``: objective of the integer program for its best solution; screens show the
-    simulated seconds. ``bound_seconds``: lower bound on the objective of any plan; 0.0 if unknown.
-    If ``plan`` simulates faster than that bound, the bound is instead on the simulated seconds of
-    any plan. ``plan``: the best solution, or a plan that simulates faster. In a session, objective
-    and bound cover all runs.
+    ``plan``: the best solution of the integer program, or a plan that simulates faster.
+    ``simulation``: its seconds and peaks (``simulation.peak_bytes``), which screens show.
+    ``objective_seconds``: the program's seconds of its best solution. ``bound_seconds``: lower
+    bound on the objective of any plan, 0.0 if unknown; if ``plan`` simulates faster than that, a
+    bound on the simulated seconds. In a session, objective and bound cover all runs.
     """
 
     problem: Problem

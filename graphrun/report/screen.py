@@ -561,10 +561,10 @@ def explain_screen(solution: Solution) -> str:
             f" (compute {show_seconds(report.compute_seconds)}, waits "
             f"{show_seconds(report.stall_seconds)})"
         )
-        peak_text = (
-            f"{show_size(report.peak_bytes)} = {terms(report)}" if report.peak_bytes else "0 B"
-        )
-        lines.append(f"  uses {peak_text} of {show_size(problem.effective_bytes)}")
+        sizes = f"{show_size(report.peak_bytes)} of {show_size(problem.effective_bytes)}"
+        parts_text = f" = {terms(report)}" if report.peak_bytes else ""
+        lines.append(f"  uses {sizes}{parts_text}")
+
         lines += [f"  {action_text(action)}" for action in slot.actions]
         clock += report.seconds
     bases = [f"{c.name} weights ({c.basis})" for c in problem.components]
@@ -581,7 +581,7 @@ def _numbered_group(problem: Problem) -> list[str]:
     """Return a line about the names of block groups such as ``transformer_blocks_2``."""
     names = (group.name for component in problem.components for group in component.groups)
     return [
-        f" {name}: the blocks or layers of {name.removesuffix('_2')} in its second size"
+        f" {name}, and so on: blocks or layers of {name.removesuffix('_2')} that have another size"
         for name in names
         if name.endswith("_2")
     ][:1]

@@ -83,7 +83,7 @@ def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
         lines += [table([["minimum in RAM", units.size], *rows], left_columns=(0,)), ""]
     lines += [
         look.folded(f"{_smallest_title(error)}: {_smallest(error)}"),
-        "what helps, with the time of a run, changes to the output last:",
+        "what helps, and the run's time (last: what changes the output):",
     ]
     return "\n".join([*lines, *_helping(error.suggestions, error.capacity_bytes, look)])
 
@@ -106,7 +106,7 @@ def suggestion_sentence(suggestion: Suggestion, product: str, *, fits: bool = Tr
 def suggestions_screen(solution: Solution, suggestions: Sequence[Suggestion], look: Look) -> str:
     """Return the suggestions that would make a slow plan faster."""
     title = look.folded(
-        "mostly waiting; what helps, with the time of a run, changes to the output last:"
+        "mostly waiting; what helps, and the run's time (last: what changes the output):"
     )
     capacity_bytes = solution.problem.hardware.capacity_bytes
     rest = [] if is_thorough() else [" --explain more searches for further suggestions"]

@@ -35,7 +35,7 @@ from graphrun.solve.frontier import FrontierPoint
 from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.solve import solve
 from graphrun.trace import Trace
-from graphrun.units import GIB
+from graphrun.units import GIB, typed_size
 
 GOLDEN = Path(__file__).parent / "golden"
 ROOT = Path(__file__).parents[2]
@@ -234,10 +234,9 @@ def test_plan_screen_of_one_pool_of_memory(make_problem: Any, compare: Any, name
 def test_refusal_of_one_pool_of_memory(make_problem: Any, compare: Any, name: str) -> None:
     with pytest.raises(Infeasible) as error_info:
         solve(make_problem("flux-dev", 3 * GIB, 3 * GIB, hardware=name))
-    minimum_gib = error_info.value.smallest_budget_bytes / GIB
-    look = Look(
-        next_command=f"next: graphrun plan flux-dev --hardware {name} --memory {minimum_gib:.2f}G"
-    )
+    minimum = typed_size(error_info.value.smallest_budget_bytes)
+    look = Look(next_command=f"next: graphrun plan flux-dev --hardware {name} --memory {minimum}")
+
     compare(f"flux-dev-{name}-3g-infeasible", infeasible_screen(error_info.value, look))
 
 
