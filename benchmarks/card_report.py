@@ -388,14 +388,15 @@ def readme(recorded: dict[str, Record]) -> str:
     run, reference = part["runs"][-1], recorded["peers"]["peers"]["results"]["reference"]
     resident = flux["flux"]["results"]["flux-dev resident"]["plain pipeline, seconds"]
     return (
-        f"\nOn an {flux['about']['card']}, FLUX.1-dev at full size (1024x1024, 4 steps) takes "
-        f"{run['seconds']:.1f} s a picture within 8 GiB,\nand {resident:.1f} s with everything on "
+        f"\nOn an {flux['about']['card']}, FLUX.1-dev at full size (random weights in "
+        f"pinned RAM, 1024x1024, 4 steps) takes\n{run['seconds']:.1f} s a picture within 8 GiB, "
+        f"and {resident:.1f} s with everything on "
         f"the GPU ({reference['resident_peak_bytes'] / GIB:.0f} GiB). The picture is the same, bit "
         f"for bit. The planned peak is\n{part['planned']['peak_bytes']:,} bytes, the measured peak "
         f"{run['peak_bytes']:,}.\n\n"
         f"The plans of {len(models)} other models, from SDXL to Wan and HunyuanVideo, have "
         f"{len(pairs)} slots (stretches of time). Of these\n{sum(a == b for a, b in pairs)} took "
-        f"exactly the planned bytes, {sum(a < b for a, b in pairs)} took less, and "
+        f"exactly the bytes that this version plans, {sum(a < b for a, b in pairs)} took less, and "
         f"{sum(a > b for a, b in pairs)} took at most {max(a - b for a, b in pairs) / MIB:.0f} MiB "
         "more\n(`benchmarks/card.sh`, "
         "[all figures, and where plans were wrong](docs/card-measured.md)).\n\n"

@@ -302,7 +302,7 @@ def readme(cells: Sequence[Cell]) -> str:
             return (
                 f"\n![Seconds from files to picture against the memory cap: graphrun and other "
                 f"tools](docs/img/cpu-{name}.svg)\n\nOn a CPU, {name} within a memory cap, seconds "
-                "from files to picture:\n"
+                "from files to picture (mmap: diffusers' `from_pretrained`):\n"
                 + "; ".join(
                     f"{cap:g} GiB: graphrun {run:.0f}, mmap {mmap:.0f}" for cap, run, mmap in rows
                 )

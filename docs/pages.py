@@ -50,7 +50,7 @@ EXIT_CODES = {
     2: "bad input, or failed requests of `--inputs`",
     3: "no plan fits the budgets",
 }
-EXIT_CODES |= {4: "the run broke its plan", 130: "interrupted"}
+EXIT_CODES |= {4: "the run broke its plan; if it ended, its files are written", 130: "interrupted"}
 FONT = 'font-family="system-ui, sans-serif"'
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")
 

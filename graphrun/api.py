@@ -437,7 +437,7 @@ def attach(
     if budget is not None and vars(arguments) != vars(Budget()):
         raise InputError("budget has vram, ram, pinned, disk and memory already: leave those out")
     if between_calls not in ("warm", "empty"):
-        raise InputError(f"between_calls {between_calls!r}: it is warm or empty")
+        raise InputError(f"between_calls {between_calls!r} is not known; use warm or empty")
     budget = budget or arguments
     main_device, cards, limits = devices_for(
         budget, hardware, device, components_of(pipe, components).values(), cache

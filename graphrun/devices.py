@@ -228,7 +228,7 @@ def _known_kind(name: str) -> DeviceKind:
             torch.get_device_module(name)
         except RuntimeError:
             raise InputError(
-                f"device {name!r} is not known; it is {', '.join(device_kinds.names())}, or a "
+                f"device {name!r} is not known; use {', '.join(device_kinds.names())}, or a "
                 "backend of PyTorch that this process has imported"
             ) from None
     return kind_called(name)

@@ -137,5 +137,5 @@ def _machines(
             "devices"
         )
     if objective not in ("throughput", "latency"):
-        raise InputError(f"objective {objective!r} is not known; it is throughput or latency")
+        raise InputError(f"objective {objective!r} is not known; use throughput or latency")
     return cluster if isinstance(cluster, Cluster) else read_cluster(Path(cluster), cache)

@@ -54,7 +54,7 @@ def enforceable(proc: Path = PROC) -> str:
         folder.mkdir()
         folder.rmdir()
     except (OSError, ValueError) as error:
-        return f"no memory group can be made: {error}"
+        return f"no memory group can be made ({error}): {SCOPE}"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""hatchling's build backend, with graphrun's dependencies where a wheel or an sdist needs dry runs.
+"""hatchling's build backend. It requires graphrun's dependencies if a build has to make dry runs.
 
 Dry runs count only for the versions of torch and diffusers that made them, so those of
 constraints.txt make them. A tree that has ``graphrun/dry_runs``, as an sdist has, needs none.

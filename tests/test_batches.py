@@ -161,8 +161,8 @@ def test_a_seed_is_an_option_for_one_run_and_for_the_lines_of_a_list(
     ("options", "message"),
     [
         (("--inputs", "none.jsonl"), "none.jsonl: no such file"),
-        (("--reuse", "some"), "it is encoded, all or none"),
-        (("--resume", "--trace", "t.json"), "leave them out"),
+        (("--reuse", "some"), "use encoded, all or none"),
+        (("--resume", "--trace", "t.json"), "leave out --trace: for a single run"),
         (("--resume", "--output", f"{TINY}/x.png"), "cannot be written"),
     ],
 )
@@ -225,10 +225,10 @@ def test_the_first_interrupt_waits_for_the_next_call_the_second_does_not() -> No
     [
         (
             (),
-            "interrupted at loading: nothing is written; an encoded prompt is kept; add --resume, "
-            "and an interrupted run continues",
+            "interrupted at loading: nothing is written; an encoded prompt is kept; with --resume "
+            "from the start, the run could continue",
         ),
-        (("--no-cache",), "interrupted at loading: nothing is written; add --resume"),
+        (("--no-cache",), "interrupted at loading: nothing is written; with --resume from"),
         (
             ("--resume",),
             "interrupted: 0 of 1 requests are done, the state is in out/.flux-tiny.resume; the "
@@ -236,8 +236,8 @@ def test_the_first_interrupt_waits_for_the_next_call_the_second_does_not() -> No
         ),
         (
             ("--inputs", "p.jsonl"),
-            "interrupted: 0 of 2 requests are done, their files are kept; add --resume, and an "
-            "interrupted list continues",
+            "interrupted: 0 of 2 requests are done, their files are kept; with --resume "
+            "from the start, the list could continue",
         ),
     ],
 )

@@ -276,7 +276,7 @@ def test_a_bad_graph_file_is_refused_with_its_line(
             ("unknown input 'heigth'", "did you mean 'height'"),
         ),
         (("--vram", "6M", "--set", "height=100"), ("not a multiple of 16",)),
-        (("--vram", "6M", "--set", "height"), ("is not name=value",)),
+        (("--vram", "6M", "--set", "height"), ("'height' is not NAME=VALUE, such as height=512",)),
         (("--vram", "6M", "--hardware", "rtx409"), ("did you mean 'rtx4090'",)),
         (("--vram", "6M", "--hardware", "rtx4090"), ("leave one of them out",)),
     ],
@@ -404,7 +404,7 @@ def test_a_profile_is_measured_kept_and_planned_for(
     code, output, _ = graphrun("plan", TINY, "--hardware", "mine", "--vram", "6M")
     assert code == 0
     assert " on mine (measured), " in output
-    refused(graphrun("calibrate", "--device", "tpu"), "cannot be calibrated")
+    refused(graphrun("calibrate", "--device", "tpu"), "cannot be calibrated; use cuda, ")
     refused(
         graphrun("calibrate", "--device", "sim", "--name", "rtx4090"), "name of a built-in card"
     )

@@ -77,7 +77,9 @@ def test_a_frontier_is_drawn_as_png_too(graphrun: Cli) -> None:
         True,
     )
     code, _, err = graphrun(*options, "--plot", "curve.pdf")
-    assert (code, "--plot curve.pdf: ends in .svg or .png" in err) == (2, True)
+    assert (code, "--plot curve.pdf: the name must end in .svg or .png" in err) == (2, True)
+    code, _, err = graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "--explain", "x")
+    assert (code, "--explain 'x' is not known; its only value is more" in err) == (2, True)
 
 
 def test_an_infeasible_budget_says_what_to_type(graphrun: Cli) -> None:
@@ -541,5 +543,5 @@ def test_an_interrupt_inside_a_finalizer_is_not_lost() -> None:
     assert (process.returncode, process.stdout, process.stderr) == (
         130,
         "",
-        "graphrun: interrupted\n",
+        "graphrun: interrupted; the same command starts again\n",
     )

@@ -90,7 +90,7 @@ def test_an_entry_point_that_is_no_kind_is_refused(
 
 
 def test_a_name_that_neither_the_table_nor_pytorch_has_is_refused() -> None:
-    with pytest.raises(InputError, match="device 'tpu' is not known; it is cuda, xpu, mps, cpu"):
+    with pytest.raises(InputError, match="device 'tpu' is not known; use cuda, xpu, mps, cpu"):
         hardware_for(None, "tpu")
 
 

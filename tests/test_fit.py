@@ -107,9 +107,9 @@ def test_a_folder_is_imported_and_nothing_is_written(graphrun: Cli, tmp_path: Pa
 
 def test_what_fit_refuses(graphrun: Cli) -> None:
     for arguments, words in (
-        (("fit", "flux-tiny", "--card", "sim"), "fit is for cards"),
-        (("list", "--card", "sim"), "fit is for cards"),
-        (("fit", "flux-tiny", "--want", "soon"), "'soon' is not a time"),
+        (("fit", "flux-tiny", "--card", "sim"), "sim is no card"),
+        (("list", "--card", "sim"), "sim is no card"),
+        (("fit", "flux-tiny", "--want", "soon"), "--want: 'soon' is not a time"),
         (("fit", "flux-tiny", "--card", "rtx9999"), "rtx9999"),
     ):
         code, output, err = graphrun(*arguments)

@@ -109,7 +109,8 @@ def test_json_says_that_planning_was_interrupted(tmp_path: Path) -> None:
             SECOND_CANDIDATE,
             ("run", *FLUX),
             r"interrupted while planning flux-tiny: the best plan so far takes \d+ ms, at "
-            r"most [\d.]+ % slower than the best possible plan; nothing was run",
+            r"most [\d.]+ % slower than the best possible plan; nothing was run\. "
+            r"graphrun plan flux-tiny -o FILE saves such a plan",
         ),
         (
             ("graphrun.solve.pages.solved", 2),

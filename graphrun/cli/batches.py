@@ -103,7 +103,7 @@ def run_batch(graph: Graph, options: PlanOptions, run_options: RunOptions) -> No
                 **arguments,
             )
     except KeyboardInterrupt:
-        state_note = "their files are kept; add --resume, and an interrupted list continues"
+        state_note = "their files are kept; with --resume from the start, the list could continue"
         if state is not None:
             state_note = f"the state is in {state}; the same command continues from there"
         raise Interrupted(

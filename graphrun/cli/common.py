@@ -42,7 +42,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            raise Interrupted("interrupted") from None
+            raise Interrupted("interrupted; the same command starts again") from None
 
 
 app = typer.Typer(
@@ -190,7 +190,10 @@ def load(path: Path, options: PlanOptions) -> Graph:
     """Load the graph at ``path`` with the options that change graphs, such as ``--until``. Raises
     InputError for a plan."""
     if path.suffix == ".json":
-        raise InputError(f"{path} is a plan; give the graph (YAML) that it was made from")
+        raise InputError(
+            f"{path} is JSON, and this command takes a graph: name a YAML file, or a graph that "
+            "graphrun list shows"
+        )
     hardware = cards_for(options, cache_folder(options.no_cache))[0]
     graph = devices.in_dtype(load_as_typed(path, options), options.dtype, hardware)
     if options.dtype is None and graph.dtypes:
@@ -207,7 +210,7 @@ def load_as_typed(path: Path, options: PlanOptions) -> Graph:
 def parse_reuse(reuse: str) -> Any:
     """Return the value of ``--reuse``. Raises InputError for an unknown value."""
     if reuse not in ("encoded", "all", "none"):
-        raise InputError(f"--reuse {reuse!r} is not known; it is encoded, all or none")
+        raise InputError(f"--reuse {reuse!r} is not known; use encoded, all or none")
     return reuse
 
 

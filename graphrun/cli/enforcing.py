@@ -74,8 +74,9 @@ def _supervise(limit_bytes: int) -> None:
     code = os.waitstatus_to_exitcode(status)
     if code == -signal.SIGKILL:
         raise OutOfMemory(
-            f"the run was killed: it took more than the enforced {show_size(limit_bytes)}; use a "
-            "larger --memory, or leave out --enforce to see how much it takes"
+            "the run was killed (SIGKILL), probably because it took more than the enforced "
+            f"{show_size(limit_bytes)}; use a larger --memory, or leave out --enforce to see how "
+            "much it takes"
         )
     sys.stdout.flush()
     os._exit(code if code >= 0 else 128 - code)

@@ -81,7 +81,10 @@ def fit_command(
     """
     from graphrun.report.fit_screen import fit_screen
 
-    cache, limit_seconds = cache_folder(no_cache), parse_seconds(want) if want else None
+    cache, limit_seconds = (
+        cache_folder(no_cache),
+        parse_seconds(want, name="--want") if want else None,
+    )
     hardware = card_called(card, cache)
     inputs = dict(pair("--set", text, may_be_empty=True) for text in set_ or [])
     with _graph_file(model, trust_package) as file:
@@ -112,7 +115,8 @@ def card_called(name: str | None, cache: Path | None) -> Hardware:
     hardware = hardware_for(name, None, cache)
     if hardware.kind.is_host or hardware.kind.free_memory == "none":
         raise InputError(
-            f"--card {name}: fit is for cards; for a CPU, type graphrun plan GRAPH --device cpu"
+            f"{hardware.name} is no card: name one such as --card rtx4060; for a CPU, type "
+            "graphrun plan GRAPH --device cpu"
         )
     return hardware
 

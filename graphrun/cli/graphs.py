@@ -47,7 +47,7 @@ def graph(
 
     draw = {"mermaid": mermaid, "dot": dot}.get(kind)
     if draw is None:
-        raise InputError(f"--as {kind!r} is not known; it is mermaid or dot")
+        raise InputError(f"--as {kind!r} is not known; use mermaid or dot")
     pipeline_graph, cache = load(graph, options), cache_folder(options.no_cache)
     planfile.require_writable(output_file)
     hardware = hardware_for(options.hardware, options.device, cache)

@@ -135,5 +135,5 @@ def set_value(name: str, text: str) -> Any:
     if isinstance(value, dict) and not text.lstrip().startswith("{"):
         return text
     if value is None:
-        raise InputError(f"--set {name}: give it a value, or leave it out")
+        raise InputError(f"--set {name}: null is no value; give another one, or leave it out")
     return value

@@ -106,17 +106,24 @@ def export(
     simulation.
     """
     from graphrun.comparing import engines_called
+    from graphrun.profile.engines import ENGINES
     from graphrun.report.engines_screen import export_lines
 
     (engine,) = engines_called([name]) if name != "all" else [None]
     if engine is None:
-        raise InputError("--to all: a plan is exported to one engine; graphrun compare shows all")
+        raise InputError(
+            f"--to all: a plan is exported to one engine: {', '.join(ENGINES)}; graphrun compare "
+            "shows all"
+        )
     solution, entries = planfile.read_solution(plan)
     problem, source = solution.problem, planfile.graph_path(plan, entries)
     graph = api.load(source, trust=trust_package or ()).in_dtypes(dict(problem.dtypes))
     graph = graph.until(problem.until)
     if graph.digest != problem.graph_digest:
-        raise PlanError(f"is for an earlier version of {source}: plan again", str(plan))
+        raise PlanError(
+            f"is for another version of {source}: plan again: graphrun plan {source} -o {plan}",
+            str(plan),
+        )
     with solving():
         text, summary = _exported(engine, graph, solution, output_file, cache_folder(no_cache))
     write_or_print(text, output_file)
@@ -142,8 +149,8 @@ def _exported(
     random = [item.name for item in graph.components.values() if item.source is None]
     if random and not text and not maps:
         raise InputError(
-            f"{', '.join(random)}: random weights are graphrun's own; give the graph a source to "
-            "export its plan"
+            f"{', '.join(random)}: random weights are graphrun's own; to export its plan, give "
+            "the graph file a source: (docs/sources.md)"
         )
     comparison = None
     if not solution.problem.hardware.unified or not (text or maps):

@@ -1,5 +1,5 @@
 """The entry point of the ``graphrun`` command. Exit codes: 0 done, 1 over a limit, 2 bad input, 3
-no plan fits, 4 the run broke its plan."""
+no plan fits, 4 the run broke its plan, 130 interrupted."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def about(
     graphrun plans what is on the GPU and when, and follows that plan exactly.
 
     Exit codes: 0 done, 1 over a limit, 2 bad input, 3 no plan fits, 4 the run
-    broke its plan.
+    broke its plan, 130 interrupted.
     """
     for name, value in (pair("--limit", text) for text in limit or ()):
         if not value.isdecimal() or len(value) > LIMITS.digits:

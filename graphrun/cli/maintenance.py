@@ -70,7 +70,7 @@ def remove_entries(
     """Remove cached outputs by the first digits of their keys, or all."""
     store = _outputs()
     if bool(keys) == remove_all:
-        raise InputError("name the entries to remove (graphrun cache ls shows them), or add --all")
+        raise InputError("name entries (graphrun cache ls shows them) or add --all, not both")
     selection = None
     if keys:
         all_keys = [entry.key for entry in store.entries()]
@@ -144,7 +144,7 @@ def calibrate(
 
     names = [kind.name for kind in device_kinds.built_in() if kind.calibration]
     if device not in (None, *names):
-        raise InputError(f"device {device!r} cannot be calibrated; it is {', '.join(names)}")
+        raise InputError(f"--device {device!r} cannot be calibrated; use {', '.join(names)}")
     calibration = measure_and_keep(
         device,
         cache_folder(False) or Path(),

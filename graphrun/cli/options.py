@@ -273,7 +273,7 @@ def pair(option: str, text: str, *, may_be_empty: bool = False) -> tuple[str, st
     InputError for another form."""
     name, equals, value = text.partition("=")
     if not equals or not name.strip() or not (value or may_be_empty):
-        raise InputError(f"{option} {text!r} is not name=value")
+        raise InputError(f"{option} {text!r} is not NAME=VALUE, such as height=512")
     return name.strip(), value
 
 

@@ -64,7 +64,7 @@ def plan_cluster(
     from graphrun.report.screen import Look
 
     if objective not in (None, "throughput", "latency"):
-        raise InputError(f"--objective {objective!r} is not known; it is throughput or latency")
+        raise InputError(f"--objective {objective!r} is not known; use throughput or latency")
     cluster, pipeline_graph = open_cluster(file, options), load(graph, options)
     start = time.perf_counter()
     with (

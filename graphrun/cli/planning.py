@@ -144,8 +144,8 @@ class GraphPlanner:
         graph = graph.until(problem.until)
         if not is_present(problem.hardware):
             raise InputError(
-                f"no {problem.hardware.kind.label} found to run on, and the plan is for one; plan "
-                "with --device sim to run it there"
+                f"no {problem.hardware.kind.label} found to run on, and the plan is for one: "
+                "graphrun doctor shows why; to simulate it, plan with --device sim"
             )
         shorter_graph = graph.with_precomputed(problem.precomputed)
         downloads = self._missing(shorter_graph, graph_plan.solution)
@@ -269,7 +269,10 @@ def _best_so_far(interrupt: PlanningInterrupted, name: str, *, is_accepted: bool
         from graphrun.report.screen import proof
 
         seconds = roughly(solution.simulation.seconds)
-        state = f"the best plan so far takes {seconds}, {proof(solution)}; nothing was run"
+        state = (
+            f"the best plan so far takes {seconds}, {proof(solution)}; nothing was run. "
+            f"graphrun plan {name} -o FILE saves such a plan"
+        )
     raise Interrupted(f"interrupted while planning {name}: {state}") from None
 
 

@@ -93,7 +93,7 @@ def plan(
     if objective is not None or items is not None:
         raise InputError("--objective and --items are for several machines: add --cluster FILE")
     if explanation not in (None, "more"):
-        raise InputError(f"--explain {explanation!r} is not known; it is more")
+        raise InputError(f"--explain {explanation!r} is not known; its only value is more")
     limits = FailLimits(fail_over, fail_peak)
     from graphrun.report.screen import plan_screen, proof
     from graphrun.report.summary import summarize
@@ -324,7 +324,7 @@ def frontier(
     from graphrun.store import frontier_for
 
     if plot is not None and plot.suffix not in (".svg", ".png"):
-        raise InputError(f"--plot {plot}: ends in .svg or .png")
+        raise InputError(f"--plot {plot}: the name must end in .svg or .png")
     planfile.require_writable(plot)
     pipeline_graph, cache = load(graph, options), cache_folder(options.no_cache)
     name, values = values_between(sweep) if sweep is not None else ("", ())
@@ -454,7 +454,9 @@ def _intact(trace: Path) -> Iterator[None]:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(
-            f"is a damaged trace: {type(error).__name__} {error}", str(trace)
+            f"is a damaged trace ({type(error).__name__} {error}): write it again with graphrun "
+            "run --trace FILE",
+            str(trace),
         ) from error
 
 

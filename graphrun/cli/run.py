@@ -64,20 +64,25 @@ def _run_many(
     a single run."""
     lists = graph.list_input if graph is not None else ""
     trace_file = run_options.trace_file if run_options.cluster is None else None
-    if trace_file or run_options.plan_file or run_options.preview or run_options.check_ordering:
+    single_options = {
+        "--plan": run_options.plan_file,
+        "--trace": trace_file,
+        "--preview": run_options.preview,
+        "--check-ordering": run_options.check_ordering,
+    }
+    if forbidden_options := [name for name, value in single_options.items() if value]:
         many_runs = (
             f"a graph that runs for each of ${lists}"
             if lists
             else "--inputs, --resume and --cluster"
         )
         raise InputError(
-            "--plan, --trace, --preview and --check-ordering are for a single run; leave them out "
-            f"with {many_runs}"
+            f"leave out {', '.join(forbidden_options)}: for a single run, not for {many_runs}"
         )
     if graph is None:
         raise InputError(
             f"{file} is a plan for one run, and --inputs and --resume make their own plans: name "
-            "the graph"
+            f"the graph, {planfile.graph_path(file, planfile.read_solution(file)[1])}"
         )
     from graphrun.cli.batches import run_batch
 
@@ -212,8 +217,8 @@ def _trace(
         keeps_prompt = cache is not None and run_options.reuse != "none"
         raise Interrupted(
             f"interrupted at {progress.last or 'loading'}: nothing is written"
-            f"{'; an encoded prompt is kept' if keeps_prompt else ''}; add --resume, and an "
-            "interrupted run continues at its last step"
+            f"{'; an encoded prompt is kept' if keeps_prompt else ''}; with --resume from the "
+            "start, the run could continue at its last step"
         ) from None
 
 

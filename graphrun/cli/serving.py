@@ -156,12 +156,12 @@ def serve(
     from graphrun.serve.settings import Bounds, Settings
 
     if log not in ("text", "json"):
-        raise InputError(f"--log {log}: it is text or json")
+        raise InputError(f"--log {log!r} is not known; use text or json")
     access = _access(host, keys, allow_host or (), allow_origin or ())
     _refuse_graphs([load(path, options) for path in graphs])
     bounds = Bounds(
-        parse_size(max_body),
-        parse_size(max_upload),
+        parse_size(max_body, name="--max-body"),
+        parse_size(max_upload, name="--max-upload"),
         max_prompt,
         max_pixels,
         max_steps,
@@ -182,8 +182,8 @@ def serve(
             limits=asdict(LIMITS),
             version=graphrun.__version__,
             bounds=bounds,
-            queue_seconds=parse_seconds(queue),
-            drain_seconds=parse_seconds(drain),
+            queue_seconds=parse_seconds(queue, name="--queue"),
+            drain_seconds=parse_seconds(drain, name="--drain"),
             connections=connections,
             state=state,
             warms=warm,
@@ -205,14 +205,14 @@ def _access(
     host: str, keys: Path | None, names: Iterable[str], pages: Iterable[str]
 ) -> dict[str, Any]:
     """Return the `Settings` for who may use the server. Raises InputError if that is anyone."""
-    from graphrun.serve.keys import read_keys
+    from graphrun.serve.keys import HINT, read_keys
     from graphrun.serve.origins import host_of, origin_of
 
     owners = read_keys(keys) if keys is not None else {}
     if not owners and not _is_loopback(host):
         raise InputError(
             f"--host {host} without --keys: anyone who reaches this machine could use it; "
-            "add --keys FILE"
+            f"add --keys FILE, with a line NAME SHA256 for each key; {HINT}"
         )
     hosts, origins = tuple(map(host_of, names)), tuple(map(origin_of, pages))
     for flag, values in {"--allow-host": hosts, "--allow-origin": origins}.items():
@@ -240,7 +240,8 @@ def _refuse_graphs(graphs: Sequence[Graph]) -> None:
     counts = Counter(graph.name for graph in graphs)
     if duplicates := sorted(name for name, count in counts.items() if count > 1):
         raise InputError(
-            f"two graphs are called {', '.join(duplicates)}: give one of them another name"
+            f"two graphs are called {', '.join(duplicates)}: leave one out, or change name: in "
+            "one of the files"
         )
 
 

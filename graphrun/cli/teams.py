@@ -115,7 +115,7 @@ class FailLimits:
         if self._seconds is not None and simulation.seconds > self._seconds:
             excesses.append(
                 f"--fail-over: predicted {show_seconds(simulation.seconds)} > "
-                f"{show_seconds(self._seconds)}"
+                f"{show_seconds(self._seconds)}; graphrun explain shows where the time goes"
             )
         if self._nbytes is not None and nbytes > self._nbytes:
             excesses.append(f"--fail-peak: takes {show_size(nbytes)} > {show_size(self._nbytes)}")

@@ -182,7 +182,7 @@ def _sentence(details: ErrorDetails, key: str) -> str:
             return f"this graphrun reads files of version 1, not {value!r}"
         case "literal_error" if key == "compile":
             return (
-                f"{value!r} is not known; it is blocks, each compiled by itself, since weights "
+                f"{value!r} is not known; use blocks, each compiled by itself, since weights "
                 "are placed block by block"
             )
         case "literal_error":

@@ -1,7 +1,7 @@
 """Refuse modules whose weights another library moves or casts: two movers break each other.
 
     accelerate   ``_hf_hook`` on a module (enable_model_cpu_offload, cpu_offload, dispatch_model),
-                 ``hf_device_map`` on the model
+                 ``hf_device_map`` of several devices or the disk on the model
     diffusers    ``_diffusers_hook``, a registry of hooks by name (group offloading, layerwise
                  casting)
     peft         layers with ``lora_A`` around a ``base_layer``
@@ -95,11 +95,13 @@ def _adapters(module: nn.Module) -> list[str]:
 
 
 def _refuse_device_map(name: str, module: nn.Module) -> None:
-    devices = getattr(module, "hf_device_map", None) or {}
-    if other_devices := sorted({str(device) for device in devices.values()} - {"cpu"}):
+    # A map of one device tells where the weights were loaded, as bitsandbytes' loaders do. It moves
+    # nothing, and stays after `module.to("cpu")`.
+    places = {str(device) for device in (getattr(module, "hf_device_map", None) or {}).values()}
+    if len(places) > 1 or "disk" in places:
         raise InputError(
-            f"{name} was loaded with a device_map that places parts of it on "
-            f"{', '.join(other_devices)}: load it without device_map"
+            f"{name} was loaded with a device_map over {', '.join(sorted(places))}: load it "
+            "without device_map"
         )
 
 

@@ -58,17 +58,17 @@ def create_app(service: Service, host: str) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
-        text = (
-            "there is no such page; /openapi.json lists them"
-            if error.status_code == 404
-            else str(error.detail)
-        )
+        text, code = str(error.detail), "unknown_url"
+        if error.status_code == 404:
+            text = "there is no such page; /openapi.json lists them"
+        elif error.status_code == 405:
+            text, code = f"use {(error.headers or {}).get('Allow', '')}", "method_not_allowed"
         return await refused(
             request,
             Refused(
                 error.status_code,
                 f"{request.method} {request.url.path[:100]}: {text}",
-                "unknown_url",
+                code,
             ),
         )
 

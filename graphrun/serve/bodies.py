@@ -36,7 +36,7 @@ from graphrun.graph.ops import MEDIA_KINDS
 from graphrun.graph.parts import Reference
 from graphrun.graph.settings import seeds_of, settings_of
 from graphrun.graph.values import Input, did_you_mean, fit
-from graphrun.reading import parse_json
+from graphrun.reading import parse_json, shortened
 from graphrun.report.verdicts import COUNTS
 from graphrun.serve.errors import Refused
 from graphrun.serve.settings import Bounds
@@ -66,19 +66,19 @@ SEEDS = 2**31  # upper bound of random seeds
 DRAWN = "Without it one is drawn; the answer has it."
 INPUT = "value_"  # prefix of fields for inputs, whose names pydantic may not take
 JSON_TYPES: Mapping[str, Any] = {"str": str, "int": int, "float": float, "bool": bool}
-SIZE = "it is auto, or width and height in pixels such as 1024x768"
+SIZE = "{input} is no size; use auto, or width and height in pixels such as 1024x768"
 # what is wrong, by pydantic's type of error
 FAULTS = {
-    "bool_type": "it is true or false",
-    "float_parsing": "it is a number",
-    "float_type": "it is a number",
-    "greater_than": "it is above {gt:g}",
+    "bool_type": "{input} is neither true nor false",
+    "float_parsing": "{input} is not a number",
+    "float_type": "{input} is not a number",
+    "greater_than": "{input} is not above {gt:g}",
     "greater_than_equal": "{input} is less than {ge}",
-    "int_parsing": "it is an integer",
-    "int_type": "it is an integer",
-    "less_than": "it is below {lt:g}",
+    "int_parsing": "{input} is not an integer",
+    "int_type": "{input} is not an integer",
+    "less_than": "{input} is not below {lt:g}",
     "less_than_equal": "{input} is more than {le}",
-    "literal_error": "it is {expected}",
+    "literal_error": "{input} is not {expected}",
     "missing": "it is missing",
     "string_pattern_mismatch": SIZE,
     "string_type": SIZE,
@@ -165,7 +165,7 @@ class Body(BaseModel):
     @classmethod
     def _streams(cls, count: int, info: ValidationInfo) -> int:
         if count and not info.data.get("stream"):
-            raise ValueError(f"it is 0 to {MOST_PARTIAL}, and needs stream=true")
+            raise ValueError(f"{count} previews need stream=true")
         return count
 
     @classmethod
@@ -185,7 +185,9 @@ class Body(BaseModel):
         if kind != "extra_forbidden":
             return refusal_of(details)
         if (target := ALIASES.get(name)) in graph.inputs:
-            return bad(name, f"it is another name of {target}, which has a value already")
+            return bad(
+                name, f"this is another name of {target}, which has a value too: leave one out"
+            )
         name = name[:100]
         names = [spec.name for spec in graph.inputs.values() if spec.type not in MEDIA_KINDS]
         text = (
@@ -255,7 +257,7 @@ class VideoBody(Body):
         if not name or graph.fps is None:
             raise bad("seconds", f"{graph.name} has one length or no known rate: leave it out")
         if name in inputs:
-            raise bad("seconds", f"{name} says how long the video is already")
+            raise bad("seconds", f"{name} has the length too: leave one out")
         default = graph.inputs[name].default
         step = next(
             (step for step in (8, 4) if isinstance(default, int) and default % step == 1), 1
@@ -320,6 +322,8 @@ def body_schema(models: Sequence[type[Body]], *content_types: str) -> dict[str, 
 def refusal_of(details: ErrorDetails) -> Refused:
     """Return the refusal for an error that pydantic found."""
     kind, values = details["type"], {**details, **details.get("ctx", {})}
+    value = details["input"]
+    values["input"] = "a file" if isinstance(value, Path) else shortened(repr(value), 100)
     is_limit = kind in (OVER_LIMIT, "greater_than_equal", "less_than_equal")
     text = FAULTS.get(kind, "{msg}").format_map(values)
     return bad(str(details["loc"][-1]), text, OVER_LIMIT if is_limit else "invalid_value")

@@ -22,7 +22,10 @@ def protocol_within(settings: Settings) -> type[H11Protocol]:
     """
     bounds = settings.bounds
     busy = Refused(
-        503, f"{settings.connections} connections have requests at work", "busy", retry_seconds=5
+        503,
+        f"all {settings.connections} connections of the server have requests at work: try again",
+        "busy",
+        retry_seconds=5,
     )
     refusal = JSONResponse(busy.body, busy.status, headers={**busy.headers, "Connection": "close"})
 

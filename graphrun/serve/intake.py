@@ -115,11 +115,11 @@ class _Body:
             async with asyncio.timeout_at(min(self._deadline, start + idle)):
                 message = await self._receive()
         except TimeoutError:
-            late = f"the body did not come within {self._bounds.body_seconds:g} s"
+            late = f"the body did not come within {self._bounds.body_seconds:g} s (--arrival)"
             text = (
                 late
                 if start + idle >= self._deadline
-                else f"nothing came for {idle:g} s, and the body has not ended"
+                else f"nothing came for {idle:g} s (--idle), and the body has not ended"
             )
             raise Refused(408, text, "timeout") from None
         if message["type"] == "http.disconnect":
@@ -129,7 +129,10 @@ class _Body:
 
     def _refuse_large(self, nbytes: int) -> None:
         if nbytes > self._limit_bytes:
-            raise Refused(413, f"the body has more than {self._limit_bytes:,} bytes", "too_large")
+            text = (
+                f"the body has {nbytes:,} bytes or more; this server accepts {self._limit_bytes:,}"
+            )
+            raise Refused(413, text, "too_large")
 
 
 async def owner_in(
@@ -143,7 +146,9 @@ async def owner_in(
     owner = owner_of(credentials.credentials.strip(), keys) if credentials else None
     if owner is None:
         text = "an API key is needed: Authorization: Bearer KEY"
-        raise Refused(401, "the API key is wrong" if credentials else text, "invalid_api_key")
+        raise Refused(
+            401, "the API key in Authorization is wrong" if credentials else text, "invalid_api_key"
+        )
     request.state.owner = owner
     return owner
 
@@ -235,5 +240,7 @@ async def _json(request: Request) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is not JSON: {str(error)[:200]}", "not_json") from None
     if not isinstance(body, dict):
-        raise Refused(400, "the body is not a JSON object", "not_json")
+        raise Refused(
+            400, 'the body is not a JSON object such as {"prompt": "a lighthouse"}', "not_json"
+        )
     return body

@@ -24,6 +24,7 @@ MAKE = (
     "python -c 'import hashlib, secrets; k = secrets.token_urlsafe(32); "
     "print(k, hashlib.sha256(k.encode()).hexdigest())'"
 )
+HINT = f"this prints a key and its SHA-256: {MAKE}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +50,17 @@ def read_keys(path: Path) -> dict[str, ApiKey]:
             or (len(words) == 3 and rate is None)
         ):
             raise InputError(
-                "is no name, SHA-256 of a key, and optionally a rate such as 30/min; this prints a "
-                f"key and its SHA-256: {MAKE}",
+                f"is not NAME SHA256 or NAME SHA256 30/min: {HINT}",
                 f"{path}:{number}",
             )
         if words[0] in keys:
-            raise InputError(f"{words[0]} has a key already", f"{path}:{number}")
+            raise InputError(
+                f"{words[0]} has a key in an earlier line: remove one, or use another name",
+                f"{path}:{number}",
+            )
         keys[words[0]] = ApiKey(words[1].lower(), int(rate[1]) if rate is not None else 0)
     if not keys:
-        raise InputError(f"has no keys; this prints a key and its SHA-256: {MAKE}", str(path))
+        raise InputError(f"has no keys; write a line NAME SHA256 for each: {HINT}", str(path))
     return keys
 
 
@@ -88,7 +91,8 @@ class Rates:
         spent = max(0.0, spent - (second - spent_second) * per_minute / 60)
         if spent + pictures > per_minute:
             wait = (spent + pictures - per_minute) * 60 / per_minute
-            text = f"the API key has {per_minute} pictures a minute"
             never = pictures > per_minute
+            text = f"the API key may ask for {per_minute} pictures a minute"
+            text += f", and this request asks for {pictures}" if never else ": try again later"
             raise Refused(429, text, "rate_limited", retry_seconds=None if never else wait)
         self._spent[owner] = spent + pictures, second

@@ -102,7 +102,7 @@ def _plan_shape(graph: Any, request: dict[str, Any], settings: Settings) -> Plan
         return _plan_on_cluster(graph, request, settings, settings.cluster)
     problem = _estimate(graph, request["inputs"], settings)
     if problem.secondaries and request["share"] != WHOLE:
-        raise InputError("graphs have several devices in turn, not in shares")
+        raise InputError("a graph has all devices at once: shares are for one device")
     budgets = {} if request["share"] == WHOLE else share_of(problem, request["share"])
     if budgets:
         problem = _estimate(graph, request["inputs"], settings, **budgets)
@@ -125,7 +125,7 @@ def _plan_on_cluster(
     from graphrun.cluster.stream import finish_seconds
 
     if request["share"] != WHOLE:
-        raise InputError("graphs have the devices of a cluster in turn, not in shares")
+        raise InputError("a graph has all devices at once: shares are for one device")
     budgets = {**settings.budgets, "inputs": request["inputs"], "cache": settings.cache}
     placement = place(graph, cluster, items=api.RUNS, gains=False, **budgets).placement
     assignments, max_runs = placement.assignments, max(MOST_TOGETHER, settings.bounds.pictures)

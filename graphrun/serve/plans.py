@@ -109,11 +109,11 @@ class Plans:
         if key not in self.shapes:
             pending_count = sum(not future.done() for future in self.shapes.values())
             if pending_count >= PLANNING + len(self._graphs):
-                text = f"{pending_count} shapes of requests are being planned"
+                text = f"requests of {pending_count} other sizes wait to be planned: try again"
                 wait = pending_count * self._seconds
                 raise Refused(429, text, "busy_planning", retry_seconds=wait)
             if self._planner is None:
-                text = "the planner is started again"
+                text = "the planner has ended, and is started again: try again"
                 raise Refused(503, text, "interrupted", retry_seconds=RESTART_SECONDS)
             self.shapes[key] = asyncio.get_running_loop().create_future()
             self.shapes[key].add_done_callback(ignore_error)
@@ -220,7 +220,9 @@ class Plans:
         exit_code = None if self._planner is None else self._planner.process.exitcode
         log("planner ended", exit_code=exit_code)
         self._planner = self._batch_key = None
-        error = Refused(503, "planning was interrupted", "interrupted", retry_seconds=self._seconds)
+        error = Refused(
+            503, "planning was interrupted: try again", "interrupted", retry_seconds=self._seconds
+        )
         # the next request of each shape plans it again
         for key in [key for key, future in self.shapes.items() if not future.done()]:
             self.shapes.pop(key).set_exception(error)

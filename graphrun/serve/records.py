@@ -49,7 +49,7 @@ class JobRecords:
             return None
         job = await asyncio.shield(self._keys[owner, key])
         if job.body != body:
-            text = "this Idempotency-Key came with another request before"
+            text = "this Idempotency-Key came with another body before: use a new key"
             raise Refused(422, text, "idempotency_key_reused")
         return job
 

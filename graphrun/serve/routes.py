@@ -48,7 +48,8 @@ IdempotencyKey = Annotated[str, Header(alias="Idempotency-Key", max_length=255)]
 
 def absent(kind: str, id: str) -> Refused:
     """Return the refusal of a request for what does not exist."""
-    return Refused(404, f"there is no {kind} {id[:100]!r}", "not_found")
+    text = f"there is no {kind} {id[:100]!r}; the server keeps the last jobs only"
+    return Refused(404, text, "not_found")
 
 
 async def own_job(request: Request, owner: Owner, name: str) -> Job:
@@ -77,7 +78,8 @@ def refuse_unended(job: Job, service: Service) -> None:
     """Raise Refused: the error of ``job``, or 409 if it has not ended."""
     if not job.ended:
         wait = max(1.0, service.queue.predicted_wait(job))
-        raise Refused(409, f"the job is {job.state}", "not_ended", retry_seconds=wait)
+        text = f"the job is {job.state}: wait for state ended at /v1/jobs/{job.id}/events"
+        raise Refused(409, text, "not_ended", retry_seconds=wait)
     if job.error is not None:
         raise job.error
 

@@ -95,7 +95,7 @@ class RunQueue:
         wait = (entry.start - self._clock) * self.pace
         if max_seconds is not None and wait > max_seconds:
             self._line.remove(job)
-            text = f"the queue takes {wait:.0f} s, and at most {max_seconds:.0f} s are accepted"
+            text = f"the queue takes {wait:.0f} s, more than the --queue of {max_seconds:.0f} s"
             raise Refused(429, text, "queue_full", retry_seconds=wait - max_seconds)
         job.admitted_at, job.promised_at = self._clock, entry.start
         job.seconds = entry.end - entry.start
@@ -375,8 +375,11 @@ class RunQueue:
                 job: Job = entry.item
                 job.attempts += entry is suspect
                 if job.error is None and job.attempts >= ATTEMPTS:
-                    text = f"the worker process ended {ATTEMPTS} times under this request"
-                    job.error = Refused(503, text, "worker_died", retry_seconds=30)
+                    text = (
+                        f"the worker process ended {ATTEMPTS} times during this request, last with "
+                        f"exit code {exit_code}"
+                    )
+                    job.error = Refused(503, text, "worker_died")
                     self.end(job, "failed")
                 else:
                     survivors.append(entry)

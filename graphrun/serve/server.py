@@ -93,7 +93,7 @@ def http_server(service: Service, host: str, port: int) -> tuple[uvicorn.Server,
         return _Server(config), config.bind_socket()
     except SystemExit:  # uvicorn has logged the reason
         raise InputError(
-            f"--port {port}: the port cannot be opened on {host}: choose another"
+            f"--host {host} --port {port} cannot be opened, see above: change one of them"
         ) from None
 
 

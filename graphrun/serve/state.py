@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from graphrun import __version__
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
 from graphrun.graph.settings import settings_of
@@ -54,22 +55,31 @@ class JobStore:
             (folder / "jobs").mkdir(exist_ok=True)
             self._lock = take_lock(folder / "lock")
         except OSError as error:
-            raise InputError(f"--state {folder}: {error.strerror}") from error
+            raise InputError(
+                f"--state {folder}: {error.strerror}; the user that runs the server must be "
+                "able to write there"
+            ) from error
         if self._lock is None:
-            raise InputError(f"--state {folder}: another server uses this folder")
+            raise InputError(
+                f"--state {folder}: another server uses this folder; stop it, or name another one"
+            )
         file = folder / "jobs.sqlite"
         try:
             self._database = sqlite3.connect(file, isolation_level=None)
             (version,) = self._database.execute("PRAGMA user_version").fetchone()
             if version > VERSION:
-                raise InputError(f"{file} is from a newer version of graphrun: use that version")
+                raise InputError(
+                    f"{file} is from a newer graphrun than {__version__}: update graphrun"
+                )
             for statement in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
                 self._database.execute(f"PRAGMA {statement}")
             self._database.executescript(TABLES)
             self._database.execute(f"PRAGMA user_version = {VERSION}")
         except sqlite3.Error as error:
             self._lock.release()
-            raise InputError(f"{file}: {error}") from error
+            raise InputError(
+                f"{file}: {error}; to start without its jobs, move the file away"
+            ) from error
 
     def close(self) -> None:
         """Close the database, and let another server use the folder."""

@@ -302,7 +302,7 @@ def test_outputs_of_compiled_blocks_are_cached_apart(edit_graph: Callable[..., A
 
 def test_components_are_not_compiled_as_a_whole(edit_graph: Callable[..., Any]) -> None:
     whole = (
-        r"flux-tiny.yaml:19: components.transformer.compile: 'whole' is not known; it is blocks, "
+        r"flux-tiny.yaml:19: components.transformer.compile: 'whole' is not known; use blocks, "
         r".* placed block by block"
     )
     with pytest.raises(GraphError, match=whole):

@@ -3,9 +3,16 @@ restored on detach."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from diffusers import BitsAndBytesConfig, UNet2DConditionModel
+from diffusers.quantizers.bitsandbytes import (
+    BnB4BitDiffusersQuantizer,
+    BnB8BitDiffusersQuantizer,
+)
 from test_attach_pipelines import equal, weight_bytes
 from tiny_pipelines import Case, cases
 from torch import nn
@@ -66,3 +73,33 @@ def test_quantized_components_are_placed_and_released(precision: str) -> None:
     assert peaks[1] == peaks[2], "steady"
     assert {path: type(child) for path, child in pipe.unet.named_modules()} == kinds
     assert equal(SDXL.call(pipe), want)
+
+
+@pytest.mark.parametrize("precision", ["int8", "nf4"])
+def test_a_component_that_diffusers_quantized_is_attached_once_it_is_on_the_cpu(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = SDXL.build()
+    pipe.unet.save_pretrained(tmp_path)
+    # the loader, on a machine without a GPU
+    for quantizer in (BnB4BitDiffusersQuantizer, BnB8BitDiffusersQuantizer):
+        monkeypatch.setattr(quantizer, "validate_environment", lambda *_, **_options: None)
+        monkeypatch.setattr(quantizer, "update_device_map", lambda *_: {"": "cpu"})
+    load_options = (
+        {"load_in_8bit": True}
+        if precision == "int8"
+        else {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_compute_dtype": torch.float32,
+        }
+    )
+    unet = UNet2DConditionModel.from_pretrained(
+        tmp_path, quantization_config=BitsAndBytesConfig(**load_options), torch_dtype=torch.float32
+    )
+    assert unet.hf_device_map == {"": "cpu"}, "accelerate notes where it loaded the component"
+    unet.hf_device_map = {"": "cuda:0"}  # with a GPU, also after unet.to("cpu")
+    pipe.unet = unet
+    with graphrun.attach(pipe, vram=weight_bytes(pipe), device="sim") as attachment:
+        SDXL.call(pipe)
+        assert attachment.trace is not None

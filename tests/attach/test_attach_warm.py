@@ -365,7 +365,10 @@ def test_a_call_inside_the_call_of_another_pipeline_leaves_nothing(roomy: Warm) 
         ({"vram": 8.0}, r"vram: 8\.0 has no unit: did you mean 8G\?"),
         ({"vram": True}, "vram: True is not a size; write it as 8G"),
         ({"vram": float("nan")}, "vram: nan is not a size; write it as 8G"),
-        ({"vram": "1G", "between_calls": "cold"}, "between_calls 'cold': it is warm or empty"),
+        (
+            {"vram": "1G", "between_calls": "cold"},
+            "between_calls 'cold' is not known; use warm or empty",
+        ),
         ({"vram": "1G", "budget": graphrun.Budget("1G")}, "leave those out"),
         ({}, "no memory of its own: give vram"),
         ({"vram": "1G", "pin": ["unett"]}, "pin unett: no such component; did you mean 'unet'"),

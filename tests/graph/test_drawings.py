@@ -210,10 +210,10 @@ def test_a_graph_without_a_dry_run_is_drawn_without_bytes(graphrun: Cli, edit_gr
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((str(TINY), "--as", "png"), "--as 'png' is not known; it is mermaid or dot"),
+        ((str(TINY), "--as", "png"), "--as 'png' is not known; use mermaid or dot"),
         (
             ("plan.json", "--as", "dot"),
-            "plan.json is a plan; give the graph (YAML) that it was made from",
+            "plan.json is JSON, and this command takes a graph",
         ),
         (("none.yaml", "--as", "dot"), "none.yaml: no such file"),
         (

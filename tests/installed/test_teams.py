@@ -90,7 +90,8 @@ def test_a_plan_over_a_limit_ends_with_1_after_it_is_saved(graphrun: Cli) -> Non
     plan = json.loads(Path("plan.json").read_text())
     assert (code, json.loads(output)["peak_bytes"]) == (1, plan["peak_bytes"])
     assert re.fullmatch(
-        r"graphrun: --fail-over: predicted .* > 1 ms\ngraphrun: --fail-peak: takes .* > 1.00 MiB\n",
+        r"graphrun: --fail-over: predicted .* > 1 ms; graphrun explain shows where the time goes\n"
+        r"graphrun: --fail-peak: takes .* > 1.00 MiB\n",
         err,
     )
     # sim has no context and no workspace

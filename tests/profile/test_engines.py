@@ -342,7 +342,10 @@ def test_every_exported_line_is_in_the_engines_grammar_and_stderr_says_what_is_l
     assert (values.model_path, values.revision) == ("someone/tiny", "v1")
     assert graphrun("plan", "flux-tiny", *budgets, "-o", "random.json")[0] == 0
     code, _, errors = graphrun("export", "random.json", "--to", "sglang")
-    assert (code, "random weights are graphrun's own; give the graph a source" in errors) == (
+    assert (
+        code,
+        "random weights are graphrun's own; to export its plan, give the graph file" in errors,
+    ) == (
         2,
         True,
     )

@@ -244,5 +244,5 @@ def test_what_is_no_trace_is_refused(
     )
     code, output, err = graphrun("report", str(damaged))
     assert (code, output) == (2, "")
-    assert "is a damaged trace: KeyError 'start_seconds'" in err
+    assert "is a damaged trace (KeyError 'start_seconds'): write it again" in err
     assert not (tmp_path / "report.html").exists()

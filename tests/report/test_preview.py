@@ -47,4 +47,7 @@ def test_a_run_leaves_its_last_preview(graphrun: Callable[..., tuple[int, str, s
     assert Image.open("p.png").size == (512, 512)
     assert Image.open("a.png").tobytes() == Image.open("b.png").tobytes()
     code, _, err = graphrun("run", TINY, *options, "--preview", "p.png", "--resume")
-    assert (code, "--preview and --check-ordering are for a single run" in err) == (2, True)
+    assert (
+        code,
+        "leave out --preview: for a single run, not for --inputs, --resume and --cluster" in err,
+    ) == (2, True)

@@ -63,6 +63,12 @@ def mapped() -> Small:
     return module
 
 
+def on_disk() -> Small:
+    module = Small()
+    module.hf_device_map = {"": "disk"}
+    return module
+
+
 def with_lora() -> Small:
     class LoraLinear(nn.Module):  # as peft lays its layers out
         def __init__(self, base: nn.Module) -> None:
@@ -89,7 +95,8 @@ def unread() -> Small:
         (dispatched, "carries accelerate's AlignDevicesHook"),
         (group_offloaded, "carries diffusers' group_offloading hook"),
         (cast_by_layer, "carries diffusers' layerwise_casting hook"),
-        (mapped, "device_map that places parts of it on 0, disk"),
+        (mapped, "device_map over 0, cpu, disk: load it without device_map"),
+        (on_disk, "device_map over disk: load it without device_map"),
         (with_lora, r"a\.wide\.1\.expand carries the LoRA cozy.*unload_lora_weights"),
         (unread, "is on the meta device.*pass a in on the CPU"),
     ],
@@ -106,9 +113,10 @@ def test_s2_2_a_second_mover_is_found_before_anything_moves(make_module: Any, me
     assert first.embed.weight is weight
 
 
-def test_hooks_that_move_nothing_and_a_map_to_the_cpu_may_stay() -> None:
+@pytest.mark.parametrize("place", ["cpu", "cuda:0", 0, torch.device("cuda", 0)])
+def test_hooks_that_move_nothing_and_a_map_of_one_device_may_stay(place: Any) -> None:
     module = add_hook_to_module(Small(), ModelHook())
-    module.hf_device_map = {"": "cpu"}
+    module.hf_device_map = {"": place}
     refuse_movers({"a": module})
 
 

@@ -62,10 +62,10 @@ def test_seconds_are_frames_that_the_model_can_make() -> None:
         request_of(video, seconds=seconds).runs[0]["frames"] for seconds in ("0.1", 1, 1.3, "2")
     ] == [1, 9, 9, 17]
     for fields, text in (
-        ({"seconds": 0}, "it is above 0"),
-        ({"seconds": "soon"}, "it is a number"),
-        ({"seconds": 1, "frames": 5}, "frames says how long"),
-        ({"seconds": 1, "num_frames": 5}, "frames says how long"),
+        ({"seconds": 0}, "seconds: 0 is not above 0"),
+        ({"seconds": "soon"}, "seconds: 'soon' is not a number"),
+        ({"seconds": 1, "frames": 5}, "frames has the length too: leave one out"),
+        ({"seconds": 1, "num_frames": 5}, "frames has the length too"),
     ):
         with pytest.raises(Refused, match=text) as refusal:
             request_of(video, **fields)

@@ -93,7 +93,10 @@ def test_the_first_model_and_its_own_sizes_are_the_default(
     ("values", "message"),
     [
         ({"model": "sdxl"}, "there is no model 'sdxl'; models are flux-tiny"),
-        ({"key": "another"}, "{url}: the API key is wrong; paste a key of the server in key"),
+        (
+            {"key": "another"},
+            "{url}: the API key in Authorization is wrong; paste a key of the server in key",
+        ),
         ({"key": ""}, "{url}: an API key is needed: Authorization: Bearer KEY; paste a key"),
         ({"width": 30}, "30 is not a multiple of 16; use 16 or 32"),
         ({"negative_prompt": "x"}, "flux-tiny has no input 'negative_prompt'"),

@@ -49,7 +49,7 @@ def test_a_key_may_have_a_rate(tmp_path: Path) -> None:
     assert [key.per_minute for key in read_keys(file).values()] == [0, 30]
     for rate in ("0/min", "30", "30/s", "30/min 3"):
         file.write_text(f"ann {digest('one')} {rate}\n")
-        with pytest.raises(InputError, match="keys:1"):
+        with pytest.raises(InputError, match="keys:1: is not NAME SHA256 or NAME SHA256 30/min"):
             read_keys(file)
 
 

@@ -130,7 +130,7 @@ def test_a_prompt_becomes_pictures_beside_their_figures(server: Any, evaluate: E
     assert all(re.fullmatch(r"[\d.]+ (ms|s|MiB)", cell) for row in rows for cell in row[1:])
     assert evaluate("document.querySelectorAll('b').length") == 0
     send(evaluate, key="another")
-    until(f"{STATE} === 'the API key is wrong'")
+    until(f"{STATE} === 'the API key in Authorization is wrong'")
     assert evaluate("document.getElementById('preview').hidden"), "nothing of the last one"
     assert evaluate("document.getElementById('figures').hidden")
     assert len(evaluate(GALLERY)) == 2, "what was made stays"

@@ -83,7 +83,7 @@ def test_a_stream_that_is_refused_is_refused_before_it_begins(client: openai.Ope
         client.images.generate(prompt="a", size="512x512", stream=True)
     for extra, text in (
         ({"partial_images": 2}, "partial_images"),
-        ({"stream": "yes"}, "true or false"),
+        ({"stream": "yes"}, "stream: 'yes' is neither true nor false"),
         ({"steps": 2, "num_inference_steps": 3}, "another name of steps"),
     ):
         with pytest.raises(openai.UnprocessableEntityError, match=text):
