@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 # Hundreds of commands that tests start import compiled modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run cpu quick near test sweep fuzz mutants lint golden cast tables pipelines docs wheel clean
+.PHONY: run cpu quick near test sweep fuzz mutants lint golden cast charts tables pipelines docs wheel clean
 
 run: $(STAMP)
 	@mkdir -p out
@@ -66,6 +66,11 @@ lint: $(STAMP)
 wheel: $(STAMP)
 	$(BIN)/python -m pip wheel . --quiet --no-deps --no-build-isolation --wheel-dir dist
 
+# The charts of README and of the measured pages, light and dark, from benchmarks/results.
+charts: $(STAMP)
+	$(BIN)/python benchmarks/cpu.py --report
+	$(BIN)/python benchmarks/peers_report.py benchmarks/results/peers-sim.json
+
 tables: $(STAMP)
 	$(BIN)/python benchmarks/graph_table.py
 
@@ -77,7 +82,7 @@ pipelines: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python docs/pages.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 golden: $(STAMP)
 	$(BIN)/python -m pytest tests/report tests/solve/test_plan_texts.py --update-golden

@@ -1,7 +1,7 @@
 """Measure what each strategy of the search gains, over a sample of the cells of `planner.py`.
 
     python benchmarks/ablation.py [MINUTES]      60 by default; goes on with results/ablation.json
-    python benchmarks/ablation.py --report       writes docs/ablation.md
+    python benchmarks/ablation.py --report       writes results/ablation.md
 
 A cell is a graph, its budgets of VRAM and RAM, what is allowed, one run or ten, one card or two.
 Cells are solved in a random order, always the same, each with all strategies and without each of
@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import re
 import sys
 import time
 from dataclasses import replace
@@ -27,6 +28,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
+from page_text import folded  # noqa: E402
 from planner import GRAPHS, cells  # noqa: E402
 
 import graphrun  # noqa: E402
@@ -34,7 +36,7 @@ from graphrun.model.problem import Problem  # noqa: E402
 from graphrun.solve import pages  # noqa: E402
 from graphrun.solve.strategies import STRATEGIES, Strategy, without  # noqa: E402
 
-RESULTS, PAGE = HERE / "results" / "ablation.json", HERE.parent / "docs" / "ablation.md"
+RESULTS, PAGE = HERE / "results" / "ablation.json", HERE / "results" / "ablation.md"
 NOTICEABLE = 5e-4  # relative difference of seconds
 SECOND_CARD = (0, 0, 8, 12)  # GiB of VRAM of a second card; 0: none
 Row = dict[str, Any]
@@ -99,42 +101,49 @@ def measure(minutes: float) -> None:
 
 def table(rows: list[Row]) -> str:
     lines = [
-        "| without | asked in cells | slower, at most | cells slower | faster, at most | no plan "
-        "| CPU |",
-        "|---|---|---|---|---|---|---|",
+        "| without | what it does | problems | slower, at most | problems slower | faster, at most "
+        "| no plan | CPU |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     cpu_seconds = sum(row["cpu_seconds"] for row in rows)
-    removed_names = {name for row in rows for name in row["without"]} - {*STRATEGIES}
-    for strategy in (*STRATEGIES, *sorted(removed_names)):
+    for strategy in STRATEGIES:
         results = [
             (row["seconds"], row["cpu_seconds"], *row["without"][strategy])
             for row in rows
             if strategy in row["without"]
         ]
+        if not results:
+            continue
         losses = [other / seconds - 1 for seconds, _, other, _ in results if other is not None]
         cpu = 1 + sum(other - cpu for _, cpu, _, other in results) / cpu_seconds
-        name = f"{strategy} (removed)" if strategy in removed_names else strategy
         lines.append(
-            f"| {name} | {len(results)} | {100 * max([0.0, *losses]):.2f} % | "
+            f"| {strategy} | {meanings()[strategy]} | {len(results)} | "
+            f"{100 * max([0.0, *losses]):.2f} % | "
             f"{sum(loss > NOTICEABLE for loss in losses)} | "
             f"{abs(100 * min([0.0, *losses])):.2f} % | {len(results) - len(losses)} | {cpu:.2f} |"
         )
     return "\n".join(lines)
 
 
+def meanings() -> dict[str, str]:
+    """Return what each strategy does, from the docstring of its module."""
+    text = (HERE.parent / "graphrun/solve/strategies.py").read_text(encoding="utf-8")
+    lines = (re.match(r"    (\S[^.]*?)  +(\S.*)", line) for line in text.splitlines())
+    return {line[1]: line[2] for line in lines if line}
+
+
 def page(rows: list[Row]) -> str:
     rows = [row for row in rows if row["seconds"] is not None]
-    return (
+    return folded(
         "# What each strategy of the search gains\n\n"
         "<!-- Written by benchmarks/ablation.py --report. -->\n\n"
         f"{len(rows)} problems, drawn at random: {', '.join(GRAPHS)}, budgets of VRAM and RAM,"
         " allowed precisions, one run or ten, one RTX 4090 or two. Each was planned with all"
-        " strategies, and without each strategy that this search asked for."
-        " `graphrun/solve/strategies.py` says what they do.\n\n"
+        " strategies, and without each strategy that its search used.\n\n"
         f"{table(rows)}\n\n"
         "Slower, faster: seconds of the plan without the strategy. CPU: CPU seconds of planning"
-        " without it, over those with it. Baselines and *main device* stay for what they promise:"
-        " no baseline, and no plan without the second card, is faster.\n\n"
+        " without it, over those with it. Baselines and *main device* gain little, and stay: they"
+        " guarantee that no baseline, and no plan without the second card, is faster.\n\n"
         "Measured by `python benchmarks/ablation.py`.\n"
     )
 

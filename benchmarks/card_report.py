@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from page_text import folded
+
 from graphrun.profile.hardware import CONTEXT_BYTES
 from graphrun.units import GIB, MIB
 
@@ -57,7 +59,7 @@ def memory_table(parts: dict[str, Record]) -> Iterator[str]:
     """Yield a row per budget: bytes, and seconds of the whole run."""
     yield (
         "| budget, GiB | planned peak, bytes | measured | of the budget, with context | GB copied "
-        "| planned, s | measured, s | picture |"
+        "| planned, s | two runs, s | picture |"
     )
     yield "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |"
     for budget, part in parts.items():
@@ -87,11 +89,11 @@ def slot_table(part: Record) -> Iterator[str]:
 
 
 def models_table(models: Record) -> Iterator[str]:
-    """Yield a row per model: measured bytes and bytes that this version plans, within the budget
+    """Yield a row per model: measured bytes and bytes that this version computes, within the budget
     and with the whole card."""
     yield (
-        "| graph | budget, GiB | planned, MiB | measured | whole card: planned | measured "
-        "| slots equal | largest over plan, MiB | same bits |"
+        "| graph | budget, GiB | computed, MiB | measured | whole card: computed | measured "
+        "| slots equal | largest excess, MiB | same bits |"
     )
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |"
     for name, parts in models.items():
@@ -137,14 +139,14 @@ def models_text(models: Record) -> list[str]:
         "## Other models at full size",
         "",
         f"{len(models)} graphs with their usual inputs, random weights and two denoising steps, "
-        "within a budget and with the whole card (`benchmarks/card.sh models`). *planned*: peaks "
-        "that this version plans for the slots of the plan that ran "
+        "within a budget and with the whole card (`benchmarks/card.sh models`). An earlier version "
+        "planned and ran them. *computed*: peaks that this version computes for the same plans "
         "(`benchmarks/card_models.py`). *same bits*: of both outputs. `-`: not run.",
         "",
         *models_table(models),
         "",
         f"- Of {len(pairs)} slots, {sum(a == b for a, b in pairs)} are equal to the byte and "
-        f"{sum(a < b for a, b in pairs)} took less than planned. {len(over_bytes)} took more, at "
+        f"{sum(a < b for a, b in pairs)} took less than computed. {len(over_bytes)} took more, at "
         f"most {max(over_bytes) / MIB:.0f} MiB, and none of them is the peak of its plan.",
         "- Plans have room for the longest prompt (CogView4, Qwen-Image), and for the most scratch "
         "of a convolution, by rules from 874 measured kernels (`benchmarks/card_kernels.py`).",
@@ -180,6 +182,12 @@ def page(recorded: dict[str, Record]) -> str:
         for row in host["by own seconds"]
         if row["function"].endswith(("torch.empty>", "_cuda_emptyCache>"))
     )
+    largest_bytes = _largest(allocators)
+    difference = (
+        f"differs from the card by at most {largest_bytes} B"
+        if largest_bytes
+        else "reserves what the card does, to the byte"
+    )
     link, versions = machine["driver and link"].split(", "), machine["versions"]
     rows = [
         "# Measured on a card",
@@ -195,27 +203,27 @@ def page(recorded: dict[str, Record]) -> str:
         "<!-- not run: needs a CUDA device -->",
         "```sh",
         "benchmarks/card.sh rates && benchmarks/card.sh flux && benchmarks/card.sh check",
-        "python benchmarks/card_report.py     # writes this page",
+        "python benchmarks/card_report.py",
         "```",
         "",
         "## Memory",
         "",
         *memory_table(parts),
         "",
-        "Peaks are bytes that PyTorch's allocator reserved, without cuBLAS's workspace. *Of the "
-        "budget, with context*: what the whole process took. The last budget is the minimum VRAM. "
-        "Each plan ran twice.",
+        "Peaks are bytes that PyTorch's allocator reserved, less cuBLAS's workspace, which it also "
+        "reserves. *Of the budget, with context*: what the whole process took. The last budget is "
+        "the minimum VRAM. Seconds are without the copy of weights into pinned memory.",
         "",
         f"- Of {len(big_slots)} slots, {exact(big_slots)} reserved exactly the planned bytes. "
         f"{len(different)} reserved more, at most "
         f"{max(over(slot) for slot in different) / MIB:.0f} MiB: load slots in a process's first "
-        "run, and the denoiser, whose RMS norms were planned as several kernels. Plans of this "
-        "version match the second runs to the byte (`tests/profile/test_allocator.py`).",
+        "run, and the denoiser, whose RMS norms were planned as several kernels. The version that "
+        "ran did so; peaks of this version equal those of the second runs to the byte "
+        "(`tests/profile/test_allocator.py`).",
         f"- Of {len(small_slots)} slots of small FLUX and SDXL, "
         f"{exact(small_slots)} reserved exactly the planned bytes.",
         f"- In two runs with {allocators[0]['events']:,} and {allocators[1]['events']:,} "
-        "allocations, releases and pages, graphrun's model of the allocator differs from the card "
-        f"by at most {_largest(allocators)} B.",
+        f"allocations, releases and pages, graphrun's model of the allocator {difference}.",
         "- The process took up to "
         f"{max(_context(part) for part in parts.values()) / 1e6:.0f} MB next to the allocator "
         "(CUDA context and loaded kernels); budgets count "
@@ -226,8 +234,9 @@ def page(recorded: dict[str, Record]) -> str:
         "",
         *slot_table(next(iter(parts.values()))),
         "",
-        f"The second run at {next(iter(parts))} GiB; copies overlap calls. A step of the "
-        f"transformer takes {statistics.median(steps[1:]):.3f} s, planned "
+        f"The second run at {next(iter(parts))} GiB, by [slot](planning.md). *In calls*: while "
+        "components compute; *copying*: while weights are copied; both may be at once. A step of "
+        f"the transformer takes {statistics.median(steps[1:]):.3f} s, planned "
         f"{use['seconds_per_call']:.3f}, and copies take what was planned. Plans do not count:",
         "",
         f"- Mapping and unmapping pages: at {list(parts)[1]} GiB {mapping:.2f} s of "
@@ -238,11 +247,11 @@ def page(recorded: dict[str, Record]) -> str:
         "- Host work outside of calls: tokenizer, scheduler, the picture to PIL; in this table "
         "also the benchmark's checksums of every value.",
         "",
-        "Without checksums, a first and a second run took "
+        "Without checksums, the first run of a process, which copies the weights into pinned "
+        "memory, and the second took "
         f"{_walls(results['flux-dev host within 8G'])} s at {list(parts)[0]} GiB and "
-        f"{_walls(host)} s at {list(parts)[1]} GiB (wall time). The first run copies "
-        "the weights into pinned memory. With everything resident, diffusers' own "
-        f"pipeline took {resident['plain pipeline, seconds']:.2f} s, and "
+        f"{_walls(host)} s at {list(parts)[1]} GiB (wall time). With everything resident, "
+        f"diffusers' own pipeline took {resident['plain pipeline, seconds']:.2f} s, and "
         f"{decode['seconds']:.2f} s for its first decode, which loads kernels.",
         "",
         "## Next to other tools",
@@ -257,7 +266,7 @@ def page(recorded: dict[str, Record]) -> str:
         "",
         *_rate_lines(rates),
     ]
-    return "\n".join(rows) + "\n"
+    return folded("\n".join(rows)) + "\n"
 
 
 def _context(part: Record) -> int:
@@ -296,7 +305,7 @@ def _peer_lines(peers: Record) -> Iterator[str]:
     reference = comparison["reference"]
     yield (
         "FLUX.1-dev, two runs in a new process per row. The cap is the limit of PyTorch's "
-        "allocator. Weights are in pageable host memory first. Everything resident "
+        "allocator. Weights are in ordinary (pageable) memory first. Everything resident "
         f"takes {reference['resident_peak_bytes'] / GIB:.1f} GiB."
     )
     yield ""
@@ -320,8 +329,8 @@ def _peer_lines(peers: Record) -> Iterator[str]:
         yield f"| {cap} | {cell['tool']} | {first} | {second} | {peak:.2f} | {equal} |"
     yield ""
     yield (
-        "graphrun begins and ends each run with nothing on the card; its rows are of an earlier "
-        "version. Not measured: `graphrun.attach` at this size, a session, diffusers-mm, "
+        "graphrun begins and ends each run with nothing on the card; an earlier version made its "
+        "rows. Not measured: `graphrun.attach` at this size, a session, diffusers-mm, "
         "accelerate's dispatch (`benchmarks/card.sh peers`)."
     )
 
@@ -387,20 +396,22 @@ def readme(recorded: dict[str, Record]) -> str:
     pairs = model_slots(models)
     run, reference = part["runs"][-1], recorded["peers"]["peers"]["results"]["reference"]
     resident = flux["flux"]["results"]["flux-dev resident"]["plain pipeline, seconds"]
-    return (
-        f"\nOn an {flux['about']['card']}, FLUX.1-dev at full size (random weights in "
-        f"pinned RAM, 1024x1024, 4 steps) takes\n{run['seconds']:.1f} s a picture within 8 GiB, "
-        f"and {resident:.1f} s with everything on "
-        f"the GPU ({reference['resident_peak_bytes'] / GIB:.0f} GiB). The picture is the same, bit "
-        f"for bit. The planned peak is\n{part['planned']['peak_bytes']:,} bytes, the measured peak "
-        f"{run['peak_bytes']:,}.\n\n"
+    paragraphs = (
+        f"On an {flux['about']['card']}, FLUX.1-dev at full size (random weights in pinned RAM, "
+        f"1024x1024, 4 steps) takes {run['seconds']:.1f} s a picture within 8 GiB, and "
+        f"{resident:.1f} s with everything on the GPU "
+        f"({reference['resident_peak_bytes'] / GIB:.0f} GiB). The picture is the same, bit for "
+        f"bit. The planned peak is {part['planned']['peak_bytes']:,} bytes, the measured peak "
+        f"{run['peak_bytes']:,}.",
         f"The plans of {len(models)} other models, from SDXL to Wan and HunyuanVideo, have "
-        f"{len(pairs)} slots (stretches of time). Of these\n{sum(a == b for a, b in pairs)} took "
-        f"exactly the bytes that this version plans, {sum(a < b for a, b in pairs)} took less, and "
-        f"{sum(a > b for a, b in pairs)} took at most {max(a - b for a, b in pairs) / MIB:.0f} MiB "
-        "more\n(`benchmarks/card.sh`, "
-        "[all figures, and where plans were wrong](docs/card-measured.md)).\n\n"
+        f"{len(pairs)} slots (stretches of time). Of these {sum(a == b for a, b in pairs)} took "
+        "exactly the bytes that this version computes for them, "
+        f"{sum(a < b for a, b in pairs)} took less, and {sum(a > b for a, b in pairs)} took at "
+        f"most {max(a - b for a, b in pairs) / MIB:.0f} MiB more (`benchmarks/card.sh`, [all "
+        "figures, and where plans were wrong](docs/card-measured.md)).",
     )
+    text = "\n\n".join(paragraphs)
+    return f"\n{folded(text)}\n\n"
 
 
 def main() -> None:

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from page_text import folded
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/cpu.json"
 PAGE = ROOT / "docs/cpu-measured.md"
@@ -36,6 +38,10 @@ TITLES = {
     "sd.cpp": "stable-diffusion.cpp, mmap",
 }
 BASES = {"measured": "profile of `graphrun calibrate`"}
+SD_CPP = (
+    "\n- stable-diffusion.cpp copies all weights into memory at its start, so it needs a cap "
+    "above their size. It runs SDXL only, from one GGUF file."
+)
 OWN_SAMPLERS = ("sd.cpp",)  # tools whose pictures cannot be equal
 Cell = dict[str, Any]
 Spread = tuple[float, float, float, float, int]
@@ -88,18 +94,18 @@ HEADER = (
     "cap, GiB",
     "tool",
     "seconds",
-    "of the limit",
-    "a step",
-    "of the limit",
+    "seconds / limit",
+    "step, s",
+    "step / limit",
     "GB read",
-    "a step",
+    "GB a step",
     "peak, GiB",
     "with page cache",
     "CPU",
     "TFLOP/s",
     "picture",
 )
-PLAN_HEADER = ("cap, GiB", "seconds", "planned", "GB read", "planned", "peak, GiB", "planned")
+PLAN_HEADER = ("cap, GiB", "s", "planned s", "GB read", "planned GB", "peak, GiB", "planned GiB")
 
 
 def table(cells: Sequence[Cell]) -> str:
@@ -129,7 +135,7 @@ def table(cells: Sequence[Cell]) -> str:
     if plans := [row for row in plans if row]:
         bases = {c["basis"] for c in cells if "basis" in c}
         parts += [
-            "graphrun, without planning itself, next to its plans with the "
+            "graphrun without the seconds of planning, next to its plans with the "
             f"{' and the '.join(sorted(BASES.get(basis, basis) for basis in bases))}:"
         ]
         parts += [_lines(PLAN_HEADER, plans)]
@@ -248,18 +254,20 @@ def page(cells: Sequence[Cell]) -> str:
         "# Measured on the CPU",
         "<!-- Written by benchmarks/cpu.py --report from benchmarks/results/cpu.json. -->",
         "Whole pipelines with random weights of the full size, from files to picture, in a memory "
-        "cgroup of exactly the cap: page cache included, no swap. Every tool starts from the same "
+        "cgroup of exactly the cap. Unlike [a budget](cpu.md#what-is-counted), the cap includes "
+        "the page cache. Every tool starts from the same "
         "diffusers folder, cap, prompt and seed, with an empty page cache.",
         "<!-- not run: hours, and 80 GB of disk -->\n```sh\n"
         "pip install stable-diffusion-cpp-python   # compiles; left out without it\n"
         "graphrun calibrate --device cpu\n"
         "python benchmarks/cpu.py --weights FOLDER --delete # typed again, it continues\n"
-        "python benchmarks/cpu.py --report                  # writes this page\n```",
-        "- *seconds*: the median from the first open file to the picture; *a step*: the median "
+        "python benchmarks/cpu.py --report\n```",
+        "- *seconds*: the median from the first open file to the picture; *step*: the median "
         "denoising step.\n"
-        "- *limit*: the lower bound of any tool on PyTorch: the seconds of computing, measured "
-        "with one block in memory at a time, or the bytes that must be read (all but the cap, less "
-        "the process) over the rate of direct reads, whichever takes longer.\n"
+        "- *limit*: no tool on PyTorch is faster while the machine is as fast as in the run that "
+        "measured the limit. It is the longer of two times: computing, with one block in memory at "
+        "a time; and direct reads of all weights that do not fit the cap next to the process. A "
+        "row below 1.00 ran while the machine was faster (*TFLOP/s*).\n"
         "- *GB read*: bytes that the process had read from the disk. *peak*: the most anonymous, "
         "shared, locked and kernel bytes. *CPU*: the share of all cores during a step.\n"
         "- *TFLOP/s*: the speed of the rented machine, by products before and after each run. "
@@ -267,17 +275,22 @@ def page(cells: Sequence[Cell]) -> str:
         "mmap take turns.\n"
         "- *killed*: by the kernel, because of the cap. *picture*: *equal* is the reference's bit "
         "for bit; a difference is the largest of all pixels, of 0 to 1; "
-        "*own sampler*: another program with its own noise.\n"
-        "- stable-diffusion.cpp copies all weights into memory at its start, so it needs a cap "
-        "above their size. It runs SDXL only, from one GGUF file; its users would quantize it.",
+        "*own sampler*: another program with its own noise."
+        + (SD_CPP if any(cell["tool"] == "sd.cpp" for cell in cells) else ""),
     ]
     for group in by_model(cells):
         name = group[0]["model"]
-        parts += [f"## {name}", f"![Seconds against the memory cap, {name}](img/cpu-{name}.svg)"]
+        parts += [f"## {name}", f"{_drawing(name, 'light')}\n{_drawing(name, 'dark')}"]
         parts.append(table(group))
     if len(parts) == 5:
         parts.append("No cell has run yet.")
-    return "\n\n".join(parts) + "\n"
+    return folded("\n\n".join(parts)) + "\n"
+
+
+def _drawing(name: str, theme: str) -> str:
+    """Return the Markdown of the drawing of ``name`` that pages of a ``theme`` show."""
+    file = f"cpu-{name}{'-dark' if theme == 'dark' else ''}.svg"
+    return f"![{name}: seconds against the cap](img/{file}#gh-{theme}-mode-only)"
 
 
 def readme(cells: Sequence[Cell]) -> str:
@@ -300,8 +313,12 @@ def readme(cells: Sequence[Cell]) -> str:
         if rows:
             name = group[0]["model"]
             return (
-                f"\n![Seconds from files to picture against the memory cap: graphrun and other "
-                f"tools](docs/img/cpu-{name}.svg)\n\nOn a CPU, {name} within a memory cap, seconds "
+                "\n<picture>\n"
+                '  <source media="(prefers-color-scheme: dark)" '
+                f'srcset="docs/img/cpu-{name}-dark.svg">\n'
+                '  <img alt="Seconds from files to picture against the memory cap: graphrun and '
+                f'other tools" src="docs/img/cpu-{name}.svg">\n'
+                f"</picture>\n\nOn a CPU, {name} within a memory cap, seconds "
                 "from files to picture (mmap: diffusers' `from_pretrained`):\n"
                 + "; ".join(
                     f"{cap:g} GiB: graphrun {run:.0f}, mmap {mmap:.0f}" for cap, run, mmap in rows
@@ -343,9 +360,10 @@ def recorded() -> list[Cell]:
 
 
 def chart(cells: Sequence[Cell], folder: Path) -> Path:
-    """Write seconds against caps as a drawing to ``folder``; return its path."""
+    """Write seconds against caps as a light and a dark drawing to ``folder``; return the light
+    one's path."""
     import matplotlib
-    from peers_plots import plot
+    from peers_plots import plot, save
 
     lines: dict[str, list[tuple[float, float]]] = {}
     caps = [cap for cap in caps_of(cells) if cap]
@@ -361,6 +379,9 @@ def chart(cells: Sequence[Cell], folder: Path) -> Path:
     path = folder / f"cpu-{name}.svg"
     title = f"{name}: seconds from files to picture"
     with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
-        figure = plot(title, lines, "memory cap, GiB", "seconds", GRAPHRUN)
-        figure.savefig(path, metadata={"Date": None})
+        save(
+            lambda: plot(title, lines, "memory cap, GiB", "seconds", GRAPHRUN),
+            path,
+            metadata={"Date": None},
+        )
     return path

@@ -80,13 +80,19 @@ class Row:
             options.get("pinned") != ["0"],
         )
         self.mode = modes.parse_mode(
-            options.get("mode", ["resident"])[0], graph, formats, resident_names, cpu, pinned=pinned
+            options.get("mode", ["resident"])[0],
+            graph,
+            formats,
+            resident_names,
+            cpu,
+            pinned=pinned,
+            libraries=options.get("library", ()),
         )
         self.weights = dict.fromkeys(graph.components, 0)  # resident weights are not copied
         if self.mode.name != "resident":
             with meta_modules(graph) as modules:
                 self.weights = {
-                    name: modes.weight_bytes(graph, name, module, formats)
+                    name: modes.weight_bytes(graph, name, module, self.mode)
                     for name, module in modules.items()
                 }
         self.part, self.parts = row["of"], 1

@@ -18,6 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from page_text import folded
+
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs" / "graphs.md"
 FIGURES = ROOT / "graphs" / "figures.json"
@@ -90,24 +92,25 @@ this page.
 |---{"|---" * len(BUDGETS)}|---|
 """
 TAIL = """
-- Pyramid-Flow (miniFLUX, 768p) needs its own code on PYTHONPATH, and `--trust-package`; the \
-error names where to get it
-  ([its results](howto/own-code.md#a-program-of-any-class)).
+- Pyramid-Flow (miniFLUX, 768p) needs [its own code](howto/own-code.md#a-program-of-any-class), \
+and `--trust-package`.
 - Kandinsky 5 and HunyuanVideo 1.5 decode in tiles; `--set tiling=false` switches that off. \
 sd21-upscaled decodes 2048 pixels at once; with
   `--allow tiling`, 8 GiB are enough (39 s).
 - Ideogram 4 needs 18 GiB: its pipeline calls the layers of the text encoder one by one, and such \
 layers are not streamed.
+- sdxl-int8 and sdxl-nf4 quantize their weights in each cold run, on one CPU core. [Published \
+checkpoints](sources.md#published-checkpoints) need none of that.
+- Of equally fast plans, the one that moves the fewest bytes is taken, so a peak may be lower \
+within a larger budget.
 - Missing: Qwen-Image-Edit, Qwen-Image 2.1, MiniMax-H3, FLUX.3 and Bria FIBO 2 (their processors \
 need torchvision), Kolors (needs sentencepiece
   and its vocabulary), Cosmos 2.5 (needs a checker whose configuration diffusers does not have), \
-ACE-Step 1.5 (its code counts values, which a dry
-  run does not have).
+ACE-Step 1.5 (its code looks at computed values, and a dry
+  run has none).
 
-`graphrun graph graphs/flux-dev.yaml --as mermaid` draws stages, components, and values with their \
-bytes as text that GitHub shows; `--as dot`
-writes text for Graphviz. In Python, `graphrun.load(file).to_networkx()` returns a \
-`networkx.DiGraph`.
+[`graphrun graph`](cli.md#graphrun-graph) draws stages, components, and values with their bytes. \
+In Python, `graphrun.load(file).to_networkx()` returns a `networkx.DiGraph`.
 """
 
 
@@ -186,7 +189,7 @@ def cells_of(text: str) -> dict[str, list[str]]:
 
 def document(rows: dict[str, list[str]]) -> str:
     lines = (f"| {' | '.join([name, *rows[name]])} |\n" for name in NAMES if name in rows)
-    return HEAD + "".join(lines) + TAIL
+    return folded(HEAD + "".join(lines) + TAIL)
 
 
 def main(names: list[str]) -> None:

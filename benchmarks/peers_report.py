@@ -13,14 +13,17 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from peers_plots import plot
+from peers_plots import plot, save
 
 HERE = Path(__file__).resolve().parent
 GRAPHRUN, SESSION = "graphrun", "graphrun, session of 2"
 OWN = (GRAPHRUN, SESSION)
+IN_README = ("peers-sim", "flux", "time")
+"""The plot that README shows, also on a dark page."""
 SLACK = 1.0005
 """A ratio above this counts as slower: figures are shown with three digits."""
 
@@ -458,8 +461,11 @@ def main() -> None:
             ("peak", f"{model}: peak against cap", peaks, "MiB"),
         ):
             picture = path.with_name(f"{path.stem}-{model}-{kind}.png")
-            plot(title, lines, "cap, MiB", unit, GRAPHRUN).savefig(
-                picture, metadata={"Software": None}
+            save(
+                partial(plot, title, lines, "cap, MiB", unit, GRAPHRUN),
+                picture,
+                dark=(path.stem, model, kind) == IN_README,
+                metadata={"Software": None},
             )
     print(f"wrote {path.with_suffix('.md')} and {2 * len(results.models)} pictures")
 

@@ -14,9 +14,10 @@ describe the fit, errors "left out" what to expect for other cards and models. R
 are not fitted. Without --left-out the recorded ones stay if the rows are the same.
 
 A row's command is ``graphrun estimate`` with its ``arguments``, ``--ram 1T`` (hosts had RAM for all
-weights) and ``--json``. ``of``: the whole call, a stage, a phase, or a step. Bytes are those that
-PyTorch's allocator counts: ``load_gib`` the weights, ``peak_gib`` the peak (of a stage or a phase:
-without weights). Peaks as nvidia-smi counts them are not compared.
+weights) and ``--json``. ``code``: it ran other code than the installed libraries', which replaces
+theirs for its bytes (`other_code`). ``of``: the whole call, a stage, a phase, or a step. Bytes are
+those that PyTorch's allocator counts: ``load_gib`` the weights, ``peak_gib`` the peak (of a stage
+or a phase: without weights). Peaks as nvidia-smi counts them are not compared.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from typing import Any
 os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", HF_HUB_OFFLINE="1")
 
 import numpy as np
+from other_code import other_code
 from typer.testing import CliRunner
 
 from graphrun.cli.main import app
@@ -45,7 +47,7 @@ DATA = ROOT / "benchmarks/data"
 RESULTS = ROOT / "benchmarks/results/published.json"
 RANGES = ROOT / "graphrun/model/ranges.json"
 GIB = 2**30
-ABOUT = ("source", "facts", "engine", "arguments", "of", "peak_kind", "note")
+ABOUT = ("source", "facts", "engine", "code", "arguments", "of", "peak_kind", "note")
 # Nine of ten runs of an unknown source are inside a range: a twentieth on either side.
 TAIL = 0.05
 ASSUMED = {ranges.LAPTOP: 2.0, ranges.UNKNOWN: 2.0}  # few published runs: a factor either way
@@ -62,7 +64,7 @@ def published() -> Iterator[dict[str, Any]]:
                 if name == "consumer.csv":
                     is_allocated = row["peak_kind"] == "allocated" and not row["of"]
                     peak = row["peak_gib"] if is_allocated else ""
-                    row |= {"facts": "consumer", "load_gib": "", "peak_gib": peak}
+                    row |= {"facts": "consumer", "code": "", "load_gib": "", "peak_gib": peak}
                 numbers = ("seconds", "load_gib", "peak_gib")
                 yield {
                     **{key: row[key] for key in ABOUT},
@@ -75,10 +77,16 @@ def by_diffusers(row: Mapping[str, Any]) -> bool:
     return bool(row["engine"] == "diffusers")
 
 
-def estimate(arguments: str) -> dict[str, Any]:
-    """Return the JSON of ``graphrun estimate ARGUMENTS --ram 1T``, run in this process."""
+def estimate(arguments: str, code: str = "") -> dict[str, Any]:
+    """Return the JSON of ``graphrun estimate ARGUMENTS --ram 1T``, run in this process.
+
+    ``code``: the name of the `other_code` to use.
+    """
     command = ["estimate", *arguments.split(), "--ram", "1T", "--json"]
-    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    if code:
+        command.append("--no-cache")
+    with other_code(code):
+        result = CliRunner().invoke(app, command, catch_exceptions=False)
     if result.exit_code:
         raise SystemExit(f"{arguments}: {result.output}")
     estimate_json: dict[str, Any] = json.loads(result.stdout)
@@ -96,7 +104,7 @@ def predicted(row: Mapping[str, Any], estimate_json: Mapping[str, Any]) -> dict[
         if phase_name
         else mode["allocated_bytes"]
         if row["peak_kind"] != "reserved"
-        else mode["peak_bytes"] - estimate_json["hardware"]["context_bytes"]
+        else mode["reserved_bytes"]
     )
     by_name = mode["stages"] | {phase["phase"]: phase["seconds"] for phase in phases}
     seconds = by_name[phase_name] if phase_name else mode["seconds"]
@@ -303,7 +311,7 @@ def summary(results: Mapping[str, Any]) -> str:
 
 def set_bytes(rows: Sequence[dict[str, Any]], words: Sequence[str], recorded: Any) -> None:
     """Set the estimated bytes of ``rows``; to ``recorded`` ones where no word applies."""
-    estimates: dict[str, dict[str, Any]] = {}
+    estimates: dict[tuple[str, str], dict[str, Any]] = {}
     for row, figures in zip(rows, published(), strict=True):
         arguments, names = row["arguments"], ("load_gib", "peak_gib")
         if all(figures[name] is None for name in names):
@@ -311,10 +319,11 @@ def set_bytes(rows: Sequence[dict[str, Any]], words: Sequence[str], recorded: An
         if words and key(row) in recorded and not any(word in arguments for word in words):
             row |= {name: recorded[key(row)][name] for name in names if figures[name] is not None}
             continue
-        if arguments not in estimates:
-            estimates[arguments] = estimate(arguments)
+        command = arguments, row["code"]
+        if command not in estimates:
+            estimates[command] = estimate(*command)
         figures = {**figures, "seconds": None}
-        row |= compared(figures, predicted(figures, estimates[arguments]))
+        row |= compared(figures, predicted(figures, estimates[command]))
         print(arguments, row["of"], *(row[name] for name in names if name in row), flush=True)
 
 

@@ -66,6 +66,11 @@ class FluxAE(nn.Module):
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """Encode pictures ``[b 3 h w]`` to a sample of latents ``[b c h/8 w/8]``."""
+        mean, logvar = self.encoded(x).chunk(2, dim=1)
+        return mean + torch.exp(0.5 * logvar) * torch.randn_like(mean)
+
+    def encoded(self, x: torch.Tensor) -> torch.Tensor:
+        """Encode pictures to means and logarithms of variances ``[b 2c h/8 w/8]``."""
         encoder = self.vae.encoder
         skips = [encoder.conv_in(x)]
         for block in encoder.down_blocks:
@@ -79,8 +84,7 @@ class FluxAE(nn.Module):
         h = encoder.mid_block.attentions[0](h)
         h = self.resnet(encoder.mid_block.resnets[1], h)
         h = nn.functional.silu(encoder.conv_norm_out(h))
-        mean, logvar = encoder.conv_out(h).chunk(2, dim=1)
-        return mean + torch.exp(0.5 * logvar) * torch.randn_like(mean)
+        return encoder.conv_out(h)
 
     def decode(self, z: torch.Tensor) -> torch.Tensor:
         """Decode latents ``[b c h/8 w/8]`` to pictures ``[b 3 h w]``."""

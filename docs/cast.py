@@ -22,7 +22,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-COLUMNS, ROWS = 80, 27
+COLUMNS, ROWS = 80, 29
 COMMANDS = (
     "graphrun plan flux-dev --vram 8G --ram 64G --hardware rtx4090",
     "graphrun run flux-tiny --device sim --vram 6M --set steps=12 --overwrite",
@@ -40,6 +40,7 @@ CONTROL = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])")
 
 Cell = tuple[str, str]  # a character, and its style as the parameters of SGR
 Line = tuple[Cell, ...]
+State = tuple[tuple[Line, ...], float]  # the lines of a frame, and the seconds it is shown for
 
 
 class Screen:
@@ -105,7 +106,7 @@ def recorded(command: str) -> Iterator[str]:
     yield data.decode()
 
 
-def frames() -> Iterator[tuple[tuple[Line, ...], float]]:
+def frames() -> Iterator[State]:
     """The states of the screen, each with the seconds it is shown for."""
     for command in COMMANDS:
         screen = Screen()
@@ -118,6 +119,13 @@ def frames() -> Iterator[tuple[tuple[Line, ...], float]]:
             screen.write(text)
             yield screen.shown, FRAME_SECONDS
         yield screen.shown, READ_SECONDS
+
+
+def from_first_screen(states: list[State]) -> list[State]:
+    """``states`` in a circle from the first finished screen on. Pages that do not animate show the
+    first frame."""
+    first = next(n for n, (_, seconds) in enumerate(states) if seconds == READ_SECONDS)
+    return states[first:] + states[:first]
 
 
 def drawn(line: Line) -> str:
@@ -146,7 +154,7 @@ def drawn(line: Line) -> str:
     return "".join(spans)
 
 
-def svg(states: list[tuple[tuple[Line, ...], float]]) -> str:
+def svg(states: list[State]) -> str:
     """The animation: each distinct line once, frames below each other, and the window before which
     they pass."""
     width, height = round(COLUMNS * X + 2 * PAD), ROWS * Y + 2 * PAD
@@ -175,6 +183,7 @@ def svg(states: list[tuple[tuple[Line, ...], float]]) -> str:
 text {{ font: 14px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #e6edf3; \
 white-space: pre }}
 .film {{ animation: film {total:.1f}s step-end infinite }}
+@media (prefers-reduced-motion) {{ .film {{ animation: none }} }}
 @keyframes film {{ {" ".join(steps)} }}
 """
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" \
@@ -194,11 +203,11 @@ def main() -> None:
     os.chdir(Path(__file__).parent.parent)
     with tempfile.TemporaryDirectory() as cache:
         os.environ |= {"XDG_CACHE_HOME": cache, "TERM": "xterm-256color"}
-        states: list[tuple[tuple[Line, ...], float]] = []
+        states: list[State] = []
         for screen_lines, seconds in frames():
             if not states or states[-1][0] != screen_lines or seconds == READ_SECONDS:
                 states.append((screen_lines, seconds))
-    Path("docs/cast.svg").write_text(svg(states))
+    Path("docs/cast.svg").write_text(svg(from_first_screen(states)))
     print(f"wrote docs/cast.svg: {len(states)} frames")
 
 

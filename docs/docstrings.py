@@ -1,12 +1,14 @@
 """What mkdocstrings does to a docstring: its aligned blocks of arguments, ``name``  text, become
-Markdown lists."""
+Markdown lists, and its indented blocks become Python."""
 
 from __future__ import annotations
 
 import re
+import textwrap
 
 import griffe
 
+EXAMPLE = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n(?= {4}))+(?=\n|\Z)")
 ARGUMENT = re.compile(r"^(``[^ ]+``(?:, ``[^ ]+``)*) {2,}(\S.*)$")
 
 
@@ -24,7 +26,9 @@ def listed(text: str) -> str:
         else:
             is_in_list = is_in_list and not line.strip()
             lines.append(line)
-    return "\n".join(lines)
+    return EXAMPLE.sub(
+        lambda block: f"```python\n{textwrap.dedent(block[0])}```\n", "\n".join(lines) + "\n"
+    )
 
 
 class Lists(griffe.Extension):

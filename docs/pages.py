@@ -148,12 +148,13 @@ def graph_file() -> str:
     text = f"""# Graph file
 
 {MADE}A graph is a YAML file. It lists what a run is given (`inputs`), modules with weights \
-(`components`), objects without weights (`parts`),
-and the `stages`, whose references form a DAG. [Write a graph](howto/write-a-graph.md) is a guide.
+(`components`), objects without weights
+(`parts`), and the `stages`. A stage may use results of others. \
+[Write a graph](howto/write-a-graph.md) is a guide.
 
 `graphrun schema` prints this page as a JSON Schema, for completion and checks in an editor. The \
-first line of each file in `graphs/` names it.
-Unknown keys are refused with their line.
+first line of each file
+in `graphs/` names it. Unknown keys are refused with their line.
 
 ## graph
 
@@ -352,6 +353,7 @@ def options(command: Any) -> Iterator[tuple[str, str]]:
             yield (
                 names,
                 f"{parameter.help or ''}"
+                f"{' Required.' if parameter.required else ''}"
                 f"{f' Default: `{default}`.' if default not in (None, '') else ''}",
             )
 

@@ -38,6 +38,7 @@ def load(
     trust: Iterable[str] = (),
     source: str | None = None,
     dtype: str | None = None,
+    absent: Iterable[str] = (),
 ) -> Graph:
     """Return the graph in the YAML file ``path``, or graphrun's own of that name: ``"flux-dev"``.
 
@@ -46,11 +47,17 @@ def load(
     The file's own ``allow:`` only requests them. ``source``: a folder, file or repository
     (``owner/name@revision``) in place of the graph's own ``source:``. ``dtype``: ``"float32"``,
     ``"bfloat16"`` or ``"float16"``, in place of the graph's 16-bit dtypes, as ``torch_dtype`` in
-    diffusers' `from_pretrained`. Raises GraphError with file and line.
+    diffusers' `from_pretrained`. ``absent``: components to leave out; the pipeline gets None, as
+    with ``from_pretrained(text_encoder_3=None)``. Raises GraphError with file and line.
+
+    Example:
+
+        graph = graphrun.load("flux-dev")
+        graph = graphrun.load("graphs/flux-dev.yaml", dtype="float16")
     """
     from graphrun.graph.loading import load as read
 
-    return read(path, trust, source, dtype)
+    return read(path, trust, source, dtype, absent)
 
 
 def estimate(
@@ -107,6 +114,11 @@ def estimate(
                        importing torch
 
     Raises InputError for arguments that mean nothing.
+
+    Example:
+
+        graph = graphrun.load("flux-dev")
+        problem = graphrun.estimate(graph, vram="8G", ram="64G", hardware="rtx4090")
     """
     from graphrun.devices import cards_for, limits_for, parse_limit
     from graphrun.graph.graph import Graph as Declared
@@ -178,6 +190,11 @@ def precomputed(
     ``cache``: the folder. ``reuse``: ``encoded`` for the outputs of `encode_prompt`, ``all`` for
     latents too. A value is found only if everything it depends on is equal: weights, precision,
     code, versions, device, inputs.
+
+    Example:
+
+        values = graphrun.precomputed(graph, {"prompt": "a cat"}, hardware="rtx4090", cache=folder)
+        problem = graphrun.estimate(graph, vram="8G", hardware="rtx4090", precomputed=values)
     """
     from graphrun.batch.cache.reuse import reuse_for
     from graphrun.devices import hardware_for
@@ -207,6 +224,8 @@ def survey(
     keep: Iterable[str] = (),
     cpu: Iterable[str] = (),
     pinned: bool = True,
+    library: Iterable[str] = (),
+    attention: str | None = None,
     cache: Path | None = None,
 ) -> dict[str, Any]:
     """Return what ``graph`` needs without a budget, as JSON-ready data.
@@ -225,17 +244,32 @@ def survey(
     ``keep``       components that stay on the device in ``group`` and ``leaf``
     ``cpu``        components that compute on the CPU
     ``pinned``     whether blocks of ``group`` and ``leaf`` are page-locked
+    ``library``    ``bitsandbytes=0.45``: as this version places weights, not the installed one
+    ``attention``  seconds with the rate of this kernel, ``sage`` or ``fa3``, not PyTorch's
 
     Each number has its basis; measurements of earlier runs in ``cache`` replace traced numbers.
     Other arguments are as for `estimate`. Raises InputError for arguments that mean nothing.
+
+    Example:
+
+        needs = graphrun.survey(graph, hardware="rtx4090", precision=["transformer=nf4"])
+        print(needs["all_resident"]["peak_bytes"], needs["mode"]["seconds"])
     """
     from graphrun.devices import cards_for, limits_for, memory_budget, refuse_wrong_budgets
-    from graphrun.profile.asked import options_by_stage, pictures_input, with_precisions
+    from graphrun.profile.asked import (
+        ATTENTION,
+        options_by_stage,
+        pictures_input,
+        with_attention,
+        with_precisions,
+    )
 
     card, *_ = cards_for(None, memory, hardware, cache=cache)
     if memory is not None:
         refuse_wrong_budgets(card, Budget(memory=memory))
         card = replace(card, capacity_bytes=memory_budget(memory, card))
+    if attention is not None:
+        card = with_attention(card, attention)
     graph, formats = with_precisions(graph, precision)
     options = options_by_stage(graph, option)
     graph, inputs = graph.for_first(inputs or {})
@@ -251,9 +285,13 @@ def survey(
         if ram is not None and not card.unified
         else None
     )
-    placement = mode_called(mode, graph, formats, keep, cpu, pinned=pinned, ram_bytes=ram_bytes)
+    placement = mode_called(
+        mode, graph, formats, keep, cpu, pinned=pinned, ram_bytes=ram_bytes, libraries=library
+    )
     store = store_in(cache)
-    return look(graph, dry_run(graph, values, store, options), card, values, store, placement)
+    recording = dry_run(graph, values, store, options)
+    kernel = f"{attention}: {ATTENTION[attention]}" if attention is not None else ""
+    return look(graph, recording, card, values, store, placement) | {"attention": kernel}
 
 
 def plan(
@@ -265,6 +303,13 @@ def plan(
     called with the seconds that solving took, unless the plan was found. Raises Infeasible, which
     names what does not fit and which budgets are enough. Ctrl-C raises PlanningInterrupted, a
     KeyboardInterrupt whose ``best()`` is the best plan so far, or None.
+
+    Example:
+
+        try:
+            solution = graphrun.plan(problem)
+        except graphrun.Infeasible as error:
+            print(error)  # the minimum VRAM, and what helps
     """
     from graphrun.store import solution_for
 
@@ -312,6 +357,11 @@ def run(
     finished stages are saved, and named in the message); TransferFailed or BrokenPlan if execution
     differs from the plan otherwise. The device is back at its baseline in every case. Warns
     (RuntimeWarning) if a slot takes more than planned; ``trace.overruns`` has the slots.
+
+    Example:
+
+        trace = graphrun.run(solution, graph, {"prompt": "a lighthouse", "seed": 7})
+        trace.outputs["image"].save("lighthouse.png")
     """
     from graphrun.batch.cache.keys import choices_of
     from graphrun.batch.cache.reuse import reuse_for
@@ -350,8 +400,13 @@ def run(
 def from_pipeline(pipe: Any) -> LivePipeline:
     """Wrap ``pipe``, a diffusers pipeline with weights on the CPU or on meta, for `estimate`.
 
-    Its weights are not moved. ``estimate(from_pipeline(pipe), vram="8G", inputs={"prompt": "a
-    lighthouse", "height": 1024})``. Raises InputError.
+    Its weights are not moved. Raises InputError.
+
+    Example:
+
+        inputs = {"prompt": "a lighthouse", "height": 1024}
+        problem = graphrun.estimate(graphrun.from_pipeline(pipe), vram="8G", inputs=inputs)
+        print(graphrun.plan(problem))
     """
     from graphrun.diffusers_.description import LivePipeline
 
@@ -421,6 +476,12 @@ def attach(
     Other arguments are as for `estimate`. Raises InputError for arguments that mean nothing, and if
     something else moves the weights already. A call raises ProbeError or Infeasible if it cannot be
     planned.
+
+    Example:
+
+        with graphrun.attach(pipe, vram="8G") as attached:
+            image = pipe("a lighthouse").images[0]
+            print(attached.report())
     """
     with without_notices():
         from graphrun.diffusers_.attach import Attachment
@@ -455,8 +516,6 @@ def attach(
 def strategy(vram: str | int, *, reserve: str | int | None = None) -> OffloadStrategy:
     """Return an offload strategy with a budget, for diffusers' `ComponentsManager`.
 
-        manager.enable_auto_cpu_offload("cuda", offload_strategy=graphrun.strategy("8G"))
-
     diffusers' default decides by the free memory. This strategy decides by a plan. It notes the
     bytes of the components and the order of their uses. When an order comes back, it evicts the
     components whose eviction moves the fewest bytes over the next uses. Before that, it evicts the
@@ -472,6 +531,10 @@ def strategy(vram: str | int, *, reserve: str | int | None = None) -> OffloadStr
     A strategy serves one manager on one device. ``strategy.report()`` returns a line about its
     copies, in bytes. Components move as a whole: `attach` streams one that is too large. Raises
     InputError for a text that is not a size, and for a reserve that is not below the budget.
+
+    Example:
+
+        manager.enable_auto_cpu_offload("cuda", offload_strategy=graphrun.strategy("8G"))
     """
     from graphrun.devices import parse_limit
     from graphrun.units import parse_size

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrun.api import RUNS
 from graphrun.disk_store import Store, store_in
+from graphrun.entry_points import EXPORTERS, entry_point, load
 from graphrun.errors import GraphrunError, InputError
 from graphrun.graph.values import did_you_mean
 from graphrun.model.ranges import probable_range
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from graphrun.model.solution import Solution
     from graphrun.profile.engines import Engine, EngineSetting
     from graphrun.profile.placements import Scene, WeightPlacement
+
+    Exporter = Callable[[Graph, Solution], str]
 
 
 def engines_called(names: Iterable[str]) -> list[Engine]:
@@ -31,6 +34,32 @@ def engines_called(names: Iterable[str]) -> list[Engine]:
             raise InputError(f"engine {name!r} is not known{did_you_mean(name, ENGINES)}")
         engines += ENGINES.values() if name == "all" else [ENGINES[name]]
     return list(dict.fromkeys(engines))
+
+
+def exporter_called(name: str) -> Exporter | None:
+    """Return the exporter that an installed package adds by ``name``; None if none does, or if the
+    name is an engine of graphrun's. Raises InputError if it does not load."""
+    from graphrun.profile.engines import ENGINES
+
+    point = entry_point(EXPORTERS, name) if name not in ENGINES else None
+    if point is None:
+        return None
+    function = load(point)
+
+    def export(graph: Graph, solution: Solution) -> str:
+        try:
+            text = function(graph, solution)
+        except Exception as error:  # another package's code
+            raise InputError(
+                f"exporter {name}: {point.value} fails: {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(text, str):
+            raise InputError(
+                f"exporter {name}: {point.value} returns a {type(text).__name__} instead of text"
+            )
+        return text
+
+    return export
 
 
 class EngineComparison:
@@ -121,9 +150,7 @@ class EngineComparison:
             "basis": problem.hardware.basis,
             "budget_bytes": problem.budget_bytes,
             "seconds": warm_seconds,
-            "seconds_range": _range(self.solution, warm_seconds)
-            if warm_seconds is not None
-            else [],
+            **_range(self.solution, warm_seconds),
             "peak_bytes": self.solution.simulation.peak_bytes + max(0, overhead_bytes),
             "engines": list(rows),
             "fastest": fastest["engine"],
@@ -161,9 +188,7 @@ def _scene(graph: Graph, solution: Solution, store: Store | None) -> Scene:
     limits = ProblemLimits(problem.hardware.capacity_bytes, 1)
     whole = problem_of(graph, recording, problem.hardware, limits, values)
     with meta_modules(graph) as modules:
-        weights = {
-            name: weight_bytes(graph, name, modules[name], {}) for name in recording.profiles
-        }
+        weights = {name: weight_bytes(graph, name, modules[name]) for name in recording.profiles}
     return Scene(
         graph,
         recording,
@@ -174,10 +199,13 @@ def _scene(graph: Graph, solution: Solution, store: Store | None) -> Scene:
     )
 
 
-def _range(solution: Solution, seconds: float) -> tuple[float, float]:
-    """Return the probable range of a run that computes what ``solution`` does, in ``seconds``."""
+def _range(solution: Solution, seconds: float | None) -> dict[str, Any]:
+    """Return the probable range of a run that computes what ``solution`` does, and its reason."""
+    if seconds is None:
+        return {"seconds_range": [], "range_reason": ""}
     waiting_seconds = seconds - solution.simulation.compute_seconds
-    return probable_range(solution.problem.hardware, seconds, waiting_seconds).bounds
+    likely = probable_range(solution.problem.hardware, seconds, waiting_seconds)
+    return {"seconds_range": likely.bounds, "range_reason": likely.reason}
 
 
 def _figures(
@@ -185,10 +213,10 @@ def _figures(
 ) -> dict[str, Any]:
     if setting is None:
         names = ("seconds", "peak_bytes", "ram_bytes", "ratio", "fits")
-        return {**dict.fromkeys(names), "seconds_range": []}
+        return {**dict.fromkeys(names), **_range(solution, None)}
     return {
         "seconds": setting.seconds,
-        "seconds_range": _range(solution, setting.seconds),
+        **_range(solution, setting.seconds),
         "peak_bytes": setting.peak_bytes,
         "ram_bytes": setting.ram_bytes,
         "ratio": setting.seconds / warm_seconds if warm_seconds else None,

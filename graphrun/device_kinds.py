@@ -7,8 +7,7 @@
     cpu    devices.cpu               unified     none            reads of files do
     sim    devices.simulated         separate    in place        on the virtual clock
 
-Kinds of other packages are entry points of the group ``graphrun.devices``; each is a `DeviceKind`
-with the entry point's name:
+Other packages add kinds by entry points (`graphrun.entry_points`):
 
     [project.entry-points."graphrun.devices"]
     npu = "graphrun_npu:KIND"
@@ -24,15 +23,10 @@ import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from graphrun.entry_points import DEVICES, entry_point, installed, load
 from graphrun.errors import InputError
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
-ENTRY_POINTS = "graphrun.devices"
-"""The group of entry points by which other packages add kinds."""
 
 FreeMemory = Literal["driver", "system", "none"]
 Cap = Literal["allocator", "own allocations", "process", "machine"]
@@ -171,21 +165,9 @@ _TABLE = (
 _BUILT_IN = {kind.name: kind for kind in _TABLE}
 
 
-@functools.cache
-def _added() -> dict[str, EntryPoint]:
-    """Return the entry points of other packages by name. None is loaded."""
-    from importlib.metadata import entry_points
-
-    return {
-        point.name: point
-        for point in entry_points(group=ENTRY_POINTS)
-        if point.name not in _BUILT_IN
-    }
-
-
 def names() -> tuple[str, ...]:
     """Return the names of all kinds: graphrun's, then those of other packages."""
-    return *_BUILT_IN, *_added()
+    return *_BUILT_IN, *(name for name in installed(DEVICES) if name not in _BUILT_IN)
 
 
 def built_in() -> tuple[DeviceKind, ...]:
@@ -202,18 +184,13 @@ def kind_called(name: str) -> DeviceKind:
     """
     if name in _BUILT_IN:
         return _BUILT_IN[name]
-    if (point := _added().get(name)) is None:
+    if (point := entry_point(DEVICES, name)) is None:
         return DeviceKind(name)
-    try:
-        kind = point.load()
-    except Exception as error:  # noqa: BLE001  (another package's module may raise anything)
-        raise InputError(
-            f"device {name}: the entry point {point.value} of {ENTRY_POINTS} does not load: {error}"
-        ) from error
+    kind = load(point)
     if not isinstance(kind, DeviceKind) or kind.name != name:
         raise InputError(
-            f"device {name}: the entry point {point.value} of {ENTRY_POINTS} is {kind!r}, and has "
-            f"to be a DeviceKind with the name {name!r}"
+            f"{name}: the entry point {point.value} of {DEVICES} is {kind!r}, and has to be a "
+            f"DeviceKind with the name {name!r}"
         )
     return kind
 

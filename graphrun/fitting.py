@@ -28,9 +28,10 @@ def fit(
 
     Each is a JSON-ready row: ``allow`` (what to allow, or nothing), ``formats`` (component ->
     precision, where it is not the graph's own), ``sources`` (component -> published checkpoint),
-    ``seconds`` and ``seconds_range`` of one run, ``vram_bytes``, ``ram_bytes``, ``download_bytes``
-    (of all components: published checkpoints as their pages state them, others by the number of
-    parameters) and ``changes_output``. Empty if nothing fits. Needs no weights. Raises InputError.
+    ``seconds``, ``seconds_range`` and ``range_reason`` of one run, ``vram_bytes``, ``ram_bytes``,
+    ``download_bytes`` (of all components: published checkpoints as their pages state them, others
+    by the number of parameters) and ``changes_output``. Empty if nothing fits. Needs no weights.
+    Raises InputError.
     """
     from graphrun.solve.fits import fits_of
 
@@ -51,13 +52,14 @@ def _row(graph: Graph, problem: Problem, item: Fit) -> dict[str, Any]:
         elif component.source is not None:
             download_bytes += numbers.weight_bytes()
     # a run from files: each weight is read and copied
-    low, high = probable_range(problem.hardware, item.seconds, item.seconds).bounds
+    likely = probable_range(problem.hardware, item.seconds, item.seconds)
     return {
         "allow": list(item.allow),
         "formats": formats,
         "sources": sources,
         "seconds": item.seconds,
-        "seconds_range": [low, high],
+        "seconds_range": list(likely.bounds),
+        "range_reason": likely.reason,
         "vram_bytes": item.device_bytes,
         "ram_bytes": item.ram_bytes,
         "download_bytes": download_bytes,

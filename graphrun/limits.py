@@ -57,7 +57,12 @@ LIMITS = Limits()
 
 
 def raise_limits(**values: int) -> None:
-    """Set limits of this process by name. Raises InputError for an unknown name."""
+    """Set limits of this process by name. Raises InputError for an unknown name.
+
+    Example:
+
+        graphrun.raise_limits(steps=2000)
+    """
     names = [field.name for field in fields(Limits)]
     for name, value in values.items():
         if name not in names:

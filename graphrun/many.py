@@ -61,6 +61,12 @@ def run_many(
     ``cluster``: a cluster file, whose devices run the stages within the budgets in the file, placed
     as by `graphrun plan --cluster` for ``objective``. A request then resumes after its last
     finished stage. Raises InputError if Ray is not installed.
+
+    Example:
+
+        batch = graphrun.run_many(graph, ["a cat", "a dog"], vram="8G", hardware="rtx4090")
+        for number, outputs in batch.outputs.items():
+            outputs["image"].save(f"{number}.png")
     """
     from graphrun.batch import queue
     from graphrun.batch.cache.reuse import reuse_for

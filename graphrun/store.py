@@ -23,7 +23,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -40,6 +40,7 @@ from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
 from graphrun.graph.media import size_text
 from graphrun.graph.parts import Reference
+from graphrun.graph.shipped import graphs_folder
 from graphrun.model.plan import parse
 from graphrun.model.problem import Hardware, Problem, ProblemLimits
 from graphrun.model.solution import Solution
@@ -374,18 +375,21 @@ def shipped_key(graph: Graph, inputs: Mapping[str, Any]) -> str | None:
     """Return the `trace_key` for a dry run made on another machine.
 
     Libraries count by their release only, not by when they were installed or for which device they
-    were built (``2.13.0`` of ``2.13.0+cpu``).
+    were built (``2.13.0`` of ``2.13.0+cpu``). So do the weights in a wheel, by name and size.
     """
     versions = {name: _installed_version(name) for name in LIBRARIES}
     return _key(
         graph,
         inputs,
         {name: release and release[0].partition("+")[0] for name, release in versions.items()},
+        shipped=True,
     )
 
 
-def _key(graph: Graph, inputs: Mapping[str, Any], versions: Any) -> str | None:
-    if (sources := _sources(graph)) is None:
+def _key(
+    graph: Graph, inputs: Mapping[str, Any], versions: Any, *, shipped: bool = False
+) -> str | None:
+    if (sources := _sources(graph, shipped=shipped)) is None:
         return None
     return digest_of(
         [
@@ -398,11 +402,17 @@ def _key(graph: Graph, inputs: Mapping[str, Any], versions: Any) -> str | None:
     )
 
 
-def _sources(graph: Graph) -> list[Any] | None:
+def _sources(graph: Graph, *, shipped: bool) -> list[Any] | None:
     """Return the state of a graph's local sources; None if a required configuration is not here.
 
-    It has contents of configurations, and sizes and modification times of weights.
+    It has contents of configurations, and sizes and modification times of weights. ``shipped``:
+    without the times of files that graphrun ships, which differ from machine to machine.
     """
+
+    def states_of(place: Path, stamps: Iterable[Sequence[Any]]) -> list[list[Any]]:
+        is_shipped = shipped and place.resolve().is_relative_to(graphs_folder().resolve())
+        return [[*stamp[:2]] if is_shipped else [*stamp] for stamp in stamps]
+
     states: list[Any] = []
     for c in graph.components.values():
         paths = [path for source in c.sources if (path := local_place(source)) is not None]
@@ -416,7 +426,7 @@ def _sources(graph: Graph) -> list[Any] | None:
                 text,
                 c.variant,
                 *([[asdict(item) for item in c.checkpoints]] if c.checkpoints else []),
-                *(file_stamps(path, c.file_line, c.variant) for path in paths),
+                *(states_of(path, file_stamps(path, c.file_line, c.variant)) for path in paths),
             ]
         )
     for p in graph.parts.values():
@@ -425,7 +435,8 @@ def _sources(graph: Graph) -> list[Any] | None:
             if folder is None:
                 return None
             files = sorted(path for path in folder.iterdir() if path.is_file())
-            states.append([p.name, [[path.name, *file_stamp(path)] for path in files]])
+            stamps = ([path.name, *file_stamp(path)] for path in files)
+            states.append([p.name, states_of(folder, stamps)])
     return states
 
 

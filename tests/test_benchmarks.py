@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from torch import nn
@@ -29,6 +30,40 @@ def test_without_a_card_it_says_so_and_leaves_in_peace() -> None:
     )
     assert (process.returncode, process.stderr) == (0, "")
     assert "no CUDA device" in process.stdout
+
+
+def test_other_code_computes_what_the_installed_code_computes(part: Any) -> None:
+    """Older versions of diffusers, and InvokeAI, allocate other bytes for the same values."""
+    other_code = part("other_code").other_code
+    torch.manual_seed(0)
+    kinds = {
+        "diffusers 0.30": (
+            diffusers.AutoencoderKLCogVideoX(
+                block_out_channels=(32, 32, 32, 32), layers_per_block=1, latent_channels=4
+            ),
+            torch.randn(1, 4, 5, 4, 4),
+        ),
+        "InvokeAI": (
+            diffusers.AutoencoderKL(
+                block_out_channels=(32, 64),
+                layers_per_block=1,
+                down_block_types=("DownEncoderBlock2D",) * 2,
+                up_block_types=("UpDecoderBlock2D",) * 2,
+            ),
+            torch.randn(1, 4, 8, 8),
+        ),
+    }
+    for code, (vae, latents) in kinds.items():
+        with torch.no_grad():
+            pixels = vae.decode(latents).sample
+            with other_code(code):
+                assert torch.equal(vae.decode(latents).sample, pixels), code
+    config = {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 8}
+    with other_code("diffusers 0.30, fused"):
+        fused = diffusers.CogVideoXTransformer3DModel(**config)
+    plain = diffusers.CogVideoXTransformer3DModel(**config)
+    difference = fused.num_parameters() - plain.num_parameters()
+    assert difference == 3 * 16 * 16 + 3 * 16
 
 
 def test_s1_1_hunyuan_video_quantized_takes_what_was_published(part: Any) -> None:

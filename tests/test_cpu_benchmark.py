@@ -337,4 +337,7 @@ def test_page_readme_and_chart_are_made_from_the_cells(part: Any, tmp_path: Path
     assert (chart.name, "accelerate" in drawing) == ("cpu-m.svg", False)
     assert all(text in drawing for text in ("graphrun", "limit", "memory cap, GiB"))
     assert report.chart(RECORDED, tmp_path).read_text() == drawing
+    dark = (tmp_path / "cpu-m-dark.svg").read_text()
+    assert ("#0d1117" in drawing, "#0d1117" in dark) == (False, True)
+    assert [f"cpu-m{kind}.svg" in readme for kind in ("", "-dark")] == [True, True]
     assert report.readme([]) == ""

@@ -80,6 +80,7 @@ def test_a_choice_has_a_command_and_its_sources(graphrun: Cli) -> None:
     for row in summary["choices"]:
         low, high = row["seconds_range"]
         assert low < row["seconds"] < high
+        assert row["range_reason"] == "host copies vary"
         assert row["download_bytes"] > 6e9
         words = shlex.split(row["command"])
         assert words[:3] == ["graphrun", "plan", "flux-dev"]
@@ -91,6 +92,7 @@ def test_a_choice_has_a_command_and_its_sources(graphrun: Cli) -> None:
     assert output.startswith("fits: yes. flux-dev on rtx4060laptop (data sheet): ")
     assert max(map(len, output.splitlines())) <= 80
     assert "city96/t5-v1_1-xxl-encoder-gguf" in output
+    assert "ranges: host copies vary" in " ".join(output.split())
     code, output, _ = graphrun("fit", "flux-dev", *LAPTOP, "--want", "1 s")
     assert (code, "nothing runs within 1.0 s" in " ".join(output.split())) == (1, True)
 

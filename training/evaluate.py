@@ -94,7 +94,7 @@ def main() -> None:
             ]
         )
         Image.fromarray(sheet).resize(
-            (sheet.shape[1] * 2, sheet.shape[0] * 2), Image.Resampling.NEAREST
+            (sheet.shape[1] * 4, sheet.shape[0] * 4), Image.Resampling.NEAREST
         ).save(options.picture)
 
 

@@ -203,8 +203,13 @@ def load(path: Path, options: PlanOptions) -> Graph:
 
 
 def load_as_typed(path: Path, options: PlanOptions) -> Graph:
-    """Load the graph at ``path`` with the packages and the source in ``options``."""
-    return api.load(path, trust=options.trust_package or (), source=options.source)
+    """Load the graph at ``path`` with the packages, source and components in ``options``."""
+    return api.load(
+        path,
+        trust=options.trust_package or (),
+        source=options.source,
+        absent=options.absent or (),
+    )
 
 
 def parse_reuse(reuse: str) -> Any:

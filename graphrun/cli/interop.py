@@ -92,7 +92,8 @@ def export(
             "--to",
             "--as",
             help="diffusers (a Python script), accelerate (device maps as JSON; with -o FILE.py a "
-            "script), sglang, vllm-omni, sd.cpp or comfyui (a command line).",
+            "script), sglang, vllm-omni, sd.cpp or comfyui (a command line), or an installed "
+            "package's exporter.",
             metavar="ENGINE",
         ),
     ],
@@ -105,27 +106,34 @@ def export(
     The nearest equivalent: stderr says what is lost, and what that costs by
     simulation.
     """
-    from graphrun.comparing import engines_called
+    from graphrun.comparing import engines_called, exporter_called
     from graphrun.profile.engines import ENGINES
     from graphrun.report.engines_screen import export_lines
 
-    (engine,) = engines_called([name]) if name != "all" else [None]
-    if engine is None:
+    if name == "all":
         raise InputError(
             f"--to all: a plan is exported to one engine: {', '.join(ENGINES)}; graphrun compare "
             "shows all"
         )
+    exporter = exporter_called(name)
+    engines = engines_called([name]) if exporter is None else []
     solution, entries = planfile.read_solution(plan)
     problem, source = solution.problem, planfile.graph_path(plan, entries)
-    graph = api.load(source, trust=trust_package or ()).in_dtypes(dict(problem.dtypes))
+    graph = api.load(source, trust=trust_package or (), absent=problem.absent)
+    graph = graph.in_dtypes(dict(problem.dtypes))
     graph = graph.until(problem.until)
     if graph.digest != problem.graph_digest:
         raise PlanError(
             f"is for another version of {source}: plan again: graphrun plan {source} -o {plan}",
             str(plan),
         )
-    with solving():
-        text, summary = _exported(engine, graph, solution, output_file, cache_folder(no_cache))
+    if exporter is not None:
+        text, summary = exporter(graph, solution), None
+    else:
+        with solving():
+            text, summary = _exported(
+                engines[0], graph, solution, output_file, cache_folder(no_cache)
+            )
     write_or_print(text, output_file)
     for line in export_lines(summary) if summary is not None else []:
         say(line)

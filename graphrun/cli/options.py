@@ -88,7 +88,7 @@ class PlanOptions:
         str | None,
         option(
             "VRAM budget, counted as nvidia-smi does: 8G, 7.5GiB, 50%; 24G,12G for two "
-            "cards; auto: 95 % of what is free.",
+            "cards; auto: 95 % of what is free. Default: auto, with --hardware all of the card.",
             "SIZE",
         ),
     ] = None
@@ -129,7 +129,7 @@ class PlanOptions:
     allow: Annotated[
         NameList,
         option(
-            "Allow what may change the output: 4bit, 8bit, a format (nf4, int8, Q4_K_S), "
+            "Allow what may change the output: 4bit, 5bit, 6bit, 8bit, a format (nf4, Q4_K_S), "
             "precision (any format), cpu, tiling, split, compile. Repeatable.",
             "WHAT",
         ),
@@ -161,6 +161,14 @@ class PlanOptions:
         str | None,
         option(
             "Folder, file or repository (owner/name@revision) to read the weights from.", "SOURCE"
+        ),
+    ] = None
+    absent: Annotated[
+        NameList,
+        option(
+            "Leave this component out: text_encoder_3. Repeatable.",
+            "NAME",
+            "--without",
         ),
     ] = None
     dtype: Annotated[
@@ -200,7 +208,7 @@ class PlanOptions:
 
     def _set_flags(self, names: Iterable[str]) -> str:
         """Return the flags of the options among ``names`` that are set."""
-        return ", ".join(f"--{name}" for name in names if getattr(self, name) != _DEFAULTS[name])
+        return ", ".join(_flag(name) for name in names if getattr(self, name) != _DEFAULTS[name])
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -213,7 +221,7 @@ class PlanOptions:
         words = []
         for name, default in _DEFAULTS.items():
             if (value := getattr(self, name)) != default:
-                flag = f"--{name.strip('_').replace('_', '-')}"
+                flag = _flag(name)
                 words += (
                     [flag]
                     if value is True
@@ -242,6 +250,12 @@ class PlanOptions:
                 f"{path} is a plan: it has its own budgets, hardware, device and "
                 f"directives; leave {flags} out"
             )
+
+
+def _flag(name: str) -> str:
+    """Return the flag of the option ``name``, a field of `PlanOptions`."""
+    words = "without" if name == "absent" else name.strip("_").replace("_", "-")
+    return f"--{words}"
 
 
 def with_typed_budget(options: PlanOptions, option: str, text: str) -> PlanOptions:

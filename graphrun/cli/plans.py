@@ -186,6 +186,7 @@ def explain(
     "until",
     "trust_package",
     "source",
+    "absent",
     "dtype",
     "no_cache",
 )
@@ -195,15 +196,16 @@ def estimate(
     mode: Annotated[
         str,
         typer.Option(
-            help="How diffusers places weights: resident, or an offload mode (model, sequential, "
-            "group, leaf).",
+            help="How diffusers places weights: resident, or its offloading: model, sequential, "
+            "group (by block) or leaf, both with a stream.",
             metavar="MODE",
         ),
     ] = "resident",
     precision: Annotated[
         list[str] | None,
         option(
-            "bf16, fp16, fp32, int8, nf4, fp8; COMPONENT=nf4 for one component. Repeatable.",
+            "bf16, fp16, fp32, int8, nf4, fp8, layerwise; COMPONENT=nf4 for one component. "
+            "Repeatable.",
             "FORMAT",
         ),
     ] = None,
@@ -219,14 +221,25 @@ def estimate(
         list[str] | None,
         option("Compute this component on the CPU. Repeatable.", "NAME"),
     ] = None,
+    library: Annotated[
+        list[str] | None,
+        option(
+            "Place weights as this version does: bitsandbytes=0.45. Repeatable.",
+            "NAME=VERSION",
+        ),
+    ] = None,
+    attention: Annotated[
+        str | None,
+        option("Seconds with this kernel of attention: sage, fa3.", "NAME"),
+    ] = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
     """Show memory and time of a graph, or of diffusers' offloading.
 
-    Needs no budget, no weights and no GPU. With --mode, some options mean:
-    --ram: weights that do not fit are read from disk again; --pinned 0: copy
-    from pageable RAM; --keep: do not offload.
+    Needs no budget, no weights and no GPU. With --mode, weights beyond --ram
+    are read from disk again, --pinned 0 copies from pageable RAM, and --keep
+    does not offload the component.
     """
     from graphrun.report.estimate_screen import estimate_screen
     from graphrun.report.screen import Look
@@ -248,6 +261,8 @@ def estimate(
             cpu=cpu or (),
             pinned=options.pinned is None
             or parse_size(options.pinned, name="pinned", minimum=0) > 0,
+            library=library or (),
+            attention=attention,
             cache=cache,
         )
     next_options = _plan_options(pipeline_graph, options, precision, batch, option, cpu)
@@ -315,8 +330,8 @@ def frontier(
 ) -> None:
     """Show predicted time for a range of budgets.
 
-    Ranges: --vram 4G:48G, with a step --vram 4G:48G:4G, for one of two cards
-    --vram 24G,4G:12G, on a CPU --memory 2G:12G.
+    Ranges: --vram 4G:48G (usual card sizes), --vram 4G:48G:4G (a step), for
+    one of two cards --vram 24G,4G:12G, on a CPU --memory 2G:12G.
     """
     from graphrun.report.screen import Look
     from graphrun.report.whatif_screens import fastest, frontier_json, frontier_screen

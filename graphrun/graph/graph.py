@@ -64,6 +64,7 @@ class Graph:
     fps: float | None = None  # of video files; None: from the pipeline's arguments
     # (dtype of components in the file, dtype in its place)
     dtypes: tuple[tuple[str, str], ...] = ()
+    absent: tuple[str, ...] = ()  # components of the file that are left out
     code: str = field(default="", compare=False)  # for people: where to get the packages
     file_line: str = field(default="", compare=False)
     # unused meta modules, for the next run (`graphrun.modules.build`); a graph and its parts share
@@ -335,6 +336,47 @@ class Graph:
             inputs={key: value for key, value in self.inputs.items() if key in input_names},
             outputs=outputs,
         )
+
+    def without(self, names: Iterable[str]) -> Graph:
+        """Return the graph without the components ``names``, for which pipelines get None.
+
+        As with ``from_pretrained(text_encoder_3=None)``; the pipeline's code decides whether it
+        works. Raises InputError for an unknown component, or if a stage uses no other one.
+        """
+        absent = set(strings(names))
+        for name in sorted(absent):
+            if name not in self.components:
+                raise InputError(
+                    f"without {name}: no such component{did_you_mean(name, self.components)}"
+                )
+        for stage in self.stages:
+            if absent and absent.issuperset(stage.uses):
+                raise InputError(
+                    f"without {', '.join(stage.uses)}: the stage {stage.name} uses nothing else"
+                )
+        nones = dict.fromkeys(sorted(absent))
+        graph = replace(
+            self,
+            absent=tuple(sorted({*self.absent, *absent})),
+            components={n: item for n, item in self.components.items() if n not in absent},
+            pipeline_config={**self.pipeline_config, **nones},
+            pipelines={
+                key: replace(
+                    pipeline,
+                    config={
+                        **pipeline.config,
+                        **{n: None for n, item in pipeline.members.items() if item in absent},
+                        **{n: None for n in nones if n not in pipeline.members},
+                    },
+                )
+                for key, pipeline in self.pipelines.items()
+            },
+        )
+        stages = tuple(
+            replace(stage, uses=tuple(n for n in stage.uses if n not in absent))
+            for stage in self.stages
+        )
+        return graph._with_stages(stages)
 
     def with_precomputed(self, names: Iterable[str]) -> Graph:
         """Return the graph in which the outputs of the stages ``names`` are precomputed.

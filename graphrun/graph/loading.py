@@ -58,13 +58,14 @@ def load(
     trust: Iterable[str] = (),
     source: str | None = None,
     dtype: str | None = None,
+    absent: Iterable[str] = (),
 ) -> Graph:
     """Return the graph in the YAML file ``path``, or the shipped graph of that name.
 
     ``trust``: packages whose code the graph may run; the file's ``allow:`` only requests them.
     ``source`` replaces the graph's own ``source:``; a relative path is relative to the current
-    folder. ``dtype``: see `Graph.in_dtype`. Raises GraphError with one line per problem:
-    ``file:line: entry: what is wrong``.
+    folder. ``dtype``: see `Graph.in_dtype`. ``absent``: see `Graph.without`. Raises GraphError with
+    one line per problem: ``file:line: entry: what is wrong``.
     """
     document = read_document(graph_file(path))
     if source is not None and isinstance(document.data, dict):
@@ -83,6 +84,7 @@ def load(
     spec = graph_spec_of(document)
     graph = _GraphReader(document, spec, tuple(sorted(set(strings(trust))))).read()
     document.raise_if_any()
+    graph = graph.without(absent) if absent else graph
     return graph if dtype is None else graph.in_dtype(dtype)
 
 

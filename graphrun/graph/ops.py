@@ -1,7 +1,8 @@
 """Signatures of the ops as data: names and kinds of their arguments and outputs.
 
 An op is one of `OPERATIONS`, which `graphrun.ops` implements, or a function of a trusted package
-marked with `op`, named like ``mypackage.mymodule:sharpen``.
+marked with `op`, named like ``mypackage.mymodule:sharpen``, or like ``mypackage.sharpen`` if the
+installed package has an entry point of this name.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Operation:
 
     @property
     def is_function(self) -> bool:
-        return ":" in self.name
+        return is_function(self.name)
 
     @property
     def arguments(self) -> dict[str, ValueKind]:
@@ -143,13 +144,18 @@ OPERATIONS: Mapping[str, Operation] = _table(
 )
 
 
+def is_function(name: str) -> bool:
+    """Return whether the op ``name`` is a function of a package."""
+    return ":" in name or "." in name
+
+
 def operation(name: str) -> Operation | None:
     """Return the signature of the op ``name``; None if there is none.
 
     A function's signature is unknown until its package is imported: it accepts and returns
     anything; outputs named ``image``, ``video`` and ``audio`` have these kinds.
     """
-    if ":" in name:
+    if is_function(name):
         return Operation(
             name, {}, {}, {"image": "image", "video": "video", "audio": "audio"}, open=True
         )
@@ -157,12 +163,19 @@ def operation(name: str) -> Operation | None:
 
 
 def op(*, changes: Collection[str] = ()) -> Callable[[Function], Function]:
-    """Mark a function as an op that stages may name: ``op: mypackage.mymodule:function``.
+    """Mark a function as an op that stages may name: ``op: mypackage.mymodule:function``, or
+    ``op: mypackage.name`` if an installed package has an entry point of this name.
 
     The function gets the stage's ``with:`` and ``uses:`` by name, the parts of the graph that it
     has a parameter for, and the device as ``device``. It returns its outputs by name; runs save
     ``image``, ``video`` and ``audio`` as files. ``changes``: arguments whose tensors the function
     changes in place; it gets copies of these, because other stages may read them too.
+
+    Example:
+
+        @graphrun.op()
+        def flipped(image: Image) -> dict[str, Image]:
+            return {"image": image.transpose(Transpose.FLIP_LEFT_RIGHT)}
     """
 
     def declare(function: Function) -> Function:

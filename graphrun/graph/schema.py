@@ -19,7 +19,7 @@ from graphrun.graph.ops import OPERATIONS
 _NAME, _GRAPH_NAME = r"^[A-Za-z_][A-Za-z0-9_]{0,63}$", r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
 _CLASS_PATH, _TEXT = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+$", r"^[^\x00-\x1f]+$"
 _FILE_VARIANT = r"^[A-Za-z0-9_]+$"
-_FUNCTION = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
+_FUNCTION = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*[.:][A-Za-z_][A-Za-z0-9_]*"
 _OP = rf"^([A-Za-z_][A-Za-z0-9_]*|{_FUNCTION})$"
 _NO_NAME = "is not a name: letters, digits and underscores, at most 64, no digit first"
 # end of a message about a text that does not match a pattern
@@ -175,9 +175,9 @@ class CheckpointSpec(Spec):
     plain: list[Text] = Field(
         default_factory=list,
         description=(
-            "Modules of the component that the file has in 16 bits or more: `proj_out` is not "
-            "that of a block. Used for plans until the file is "
-            "on this machine."
+            "Modules of the component that the file has in 16 bits or more, as whole paths: "
+            "`proj_out` is not `blocks.0.proj_out`. Used for plans until the file is on this "
+            "machine."
         ),
     )
     license: Text | None = Field(
@@ -202,7 +202,7 @@ class ComponentSpec(Spec):
     checkpoints: dict[Format, CheckpointSpec] = Field(
         default_factory=dict,
         description=(
-            "Published checkpoints by format. Plans choose one with --allow FORMAT, 4bit or 8bit."
+            "Published checkpoints by format. Plans choose one with --allow FORMAT, or 4bit."
         ),
     )
     dtype: Dtype = Field(
@@ -286,8 +286,8 @@ class StageSpec(Spec):
             },
             description=(
                 "What runs: a part of the pipeline's call, the whole call (call), blocks of a "
-                "modular pipeline (block), or a function of a trusted package, such as "
-                "mypackage.mymodule:sharpen."
+                "modular pipeline (block), or a function of a trusted package: "
+                "mypackage.mymodule:sharpen, or mypackage.sharpen by its entry point."
             ),
         ),
     ]
@@ -368,7 +368,7 @@ class GraphSpec(Spec):
     variant: FileVariant = None
     license: Text | None = Field(
         default=None,
-        description="The license of the source's weights, such as apache-2.0. For people.",
+        description="The license of the source's weights, such as apache-2.0. It is only shown.",
     )
     fps: Annotated[float, Field(ge=SLOWEST_FPS, le=FASTEST_FPS)] | None = Field(
         default=None, description="Frames per second of saved videos."
@@ -376,15 +376,15 @@ class GraphSpec(Spec):
     code: Text | None = Field(
         default=None,
         description=(
-            "Where to get packages that no package index has. For people: users put the "
-            "folder on PYTHONPATH and trust the packages."
+            "Where to get packages that no package index has. It is only shown: users put "
+            "the folder on PYTHONPATH and trust the packages."
         ),
     )
     allow: list[Name] | None = Field(
         default=None,
         description=(
-            "Packages that classes come from, in place of diffusers and transformers. Users "
-            "permit each with --trust-package NAME."
+            "All packages that classes come from. Default: diffusers, transformers. Users permit "
+            "others with --trust-package NAME."
         ),
     )
     inputs: dict[Name, InputSpec] = Field(default_factory=dict, description="The inputs of a run.")
@@ -396,7 +396,8 @@ class GraphSpec(Spec):
         description="Objects without weights (tokenizers, schedulers), under the pipeline's names.",
     )
     stages: dict[Name, StageSpec] = Field(
-        min_length=1, description="The steps of a run. Their references form the DAG."
+        min_length=1,
+        description="The steps of a run. A stage may use results of others, not in a circle.",
     )
     outputs: dict[Name, Text] = Field(
         min_length=1,

@@ -65,7 +65,7 @@ class Evict:
 class Stream:
     """Run the component with the blocks ``keep`` resident, and stream the others.
 
-    In each call, the other blocks are copied through a ring buffer of ``ring_buffer_bytes``.
+    In each call, the other blocks are copied through a ring buffer of SIZE.
     ``keep`` includes the blocks that the same slot loads.
     """
 

@@ -545,6 +545,7 @@ class Problem:
     reserve_bytes: int = 0  # part of the budget left to other programs
     until: str = ""  # last stage of a truncated graph; "": the whole graph
     dtypes: tuple[tuple[str, str], ...] = ()  # as `Graph.dtypes`
+    absent: tuple[str, ...] = ()  # as `Graph.absent`
     # stages whose outputs are precomputed: neither planned nor run
     precomputed: tuple[str, ...] = ()
     pinned_bytes: int | None = None  # limit of page-locked RAM; None: ram_bytes

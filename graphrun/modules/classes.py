@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
 from typing import Any, Literal
 
+from graphrun.entry_points import OPS, entry_point, installed
 from graphrun.errors import GraphError
 from graphrun.graph.graph import DEFAULT_ALLOW, Graph
 from graphrun.graph.ops import DECLARED
@@ -128,15 +130,17 @@ def require_code(graph: Graph) -> None:
 def resolve_function(
     path: str, trust: Collection[str], file_line: str
 ) -> Callable[..., Mapping[str, Any]]:
-    """Return the op that ``path`` names, such as ``mypackage.mymodule:sharpen``. An op is a
-    function with `graphrun.op` of a package in ``trust``. Raises GraphError at ``file_line``."""
-    name, _, attribute = path.partition(":")
-    package = name.split(".")[0]
+    """Return the op that ``path`` names: ``mypackage.mymodule:sharpen``, or ``mypackage.sharpen``
+    by an entry point. An op is a function with `graphrun.op` of a package in ``trust``. Raises
+    GraphError at ``file_line``."""
+    package = re.split("[.:]", path)[0]
     if package not in trust:
         raise GraphError(
             f"{path} is a function, and a file may name none of {package}; {to_trust(package)}",
             file_line,
         )
+    place = path if ":" in path else _registered(path, package, file_line)
+    name, _, attribute = place.partition(":")
     try:
         module = importlib.import_module(name)
     except Exception as error:  # the package's code runs, and may raise anything
@@ -155,6 +159,23 @@ def resolve_function(
         )
     function: Callable[..., Mapping[str, Any]] = getattr(module, attribute)
     return function
+
+
+def _registered(name: str, package: str, file_line: str) -> str:
+    """Return the path of the op that the entry point ``name`` of ``package`` registers."""
+    point = entry_point(OPS, name)
+    if point is None:
+        raise GraphError(
+            f"{name}: no installed package has an entry point of this name in the group {OPS}"
+            f"{did_you_mean(name, installed(OPS))}",
+            file_line,
+        )
+    module, _, attribute = (part.strip() for part in point.value.partition(":"))
+    if module.split(".")[0] != package:  # else trust in one package would import another
+        raise GraphError(
+            f"{name}: the entry point is {point.value}, which is not in {package}", file_line
+        )
+    return f"{module}:{attribute}"
 
 
 def _can_be(target: type[Any], kind: ClassKind, trusted: bool) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from pathlib import Path
@@ -46,6 +46,25 @@ FUNCTIONS: Mapping[str, Callable[..., Mapping[str, Any]]] = {"depth": depth}
 
 Observer = Callable[[str, Mapping[str, Any]], None]
 Before = Callable[[str], None]
+
+
+def in_order(graph: Graph, names: Sequence[str], order: Iterable[str]) -> list[str]:
+    """Return ``names`` of stages, which are in the graph's order, in ``order``. Stages that it
+    leaves out, since they call no component, run where they are first needed, or last."""
+    ordered: dict[str, None] = {}
+    stages = frozenset(names)
+
+    def add(name: str) -> None:
+        if name in ordered:
+            return
+        for producer in graph.producers(name):
+            if producer in stages:
+                add(producer)
+        ordered[name] = None
+
+    for name in (*order, *names):
+        add(name)
+    return list(ordered)
 
 
 @dataclass
@@ -98,7 +117,7 @@ class Stages:
             for name, reference in self.graph.outputs.items()
             if str(reference)[1:] in self.values
         }
-        stage_names = order or [stage.name for stage in self.graph.stages]
+        stage_names = in_order(self.graph, [stage.name for stage in self.graph.stages], order)
         self.excluded_stages = frozenset(
             name for name in stage_names if self.inputs_of and name not in self.inputs_of
         )

@@ -1,7 +1,9 @@
-"""Options of a command line as graphs and inputs: precisions, number of pictures, stage options."""
+"""Options of a command line as graphs, inputs and rates: precisions, number of pictures, stage
+options, kernels of attention."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -10,6 +12,7 @@ from graphrun.graph.graph import Graph
 from graphrun.graph.parts import Reference
 from graphrun.graph.precisions import GGUF_MIXES, QUANTIZED
 from graphrun.graph.values import did_you_mean, strings
+from graphrun.model.problem import Hardware, KernelRates
 
 DTYPES = {
     "bf16": "bfloat16",
@@ -20,8 +23,17 @@ DTYPES = {
 # Weight-only formats of other libraries, which `graphrun.survey` estimates and graphrun does not
 # run: bytes of scales per output feature, next to one byte per weight. torchao's int8_weight_only
 # (16-bit scale, 64-bit zero point), float8_weight_only and float8_dynamic_activation (fp32 scale),
-# quanto's qint8 and qfloat8 (16-bit scale).
-FORMATS = {"int8wo": 10, "fp8wo": 4, "fp8dq": 4, "quanto": 2}
+# quanto's qint8 and qfloat8 (16-bit scale). They convert every linear layer, as `quantize_` does.
+# LAYERWISE is diffusers' `enable_layerwise_casting` in fp8.
+LAYERWISE = "layerwise"
+FORMATS = {"int8wo": 10, "fp8wo": 4, "fp8dq": 4, "quanto": 2, LAYERWISE: 0}
+
+# kernel of attention in place of PyTorch's -> its rate, with the source
+ATTENTION = {
+    "sage": "2.1 times PyTorch's rate (arXiv 2410.02367: FlashAttention 2's on an RTX 4090)",
+    "fa3": "740 TFLOP/s (arXiv 2407.08608, H100)",
+}
+SAGE_FACTOR, FA3_FLOPS_PER_SECOND = 2.1, 740e12
 
 # op -> argument with the number of pictures
 COUNTS = {"encode_prompt": "num_images", "call": "num_images_per_prompt"}
@@ -74,6 +86,29 @@ def _applies_to(graph: Graph, name: str, precision: str) -> bool:
     if precision in QUANTIZED or precision in FORMATS:
         return any(candidate in QUANTIZED for candidate in component.precision)
     return precision == "float32" or component.dtype != "float32"
+
+
+def with_attention(hardware: Hardware, name: str) -> Hardware:
+    """Return ``hardware`` with the rate of the attention kernel ``name`` of `ATTENTION`.
+
+    The rates are of whole kernels, exponentials included. Masks and memory stay as PyTorch's.
+    Raises InputError for another name, and for hardware without the kernel.
+    """
+    rates = hardware.kernels
+    if name not in ATTENTION:
+        raise InputError(
+            f"attention {name!r} is not known{did_you_mean(name, ATTENTION)}: it is one of "
+            f"{', '.join(ATTENTION)}"
+        )
+    if not isinstance(rates, KernelRates) or (name == "fa3" and not hardware.is_hopper):
+        cards = "H100 and H200" if name == "fa3" else "NVIDIA's cards"
+        raise InputError(f"attention {name}: the kernel is for {cards}, not for {hardware.name}")
+    flops, exponentials = FA3_FLOPS_PER_SECOND, math.inf
+    if name == "sage":
+        flops = SAGE_FACTOR * rates.attention_flops_per_second
+        exponentials = SAGE_FACTOR * rates.exponentials_per_second
+    kernels = replace(rates, attention_flops_per_second=flops, exponentials_per_second=exponentials)
+    return replace(hardware, kernels=kernels)
 
 
 def pictures_input(graph: Graph) -> str:

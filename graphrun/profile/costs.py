@@ -257,7 +257,7 @@ def quantized_seconds(
         return written_bytes / rates.rate("elementwise _to_copy", kernel.dtype)
     weights, rows = outputs * inputs, kernel.flops / (2 * outputs * inputs)
     match precision:
-        case "nf4" | "fp8":
+        case "nf4" | "fp8" | "layerwise":
             return dequantization_seconds(ELEMENT_BYTES[kernel.dtype] * weights, bandwidth)
         case "int8":
             moved_bytes = rows * (INT8_INPUT_BYTES * inputs + INT8_OUTPUT_BYTES * outputs)

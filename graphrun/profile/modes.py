@@ -26,8 +26,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
 from typing import Literal, get_args
 
+from packaging.version import InvalidVersion, Version
 from torch import nn
 
 from graphrun.errors import InputError
@@ -35,9 +38,10 @@ from graphrun.graph.graph import Graph
 from graphrun.graph.values import did_you_mean, strings
 from graphrun.model.problem import Hardware
 from graphrun.modules.classes import pipeline_class
-from graphrun.profile.asked import FORMATS
+from graphrun.profile.asked import FORMATS, LAYERWISE
 from graphrun.profile.costs import extra_seconds, work_seconds
-from graphrun.profile.quantized import weights_by_precision
+from graphrun.profile.precision import ELEMENT_BYTES, MOVES, new_enough
+from graphrun.profile.quantized import kept_elements, layerwise_bytes, weights_by_precision
 from graphrun.profile.recording import Call, ComponentProfile, DryRun
 
 ModeName = Literal["resident", "model", "sequential", "group", "leaf"]
@@ -54,7 +58,7 @@ class Mode:
     ``formats``: component -> format of another library. ``keep``: components that stay on the
     device, as ``exclude_modules``. ``cpu``: components that compute on the CPU. ``pinned``: blocks
     of group offloading are page-locked. ``ram_bytes``: host memory for weights; None: enough for
-    all.
+    all. ``libraries``: versions of packages, in place of the installed ones.
     """
 
     name: ModeName = "resident"
@@ -63,6 +67,40 @@ class Mode:
     cpu: tuple[str, ...] = ()
     pinned: bool = True
     ram_bytes: int | None = None
+    libraries: Mapping[str, str] = field(default_factory=dict)
+
+    def has(self, package: str, first: str) -> bool:
+        """Return whether ``package`` has version ``first`` or later, or is not installed."""
+        if (version := self.libraries.get(package)) is None:
+            try:
+                version = installed_version(package)
+            except PackageNotFoundError:
+                return True
+        return new_enough(version, first)
+
+
+# Packages whose older versions place weights differently
+LIBRARIES = ("accelerate", "bitsandbytes", "transformers")
+# From this version of transformers on, bitsandbytes leaves `_keep_in_fp32_modules` in bf16. Before,
+# its quantizers set `use_keep_in_fp32_modules` (modeling_utils.py, `_get_dtype_plan`).
+PLAIN_MODULES = "transformers", "5"
+
+
+def parse_libraries(texts: Iterable[str]) -> dict[str, str]:
+    """Return the versions in ``texts`` (``NAME=VERSION``). Raises InputError."""
+    versions = {}
+    for text in strings(texts):
+        name, _, number = text.partition("=")
+        if name not in LIBRARIES:
+            raise InputError(
+                f"library {text}: {name!r} is not known{did_you_mean(name, LIBRARIES)}: it is one "
+                f"of {', '.join(LIBRARIES)}"
+            )
+        try:
+            versions[name] = str(Version(number))
+        except InvalidVersion:
+            raise InputError(f"library {text}: write NAME=VERSION, {name}=1.2") from None
+    return versions
 
 
 def parse_mode(
@@ -74,6 +112,7 @@ def parse_mode(
     *,
     pinned: bool = True,
     ram_bytes: int | None = None,
+    libraries: Iterable[str] = (),
 ) -> Mode:
     """Return the mode called ``name``. Raises InputError for unknown modes and components."""
     if name not in MODES:
@@ -88,15 +127,22 @@ def parse_mode(
                     f"{option} {component}: no such "
                     f"component{did_you_mean(component, graph.components)}"
                 )
-    return Mode(name, dict(formats), strings(keep), strings(cpu), pinned, ram_bytes)
+    versions = parse_libraries(libraries)
+    return Mode(name, dict(formats), strings(keep), strings(cpu), pinned, ram_bytes, versions)
 
 
-def weight_bytes(graph: Graph, name: str, module: nn.Module, formats: Mapping[str, str]) -> int:
+def weight_bytes(graph: Graph, name: str, module: nn.Module, mode: Mode | None = None) -> int:
     """Return the allocated bytes of a component's weights, in its precision or format."""
-    component = graph.components[name]
-    sizes = weights_by_precision(module, component.dtype, allocated=True)
+    mode, component = mode or Mode(), graph.components[name]
+    sizes, formats = weights_by_precision(module, component.dtype, allocated=True), mode.formats
     if name not in formats:
-        return sizes.get(component.precision[0], sizes[component.dtype])
+        precision = component.precision[0]
+        nbytes = sizes.get(precision, sizes[component.dtype])
+        if precision in MOVES and not mode.has(*PLAIN_MODULES):
+            nbytes += (4 - ELEMENT_BYTES[component.dtype]) * kept_elements(module)
+        return nbytes
+    if formats[name] == LAYERWISE:
+        return layerwise_bytes(module, component.dtype)
     weights = {
         id(layer.weight): layer.weight for layer in module.modules() if isinstance(layer, nn.Linear)
     }.values()
@@ -143,16 +189,25 @@ class _Walk:
         self.weights = {name: nbytes for name, nbytes in weights.items() if name not in mode.cpu}
         pipeline = pipeline_class(graph.pipeline_called(""), graph.trust)
         order = str(getattr(pipeline, "model_cpu_offload_seq", None) or "").split("->")
-        chain = [name for name in order if name in self.weights and name not in mode.keep]
+        self.keep = (*mode.keep, *(name for name in self.weights if self._is_bound(name)))
+        chain = [name for name in order if name in self.weights and name not in self.keep]
         # component -> component that leaves the device when this one is called
         self.predecessors = dict(zip(chain[1:], chain, strict=False))
-        self.resident = dict.fromkeys(self.weights if mode.name == "resident" else mode.keep)
+        self.resident = dict.fromkeys(self.weights if mode.name == "resident" else self.keep)
         # components whose weights are in host memory, least recently used first
         self.in_ram = dict.fromkeys(self.weights)
         self.estimate = Estimate()
         # by the id of a call, since a loop repeats calls
         self._call_seconds: dict[int, float] = {}
         self._read_sizes: dict[int, tuple[list[float], float, float]] = {}
+
+    def _is_bound(self, name: str) -> bool:
+        """Return whether the quantized modules of ``name`` stay where they are made.
+
+        ``enable_model_cpu_offload`` then places no hook on the component.
+        """
+        moves = MOVES.get(self.graph.components[name].precision[0], ())
+        return not all(self.mode.has(package, first) for package, first in moves)
 
     def walk(self) -> Estimate:
         """Return the estimate of a warm call: one call before it leaves its state in RAM."""
@@ -165,7 +220,7 @@ class _Walk:
             seconds[stage] += self._call(call)
         if self.mode.name == "model":  # the pipeline copies all back at its end
             seconds[next(reversed(seconds))] += sum(
-                self._copy_out(name) for name in self.resident if name not in self.mode.keep
+                self._copy_out(name) for name in self.resident if name not in self.keep
             )
         self.estimate.seconds = dict(seconds)
         self.estimate.compute_seconds = sum(

@@ -39,15 +39,18 @@ def phase_memories_of(
     spans: Sequence[tuple[int, int]],
     hardware: Hardware,
     allocator: Callable[[], Allocator] | None = None,
+    *,
+    returns: bool = True,
 ) -> list[PhaseMemory]:
     """Return the memory of each phase, replayed through ``allocator``.
 
     Default: on a CPU the C library's, else the sum of live bytes. ``spans``: half-open ranges of
-    ``recording.entries()``, one for each phase (`problems.phase_spans`).
+    ``recording.entries()``, one for each phase (`problems.phase_spans`). ``returns``: unused memory
+    is returned to the device before each phase, as the executor does and a pipeline does not.
     """
     allocator = allocator or (Heap if hardware.kind.is_host else Counting)
     traces = phase_traces_of(recording, spans, hardware)
-    replay = _TraceReplay(allocator(), recording.keeps_tensors, hardware.unified)
+    replay = _TraceReplay(allocator(), recording.keeps_tensors, hardware.unified, returns=returns)
     for trace in traces:
         replay.apply(trace, trace.prelude)
         replay.begin_phase()
@@ -74,12 +77,14 @@ class _TraceReplay:
     """Feed the traces of phases to an allocator.
 
     ``keeps``: components keep tensors from phase to phase. ``trims``: the executor returns empty
-    pages before each call. Keys inside calls get a running offset, so they differ from the
-    recording's own.
+    pages before each call; ``returns``: before each phase. Keys inside calls get a running offset,
+    so they differ from the recording's own.
     """
 
-    def __init__(self, allocator: Allocator, keeps: bool, trims: bool) -> None:
-        self.allocator, self.keeps, self.trims = allocator, keeps, trims
+    def __init__(
+        self, allocator: Allocator, keeps: bool, trims: bool, *, returns: bool = True
+    ) -> None:
+        self.allocator, self.keeps, self.trims, self.returns = allocator, keeps, trims, returns
         self.phases = [PhaseMemory()]  # the first entry is before all phases
         self.is_steady = False
         self._live: set[int] = set()
@@ -91,7 +96,8 @@ class _TraceReplay:
         """Release what components kept in the last phase; the rest is the entry memory."""
         while self._persistent_keys and not self.keeps:
             self.allocator.release(self._persistent_keys.popitem()[1])
-        self.allocator.trim()
+        if self.returns:
+            self.allocator.trim()
         used_bytes = self.allocator.used_bytes
         prelude = self.phases[0].first_bytes if len(self.phases) == 1 else 0
         self.phases.append(PhaseMemory(max(used_bytes, prelude), used_bytes))

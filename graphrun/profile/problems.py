@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from itertools import chain, pairwise
@@ -87,11 +87,12 @@ def problem_of(
         values=values,
         versions=tuple((name, version(name)) for name in ("torch", "diffusers", "transformers")),
         dtypes=graph.dtypes,
+        absent=graph.absent,
         reserve_bytes=graph.directives.reserve_bytes,
         pinned_bytes=limits.pinned_bytes,
         disk_bytes=limits.disk_bytes,
         runs=limits.runs,
-        precedence=precedence_of(graph),
+        precedence=precedence_of(graph, phases),
         options=tuple(options),
         allow=tuple(sorted(limits.allow)),
         secondaries=limits.secondaries,
@@ -254,12 +255,20 @@ def _option_phases(
     )
 
 
-def precedence_of(graph: Graph) -> tuple[tuple[str, str], ...] | None:
-    """Return pairs of stages (earlier, later); None if only one order is possible."""
-    pairs = tuple(
-        (producer, stage.name) for stage in graph.stages for producer in graph.producers(stage.name)
-    )
-    names = [stage.name for stage in graph.stages]
+def precedence_of(
+    graph: Graph, phases: Iterable[PhaseNumbers]
+) -> tuple[tuple[str, str], ...] | None:
+    """Return pairs of stages with ``phases`` (earlier, later); None if only one order is
+    possible. A stage that calls no component has no phase: its producers come before its
+    consumers."""
+    stages = {phase.stage for phase in phases}
+
+    def producers(name: str) -> Iterator[str]:
+        for producer in graph.producers(name):
+            yield from [producer] if producer in stages else producers(producer)
+
+    names = [stage.name for stage in graph.stages if stage.name in stages]
+    pairs = tuple(dict.fromkeys((producer, name) for name in names for producer in producers(name)))
     return None if all(pair in pairs for pair in pairwise(names)) else pairs
 
 

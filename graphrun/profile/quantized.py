@@ -14,9 +14,10 @@ created on meta, and their bytes are summed. Only linear layers are quantized
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -99,6 +100,41 @@ def tensor_bytes(module: nn.Module, dtype: str) -> dict[str, dict[int, tuple[int
             for key, count, has_module_dtype, itemsize in tensors
         }
     return bytes_by_precision
+
+
+def kept_elements(module: nn.Module) -> int:
+    """Return the elements of the linear layers that a transformers model keeps in fp32.
+
+    Of other models 0: diffusers' modules are in fp32 already.
+    """
+    if hasattr(module, "load_config"):
+        return 0
+    names = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    weights = {
+        id(layer.weight): layer.weight
+        for path, layer in module.named_modules()
+        if isinstance(layer, nn.Linear)
+        and layer.weight.dtype != torch.float32
+        and not names.isdisjoint(path.split("."))
+    }
+    return sum(weight.numel() for weight in weights.values())
+
+
+def layerwise_bytes(module: nn.Module, dtype: str) -> int:
+    """Return the allocated bytes of ``module`` with diffusers' layerwise casting to fp8.
+
+    diffusers' own function casts a copy, so its classes decide what stays in ``dtype``: their
+    `_skip_layerwise_casting_patterns`, norms, and layers of other kinds.
+    """
+    from diffusers.hooks import apply_layerwise_casting
+
+    cast: Any = copy.deepcopy(module)
+    dtypes = torch.float8_e4m3fn, getattr(torch, dtype)
+    if hasattr(cast, "enable_layerwise_casting"):
+        cast.enable_layerwise_casting(*dtypes)
+    else:
+        apply_layerwise_casting(cast, *dtypes)
+    return sum(round_up(tensor.nbytes, ROUND_BYTES) for tensor in weights_below(cast))
 
 
 def block_layouts(

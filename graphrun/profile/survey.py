@@ -55,7 +55,8 @@ def survey(
     seconds), the totals with everything resident, and the totals of ``mode`` (default: the same).
     Per phase, ``allocated_bytes`` is the peak of allocated bytes without weights,
     ``reserved_bytes`` the same as reserved with expandable segments, and ``reserved_native_bytes``
-    with native segments. All three include storages that are live at the phase's entry.
+    what PyTorch reserves by default: native segments, unused ones of earlier phases included. All
+    three include storages that are live at the phase's entry.
     Measurements of runs in ``store`` replace reserved bytes and seconds; ``traced`` then has the
     original figures.
     """
@@ -72,11 +73,11 @@ def survey(
             _component(graph, name, modules[name], dry_run, problem) for name in dry_run.profiles
         ]
         component_bytes = {
-            name: weight_bytes(graph, name, modules[name], mode.formats)
-            for name in dry_run.profiles
+            name: weight_bytes(graph, name, modules[name], mode) for name in dry_run.profiles
         }
     return {
         "graph": graph.name,
+        "absent": list(graph.absent),
         "settings": dict(problem.settings),
         "versions": dict(problem.versions),
         "hardware": {name: getattr(hardware, name) for name in HARDWARE_KEYS},
@@ -137,6 +138,8 @@ def _peaks(
         "peak_bytes": hardware.context_bytes
         + hardware.workspace_bytes
         + max(row["reserved_bytes"] + nbytes for row, nbytes in rows),
+        "reserved_bytes": hardware.workspace_bytes
+        + max(row["reserved_native_bytes"] + nbytes for row, nbytes in rows),
         "allocated_bytes": hardware.workspace_bytes
         + max(row["allocated_bytes"] + nbytes for row, nbytes in rows),
     }
@@ -192,7 +195,7 @@ def phase_rows(problem: Problem, dry_run: DryRun, hardware: Hardware) -> list[di
         else counting
     )
     native = (
-        phase_memories_of(dry_run.recording, spans, hardware, Native)
+        phase_memories_of(dry_run.recording, spans, hardware, Native, returns=False)
         if hardware.caching_allocator
         else counting
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphrun.report.command_lines import folded_command
-from graphrun.report.screen import Look
+from graphrun.report.screen import Look, range_note
 from graphrun.report.table import Units, table
 from graphrun.units import roughly, show_size
 
@@ -20,10 +20,11 @@ def compare_screen(summary: Mapping[str, Any], width: int = 80) -> str:
     seconds = [summary["seconds"] or 0.0, *(row["seconds"] or 0.0 for row in rows)]
     units = Units(max(peaks), max(seconds))
     lines = [
-        ["engine", units.time, "ratio", f"peak {units.size}", ""],
+        ["engine", units.time, "range", "ratio", f"peak {units.size}", ""],
         [
             "graphrun",
             *(units.row(summary["seconds"]) if summary["seconds"] is not None else ["-"]),
+            _range(summary, units),
             "1.00",
             *units.row(summary["peak_bytes"]),
             "",
@@ -31,21 +32,25 @@ def compare_screen(summary: Mapping[str, Any], width: int = 80) -> str:
     ]
     for row in rows:
         is_simulated = row["seconds"] is not None
-        figures = units.row(row["seconds"], _ratio(row), row["peak_bytes"]) if is_simulated else []
+        figures = (
+            units.row(row["seconds"], _range(row, units), _ratio(row), row["peak_bytes"])
+            if is_simulated
+            else []
+        )
         lines.append(
             [
                 row["engine"],
-                *(figures if is_simulated else ("-", "-", "-")),
+                *(figures if is_simulated else ("-", "-", "-", "-")),
                 "" if row["fits"] else "does not fit" if is_simulated else "not simulated",
             ]
         )
     parts = [
         look.folded(_verdict(summary)),
         "",
-        table(lines, left_columns=(0, 4)),
+        table(lines, left_columns=(0, 5)),
         look.folded(
             f" a warm run on {summary['hardware']} ({summary['basis']}), {SIMULATED}; whether an "
-            "engine has the model is not checked"
+            f"engine has the model is not checked{range_note([summary, *rows])}"
         ),
     ]
     for row in rows:
@@ -76,6 +81,15 @@ def export_lines(summary: Mapping[str, Any]) -> list[str]:
         elif summary["fastest"] == name:
             lines.append(f"use {name}: it is faster than the plan")
     return lines + [f"lost in {name}: {sentence}" for sentence in row["lost"]]
+
+
+def _range(row: Mapping[str, Any], units: Units) -> str:
+    """Return the probable range of a row's seconds; "-" if there is none."""
+    bounds = row["seconds_range"]
+    if not bounds or bounds[0] == bounds[1]:
+        return "-"
+    scale = 1 if units.time == "s" else 1e3
+    return " to ".join(f"{scale * bound:.0f}" for bound in bounds)
 
 
 def _ratio(row: Mapping[str, Any]) -> str:

@@ -49,15 +49,25 @@ def _head(estimate: dict[str, Any]) -> tuple[str, ...]:
             f"; {show_size(mode['ram_bytes'])} of RAM: reads {show_size(mode['read_bytes'])} from "
             "disk"
         )
+    default_bytes = mode["reserved_bytes"] + hardware["context_bytes"]
+    unreturned = (
+        f" ({show_size(default_bytes)} by PyTorch's default)"
+        if default_bytes > mode["peak_bytes"]
+        else ""
+    )
+    kernel = estimate.get("attention")
+    attention = f"; attention by {kernel}" if kernel else ""
+    absent = f" without {', '.join(estimate['absent'])}" if estimate["absent"] else ""
     overhead = "process" if hardware["unified"] else "context and workspace"
     formats = "".join(f"  {name} in {precision}" for name, precision in mode["formats"].items())
     return (
-        f"estimate {estimate['graph']}  {settings}{formats}",
+        f"estimate {estimate['graph']}{absent}  {settings}{formats}",
         f"hardware {hardware['name']} ({hardware['basis']})  {overhead} "
         f"{show_size(overhead_bytes)}",
         f"with {mode_text(estimate)}: peak {show_size(mode['peak_bytes'])} reserved, {overhead} "
-        f"included; weights {show_size(mode['weights_bytes'])}{copies}",
-        f"predicted {show_range(mode['seconds'], mode['seconds_range'], mode['range_reason'])}",
+        f"included{unreturned}; weights {show_size(mode['weights_bytes'])}{copies}",
+        f"predicted {show_range(mode['seconds'], mode['seconds_range'], mode['range_reason'])}"
+        f"{attention}",
     )
 
 

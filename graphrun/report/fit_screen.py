@@ -7,7 +7,7 @@ from typing import Any
 
 from graphrun.report.command_lines import folded_command
 from graphrun.report.precisions import precision_lines
-from graphrun.report.screen import Look
+from graphrun.report.screen import Look, range_note
 from graphrun.report.table import table
 from graphrun.units import GIB, roughly
 
@@ -45,6 +45,7 @@ def fit_screen(summary: Mapping[str, Any], width: int = 80) -> str:
         look.folded(
             " seconds of one run from files, predicted; sizes in GiB; download: published "
             "checkpoints as their pages state them, others by their parameters"
+            f"{range_note(rows)}"
         ),
     ]
     for row in rows:

@@ -70,10 +70,7 @@ def report_page(
         first = [event for event in events if event.slot < len(solution.plan.slots)]
         title = f"{name}: disk reads, copies, compute and memory"
         drawing = timeline_svg(first, slots, parts, problem.effective_bytes, colours, title)
-        sections.append(
-            f'<h2>{name}</h2><p class="swipe">scroll sideways →</p><div '
-            f'class="wide">{drawing}</div>'
-        )
+        sections.append(_wide(name, drawing))
     sections.append(_phases(applied, simulation.slots, units))
     if trace:
         titles = (
@@ -94,7 +91,7 @@ def report_page(
             [("", points)],
             marked_bytes=min(problem.budget_bytes, problem.hardware.capacity_bytes),
         )
-        sections.append(f'<h2>Time against budget</h2><div class="wide frontier">{drawing}</div>')
+        sections.append(_wide("Time against budget", drawing, "wide frontier"))
     for title, text in (
         ("The plan as text", str(solution.plan)),
         ("The plan's screen", plan_screen(solution)),
@@ -111,7 +108,15 @@ def planned_slots(reports: Sequence[SlotReport]) -> tuple[SlotTrace, ...]:
     """Return ``reports`` as if they had been measured: one after another, from 0."""
     times = list(accumulate((report.seconds for report in reports), initial=0.0))
     return tuple(
-        SlotTrace(report.phase, report.part, 0, report.peak_bytes, 0, start, end)
+        SlotTrace(
+            report.phase,
+            report.part,
+            0,
+            report.peak_bytes,
+            report.streamed_bytes + report.loaded_bytes,
+            start,
+            end,
+        )
         for report, (start, end) in zip(reports, pairwise(times), strict=True)
     )
 
@@ -273,9 +278,15 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> st
     titles = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join(
         f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
-    )
+    ).replace(":", ":<wbr>")  # names of phases break there on a phone
     whole = f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<h2>{title}</h2><div class="wide">{whole}</div>'
+    return _wide(title, whole)
+
+
+def _wide(title: str, content: str, classes: str = "wide") -> str:
+    """Return a section whose content scrolls sideways where the screen is narrower."""
+    hint = '<p class="swipe">scroll sideways →</p>'
+    return f'<h2>{title}</h2>{hint}<div class="{classes}">{content}</div>'
 
 
 PAGE = """<!doctype html>

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from graphrun.model.blocks import resident_blocks
 from graphrun.model.plan import BlockNames, Slot, Stream, action_text, blocks_text
@@ -116,6 +117,7 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
     problem, hardware = solution.problem, solution.problem.hardware
     overhead = problem.budget_bytes - problem.effective_bytes - problem.reserve_bytes
     title = " process" if hardware.unified else " context and workspace"
+    target = "into memory" if hardware.unified else "to the device"
     peak = max(simulation.slots, key=lambda slot: slot.peak_bytes)
     waiting_seconds = max(0.0, simulation.seconds - simulation.compute_seconds)
     likely = probable_range(hardware, simulation.seconds, waiting_seconds)
@@ -147,8 +149,8 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
             *_process(problem),
             *_choices(solution),
             f"peak {show_size(simulation.peak_bytes)} at {peak.phase}  headroom"
-            f" {show_size(problem.effective_bytes - simulation.peak_bytes)}  moves "
-            f"{show_size(simulation.moved_bytes)} in",
+            f" {show_size(problem.effective_bytes - simulation.peak_bytes)}  copies "
+            f"{show_size(simulation.moved_bytes)} {target}",
             *_secondaries(problem, simulation),
             _host(problem, simulation),
             f"predicted {show_range(simulation.seconds, likely.bounds, likely.reason)}"
@@ -186,7 +188,7 @@ def _process(problem: Problem) -> list[str]:
             "Python and libraries" if hardware.kind.is_host else "Python, libraries and driver",
         ),
         (hardware.workspace_bytes, "workspace"),
-        (problem.kernel_bytes, "kernel"),
+        (problem.kernel_bytes, "operating system"),
     )
     text = " + ".join(f"{show_size(nbytes)} {name}" for nbytes, name in parts if nbytes)
     return [f"process {show_size(sum(nbytes for nbytes, _ in parts))} = {text}"]
@@ -215,7 +217,7 @@ def _choices(solution: Solution) -> list[str]:
         ),
         *listed("chosen", choices),
         *(
-            [f"{', '.join(layered)}: split into layers, since blocks do not fit or are slower"]
+            [f"{', '.join(layered)}: split into layers, which are smaller than blocks"]
             if layered
             else []
         ),
@@ -230,7 +232,14 @@ def subject(problem: Problem, omitted_setting: str = "") -> str:
     )
     dtypes = "".join(f"  {new_dtype} for {dtype}" for dtype, new_dtype in problem.dtypes)
     until = f" until {problem.until}" if problem.until else ""
-    return f"{problem.graph}{until}  {settings}{dtypes}"
+    absent = f" without {', '.join(problem.absent)}" if problem.absent else ""
+    return f"{problem.graph}{absent}{until}  {settings}{dtypes}"
+
+
+def range_note(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return why the ranges of ``rows`` are wide: ``; ranges: host copies vary``."""
+    reasons = sorted({row["range_reason"] for row in rows} - {""})
+    return f"; ranges: {', '.join(reasons)}" if reasons else ""
 
 
 def residency_lines(solution: Solution) -> list[str]:
@@ -357,7 +366,7 @@ def _phases(problem: Problem, reports: Sequence[SlotReport], width: int) -> str:
         rows.append(units.row(str(number), *cells, load, run))
     return (
         table(rows, left_columns=(1,))
-        + f"\n sizes in {units.size}, each row at its highest slot; streamed: bytes that pass "
+        + f"\n sizes in {units.size}, at the peak of each row; streamed: bytes that pass "
         "through the ring buffer"
     )
 
@@ -525,8 +534,8 @@ def _why(solution: Solution) -> str:
                 reason = "exclude demands it"
             elif weights + other_bytes > problem.effective_bytes:
                 reason = (
-                    f"resident it needs {show_size(weights)} + {show_size(other_bytes)}, more than "
-                    f"{show_size(problem.effective_bytes)}"
+                    f"resident it needs {show_size(weights)}, and its calls "
+                    f"{show_size(other_bytes)}, more than {show_size(problem.effective_bytes)}"
                 )
             else:
                 reason = "it would fit, but streaming takes no longer and uses less memory"
@@ -553,9 +562,7 @@ def explain_screen(solution: Solution) -> str:
             f"{show_seconds(report.stall_seconds)})"
         )
         peak_text = (
-            f"{show_size(report.peak_bytes)} = {terms(*figures(report, *TERMS).values())}"
-            if report.peak_bytes
-            else "0 B"
+            f"{show_size(report.peak_bytes)} = {terms(report)}" if report.peak_bytes else "0 B"
         )
         lines.append(f"  uses {peak_text} of {show_size(problem.effective_bytes)}")
         lines += [f"  {action_text(action)}" for action in slot.actions]
@@ -565,13 +572,27 @@ def explain_screen(solution: Solution) -> str:
         f"{v.name} ({v.basis})" for v in problem.values
     ]
     basis = f"basis: hardware {problem.hardware.basis}, seconds from it; " + "; ".join(bases)
-    lines += ["", *textwrap.wrap(basis, 110, subsequent_indent="  "), "", _why(solution)]
+    lines += ["", *textwrap.wrap(basis, 110, subsequent_indent="  "), ""]
+    lines += [*_numbered_group(problem), _why(solution)]
     return "\n".join(lines).rstrip()
 
 
-def terms(*sizes: int) -> str:
-    """Return the non-zero ``sizes`` of weights, ring buffer, activation and values as a sum."""
-    names = ("weights", "ring buffer", "activation", "values and inputs")
+def _numbered_group(problem: Problem) -> list[str]:
+    """Return a line about the names of block groups such as ``transformer_blocks_2``."""
+    names = (group.name for component in problem.components for group in component.groups)
+    return [
+        f" {name}: the blocks or layers of {name.removesuffix('_2')} in its second size"
+        for name in names
+        if name.endswith("_2")
+    ][:1]
+
+
+def terms(report: SlotReport) -> str:
+    """Return the sizes that sum to the peak of a slot; where nothing computes, allocator pages in
+    place of activations."""
+    rest_name = "activation" if report.compute_seconds else "reserved pages"
+    names = ("weights", "ring buffer", rest_name, "values and inputs")
+    sizes = figures(report, *TERMS).values()
     return " + ".join(
         f"{show_size(nbytes)} {name}" for nbytes, name in zip(sizes, names, strict=True) if nbytes
     )

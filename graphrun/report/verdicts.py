@@ -76,6 +76,8 @@ def plan_verdict(solution: Solution, product: str = "a run") -> str:
 def run_verdict(solution: Solution, trace: Trace) -> str:
     """Return the measured and planned time and memory of a run, and whether it matched the plan."""
     problem, planned_time = solution.problem, roughly(solution.simulation.seconds)
+    if range_text := _range(problem, solution.simulation, reasons=True):
+        planned_time += f", {range_text}"
     clock = " of virtual time" if kind_called(trace.device).has_virtual_clock else ""
     matched = "more than planned" if trace.overruns else "as planned"
     time_text = f"{roughly(trace.seconds)}{clock} (planned {planned_time})"
@@ -87,15 +89,22 @@ def run_verdict(solution: Solution, trace: Trace) -> str:
 def _device(problem: Problem, simulation: Simulation) -> str:
     """Return the device with the basis of its figures; for a data-sheet estimate, with the range of
     the seconds: ``(data sheet: 37 to 58 s)``."""
+    range_text = _range(problem, simulation)
+    basis = ": ".join(filter(None, (problem.hardware.basis, range_text)))
+    return f"{problem.hardware.name} ({basis})"
+
+
+def _range(problem: Problem, simulation: Simulation, *, reasons: bool = False) -> str:
+    """Return the probable range of a data-sheet estimate, with ``reasons`` why it is wide; else
+    nothing."""
     seconds = simulation.seconds
     likely = probable_range(problem.hardware, seconds, seconds - simulation.compute_seconds)
     low, high = map(roughly, likely.bounds)
+    if low == high or problem.hardware.basis != "data sheet":
+        return ""
     (number, unit), high_words = low.rsplit(" ", 1), high.split(" ")
     low = number if high_words[1:] == [unit] and " " not in number else low
-    range_text = (
-        f": {low} to {high}" if low != high and problem.hardware.basis == "data sheet" else ""
-    )
-    return f"{problem.hardware.name} ({problem.hardware.basis}{range_text})"
+    return f"{low} to {high}{f', {likely.reason}' if reasons else ''}"
 
 
 def _used(problem: Problem, peak_bytes: int) -> str:

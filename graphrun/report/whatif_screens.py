@@ -61,7 +61,7 @@ def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
     lines = [look.first(verdict), *map(look.folded, _directives(error.problem)), ""]
     if error.needs:
         units = Units(max(need.total_bytes for need in error.needs))
-        rows = [["phase", "weights", "ring buffer", "activation", "values", "needed", "available"]]
+        rows = [["slot", "weights", "ring buffer", "activation", "values", "needed", "available"]]
         rows += [
             units.row(
                 f"{need.phase} {need.part}",
@@ -71,7 +71,7 @@ def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
         ]
         note = (
             f"sizes in {units.size}; weights: what cannot be streamed; values: outputs passed "
-            "between stages"
+            f"between stages; available: the budget less {_overhead(error.problem)}"
         )
         lines += [table(rows, left_columns=(0,), width=look.width), f" {look.folded(note)}", ""]
     if error.smallest_ram_bytes > error.ram_bytes:
@@ -83,9 +83,16 @@ def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
         lines += [table([["minimum in RAM", units.size], *rows], left_columns=(0,)), ""]
     lines += [
         look.folded(f"{_smallest_title(error)}: {_smallest(error)}"),
-        "what helps, fastest first, changes to the output last:",
+        "what helps, with the time of a run, changes to the output last:",
     ]
     return "\n".join([*lines, *_helping(error.suggestions, error.capacity_bytes, look)])
+
+
+def _overhead(problem: Problem) -> str:
+    """Return the part of the budget that is not for tensors."""
+    owner = "the process" if problem.hardware.unified else "context and workspace"
+    reserve = " and the reserve" if problem.reserve_bytes else ""
+    return f"{show_size(problem.budget_bytes - problem.effective_bytes)} for {owner}{reserve}"
 
 
 def suggestion_sentence(suggestion: Suggestion, product: str, *, fits: bool = True) -> str:

@@ -33,6 +33,7 @@ from graphrun.model.precomputed import with_fewer_steps
 from graphrun.model.problem import PhaseNumbers, Problem, Secondary
 from graphrun.model.solution import Solution
 from graphrun.ops import Stages
+from graphrun.ops.runner import in_order
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.executor import PlanSession, refuse_broken, stages_for
 from graphrun.runtime.host import Host
@@ -149,9 +150,10 @@ def run_to_the_end(
                 refuse_broken(solution)
             except (Infeasible, BrokenPlan) as reason:
                 raise _no_plan_fits(error, reason, stages, keep) from None
+            names = [stage.name for stage in stages.remaining_stages]
+            order = solution.plan.order or stages_of(solution.problem)
             stages.remaining_stages = [
-                stages.graph.stage(name)
-                for name in solution.plan.order or stages_of(solution.problem)
+                stages.graph.stage(name) for name in in_order(stages.graph, names, order)
             ]
             stages.options = dict(solution.plan.options)
             notes.append(_note(error, solution.problem, stages, has_begun=has_begun))

@@ -202,7 +202,8 @@ class _State:
         first_touch_seconds = self._first_touch_seconds(peak_bytes)
         self.now_seconds += first_touch_seconds
         value_copies, copies_from = self._value_copies(index, slot)
-        disk = self._disk(slot, [*loads, *(work.key for work in works if work.source == "stream")])
+        copied_keys = [*loads, *(work.key for work in works if work.source == "stream")]
+        disk = self._disk(slot, copied_keys)
         transfers, hops = self._transfers(slot)
         line = Timeline(
             self.now_seconds,
@@ -238,7 +239,10 @@ class _State:
             restored_bytes=sum(event.nbytes for event in value_copies if event.kind == "restore"),
             host_bytes=host,
             pinned_bytes=pinned,
-            disk_bytes_read=sum(self.sizes[key].read_bytes for _, key, _, _ in disk.spans),
+            disk_bytes_read=sum(
+                self.sizes[key].read_bytes
+                for key in (*(key for _, key, _, _ in disk.spans), *self._mapped(copied_keys))
+            ),
             secondary_peaks=self._secondary_peaks(slot, self.resident | set(loads)),
         )
         slot_spans: list[TimeSpan | Event] = [
@@ -251,6 +255,12 @@ class _State:
         self.spans.append((*evictions, *sorted(slot_spans, key=attrgetter("start_seconds"))))
         self.resident |= set(loads)
         return report
+
+    def _mapped(self, keys: Iterable[Key]) -> Iterator[Key]:
+        """Yield the ``keys`` whose copies read their file, without a channel of their own."""
+        for key in keys:
+            if self.components[key[0]].variants[0].backing_store == "file":
+                yield key
 
     def _first_touch_seconds(self, peak_bytes: int) -> float:
         """Return the seconds in which a slot with ``peak_bytes`` writes new memory."""

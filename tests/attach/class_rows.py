@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_attach_features import FEATURES, output
+from test_attach_features import (
+    FEATURES,
+    forward_chunking,
+    fused_qkv_projections,
+    output,
+    vae_slicing,
+)
 from test_attach_pipelines import equal, put_on
 from tiny_pipelines import PROMPT, Case, cases
 
@@ -115,24 +121,29 @@ def lora(pipe: Any) -> None:
     pipe.load_lora_weights(factors)
 
 
-def compiled(pipe: Any) -> None:
+def compiled_blocks(pipe: Any) -> None:
     getattr(pipe, "transformer", getattr(pipe, "unet", None)).compile_repeated_blocks(
         backend="eager"
     )
 
 
-SWITCHES: tuple[Callable[[Any], object], ...] = (lora, *FEATURES, compiled)
+SWITCHES: tuple[Callable[[Any], object], ...] = (lora, *FEATURES, compiled_blocks)
+SAME_PICTURE = (forward_chunking, fused_qkv_projections, vae_slicing, compiled_blocks)
 
 
 def feature_seen(switch: Callable[[Any], object], name: str) -> str:
     """What comes of a feature that is switched on after the first call of an attached pipeline:
-    right, or the refusal; ``-`` where diffusers itself has no such thing for the class."""
+    right, or graphrun's refusal; ``-`` if diffusers refuses the setting; ``no effect`` if the
+    setting leaves the plain pipeline as it was, and there is nothing to compare."""
     plain = CASES[name].build()
+    previous = output(name, plain)
     try:
         switch(plain)
         want = [output(name, plain, prompt) for prompt in (PROMPT, OTHER)]
     except Exception:  # noqa: BLE001 - whatever diffusers refuses it with
         return "-"
+    if switch not in SAME_PICTURE and not hooked(plain) and equal(want[0], previous):
+        return "no effect"
     pipe, device = CASES[name].build(), SimulatedDevice(Machine())
     weights = sum(
         part.numel() * part.element_size()
@@ -160,6 +171,15 @@ def feature_seen(switch: Callable[[Any], object], name: str) -> str:
 
 def modules(pipe: Any) -> list[torch.nn.Module]:
     return [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+
+
+def hooked(pipe: Any) -> int:
+    """The number of modules that a cache of diffusers has hooked."""
+    return sum(
+        bool(getattr(layer, "_diffusers_hook", None) and layer._diffusers_hook.hooks)
+        for module in modules(pipe)
+        for layer in module.modules()
+    )
 
 
 def feature_row(switch: Callable[[Any], object]) -> str:

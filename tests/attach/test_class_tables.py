@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import diffusers as d
 import pytest
 from campaign import sampled
 from class_lists import DOCUMENT, classes_below, rows_below
@@ -17,6 +18,7 @@ from class_rows import (
     SWITCHES,
     attached_cells,
     feature_row,
+    feature_seen,
 )
 
 # have tests of their own
@@ -64,3 +66,14 @@ def test_every_class_and_feature_has_a_row_and_none_differs() -> None:
         } == {"right"}
     assert not [result for result, _ in ATTACHED.values() if "differs" in result]
     assert not [row for row in FEATURE_ROWS.values() if "differs" in row]
+
+
+def test_a_setting_that_changes_nothing_is_not_called_right() -> None:
+    def tiles_larger_than_the_picture(pipe: Any) -> None:
+        pipe.vae.enable_tiling()
+
+    def cache_that_finds_no_layer(pipe: Any) -> None:
+        pipe.transformer.enable_cache(d.TaylorSeerCacheConfig())
+
+    assert feature_seen(tiles_larger_than_the_picture, "WanPipeline") == "no effect"
+    assert feature_seen(cache_that_finds_no_layer, "WanPipeline") == "no effect"

@@ -7,11 +7,14 @@ import inspect
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import graphrun
+from graphrun import limits
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROWS = re.findall(
@@ -73,6 +76,41 @@ def test_every_type_that_a_public_function_returns_is_importable() -> None:
     }
     assert types - {"Any", "Callable", "Function", "None"} <= set(graphrun.__all__)
     assert {"Graph", "Problem", "Solution", "Trace", "Attachment", "Batch", "LivePipeline"} <= types
+
+
+@pytest.mark.long
+def test_every_public_function_has_an_example_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of docs/python.md, in one namespace, on the simulated accelerator and the small
+    FLUX."""
+    from PIL.Image import Image, Transpose
+    from test_pages import STANDINS
+
+    from graphrun.profile import hardware
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(DOCS.parent / "examples")
+    monkeypatch.setattr(hardware, "detect_card", hardware.simulated)
+    monkeypatch.setattr(limits.LIMITS, "steps", limits.LIMITS.steps)
+    (tmp_path / "graphs").symlink_to(DOCS.parent / "graphs")
+    from tiny_flux import tiny_flux
+
+    offloads: list[tuple[object, ...]] = []
+    manager = SimpleNamespace(enable_auto_cpu_offload=lambda *a, **kw: offloads.append((a, kw)))
+    names = {"graphrun": graphrun, "pipe": tiny_flux(), "manager": manager, "folder": tmp_path}
+    names |= {"Image": Image, "Transpose": Transpose}
+    documented = re.findall(
+        r"^::: graphrun\.(?:\w+\.)*([a-z]\w+)$", (DOCS / "python.md").read_text(), re.MULTILINE
+    )
+    for name in documented:
+        _, _, example = (inspect.getdoc(getattr(graphrun, name)) or "").partition("\nExample:\n")
+        assert example, f"{name}: its docstring has no example"
+        for word, stand_in in STANDINS.items():
+            example = example.replace(word, stand_in)
+        exec(compile(textwrap.dedent(example.strip("\n")), f"example of {name}", "exec"), names)
+    assert len(offloads) == 1
+    assert {path.suffix for path in tmp_path.glob("*.png")} == {".png"}
 
 
 def test_names_are_listed_before_their_modules_are_imported() -> None:

@@ -16,8 +16,8 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "json.md"
 Cli = Callable[..., tuple[int, str, str]]
 SIM = ("flux-tiny", "--device", "sim", "--ram", "8G", "--set", "steps=2")
 PLAN, COMMON = "plan, explain, map, run", "JSON of the commands"
-# Printed for graphs with several precisions, where a directive forbids a placement, and for several
-# devices.
+# Printed for graphs with several precisions, where a directive forbids a placement, for several
+# devices, and where the kernel can enforce a budget.
 NOT_HERE = {
     f"explain plan.json COMPONENT: alternatives[].{key}"
     for key in ("variant", "needs_permission", "refusal")
@@ -26,6 +26,7 @@ HELPER_KEYS = ("hardware", "budget_bytes", "effective_bytes", "peak_bytes", "com
 NOT_HERE |= {f"plan --cluster: transfers[].{key}" for key in ("value", "to[]", "nbytes", "seconds")}
 NOT_HERE |= {f"plan --cluster: devices[].secondaries[].{key}" for key in ("hardware", "vram_bytes")}
 NOT_HERE |= {f"{PLAN}: secondaries[].{key}" for key in HELPER_KEYS} | {"frontier: device"}
+NOT_HERE |= {f"{PLAN}: kernel.{key}" for key in ("limit_bytes", "peak_bytes")}
 CASES = [
     (PLAN, ("plan", "plan.json")),
     (PLAN, ("plan", "flux-tiny", "--device", "cpu", "--memory", "2G", "--set", "steps=2")),

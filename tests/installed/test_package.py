@@ -62,8 +62,11 @@ def metadata() -> Any:
 def test_links_and_pictures_of_the_page_lead_into_the_repository(metadata: Any) -> None:
     text = re.sub(r"```.*?```", "", metadata.core.readme, flags=re.DOTALL)
     links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", text)
+    pictures = re.findall(r'(?:src|srcset)="([^"]+)"', text)
     readme = (ROOT / "README.md").read_text()
     assert len(links) == len(re.findall(r"\]\([^)]+\)", re.sub(r"```.*?```", "", readme, flags=16)))
+    assert len(pictures) == 2 * text.count("<picture>") > 0
+    links += [("!", link) for link in pictures]
     assert [link for _, link in links if not link.startswith("https://")] == []
     repository = PROJECT["urls"]["Homepage"]
     starts = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -17,6 +18,7 @@ from graphrun.errors import GraphError
 from graphrun.modules.build import build, build_part
 from graphrun.ops.diffusion import returned_names
 from graphrun.ops.pipeline import assemble, without_steps
+from graphrun.ops.runner import in_order
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 CPU = torch.device("cpu")
@@ -46,6 +48,15 @@ def test_a_vae_in_fp32_decodes_latents_of_a_half_precision_unet(
     image = run(graph, after_stage)["image"]
     assert dtypes == {"latents": torch.bfloat16}
     assert image.size == (128, 128)
+
+
+def test_a_plans_order_leaves_out_stages_without_calls() -> None:
+    """They run before the first stage that reads them, or last."""
+    producers = {"a": (), "b": (), "double": ("a",), "c": ("b", "double"), "last": ("c",)}
+    graph = SimpleNamespace(producers=producers.__getitem__)
+    assert in_order(graph, list(producers), ["b", "a", "c"]) == ["b", "a", "double", "c", "last"]
+    assert in_order(graph, ["double", "c", "last"], ["c"]) == ["double", "c", "last"]
+    assert in_order(graph, list(producers), ()) == list(producers)
 
 
 def test_a_value_is_dropped_after_its_last_consumer(edit_graph: Callable[..., Any]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ import graphrun
 from graphrun import store as cache
 from graphrun.disk_store import Store
 from graphrun.files import digest_of
+from graphrun.modules import source_files
 from graphrun.profile import hardware as devices
 from graphrun.profile.problems import ProblemLimits, problem_of
 from graphrun.profile.recording import DryRun
@@ -146,6 +149,25 @@ def test_a_shipped_dry_run_serves_the_defaults_and_any_build_of_the_same_release
     monkeypatch.setattr(cache, "version", lambda name: f"{release(name).partition('+')[0]}.1")
     estimate(None)
     assert dry_run_heights == ["96", "128"]
+
+
+def test_a_shipped_dry_run_does_not_depend_on_when_the_wheel_was_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of ``shapes``, whose weights are in the wheel. Other files count by their times."""
+    shutil.copytree(GRAPHS, tmp_path / "graphs")
+    for path in (GRAPHS, tmp_path / "graphs"):
+        graph = graphrun.load(path / "shapes.yaml")
+        inputs = graph.for_planning({})
+        keys = []
+        for seconds in (1, 2):
+            stamp = lambda file, times=seconds: (os.stat(file).st_size, times)  # noqa: E731
+            monkeypatch.setattr(source_files, "file_stamp", stamp)
+            monkeypatch.setattr(cache, "file_stamp", stamp)
+            keys.append((cache.shipped_key(graph, inputs), cache.trace_key(graph, inputs)))
+        (first, first_key), (second, second_key) = keys
+        assert None not in (first, first_key)
+        assert (first == second, first_key == second_key) == (path == GRAPHS, False)
 
 
 def test_the_key_depends_on_whether_a_prompt_is_empty_but_not_on_its_text(tmp_path: Path) -> None:

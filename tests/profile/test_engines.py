@@ -280,6 +280,8 @@ def test_a_faster_engine_is_named() -> None:
         "engine": "sglang",
         "command": "sglang serve",
         "seconds": 2.0,
+        "seconds_range": (1.5, 7.2),
+        "range_reason": "host copies vary",
         "peak_bytes": GIB,
         "ratio": 0.5,
         "fits": True,
@@ -291,12 +293,17 @@ def test_a_faster_engine_is_named() -> None:
         "hardware": "rtx4090",
         "basis": "data sheet",
         "seconds": 4.0,
+        "seconds_range": (3.3, 5.0),
+        "range_reason": "like published runs",
         "budget_bytes": 8 * GIB,
         "peak_bytes": 7 * GIB,
         "engines": [row],
         "fastest": "sglang",
     }
     assert compare_screen(summary).startswith("use sglang: 2.0 s a warm run of g within 8.00 GiB")
+    screen = " ".join(compare_screen(summary).split())
+    assert "sglang 2.000 2 to 7 0.50" in screen
+    assert "ranges: host copies vary, like published runs" in screen
     assert "use sglang: it is faster than the plan" in export_lines(summary)
     slower = {**row, "ratio": 1.31, "seconds": 5.24}
     summary = {**summary, "engines": [slower], "fastest": "graphrun"}

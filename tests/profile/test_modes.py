@@ -3,18 +3,20 @@ precisions it can be asked for."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import graphrun
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
 from graphrun.modules.build import meta_modules
 from graphrun.profile import hardware as devices
-from graphrun.profile.asked import pictures_input, with_precisions
+from graphrun.profile.asked import pictures_input, with_attention, with_precisions
 from graphrun.profile.dry_run import probe
 from graphrun.profile.modes import Estimate, Mode, estimate_mode, parse_mode, weight_bytes
 from graphrun.profile.recording import DryRun
@@ -32,7 +34,7 @@ def sd3() -> tuple[Graph, DryRun, dict[str, int]]:
         return (
             graph,
             dry_run,
-            {name: weight_bytes(graph, name, module, {}) for name, module in modules.items()},
+            {name: weight_bytes(graph, name, module) for name, module in modules.items()},
         )
 
 
@@ -220,9 +222,97 @@ def test_formats_of_other_libraries_have_their_own_bytes() -> None:
     with meta_modules(graph) as modules:
         module = modules["transformer"]
         sizes = [
-            weight_bytes(graph, "transformer", module, {"transformer": name})
+            weight_bytes(graph, "transformer", module, Mode(formats={"transformer": name}))
             for name in ("quanto", "fp8wo", "int8wo")
         ]
         assert sizes == sorted(sizes)
-        assert sizes[-1] < weight_bytes(graph, "transformer", module, {})
+        assert sizes[-1] < weight_bytes(graph, "transformer", module)
     assert Mode().name == "resident"
+
+
+def test_transformers_4_kept_t5s_wo_in_fp32_where_bitsandbytes_quantized_the_rest() -> None:
+    graph = with_precisions(graphrun.load(GRAPHS / "flux-tiny.yaml"), ["text_encoder_2=nf4"])[0]
+    with meta_modules(graph) as modules:
+        module = modules["text_encoder_2"]
+        elements = sum(
+            weight.numel() for name, weight in module.named_parameters() if ".wo." in name
+        )
+        sizes = {
+            version: weight_bytes(
+                graph, "text_encoder_2", module, Mode(libraries={"transformers": version})
+            )
+            for version in ("4.57", "5.0")
+        }
+    assert elements
+    assert sizes["4.57"] - sizes["5.0"] == (4 - 2) * elements
+    plain = graphrun.load(GRAPHS / "flux-tiny.yaml")
+    assert weight_bytes(plain, "text_encoder_2", module, Mode(libraries={"transformers": "4"})) == (
+        weight_bytes(plain, "text_encoder_2", module)
+    )
+
+
+def test_int8_of_an_old_bitsandbytes_stays_on_the_device(
+    sd3: tuple[Graph, DryRun, dict[str, int]],
+) -> None:
+    graph, dry_run, weights = sd3
+    quantized_graph = with_precisions(graph, ["transformer=int8"])[0]
+    new, old = (
+        estimate_mode(
+            quantized_graph,
+            dry_run,
+            CARD,
+            parse_mode("model", graph, {}, (), (), libraries=libraries),
+            weights,
+        )
+        for libraries in ((), ("bitsandbytes=0.45",))
+    )
+    assert min(old.on_device) >= weights["transformer"] > min(new.on_device)
+    assert new.copied_out_bytes - old.copied_out_bytes == weights["transformer"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("bitandbytes=0.45", "did you mean 'bitsandbytes'"), ("transformers=four", "NAME=VERSION")],
+)
+def test_libraries_without_rules_or_versions_are_refused(text: str, words: str) -> None:
+    graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
+    with pytest.raises(InputError, match=words):
+        parse_mode("model", graph, {}, (), (), libraries=[text])
+
+
+def test_layerwise_casting_skips_what_diffusers_skips() -> None:
+    graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
+    with meta_modules(graph) as modules:
+        module = modules["transformer"]
+        nbytes = weight_bytes(
+            graph, "transformer", module, Mode(formats={"transformer": "layerwise"})
+        )
+        patterns = (*module._skip_layerwise_casting_patterns, "^proj_out$")
+        assert "norm" in patterns
+        casts = {
+            f"{path}.{name}"
+            for path, layer in module.named_modules()
+            if isinstance(layer, nn.Linear)
+            and not any(re.search(pattern, path) for pattern in patterns)
+            for name, _ in layer.named_parameters()
+        }
+        assert nbytes == sum(
+            -(-tensor.numel() * (1 if name in casts else 2) // 512) * 512
+            for name, tensor in module.named_parameters()
+        )
+
+
+def test_attention_by_another_kernel_takes_its_share_of_the_time() -> None:
+    graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
+    estimates = {
+        (card, name): graphrun.survey(graph, hardware=card, attention=name)["mode"]["seconds"]
+        for card, name in (("rtx4090", None), ("rtx4090", "sage"), ("h100", None), ("h100", "fa3"))
+    }
+    assert estimates["rtx4090", "sage"] <= estimates["rtx4090", None]
+    assert estimates["h100", "fa3"] <= estimates["h100", None]
+    rates: Any = CARD.kernels
+    sage: Any = with_attention(CARD, "sage").kernels
+    assert sage.attention_flops_per_second == 2.1 * rates.attention_flops_per_second
+    for card, name in (("rtx4090", "fa3"), ("cpu", "sage"), ("rtx4090", "sagee")):
+        with pytest.raises(InputError, match="attention"):
+            graphrun.survey(graph, hardware=card, attention=name)

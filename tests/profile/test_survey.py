@@ -97,3 +97,16 @@ def test_on_sim_reserved_bytes_equal_allocated_bytes(dry: Any) -> None:
     assert estimate["corrections"] == []
     for phase in estimate["phases"]:
         assert phase["allocated_bytes"] == phase["reserved_bytes"] == phase["reserved_native_bytes"]
+
+
+def test_pytorch_reserves_what_earlier_phases_left(flux: dict[str, Any]) -> None:
+    """A pipeline returns nothing between its phases: VAE decoding comes on top of what denoising
+    cached, in segments that it cannot use."""
+    mode = flux["mode"]
+    denoise, decode = flux["phases"][-2:]
+    assert mode["reserved_bytes"] > mode["peak_bytes"] - flux["hardware"]["context_bytes"]
+    assert decode["reserved_native_bytes"] > denoise["reserved_native_bytes"]
+    workspace_bytes = flux["hardware"]["workspace_bytes"]
+    assert mode["reserved_bytes"] == (
+        mode["weights_bytes"] + workspace_bytes + decode["reserved_native_bytes"]
+    )

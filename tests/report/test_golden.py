@@ -29,6 +29,7 @@ from graphrun.report.screen import (
     plan_screen,
 )
 from graphrun.report.summary import summarize
+from graphrun.report.verdicts import run_verdict
 from graphrun.report.whatif_screens import frontier_screen, infeasible_screen
 from graphrun.solve.frontier import FrontierPoint
 from graphrun.solve.infeasible import Infeasible
@@ -105,12 +106,15 @@ def test_explain_screen_at_8_gib(solution_8g: Any, compare: Any) -> None:
     compare("flux-dev-8g-explain", explain_screen(solution_8g))
 
 
+REST = "--ram 16G --hardware rtx4090"
+
+
 @pytest.mark.long
 def test_infeasible_screen(make_problem: Any, compare: Any) -> None:
     with pytest.raises(Infeasible) as error:
         solve(make_problem("flux-dev", 2 * GIB, 16 * GIB, hardware="rtx4090"))
     screen = infeasible_screen(
-        error.value, Look(next_command="next: graphrun plan flux-dev --vram 3.4G")
+        error.value, Look(next_command=f"next: graphrun plan flux-dev {REST} --vram 3.4G")
     )
     assert max(map(len, screen.splitlines())) <= 80
     compare("flux-dev-2g-infeasible", screen)
@@ -147,6 +151,15 @@ def test_screens_on_the_cpu(cpu_solution: Any, cpu_trace: Trace, compare: Any) -
         compare(f"flux-dev-cpu-8g-{name}", screen)
     for name in ("plan", "run"):
         assert max(map(len, screens[name].splitlines())) <= 80
+
+
+def test_a_run_next_to_its_data_sheet_estimate_says_how_far_that_may_be_off(
+    solution_8g: Any,
+) -> None:
+    slots = planned_slots(solution_8g.simulation.slots)
+    trace = Trace("digest", "cuda", slots, (), 0, 0)
+    verdict = run_verdict(solution_8g, trace)
+    assert "(planned 47 s, 34 s to 2 min 49 s, host copies vary)" in verdict
 
 
 # Words for two memories, and for devices that are not there.
@@ -221,7 +234,11 @@ def test_plan_screen_of_one_pool_of_memory(make_problem: Any, compare: Any, name
 def test_refusal_of_one_pool_of_memory(make_problem: Any, compare: Any, name: str) -> None:
     with pytest.raises(Infeasible) as error_info:
         solve(make_problem("flux-dev", 3 * GIB, 3 * GIB, hardware=name))
-    compare(f"flux-dev-{name}-3g-infeasible", infeasible_screen(error_info.value))
+    minimum_gib = error_info.value.smallest_budget_bytes / GIB
+    look = Look(
+        next_command=f"next: graphrun plan flux-dev --hardware {name} --memory {minimum_gib:.2f}G"
+    )
+    compare(f"flux-dev-{name}-3g-infeasible", infeasible_screen(error_info.value, look))
 
 
 @pytest.mark.parametrize(("name", "gib"), [("arc-b580", 10), ("rx7900xtx", 20)])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,9 +50,10 @@ class TinyPipeline:
         inputs: Mapping[str, Any],
         hardware: Hardware | None = None,
         plain_device: str = "cpu",
+        absent: Sequence[str] = (),
     ) -> None:
         self._hardware = hardware or simulated()
-        self.graph: Graph = load(GRAPHS / f"{name}.yaml")
+        self.graph: Graph = load(GRAPHS / f"{name}.yaml", absent=absent)
         self.inputs = self.graph.resolve({"seed": 3, **inputs})
         self.modules: dict[str, nn.Module] = {
             n: build(c, self.graph) for n, c in self.graph.components.items()

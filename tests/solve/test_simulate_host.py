@@ -136,6 +136,15 @@ def test_blocks_on_disk_are_fetched_before_every_copy_through_a_bounce_buffer_fo
     assert simulation.slots[1].disk_bytes_read == 4 * K
 
 
+def test_blocks_that_are_copied_from_their_file_are_read_from_disk() -> None:
+    fetched = problem_with_disk_store(2 * K, 3.0, 2.0, 1.0)
+    dit, vae = fetched.components
+    variant = replace(dit.variants[0], backing_store="file", disk_seconds=())
+    components = (replace(dit, variants=(variant,)), vae)
+    slot = run(replace(fetched, components=components), STREAMED).slots[1]
+    assert (slot.streamed_bytes, slot.disk_bytes_read) == (4 * K, 4 * K)
+
+
 def test_a_fetch_waits_for_room_in_the_bounce_buffer() -> None:
     simulation = run(problem_with_disk_store(K, 3.0, 2.0, 1.0), STREAMED)
     assert spans(simulation, 1, "fetch") == [(f"big.{i}", 5 * i, 5 * i + 3) for i in range(4)], (
