@@ -60,7 +60,7 @@ PageOverheads = Mapping[tuple[str, str], int]
 
 
 def solved(problem: Problem) -> Solution | None:
-    """Return the fastest plan found within the budgets, with peaks in pages; None if nothing fits.
+    """Return the fastest plan found, within budgets counted in allocator pages; None if none fits.
 
     On one device with an assumed disk rate, prefer the plan for a slower disk if it is nearly as
     fast and the fastest plan would lose LEAST_LOSS on that disk. Not compared if the fastest plan
@@ -252,7 +252,7 @@ def _with_budget(problem: Problem, nbytes: int) -> Problem:
 
 
 def _within_pages(problem: Problem) -> tuple[Solution | None, float | None]:
-    """Return the best plan in pages (None: not found), and the bound (None: nothing fits)."""
+    """Return the best plan by allocator pages (None: not found) and the bound (None: none fits)."""
     best, bound = _in_rounds(problem)
     if bound is None:
         return None, None
@@ -271,7 +271,7 @@ def _within_pages(problem: Problem) -> tuple[Solution | None, float | None]:
 
 
 def _in_rounds(problem: Problem) -> tuple[Solution | None, float | None]:
-    """Return the first plan within the budget in pages, and the bound, as `_within_pages`.
+    """Return the first plan that fits by allocator pages, and the bound, as `_within_pages`.
 
     A round first searches near the plan of the previous full search, which was made for more
     memory. A full search stops refining when it is as fast as that plan. The page overhead of
