@@ -63,6 +63,10 @@ CASES: dict[tuple[str, str], tuple[Callable[..., Any], str]] = {
         lambda cache, value: graphrun.load("flux-tiny", trust=value).trust,
         "mypackage",
     ),
+    ("load", "absent"): (
+        lambda cache, value: graphrun.load("sd3-tiny", absent=value).absent,
+        "text_encoder_3",
+    ),
     ("estimate", "allow"): (lambda cache, value: problem(cache, allow=value), "cpu"),
     ("estimate", "keep"): (lambda cache, value: problem(cache, keep=value), "vae"),
     ("estimate", "exclude"): (lambda cache, value: problem(cache, exclude=value), "transformer"),
@@ -76,6 +80,10 @@ CASES: dict[tuple[str, str], tuple[Callable[..., Any], str]] = {
     ("survey", "option"): (lambda cache, value: surveyed(cache, option=value), "decode=tiling"),
     ("survey", "keep"): (lambda cache, value: surveyed(cache, keep=value), "vae"),
     ("survey", "cpu"): (lambda cache, value: surveyed(cache, cpu=value), "vae"),
+    ("survey", "library"): (
+        lambda cache, value: surveyed(cache, library=value),
+        "bitsandbytes=0.45",
+    ),
     ("attach", "entries"): (lambda cache, value: attached(entries=value), "call"),
     ("attach", "allow"): (lambda cache, value: attached(allow=value), "cpu"),
     ("attach", "keep"): (lambda cache, value: attached(keep=value), "net"),

@@ -13,10 +13,11 @@ code: `FlowWorker`) has several parts (`graphrun.cluster.placement`; in code: `P
 its own queues, and a run takes one item through each part that has one ready. So a full part does
 not stop the later parts of its device, whose runs make room.
 
-The crew stores the results of a run until all items that read them are done. Requests with equal
-inputs of a stage share its run, by the keys of the output cache. If values of an item are lost, the
-item returns to the stage that makes them; the same inputs make the same bits. The next item to
-deliver, and its dependencies, ignore queue limits.
+The crew (`Crew`: the workers, one for each device, and the store of their values) keeps the results
+of a run until all items that read them are done. Requests with equal inputs of a stage share its
+run, by the keys of the output cache. If values of an item are lost, the item returns to the stage
+that makes them; the same inputs make the same bits. The next item to deliver, and its dependencies,
+ignore queue limits.
 
 Simulated devices share one virtual clock: a run starts when its device is free and its values have
 arrived over the planned links, and takes the time that the device measured. Otherwise the clock is
@@ -130,20 +131,14 @@ class Flow(Works):
         item will reach load nothing. On the virtual clock, wait for all loads."""
         loads, downstream_workers = (
             dict[Ticket, FlowWorker](),
-            [
-                candidate
-                for candidate in self.workers
-                if candidate.posts and candidate.posts[0].span[0]
-            ],
+            [worker for worker in self.workers if worker.posts and worker.posts[0].span[0]],
         )
-        for span in sorted({late_worker.posts[0].span for late_worker in downstream_workers}):
+        for span in sorted({worker.posts[0].span for worker in downstream_workers}):
             count = sum(not self._is_known(item, span) for item in self.order)
-            workers = [
-                candidate for candidate in downstream_workers if candidate.posts[0].span == span
-            ]
+            workers = [worker for worker in downstream_workers if worker.posts[0].span == span]
             # the fastest first
             for worker in sorted(
-                workers, key=lambda late_worker: late_worker.assignment.column.steady_seconds
+                workers, key=lambda worker: worker.assignment.column.steady_seconds
             )[:count]:
                 loads[self.crew.load_ahead(worker.number)] = worker
         while self.virtual and loads:
@@ -213,10 +208,10 @@ class Flow(Works):
         moved."""
         has_moved, queue = False, self.queues[begin]
         for item in list(queue):
-            helping_posts = self._helping_posts(begin)
             if self._skips(item):
                 has_moved = True
                 continue
+            helping_posts = self._helping_posts(begin)
             choices = [
                 (post, link)
                 for post in self.posts
@@ -259,6 +254,8 @@ class Flow(Works):
             # when a part has finished its items, and the seconds of one more
             times = [(self._ready_seconds(p), p.assignment.column.steady_seconds) for p in posts]
             for number, (post, (ready, seconds)) in enumerate(zip(posts, times, strict=True)):
+                # Items that the other parts finish earlier. The 1 is an item that would end at the
+                # same time. 1e-9 corrects rounding: 3.0000000001 items are 3.
                 earlier_count = sum(
                     max(
                         0, math.ceil((ready + seconds - peer_ready) / peer_seconds * (1 - 1e-9)) - 1

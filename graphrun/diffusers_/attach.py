@@ -128,7 +128,7 @@ class Attachment:
         # `state_of` the pipeline before the last call: what only the caller changes (such as LoRAs)
         self._state: State = []
         # `settings_of` the pipeline after the last call: what a call may change too (private
-        # attributes). Taken after each call, so that such changes keep the plans.
+        # attributes). Taken after each call, so that a call's own changes do not invalidate plans.
         self._settings: State = []
         # `state_of` and `settings_of` at the last change of the pipeline
         self._stored_state: tuple[State, State] = ([], [])
@@ -453,10 +453,11 @@ class Attachment:
         return trace.outputs["result"]
 
     def _lay_out_plan(self, call: AttachedCall) -> tuple[CallKey, PlannedCall, bool]:
-        """Return the key of ``call``, its plan, and whether it was planned now; lay it out.
+        """Return the key of ``call``, its plan, and whether it was planned now.
 
-        Planning and laying out may take memory of the process for good: on unified memory the call
-        is then planned again without this memory.
+        Lay out the weights in backing stores as that plan says. Planning and laying out may take
+        memory of the process for good: on unified memory the call is then planned again without
+        this memory.
         """
         is_new = False
         while True:
@@ -511,7 +512,7 @@ class Attachment:
         )
         keeps_weights = bool(solution.plan.further_slots) and not problem.secondaries
         # Results that methods cache may stay on the device only if weights stay there too, for
-        # further calls by this plan. `page_bytes` is None if nothing may stay. With secondary
+        # further calls by this plan. Otherwise the argument ``page_bytes`` is None. With secondary
         # devices nothing stays either: nobody counts what is cached on each of them.
         self._host.make_room(
             peak_bytes,

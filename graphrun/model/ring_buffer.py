@@ -16,7 +16,7 @@ from collections import deque
 from typing import NamedTuple
 
 
-class RingSlot(NamedTuple):
+class RingPlace(NamedTuple):
     """Position of a block: bytes ``offset .. offset + nbytes`` of the ring buffer.
 
     ``released_numbers``: ascending numbers (from 0) of the earlier placements that are overwritten,
@@ -42,7 +42,7 @@ class RingBuffer:
         self._live: deque[tuple[int, int, int]] = deque()
         self._by_start: list[tuple[int, int, int]] = []  # the same, sorted
 
-    def place(self, nbytes: int, following_bytes: int = 0) -> RingSlot:
+    def place(self, nbytes: int, following_bytes: int = 0) -> RingPlace:
         """Place the next block after the previous one, or at offset 0 if it does not fit there.
 
         ``following_bytes``: size of the block after it, 0 if unknown. If that block must go to
@@ -72,4 +72,4 @@ class RingBuffer:
         insort(self._by_start, placement)
         self._head = end
         self._count += 1
-        return RingSlot(start, tuple(released_numbers))
+        return RingPlace(start, tuple(released_numbers))

@@ -304,7 +304,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ), block.register_forward_hook(end)
 
     def returns(self, value: Any) -> None:
-        """Record the tensors that the call returns, while they are alive."""
+        """Record the tensors that the call returns. Call this while they are alive."""
         self._note_hop("gives", "", value)
 
     def _note_hop(self, kind: Literal["gets", "gives"], path: str, value: Any) -> None:
@@ -515,9 +515,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         """Add ``owners`` to `Call.loose_modules`: they are used while their block does not run.
 
-        No effect if the block runs or was entered. ``owners``: paths of the modules that have one
-        weight. A weight that several blocks share is skipped: it is an unblocked weight in any
-        case.
+        No effect if the block runs now (is on the stack). ``entered_blocks``: the blocks of a
+        replayed section, which are not on the stack; they count as running. ``owners``: paths of
+        the modules that have one weight. A weight that several blocks share is skipped: it is an
+        unblocked weight in any case.
         """
         blocks = {_block_at(owner, self._blocks) for owner in owners}
         if (
@@ -569,7 +570,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
 
     def note_held(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Record device tensors held before the call, at first use: no weights, no arguments."""
+        """Record those of ``tensors`` on the device whose storage is new to the recorder.
+
+        They existed before the call, or its code moved them to the device. Weights and arguments of
+        the call are not new (`ignore`).
+        """
         for tensor in tensors:
             self._note_new(tensor)
 

@@ -63,7 +63,8 @@ class _BlockRead:
 class BackingStore:
     """Host memory of ``nbytes`` that ``writer`` fills and that blocks are copied from.
 
-    ``memory`` is None until allocated. ``pacer`` paces the reads of the open slot.
+    ``memory`` is None until allocated. ``pacer``: decides when the pending reads of the open
+    slot begin.
     """
 
     def __init__(
@@ -108,14 +109,14 @@ class BackingStore:
     def request(self, path: str) -> bool:
         """Begin the read of block ``path`` if needed; return whether its copy can be queued now.
 
-        False if the host would have to wait for the read. The copy stream may have to.
+        True also if the copy stream would then wait for the read; False if the host would have to.
         """
         raise NotImplementedError
 
     def ready(self, path: str) -> bool:
-        """Return whether the read of block ``path`` ends before the copies queued so far.
+        """Return whether the read of block ``path`` ends before the copies queued so far end.
 
-        A copy of the block that is queued now then does not hold up later copies.
+        If so, a copy of the block delays no later copies. See `Device.reached`.
         """
         return path not in self._reads or self.device.reached(self._reads[path].marks)
 
@@ -233,7 +234,7 @@ class Arena(BackingStore):
             self.device.background(self._writer.close)
 
     def request(self, path: str) -> bool:
-        """As `BackingStore.request`, after the slot's reads that precede block ``path``."""
+        """As `BackingStore.request`; begins all pending reads up to the one of block ``path``."""
         while path in self.pending:
             (self.begin_next if self.pacer is None else self.pacer.begin_next)()
         awaited = [
@@ -369,10 +370,10 @@ class PacedReads:
         disk     | fetch 1 | fetch 2 | read a | fetch 3 | read b |
 
     A fetch that overwrites earlier blocks of the bounce buffer must wait, so reads are inserted
-    before it, until their share of all bytes to read exceeds the fetches' share of all bytes to
-    fetch. If a copy needs a block that is not read yet, this read and all reads before it start at
-    once. Without fetches, all reads start at once. The simulator (`graphrun.verify.simulate`)
-    follows the same rules.
+    before it: until the begun fraction of all bytes to read exceeds the fetched fraction of all
+    bytes to fetch. If a copy needs a block that is not read yet, this read and all reads before it
+    start at once. Without fetches, all reads start at once. The simulator
+    (`graphrun.verify.simulate`) follows the same rules.
 
     ``stores``: the stores to read, in order, and the stores on disk from which ``fetch_bytes`` are
     fetched.

@@ -32,8 +32,8 @@ from graphrun.systems import anonymous_memory, forget_cached, open_direct, read_
 from graphrun.units import MIB, PAGE_BYTES, round_up
 
 # Direct reads need offsets, sizes and addresses that are multiples of the disk's logical block, 512
-# or 4096 bytes: here, of a page. A gap below GAP_BYTES is read too: a further span would round up
-# to as many bytes.
+# or 4096 bytes: here, of a page. A gap below GAP_BYTES between two tensors is read too. Two spans
+# round two more ends to pages, and may thereby read as many bytes.
 GAP_BYTES = 2 * PAGE_BYTES
 
 
@@ -279,8 +279,9 @@ class DirectReads:
         address_of_offset_0 = view.data_ptr() - span.start
         chunks, offset = list[_Chunk](), span.start
         while offset < span.stop:
-            # Ends at multiples of the chunk size in the file: no page of the cache, which may have
-            # 2 MiB, is in two chunks.
+            # Chunks end at multiples of the chunk size in the file, so that each page of the page
+            # cache (up to 2 MiB) is in one chunk. `forget_cached` drops only whole pages: of a page
+            # in two chunks, neither call would drop it.
             stop = min(span.stop, (offset // self._chunk_bytes + 1) * self._chunk_bytes)
             part = target[offset - span.start : stop - span.start]
             start, end = address_of_offset_0 + offset, address_of_offset_0 + stop
@@ -421,7 +422,7 @@ class DirectReads:
     def _end_reads(self) -> None:
         """End the oldest reads whose chunks are all read.
 
-        A failed read never loses its last chunk, so no read after it ends.
+        ``_chunks_left`` of a failed read stays above 0, so it and the reads after it never end.
         """
         while self._unfinished and not self._unfinished[0]._chunks_left:
             span_read, seconds = self._unfinished.popleft(), time.perf_counter()

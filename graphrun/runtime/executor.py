@@ -268,8 +268,8 @@ class PlanSession:
 def refuse_unfit(solution: Solution, graph: Graph) -> None:
     """Raise PlanError if the plan does not fit ``graph``, or violates a rule of `verify.check`.
 
-    The plan must be for this problem, graph and commit of the weights. Each precision, device and
-    option that the plan chooses must need the same ``--allow`` as in the graph.
+    The plan must be for this problem, graph and commit of the weights. The graph must list each
+    variant and option of the problem, chosen or not, with the same permission (``--allow``).
     """
     problem = solution.problem
     if problem.graph_digest != graph.digest:

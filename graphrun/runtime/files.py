@@ -23,9 +23,9 @@ from graphrun.runtime.devices.device import Device
 from graphrun.runtime.direct_reads import Span, span_layout
 from graphrun.units import PAGE_BYTES, round_up
 
-# Products of one row in fp32 have other bits where the weights' address differs modulo 16. A tensor
-# keeps its address in the file, modulo 64, the width of a vector. So outputs equal those of
-# diffusers with weights that safetensors maps.
+# The bits of a product of a weight and one fp32 row depend on the weight's address modulo 16 bytes.
+# So a tensor's address equals its offset in the file modulo 64 bytes, the width of a vector. Then
+# outputs are bit-identical to diffusers with weights that safetensors maps from the file.
 VECTOR_BYTES = 64
 
 
@@ -52,9 +52,9 @@ def file_block(
 ) -> FileBlock:
     """Return the places of the tensors of ``layout`` in at most ``limit_bytes``.
 
-    Tensors that lie scattered in their files would need a part of a page each. The smallest spans
-    are left to ``writer`` until the block fits. Without spans, a block needs ``layout.nbytes``
-    rounded up to pages.
+    Each span is rounded up to whole pages, so tensors scattered in their files may need more than
+    ``limit_bytes``. The smallest spans are left to ``writer`` until the block fits. Without spans,
+    a block needs ``layout.nbytes`` rounded up to pages.
     """
     file_tensors = {
         number: tensor

@@ -164,7 +164,7 @@ class Host:
 
     @functools.cached_property
     def held_attributes(self) -> tuple[HeldAttributes, ...]:
-        """Attributes of modules where stages may leave device tensors, as position tables.
+        """Attributes of modules where stages may leave device tensors, such as position tables.
 
         Attributes of bitsandbytes' layers are part of their weights and do not count.
         """
@@ -232,7 +232,9 @@ class Host:
     def match_layout(self, problem: Problem) -> None:
         """Lay out again the components whose granularity differs in ``problem``.
 
-        Called at the start of a run. Raises InputError for another graph, other blocks or variants.
+        Called at the start of a run. First sets the target devices of all blocks
+        (`Residency.place`), which evicts blocks if a target changes; then raises InputError for
+        another graph, other blocks or variants.
         """
         layout = _layout_key(problem)
         for numbers in problem.components:
@@ -280,8 +282,8 @@ def layout_of(numbers: ComponentNumbers) -> StoreLayout:
     """Return what determines the memory layout of a component: its blocks with their bytes.
 
     Fields of the variant that concern only compute do not count: `apply_choices` resets them, but
-    ``numbers`` may be of a problem without choices applied. Nor does it count which device the
-    component computes on, except the CPU.
+    ``numbers`` may be of a problem without choices applied. All devices on which the component may
+    compute count as equal, except the CPU.
     """
     variant = replace(
         numbers.variants[0], slowdown=1.0, block_seconds=(), scratch_bytes=0, needs=""

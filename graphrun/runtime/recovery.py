@@ -62,9 +62,9 @@ def execute(
     ram_bytes: int | None = None,
     **stages_arguments: Any,
 ) -> Trace:
-    """Run ``graph`` on resolved ``inputs`` by ``solution``, which fits it (`refuse_unfit`).
+    """Run ``graph`` on ``inputs`` by ``solution``, which fits it (`refuse_unfit`).
 
-    Return the trace, with the graph's outputs on the host.
+    ``inputs``: from `Graph.resolve`. Return the trace, with the graph's outputs on the host.
 
     ``modules``: components that already exist. ``host``: backing stores of an earlier run, in place
     of ``modules``; otherwise backing stores are created for this run and dropped at its end.
@@ -174,10 +174,10 @@ def _steps_done(stages: Stages) -> dict[str, tuple[int, int]]:
 def _without_done_steps(
     problem: Problem, stages: Stages, previous: Mapping[str, tuple[int, int]]
 ) -> tuple[Problem, dict[str, tuple[int, int]]]:
-    """Return ``problem`` without the steps done by now, and these steps (see `_steps_done`).
+    """Return ``problem`` without the steps that are done, and the result of `_steps_done`.
 
-    The ``previous`` steps are already removed. A loop whose calls cannot be assigned to steps
-    restarts from its first step.
+    ``previous``: that result of an earlier call, which removed its steps from ``problem``. A loop
+    whose calls cannot be assigned to steps restarts from its first step.
     """
     steps_done = _steps_done(stages)
     for name, (done_steps, steps) in list(steps_done.items()):

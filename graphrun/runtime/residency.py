@@ -71,8 +71,8 @@ class _Entry:
         view = flat.as_strided(self.template.shape, self.strides, offset)
         if not isinstance(self.template, nn.Parameter):
             return view
-        # torch multiplies by other operators if a weight requires a gradient, even under `no_grad`:
-        # outputs are bit-identical only if the view requires it too
+        # torch chooses other operators for a product if the weight requires a gradient, even under
+        # `no_grad`: outputs are bit-identical only if the view requires it too
         has_gradient = self.template.requires_grad
         if type(view) is torch.Tensor:
             parameter: Any = nn.Parameter(view, requires_grad=has_gradient)
@@ -194,7 +194,7 @@ class Residency:
         others are its secondary devices. Evicts all blocks if any target changes.
         """
         main, secondary_devices = _devices(numbers, device)
-        # equal for devices that share a memory
+        # `Device.memory` is equal for devices that share a memory
         previous_memory = (
             self.device.memory,
             {path: secondary.memory for path, secondary in self._secondary_devices.items()},
@@ -287,14 +287,14 @@ class Residency:
         """Return the bytes of the module's device tensors, also those added in a call."""
         kind, sizes = self.device.torch_device.type, dict[int, int]()
         for child in self.module.modules():
-            state, statistics = (
+            state, quant_state = (  # of 8-bit and of 4-bit weights
                 child.__dict__.get("state"),
                 getattr(child._parameters.get("weight"), "quant_state", None),
             )
             attribute_dicts: list[dict[str, Any]] = [
                 child._parameters,
                 child._buffers,
-                *(getattr(holder, "__dict__", {}) for holder in (state, statistics)),
+                *(getattr(holder, "__dict__", {}) for holder in (state, quant_state)),
             ]
             tensors = (
                 tensor

@@ -211,10 +211,11 @@ class PlanRun:
         device = self._device
         # The cap leaves room for what is on the device without being planned:
         # - weights of attached pipelines with other budgets (`outside_bytes`)
-        # - the caller's tensors from before the run, up to the reserve: more tensors take from the
-        #   budget, and the unused rest of the reserve is for other programs
+        # - the caller's tensors from before the run: the plan leaves `reserve_bytes` of the budget
+        #   to them and to other programs, so the cap grows by at most these bytes
         # - tensors of other code in this process (`foreign_bytes`)
-        # On unified memory the device counts the last two with the process.
+        # On unified memory the last two are among the process's bytes, and the device itself lowers
+        # the cap if these are more than planned (`CpuDevice.capped`).
         unplanned_bytes = self._host.outside_bytes
         if not device.unified:
             unplanned_bytes += min(self._problem.reserve_bytes, self._bytes_before_run["device"])

@@ -214,7 +214,7 @@ class OpenSlot:
         )
 
     def release(self) -> None:
-        """Remove hooks, free ring buffers, wait for unneeded reads. Loaded blocks stay."""
+        """Remove hooks, free ring buffers, wait for reads under way. Loaded blocks stay."""
         for streamer in self._streamers.values():
             streamer.release()
         self._streamers.clear()
@@ -237,7 +237,7 @@ class OpenSlot:
         """Begin the slot's `Read` actions, paced by its fetches.
 
         Fetches are the reads of blocks that the slot copies from backing stores on disk, for loads
-        and for every pass of a streamed block.
+        and for every copy of a streamed block.
         """
         for residency in residencies_to_read:
             residency.prepare_reads()
@@ -289,9 +289,9 @@ class OpenSlot:
     def _pace(self) -> None:
         """Issue prefetch in step with streaming.
 
-        Prefetches are issued until their share of all bytes to prefetch exceeds the streamed share
-        of all bytes to stream. If nothing is streamed, all prefetch is due. Only blocks in RAM are
-        issued. If the next block is on disk, its read begins.
+        Prefetches are issued until the issued fraction of all bytes to prefetch exceeds the
+        streamed fraction of all bytes to stream. If nothing is streamed, all prefetch is due. Only
+        blocks in RAM are issued. If the next block is on disk, its read begins.
         """
         streamed_bytes = sum(streamer.streamed_bytes for streamer in self._streamers.values())
         while self._prefetch and not any(

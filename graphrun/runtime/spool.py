@@ -139,7 +139,7 @@ class _SpooledBlocks:
 
 
 def _key(entry: TensorEntry) -> str:
-    """Return the key of a tensor in the file. Its space makes it differ from block paths."""
+    """Return the key of a tensor in the file. The blank in it makes it differ from block paths."""
     return f"{entry.names[0]} {entry.field}"
 
 

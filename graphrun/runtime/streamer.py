@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import torch
 
 from graphrun.errors import BrokenPlan
-from graphrun.model.ring_buffer import RingBuffer, RingSlot
+from graphrun.model.ring_buffer import RingBuffer, RingPlace
 from graphrun.modules.compiled import HookHandle, hook_around, outermost_compiled
 from graphrun.runtime.devices.device import Mark
 from graphrun.runtime.events import EventRecorder
@@ -42,7 +42,11 @@ from graphrun.runtime.residency import Residency
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """A pass whose copy, placement ``number`` (from 0), was issued; ``copy_end``: mark after it."""
+    """A pass whose copy was issued.
+
+    ``number``: of its placement in the ring buffer, from 0; skipped passes may have no placement.
+    ``copy_end``: mark after the copy.
+    """
 
     number: int
     path: str
@@ -94,8 +98,8 @@ class Streamer:
         self._due_reached = False  # compute has reached the due pass
         self._next_pass = 0  # the pass whose copy is issued next
         self._placements = 0
-        # ring buffer slot of the next pass; blocks in it may still have to finish
-        self._reserved_slot: RingSlot | None = None
+        # the next pass's place in the ring buffer; compute may still need the blocks in it
+        self._reserved_place: RingPlace | None = None
         # finished placement -> mark after its compute (None: the block did not run)
         self._compute_ends: dict[int, Mark | None] = {}
         self._last_index = -1  # index in paths of the last block that ran in this call
@@ -168,26 +172,29 @@ class Streamer:
         self._load(self._loads.popleft()[1])
 
     def _place(self) -> bool:
-        """Reserve the next pass's slot; False if its copy would overwrite a block still to run."""
+        """Reserve the next pass's place in the ring buffer.
+
+        Return False if its copy would overwrite a block that compute has not run yet.
+        """
         path, next_path = (
             self._paths[number % len(self._paths)]
             for number in (self._next_pass, self._next_pass + 1)
         )
         next_bytes = self._residency.nbytes(next_path) if self._next_pass + 1 < self._limit else 0
-        slot = self._reserved_slot = self._reserved_slot or self._ring_buffer.place(
+        place = self._reserved_place = self._reserved_place or self._ring_buffer.place(
             self._residency.nbytes(path), next_bytes
         )
-        return all(number in self._compute_ends for number in slot.released_numbers)
+        return all(number in self._compute_ends for number in place.released_numbers)
 
     def _issue(self) -> None:
-        """Issue the copy of the next pass into its reserved ring buffer slot."""
-        path, slot = self._paths[self._next_pass % len(self._paths)], self._reserved_slot
-        assert slot is not None
+        """Issue the copy of the next pass into its reserved place."""
+        path, place = self._paths[self._next_pass % len(self._paths)], self._reserved_place
+        assert place is not None
         nbytes = self._residency.nbytes(path)
-        self._wait_for(slot)
+        self._wait_for(place)
         assert self._buffer is not None
-        buffer = self._buffer[slot.offset : slot.offset + nbytes]
-        if slot.released_numbers:
+        buffer = self._buffer[place.offset : place.offset + nbytes]
+        if place.released_numbers:
             self.is_waiting = False
             self._idle()
         marks = self._residency.copy(path, buffer)
@@ -197,12 +204,12 @@ class Streamer:
         self._placements += 1
         self._next_pass += 1
 
-    def _wait_for(self, slot: RingSlot) -> None:
-        """Make the copy stream wait for compute with the blocks that ``slot`` overwrites."""
-        self._reserved_slot = None
+    def _wait_for(self, place: RingPlace) -> None:
+        """Make the copy stream wait for compute with the blocks that ``place`` overwrites."""
+        self._reserved_place = None
         marks = [
             mark
-            for number in slot.released_numbers
+            for number in place.released_numbers
             if (mark := self._compute_ends.pop(number)) is not None
         ]
         if marks:
@@ -286,13 +293,13 @@ class Streamer:
     def _skip(self) -> None:
         """Skip the due pass, whose copy was not issued.
 
-        Its ring buffer slot, if reserved, stays empty. The copy stream must wait now for compute
-        with the earlier blocks that the slot overwrites: `RingBuffer` lists each of them in one
-        slot only (`released_numbers`). Such a block may also cover bytes of the next slot, whose
-        copy would then not wait for it.
+        Its place in the ring buffer, if reserved, stays empty. A block that it overwrites may also
+        cover bytes of the next place. But `RingPlace.released_numbers` names each overwritten block
+        once, here for the skipped place, so the next copy would not wait for compute with it. The
+        copy stream therefore waits here, although nothing is copied.
         """
-        if self._reserved_slot is not None:
-            self._wait_for(self._reserved_slot)
+        if self._reserved_place is not None:
+            self._wait_for(self._reserved_place)
             self._compute_ends[self._placements] = None
             self._placements += 1
         self._next_pass += 1

@@ -51,7 +51,8 @@ class Plans:
         # graph -> share of the budgets within which its weights stay on the device
         self.shares: Arrangement = {}
         self._recent: deque[str] = deque(maxlen=RECENT)  # graphs of the latest runs
-        self._seconds, self._closed = PLAN_SECONDS, False  # of one plan
+        self._plan_seconds = PLAN_SECONDS
+        self._closed = False
         self._planner: Child | None = None
         self._batch_key: ShapeKey | None = None  # the shape that the planner checks for batches
 
@@ -95,7 +96,7 @@ class Plans:
     def note_seconds(self, seconds: float) -> None:
         """Record that a request waited ``seconds`` for its plan."""
         if seconds > 0.05:  # otherwise the plan existed
-            self._seconds += LATEST_WEIGHT * (seconds - self._seconds)
+            self._plan_seconds += LATEST_WEIGHT * (seconds - self._plan_seconds)
 
     def shape(
         self, shape: RequestShape, inputs: Any, share: float = WHOLE
@@ -110,7 +111,7 @@ class Plans:
             pending_count = sum(not future.done() for future in self.shapes.values())
             if pending_count >= PLANNING + len(self._graphs):
                 text = f"requests of {pending_count} other sizes wait to be planned: try again"
-                wait = pending_count * self._seconds
+                wait = pending_count * self._plan_seconds
                 raise Refused(429, text, "busy_planning", retry_seconds=wait)
             if self._planner is None:
                 text = "the planner has ended, and is started again: try again"
@@ -221,7 +222,10 @@ class Plans:
         log("planner ended", exit_code=exit_code)
         self._planner = self._batch_key = None
         error = Refused(
-            503, "planning was interrupted: try again", "interrupted", retry_seconds=self._seconds
+            503,
+            "planning was interrupted: try again",
+            "interrupted",
+            retry_seconds=self._plan_seconds,
         )
         # the next request of each shape plans it again
         for key in [key for key, future in self.shapes.items() if not future.done()]:

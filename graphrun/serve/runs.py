@@ -1,4 +1,4 @@
-"""The queue, and the worker process that runs its requests, one or one batch at a time."""
+"""The queue, and the worker process that runs one request, or one batch of requests, at a time."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 solve                from a problem to a simulated plan: calls the other modules
 pages                plans within a budget counted in allocator pages
 fastest              the fastest plan where memory is counted in bytes of tensors
-orders               stage orders and stage options to choose from
+orders               stage orders, and stage options (such as tiling), to choose from
 granularity          components that are split into layers
-dominance            variants worth solving for
+dominance            variants (precision, backing store and compute device) worth solving for
 program, programs    integer variables and constants of a plan; the program of a problem
 rows                 seconds and bytes of a slot, as linear expressions or as exact numbers
 columns, milp        the MILP: its variables and all other constraints; its goals and budgets

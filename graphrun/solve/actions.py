@@ -1,7 +1,7 @@
 """Plan from the integers of a solution: block names, and the order of actions in a slot.
 
-Order of actions: drop, evict, spill, restore, read, stream, load, run. Loads are sorted by the next
-use of their components.
+Order of actions: drop (a backing store), evict (blocks), spill and restore (values), read (a
+backing store), stream and load (blocks), run. Loads are sorted by the next use of their components.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def plan_of(
         original or program.problem,
         np.zeros(len(program.groups), dtype=np.int64),
     )
-    # the blocks that stay from run to run: those present when the further run starts
+    # the blocks that stay on the device between runs: all runs but the first start with them
     stay = choice.present[program.run_length] if program.session else zero_counts
     first = _run(program, choice, range(program.run_length), zero_counts, stay)
     further_slots = (

@@ -19,7 +19,7 @@ from graphrun.solve.infeasible import refusal
 from graphrun.solve.pages import carried_over, solved
 
 SolveOrNone = Callable[[Problem], Solution | None]
-# to try, in this order
+# directives to try, in this order; what each demands: `graphrun.model.problem.Directive`
 PLACEMENTS: tuple[ComponentPlacement, ...] = ("whole", "exclude", "drop", "keep")
 
 

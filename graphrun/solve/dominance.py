@@ -62,7 +62,7 @@ def _dominates(component: ComponentNumbers, first: int, second: int, can_limit: 
     variant first, so of two equal variants the earlier one stays.
     """
     a, b = component.variants[first], component.variants[second]
-    # a read takes time that a backing store which exists before the run does not take
+    # if the plan reads ``first`` into RAM, but not ``second``, the read is extra time of ``first``
     if a.device != b.device or (
         a.is_read_by_plan and not b.is_read_by_plan and a.backing_store != "disk"
     ):

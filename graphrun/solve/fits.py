@@ -2,7 +2,8 @@
 
     class     precisions
     none      all that leave the output as in 16 bits
-    8bit ...  also weights of about 8 (...) bits: published checkpoints, or quantized when read
+    8bit      also weights of about 8 bits: published checkpoints, or quantized when read
+    6bit      also weights of about 6 bits; in the same way 5bit and 4bit
 
 Solved for seconds only and to ROUGH_GAP, which takes a fraction of a plan's time.
 """
@@ -51,15 +52,15 @@ def fits_of(problem: Problem) -> tuple[Fit, ...]:
     left out. The search may do as much work as the search for suggestions (ATTEMPTS, NODES).
     """
     fits, budget = list[Fit](), SearchBudget(ATTEMPTS, NODES)
-    for allow, variant in _permitted(problem):
+    for allow, permitted_problem in _permitted(problem):
         try:
             with budget.limiting():
-                answer = _answer(variant)
+                answer = _answer(permitted_problem)
         except SearchEnded:
             break
         if answer is None:
             continue
-        fit = _fit(variant, allow, answer)
+        fit = _fit(permitted_problem, allow, answer)
         if not any(fit.precisions == other.precisions for other in fits):
             fits.append(fit)
     return tuple(sorted(fits, key=lambda fit: fit.rank))

@@ -69,10 +69,12 @@ def best_of(candidates: list[Candidate], problem: Problem) -> Solution | None:
 def _bound_seconds(candidates: list[Candidate], problem: Problem, best_seconds: float) -> float:
     """Return a lower bound on the seconds of any plan for ``problem``. 0.0: unknown.
 
-    ``best_seconds``: of the best plan so far. If a search with layers has begun, the searches with
-    blocks are done and their best plan is a candidate. So the bound is the least bound of the
-    searches with layers, unless the best plan simulates faster. Otherwise it is the minimum over
-    the relaxed programs at every granularity. It is unknown if some orders of stages are left out.
+    ``best_seconds``: of the best candidate. Searches with blocks end before searches with layers
+    begin. So once a search with layers has a candidate, only a plan with layers can be faster than
+    ``best_seconds``, and the least bound of the searches with layers holds. A problem that cannot
+    be split into layers has one search, whose bound holds. Without such a bound, or if it is above
+    ``best_seconds``: the minimum over the relaxed programs at every granularity. Unknown if some
+    orders of stages are left out.
     """
     if not stage_choices(problem)[1]:
         return 0.0

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Literal
 
 from graphrun.model.least_memory import PhaseMinimum, least_memory, needed_components
-from graphrun.model.problem import Problem
+from graphrun.model.problem import ALLOCATION_BYTES, Problem
 from graphrun.solve.dominance import only_blocks_to_choose, restrict_variants
 from graphrun.solve.granularity import finer, granularities, smaller_as_layers, split_into_layers
 from graphrun.solve.milp import Formulation
@@ -155,7 +155,7 @@ def with_ample_device(problem: Problem) -> Problem:
     activation = max(
         (max(p.first_bytes, p.steady_bytes) + p.input_bytes for p in phases), default=0
     )
-    rounding = sum(512 * len(k.blocks) for c in problem.components for k in c.groups)
+    rounding = sum(ALLOCATION_BYTES * len(k.blocks) for c in problem.components for k in c.groups)
     total = (
         weights
         + ring_buffers
@@ -163,7 +163,7 @@ def with_ample_device(problem: Problem) -> Problem:
         + activation
         + rounding
         + sum(value.nbytes for value in problem.values)
-        + 512
+        + ALLOCATION_BYTES
     )
     return _with_effective(problem, total)
 

@@ -217,8 +217,8 @@ class MilpModel:
     ) -> MilpResult | None:
         """Minimise ``goal`` with integers in ``columns``. Return None without a solution.
 
-        Columns that are integers in ``relaxed`` stay fixed, the others stay within ROUNDING_RANGE.
-        If that is infeasible, or costs more than ROUNDING_GAP, all ``columns`` may move.
+        Columns stay within ROUNDING_RANGE of their values in ``relaxed``. First, columns with
+        integer values are fixed. If that is infeasible, or costs more than ROUNDING_GAP, none is.
         """
         # columns this close to an integer are fixed; -1.0: none
         for fixed_distance in (INTEGRALITY, -1.0):
@@ -280,7 +280,11 @@ class MilpModel:
 
 
 class _Quiet(highspy.Highs):  # type: ignore[misc]
-    """HiGHS without output: its constructor (1.16 on) prints before options can be set."""
+    """HiGHS without output.
+
+    The constructor calls `enableCallbacks`, which prints from HiGHS 1.16 on. So the output is
+    turned off before.
+    """
 
     def enableCallbacks(self) -> None:
         self.setOptionValue("output_flag", False)

@@ -28,10 +28,11 @@ class Formulation:
     """Rows and columns of ``program``.
 
     ``factors[t]`` multiplies the copy times of interval t; empty: 1. ``margins``: bytes to keep
-    free. ``minimised``: a memory to minimise, other than a device's. ``depth``: blocks in a ring
-    buffer, unless it is single-buffered. ``leaves``: blocks per group on the device at the end.
-    ``neighbour``: a choice of a program with the same groups and intervals, from which K and d
-    differ by at most NEAR; ignored if a component is split into layers.
+    free. ``minimised``: the host tier or disk to minimise. A device needs no rows for it: its goal
+    is ``peak``. ``depth``: blocks in a ring buffer, unless it is single-buffered. ``leaves``:
+    blocks per group on the device at the end. ``neighbour``: a choice of a program with the same
+    groups and intervals, from which K and d differ by at most NEAR; ignored if a component is split
+    into layers.
 
     Goals, in scaled units: ``seconds``; ``copying``, seconds of copying blocks; ``moved_bytes``,
     bytes copied; ``memory``, the peak plus a little of the mean, so that no block is loaded earlier
@@ -97,7 +98,7 @@ class Formulation:
         program, columns, model = self.program, self.columns, self.model
         end, groups = len(program.intervals) - 1, range(len(program.groups))
         # A further run starts with the blocks that the previous run leaves. Its first interval is
-        # ``run_length`` in a program of both runs, 0 in a program of one (`Program.part`).
+        # ``run_length`` in a program of both runs, 0 in one of a single run (`Program.single_run`).
         if program.session and program.only_run != "first":
             start = 0 if program.only_run else program.run_length
             model.add(*(columns.carry_row(j, start, end) for j in groups if start != end))

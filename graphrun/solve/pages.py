@@ -44,8 +44,9 @@ from graphrun.verify.simulate import simulate
 from graphrun.verify.solution import checked_solution, in_pages
 
 ROUNDS = 5
-# Number (from 0) of the last round in which `find_near` tries the page overhead set aside slot by
-# slot. `find` takes longer: it does so in number 1 only, and otherwise reduces the budget.
+# In code, rounds are numbered from 0. `find_near` sets the page overhead aside slot by slot up to
+# this number, and from it on also tries a reduced budget. `find`, which takes longer, sets the
+# overhead aside in number 1 only; in later rounds it reduces the budget.
 LAST_SLOTWISE_ROUND = 2
 SHARES = (1 / 16, 1 / 8, 1 / 4)  # of the budget, left free
 # If the disk rate is not measured, reads may take SLOWER_DISK times the assumed seconds, as in
@@ -59,10 +60,11 @@ PageOverheads = Mapping[tuple[str, str], int]
 
 
 def solved(problem: Problem) -> Solution | None:
-    """Return the fastest plan found within the budgets, with peaks in pages; None if nothing fits.
+    """Return the fastest plan found, within budgets counted in allocator pages; None if none fits.
 
     On one device with an assumed disk rate, prefer the plan for a slower disk if it is nearly as
-    fast and the fastest plan would lose LEAST_LOSS on that disk.
+    fast and the fastest plan would lose LEAST_LOSS on that disk. Not compared if the fastest plan
+    may itself be slower than the best possible one by more than LEAST_LOSS.
     """
     fast = _fastest_in_pages(problem)
     if (
@@ -250,7 +252,7 @@ def _with_budget(problem: Problem, nbytes: int) -> Problem:
 
 
 def _within_pages(problem: Problem) -> tuple[Solution | None, float | None]:
-    """Return the best plan in pages (None: not found), and the bound (None: nothing fits)."""
+    """Return the best plan by allocator pages (None: not found) and the bound (None: none fits)."""
     best, bound = _in_rounds(problem)
     if bound is None:
         return None, None
@@ -269,7 +271,7 @@ def _within_pages(problem: Problem) -> tuple[Solution | None, float | None]:
 
 
 def _in_rounds(problem: Problem) -> tuple[Solution | None, float | None]:
-    """Return the first plan within the budget in pages, and the bound, as `_within_pages`.
+    """Return the first plan that fits by allocator pages, and the bound, as `_within_pages`.
 
     A round first searches near the plan of the previous full search, which was made for more
     memory. A full search stops refining when it is as fast as that plan. The page overhead of
@@ -329,7 +331,8 @@ def _total_reduction(solution: Solution, reduction_bytes: int) -> int:
     ``reduction_bytes``, the reduction for ``solution``, grows by the largest excess of a slot in
     pages. If the tensors of ``solution`` still fit the reduced budget, the solver could return the
     same plan. So the reduction is at least the smallest page overhead of the slots that exceed the
-    budget.
+    budget: tensors plus overhead are above the budget there, so the tensors of that slot no longer
+    fit.
     """
     budget = solution.problem.effective_bytes
     exceeding_slots = [

@@ -5,13 +5,15 @@ and `graphrun.solve.milp` solves the program.
 
 Terms:
 
-    slot           A part of the run, within one phase: a load slot (no compute), a first slot (the
-                   first call) or a steady slot (the further calls). In code: interval.
+    phase          A part of a stage in which the same components are called.
+    slot           A part of a phase: a load slot (no compute), a first slot (the first call) or a
+                   steady slot (the further calls). In code: interval.
     block group    Equal blocks of a component. If a component is split into layers, which are
                    smaller, "block" means a layer.
     mirror group   The blocks of a group that are on one secondary device, if a component is split
                    over devices. The group itself has its blocks on the main device.
-    overlap set    Groups of a variant. Copies of one group overlap compute of the others.
+    overlap set    Groups of a variant whose copies overlap all compute of the set. The sets of a
+                   slot run one after another.
     gap            Consecutive phases in which a value is on the device, but no stage reads it.
 
 Variables of slot t and block group j. Each variant that computes on the device has its own groups.
@@ -54,7 +56,8 @@ Constraints, without seconds and bytes:
                     read before the component is called.
     spill           A value is copied to the host in the load slot of the first phase of a gap, and
                     back in the load slot of the phase after the gap.
-    split           A component on a secondary device is a variant whose groups are not streamable.
+    secondary       A whole component on a secondary device is a variant whose groups are not
+                    streamable. Of a split component, the mirror groups are not streamable.
 
 A single buffer is also faster where copies take much longer than compute: the bytes it saves make
 room for one more resident block.
@@ -111,7 +114,7 @@ class Group:
     read it from disk for that copy, 0 if the backing store is not on disk. ``demanded``: placements
     that directives demand of the component. ``overlap_key``: groups of the variant with equal keys
     are one overlap set. ``by_layer``: the blocks are layers. ``excluded``: `exclude` keeps the
-    blocks off the device; if they cannot be streamed, the variant is infeasible. ``secondary``:
+    blocks off the device; a variant that cannot stream them is then infeasible. ``secondary``:
     number of the device with these blocks; 0: the main device. ``mirror``: index of the main-device
     group that this group takes blocks from; -1 if none.
     """
@@ -175,8 +178,9 @@ class Interval:
     runs that execute the slot.
 
     Per group: ``calls`` (n), that run its blocks; ``seconds``, compute of one block in one call;
-    ``passes`` (p), runs of a block in one call; ``block_seconds``, the part of ``seconds`` that the
-    main device saves if the block is on a secondary device.
+    ``passes`` (p), runs of a block in one call; ``movable_seconds``, ``seconds`` without the share
+    of compute outside of blocks. Only they move with the block to a secondary device: compute
+    outside of blocks stays on the main device.
 
     Per variant choice: ``off_device_seconds``, compute on the CPU, or on a secondary device with
     transfers to that device and back; ``secondary_bytes``, bytes beyond weights on each secondary
@@ -203,7 +207,7 @@ class Interval:
     phase_components: frozenset[int]
     off_device_seconds: tuple[float, ...]
     secondary_bytes: tuple[tuple[int, ...], ...] = ()
-    block_seconds: tuple[float, ...] = ()
+    movable_seconds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +352,7 @@ class Program:
 
     @cached_property
     def overlap_sets(self) -> list[list[list[int]]]:
-        """Groups of each overlap set, per interval: copies of one overlap compute of the others."""
+        """Groups of each overlap set, per interval."""
         sets_by_interval = []
         for interval in self.intervals:
             sets: dict[tuple[int, str], list[int]] = {}

@@ -219,7 +219,7 @@ def _intervals(
             ),
             off_device_seconds=tuple(seconds for seconds, _ in off_device),
             secondary_bytes=tuple(nbytes for _, nbytes in off_device),
-            block_seconds=tuple(
+            movable_seconds=tuple(
                 seconds_by_choice[group.variant_choice][group.index]
                 if use and group.mirror < 0
                 else 0.0
@@ -237,8 +237,8 @@ def _off_device(
     """
     variant = component.variants[0]
     seconds = sum(
-        len(group.blocks) * calls * block_seconds
-        for group, calls, block_seconds in zip(
+        len(group.blocks) * calls * seconds_per_block
+        for group, calls, seconds_per_block in zip(
             component.groups, use.group_calls_in(part), use.seconds, strict=True
         )
         if variant.device != "device" or group.secondary

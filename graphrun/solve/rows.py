@@ -23,8 +23,8 @@ numbers. `graphrun.solve.program` names the variables and the constants.
                    (`serial_copies`), its copies are added to the first sum instead
               D >= disk_seconds*x summed over all groups + reads
               In all: the sum of D + first_touch_seconds * the most bytes on the main device
-              An overlap set is one block group, or all groups of layers in one child module: copies
-              of one group in the set overlap compute of the others.
+              An overlap set is one block group, or all groups of layers in one child module: its
+              copies overlap all of its compute.
     bytes     main device       sum b*(K + d) + ring buffers + activation + values + inputs
               secondary device  sum b*(K + d) of its groups + the largest activation of a component
                                 that computes there
@@ -113,7 +113,8 @@ class Variables(ABC, Generic[Quantity]):
     def total(self, parts: Iterable[Quantity]) -> Quantity:
         """Return the sum of ``parts``."""
 
-    # for components whose split over devices is not chosen yet; else it is in the program
+    # While the solver still chooses how components are split, these methods return the seconds and
+    # bytes of the splits. A chosen split is part of the program's groups: they then return nothing.
 
     def split_seconds(self, t: int) -> Sequence[Quantity]:
         """Return the seconds of split components on secondary devices, and of transfers."""
@@ -368,7 +369,8 @@ class Rows(Generic[Quantity]):
             parts.append(traced + variables.total(scratch))
             # As in `graphrun.model.choices.activation_bytes`: if a component computes on the main
             # device, the largest scratch of all components counts, also of a component elsewhere.
-            # y + computes_on_main - 1 is then 1. A single component cannot do both.
+            # y + computes_on_main - 1 is 1 exactly if this component is elsewhere (y) and another
+            # one computes on the main device. In a phase of one component that cannot be.
             parts += [
                 traced + (y + computes_on_main - 1) * variant.scratch_bytes
                 for variant, y in pairs

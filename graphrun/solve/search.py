@@ -25,19 +25,21 @@ from graphrun.solve.strategies import has
 # MARGIN_GROWTH in each further round: by 65,536 in the last.
 ROUNDS = 4
 MARGIN_GROWTH = 256
-# Above LARGE columns of one program, or MOST_LARGE of all equally fast programs, the first fastest
-# solution fixes variants, stage order and options, even if others are as fast. A single program
-# above MOST_LARGE is not tried by `can_reach`, and rounded to a wider gap. LARGE_GAPS: relative
-# gaps of seconds, bytes moved and memory in a program above LARGE.
-LARGE, MOST_LARGE = 850, 4000
+# Columns above which a program is solved to the relative LARGE_GAPS of seconds, bytes moved and
+# memory. Of several fastest solutions, the first then fixes variants, stage order and options.
+LARGE = 850
 LARGE_GAPS = (1e-4, 1e-3, 1e-3)
+# The first of several fastest solutions fixes them too if all equally fast programs together have
+# more columns than this. A single program above it is not tried by `can_reach`, and its layers are
+# rounded to a wider gap.
+MOST_LARGE = 4000
 # Branch-and-bound nodes: for ties in a large program; and with REFINE_GOALS or for `least_seconds`
 # of a large program.
 TIE_NODES, REFINE_NODES = (
     200,
     500,
 )
-# More columns than any reference graph has. Above, the gap of seconds is HUGE_GAP.
+# More columns than any reference graph has. Above, the gap of every goal is at least HUGE_GAP.
 HUGE, HUGE_GAP = 8000, 1e-3
 # gaps when counts of layers are rounded; the second above MOST_LARGE columns
 ROUNDING_GAPS = (

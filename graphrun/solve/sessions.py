@@ -1,4 +1,4 @@
-"""Best integers of a session. Of many runs, the further run is solved first, then the first run.
+"""Best integers of a session. In a session of many runs, a further run is solved before the first.
 
     single further run   starts with the blocks that it leaves        seconds, bytes moved, memory
     single first run     ends with the blocks the further run needs   the same goals

@@ -139,7 +139,7 @@ class SplitColumns:
         """Return minus the seconds that mirror groups of ``j`` save the main device in ``t``."""
         interval = self._program.intervals[t]
         return [
-            self.blocks[mirror] * (-interval.calls[j] * interval.block_seconds[j])
+            self.blocks[mirror] * (-interval.calls[j] * interval.movable_seconds[j])
             for mirror in self.mirrors.get(j, ())
         ]
 

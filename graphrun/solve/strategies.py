@@ -9,7 +9,7 @@ that it costs.
     layers               split a component into layers where that is faster
     near plans           if pages exceed the budget, search near the last plan first
     reserved pages       reserve the page overhead in its own slot before reducing the budget
-    paged baselines      try the baselines too where a plan in pages is not proven optimal
+    paged baselines      try the baselines too where a plan with page overhead is not proven optimal
     slower disk          prefer a nearly equal plan that loses less on a slower disk
     likely variants      solve large programs with one variant per component first
     main device          solve large programs of several devices for the main device too

@@ -119,8 +119,8 @@ def best_first(suggestions: Iterable[Suggestion]) -> tuple[Suggestion, ...]:
 def leading(suggestions: Iterable[Suggestion], capacity_bytes: int) -> Suggestion | None:
     """Return the fastest typed suggestion that needs no new hardware; None without one.
 
-    A changed output counts as slower by OUTPUT_FACTOR, each option after the first by
-    OPTION_FACTOR. ``capacity_bytes``: the device's memory.
+    A changed output counts as slower by OUTPUT_FACTOR, and each option by OPTION_FACTOR.
+    ``capacity_bytes``: the device's memory.
     """
     candidates = [
         suggestion
@@ -135,7 +135,7 @@ def leading(suggestions: Iterable[Suggestion], capacity_bytes: int) -> Suggestio
     return min(candidates, key=rank, default=None)
 
 
-# options whose size may be larger than suggested
+# options whose suggested size `typed_value` rounds up
 SIZES = (
     "--vram",
     "--memory",
@@ -287,14 +287,14 @@ def _budgets(problem: Problem, minimum_bytes: Mapping[str, int]) -> Iterator[Pro
         )
 
 
-def _device_text(problem: Problem, device: int) -> str:
+def _device_text(problem: Problem, minimum_bytes: int) -> str:
     capacity = problem.hardware.capacity_bytes
-    if device > capacity:
+    if minimum_bytes > capacity:
         return (
             f"use a {'machine' if problem.hardware.unified else 'device'} with "
-            f"{typed_size(device)} or more: this one has {typed_size(capacity)}"
+            f"{typed_size(minimum_bytes)} or more: this one has {typed_size(capacity)}"
         )
-    return _raise_text(problem.hardware.budget_name, problem.budget_bytes, device)
+    return _raise_text(problem.hardware.budget_name, problem.budget_bytes, minimum_bytes)
 
 
 def _raise_text(tier: str, have: int, want: int) -> str:

@@ -36,7 +36,7 @@ ring_buffer      A ring buffer has room for the largest block that passes throug
 vram             Every slot fits the budget of the device, in bytes of tensors. `verify.solution`
                  adds the rule ``pages``, which counts allocator pages.
 secondary        Every slot fits the budget of each secondary device, in bytes of tensors.
-baseline         The device is empty after the run. In a session, every run leaves exactly the
+baseline         The device is as before the run: empty. In a session, every run leaves exactly the
                  blocks in `Plan.leaves`.
 
 Backing stores and values:

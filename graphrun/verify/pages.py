@@ -29,7 +29,9 @@ from graphrun.model.plan import BlockNames, Evict, Load, Plan, Restore, Slot, Sp
 from graphrun.model.problem import LT_WORKSPACE_BYTES, Problem
 from graphrun.model.splits import arguments_bytes
 
-MATRIX_BYTES = 512  # operand and result of the products of `CudaDevice.before_call`
+# of each small matrix in the two matrix products by which `CudaDevice.before_call` makes cuBLAS and
+# cuBLASLt allocate their workspaces
+MATRIX_BYTES = 512
 POOLS = (True, False)  # pools of the allocator: small, large
 
 
@@ -387,7 +389,7 @@ class _PlanReplay:
         return self._last_key
 
     def _allocate_workspaces(self) -> None:
-        """Do the two products of `CudaDevice.before_call`; release operands and results."""
+        """Replay the matrix products of `CudaDevice.before_call`; then release their matrices."""
         total_bytes = self._hardware.workspace_bytes
         if not total_bytes:
             return

@@ -8,7 +8,8 @@ slot), ring buffers, activation, values and inputs.
 Each secondary device has its own copy channel. The slot's loads are issued in one order for all
 devices, but a copy waits only for earlier copies to the same device. All devices share the compute
 channel, because one of them computes at a time. A call on a secondary device begins and ends with
-transfers between the devices. So does each block there of a split component.
+transfers between the devices. If a component is split, each of its blocks on a secondary device
+begins and ends with transfers.
 
 `graphrun.verify.timeline` has the order of copies, compute and reads in a slot.
 
@@ -349,7 +350,7 @@ class _State:
     def _calls(
         self, phase: PhaseNumbers, slot: Slot, sources: Mapping[Key, BlockOrigin]
     ) -> Iterator[SlotCall]:
-        """Yield the calls of ``slot`` in order: in turn all components.
+        """Yield the calls of ``slot``: the first of each component, then the second of each, ...
 
         A group with fewer calls than its component runs in the first calls of the component. Calls
         that run the same blocks share their works.

@@ -2,10 +2,13 @@
 
 Copy channel and compute (`Timeline`):
 
-    copy     |d3 |s8 |s9 |f |s1 |  |s2 |  |s8 |f     s  streamed: waits for compute with the blocks
-    compute      |  d3  |  s8   |  s9  |  s1   |        that it overwrites
-             ^ start                                 d  loaded by the slot that computes with it
-                                                     f  prefetch: loaded for a later slot
+    copy     |d1 |s2 |s3 |f |f |s4 |f |s5 |
+    compute      |  d1  |  s2  |  s3  |  s4  |  s5  |
+
+    d1         block 1, loaded by the slot that computes with it
+    s2 ... s5  blocks 2 to 5, streamed: each waits for compute with the blocks that it overwrites.
+               Here the ring buffer has room for two, so s4 waits for compute with s2.
+    f          prefetch: loaded for a later slot
 
 Blocks that are streamed, or loaded for the slot's own compute, are copied in the order of compute.
 A prefetch is copied when the ring buffer is full, in proportion to the streamed bytes, and only
@@ -19,11 +22,11 @@ the very end, when all of the slot's compute is queued. A streamed or loaded blo
 pageable memory when all compute before it is queued. The compute of a block waits for its copy; on
 the CPU, for its read in the same slot.
 
-Disk channel (`DiskChannel`), with reads into backing stores (r, of blocks a and b) and fetches for
-copies from backing stores on disk (d, s):
+Disk channel (`DiskChannel`), with reads of the blocks a, b and c into a backing store (r), and
+fetches of the blocks 1 to 4 from a backing store on disk, for their copies (d, s):
 
-    disk   |d3  |d8  |r a|s1  |r b|r b|      one after another
-    copy        |d3  |d8    |s1  |           a copy waits for the fetch or read of its block
+    disk   |d1 |s2 |r a|r b|s3 |r c|s4 |        one after another
+    copy       |d1 |s2 |       |s3 |   |s4 |    a copy waits for the fetch or read of its block
 
 A copy waits until its block is read and the memory is page-locked. Both happen at the same time.
 

@@ -218,9 +218,9 @@ def with_a_ring_buffer_that_is_always_free(patch: pytest.MonkeyPatch) -> None:
 
     def free(streamer: Streamer) -> bool:
         place(streamer)
-        slot = streamer._reserved_slot
-        assert slot is not None
-        for number in slot.released_numbers:
+        reserved_place = streamer._reserved_place
+        assert reserved_place is not None
+        for number in reserved_place.released_numbers:
             streamer._compute_ends.setdefault(number, None)
         return True
 
