@@ -400,7 +400,8 @@ def readme(recorded: dict[str, Record]) -> str:
         f"On an {flux['about']['card']}, FLUX.1-dev at full size (random weights in pinned RAM, "
         f"1024x1024, 4 steps) takes {run['seconds']:.1f} s a picture within 8 GiB; "
         f"diffusers with everything on the GPU ({reference['resident_peak_bytes'] / GIB:.0f} GiB) "
-        f"takes {resident:.1f} s. The picture is the same, bit for bit. The planned peak is {part['planned']['peak_bytes']:,} bytes, the measured peak "
+        f"takes {resident:.1f} s. The picture is the same, bit for bit. The planned "
+        f"peak is {part['planned']['peak_bytes']:,} bytes, the measured peak "
         f"{run['peak_bytes']:,}.",
         f"An earlier version ran plans of {len(models)} other models, from SDXL to Wan and "
         f"HunyuanVideo. Of their {len(pairs)} slots (stretches of time), "
