@@ -400,14 +400,14 @@ def readme(recorded: dict[str, Record]) -> str:
     resident = flux["flux"]["results"]["flux-dev resident"]["plain pipeline, seconds"]
     paragraphs = (
         f"On an {flux['about']['card']}, FLUX.1-dev at full size (random weights in pinned RAM, "
-        f"1024x1024, 4 steps) takes {run['seconds']:.1f} s a picture within 8 GiB, and "
-        f"{resident:.1f} s with everything on the GPU "
-        f"({reference['resident_peak_bytes'] / GIB:.0f} GiB). The picture is the same, bit for "
-        f"bit. The planned peak is {part['planned']['peak_bytes']:,} bytes, the measured peak "
+        f"1024x1024, 4 steps) takes {run['seconds']:.1f} s a picture within 8 GiB; "
+        f"diffusers with everything on the GPU ({reference['resident_peak_bytes'] / GIB:.0f} GiB) "
+        f"takes {resident:.1f} s. The picture is the same, bit for bit. The planned "
+        f"peak is {part['planned']['peak_bytes']:,} bytes, the measured peak "
         f"{run['peak_bytes']:,}.",
-        f"The plans of {len(models)} other models, from SDXL to Wan and HunyuanVideo, have "
-        f"{len(pairs)} slots (stretches of time). Of these {sum(a == b for a, b in pairs)} took "
-        "exactly the bytes that this version computes for them, "
+        f"An earlier version ran plans of {len(models)} other models, from SDXL to Wan and "
+        f"HunyuanVideo. Of their {len(pairs)} slots (stretches of time), "
+        f"{sum(a == b for a, b in pairs)} took exactly the bytes that this version computes, "
         f"{sum(a < b for a, b in pairs)} took less, and {sum(a > b for a, b in pairs)} took at "
         f"most {max(a - b for a, b in pairs) / MIB:.0f} MiB more (`benchmarks/card.sh`, [all "
         "figures, and where plans were wrong](docs/card-measured.md)).",

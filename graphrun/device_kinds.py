@@ -41,8 +41,9 @@ class DeviceKind:
 
     ``name``: the name of ``--device`` and of the torch device. ``title``: for messages. ``opener``:
     ``module:function``, called with the `Hardware`, the device's number, the main device (None for
-    itself) and ``check_ordering``; returns a `Device`. ``detector``: ``module:function``, called
-    with the kind; returns the `Hardware` of this machine's first device, or None.
+    itself) and, if ``has_virtual_clock``, ``check_ordering``; returns a `Device`. ``detector``:
+    ``module:function``, called with the kind; returns the `Hardware` of this machine's first
+    device, or None.
 
     ``free_memory``: what reports free memory: the ``driver``; the ``system`` (MemAvailable), where
     memory is the host's; ``none`` for a device without memory of its own. ``cap``: what refuses
