@@ -190,7 +190,13 @@ class Store:
         if not (self.folder / DATABASE).is_file():
             return []
         with self._open() as rows:
-            return rows.execute(query, values).fetchall()
+            try:
+                return rows.execute(query, values).fetchall()
+            except sqlite3.OperationalError as error:
+                # of a database that another process creates now, the tables may not be seen yet
+                if "no such table" not in str(error):
+                    raise
+                return []
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:

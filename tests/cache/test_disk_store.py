@@ -3,6 +3,7 @@ at any kill."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import shutil
@@ -190,14 +191,25 @@ for number in itertools.count():
 def test_a_process_that_is_killed_leaves_entries_complete_or_absent(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with subprocess.Popen([sys.executable, "-c", PUTS, str(tmp_path)]) as child:
-        while len(store.entries()) < 5:
-            assert child.poll() is None
-        child.kill()
+        try:
+            while len(store.entries()) < 5:
+                assert child.poll() is None
+        finally:
+            child.kill()  # else a failure waits for it without end
     assert len(store.entries()) >= 5
     assert store.verify() == []
     assert store.remove() >= 5
     store.put("a", b"one")
     assert store.get("a") == b"one"
+
+
+def test_a_database_without_tables_yet_has_no_entries(tmp_path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / DATABASE)) as rows:
+        rows.execute("PRAGMA auto_vacuum = FULL")
+        rows.execute("CREATE TABLE other (number INTEGER)")
+    store = Store(tmp_path)
+    assert store.entries() == []
+    assert store.get("a") is None
 
 
 def test_two_processes_lose_and_tear_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

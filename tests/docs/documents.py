@@ -22,6 +22,8 @@ PAGES = [
         ROOT / "tests" / "PROMISES.md",
     )
 ]
+# what Python on pages gets in place of a large model and a card
+STANDINS = {'"flux-dev"': '"flux-tiny"', 'hardware="rtx4090"': 'hardware="sim"'}
 FENCE = re.compile(
     r"^(?P<note> *<!--[^>]*-->\n\n?)?^(?P<indent> *)```(?P<info>[^\n]*)\n(?P<text>.*?)^ *```$",
     re.MULTILINE | re.DOTALL,

@@ -22,14 +22,13 @@ import pytest
 import typer
 import yaml
 from campaign import sampled
-from documents import PAGES, ROOT, Block, blocks, parts, quoted
+from documents import PAGES, ROOT, STANDINS, Block, blocks, parts, quoted
 from pydantic import TypeAdapter
 
 from graphrun.graph.schema import GraphSpec
 
 LANGUAGES = {"sh", "python", "yaml", "text", "powershell"}
 SAMPLE = ["docs/repeating.md"]
-STANDINS = {'"flux-dev"': '"flux-tiny"', 'hardware="rtx4090"': 'hardware="sim"'}
 TINY = (
     "import sys; sys.path.insert(0, 'examples')\nimport graphrun\nfrom tiny_flux import tiny_flux\n"
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from documents import STANDINS
 
 import graphrun
 from graphrun import limits
@@ -85,7 +86,6 @@ def test_every_public_function_has_an_example_that_runs(
     """In the order of docs/python.md, in one namespace, on the simulated accelerator and the small
     FLUX."""
     from PIL.Image import Image, Transpose
-    from test_pages import STANDINS
 
     from graphrun.profile import hardware
 
