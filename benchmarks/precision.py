@@ -17,6 +17,7 @@ import copy
 import json
 import math
 import sys
+import textwrap
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -174,8 +175,11 @@ def table(results: dict[str, Any]) -> str:
         [
             *lines,
             "",
-            f"Made by `python benchmarks/precision.py` on {results['date']} with "
-            f"{versions}, on a CPU.",
+            textwrap.fill(
+                f"Made by `python benchmarks/precision.py` on {results['date']} with "
+                f"{versions}, on a CPU.",
+                120,
+            ),
         ]
     )
 
@@ -204,8 +208,9 @@ def main() -> None:
     }
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     text = DOCS.read_text(encoding="utf-8")
-    begin, end = text.index("|  | one object"), text.index(", on a CPU.") + len(", on a CPU.")
-    DOCS.write_text(text[:begin] + table(results) + text[end:], encoding="utf-8")
+    before, _, rest = text.partition("|  | one object")
+    notes = rest[rest.index("\n\n- ") :]
+    DOCS.write_text(before + table(results) + notes, encoding="utf-8")
 
 
 if __name__ == "__main__":
