@@ -208,9 +208,9 @@ def main() -> None:
     }
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     text = DOCS.read_text(encoding="utf-8")
-    before, _, rest = text.partition("|  | one object")
+    intro, _, rest = text.partition("|  | one object")
     notes = rest[rest.index("\n\n- ") :]
-    DOCS.write_text(before + table(results) + notes, encoding="utf-8")
+    DOCS.write_text(intro + table(results) + notes, encoding="utf-8")
 
 
 if __name__ == "__main__":

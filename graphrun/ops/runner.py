@@ -51,19 +51,19 @@ Before = Callable[[str], None]
 def in_order(graph: Graph, names: Sequence[str], order: Iterable[str]) -> list[str]:
     """Return ``names`` of stages, which are in the graph's order, in ``order``. Stages that it
     leaves out, since they call no component, run where they are first needed, or last."""
-    ordered: dict[str, None] = {}
     stages = frozenset(names)
-
-    def add(name: str) -> None:
-        if name in ordered:
-            return
-        for producer in graph.producers(name):
-            if producer in stages:
-                add(producer)
-        ordered[name] = None
-
-    for name in (*order, *names):
-        add(name)
+    ordered: dict[str, None] = {}
+    pending = [*reversed(names), *reversed([*order])]  # the next one is last
+    while pending:
+        producers = [
+            producer
+            for producer in graph.producers(pending[-1])
+            if producer in stages and producer not in ordered
+        ]
+        if producers:
+            pending.extend(reversed(producers))
+        else:
+            ordered[pending.pop()] = None
     return list(ordered)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -57,6 +58,13 @@ def test_a_plans_order_leaves_out_stages_without_calls() -> None:
     assert in_order(graph, list(producers), ["b", "a", "c"]) == ["b", "a", "double", "c", "last"]
     assert in_order(graph, ["double", "c", "last"], ["c"]) == ["double", "c", "last"]
     assert in_order(graph, list(producers), ()) == list(producers)
+
+
+def test_a_chain_of_stages_longer_than_the_stack_is_ordered() -> None:
+    count = 2 * sys.getrecursionlimit()
+    producers = {f"s{i}": [f"s{i - 1}"] if i else [] for i in range(count)}
+    graph: Any = SimpleNamespace(producers=producers.__getitem__)
+    assert in_order(graph, list(producers), [f"s{count - 1}"]) == list(producers)
 
 
 def test_a_value_is_dropped_after_its_last_consumer(edit_graph: Callable[..., Any]) -> None:
