@@ -70,10 +70,11 @@ class Session:
     A context manager; otherwise call `close`. ``inputs``: defaults for the runs' inputs. Other
     sizes (height, steps) are planned when a run with them is first submitted; that run starts with
     an empty device. ``runs``: the expected number of runs; the plan weighs the first run, which
-    reads and loads, once, and the steady state ``runs - 1`` times. ``modules``, ``random_weights``,
-    ``cache``, ``reuse`` and ``note`` are as for `graphrun.run`. A stage whose outputs are in
-    ``cache`` is skipped once that pays for the change of plan. Raises the errors of planning;
-    weights are read when the first run begins.
+    reads and loads, once, and the steady state ``runs - 1`` times. ``device``: one that is open, in
+    place of that of the ``hardware`` in ``budgets``. ``modules``, ``random_weights``, ``cache``,
+    ``reuse`` and ``note`` are as for `graphrun.run`. A stage whose outputs are in ``cache`` is
+    skipped once that pays for the change of plan. Raises the errors of planning; weights are read
+    when the first run begins.
     """
 
     def __init__(
@@ -93,6 +94,11 @@ class Session:
         if runs < 2:
             raise InputError(
                 f"runs {runs}: a session has at least two runs; use graphrun.run for one"
+            )
+        if isinstance(device, str):
+            raise InputError(
+                f"device {device!r}: a session's device is opened already; to name a kind, give "
+                f"hardware={device!r}"
             )
         graph.refuse_list()
         self._whole, self._inputs, self._modules = graph, dict(inputs or {}), modules

@@ -189,6 +189,8 @@ def test_what_is_no_input_is_refused_at_once_and_what_cannot_be_planned_with_its
     session.close()
     with pytest.raises(InputError, match="closed"):
         session.run()
+    with pytest.raises(InputError, match="hardware='cpu'"):
+        graphrun.Session(flux, memory="2G", device="cpu")
     with pytest.raises(InputError, match="at least two runs"):
         graphrun.Session(flux, runs=1, **BUDGET)
 
