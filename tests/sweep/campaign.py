@@ -3,8 +3,9 @@ some of these, ``--record`` notes how they ended, with what they noted by pytest
 ``record_property("figures", ...)``.
 
 ``pytest.mark.sweep("NAME")`` marks a long test of part NAME; without a name the part is called
-after the file (``test_NAME.py``). ``pytest.mark.sweep("NAME", of_all=6)``: where all parts run, six
-of its cases, every day others; the part alone runs all of them.
+after the file (``test_NAME.py``). ``pytest.mark.sweep("NAME", sample=2)``: two of its cases are
+small ones, far apart in their order. ``pytest.mark.sweep("NAME", of_all=6)``: where all parts run,
+six of its cases, every day others; the part alone runs all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import platform
 import random
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ def part_of(item: pytest.Item) -> str | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     part_option = config.getoption("--part")
     sweeping = part_option is not None or "sweep" in config.getoption("-m")
-    parts = {item: part_of(item) for item in items}
+    small = sample_of(items)
+    parts = {item: None if item in small else part_of(item) for item in items}
     if part_option is not None and part_option not in parts.values():
         raise pytest.UsageError(
             f"there is no part {part_option}; there are: "
@@ -88,16 +90,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.user_properties.append(("part", parts[item]))
 
 
-def of_the_day(items: list[pytest.Item], started: float) -> list[pytest.Item]:
-    """``items`` without those cases of a test marked ``of_all`` that are for another day."""
+def cases_of(items: Iterable[pytest.Item], option: str) -> Iterator[tuple[list[pytest.Item], int]]:
+    """Yield the cases of each test whose mark has ``option``, and its number."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if (mark := item.get_closest_marker("sweep")) and "of_all" in mark.kwargs:
+        if (mark := item.get_closest_marker("sweep")) and option in mark.kwargs:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for group in cases.values():
+        yield group, group[0].get_closest_marker("sweep").kwargs[option]  # type: ignore[union-attr]
+
+
+def sample_of(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """The cases of tests marked ``sample`` that run with the small tests."""
+    return {
+        group[number * (len(group) - 1) // max(1, count - 1)]
+        for group, count in cases_of(items, "sample")
+        for number in range(count)
+    }
+
+
+def of_the_day(items: list[pytest.Item], started: float) -> list[pytest.Item]:
+    """``items`` without those cases of a test marked ``of_all`` that are for another day."""
     day = int(started // 86_400)
     excluded = set[pytest.Item]()
-    for group in cases.values():
-        count = group[0].get_closest_marker("sweep").kwargs["of_all"]  # type: ignore[union-attr]
+    for group, count in cases_of(items, "of_all"):
         random.Random(SEED).shuffle(group)
         first = day * count % len(group)
         excluded |= set(group) - set((group + group)[first : first + count])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from campaign import of_the_day
+from campaign import of_the_day, sample_of
 
 DAY = 86_400
 
@@ -28,3 +28,10 @@ def test_some_cases_of_a_grid_run_every_day_and_all_of_them_in_as_few_days_as_th
     assert all(set(map(id, other_cases)) < set(map(id, day)) for day in days)
     assert set(map(id, grid)) < {id(case) for day in days for case in day}
     assert of_the_day(grid, 20_000 * DAY + 1) == of_the_day(grid, 20_000 * DAY)
+
+
+def test_a_sample_of_a_long_test_has_its_first_and_its_last_case() -> None:
+    cases = [Case(f"a.py::test_a[{number}]", sample=3) for number in range(8)]
+    single_cases = [Case("b.py::test_b", sample=2), Case("c.py::test_c[x]", sample=1)]
+    items: Any = [*cases, Case("d.py::test_d", of_all=4), *single_cases]
+    assert sample_of(items) == {cases[0], cases[3], cases[7], *single_cases}
